@@ -182,11 +182,13 @@ class RunPlanned(Event, frozen=True, kw_only=True):
 
 
 class RunChanged(Event, frozen=True, kw_only=True):
-    """A run is in another state (`partition.run.states`), and why."""
+    """A run is in another state (`partition.run.states`), and why. `waits_for` are the machines whose return
+    would end a pause."""
 
     run: str
     state: str
     reason: str
+    waits_for: tuple[PeerId, ...] = ()
 
 
 class RunResumed(Event, frozen=True, kw_only=True):

@@ -60,8 +60,9 @@ class MemberView:
 
 @dataclass(frozen=True)
 class RunView:
-    """A run as this node knows it. `status` is one of `partition.run.states`, `reason` why it is; `result` is
-    empty while there is none, "here" on this node's disk, or "elsewhere"."""
+    """A run as this node knows it. `status` is one of `partition.run.states`, `reason` why it is, `waits_for`
+    whose return would end a pause, with names; `result` is empty while there is none, "here" on this node's
+    disk, or "elsewhere"."""
 
     run: str
     model: str
@@ -85,6 +86,7 @@ class RunView:
     steps_skipped: int = 0
     committed: events.StepCommitted | None = None
     revised: events.RunRevised | None = None
+    waits_for: tuple[tuple[PeerId, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -269,7 +271,9 @@ def _(event: events.RunChanged, state: State) -> State:
     view = state.runs.get(event.run)
     if view is None:
         return state
-    return _with_run(state, replace(view, status=event.state, reason=event.reason))
+    names = {peer: member.name for peer, member in state.members.items()}
+    missing = tuple((peer, names.get(peer, "")) for peer in event.waits_for)
+    return _with_run(state, replace(view, status=event.state, reason=event.reason, waits_for=missing))
 
 
 @_fold.register
@@ -538,6 +542,7 @@ def run_document(view: RunView) -> dict[str, Any]:
         "validations": list({event.step: _validation(view, event) for event in view.validations}.values()),
         "microbatches_replayed": view.microbatches_replayed,
         "reason": view.reason,
+        "waits_for": [{"peer": peer_text(peer), "name": name} for peer, name in view.waits_for],
         "revised": revision_document(view.revised),
         "steps_lost": view.steps_lost,
         "steps_skipped": view.steps_skipped,

@@ -127,7 +127,9 @@ def test_of_two_nodes_alone_the_requester_is_told_what_a_death_does(rule: str) -
     lines = EventScreen().lines(event_document(first))
     assert any("pauses until it is back" in line for line in lines)
     if rule == "wait":
-        assert f"it goes on when {short_peer(replica)} is back" in paused(world)[0].reason
+        said_why = paused(world)[0]
+        assert f"it goes on when {short_peer(replica)} is back" in said_why.reason
+        assert said_why.waits_for == (replica,)
 
 
 def paused(world: World) -> list[RunChanged]:

@@ -22,7 +22,7 @@ from node.cli.render import (
     show_json,
     table,
 )
-from node.cli.screen import EventScreen
+from node.cli.screen import EventScreen, with_names
 from node.cli.trace import chrome_trace, send_otlp
 
 TRACE_SECONDS_MAX = 30.0
@@ -274,7 +274,8 @@ def run_lines(run: Mapping[str, Any]) -> list[str]:
     """The screen of a `peerloom/run/1` document: one run."""
     lines = [run_text(run), f"  asked for by  {short_id(run['requester'])}"]
     if run.get("detail") or run.get("reason"):
-        lines.append(f"  why           {run.get('detail') or run['reason']}")
+        waits_for = {row["peer"]: row["name"] for row in run.get("waits_for", ())}
+        lines.append(f"  why           {with_names(run.get('detail') or run['reason'], waits_for)}")
     if run.get("accuracy") is not None:
         lines.append(f"  accuracy      {run['accuracy']:.3f}")
     if run.get("validations"):

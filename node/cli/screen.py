@@ -204,7 +204,10 @@ class EventScreen:
     def _changed(self, event: Event) -> list[str]:
         if event["state"] == "running":
             return []  # the plan says more
-        return [_at(event, f"run {event['run'][:8]} {event['state']}: {event['reason']}")]
+        reason = with_names(
+            event["reason"], {peer: self._names.get(peer, "") for peer in event.get("waits_for", ())}
+        )
+        return [_at(event, f"run {event['run'][:8]} {event['state']}: {reason}")]
 
     def _resumed(self, event: Event) -> list[str]:
         parts = [
@@ -387,6 +390,13 @@ def _at(event: Event, text: str) -> str:
 def _both(names: Mapping[str, str], peer: str) -> str:
     name = names.get(peer)
     return f"{name} {short_id(peer)}" if name else short_id(peer)
+
+
+def with_names(text: str, names: Mapping[str, str]) -> str:
+    """Return a text that names peers by short id with the name beside each, where there is one."""
+    for peer in names:
+        text = text.replace(short_id(peer), _both(names, peer))
+    return text
 
 
 def _layers(layers: tuple[int, int]) -> str:

@@ -14,7 +14,6 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact
 from crypto.identity import PeerId
 from node.errors import RunFailed
-from node.events import RunChanged
 from node.pipeline.committer import CommitterShell
 from node.placement.leases import rounded
 from node.protocols import runs as wire
@@ -268,9 +267,7 @@ class RunMember:
         service, chain = self._service, self._chain
         match event:
             case events.StateChanged():
-                state, reason = self.steering.shown(event.state, event.reason)
-                at = self._clock.wall()
-                service.publish(RunChanged(at=at, run=self.run.text, state=state, reason=reason))
+                self.steering.changed(event)
             case events.PlanFollowed():
                 service.follow(plan_hash(event.plan), self)
             case events.PlanEntered():

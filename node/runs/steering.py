@@ -155,6 +155,14 @@ class Steering:
             case events.StepsWanted() if not self.is_paused:
                 committer.unpause()
 
+    def changed(self, event: events.StateChanged) -> None:
+        """Tell people that the run is in another state."""
+        state, reason = self.shown(event.state, event.reason)
+        at = self._service.seams.clock.wall()
+        self._service.publish(
+            RunChanged(at=at, run=self._run.text, state=state, reason=reason, waits_for=event.waits_for)
+        )
+
     def shown(self, state: State, reason: str) -> tuple[State, str]:
         """Return the state of the run as people see it, and why it is."""
         if self.is_paused and state in ("running", "degraded"):

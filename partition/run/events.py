@@ -36,10 +36,12 @@ class RolesGiven:
 
 @dataclass(frozen=True)
 class StateChanged:
-    """The run is in another state for this member, and why, for a person."""
+    """The run is in another state for this member, and why, for a person. `waits_for` are the machines whose
+    return would end a pause."""
 
     state: State
     reason: str
+    waits_for: tuple[PeerId, ...] = ()
 
 
 @dataclass(frozen=True)

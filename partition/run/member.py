@@ -50,7 +50,7 @@ from partition.run.messages import (
     Recut,
     check_sender,
 )
-from partition.run.pauses import votes_missing
+from partition.run.pauses import stage_missing, votes_missing
 from partition.run.progress import Progress
 from partition.run.proposals import Proposer, Surroundings
 from partition.run.recutting import Recutting
@@ -200,7 +200,7 @@ class Member:
                 life.branches.decided(event.plan)
                 self._adopt(now, life, event.plan, event.change)
             case paxos.QuorumLost():
-                self._change("quorum lost", votes_missing(event))
+                self._change("quorum lost", votes_missing(event), event.missing)
             case paxos.QuorumFound():
                 self._in_force(life, "a majority is there again")
             case paxos.ForkOpened():
@@ -579,12 +579,12 @@ class Member:
         """No plan can follow: the run waits, and if that lasts the member that would propose one ends it."""
         if not self._is_stuck:
             self._is_stuck = True
-            self._change("stage lost", event.reason)
+            self._change("stage lost", stage_missing(event.reason, event.lost), event.lost)
         elif event.is_final and life.proposer.is_proposer(now) and life.proposer.has_majority(now):
             self.finish(now, "failed", event.reason)
 
-    def _change(self, cause: Cause, reason: str) -> None:
+    def _change(self, cause: Cause, reason: str, waits_for: tuple[PeerId, ...] = ()) -> None:
         state = after(self.state, cause)
         if state != self.state:
             self.state = state
-            self.events.append(StateChanged(state, reason))
+            self.events.append(StateChanged(state, reason, waits_for))

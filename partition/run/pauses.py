@@ -1,6 +1,8 @@
 """Why a run pauses, in words for a person."""
 
-from crypto.identity import short_peer
+from collections.abc import Collection
+
+from crypto.identity import PeerId, short_peer
 from partition.plan.quorum import QuorumLost
 
 
@@ -12,3 +14,9 @@ def votes_missing(event: QuorumLost) -> str:
     if len(event.missing) == lacking:
         return f"{text}; it goes on when {names} {'is' if lacking == 1 else 'are'} back"
     return f"{text}; it goes on when {lacking} of {names} {'is' if lacking == 1 else 'are'} back"
+
+
+def stage_missing(reason: str, lost: Collection[PeerId]) -> str:
+    """Say that a stage has nobody for `reason`, and which machines would end the pause."""
+    names = " or ".join(map(short_peer, lost))
+    return f"{reason}; it goes on when {names} is back" if lost else reason

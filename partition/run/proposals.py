@@ -39,10 +39,12 @@ class WayFound:
 
 @dataclass(frozen=True)
 class NoWayFound:
-    """No plan can follow; where it `is_final`, that has lasted too long."""
+    """No plan can follow; where it `is_final`, that has lasted too long. `lost` are those who would be
+    needed."""
 
     reason: str
     is_final: bool
+    lost: tuple[PeerId, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -297,7 +299,7 @@ class Proposer:
             self._no_way_since = now
         seconds = now - self._no_way_since
         if seconds >= timeouts.REFILL_SECONDS:
-            self.events.append(NoWayFound(found.reason, seconds >= found.waits_seconds))
+            self.events.append(NoWayFound(found.reason, seconds >= found.waits_seconds, found.lost))
 
     def _inputs(self, now: float, restorable: tuple[bytes, int] | None, can_tell: bool) -> PlanInputs:
         plan, alive = self._chain.head, self.living(now)

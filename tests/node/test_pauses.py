@@ -1,0 +1,51 @@
+"""A paused run names the machines whose return would end the pause: on screens, in `runs show`, in JSON."""
+
+from dataclasses import replace
+from types import MappingProxyType
+
+from crypto.identity import peer_text, short_peer
+from node import events
+from node.cli.runs import run_lines
+from node.cli.screen import EventScreen
+from node.state import RunView, State, apply, event_document, run_document
+from partition.plan.quorum import QuorumLost
+from partition.run.pauses import stage_missing, votes_missing
+from tests.test_screens import peer
+
+RUN = "0123456789abcdef"
+KNOWN, UNKNOWN = peer(2), peer(3)
+JOINED = events.MemberJoined(at=1.0, peer=KNOWN, name="lab-2", addresses=(), found_through="join")
+PAUSED = events.RunChanged(
+    at=2.0,
+    run=RUN,
+    state="paused",
+    reason=votes_missing(QuorumLost(0, 1, 2, (KNOWN, UNKNOWN))),
+    waits_for=(KNOWN, UNKNOWN),
+)
+
+
+def test_a_pause_names_machines_by_name_and_short_id_where_it_is_told() -> None:
+    screen = EventScreen()
+    screen.lines(event_document(JOINED))
+    (line,) = screen.lines(event_document(PAUSED))
+    assert f"lab-2 {short_peer(KNOWN)}, {short_peer(UNKNOWN)}" in line
+
+
+def test_a_pause_names_machines_in_runs_show_and_its_document_until_it_ends() -> None:
+    view = RunView(RUN, "gpt", "text", 9, KNOWN, "running")
+    state = apply(replace(State(), runs=MappingProxyType({RUN: view})), JOINED)
+    state = apply(state, PAUSED)
+    document = run_document(state.runs[RUN])
+    assert document["waits_for"] == [
+        {"peer": peer_text(KNOWN), "name": "lab-2"},
+        {"peer": peer_text(UNKNOWN), "name": ""},
+    ]
+    assert any(f"lab-2 {short_peer(KNOWN)}, {short_peer(UNKNOWN)}" in line for line in run_lines(document))
+    goes_on = events.RunChanged(at=3.0, run=RUN, state="running", reason="a majority is there again")
+    assert run_document(apply(state, goes_on).runs[RUN])["waits_for"] == []
+
+
+def test_a_lost_stage_names_who_had_it() -> None:
+    said = stage_missing("stage 2 of 2 has no replica left", (KNOWN, UNKNOWN))
+    assert said.endswith(f"; it goes on when {short_peer(KNOWN)} or {short_peer(UNKNOWN)} is back")
+    assert stage_missing("nobody of the run is left", ()) == "nobody of the run is left"
