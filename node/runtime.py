@@ -277,7 +277,7 @@ class Node(Surface):
     def _offered(self, capacity: Capacity) -> None:
         self.capacity = capacity
         self._publish(capacity.measured(self._clock.wall()))
-        self.membership.update(self._profile())
+        self._standing.tell_now()
 
     async def _calibrate(self) -> None:
         """Find out in the background what a stage's process does here, and tell it instead of the guess."""

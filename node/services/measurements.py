@@ -36,13 +36,15 @@ from partition.plan.rates import Calibration, decode_calibration, encode_calibra
 OBSERVED_PURPOSE = "observed"
 CALIBRATED = "calibrated"
 """Among the capabilities of a member: it tells what it measured, and lets its links be measured."""
-TELL_SECONDS = 30.0
-"""Between two looks whether what this node observed has changed; each change is stored at a dozen nodes."""
+TELL_SECONDS, FIRST_TELL_SECONDS = 30.0, 5.0
+"""Between two looks whether what this node observed has changed; each change is stored at a dozen nodes. The
+short one counts until there is anything to tell."""
 CHANGE_SHARE = 0.1
 """A figure that has changed by less is not told anew."""
 STAGES_SECONDS = 3_600.0
 """For so long a rate that was found in a run counts: then the peer is believed again, and found out again."""
-FRESH_SECONDS = 60.0
+FRESH_SECONDS, ABSENT_SECONDS = 60.0, 10.0
+"""From one lookup of a peer's records to the next; the short one where one of them was not there."""
 LOOKED_UP_MAX = 64
 LOOKUPS_AT_ONCE = 8
 LOOKUPS_SECONDS_MAX = 3.0
@@ -80,7 +82,7 @@ class Measurements:
         self._stages: dict[PeerId, tuple[int, float]] = {}
         self._calibrations: dict[PeerId, Calibration] = {}
         self._observed: dict[PeerId, Observed] = {}
-        self._looked_up: dict[PeerId, float] = {}
+        self._look_up_at: dict[PeerId, float] = {}
         self._told = Observed()
 
     async def measure(
@@ -102,7 +104,7 @@ class Measurements:
             nursery.start_soon(self.links.run, self._measured_members, lambda: None)
             await self._discovery.publish(CALIBRATION_PURPOSE, self._me, encode_calibration(calibration))
             while True:
-                await trio.sleep(TELL_SECONDS)
+                await trio.sleep(TELL_SECONDS if self._told.links else FIRST_TELL_SECONDS)
                 with contain("telling of measurements"):
                     await self._tell()
 
@@ -151,7 +153,7 @@ class Measurements:
         """Return what is known once those of `peers` were looked up that tell anything; bounded in time."""
         now = self._clock.monotonic()
         live = {member.peer: member for member in self._members() if member.live}
-        for known in (self._calibrations, self._observed, self._looked_up):
+        for known in (self._calibrations, self._observed, self._look_up_at):
             for peer in [peer for peer in known if peer not in live]:
                 del known[peer]
         wanted = [
@@ -160,7 +162,7 @@ class Measurements:
             if peer != self._me
             and peer in live
             and _is_measured(live[peer])
-            and now - self._looked_up.get(peer, -FRESH_SECONDS) >= FRESH_SECONDS
+            and now >= self._look_up_at.get(peer, now)
         ][:LOOKED_UP_MAX]
         if wanted:
             limit = trio.CapacityLimiter(LOOKUPS_AT_ONCE)
@@ -182,7 +184,8 @@ class Measurements:
             self._calibrations[peer] = calibration
         if observed is not None:
             self._observed[peer] = observed
-        self._looked_up[peer] = self._clock.monotonic()
+        is_whole = calibration is not None and observed is not None
+        self._look_up_at[peer] = self._clock.monotonic() + (FRESH_SECONDS if is_whole else ABSENT_SECONDS)
 
     async def _read(self, purpose: str, peer: PeerId, read: Callable[[bytes], T]) -> T | None:
         for record in await self._discovery.find(purpose, peer):

@@ -59,6 +59,13 @@ class StandingKeeper:
             self.told = found
             self._tell()
 
+    def tell_now(self) -> None:
+        """Tell how the node is, however lately it told: for what changes once in a node's life, and must not
+        wait minutes behind changes of its load."""
+        self._changes.take(self._clock.monotonic())
+        self.told = self._look(self.told)
+        self._tell()
+
 
 def look_at(
     told: Standing | None,

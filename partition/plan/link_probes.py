@@ -25,6 +25,9 @@ NEAREST_SHARE = 0.6
 """Of the partners, those nearest by round trip; the others are far, so that what lies between is known."""
 FIRST_SECONDS = 2.0
 """Between two probes while partners are unmeasured."""
+IDLE_SECONDS = 30.0
+"""From one look for new members to the next, where no probe is due; 5 s while there is nobody to probe."""
+ALONE_SECONDS = 5.0
 AGAIN_SECONDS = 600.0
 RETRY_SECONDS_MIN, RETRY_SECONDS_MAX = 5.0, 300.0
 SAMPLES_MAX = 5
@@ -72,7 +75,7 @@ class LinkProbes:
         later = min((self._partners[peer].due for peer in chosen), default=inf)
         self.deadline = now + FIRST_SECONDS * (1 + self._rng.random())
         if not due:
-            self.deadline = max(self.deadline, min(later, now + AGAIN_SECONDS / 20))
+            self.deadline = max(self.deadline, min(later, now + (IDLE_SECONDS if chosen else ALONE_SECONDS)))
             return None
         # Those never measured first, the longest waiting of them.
         return min(due, key=lambda peer: (bool(self._partners[peer].sent), self._partners[peer].due))

@@ -14,20 +14,47 @@ from tests.node.simulated import simulated_node
 from tests.stack import simple_cnn
 
 MBIT = 20.0
+KNOWN_SECONDS = 30.0
+"""From the end of the calibrations until another node plans with the links: what docs/plan.md says."""
+
+
+def slow_medium() -> SimNetworkFabric:
+    """Every node has MBIT each way."""
+    access = Access(share=1.0, up_mbit_per_second=MBIT, down_mbit_per_second=MBIT)
+    model = NetworkModel(nearest_seconds=0.001, farthest_seconds=0.001, jitter_seconds=0.0, access=(access,))
+    return SimNetworkFabric(Links(model, 1))
+
+
+def test_links_are_known_soon_after_the_calibration_of_busy_nodes() -> None:
+    medium = slow_medium()
+
+    async def scenario() -> None:
+        async with AsyncExitStack() as stack:
+            first = await stack.enter_async_context(simulated_node(medium, 1))
+            join = first.network.addresses[0].short
+            others = [await stack.enter_async_context(simulated_node(medium, n, join)) for n in (2, 3)]
+            nodes = [first, *others]
+            await trio.sleep(40)
+            async with trio.open_nursery() as nursery:
+                for node in nodes:
+                    # What a busy machine's load leaves of the changes that a node may tell.
+                    assert node._standing._changes.take(trio.current_time())
+                    node.measurements.calibration = REFERENCE
+                    node._calibrated(REFERENCE)
+                    nursery.start_soon(node.measurements.run, REFERENCE)
+                await trio.sleep(KNOWN_SECONDS)
+                peers = [node.peer for node in nodes]
+                for node in nodes:
+                    known = await node.measurements.learn(peers)
+                    assert len(known.links(peers)) == 6
+                    assert len(known.observed) == 3
+                nursery.cancel_scope.cancel()
+
+    trio.run(scenario, clock=MockClock(autojump_threshold=0))
 
 
 def test_a_third_node_knows_the_links_and_calibrations_of_two_others() -> None:
-    medium = SimNetworkFabric(
-        Links(
-            NetworkModel(
-                nearest_seconds=0.001,
-                farthest_seconds=0.001,
-                jitter_seconds=0.0,
-                access=(Access(share=1.0, up_mbit_per_second=MBIT, down_mbit_per_second=MBIT),),
-            ),
-            1,
-        )
-    )
+    medium = slow_medium()
 
     async def scenario() -> None:
         async with AsyncExitStack() as stack:
