@@ -90,11 +90,12 @@ async def swarm(
     recorders: Mapping[str, Recorder] | None = None,
     executors: Mapping[str, SimExecutor] | None = None,
     offer: Offering | None = None,
+    network: NetworkModel | None = None,
 ) -> AsyncIterator[Swarm]:
     """Nodes called by one letter each; each joins through the one before it. `storages` are the disks of
     their earlier lives, `recorders` write down what they do, `executors` compute in their place. `offer` is
     what each gives to others."""
-    group = Swarm(medium=SimNetworkFabric(Links(NetworkModel(), seed)))
+    group = Swarm(medium=SimNetworkFabric(Links(network or NetworkModel(), seed)))
     async with trio.open_nursery() as nursery:
         before: str | None = None
         for name in names:

@@ -87,11 +87,11 @@ class Rebalancing:
             graph = await service.models.get(self._run.manifest.graph_hash, list(plan.members))
             offers = tuple(service.offers())
             run = service.seams.executor.run
+            knowledge = await service.measurements.learn(list(plan.members))
             if self._base is None or self._base[0] != plan:
-                knowledge = await service.measurements.learn([offer.peer for offer in offers])
                 making = partial(base_problem, self._run, graph, plan, offers, knowledge)
                 self._base = plan, await run(making, apart=True)
-            _, base = self._base
+            base = relinked(self._base[1], plan, knowledge)
             paces = believed_paces(base, plan, said, seen)
             service.measurements.stages_found(found_rates(base, plan, paces))
             if len(plan.stages) < 2 or steps_left < 1:
@@ -133,6 +133,16 @@ def base_problem(
         for place, peer in enumerate(problem.peers)
     )
     return replace(problem, peers=peers)
+
+
+def relinked(problem: Problem, plan: Plan, knowledge: Knowledge) -> Problem:
+    """Return a plan's problem with its links as they are known now; one of which nothing is known any more
+    stays as it was. One that was measured one way only is taken to be alike the other way: else what it
+    takes to send would be laid to the sender's computing."""
+    found = knowledge.links([PeerId(peer) for stage in plan.stages for peer in stage.replicas])
+    links = {(one.hex(), other.hex()): link for (one, other), link in found.items()}
+    back = {(other, one): link for (one, other), link in links.items()}
+    return replace(problem, links={**problem.links, **back, **links})
 
 
 def split_of(problem: Problem, plan: Plan) -> Split:
