@@ -209,7 +209,7 @@ class Nodes:
             time.sleep(5.0)
             if (
                 len(rows) == len(names) * (len(names) - 1)
-                and time.monotonic() > until - LINKS_SECONDS_MAX + 75
+                and time.monotonic() > until - LINKS_SECONDS_MAX + 40
             ):
                 break
         return {

@@ -3,6 +3,7 @@
 import os
 import time
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -16,6 +17,15 @@ KNOWN_SECONDS = 45.0
 CALIBRATED_SECONDS_MAX = 300.0
 
 
+def known(swarm: SwarmProcesses, folder: Path, what: str, count: int, seconds: float) -> None:
+    """Wait until a node knows so many measurements."""
+    until, look = time.monotonic() + seconds, Event()
+    while len(ask(folder, "measurements")[what]) < count:
+        swarm.check()
+        assert time.monotonic() < until, f"{what} are not known"
+        look.wait(0.5)
+
+
 @pytest.mark.skipif("PEERLOOM_PROCESSES" not in os.environ, reason="PEERLOOM_PROCESSES=1")
 def test_a_plan_over_real_nodes_has_measured_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -26,14 +36,8 @@ def test_a_plan_over_real_nodes_has_measured_links(tmp_path: Path, monkeypatch: 
         for name in NAMES[1:]:
             swarm.start(name, first.address)
         folder = first.data_dir
-        until = time.monotonic() + CALIBRATED_SECONDS_MAX
-        while len(ask(folder, "measurements")["calibrations"]) < len(NAMES):
-            assert time.monotonic() < until, "not calibrated"
-            time.sleep(1.0)
-        until = time.monotonic() + KNOWN_SECONDS
-        while len(ask(folder, "measurements")["links"]) < len(NAMES) * (len(NAMES) - 1):
-            assert time.monotonic() < until, "links are not known"
-            time.sleep(1.0)
+        known(swarm, folder, "calibrations", len(NAMES), CALIBRATED_SECONDS_MAX)
+        known(swarm, folder, "links", len(NAMES) * (len(NAMES) - 1), KNOWN_SECONDS)
         peers = live_peers(ask(folder, "status"), ask(folder, "peers"), ask(folder, "measurements"))
         assert peers.is_measured
         assert len(peers.links) == len(NAMES) * (len(NAMES) - 1)
