@@ -1,11 +1,13 @@
 """A link that becomes slow in a live run proposes the next plan, as a slow peer does: in virtual time."""
 
-from functools import cache, partial
+from collections.abc import Callable, Iterable
+from functools import cache
 from itertools import pairwise
 
 import torch
 from torch import nn
 
+from crypto.identity import PeerId
 from node.events import Event, RunPlanned, StepCommitted
 from partition.capture.task import Task, capture_task, correct, cross_entropy
 from sim.network.model import Access, NetworkModel
@@ -37,6 +39,11 @@ def waisted_model() -> Model:
     )
 
 
+def saturated(peer: PeerId) -> Callable[[], Iterable[tuple[PeerId, float, bool]]]:
+    """What frames to `peer` take over the slow link."""
+    return lambda: [(peer, SLOW_BYTES_PER_SECOND, True)]
+
+
 def test_a_link_that_becomes_slow_moves_the_border_to_where_less_crosses() -> None:
     executors = {name: NodeExecutor(RATE, 1.0, lambda _: 0.0, Pace(), _ignore) for name in "ab"}
     wanted = manifest(
@@ -64,8 +71,7 @@ def test_a_link_that_becomes_slow_moves_the_border_to_where_less_crosses() -> No
                         assert up is not None
                         up.fifo.bytes_per_second = SLOW_BYTES_PER_SECOND
                         # A simulated stream takes all at once: its sender cannot find the rate.
-                        row = group.nodes[other].peer, SLOW_BYTES_PER_SECOND, True
-                        node.measurements._frames = partial(iter, [row])
+                        node.measurements._frames = saturated(group.nodes[other].peer)
 
             _, events = await train(group, "b", wanted, on_event)
             found.extend(events)
