@@ -122,3 +122,21 @@ def offer_document(offer: events.OfferChanged | None) -> dict[str, Any] | None:
     if offer is None:
         return None
     return {"may_serve": offer.may_serve, "reason": offer.reason, "unread": list(offer.unread)}
+
+
+def plan_document(plan: events.RunPlanned | None) -> dict[str, Any] | None:
+    """Who holds what in a run; None before its first plan."""
+    if plan is None:
+        return None
+    return {
+        "plan": plan.plan,
+        "height": plan.height,
+        "planner": peer_text(plan.planner),
+        "trainer": peer_text(plan.trainer),
+        "trainers": [peer_text(peer) for peer in plan.trainers],
+        "restored_step": plan.restored_step,
+        "stages": [
+            {"layers": list(layers), "replicas": [peer_text(peer) for peer in replicas]}
+            for layers, replicas in zip(plan.layers, plan.stages, strict=True)
+        ],
+    }

@@ -19,6 +19,7 @@ from node.documents import (
     fences_document,
     join_document,
     offer_document,
+    plan_document,
     reachability_document,
     revision_document,
     rfc3339,
@@ -525,7 +526,7 @@ def averaging_document(view: AveragingView) -> dict[str, Any]:
 
 def run_document(view: RunView) -> dict[str, Any]:
     """One run, with its plan and its loss so far."""
-    plan, evaluated, committed = view.plan, view.evaluated, view.committed
+    evaluated, committed = view.evaluated, view.committed
     return {
         "run": view.run,
         "model": view.model,
@@ -549,20 +550,7 @@ def run_document(view: RunView) -> dict[str, Any]:
         "last_step": step_document(committed),
         "weights": view.weights,
         "result": view.result,
-        "plan": None
-        if plan is None
-        else {
-            "plan": plan.plan,
-            "height": plan.height,
-            "planner": peer_text(plan.planner),
-            "trainer": peer_text(plan.trainer),
-            "trainers": [peer_text(peer) for peer in plan.trainers],
-            "restored_step": plan.restored_step,
-            "stages": [
-                {"layers": list(layers), "replicas": [peer_text(peer) for peer in replicas]}
-                for layers, replicas in zip(plan.layers, plan.stages, strict=True)
-            ],
-        },
+        "plan": plan_document(view.plan),
     }
 
 
