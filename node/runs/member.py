@@ -115,12 +115,12 @@ class RunMember:
     @property
     def hosts(self) -> bool:
         """Whether a stage of this run is open here, or being opened."""
-        return self.hosting.is_opening or self.hosting.replica is not None
+        return self.hosting.core.occupies
 
     @property
     def is_opening(self) -> bool:
         """Whether a stage is being opened."""
-        return self.hosting.is_opening
+        return self.hosting.core.is_opening
 
     @property
     def committed(self) -> int | None:

@@ -1,4 +1,4 @@
-"""The stage of one run that this node holds: opened, kept under plan after plan, and closed.
+"""The stage process of one run: the driver of a `partition.run.hosting.Hosting`.
 
 Only for `node.runs.member`, which says what plan is in force.
 """
@@ -6,7 +6,6 @@ Only for `node.runs.member`, which says what plan is in force.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import trio
 
@@ -21,24 +20,9 @@ from node.protocols.manifest import Run
 from node.protocols.runs import FetchState
 from node.runs.context import Service
 from partition.plan.plan import FIRST_VALUES, Plan, plan_hash
+from partition.run import hosting as core
 from partition.run import timeouts
 from partition.steps.frames import OpenedFrame
-
-
-class Held(NamedTuple):
-    """A stage by its number and where the model is cut: elsewhere it is another stage, whose inputs or tied
-    weights may differ also where its layers are the same."""
-
-    number: int
-    cuts: tuple[int, ...]
-
-
-def held_in(plan: Plan, peer: PeerId) -> Held | None:
-    """Return what a plan gives to a peer, None for no stage."""
-    number = plan.stage_of(peer)
-    if number is None:
-        return None
-    return Held(number, tuple(stage.last_layer for stage in plan.stages))
 
 
 class Hosting:
@@ -58,10 +42,9 @@ class Hosting:
     ) -> None:
         """`holders` may hand over what the run is made of; for `save` and `restore` see ReplicaShell."""
         self.replica: ReplicaShell | None = None
-        self.is_opening = False
         self.machine: Machine | None = None
         """What the slot gave when the stage was opened."""
-        self._is_due = False
+        self.core: core.Hosting = service.seams.core(core.Hosting, service.signer.peer)
         self._service = service
         self._run = run
         self._holders = holders
@@ -69,41 +52,23 @@ class Hosting:
         self._abandoned = abandoned
         self._save = save
         self._restore = restore
-        self._plan: Plan | None = None
-        self._held: Held | None = None
         self._scope = trio.CancelScope()
         self._changing = trio.Lock()
-        self._is_over = False
-        self._prepared: bytes | None = None
-        self._planner: PeerId | None = None
 
     def adopt(self, plan: Plan) -> None:
         """A plan is in force: keep the stage it gives to this node, open it, or close what was open."""
-        # What has trained is opened again: first values are made in a new process.
-        is_anew = plan.restored == FIRST_VALUES and self._prepared != plan_hash(plan)
-        self._plan, self._prepared = plan, None
-        stage = held_in(plan, self._service.signer.peer)
-        if stage == self._held and not is_anew:
-            if self.replica is not None:
-                self._service.spans.admit(plan)
-                self.replica.adopt(plan)
-                return
-            if self.is_opening or stage is None:
-                return  # once open it takes the newest plan
-        self._held = stage
-        self._is_due = stage is not None
-        # Only the first plan finds everybody at the beginning; whoever comes later has nothing yet.
-        self._service.start_task(self._change, plan, stage, None if plan.height else 0, of=self._run)
-
-    def occupies(self) -> bool:
-        """Return whether a slot is taken by this run: a stage is open, is being opened, or is to be."""
-        return self.replica is not None or self.is_opening or (self._is_due and not self._is_over)
+        wanted = self.core.adopt(plan)
+        if isinstance(wanted, core.KeepStage) and self.replica is not None:
+            self._service.spans.admit(plan)
+            self.replica.adopt(plan)
+        elif isinstance(wanted, core.OpenStage | core.CloseStage):
+            self._service.start_task(self._change, wanted, of=self._run)
 
     async def prepare(self, plan: Plan, planner: PeerId) -> str | None:
         """Open the stage of a plan that is not in force yet, as `planner` asks. Return None when it is open,
         else why it is not."""
-        self._planner = planner
-        reason = await self._open_early(plan)
+        wanted = self.core.prepare(plan, planner)
+        reason = "another stage is open here" if wanted is None else await self._open_early(wanted)
         then = self._expire if reason is None else self.unprepare
         self._service.start_task(then, plan_hash(plan), of=self._run)
         return reason
@@ -113,60 +78,58 @@ class Hosting:
         await trio.sleep(timeouts.SILENCE_SECONDS_MAX)
         await self.unprepare(plan)
 
-    async def _open_early(self, plan: Plan) -> str | None:
-        stage = held_in(plan, self._service.signer.peer)
+    async def _open_early(self, wanted: core.OpenStage) -> str | None:
         async with self._changing:
-            if self.replica is not None or stage is None or self._is_over:
-                return "another stage is open here"
-            self.is_opening = True
-            self._prepared, self._held, self._plan = plan_hash(plan), stage, plan
+            await self._close()
             try:
-                await self._open(plan, stage, None)
+                is_open = await self._open(wanted)
             except StageFailed as error:
-                self._held = None
                 return str(error)
             except Exception as error:
                 # The planner must do without this node, and this node gives up what it accepted for the plan.
                 note(error, "a stage that was to be opened")
-                self._held = None
                 return f"an internal error: {describe(error)}"
             finally:
-                self.is_opening = False
-        return None
+                self.core.failed(wanted)
+        return None if is_open else "the run went on before its stage was open"
 
     async def unprepare(self, plan: bytes) -> None:
         """Close what was opened for this plan, which did not come about."""
-        if self._prepared == plan:
-            self._prepared, self._held = None, None
-            await self.close()
+        if self.core.unprepare(plan) is not None:
+            await self._close()
             self._abandoned()
 
     async def planner_lost(self, planner: PeerId) -> None:
         """Close what was opened for a plan that `planner` would have had decided; the peer is gone."""
-        if self._prepared is not None and planner == self._planner:
-            await self.unprepare(self._prepared)
+        if self.core.planner_lost(planner) is not None:
+            await self._close()
+            self._abandoned()
 
     async def keep(self, sender: PeerId, frame: OpenedFrame) -> OpenedFrame | None:
         """A frame that has come, in memory it may stay in; None where there is none, and the stage fails."""
-        if self.replica is None or self._plan is None or sender not in self._plan.members:
+        plan = self.core.plan
+        if self.replica is None or plan is None or sender not in plan.members:
             return frame  # it will be dropped or refused, so it need not be put anywhere
         return await self.replica.keep(frame)
 
-    async def _change(self, plan: Plan, stage: Held | None, step: int | None) -> None:
+    async def _change(self, wanted: core.OpenStage | core.CloseStage) -> None:
         async with self._changing:
-            await self.close()
-            if stage is None or self._is_over or stage != self._held:
+            if self.core.is_open or (isinstance(wanted, core.OpenStage) and not self.core.wants(wanted)):
+                return  # a newer plan has been followed first
+            await self._close()
+            if isinstance(wanted, core.CloseStage):
                 return
-            self.is_opening, self._is_due = True, False
-            self._service.publish_lease(self._run, plan, stage.number)
+            self._service.publish_lease(self._run, wanted.plan, wanted.held.number)
             try:
-                await self._open(plan, stage, step)
+                await self._open(wanted)
             except StageFailed as error:
-                self._failed(str(error))
+                if self.core.wants(wanted):
+                    self._failed(str(error))
             finally:
-                self.is_opening = False
+                self.core.failed(wanted)
 
-    async def _open(self, plan: Plan, stage: Held, step: int | None) -> None:
+    async def _open(self, wanted: core.OpenStage) -> bool:
+        """Open a stage. Return whether it was still wanted when it was open. Raises StageFailed."""
         service, manifest = self._service, self._run.manifest
         executor = service.seams.executor
         try:
@@ -175,8 +138,8 @@ class Hosting:
             is_own = self._run.requester == service.signer.peer
             machine = replace(service.machine, allow_unfenced=service.machine.allow_unfenced or is_own)
             self.machine = machine
-            wanted = partial(build_stage_spec, self._run, graph, plan, stage.number, machine)
-            specification, parts, data = await executor.run(wanted, apart=True)
+            build = partial(build_stage_spec, self._run, graph, wanted.plan, wanted.held.number, machine)
+            specification, parts, data = await executor.run(build, apart=True)
             opened = await executor.open_stage(data)
         except Unreachable as error:
             raise StageFailed(error.detail) from None
@@ -185,22 +148,25 @@ class Hosting:
         except OSError as error:
             raise StageFailed(f"no process can be started: {error}") from None
         try:
-            if step is not None or plan.restored == FIRST_VALUES:
+            if wanted.step is not None or wanted.plan.restored == FIRST_VALUES:
                 await service.models.fill(opened, specification, self._holders())
-            if self._is_over or self._plan is None or self._held != stage:
-                raise StageFailed("the run went on before its stage was open")
         except BaseException:
             await opened.aclose()
             raise
+        plan = self.core.opened(wanted)
+        if plan is None:
+            with trio.CancelScope(shield=True):
+                await opened.aclose()
+            return False
         shell = ReplicaShell(
             service.signer,
-            self._plan,
+            plan,
             specification,
             parts,
             opened,
             service.seams,
             service.send,
-            step=step,
+            step=wanted.step,
             in_flight_max=manifest.microbatches,
             schedule=manifest.pipeline,
             codecs=LinkCodecs(manifest.frames, service.link_rate, executor),
@@ -208,16 +174,18 @@ class Hosting:
             restore=self._restore,
             spans=service.spans,
         )
-        service.spans.admit(self._plan)
+        service.spans.admit(plan)
         self.replica = shell
         self._scope = trio.CancelScope()
         service.start_task(self._host, shell, self._scope, of=self._run)
+        return True
 
     async def _host(self, shell: ReplicaShell, scope: trio.CancelScope) -> None:
         with scope:
             await shell.run()
         if self.replica is shell:
-            await self.close()
+            self.core.closed()
+            await self._close()
 
     async def export(self) -> bytes:
         """The stage as a safetensors file. Raises StageFailed."""
@@ -229,7 +197,7 @@ class Hosting:
         """A range of the stage's state, None where it is not that of the step. Raises StageFailed."""
         return None if self.replica is None else await self.replica.read_state(request)
 
-    async def close(self) -> None:
+    async def _close(self) -> None:
         """End the stage process, if there is one."""
         shell, self.replica = self.replica, None
         if shell is not None:
@@ -239,10 +207,10 @@ class Hosting:
 
     async def vacate(self) -> None:
         """Close the stage, though the plan still gives it to this node: it may be given to it again later."""
-        self._held, self._is_due = None, False
-        await self.close()
+        self.core.vacate()
+        await self._close()
 
     async def end(self) -> None:
         """The run is over: close the stage, and open none again."""
-        self._is_over = True
-        await self.close()
+        self.core.end()
+        await self._close()

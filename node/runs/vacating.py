@@ -24,7 +24,8 @@ class Service(Protocol):
 async def vacate(runs: Service, reason: str, which: Callable[[RunMember], bool]) -> dict[str, bool]:
     """Hand over the stages of these runs; of each by its id, whether that came about in time."""
     found: dict[str, bool] = {}
-    for member in [member for member in runs.members.values() if member.hosting.occupies() and which(member)]:
+    holding = [member for member in runs.members.values() if member.hosting.core.occupies]
+    for member in filter(which, holding):
         found[member.run.text] = False
         runs.start_task(_hand_over, member, reason, found, of=member.run)
     return found

@@ -87,7 +87,7 @@ def _prepare(member: Answering, asker: PeerId, plan: Plan, reply: Answer) -> Non
     elif not member.slots.holds(member.me, name):
         reply(Declined("no lease for this stage"))
     else:
-        member.hosting.prepare(plan, lambda is_open: reply(Done() if is_open else Declined("busy")))
+        member.hosting.prepare(plan, asker, lambda is_open: reply(Done() if is_open else Declined("busy")))
         # The planner that asked for a stage may die before its plan is decided.
         member.later(SILENCE_SECONDS_MAX, lambda: _expire(member, name))
 

@@ -112,12 +112,12 @@ class Member(Turns):
     @property
     def hosts(self) -> bool:
         """Whether a stage is open here, or on its way."""
-        return self.hosting.is_opening or self.hosting.hosted is not None
+        return self.hosting.core.occupies
 
     @property
     def is_opening(self) -> bool:
         """Whether a stage is on its way."""
-        return self.hosting.is_opening
+        return self.hosting.core.is_opening
 
     @property
     def committed(self) -> int | None:

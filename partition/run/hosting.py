@@ -1,0 +1,155 @@
+"""The stage of a run that one member holds: what to open, to keep under plan after plan, and to close.
+
+At most one stage is open. It stays open from one plan to the next as long as the plan gives the member the
+same layers between the same borders. The stage of a plan that is not in force yet may be opened early; it is
+closed again unless that plan is decided.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from crypto.identity import PeerId
+from partition.plan.plan import FIRST_VALUES, Plan, plan_hash
+
+
+class Held(NamedTuple):
+    """A stage by its number and where the model is cut: elsewhere it is another stage, whose inputs or tied
+    weights may differ also where its layers are the same."""
+
+    number: int
+    cuts: tuple[int, ...]
+
+
+def held_in(plan: Plan, peer: PeerId) -> Held | None:
+    """Return what a plan gives to a peer, None for no stage."""
+    number = plan.stage_of(peer)
+    if number is None:
+        return None
+    return Held(number, tuple(stage.last_layer for stage in plan.stages))
+
+
+@dataclass(frozen=True)
+class OpenStage:
+    """Close what is open and open this stage of `plan`, then call `opened` or `failed`. `step` says after how
+    many steps it is as opened; None: it has to be filled. `is_early`: the plan is not in force yet."""
+
+    plan: Plan
+    held: Held
+    step: int | None
+    is_early: bool
+
+
+@dataclass(frozen=True)
+class KeepStage:
+    """The open stage goes on under this plan."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class CloseStage:
+    """Close what is open."""
+
+
+class Hosting:
+    """One member's. Each call returns what the driver has to do, None for nothing."""
+
+    def __init__(self, me: PeerId) -> None:
+        self.plan: Plan | None = None
+        """The newest plan: the one in force, or the one whose stage is opened early."""
+        self.is_open = False
+        self._me = me
+        self._held: Held | None = None
+        self._opening: OpenStage | None = None
+        self._prepared: bytes | None = None
+        self._planner: PeerId | None = None
+        self._is_over = False
+
+    @property
+    def is_opening(self) -> bool:
+        """Whether a stage is on its way."""
+        return self._opening is not None
+
+    @property
+    def occupies(self) -> bool:
+        """Whether a slot is taken: a stage is open or on its way."""
+        return self.is_open or self.is_opening
+
+    def adopt(self, plan: Plan) -> OpenStage | KeepStage | CloseStage | None:
+        """Take a plan that is in force: keep the stage it gives to this member, open it, or close what was
+        open."""
+        # What has trained is opened again: first values are made in a new process.
+        is_anew = plan.restored == FIRST_VALUES and self._prepared != plan_hash(plan)
+        self.plan, self._prepared = plan, None
+        held = held_in(plan, self._me)
+        if self._is_over:
+            return None
+        if held == self._held and not is_anew:
+            if self.is_open:
+                return KeepStage(plan)
+            if self.is_opening or held is None:
+                return None  # once open it takes the newest plan
+        if held is None:
+            self._clear()
+            return CloseStage()
+        # Only the first plan finds everybody at the beginning; whoever comes later has nothing yet.
+        return self._open(OpenStage(plan, held, None if plan.height else 0, is_early=False))
+
+    def prepare(self, plan: Plan, planner: PeerId) -> OpenStage | None:
+        """Open the stage of a plan that is not in force yet, as `planner` asks. None: no room for it here."""
+        held = held_in(plan, self._me)
+        if held is None or self.occupies or self._is_over:
+            return None
+        self.plan, self._prepared, self._planner = plan, plan_hash(plan), planner
+        return self._open(OpenStage(plan, held, None, is_early=True))
+
+    def _open(self, wanted: OpenStage) -> OpenStage:
+        self.is_open, self._held, self._opening = False, wanted.held, wanted
+        return wanted
+
+    def wants(self, opening: OpenStage) -> bool:
+        """Return whether this stage is still to be opened."""
+        return self._opening is opening
+
+    def opened(self, opening: OpenStage) -> Plan | None:
+        """Note that a stage is open. Return the plan it is under now; None: close it, it is not wanted."""
+        if not self.wants(opening):
+            return None
+        self._opening, self.is_open = None, True
+        return self.plan
+
+    def failed(self, opening: OpenStage) -> None:
+        """Note that a stage could not be opened: the next plan that gives it to this member tries again."""
+        if self.wants(opening):
+            self._held = self._opening = None
+
+    def closed(self) -> None:
+        """Note that the open stage has ended by itself."""
+        self.is_open = False
+
+    def unprepare(self, plan: bytes) -> CloseStage | None:
+        """Close what was opened for the plan of this hash, which did not come about."""
+        if self._prepared != plan:
+            return None
+        self._clear()
+        return CloseStage()
+
+    def planner_lost(self, planner: PeerId) -> CloseStage | None:
+        """Close what was opened for a plan that `planner` would have had decided; the peer is gone."""
+        if self._prepared is None or planner != self._planner:
+            return None
+        return self.unprepare(self._prepared)
+
+    def vacate(self) -> CloseStage:
+        """Close the stage, though the plan still gives it to this member: it may be given to it again
+        later."""
+        self._clear()
+        return CloseStage()
+
+    def end(self) -> CloseStage:
+        """The run is over: close the stage, and open none again."""
+        self._is_over = True
+        return self.vacate()
+
+    def _clear(self) -> None:
+        self.is_open, self._held, self._opening, self._prepared = False, None, None, None
