@@ -19,9 +19,10 @@ from node.runs.context import Service
 from partition.plan.plan import Plan
 from partition.run.failures import Failures
 from partition.run.timeouts import START_SECONDS_MAX
+from partition.run.verdicts import PeersLost, TrainingOver, Verdicts
 from partition.steps import committer as core
 from partition.steps.frames import FRAME_PURPOSE, FrameHeader, read_header
-from partition.steps.messages import BadFrame, Counted, Open, Progress, Save, Synced, Work
+from partition.steps.messages import BadFrame, Counted, Open, Progress, Save, Work
 from partition.steps.routes import ATTEMPTS_PER_PLAN
 from partition.steps.save_interval import SaveInterval
 from partition.steps.validation import Series
@@ -95,7 +96,7 @@ class CommitterShell:
         self._receipts = service.receipts
         self._witness = Witness(plan)
         self._stalled_since = stalled_since
-        self._failures = failures
+        self._verdicts = Verdicts(plan, failures)
         self._refuse = service.refuse
         self._to_vouch: deque[tuple[PeerId, BadFrame]] = deque()
         self.made: Callable[[FrameHeader], Awaitable[tuple[Any, ...] | None]] | None = None
@@ -104,7 +105,6 @@ class CommitterShell:
         """The micro-batch, and whether it is one to train on, whose data ended the run."""
         self._lost_steps = lost_steps
         self.saving = SaveInterval(manifest.save_every)
-        self._synced: set[PeerId] = set()
         self._moved: Counter[PeerId] = Counter()
         self._events: deque[Any] = deque()
         self._more = trio.Event()
@@ -123,18 +123,16 @@ class CommitterShell:
         while True:
             while self._events:
                 event = self._events.popleft()
-                match event:
-                    case core.TrainingEvaluated():
-                        self._evaluated(event)
-                        return None
-                    case core.TrainingFailed(stage=None):
-                        self.refused = event.microbatch
-                        return str(event.reason)
-                    case core.ReplicaFailed():
-                        if (reason := self._failed(event)) is not None:
-                            return reason
-                    case _:
-                        self._note(event)
+                if isinstance(event, core.TrainingEvaluated):
+                    self._evaluated(event)
+                elif isinstance(event, core.TrainingFailed):
+                    self.refused = event.microbatch
+                verdict = self._verdicts.judge(event)
+                if isinstance(verdict, TrainingOver):
+                    return verdict.reason
+                if verdict is not None:
+                    self._lost(verdict)
+                self._note(event)
             if self._to_vouch:
                 await self._vouch(*self._to_vouch.popleft())
                 continue
@@ -172,37 +170,23 @@ class CommitterShell:
                 self._validated(event)
             case core.BestWanted():
                 self._best.wanted(event.step)
-            case core.TrainingFailed():
-                self._lost(event)
 
-    def _failed(self, event: core.ReplicaFailed) -> str | None:
-        """Go on without it; why the run is over, where that is not the fault of a peer."""
-        reason = self._failures.note(event.peer, event.step, event.reason)
-        if reason is None:
-            self._absent(event.peer, event.reason)
-        return reason
-
-    def _lost(self, event: core.TrainingFailed) -> None:
-        """A stage has replicas, and none of them its parameters: it is as if it had none."""
-        assert event.stage is not None
-        for peer in self._plan.stages[event.stage].replicas:
-            self._absent(PeerId(peer), event.reason)
+    def _lost(self, lost: PeersLost) -> None:
+        for peer in lost.peers:
+            self._absent(peer, lost.reason)
 
     async def _give_up(self) -> None:
         """The next plan does without replicas that have not opened their stage in time."""
         await trio.sleep(START_SECONDS_MAX)
-        replicas = {PeerId(peer) for stage in self._plan.stages for peer in stage.replicas}
-        for peer in sorted(replicas - self._synced) if self.core.phase == "syncing" else ():
-            self._absent(peer, f"its stage was not open after {START_SECONDS_MAX:.0f} s")
+        self._lost(self._verdicts.late(self.core.phase))
 
     # What others say
 
     def receive(self, now: float, sender: PeerId, message: Any) -> None:
         """A step message of a replica. Raises RemoteProtocolError."""
+        self._verdicts.heard(sender, message)
         if isinstance(message, Progress | Counted):
             self._witness.heard(now, sender, message)
-        elif isinstance(message, Synced):
-            self._synced.add(sender)
         elif isinstance(message, BadFrame):
             self._signer.check(FRAME_PURPOSE, message.frame)
             if message.of_values and len(self._to_vouch) < VOUCHES_MAX:

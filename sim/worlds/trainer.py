@@ -1,6 +1,7 @@
 """What a trainer of a run in a world of cores does under one plan: it feeds and, as the first, commits.
 
-As `node.runs.trainer`, `committer` and `feeder`; the next plan begins with another.
+The driver of a `partition.steps.feeder.Feeder`, and of a `partition.steps.committer.Committer` whose events
+`partition.run.verdicts` judges. The next plan begins with another.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,9 +12,10 @@ from partition.plan.plan import Plan, plan_hash
 from partition.run.events import PauseWanted, SaveWanted, StepsWanted
 from partition.run.failures import Failures
 from partition.run.timeouts import START_SECONDS_MAX
+from partition.run.verdicts import PeersLost, TrainingOver, Verdicts
 from partition.steps import committer as core
 from partition.steps.feeder import Feeder, FeedReady
-from partition.steps.messages import Open, StepCommit, Synced
+from partition.steps.messages import Open, StepCommit
 from partition.steps.routes import attempts
 from sim.events import StepCommitted
 from sim.worlds.integer_stage import input_of, labels_of
@@ -53,10 +55,9 @@ class Trainer:
         self._me = me
         self._plan = plan
         self._shell = shell
-        self._failures = failures
+        self._verdicts = Verdicts(plan, failures)
         self._feeder = Feeder(me, plan)
         self._commit: StepCommit | None = None
-        self._synced: set[PeerId] = set()
 
     def begin(self, newest: tuple[bytes, int] | None) -> None:
         """Commit, if that is this trainer's part. `newest` is the newest checkpoint."""
@@ -85,12 +86,12 @@ class Trainer:
 
     def _give_up(self) -> None:
         """The next plan does without replicas that have not opened their stage in time."""
-        if self.core is None or self.core.phase != "syncing":
-            return
-        for stage in self._plan.stages:
-            for peer in stage.replicas:
-                if peer not in self._synced:
-                    self._shell.absent(PeerId(peer), "its stage was not open in time")
+        if self.core is not None:
+            self._lost(self._verdicts.late(self.core.phase))
+
+    def _lost(self, lost: PeersLost) -> None:
+        for peer in lost.peers:
+            self._shell.absent(peer, lost.reason)
 
     # What comes in
 
@@ -112,8 +113,7 @@ class Trainer:
     def receive(self, sender: PeerId, message: Any) -> None:
         """What a replica says to the committer. Raises RemoteProtocolError."""
         if self.core is not None:
-            if isinstance(message, Synced):
-                self._synced.add(sender)
+            self._verdicts.heard(sender, message)
             self._send_all(self.core.receive(self._setting.ground.now, sender, message))
 
     def steer(self, event: PauseWanted | SaveWanted | StepsWanted) -> None:
@@ -178,21 +178,13 @@ class Trainer:
         match event:
             case core.StepApplied():
                 self._step_applied(event)
-            case core.ReplicaFailed():
-                over = self._failures.note(event.peer, event.step, event.reason)
-                if over is None:
-                    self._shell.absent(event.peer, event.reason)
-                else:
-                    self._shell.trained(over)
             case core.StepsPaused():
                 self._shell.paused(event.step)
-            case core.TrainingEvaluated():
-                self._shell.trained(None)
-            case core.TrainingFailed(stage=None):
-                self._shell.trained(event.reason)
-            case core.TrainingFailed(stage=int() as stage):
-                for peer in self._plan.stages[stage].replicas:
-                    self._shell.absent(PeerId(peer), event.reason)
+        match self._verdicts.judge(event):
+            case PeersLost() as lost:
+                self._lost(lost)
+            case TrainingOver(reason):
+                self._shell.trained(reason)
 
     def _step_applied(self, event: core.StepApplied) -> None:
         setting, plan, commit = self._setting, self._plan, self._commit

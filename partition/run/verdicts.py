@@ -1,0 +1,62 @@
+"""What a run makes of its committer's events: who is lost, and whether training is over. One plan's."""
+
+from dataclasses import dataclass
+
+from crypto.identity import PeerId
+from partition.plan.plan import Plan
+from partition.run.failures import Failures
+from partition.run.timeouts import START_SECONDS_MAX
+from partition.steps.committer_events import ReplicaFailed, TrainingEvaluated, TrainingFailed
+from partition.steps.messages import Synced
+
+
+@dataclass(frozen=True)
+class PeersLost:
+    """The next plan must do without these."""
+
+    peers: tuple[PeerId, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class TrainingOver:
+    """The last step is committed and evaluated; or why that will never be."""
+
+    reason: str | None
+
+
+class Verdicts:
+    """The committer's, under one plan. START_SECONDS_MAX after its beginning the driver asks for `late`."""
+
+    def __init__(self, plan: Plan, failures: Failures) -> None:
+        """`failures` is what went wrong under the plans before, too."""
+        self._plan = plan
+        self._failures = failures
+        self._synced: set[PeerId] = set()
+
+    def heard(self, sender: PeerId, message: object) -> None:
+        """Note what a replica says to the committer."""
+        if isinstance(message, Synced):
+            self._synced.add(sender)
+
+    def late(self, phase: str) -> PeersLost:
+        """Return the replicas that have not opened their stage in time; `phase` is the committer's."""
+        replicas = {PeerId(peer) for stage in self._plan.stages for peer in stage.replicas}
+        late = sorted(replicas - self._synced) if phase == "syncing" else ()
+        return PeersLost(tuple(late), f"its stage was not open after {START_SECONDS_MAX:.0f} s")
+
+    def judge(self, event: object) -> PeersLost | TrainingOver | None:
+        """Return what a committer's event comes to; None where the run goes on as it is."""
+        match event:
+            case TrainingEvaluated():
+                return TrainingOver(None)
+            case TrainingFailed(stage=None):
+                return TrainingOver(event.reason)
+            case TrainingFailed(stage=int() as stage):
+                # It has replicas, and none of them its parameters: it is as if it had none.
+                peers = tuple(PeerId(peer) for peer in self._plan.stages[stage].replicas)
+                return PeersLost(peers, event.reason)
+            case ReplicaFailed():
+                over = self._failures.note(event.peer, event.step, event.reason)
+                return PeersLost((event.peer,), event.reason) if over is None else TrainingOver(over)
+        return None
