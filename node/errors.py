@@ -77,7 +77,7 @@ class CheckFailed(PeerloomError):
 
 
 class Unreachable(Exception):
-    """No path to a peer. `reason` is one word for tables: refused, timeout, unknown, wrong key."""
+    """No path to a peer. `reason` is a code: refused, busy (ask again later), timeout, unknown, wrong key."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)

@@ -131,9 +131,9 @@ async def fetch_weights(
     `draft`, and commit it; its length. It is hashed as it comes, and never whole in memory.
 
     Raises:
-        Unreachable: nobody had it. OSError: the disk is full.
+        Unreachable: nobody had it; "busy": all who may have it were. OSError: the disk is full.
     """
-    reasons = []
+    reasons, codes = [], set[str]()
     for peer in holders:
         file = _Hashed(await seams.executor.run(draft))
         take = partial(_take, file, seams)
@@ -146,12 +146,15 @@ async def fetch_weights(
                 await seams.executor.run(file.draft.commit)
                 return file.size
             reasons.append("the bytes have another hash than the run's result")
+            codes.add("refused")
         except Unreachable as error:
             reasons.append(error.detail)
+            codes.add(error.reason)
         finally:
             with trio.CancelScope(shield=True):
                 await seams.executor.run(file.draft.discard)
-    raise Unreachable("unknown", "; ".join(reasons) or "nobody is known to hold these weights")
+    code = "busy" if codes == {"busy"} else "unknown"
+    raise Unreachable(code, "; ".join(reasons) or "nobody is known to hold these weights")
 
 
 class _Hashed:

@@ -88,7 +88,7 @@ class Models:
             self._decoded.move_to_end(name)
             return self._decoded[name]
         if name not in self._fetching and len(self._fetching) >= FETCHES_MAX:
-            raise Unreachable("refused", "busy: too many models are being fetched")
+            raise Unreachable("busy", "busy: too many models are being fetched")
         lock = self._fetching.setdefault(name, trio.Lock())
         try:
             async with lock:

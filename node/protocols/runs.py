@@ -217,10 +217,11 @@ class Leased(msgspec.Struct, frozen=True, tag="leased"):
 
 class Declined(msgspec.Struct, frozen=True, tag="declined"):
     """No, and why, in words for a person. A provider whose slots are taken says in how many seconds one may
-    be this run's, where it knows."""
+    be this run's, where it knows. `is_busy`: too many fetch at once, and a later request may be answered."""
 
     reason: Reason
     wait_seconds: Annotated[int, msgspec.Meta(ge=0, le=WAIT_SECONDS_MAX)] | None = None
+    is_busy: bool = False
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
@@ -401,9 +402,10 @@ async def fetch_into(
         try:
             await stream.send(encode(request))
             reply = read_reply(await stream.receive())
+            if isinstance(reply, Declined):
+                raise Unreachable("busy" if reply.is_busy else "refused", reply.reason)
             if not isinstance(reply, Blob):
-                reason = reply.reason if isinstance(reply, Declined) else "not what was asked for"
-                raise Unreachable("refused", reason)
+                raise Unreachable("refused", "not what was asked for")
             if reply.size_bytes > bytes_max:
                 raise Unreachable("refused", f"{reply.size_bytes} bytes offered, at most {bytes_max} wanted")
             left = reply.size_bytes

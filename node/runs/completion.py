@@ -103,7 +103,7 @@ async def fetch_result(service: Service, run: Run, source: PeerId, weights: str)
                 return ""
             except Unreachable as error:
                 # All members ask at once, and a source serves a few at a time.
-                if not error.detail.startswith("busy") or seams.clock.monotonic() >= until:
+                if error.reason != "busy" or seams.clock.monotonic() >= until:
                     raise
             await trio.sleep(RETRY_SECONDS)
     except Unreachable as error:

@@ -136,7 +136,7 @@ class Requests:
         with self._permits[type(request)].take(stream.peer) as permit:
             if permit is None:
                 with trio.move_on_after(REQUEST_SECONDS_MAX):
-                    await stream.send(encode(wire.Declined("busy: too many fetch at once")))
+                    await stream.send(encode(wire.Declined("busy: too many fetch at once", is_busy=True)))
                 return
             with trio.move_on_after(UPLOAD_SECONDS_MAX):
                 reply = await self.answer(stream.peer, request)
