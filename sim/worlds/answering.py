@@ -9,11 +9,11 @@ from crypto.identity import PeerId
 from partition.plan.plan import Plan, plan_hash
 from partition.run.asks import Declined, Done, EndRun, HoldStage, OpenStage, ReleaseStage, RenewRun, StartRun
 from partition.run.member import Member
+from partition.run.slots import Promise, Slots
 from partition.run.timeouts import SILENCE_SECONDS_MAX
 from sim.worlds.hosting import Hosting
 from sim.worlds.keeping import Keeping
 from sim.worlds.run_messages import ExportStage, FetchCopy, FetchState, KeepCopy, Question
-from sim.worlds.slots import Slots
 from sim.worlds.streams import Answer
 
 
@@ -53,7 +53,7 @@ def answer(member: Answering, asker: PeerId, question: Question, reply: Answer) 
             _prepare(member, asker, question.plan, reply)
         case ReleaseStage():
             name = plan_hash(question.plan)
-            member.slots.release(member.me, name)
+            member.slots.release(name, asker)
             member.hosting.unprepare(name)
             reply(Done())
         case StartRun():
@@ -74,7 +74,9 @@ def _lease(member: Answering, asker: PeerId, question: HoldStage, reply: Answer)
         reply(Declined("it does not know yet how the run went on"))
     else:
         if not is_witness:
-            member.slots.promise(member.me, plan_hash(question.plan), asker)
+            plan, until = question.plan, member.now + SILENCE_SECONDS_MAX
+            promise = Promise(plan.run, plan_hash(plan), question.stage, asker, until)
+            member.slots.promise(member.now, promise)
         reply(Done())
 
 
@@ -84,7 +86,7 @@ def _prepare(member: Answering, asker: PeerId, plan: Plan, reply: Answer) -> Non
         reply(Declined("it does not know yet how the run went on"))
     elif plan.stage_of(member.me) is None:
         reply(Done())
-    elif not member.slots.holds(member.me, name):
+    elif not _holds(member, plan):
         reply(Declined("no lease for this stage"))
     else:
         member.hosting.prepare(plan, asker, lambda is_open: reply(Done() if is_open else Declined("busy")))
@@ -92,11 +94,17 @@ def _prepare(member: Answering, asker: PeerId, plan: Plan, reply: Answer) -> Non
         member.later(SILENCE_SECONDS_MAX, lambda: _expire(member, name))
 
 
+def _holds(member: Answering, plan: Plan) -> bool:
+    """Return whether the slot is promised to the stage that this plan gives to the member."""
+    stage = plan.stage_of(member.me)
+    return stage is not None and member.slots.holds(member.now, plan.run, plan_hash(plan), stage)
+
+
 def _start(member: Answering, asker: PeerId, plan: Plan, reply: Answer) -> None:
     answered = member.core.on_start(asker, plan)
     if answered is not None:
         reply(answered)
-    elif plan.stage_of(member.me) is not None and not member.slots.holds(member.me, plan_hash(plan)):
+    elif plan.stage_of(member.me) is not None and not _holds(member, plan):
         reply(Declined("no lease for this stage"))
     else:
         member.begin(plan)

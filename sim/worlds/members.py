@@ -248,7 +248,7 @@ class Member(Turns):
     def _on_event(self, event: events.Event) -> None:
         match event:
             case events.PlanFollowed():
-                self._setting.slots.release(self.me, plan_hash(event.plan))
+                self.slots.release_run(self._setting.run)
             case events.PlanEntered():
                 self._stop_training()
             case events.RolesGiven():

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from crypto.identity import PeerId
+from partition.run.slots import Slots
 from sim.observers import Broken
 from sim.scenario import Training
 from sim.worlds.factories import Cores
 from sim.worlds.integer_stage import Truth
 from sim.worlds.run_messages import Question
-from sim.worlds.slots import Slots
 from sim.worlds.streams import Answer, Ground, Streams
 
 
@@ -36,7 +36,7 @@ class Setting:
     put: Callable[[PeerId, PeerId, Question, Answer], None]
     """Hands a question of the first peer to the second."""
     counters: Counter[str]
-    slots: Slots
+    slots: Callable[[PeerId], Slots]
 
     @property
     def requester(self) -> PeerId:

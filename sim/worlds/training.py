@@ -17,6 +17,7 @@ from crypto.identity import PeerId
 from gossip.member import MemberDown, MemberForgotten, MemberLeft, MemberSuspected, MemberUp
 from node.protocols.runs import PIPELINE_PROTOCOL
 from partition.plan.plan import NO_HASH, Plan, StagePlan
+from partition.run.slots import Slots
 from partition.run.timeouts import LEAVE_SECONDS_MAX
 from sim.events import PeerFrozen, PeerSlowed, PeerStarted, PeerStopped
 from sim.network.instants import instant
@@ -27,7 +28,6 @@ from sim.worlds.life import Ground, Life
 from sim.worlds.members import RATE, Member
 from sim.worlds.run_context import Setting
 from sim.worlds.run_messages import Disk, Question
-from sim.worlds.slots import Slots
 from sim.worlds.streams import Answer, Streams
 
 LAYERS = 4
@@ -60,7 +60,7 @@ class TrainingRuns:
         self._slowness: dict[PeerId, float] = {}
         self._thaws: dict[PeerId, float] = {}
         self._runs: list[_Run] = []
-        self.slots = Slots(lambda: self.now)
+        self._slots: dict[PeerId, Slots] = {}
         self._of: dict[PeerId, list[_Run]] = {}
         peers, first = ground.peers, 0
         for number, training in enumerate(ground.scenario.runs):
@@ -94,7 +94,7 @@ class TrainingRuns:
                 known[event.peer] = True
             case MemberDown() | MemberLeft():
                 known[event.peer] = False
-                self.slots.release_all(life.peer, event.peer)
+                self.slots(life.peer).release_all(event.peer)
             case MemberForgotten():
                 known.pop(event.peer, None)
             case MemberSuspected():
@@ -189,7 +189,13 @@ class TrainingRuns:
 
     def is_busy(self, peer: PeerId) -> bool:
         """Return whether it holds a stage of any run, or has promised to."""
-        return not self.slots.is_free(peer) or any(run.hosts(peer) for run in self._of.get(peer, ()))
+        return not self.slots(peer).free(self.now)
+
+    def slots(self, peer: PeerId) -> Slots:
+        """Return the one place for a stage that a peer has, over all its runs."""
+        if peer not in self._slots:
+            self._slots[peer] = Slots(1, lambda: [run.name for run in self._of[peer] if run.hosts(peer)])
+        return self._slots[peer]
 
 
 class _Run:
@@ -210,7 +216,7 @@ class _Run:
         self._lives: Counter[PeerId] = Counter()
         self._forgetful: set[PeerId] = set()
         self._has_begun = False
-        name = draw(seed, "run", number)[: len(NO_HASH)]
+        self.name = name = draw(seed, "run", number)[: len(NO_HASH)]
         self.streams = Streams(runs, seed, self._deliver, self._reconnected)
         self._setting = Setting(
             number=number,

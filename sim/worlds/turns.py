@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from crypto.identity import PeerId
+from partition.run.slots import Slots
 from partition.steps.frames import OpenedFrame
 from sim.network.instants import instant
 from sim.worlds.run_context import Setting
@@ -19,7 +20,7 @@ class Turns:
         self.me = me
         self._setting = setting
         self._is_alive = True
-        self.slots = setting.slots
+        self.slots: Slots = setting.slots(me)
 
     @property
     def now(self) -> float:

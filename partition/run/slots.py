@@ -1,0 +1,81 @@
+"""The places for stages that one peer has, and to whom they are promised.
+
+A run has one of them at most. A promise ends by itself unless its stage is opened in time.
+"""
+
+from collections.abc import Callable, Collection
+from typing import Annotated
+
+import msgspec
+
+from crypto.identity import PeerId
+from partition.plan.plan import Hash, Peer, StageNumber
+
+
+class Promise(msgspec.Struct, frozen=True, array_like=True):
+    """A slot that is held for a stage of `planner`'s plan; `until` is by the clock of `Slots`."""
+
+    run: Hash
+    plan: Hash
+    stage: StageNumber | None
+    planner: Peer
+    until: Annotated[float, msgspec.Meta(ge=0, lt=2**53)]
+
+
+class Slots:
+    """`count` slots; `hosted` are the runs whose stages are open, or on their way."""
+
+    def __init__(
+        self, count: int, hosted: Callable[[], Collection[bytes]], promises: tuple[Promise, ...] = ()
+    ) -> None:
+        self.count = count
+        self.promises = promises
+        self._hosted = hosted
+
+    def live(self, now: float) -> tuple[Promise, ...]:
+        """Return the promises that have not ended."""
+        return tuple(row for row in self.promises if now < row.until)
+
+    def taken(self, now: float) -> set[bytes]:
+        """Return the runs that have a slot, or the promise of one."""
+        return {row.run for row in self.live(now)} | set(self._hosted())
+
+    def free(self, now: float) -> int:
+        """Return how many slots are neither promised nor taken."""
+        return max(0, self.count - len(self.taken(now)))
+
+    def is_free_for(self, now: float, run: bytes) -> bool:
+        """Return whether a stage of this run may be placed here."""
+        return run not in self.taken(now) and self.free(now) > 0
+
+    def promise(self, now: float, promise: Promise) -> None:
+        """Hold a slot; only a free one is promised."""
+        self.promises = (*self.live(now), promise)
+
+    def holds(self, now: float, run: bytes, plan: bytes, stage: int) -> bool:
+        """Return whether a slot is promised to exactly this stage."""
+        wanted = run, plan, stage
+        return any((row.run, row.plan, row.stage) == wanted for row in self.live(now))
+
+    # Each returns whether a promise was forgotten
+
+    def release(self, plan: bytes, planner: PeerId) -> bool:
+        """Forget what was promised to `planner` for `plan`."""
+        return self._keep(lambda row: row.plan != plan or row.planner != planner)
+
+    def release_run(self, run: bytes) -> bool:
+        """Forget what was promised for any plan of this run: one is in force, or the run is over."""
+        return self._keep(lambda row: row.run != run)
+
+    def release_all(self, planner: PeerId) -> bool:
+        """Forget what was promised to a peer that is gone; others' promises stand."""
+        return self._keep(lambda row: row.planner != planner)
+
+    def take_back(self, promise: Promise) -> bool:
+        """Forget one promise, which could not be given."""
+        return self._keep(lambda row: row is not promise)
+
+    def _keep(self, keeps: Callable[[Promise], bool]) -> bool:
+        kept = tuple(row for row in self.promises if keeps(row))
+        had, self.promises = self.promises, kept
+        return kept != had
