@@ -88,7 +88,7 @@ class SimExecutor:
 
 
 class SimStage:
-    """`node.seams.Stage` without a process of its own; fails and queues as `node.stages.host.StageHost`."""
+    """A `node.seams.Stage` without a process of its own: calls queue, and fail once one has."""
 
     def __init__(
         self, specification: StageSpecification, stage_seconds: Callable[[Request], float], pace: Pace

@@ -1,6 +1,6 @@
 """What members of a run in a world of cores say to each other beside what cores do.
 
-The same as `node.protocols.runs`, without what only real data and real strangers need. Never on a wire.
+Only what takes its time or its bytes: never on a wire, so without signatures and limits.
 """
 
 from dataclasses import dataclass, field

@@ -1,8 +1,7 @@
 """A stage that a member of a run in a world of cores holds: its replica core, its sums, its all-reduce.
 
-What `node.pipeline.replica` and `node.pipeline.state_transfer` are in a node, with a stage that sums
-integers. One thing is computed at a time, in virtual time; what waits for others (a reduction, a filling)
-ends when they have answered.
+The driver of a `partition.steps.replica.Replica`, with a stage that sums integers. One thing is computed at a
+time, in virtual time; what waits for others (a reduction, a filling) ends when they have answered.
 """
 
 from collections import deque

@@ -1,6 +1,6 @@
 """Ordered streams between the members of one run in a world of cores, and questions that want an answer.
 
-What `node.pipeline.links` and `node.protocols.runs` are over real streams, in virtual time. A stream
+Streams of bytes, modelled: what opens, breaks and is dialled again, without what is inside. A stream
 loses nothing while it stands. When its receiver stops, or a split comes between the two, it breaks: what was
 on its way is lost, what is said from then on waits, and it is dialled again until it opens; then the sender
 hears of it. A question fails at once when the path breaks.
