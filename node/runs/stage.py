@@ -58,10 +58,10 @@ class Hosting:
     def adopt(self, plan: Plan) -> None:
         """A plan is in force: keep the stage it gives to this node, open it, or close what was open."""
         wanted = self.core.adopt(plan)
-        if isinstance(wanted, core.KeepStage) and self.replica is not None:
+        if isinstance(wanted, core.StageKept) and self.replica is not None:
             self._service.spans.admit(plan)
             self.replica.adopt(plan)
-        elif isinstance(wanted, core.OpenStage | core.CloseStage):
+        elif isinstance(wanted, core.StageWanted | core.StageEnded):
             self._service.start_task(self._change, wanted, of=self._run)
 
     async def prepare(self, plan: Plan, planner: PeerId) -> str | None:
@@ -78,7 +78,7 @@ class Hosting:
         await trio.sleep(timeouts.SILENCE_SECONDS_MAX)
         await self.unprepare(plan)
 
-    async def _open_early(self, wanted: core.OpenStage) -> str | None:
+    async def _open_early(self, wanted: core.StageWanted) -> str | None:
         async with self._changing:
             await self._close()
             try:
@@ -112,12 +112,12 @@ class Hosting:
             return frame  # it will be dropped or refused, so it need not be put anywhere
         return await self.replica.keep(frame)
 
-    async def _change(self, wanted: core.OpenStage | core.CloseStage) -> None:
+    async def _change(self, wanted: core.StageWanted | core.StageEnded) -> None:
         async with self._changing:
-            if self.core.is_open or (isinstance(wanted, core.OpenStage) and not self.core.wants(wanted)):
+            if self.core.is_open or (isinstance(wanted, core.StageWanted) and not self.core.wants(wanted)):
                 return  # a newer plan has been followed first
             await self._close()
-            if isinstance(wanted, core.CloseStage):
+            if isinstance(wanted, core.StageEnded):
                 return
             self._service.publish_lease(self._run, wanted.plan, wanted.held.number)
             try:
@@ -128,7 +128,7 @@ class Hosting:
             finally:
                 self.core.failed(wanted)
 
-    async def _open(self, wanted: core.OpenStage) -> bool:
+    async def _open(self, wanted: core.StageWanted) -> bool:
         """Open a stage. Return whether it was still wanted when it was open. Raises StageFailed."""
         service, manifest = self._service, self._run.manifest
         executor = service.seams.executor

@@ -29,7 +29,7 @@ def held_in(plan: Plan, peer: PeerId) -> Held | None:
 
 
 @dataclass(frozen=True)
-class OpenStage:
+class StageWanted:
     """Close what is open and open this stage of `plan`, then call `opened` or `failed`. `step` says after how
     many steps it is as opened; None: it has to be filled. `is_early`: the plan is not in force yet."""
 
@@ -40,14 +40,14 @@ class OpenStage:
 
 
 @dataclass(frozen=True)
-class KeepStage:
+class StageKept:
     """The open stage goes on under this plan."""
 
     plan: Plan
 
 
 @dataclass(frozen=True)
-class CloseStage:
+class StageEnded:
     """Close what is open."""
 
 
@@ -60,7 +60,7 @@ class Hosting:
         self.is_open = False
         self._me = me
         self._held: Held | None = None
-        self._opening: OpenStage | None = None
+        self._opening: StageWanted | None = None
         self._prepared: bytes | None = None
         self._planner: PeerId | None = None
         self._is_over = False
@@ -75,7 +75,7 @@ class Hosting:
         """Whether a slot is taken: a stage is open or on its way."""
         return self.is_open or self.is_opening
 
-    def adopt(self, plan: Plan) -> OpenStage | KeepStage | CloseStage | None:
+    def adopt(self, plan: Plan) -> StageWanted | StageKept | StageEnded | None:
         """Take a plan that is in force: keep the stage it gives to this member, open it, or close what was
         open."""
         # What has trained is opened again: first values are made in a new process.
@@ -86,39 +86,39 @@ class Hosting:
             return None
         if held == self._held and not is_anew:
             if self.is_open:
-                return KeepStage(plan)
+                return StageKept(plan)
             if self.is_opening or held is None:
                 return None  # once open it takes the newest plan
         if held is None:
             self._clear()
-            return CloseStage()
+            return StageEnded()
         # Only the first plan finds everybody at the beginning; whoever comes later has nothing yet.
-        return self._open(OpenStage(plan, held, None if plan.height else 0, is_early=False))
+        return self._open(StageWanted(plan, held, None if plan.height else 0, is_early=False))
 
-    def prepare(self, plan: Plan, planner: PeerId) -> OpenStage | None:
+    def prepare(self, plan: Plan, planner: PeerId) -> StageWanted | None:
         """Open the stage of a plan that is not in force yet, as `planner` asks. None: no room for it here."""
         held = held_in(plan, self._me)
         if held is None or self.occupies or self._is_over:
             return None
         self.plan, self._prepared, self._planner = plan, plan_hash(plan), planner
-        return self._open(OpenStage(plan, held, None, is_early=True))
+        return self._open(StageWanted(plan, held, None, is_early=True))
 
-    def _open(self, wanted: OpenStage) -> OpenStage:
+    def _open(self, wanted: StageWanted) -> StageWanted:
         self.is_open, self._held, self._opening = False, wanted.held, wanted
         return wanted
 
-    def wants(self, opening: OpenStage) -> bool:
+    def wants(self, opening: StageWanted) -> bool:
         """Return whether this stage is still to be opened."""
         return self._opening is opening
 
-    def opened(self, opening: OpenStage) -> Plan | None:
+    def opened(self, opening: StageWanted) -> Plan | None:
         """Note that a stage is open. Return the plan it is under now; None: close it, it is not wanted."""
         if not self.wants(opening):
             return None
         self._opening, self.is_open = None, True
         return self.plan
 
-    def failed(self, opening: OpenStage) -> None:
+    def failed(self, opening: StageWanted) -> None:
         """Note that a stage could not be opened: the next plan that gives it to this member tries again."""
         if self.wants(opening):
             self._held = self._opening = None
@@ -127,26 +127,26 @@ class Hosting:
         """Note that the open stage has ended by itself."""
         self.is_open = False
 
-    def unprepare(self, plan: bytes) -> CloseStage | None:
+    def unprepare(self, plan: bytes) -> StageEnded | None:
         """Close what was opened for the plan of this hash, which did not come about."""
         if self._prepared != plan:
             return None
         self._clear()
-        return CloseStage()
+        return StageEnded()
 
-    def planner_lost(self, planner: PeerId) -> CloseStage | None:
+    def planner_lost(self, planner: PeerId) -> StageEnded | None:
         """Close what was opened for a plan that `planner` would have had decided; the peer is gone."""
         if self._prepared is None or planner != self._planner:
             return None
         return self.unprepare(self._prepared)
 
-    def vacate(self) -> CloseStage:
+    def vacate(self) -> StageEnded:
         """Close the stage, though the plan still gives it to this member: it may be given to it again
         later."""
         self._clear()
-        return CloseStage()
+        return StageEnded()
 
-    def end(self) -> CloseStage:
+    def end(self) -> StageEnded:
         """The run is over: close the stage, and open none again."""
         self._is_over = True
         return self.vacate()

@@ -33,11 +33,11 @@ class Hosting:
         if self.hosted is not None and self.hosted.is_failed:
             self.core.closed()
         match self.core.adopt(plan):
-            case core.KeepStage() if self.hosted is not None:
+            case core.StageKept() if self.hosted is not None:
                 self.hosted.adopt(plan)
-            case core.OpenStage() as wanted:
+            case core.StageWanted() as wanted:
                 self._open(wanted)
-            case core.CloseStage():
+            case core.StageEnded():
                 self.hosted = None
 
     def prepare(self, plan: Plan, planner: PeerId, opened: Callable[[bool], None]) -> None:
@@ -53,7 +53,7 @@ class Hosting:
         if self.core.unprepare(plan) is not None:
             self.hosted = None
 
-    def _open(self, wanted: core.OpenStage, opened: Callable[[bool], None] | None = None) -> None:
+    def _open(self, wanted: core.StageWanted, opened: Callable[[bool], None] | None = None) -> None:
         self.hosted = None
 
         def done() -> None:

@@ -1,8 +1,10 @@
 """One member's stage: opened, kept, superseded, opened early for a plan that may not come about."""
 
+from msgspec.structs import replace
+
 from crypto.identity import PeerId
-from partition.plan.plan import NO_HASH, Plan, StagePlan, plan_hash
-from partition.run.hosting import CloseStage, Hosting, KeepStage, OpenStage
+from partition.plan.plan import FIRST_VALUES, NO_HASH, Plan, StagePlan, plan_hash
+from partition.run.hosting import Hosting, StageEnded, StageKept, StageWanted
 
 ME, OTHER, FAR = (PeerId(bytes([number]) * 32) for number in (1, 2, 3))
 
@@ -18,33 +20,45 @@ def plan(height: int, *stages: PeerId, cut: int = 4) -> Plan:
 
 def opened(hosting: Hosting, first: Plan) -> None:
     wanted = hosting.adopt(first)
-    assert isinstance(wanted, OpenStage)
+    assert isinstance(wanted, StageWanted)
     assert hosting.opened(wanted) == first
 
 
 def test_a_stage_stays_open_while_its_layers_stay_the_same() -> None:
     hosting = Hosting(ME)
     wanted = hosting.adopt(plan(0, ME, OTHER))
-    assert isinstance(wanted, OpenStage)
+    assert isinstance(wanted, StageWanted)
     assert wanted.step == 0, "the first plan finds everybody at the beginning"
     assert hosting.occupies
     assert not hosting.is_open
     newer = plan(1, ME, FAR)
     assert hosting.adopt(newer) is None, "it is on its way"
     assert hosting.opened(wanted) == newer, "and takes the newest plan"
-    assert hosting.adopt(plan(2, ME, OTHER)) == KeepStage(plan(2, ME, OTHER))
+    assert hosting.adopt(plan(2, ME, OTHER)) == StageKept(plan(2, ME, OTHER))
     moved = hosting.adopt(plan(3, ME, OTHER, cut=3))
-    assert isinstance(moved, OpenStage), "another border makes another stage"
+    assert isinstance(moved, StageWanted), "another border makes another stage"
     assert moved.step is None
+
+
+def test_a_stage_that_has_trained_is_opened_again_to_begin_anew() -> None:
+    hosting = Hosting(ME)
+    opened(hosting, plan(0, ME, OTHER))
+    anew = replace(plan(1, ME, OTHER), restored=FIRST_VALUES)
+    assert isinstance(hosting.adopt(anew), StageWanted)
+    hosting = Hosting(ME)
+    wanted = hosting.prepare(anew, OTHER)
+    assert wanted is not None
+    hosting.opened(wanted)
+    assert hosting.adopt(anew) == StageKept(anew), "it was opened for this plan, and has not trained"
 
 
 def test_an_opening_that_a_newer_plan_supersedes_comes_to_nothing() -> None:
     hosting = Hosting(ME)
     first = hosting.adopt(plan(0, ME, OTHER))
-    assert isinstance(first, OpenStage)
-    assert hosting.adopt(plan(1, FAR, OTHER)) == CloseStage()
+    assert isinstance(first, StageWanted)
+    assert hosting.adopt(plan(1, FAR, OTHER)) == StageEnded()
     again = hosting.adopt(plan(2, ME, OTHER))
-    assert isinstance(again, OpenStage)
+    assert isinstance(again, StageWanted)
     assert hosting.opened(first) is None, "the same stage, asked for before"
     hosting.failed(first)
     assert hosting.wants(again)
@@ -57,10 +71,10 @@ def test_a_stage_that_ended_or_failed_is_opened_by_the_next_plan() -> None:
     hosting.closed()
     assert not hosting.occupies
     wanted = hosting.adopt(plan(1, ME, FAR))
-    assert isinstance(wanted, OpenStage)
+    assert isinstance(wanted, StageWanted)
     hosting.failed(wanted)
     assert not hosting.occupies
-    assert isinstance(hosting.adopt(plan(2, ME, OTHER)), OpenStage)
+    assert isinstance(hosting.adopt(plan(2, ME, OTHER)), StageWanted)
 
 
 def test_a_stage_opened_early_is_closed_unless_its_plan_is_decided() -> None:
@@ -74,13 +88,13 @@ def test_a_stage_opened_early_is_closed_unless_its_plan_is_decided() -> None:
         assert hosting.planner_lost(FAR) is None
         assert hosting.unprepare(plan_hash(other)) is None
         closed = hosting.planner_lost(OTHER) if lost else hosting.unprepare(plan_hash(early))
-        assert closed == CloseStage()
+        assert closed == StageEnded()
         assert not hosting.occupies
     hosting = Hosting(ME)
     wanted = hosting.prepare(early, OTHER)
     assert wanted is not None
     hosting.opened(wanted)
-    assert hosting.adopt(early) == KeepStage(early)
+    assert hosting.adopt(early) == StageKept(early)
     assert hosting.planner_lost(OTHER) is None, "the plan is in force"
 
 
@@ -90,16 +104,16 @@ def test_what_could_not_be_opened_early_is_given_up_once() -> None:
     assert wanted is not None
     hosting.failed(wanted)
     assert not hosting.occupies
-    assert hosting.unprepare(plan_hash(early)) == CloseStage()
+    assert hosting.unprepare(plan_hash(early)) == StageEnded()
     assert hosting.unprepare(plan_hash(early)) is None
 
 
 def test_a_member_whose_run_is_over_opens_no_stage_again() -> None:
     hosting = Hosting(ME)
     opened(hosting, plan(0, ME, OTHER))
-    assert hosting.vacate() == CloseStage()
+    assert hosting.vacate() == StageEnded()
     opened(hosting, plan(1, ME, OTHER))
-    assert hosting.end() == CloseStage()
+    assert hosting.end() == StageEnded()
     assert hosting.adopt(plan(2, ME, OTHER)) is None
     assert hosting.prepare(plan(3, ME, OTHER), OTHER) is None
     assert not hosting.occupies
