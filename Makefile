@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # Each of many processes would translate every file of ours again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test types tests format bench corpus soak clean
+.PHONY: demo test types tests format bench corpus headline soak clean
 
 demo: $(READY)
 	$(BIN)/python -m node demo
@@ -30,7 +30,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 bench: $(READY)
-	@for file in benchmarks/[a-z]*.py; do $(BIN)/python $$file || exit 1; done
+	@for file in $(filter-out benchmarks/headline.py,$(wildcard benchmarks/[a-z]*.py)); do $(BIN)/python $$file || exit 1; done
 
 # Some hundred architectures of transformers and all families of torchvision, captured, proved, admitted, cut and
 # trained: an hour; writes docs/corpus.md. With PEERLOOM_CORPUS=sample twenty-five of them.
@@ -39,6 +39,11 @@ corpus: $(READY)
 	test -d $(VENV)/torchvision || $(BIN)/pip install --quiet --disable-pip-version-check --no-deps \
 		--target $(VENV)/torchvision "$$(grep '^torchvision==' constraints.txt)"
 	PYTHONPATH=$(VENV)/torchvision $(BIN)/python benchmarks/corpus.py
+
+# One machine beside 2 and 4 providers over twenty seeds, in virtual time, and as real nodes: an hour or two; writes
+# docs/headline.md. What is in headline-out/ is not made again.
+headline: $(READY)
+	$(BIN)/python benchmarks/headline.py
 
 # The zoo at twenty cut sets a model, and Llama 3 8B: some minutes; writes docs/models.md. Then twenty-five models of
 # others, five of them fine-tuned on two nodes. Then ten thousand
@@ -60,6 +65,7 @@ soak: $(READY)
 	PEERLOOM_RUN_WALK_EVENTS=1000000 $(BIN)/python -m pytest -s tests/sim/test_run_walk.py
 	PEERLOOM_SMALL_SEEDS=200 $(BIN)/python -m pytest -s tests/sim/test_small_runs.py
 	PEERLOOM_REPLAYS=20 PEERLOOM_RECORD_CHANGES=2000 $(BIN)/python -m pytest -s tests/sim/replay
+	PEERLOOM_KILLS=full $(BIN)/python -m pytest -s tests/test_kills.py
 	PEERLOOM_SWARM_PROCESSES=16 $(BIN)/python -m pytest -s tests/test_swarm_processes.py
 	$(BIN)/python benchmarks/swim.py
 	$(BIN)/python benchmarks/dht_churn.py
@@ -78,7 +84,7 @@ soak: $(READY)
 	$(BIN)/python -m sim churn --seeds 100 --jobs 2 --out soak-out
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info demo-out soak-out
+	rm -rf $(VENV) build dist *.egg-info demo-out soak-out headline-out
 
 # torch goes first and exactly pinned: it takes the CPU build, which later ranges then accept. pip would translate
 # thirteen thousand files on one core; a few of them are for a newer Python, and fail.

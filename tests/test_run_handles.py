@@ -147,6 +147,7 @@ def test_a_script_trains_a_built_in_model_and_is_shown_a_line(tmp_path: Path) ->
     with node.sync(base) as me:
         run = me.train("simple-cnn", steps=4, batch=32, microbatch=16)
         result = run.watch(shown.append)
+        assert repr(run) == f"<run {run.id} done>"
         assert result.status == "done"
         assert shown[-1].startswith(f"{run.id[:8]} done     {'#' * 24} 4/4  loss ")
         assert me.run(run.id[:6]).id == run.id

@@ -27,6 +27,9 @@ class BlockingRunHandle:
         self._portal = portal
         self._of = of
 
+    def __repr__(self) -> str:
+        return self._portal.call_sync(lambda: repr(self._of))
+
     @property
     def id(self) -> str:
         """The run's id: 16 hexadecimal digits."""

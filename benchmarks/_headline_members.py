@@ -1,0 +1,231 @@
+"""Members of a run in local mode without a network, for `benchmarks/headline.py`: twenty seeds in minutes.
+
+What decides the accuracy is the nodes' own: `Shard` deals the samples, `make_strategy` and `Delayed` make what
+is averaged and what comes of it, torch's own SimpleCNN is the model. Left out are messages and processes: a
+round takes as long as some steps do, and reaches everybody whom the strategy wants. One vector holds parameters
+and Adam's moments, all of which the strategies without outer steps average, as a node does.
+"""
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional
+
+from crypto.identity import PeerId
+from gossip.averaging.catalogue import OUTER, make_strategy
+from gossip.averaging.strategies import Delayed, Mean
+from node.local.shard import Shard
+from partition.capture.models.simple_cnn import SimpleCNN
+
+Array = NDArray[Any]
+BETAS = (0.9, 0.999)
+ROUND_STEPS = 3.0
+"""A round of averaging takes as long as so many steps where nobody waits for it."""
+PACES = (0.8, 1.25)
+"""Seconds a step, of members who wait for nobody: drawn anew for each seed."""
+
+torch.set_num_threads(1)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Images and labels, for training and held out."""
+
+    name: str
+    train: tuple[Array, Array]
+    test: tuple[Array, Array]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        channels, height, width = self.train[0].shape[1:]
+        return channels, height, width
+
+    @property
+    def classes(self) -> int:
+        return int(self.train[1].max()) + 1
+
+    def split(self, share: float, seed: int) -> "Data":
+        """Without its held-out part, in whose place so much of the training samples is: to choose settings."""
+        order = np.random.default_rng(seed).permutation(len(self.train[0]))
+        at = int(share * len(order))
+        parts = [(self.train[0][rows], self.train[1][rows]) for rows in (order[at:], order[:at])]
+        return Data(self.name, parts[0], parts[1])
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train: `local_steps` 0 is one pass over a member's own share. `rate` is the learning rate."""
+
+    providers: int = 1
+    local_steps: int = 0
+    strategy: str = "average"
+    waits: bool = True
+    rate: float = 0.001
+    batch: int = 16
+    same_steps: bool = False
+    """Each member makes the steps of one machine: all together see `providers` times the samples."""
+
+
+@dataclass
+class Result:
+    """What came of a seed: the curve has (epochs, accuracy), `confusion` truth in rows."""
+
+    accuracy: float = 0.0
+    curve: list[tuple[float, float]] = field(default_factory=list)
+    confusion: Array | None = None
+
+
+class Member:
+    """One model and its shard."""
+
+    def __init__(self, data: Data, way: Way, seed: int, order: int, number: int, peers: list[PeerId]) -> None:
+        torch.manual_seed(seed)  # all begin with the same values
+        self.module = SimpleCNN(data.shape, data.classes)
+        self.parameters = [*self.module.parameters()]
+        self.size = sum(each.numel() for each in self.parameters)
+        self.vector = torch.zeros(3 * self.size)  # parameters, and the two moments
+        self.gradient = torch.zeros(self.size)
+        at = 0
+        for each in self.parameters:
+            end = at + each.numel()
+            self.vector[at:end] = each.data.reshape(-1)
+            each.data = self.vector[at:end].view(each.shape)
+            each.grad = self.gradient[at:end].view(each.shape)
+            at = end
+        self.data, self.way, self.steps = data, way, 0
+        self.images = torch.from_numpy(data.train[0])
+        self.labels = torch.from_numpy(data.train[1])
+        self.shard = Shard(order.to_bytes(32, "big"), order, len(data.train[0]), peers[number])
+        self.shard.set_members(peers)
+        self.averaged = self.size if way.strategy in OUTER else 3 * self.size
+        self.pass_steps = max(1, len(self.shard.rows) // way.batch)
+        self.local_steps = way.local_steps or self.pass_steps
+        strategy = make_strategy(way.strategy, self.copy(), self.local_steps, "float32")
+        self.strategy = Delayed(strategy)
+        self.random = torch.Generator().manual_seed(1_000 * order + number)
+
+    def copy(self) -> Array:
+        return self.vector[: self.averaged].numpy().copy()
+
+    def set(self, found: Array) -> None:
+        self.vector[: self.averaged] = torch.from_numpy(found)
+        self.vector[2 * self.size :].clamp_(min=0)
+
+    def step(self) -> None:
+        rows = self.shard.take(self.way.batch)
+        torch.random.set_rng_state(self.random.get_state())
+        self.gradient.zero_()
+        loss = functional.cross_entropy(self.module(self.images[rows]), self.labels[rows])
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.random.set_state(torch.random.get_rng_state())
+        self.steps += 1
+        theta, first, second = self.vector.view(3, self.size)
+        first.lerp_(self.gradient, 1 - BETAS[0])
+        second.mul_(BETAS[1]).addcmul_(self.gradient, self.gradient, value=1 - BETAS[1])
+        scale = self.way.rate / (1 - BETAS[0] ** self.steps)
+        theta.addcdiv_(first, (second / (1 - BETAS[1] ** self.steps)).sqrt_().add_(1e-8), value=-scale)
+
+    def predict(self) -> Array:
+        self.module.eval()
+        with torch.no_grad():
+            parts = torch.from_numpy(self.data.test[0]).split(256)
+            found = torch.cat([self.module(part).argmax(1) for part in parts]).numpy()
+        self.module.train()
+        return np.asarray(found)
+
+
+def train(
+    data: Data, way: Way, seed: int, epochs: int, *, look: bool = False, shuffle: int | None = None
+) -> Result:
+    """Train by the samples of so many epochs; `look` also draws the curve, once an epoch. `shuffle` deals the
+    samples in another order and to others; the first values stay those of `seed`."""
+    order = seed if shuffle is None else 1_000 + shuffle
+    draws = np.random.default_rng((order, 5))
+    peers = [PeerId(draws.bytes(34)) for _ in range(way.providers)]
+    members = [Member(data, way, seed, order, number, peers) for number in range(way.providers)]
+    total = epochs * (len(data.train[0]) // way.batch) * (way.providers if way.same_steps else 1)
+    result = Result()
+    ahead = total // epochs
+
+    def made(steps: int) -> None:
+        nonlocal ahead
+        if look and steps >= ahead:
+            result.curve.append((epochs * steps / total, _accuracy(members[0])[0]))
+            ahead += total // epochs
+
+    if way.providers == 1:
+        for number in range(total):
+            members[0].step()
+            made(number + 1)
+    elif way.waits:
+        _wait(members, total, made)
+    else:
+        _wait_for_nobody(members, total, made, draws)
+    result.accuracy, result.confusion = _accuracy(members[0])
+    return result
+
+
+def _accuracy(member: Member) -> tuple[float, Array]:
+    found, truth = member.predict(), member.data.test[1]
+    confusion = np.zeros((member.data.classes, member.data.classes), np.int64)
+    np.add.at(confusion, (truth, found), 1)
+    return float((found == truth).mean()), confusion
+
+
+def _wait(members: list[Member], total: int, made: Callable[[int], None]) -> None:
+    """All average once all have made their local steps."""
+    each, length = total // len(members), members[0].local_steps
+    at = 0
+    while at < each:
+        steps = min(length, each - at)
+        for member in members:
+            for _ in range(steps):
+                member.step()
+        at += steps
+        offers = [member.strategy.offer(member.copy()) for member in members]
+        mean = np.stack(offers).mean(axis=0, dtype=np.float32)
+        for member in members:
+            member.set(member.strategy.take(member.copy(), Mean(mean)))
+        made(at * len(members))
+
+
+def _wait_for_nobody(
+    members: list[Member], total: int, made: Callable[[int], None], draws: np.random.Generator
+) -> None:
+    """Each averages with the next one that offers, and trains on meanwhile."""
+    paces = draws.uniform(*PACES, len(members))
+    order: Iterator[int] = count()
+    events: list[tuple[float, int, int, Array | None]] = [
+        (float(paces[number]), next(order), number, None) for number in range(len(members))
+    ]
+    offered: dict[int, tuple[int, Array]] = {}
+    waiting: list[int] = []
+    begun = [0] * len(members)
+    steps = 0
+    while steps < total:
+        now, _, number, mean = heapq.heappop(events)
+        member = members[number]
+        if mean is not None:  # a round that this member is in is over
+            at, _ = offered.pop(number)
+            stale = member.steps - at
+            member.set(member.strategy.take(member.copy(), Mean(mean, stale_steps=stale)))
+            continue
+        member.step()
+        steps += 1
+        made(steps)
+        heapq.heappush(events, (now + float(paces[number]), next(order), number, None))
+        if member.steps - begun[number] >= member.local_steps and number not in offered:
+            begun[number] = member.steps
+            offered[number] = (member.steps, member.strategy.offer(member.copy()))
+            waiting.append(number)
+        if len(waiting) == 2:
+            vector = np.stack([offered[each][1] for each in waiting]).mean(axis=0, dtype=np.float32)
+            for each in waiting:
+                heapq.heappush(events, (now + ROUND_STEPS, next(order), each, vector))
+            waiting.clear()

@@ -1,0 +1,216 @@
+"""Whole nodes for `benchmarks/headline.py`: in virtual time, and as real processes under quotas of CPU time."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from quotas import Groups
+
+from node.cli import client
+from node.events import RunEnded, RunEvaluated
+from partition.run.local_settings import LocalSettings
+from partition.stage import OptimizerSettings
+from tests.stack import Swarm, manifest, reference, simulate, swarm, train, weights
+
+Measure = Callable[[dict[str, Any], Callable[[], dict[str, Any]]], None]
+ROOT = Path(__file__).parents[1]
+BATCH, RATE = 16, 0.001
+TOTAL_STEPS = 898
+"""Ten epochs of digits."""
+EXACT_STEPS = 90
+EXACT = (("1 stage", "a", 1, 1), ("2 stages", "ab", 2, 1), ("4 stages", "abcd", 4, 1))
+REPLICATED = (("2 replicas", "ab", 1, 2), ("4 replicas", "abcd", 1, 4))
+LOCAL = (("1 node", "a", 10, 1), ("2 nodes", "ab", 10, 2), ("4 nodes", "abcd", 5, 3))
+"""Name, nodes, local steps, times the learning rate."""
+LOCAL_SEEDS = 2
+STAGE_SECONDS = 1.0
+"""A pass is modelled to take so long, so that a round of averaging takes about one."""
+QUOTA = 0.4
+"""Cores each: two cores carry four nodes, and this program."""
+SAMPLES, EPOCHS = 1_000, 4
+START_SECONDS_MAX, RUN_SECONDS_MAX = 120.0, 280.0
+
+
+# Virtual time
+
+
+def play_nodes(measure: Measure) -> None:
+    """Exact mode against one process, and local mode."""
+    for name, nodes, stages, replicas in (*EXACT, *REPLICATED):
+        key = {"how": f"exact, {name}", "seed": 1, "steps": EXACT_STEPS}
+        measure(key, lambda n=nodes, s=stages, r=replicas: _exact(n, s, r))  # type: ignore[misc]
+    for seed in range(LOCAL_SEEDS):
+        for name, nodes, local_steps, times in LOCAL:
+            key = {"how": f"local, {name}, every {local_steps}, rate x{times}", "seed": seed}
+            key["steps"] = TOTAL_STEPS // len(nodes)
+            measure(key, lambda n=nodes, h=local_steps, t=times, s=seed: _local(n, h, t, s))  # type: ignore[misc]
+
+
+def _exact(nodes: str, stages: int, replicas: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+
+    async def play() -> None:
+        async with swarm(nodes) as group:
+            wanted = manifest(
+                steps=EXACT_STEPS,
+                stages=stages,
+                replicas=replicas,
+                microbatch=4,
+                microbatches=BATCH // 4,
+                optimizer=OptimizerSettings(kind="adam", learning_rate=RATE),
+            )
+            run, events = await train(group, "a", wanted)
+            result, expected = weights(group, "a", run), reference(run)
+            worst = max(float(np.abs(result[name] - expected[name]).max()) for name in expected)
+            found.update(_outcome(group, nodes, events), difference=worst)
+
+    simulate(play)
+    return found
+
+
+def _local(nodes: str, local_steps: int, times: int, seed: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+
+    async def play() -> None:
+        async with swarm(nodes, seed=seed + 1, stage_seconds=STAGE_SECONDS) as group:
+            wanted = manifest(
+                dtype="float32",
+                seed=seed,
+                steps=TOTAL_STEPS // len(nodes),
+                stages=1,
+                replicas=0,
+                microbatch=BATCH,
+                microbatches=1,
+                optimizer=OptimizerSettings(kind="adam", learning_rate=times * RATE),
+                local=LocalSettings(local_steps=local_steps, evaluate_every=20),
+            )
+            _, events = await train(group, "a", wanted)
+            found.update(_outcome(group, nodes, events))
+
+    simulate(play)
+    return found
+
+
+def _outcome(group: Swarm, nodes: str, events: list[Any]) -> dict[str, Any]:
+    evaluated = [event for event in events if isinstance(event, RunEvaluated)][-1]
+    ends = [event for name in nodes for event in group.events[name] if isinstance(event, RunEnded)]
+    return {
+        "accuracy": evaluated.accuracy,
+        "same": len({end.weights for end in ends}) == 1,
+        "ended": len(ends),
+    }
+
+
+# Real processes
+
+
+def play_processes(measure: Measure, write_images: Callable[[Path, int, int], None]) -> None:
+    """One node beside two and four, in local mode."""
+    for how, names, local_steps, times in (
+        ("1 node", "a", 10, 1),
+        ("2 nodes, every 10, rate x2", "ab", 10, 2),
+        ("4 nodes, every 5, rate x3", "abcd", 5, 3),
+    ):
+        key = {"how": how, "quota": QUOTA}
+        measure(key, lambda n=names, h=local_steps, t=times: _real(n, h, t, write_images))  # type: ignore[misc]
+
+
+def _real(
+    names: str, local_steps: int, times: int, write_images: Callable[[Path, int, int], None]
+) -> dict[str, Any]:
+    groups = Groups()
+    running: list[subprocess.Popen[bytes]] = []
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PEERLOOM_CALIBRATE": "false"}
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as made:
+        folder = Path(made)
+        try:
+            join: list[str] = []
+            for name in names:
+                group = groups.make(f"headline-{name}", QUOTA)
+                command = [
+                    sys.executable, "-m", "node", "--data-dir", str(folder / name), "--listen", "127.0.0.1:0",
+                    "--no-lan", "--name", name, "--cores", "1", "--web", "off", "--swarm", "headline", *join,
+                ]  # fmt: skip
+                inside = f'echo $$ > {group}/cgroup.procs && exec "$@"'
+                log = (folder / f"{name}.log").open("wb")
+                running.append(
+                    subprocess.Popen(
+                        ["sh", "-c", inside, "node", *command],
+                        env=environment,
+                        stdout=log,
+                        stderr=log,
+                        cwd=ROOT,
+                    )
+                )
+                status = _wait(folder / name, lambda status: bool(status["addresses"]))
+                join = ["--join", status["addresses"][0]]
+            _wait(folder / "a", lambda status: status["members_alive"] >= len(names) - 1)
+            return _run(folder, names, local_steps, times, write_images, environment)
+        finally:
+            for process in running:
+                process.terminate()
+            for process in running:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(30)
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+            groups.close()
+
+
+def _wait(data_dir: Path, ready: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    until = time.monotonic() + START_SECONDS_MAX
+    while time.monotonic() < until:
+        with contextlib.suppress(Exception):  # not up yet
+            status: dict[str, Any] = client.ask(data_dir, "status")
+            if ready(status):
+                return status
+        time.sleep(0.5)
+    raise RuntimeError(f"node {data_dir.name} is not ready")
+
+
+def _run(
+    folder: Path,
+    names: str,
+    local_steps: int,
+    times: int,
+    write_images: Callable[[Path, int, int], None],
+    environment: dict[str, str],
+) -> dict[str, Any]:
+    (folder / "images").mkdir()
+    write_images(folder / "images", SAMPLES, 500)
+    steps = EPOCHS * SAMPLES // BATCH // len(names)
+    (folder / "run.toml").write_text(
+        f'model = "simple-cnn"\ndata = "images"\n[train]\nsteps = {steps}\nbatch = {BATCH}\n'
+        f'microbatch = {BATCH}\nlearning_rate = {times * RATE}\nmode = "local"\nlocal_steps = {local_steps}\n'
+        "evaluate_every = 1000\n"
+    )
+    begun = time.time()
+    done = subprocess.run(
+        [sys.executable, "-m", "node", "train", str(folder / "run.toml"), "--json", "--data-dir", str(folder / "a")],
+        capture_output=True, text=True, cwd=ROOT, env=environment, timeout=RUN_SECONDS_MAX, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(done.stderr[-800:])
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    first = next(event for event in events if event.get("kind") == "StepCommitted")
+    end = next(event for event in events if event.get("kind") == "RunEnded")
+    ended = datetime.fromisoformat(end["at"]).timestamp()
+    start = datetime.fromisoformat(first["at"]).timestamp() - first["seconds"]
+    rounds = sum(event.get("kind") == "AveragingEnded" and event["outcome"] == "ok" for event in events)
+    return {
+        "seconds": ended - start,
+        "whole": ended - begun,
+        "steps": steps,
+        "rounds": rounds,
+        "accuracy": events[-1]["accuracy"],
+    }

@@ -1,0 +1,108 @@
+"""SIGKILL to any one process at any point of a run: it ends well or says why, and leaves nothing behind.
+
+Real processes. `make test` takes two; PEERLOOM_KILLS=full, as `make soak` has it, takes each victim at each
+point at which there is one.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.kills import Command, Playground, playground
+from tests.stack import Model, simple_cnn
+
+FULL = os.environ.get("PEERLOOM_KILLS") == "full"
+STEPS = 6
+POINTS: dict[str, Callable[[Command], bool]] = {
+    "submit": lambda _: True,
+    "place": lambda command: command.last("RunAccepted") is not None,
+    "plan": lambda command: command.last("RunPlanned") is not None,
+    "train": lambda command: command.last("StepCommitted") is not None,
+    "collect": lambda command: command.last("RunEvaluated") is not None,
+}
+CASES = [
+    ("command", "submit"),
+    ("command", "place"),
+    ("command", "train"),
+    ("command", "collect"),
+    ("requester", "submit"),
+    ("requester", "place"),
+    ("requester", "plan"),
+    ("requester", "train"),
+    ("requester", "collect"),
+    ("provider", "submit"),
+    ("provider", "place"),
+    ("provider", "train"),
+    ("provider", "collect"),
+    ("stage", "place"),
+    ("stage", "train"),
+    ("committer", "plan"),
+    ("committer", "train"),
+    ("committer", "collect"),
+    ("trainer", "plan"),
+    ("trainer", "train"),
+    ("trainer", "collect"),
+]
+"""`plan` is the end of placing: who commits and who trains is known."""
+IN_SUITE = [("requester", "train"), ("stage", "train")]
+
+
+@pytest.fixture
+def captured() -> Model:
+    """Before the test's time begins, for this loads torch."""
+    return simple_cnn()
+
+
+@pytest.mark.parametrize(
+    ("victim", "point"),
+    CASES if FULL else IN_SUITE,
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_a_killed_process_leaves_no_run_slot_process_or_file(
+    victim: str, point: str, tmp_path: Path, captured: Model
+) -> None:
+    with playground(tmp_path, captured.data) as ground:
+        command = ground.train(steps=STEPS)
+        if point == "submit":
+            ground._wait(
+                lambda: any(
+                    path.name.startswith("peerloom-command-") for path in (tmp_path / "tmp").iterdir()
+                ),
+                "the command does not begin",
+            )
+        command.until(POINTS[point])
+        kill(ground, command, victim)
+        code = command.end()
+        if victim != "command":
+            said = command.errors
+            assert code == 0 or (said and len(said) <= 3), f"code {code}: {said}"
+            assert (code == 0) == command.out.exists(), "a file is there whole or not at all"
+        outcomes = ground.settle()
+        if victim in ("stage", "provider") or (victim, point) in (
+            ("command", "train"),
+            ("command", "collect"),
+        ):
+            assert set(outcomes) <= {"done"}, "two others go on"
+        ground.assert_clean()
+
+
+def kill(ground: Playground, command: Command, victim: str) -> None:
+    """SIGKILL to the process that is this now; the requester's node is the first."""
+    plan = command.last("RunPlanned")
+    match victim:
+        case "command":
+            command.process.kill()
+        case "requester":
+            ground.kill_node("a")
+        case "provider":
+            ground.kill_node("c")
+        case "stage":
+            ground.kill_stage()
+        case "committer":
+            assert plan is not None
+            ground.kill_node(ground.name_of(plan["planner"]))
+        case "trainer":
+            assert plan is not None
+            ground.kill_node(ground.name_of(plan["trainers"][-1]))
