@@ -1,9 +1,9 @@
 """Members of a run in local mode without a network, for `benchmarks/headline.py`: twenty seeds in minutes.
 
-What decides the accuracy is the nodes' own: `Shard` deals the samples, `make_strategy` and `Delayed` make what
-is averaged and what comes of it, torch's own SimpleCNN is the model. Left out are messages and processes: a
-round takes as long as some steps do, and reaches everybody whom the strategy wants. One vector holds parameters
-and Adam's moments, all of which the strategies without outer steps average, as a node does.
+`Shard` deals the samples, `make_strategy` and `Delayed` make what is averaged and what comes of it: these are
+the nodes' own. The model is torch's own SimpleCNN. Messages and processes are left out: a round takes as long
+as some steps do, and reaches everybody whom the strategy wants. One vector holds parameters and Adam's
+moments, all of which the strategies without outer steps average, as a node does.
 """
 
 import heapq
@@ -51,7 +51,7 @@ class Data:
         return int(self.train[1].max()) + 1
 
     def split(self, share: float, seed: int) -> "Data":
-        """Without its held-out part, in whose place so much of the training samples is: to choose settings."""
+        """Hold out this share of the training samples in place of the test part, to choose settings."""
         order = np.random.default_rng(seed).permutation(len(self.train[0]))
         at = int(share * len(order))
         parts = [(self.train[0][rows], self.train[1][rows]) for rows in (order[at:], order[:at])]
@@ -60,7 +60,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train: `local_steps` 0 is one pass over a member's own share. `rate` is the learning rate."""
+    """One way to train: `local_steps` 0 is one pass over a member's share. `rate` is the learning rate."""
 
     providers: int = 1
     local_steps: int = 0

@@ -1,4 +1,4 @@
-"""Whole nodes for `benchmarks/headline.py`: in virtual time, and as real processes under quotas of CPU time."""
+"""Whole nodes for `benchmarks/headline.py`: in virtual time, and as real processes under CPU quotas."""
 
 import contextlib
 import json
@@ -196,7 +196,8 @@ def _run(
     )
     begun = time.time()
     done = subprocess.run(
-        [sys.executable, "-m", "node", "train", str(folder / "run.toml"), "--json", "--data-dir", str(folder / "a")],
+        [sys.executable, "-m", "node", "train", str(folder / "run.toml"), "--json",
+         "--data-dir", str(folder / "a")],
         capture_output=True, text=True, cwd=ROOT, env=environment, timeout=RUN_SECONDS_MAX, check=False,
     )  # fmt: skip
     if done.returncode:

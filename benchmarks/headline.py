@@ -1,12 +1,12 @@
 """CloudMesh's experiment here: one machine beside 2 and 4 providers, over paired seeds, with intervals.
 
-    make headline                            everything, some hours; what is in headline-out/ is not made again
+    make headline                            everything; what is in headline-out/ is not made again
     python benchmarks/headline.py --quick    three seeds of one epoch, without processes or a page
 
-Four parts, each of which may run alone (`--part`): `members` trains twenty seeds of each row without a network
-(`_headline_members`); `nodes` trains whole nodes in virtual time; `processes` times real nodes under quotas of
-CPU time (`_headline_nodes`); `page` writes docs/headline.md and its pictures. Settings were chosen on a fifth of
-the training samples and other seeds than those shown; no setting was chosen by the held-out samples.
+Four parts, each of which may run alone (`--part`): `members` trains twenty seeds of each row without a
+network (`_headline_members`); `nodes` trains whole nodes in virtual time; `processes` times real nodes under
+quotas of CPU time (`_headline_nodes`); `page` writes docs/headline.md and its pictures. Settings were chosen
+on a fifth of the training samples and other seeds than those shown, never by the held-out samples.
 """
 
 import argparse
