@@ -122,7 +122,7 @@ class Member:
         torch.random.set_rng_state(self.random.get_state())
         self.gradient.zero_()
         loss = functional.cross_entropy(self.module(self.images[rows]), self.labels[rows])
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's
         self.random.set_state(torch.random.get_rng_state())
         self.steps += 1
         theta, first, second = self.vector.view(3, self.size)
@@ -134,7 +134,7 @@ class Member:
     def predict(self) -> Array:
         self.module.eval()
         with torch.no_grad():
-            parts = torch.from_numpy(self.data.test[0]).split(256)
+            parts = torch.split(torch.from_numpy(self.data.test[0]), 256)
             found = torch.cat([self.module(part).argmax(1) for part in parts]).numpy()
         self.module.train()
         return np.asarray(found)

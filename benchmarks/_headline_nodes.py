@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 from quotas import Groups
 
 from node.cli import client
+from node.errors import NoNode
 from node.events import RunEnded, RunEvaluated
 from partition.run.local_settings import LocalSettings
 from partition.stage import OptimizerSettings
@@ -47,12 +49,12 @@ def play_nodes(measure: Measure) -> None:
     """Exact mode against one process, and local mode."""
     for name, nodes, stages, replicas in (*EXACT, *REPLICATED):
         key = {"how": f"exact, {name}", "seed": 1, "steps": EXACT_STEPS}
-        measure(key, lambda n=nodes, s=stages, r=replicas: _exact(n, s, r))  # type: ignore[misc]
+        measure(key, partial(_exact, nodes, stages, replicas))
     for seed in range(LOCAL_SEEDS):
         for name, nodes, local_steps, times in LOCAL:
             key = {"how": f"local, {name}, every {local_steps}, rate x{times}", "seed": seed}
             key["steps"] = TOTAL_STEPS // len(nodes)
-            measure(key, lambda n=nodes, h=local_steps, t=times, s=seed: _local(n, h, t, s))  # type: ignore[misc]
+            measure(key, partial(_local, nodes, local_steps, times, seed))
 
 
 def _exact(nodes: str, stages: int, replicas: int) -> dict[str, Any]:
@@ -121,7 +123,7 @@ def play_processes(measure: Measure, write_images: Callable[[Path, int, int], No
         ("4 nodes, every 5, rate x3", "abcd", 5, 3),
     ):
         key = {"how": how, "quota": QUOTA}
-        measure(key, lambda n=names, h=local_steps, t=times: _real(n, h, t, write_images))  # type: ignore[misc]
+        measure(key, partial(_real, names, local_steps, times, write_images))
 
 
 def _real(
@@ -170,7 +172,7 @@ def _real(
 def _wait(data_dir: Path, ready: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     until = time.monotonic() + START_SECONDS_MAX
     while time.monotonic() < until:
-        with contextlib.suppress(Exception):  # not up yet
+        with contextlib.suppress(NoNode):  # not up yet
             status: dict[str, Any] = client.ask(data_dir, "status")
             if ready(status):
                 return status

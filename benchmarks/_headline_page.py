@@ -144,6 +144,7 @@ def _page(table: Table, goals: list[Goal]) -> list[str]:
         "had here: its SimpleCNN, batch 16, Adam at a learning rate of 0.001, dropout, ten epochs; there one",
         "machine reached 74.52 % on CIFAR-10 and two providers 73.70 %: a ratio of 0.989 at 1.17 times the",
         "speed.",
+        "",
         "| goal | value | bound | met |",
         "|---|---|---|---|",
     ]
@@ -159,6 +160,7 @@ def _page(table: Table, goals: list[Goal]) -> list[str]:
         "makes a quarter of the steps. ± is half of a 95 % interval (Student's t over seeds). The shard of a",
         "member, the strategy and its delayed form are the nodes' own code; messages and processes are left",
         "out (`--part members`).",
+        "",
         "| how | seeds | accuracy | over 1 machine |",
         "|---|---|---|---|",
         *table.lines("digits"),
@@ -175,6 +177,7 @@ def _page(table: Table, goals: list[Goal]) -> list[str]:
         "rounds (0.888 and 0.883 for 4), nor did four times the rate (0.944). There one machine reached",
         "0.966, and four providers 0.912 once an epoch, 0.902 every 64 batches, 0.909 every 5, and 0.981",
         "with its steps each.",
+        "",
         f"Settings (`{table.two}`, `{table.four}`) were chosen by a fifth of the training samples with seeds",
         "100 to 103; the held-out samples were looked at once, for this page.",
         "",

@@ -14,6 +14,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ def images(samples: int = 1_000, held_out: int = 500) -> Data:
         convert(made, Path("/"), Path(read))
         parts = []
         for name in ("train", "test"):
-            with np.load(Path(read) / f"{name}.npz") as file:
+            with np.load(Path(read) / f"{name}.npz", allow_pickle=False) as file:
                 parts.append((np.ascontiguousarray(file["x"], np.float32), np.asarray(file["y"])))
     return Data("images", parts[0], parts[1])
 
@@ -123,18 +124,18 @@ def members(seeds: range, epochs: int, out: Path, *, with_images: bool) -> None:
     for name in (*RATIO_WAYS, *(way for way in WAYS if way not in RATIO_WAYS)):
         for seed in seeds:
             key = {"data": "digits", "way": name, "seed": seed, "shuffle": None}
-            measure(path, key, lambda name=name, seed=seed: row(data, name, seed, epochs, None))  # type: ignore[misc]
+            measure(path, key, partial(row, data, name, seed, epochs, None))
     if seeds.start == 0:
         for shuffle in range(SHUFFLES if with_images else 2):
             for name in RATIO_WAYS:
                 key = {"data": "digits", "way": name, "seed": 0, "shuffle": shuffle}
-                measure(path, key, lambda name=name, n=shuffle: row(data, name, 0, epochs, n))  # type: ignore[misc]
+                measure(path, key, partial(row, data, name, 0, epochs, shuffle))
     if with_images:
         data = images()
         for seed in (seed for seed in seeds if seed < IMAGE_SEEDS):
             for name in IMAGE_WAYS:
                 key = {"data": "images", "way": name, "seed": seed, "shuffle": None}
-                measure(path, key, lambda name=name, seed=seed: row(data, name, seed, IMAGE_EPOCHS, None))  # type: ignore[misc]
+                measure(path, key, partial(row, data, name, seed, IMAGE_EPOCHS, None))
 
 
 def goals(rows: list[dict[str, Any]]) -> list[Goal]:

@@ -197,7 +197,7 @@ class Playground:
             if time.monotonic() > until:
                 told = [(run["run"], run["status"], run["reason"]) for run in self._runs()]
                 raise AssertionError(f"{otherwise}: {told}")
-            time.sleep(0.05)
+            self.swarm._pause(0.05)
 
 
 @contextmanager
