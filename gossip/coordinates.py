@@ -83,6 +83,10 @@ class Coordinates:
         kept = self._samples.get(peer)
         return None if kept is None else sorted(kept[0])[(len(kept[0]) - 1) // 2]
 
+    def places(self) -> dict[PeerId, Coordinate]:
+        """Return where peers said they are that were asked lately."""
+        return {peer: place for peer, (_, place) in self._samples.items()}
+
     def round_trip_seconds(self, there: Coordinate) -> float:
         """Return what a round trip to somebody who is `there` takes, as far as we can tell."""
         point = [value * UNIT_SECONDS for value in there.point]

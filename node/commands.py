@@ -145,11 +145,12 @@ class Commands:
     async def _status(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
         node = self._node
         document = views.status_document(node.state, node.seams.clock.wall(), node.counters)
-        return document | {"contribution": node.runs.receipts.summary()}
+        place = node.runs.places.own_document()
+        return document | {"contribution": node.runs.receipts.summary(), "place": place}
 
     async def _peers(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
         document = views.peers_document(self._node.state, self._node.seams.clock.wall())
-        return self._node.runs.receipts.told_of(document)
+        return self._node.runs.places.told_of(self._node.runs.receipts.told_of(document))
 
     async def _measurements(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
         return await self._node.measurements.document(self._node.membership.live)

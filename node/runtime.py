@@ -56,6 +56,7 @@ from node.placement.leases import Offer
 from node.placement.machine_state import MachineState
 from node.placement.offers import offers_of
 from node.placement.permission import Permission
+from node.placement.places import Places
 from node.placement.provider import Provider
 from node.placement.searching import search_providers
 from node.recording.recorder import Recorder
@@ -394,6 +395,7 @@ class Node(Surface):
             copies=self.copies,
             guests=self._guests,
             averaging=self.averaging,
+            places=Places(self.peer, self.membership, lambda: self.capacity.location),
             machine=lambda: self.provider.machine(self.capacity),
             rate=lambda: self.provider.of_a_slot(self.capacity).flops_per_second,
             slots=self.provider.rules.slots,

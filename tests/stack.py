@@ -94,7 +94,7 @@ async def swarm(
 ) -> AsyncIterator[Swarm]:
     """Nodes called by one letter each; each joins through the one before it. `storages` are the disks of
     their earlier lives, `recorders` write down what they do, `executors` compute in their place. `offer` is
-    what each gives to others."""
+    what each gives to others, `network` what lies between them."""
     group = Swarm(medium=SimNetworkFabric(Links(network or NetworkModel(), seed)))
     async with trio.open_nursery() as nursery:
         before: str | None = None

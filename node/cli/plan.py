@@ -38,13 +38,14 @@ def plan(
         str,
         typer.Option("--what-if", metavar="lose=A,add=8GB@50GFLOPS@100Mbit", help="With other peers."),
     ] = "",
+    place: Annotated[str, typer.Option("--place", metavar="LOCATION", help="Only with peers there.")] = "",
     svg: Annotated[str, typer.Option("--svg", metavar="FILE", help="Draw it into this file.")] = "",
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
     """Show who would hold which layers of a model, how fast that would be, and why."""
     from node.planning.document import plan_document
-    from node.planning.peers import live_peers, read_peers
+    from node.planning.peers import in_place, live_peers, read_peers
     from node.planning.peers import what_if as changed
     from node.planning.planner import plan_model
     from node.planning.request import wishes
@@ -58,6 +59,7 @@ def plan(
         offered = live_peers(ask(folder, "status"), ask(folder, "peers"), ask(folder, "measurements"))
     else:
         offered = read_peers(peers)
+    offered = in_place(offered, place)
     graph = read_model(model)
     try:
         document = plan_document(plan_model(graph, offered, wanted, name=model))

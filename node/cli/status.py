@@ -70,6 +70,9 @@ def status_lines(document: Mapping[str, Any]) -> list[str]:
         lines.append(labelled("reachable", reachable_text(document["reachability"])))
     if document["capacity"] is not None:
         lines += compute_lines(document["capacity"])
+    if (place := document.get("place")) is not None and place["is_doubted"]:
+        doubt = f"{place['claimed']} is doubted: by its round trips it is in {place['location']}"
+        lines.append(labelled("location", doubt))
     if document.get("fences") is not None:
         lines += fence_lines(document["fences"])
     alive, known = document["members_alive"], document["members_known"]

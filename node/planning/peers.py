@@ -214,7 +214,7 @@ def live_peers(
                 memory_bytes=capacity["memory_free_bytes"],
                 calibration=_calibration(row["peer"], max(1, rate), measured),
                 reason="" if rate else "takes no stages",
-                location=capacity["location"],
+                location=(row.get("place") or {}).get("location") or capacity["location"],
             )
         )
     links = [
@@ -227,6 +227,15 @@ def live_peers(
         if row["sender"] in names and row["receiver"] in names
     ]
     return Peers(tuple(found), tuple(links), is_measured=bool(links))
+
+
+def in_place(peers: Peers, place: str) -> Peers:
+    """Return the same with no stage for peers elsewhere; "" is anywhere."""
+    rows = tuple(
+        peer if place in ("", peer.location) or peer.reason else replace(peer, reason=f"not in {place}")
+        for peer in peers.peers
+    )
+    return replace(peers, peers=rows)
 
 
 def _calibration(peer: str, rate: int, measured: Mapping[str, Any]) -> Calibration:

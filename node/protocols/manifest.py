@@ -135,6 +135,8 @@ class PlanTable(msgspec.Struct, frozen=True):
     are enough where the requester is one of them, so of two members it goes on alone. Where providers are
     busy, a higher `priority` goes first, and what is used at it counts for more of the requester's share; of
     equals that whose `deadline_minutes` end first. Both are not in the manifest: they may be revised.
+    With `place` only peers of this location hold stages, with `near` (a location or a peer id) those within
+    `max_rtt_milliseconds` of it (30 where that is 0), which alone is counted from the requester.
     """
 
     stages: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
@@ -143,8 +145,19 @@ class PlanTable(msgspec.Struct, frozen=True):
     pipeline: Literal["1f1b", "gpipe"] = "1f1b"
     checkpoint_every: Annotated[int, msgspec.Meta(ge=0, le=10_000_000)] = 20
     on_lost_quorum: Literal["wait", "fork", "requester"] = "wait"
+    place: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    near: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    max_rtt_milliseconds: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 0
     priority: Annotated[int, msgspec.Meta(ge=0, le=9)] = 5
     deadline_minutes: Annotated[int, msgspec.Meta(ge=0, le=525_600)] = 0
+
+
+class PlaceWish(msgspec.Struct, frozen=True, array_like=True):
+    """Where a run's stages may be: see PlanTable."""
+
+    location: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    near: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    max_rtt_milliseconds: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 0
 
 
 class SplitsTable(msgspec.Struct, frozen=True):
@@ -190,6 +203,12 @@ class RunFile(msgspec.Struct, frozen=True):
             clip_norm=train.clip_norm,
             groups=self._groups,
         )
+
+    @property
+    def place(self) -> PlaceWish | None:
+        """Where stages may be; None for anywhere."""
+        wish = PlaceWish(self.plan.place, self.plan.near, self.plan.max_rtt_milliseconds)
+        return None if wish == PlaceWish() else wish
 
     @property
     def local(self) -> LocalSettings | None:
@@ -295,6 +314,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     local: LocalSettings | None = None
     validation_samples: Annotated[int, msgspec.Meta(ge=0, lt=2**40)] = 0
     validation: ValidationSettings | None = None
+    place: PlaceWish | None = None
 
     @property
     def graph_hash(self) -> bytes:
@@ -334,6 +354,7 @@ _NOT_ARITHMETIC = frozenset(
         "local",
         "validation_samples",
         "validation",
+        "place",
     }
 )
 """Fields of a Manifest that change nothing of what a step computes, only whether it is applied.

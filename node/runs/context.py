@@ -16,6 +16,7 @@ from node.events import Event
 from node.pipeline.spans import Spans
 from node.placement.admission import Machine
 from node.placement.leases import Offer
+from node.placement.places import Places
 from node.protocols.manifest import Run
 from node.protocols.runs import Reply, Request
 from node.runs.receipts import Receipts
@@ -52,6 +53,7 @@ class Service(Protocol):
     spans: Spans
     measurements: Measurements
     receipts: Receipts
+    places: Places
 
     def link_rate(self, peer: PeerId) -> float | None: ...
     def send(self, peer: PeerId, message: Any, *payload: Data) -> None: ...

@@ -81,6 +81,7 @@ def make_manifest(
         local=run_file.local,
         validation_samples=_validated(dataset, graph, microbatch),
         validation=_validation(run_file, dataset, entry, name),
+        place=run_file.place,
     )
     try:
         check_model(manifest, graph)

@@ -140,7 +140,7 @@ class RunMember:
         return self._chain is not None and self._chain.can_tell
 
     def _free(self) -> list[tuple[PeerId, int]]:
-        offers = self._service.offers()
+        offers = self._service.places.choose(self.run, self._service.offers())
         return [(offer.peer, rounded(offer.flops_per_second)) for offer in offers if offer.has_slot]
 
     # What is known

@@ -36,6 +36,7 @@ from node.pipeline.links import Links
 from node.pipeline.spans import Spans
 from node.placement.admission import Machine
 from node.placement.leases import Offer, PlacementFailed, place, reduction, release, start
+from node.placement.places import Places
 from node.placement.slots import Slots
 from node.placement.waiting import place_in_time
 from node.protocols import runs as wire
@@ -103,6 +104,7 @@ class Runs:
         copies: CheckpointReplicator,
         guests: Guests,
         averaging: Averaging,
+        places: Places,
     ) -> None:
         """`observe` is told of every message of a run that this node sends; `machine` is what each of `slots`
         gives to a stage now, `rate` its FLOP/s."""
@@ -128,6 +130,7 @@ class Runs:
         self.traces = Traces(seams, self.spans, refuse)
         self.members: dict[bytes, RunMember] = {}
         self.averaging = averaging
+        self.places = places
         self.provide = provide
         self._observe = observe
         self._plans: dict[bytes, RunMember] = {}
@@ -275,7 +278,7 @@ class Runs:
             return await attempt(offers, ask, executor, knowledge=knowledge, may_reduce=is_last)
 
         plan = await place_in_time(
-            try_once,
+            self.places.keeping(run, try_once),
             self.offers,
             self.search,
             clock=clock,

@@ -1,0 +1,84 @@
+"""Where peers are: what their owners call it, held against measured round trips. Pure.
+
+A location is a word that owners agree on (`eu-west`); its meaning is where those stand that claim it. A claim
+is doubted where a peer is much farther, in the space of round trips (`gossip.coordinates`), from others that
+claim the same than from those of another location; then that other one counts. Distances to a location are
+lower medians over at least two peers, so a minority that claims a wrong one moves nobody else.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from crypto.identity import PeerId
+from gossip.coordinates import UNIT_SECONDS, Coordinate
+
+ERROR_TRUSTED = 60
+"""Hundredths: a coordinate that errs more says nothing yet."""
+DOUBT_FACTOR = 2.0
+DOUBT_SECONDS = 0.01
+"""A claim is doubted where it is both so many times and so much farther than another location."""
+UNCLAIMED_SECONDS = 0.025
+"""A peer without a claim is where others are so near."""
+ANCHORS_MIN = 2
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a peer says of where it is; `coordinate` is None where it is not known."""
+
+    location: str
+    coordinate: Coordinate | None = None
+
+
+@dataclass(frozen=True)
+class Located:
+    """Where a peer counts as being; `is_doubted` where that is not what it claims."""
+
+    claimed: str
+    location: str
+    is_doubted: bool = False
+
+
+def distance_seconds(one: Coordinate, other: Coordinate) -> float:
+    """Return the round trip between two places."""
+    apart = math.dist(one.point, other.point) + one.height + other.height
+    return float(apart * UNIT_SECONDS)
+
+
+def locate(claims: Mapping[PeerId, Claim]) -> dict[PeerId, Located]:
+    """Return where each peer counts as being."""
+    anchors: dict[str, list[tuple[PeerId, Coordinate]]] = {}
+    for peer, claim in sorted(claims.items()):
+        place = _trusted(claim)
+        if claim.location and place is not None:
+            anchors.setdefault(claim.location, []).append((peer, place))
+    return {peer: _located(peer, claim, anchors) for peer, claim in claims.items()}
+
+
+def _located(peer: PeerId, claim: Claim, anchors: Mapping[str, list[tuple[PeerId, Coordinate]]]) -> Located:
+    place = _trusted(claim)
+    if place is None:
+        return Located(claim.location, claim.location)
+    found = {}
+    for location, rows in anchors.items():
+        away = sorted(distance_seconds(place, where) for other, where in rows if other != peer)
+        if len(away) >= ANCHORS_MIN:
+            found[location] = away[(len(away) - 1) // 2]
+    if not found:
+        return Located(claim.location, claim.location)
+    nearest = min(found, key=lambda location: (found[location], location))
+    if not claim.location:
+        return Located("", nearest if found[nearest] <= UNCLAIMED_SECONDS else "")
+    claimed = found.get(claim.location)
+    if claimed is None or nearest == claim.location:
+        return Located(claim.location, claim.location)
+    most = max(DOUBT_FACTOR * found[nearest], found[nearest] + DOUBT_SECONDS)
+    if claimed <= most:
+        return Located(claim.location, claim.location)
+    return Located(claim.location, nearest, is_doubted=True)
+
+
+def _trusted(claim: Claim) -> Coordinate | None:
+    place = claim.coordinate
+    return place if place is not None and place.error <= ERROR_TRUSTED else None

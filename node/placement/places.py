@@ -1,0 +1,141 @@
+"""Where members are, for runs that ask for a region or for nearness: claims, corrected by round trips."""
+
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from crypto.identity import PeerId, parse_peer
+from gossip.coordinates import Coordinate
+from gossip.places import Claim, Located, distance_seconds, locate
+from node.placement.leases import Offer, PlacementFailed
+from node.protocols.manifest import PlaceWish, Run
+from node.services.membership import Membership
+from node.services.metadata import read_metadata
+from partition.plan.plan import Plan
+
+NEAR_SECONDS = 0.03
+"""What `near` means where a run says no `max_rtt_milliseconds`."""
+
+Attempt = Callable[[Sequence[Offer], bool], Awaitable[Plan]]
+
+
+class Places:
+    """Those of the members that node `me` lists; `own` is what its owner calls its location."""
+
+    def __init__(self, me: PeerId, membership: Membership, own: Callable[[], str]) -> None:
+        self._me = me
+        self._membership = membership
+        self._own = own
+
+    def located(self) -> dict[PeerId, Located]:
+        """Return where each live member counts as being, this node too."""
+        return locate(self._claims())
+
+    def _claims(self) -> dict[PeerId, Claim]:
+        coordinates = self._membership.coordinates
+        known = coordinates.places()
+        claims = {self._me: Claim(self._own(), coordinates.here)}
+        for member in self._membership.members:
+            if member.live and member.peer != self._me:
+                metadata = read_metadata(member.metadata)
+                location = "" if metadata is None else metadata.location
+                claims[member.peer] = Claim(location, known.get(member.peer))
+        return claims
+
+    def choose(self, run: Run, offers: Sequence[Offer]) -> list[Offer]:
+        """Return the offers, of which only those in the run's place have a slot for it."""
+        wish = run.manifest.place
+        if wish is None:
+            return list(offers)
+        claims = self._claims()
+        fitting = self._fitting(wish, run.requester, claims)
+        return [replace(offer, has_slot=offer.has_slot and offer.peer in fitting) for offer in offers]
+
+    def _fitting(self, wish: PlaceWish, requester: PeerId, claims: dict[PeerId, Claim]) -> set[PeerId]:
+        found = locate(claims)
+        fitting = {peer for peer, row in found.items() if wish.location in ("", row.location)}
+        if not wish.near and not wish.max_rtt_milliseconds:
+            return fitting
+        most = wish.max_rtt_milliseconds / 1000 or NEAR_SECONDS
+        return {peer for peer in fitting if self._is_near(peer, wish.near, most, requester, claims, found)}
+
+    @staticmethod
+    def _is_near(
+        peer: PeerId,
+        near: str,
+        most: float,
+        requester: PeerId,
+        claims: dict[PeerId, Claim],
+        found: dict[PeerId, Located],
+    ) -> bool:
+        """Whether a peer is within `most` seconds of the requester, of a peer, or of a location's median."""
+        center = requester if not near else _peer(near)
+        if center == peer:
+            return True
+        place = claims[peer].coordinate
+        ends: list[Coordinate] = []
+        for other, claim in claims.items():
+            is_end = other == center if center is not None else found[other].location == near
+            if is_end and other != peer and claim.coordinate is not None:
+                ends.append(claim.coordinate)
+        if place is None or not ends:
+            return False
+        return sorted(distance_seconds(place, end) for end in ends)[(len(ends) - 1) // 2] <= most
+
+    def keeping(self, run: Run, attempt: Attempt) -> Attempt:
+        """Return an attempt to place a run where it asks to be placed, which says so where it fails."""
+        wish = run.manifest.place
+        if wish is None:
+            return attempt
+
+        async def within(offers: Sequence[Offer], is_last: bool) -> Plan:
+            chosen = self.choose(run, offers)
+            try:
+                return await attempt(chosen, is_last)
+            except PlacementFailed as error:
+                there = sum(offer.has_slot for offer in chosen)
+                slots = sum(offer.has_slot for offer in offers)
+                said = f"{error.reason}; of {slots} with a slot {there} are {wish_text(wish)}"
+                raise PlacementFailed(said, error.wait_seconds) from None
+
+        return within
+
+    def told_of(self, document: dict[str, Any]) -> dict[str, Any]:
+        """Return a `peerloom/peers/1` document with where each peer counts as being."""
+        found = self.located()
+        rows = [
+            {**row, "place": place_document(found.get(parse_peer(row["peer"])))} for row in document["peers"]
+        ]
+        return {**document, "peers": rows}
+
+    def own_document(self) -> dict[str, Any] | None:
+        """Return where this node counts as being."""
+        return place_document(self.located()[self._me])
+
+
+def _peer(text: str) -> PeerId | None:
+    try:
+        return parse_peer(text)
+    except ValueError:
+        return None
+
+
+def place_document(located: Located | None) -> dict[str, Any] | None:
+    """A peer's place: as claimed, and as it counts."""
+    if located is None:
+        return None
+    return {
+        "claimed": located.claimed,
+        "location": located.location,
+        "is_doubted": located.is_doubted,
+    }
+
+
+def wish_text(wish: PlaceWish) -> str:
+    """Return what a run asks for, in words."""
+    parts: Iterable[str] = (
+        f"in {wish.location}" if wish.location else "",
+        f"near {wish.near}" if wish.near else "",
+        f"within {wish.max_rtt_milliseconds} ms" if wish.max_rtt_milliseconds else "",
+    )
+    return " ".join(part for part in parts if part)
