@@ -13,7 +13,7 @@ import trio
 
 from crypto.identity import PeerId
 from node.checkpoints.weights import weights_name
-from node.events import RunEnded, RunPlanned, StepCommitted
+from node.events import CheckpointKept, RunEnded, RunPlanned, StepCommitted
 from node.protocols.manifest import Manifest, Run
 from partition.plan.chain import Chain
 from partition.plan.plan import NO_HASH, Plan, committee, plan_hash
@@ -190,6 +190,16 @@ class World:
         """Wait for so many steps to be committed."""
         with trio.fail_after(seconds):
             while not any(event.step + 1 >= step for event in self.commits()):  # noqa: ASYNC110 - virtual time
+                await trio.sleep(0.1)
+
+    async def kept(self, step: int, seconds: float = END_SECONDS_MAX) -> None:
+        """Wait for a whole checkpoint of this step."""
+        with trio.fail_after(seconds):
+            while not any(  # noqa: ASYNC110 - virtual time
+                isinstance(event, CheckpointKept) and event.step == step
+                for events in self.group.events.values()
+                for event in events
+            ):
                 await trio.sleep(0.1)
 
     async def ended(self, seconds: float = END_SECONDS_MAX) -> bool:

@@ -31,6 +31,8 @@ BY_CALLERS = {
 ELSEWHERE = {
     "partition.model.graph": "a graph: tests.partition.hostile",
     "partition.plan.chain": "this node's own disk",
+    "node.checkpoints.store": "this node's own disk",
+    "node.runs.best": "this node's own disk",
     "node.storage.blobs": "this node's own disk",
     "node.placement.slots": "this node's own disk",
     "node.runs.receipts_file": "this node's own disk",

@@ -83,6 +83,7 @@ async def restored(found: list[World]) -> None:
         found.append(world)
         world.begin()
         await world.reached(5)
+        await world.kept(4)
         first = next(event for event in group.events["g"] if isinstance(event, RunPlanned))
         for peer in first.stages[1]:
             world.crash(group.name_of(peer))

@@ -14,7 +14,6 @@ import trio
 from crypto.identity import Identity, PeerId
 from node.errors import StageFailed
 from node.events import (
-    CheckpointKept,
     Event,
     RunAccepted,
     RunChanged,
@@ -106,20 +105,13 @@ async def spare(world: World, name: str) -> None:
     await world.nursery.start(_live, world.group, name, through, SEED, PASS_SECONDS)
 
 
-async def kept(world: World, step: int) -> None:
-    """Wait for a checkpoint of this step."""
-    with trio.fail_after(120):
-        while not any(event.step == step for event in said(world, CheckpointKept)):  # noqa: ASYNC110
-            await trio.sleep(0.1)
-
-
 # The last replica of a stage
 
 
 def test_after_the_last_replica_of_a_stage_a_newcomer_goes_on_from_the_newest_checkpoint() -> None:
     async def scenario(world: World) -> None:
         await spare(world, "x")
-        await kept(world, SAVE_EVERY)
+        await world.kept(SAVE_EVERY)
         await world.reached(SAVE_EVERY + 2)
         world.crash(other(world, "c"))
 
@@ -143,7 +135,7 @@ def test_a_newcomer_that_is_to_commit_is_told_so_by_the_others() -> None:
 
     async def scenario(world: World) -> None:
         await spare(world, newcomer)
-        await kept(world, SAVE_EVERY)
+        await world.kept(SAVE_EVERY)
         await world.reached(SAVE_EVERY + 1)
         world.crash("c")
         assert await world.committed(world.now, 30) is not None, standing(world)
@@ -154,7 +146,7 @@ def test_a_newcomer_that_is_to_commit_is_told_so_by_the_others() -> None:
 
 def test_without_a_free_provider_the_run_waits_for_one_and_says_so() -> None:
     async def scenario(world: World) -> None:
-        await kept(world, SAVE_EVERY)
+        await world.kept(SAVE_EVERY)
         world.crash(other(world, "c"))
         await trio.sleep(60)
         await spare(world, "x")
@@ -192,8 +184,10 @@ def test_why_the_last_replica_of_a_stage_failed_is_said_where_the_run_waits_and_
 
     world = play("abc", small(stages=3, save_every=0), scenario, ends=False)
     reasons = [event.reason for event in said(world, RunChanged) if event.state == "paused"]
-    for text in (*reasons, *(end.detail for end in world.ends().values())):
-        assert text.endswith(": its disk is full)"), text
+    for text in reasons:
+        assert ": its disk is full); it goes on when ..." in text
+    for end in world.ends().values():
+        assert end.detail.endswith(": its disk is full)"), end.detail
     assert reasons
 
 
@@ -223,7 +217,9 @@ def test_who_leaves_takes_nothing_with_it(role: str) -> None:
     assert left[0] != world.group.name_of(newest(world).trainer)
     assert {event.restored_step for event in said(world, RunPlanned)} == {None}
     for event in said(world, RunResumed):
-        assert (event.lost_steps, event.replayed) == (0, 0)
+        assert event.lost_steps == 0
+        # One that was under way at its handing over may be given to the next holder, as the instants fall.
+        assert event.replayed <= 1
     assert sorted({event.step for event in said(world, StepCommitted)}) == list(range(10))
 
 
@@ -315,7 +311,7 @@ def test_a_newcomer_whose_plan_comes_too_late_is_free_again_when_the_run_has_end
 
 def test_all_stop_at_once_and_the_run_goes_on_from_the_checkpoint_on_their_disks() -> None:
     async def scenario(world: World) -> None:
-        await kept(world, SAVE_EVERY)
+        await world.kept(SAVE_EVERY)
         await world.reached(SAVE_EVERY + 2)
         names = list(world.group.nodes)
         for name in names:
@@ -337,7 +333,7 @@ def test_where_forks_are_allowed_both_sides_go_on_and_one_branch_survives() -> N
     healed: list[float] = []
 
     async def scenario(world: World) -> None:
-        await kept(world, SAVE_EVERY)
+        await world.kept(SAVE_EVERY)
         name_of, stages = world.group.name_of, newest(world).stages
         halves.extend({name_of(stage[index]) for stage in stages} for index in (0, 1))
         world.split("".join(halves[0]))

@@ -13,7 +13,7 @@ from node.placement.witnesses import PROMISES_MAX, PROMISES_PER_PEER_MAX, Witnes
 from node.state import event_document
 from sim.executor import SimExecutor
 from tests.partition_world import World, standing
-from tests.test_takeover import SAVE_EVERY, kept, newest, play, said, small
+from tests.test_takeover import SAVE_EVERY, newest, play, said, small
 
 GOES_ON_SECONDS = 10.0
 ONE_STAGE = {"stages": 1, "steps": 24}
@@ -42,7 +42,7 @@ def roles(world: World) -> dict[str, str]:
 )
 def test_two_members_and_idle_nodes_go_on_whoever_dies(names: str, role: str) -> None:
     async def scenario(world: World) -> None:
-        await kept(world, 2 * SAVE_EVERY)
+        await world.kept(2 * SAVE_EVERY)
         await world.reached(2 * SAVE_EVERY + 2)
         victim = roles(world)[role]
         world.crash(victim)
@@ -69,7 +69,7 @@ def test_a_witness_alone_keeps_a_stage_ready_and_no_more_once_it_is_none(
     monkeypatch.setattr(SimExecutor, "keep_stage_ready", lambda _, machine: told.append(machine))
 
     async def scenario(world: World) -> None:
-        await kept(world, SAVE_EVERY)
+        await world.kept(SAVE_EVERY)
 
     play("abc", small(**ONE_STAGE), scenario)
     kinds = [machine is not None for machine in told]
@@ -110,7 +110,7 @@ def test_a_stage_that_has_trained_begins_anew_with_the_one_that_was_lost() -> No
 @pytest.mark.parametrize("rule", ["wait", "requester"])
 def test_of_two_nodes_alone_the_requester_is_told_what_a_death_does(rule: str) -> None:
     async def scenario(world: World) -> None:
-        await kept(world, 2 * SAVE_EVERY)
+        await world.kept(2 * SAVE_EVERY)
         world.crash(roles(world)["replica"])
         if rule == "requester":
             assert await world.committed(world.now + 2.0, GOES_ON_SECONDS) is not None, standing(world)
@@ -140,7 +140,7 @@ def test_the_other_of_two_falls_back_when_it_hears_of_the_requester() -> None:
     """Parted for a while, both alive: one side goes on, and there is never a second plan at a height."""
 
     async def scenario(world: World) -> None:
-        await kept(world, 2 * SAVE_EVERY)
+        await world.kept(2 * SAVE_EVERY)
         other = roles(world)["replica"]
         world.split(other)
         assert await world.committed(world.now + 2.0, 2 * GOES_ON_SECONDS) is not None, standing(world)

@@ -44,7 +44,8 @@ class Hosting:
         self.replica: ReplicaShell | None = None
         self.machine: Machine | None = None
         """What the slot gave when the stage was opened."""
-        self.core: core.Hosting = service.seams.core(core.Hosting, service.signer.peer)
+        self.core = core.Hosting(service.signer.peer)
+        """Not recorded: it sends nothing, and what it is told follows from cores that are."""
         self._service = service
         self._run = run
         self._holders = holders
