@@ -44,6 +44,11 @@ def generate() -> str:
 def _class(tree: ast.Module, of: str, form: str) -> str:
     surface = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == of)
     methods = [
+        "    def __repr__(self) -> str:\n        return self._portal.call_sync(lambda: repr(self._of))\n"
+        for member in surface.body
+        if isinstance(member, ast.FunctionDef) and member.name == "__repr__"
+    ]
+    methods += [
         _method(member)
         for member in surface.body
         if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef) and not member.name.startswith("_")
