@@ -125,7 +125,7 @@ def offer_document(offer: events.OfferChanged | None) -> dict[str, Any] | None:
 
 
 def plan_document(plan: events.RunPlanned | None) -> dict[str, Any] | None:
-    """Who holds what in a run; None before its first plan."""
+    """Return which peers hold which stage of a run; None before its first plan."""
     if plan is None:
         return None
     return {
