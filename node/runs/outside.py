@@ -1,9 +1,9 @@
-"""Runs that this node asked for and is no member of any more: the others go on without it.
+"""Runs that this node was in and is no member of any more: the others go on without it.
 
-A requester that was restarted, or that was away for long, hears of a plan without it and leaves. Until it is
-admitted again it still has to say how its run ends, and to have the result: it asks the living members of the
-last plan it knows, and whoever of them has ended the run tells it, as any member that was away is told.
-The files of the run stay, so that this goes on after another restart.
+A node whose stage died, that was restarted or that was away for long hears of a plan without it and leaves.
+Until it is admitted again it still has to say how the run ends, and a requester has to have the result: it
+asks living members of the last plan it knows, some at a time, and whoever of them has ended the run tells it,
+as any member that was away is told. The files of the run stay, so that this goes on after a restart.
 """
 
 from collections.abc import Callable, Collection
@@ -12,14 +12,22 @@ from typing import Any, Protocol
 import trio
 
 from crypto.identity import PeerId
+from node.events import Event
 from node.protocols.manifest import Run
+from node.runs.announcements import run_ended
 from node.runs.member import RunMember
+from node.runs.recovery import forget_files
 from node.seams import Seams
 from partition.run.timeouts import SILENCE_SECONDS_MAX
 
 ASK_SECONDS = 4.0
-"""Between two questions to the members. Those that are in the run answer with at most its newest plans."""
-NOBODY_LEFT = "this node was restarted, and no member of the run is left that could say how it ended"
+"""Between two questions to members. Those that are in the run answer with at most its newest plans."""
+ASKED_AT_ONCE_MAX = 3
+"""Once a run is over any member can tell, so more would only cost a large run more."""
+OTHERS_MAX = 64
+"""Runs of others whose end is waited for: strangers decide how many this node is left out of."""
+NOBODY_LEFT = "this node is in the run no more, and no member is left that could say how it ended"
+CROWDED_OUT = "this node is in the run no more, and was left out of so many since that it asks no more"
 
 
 class Service(Protocol):
@@ -28,15 +36,17 @@ class Service(Protocol):
     seams: Seams
     members: dict[bytes, RunMember]
     live: Callable[[], Collection[PeerId]]
+    publish: Callable[[Event], None]
 
     def start_task(self, task: Callable[..., Any], *arguments: object, of: Run | None) -> None: ...
 
 
-class OwnRunsOutside:
+class RunsOutside:
     """This node's, by run. A run here is not among `Service.members`, so nothing is done for it."""
 
-    def __init__(self, runs: Service) -> None:
+    def __init__(self, runs: Service, me: PeerId) -> None:
         self._runs = runs
+        self._me = me
         self._members: dict[bytes, tuple[RunMember, trio.CancelScope]] = {}
 
     def follow(self, member: RunMember) -> None:
@@ -45,6 +55,9 @@ class OwnRunsOutside:
         scope = trio.CancelScope()
         self._members[member.run.id] = member, scope
         self._runs.start_task(self._ask, member, scope, of=member.run)
+        others = [run for run, (each, _) in self._members.items() if each.run.requester != self._me]
+        if len(others) > OTHERS_MAX:
+            self.give_up(others[0], CROWDED_OUT)
 
     def drop(self, run: bytes) -> None:
         """Ask no more: the run is over, or this node is admitted to it again."""
@@ -52,13 +65,31 @@ class OwnRunsOutside:
         if scope is not None:
             scope.cancel()
 
+    def give_up(self, run: bytes, reason: str) -> None:
+        """Ask no more about another's run, and say so. It is not over: this node may be admitted again."""
+        member, _ = self._members[run]
+        self.drop(run)
+        forget_files(self._runs.seams, member.run.text)
+        self._runs.publish(
+            run_ended(self._runs.seams.clock.wall(), member.run, "stopped", reason, "", is_here=False)
+        )
+
     def has(self, run: bytes) -> bool:
         """Return whether the end of this run is waited for."""
         return run in self._members
 
+    @property
+    def runs(self) -> list[Run]:
+        """All whose end is waited for."""
+        return [member.run for member, _ in self._members.values()]
+
     def by_plan(self, plan: bytes) -> RunMember | None:
         """Return the run in which this is the last plan that this node knows."""
         return next((member for member, _ in self._members.values() if member.plan_hash == plan), None)
+
+    def by_run(self, run: bytes) -> RunMember | None:
+        """Return the former member of this run; None: its end is not waited for."""
+        return self._members[run][0] if run in self._members else None
 
     def recall(self, run: bytes) -> RunMember | None:
         """Return a run's former member as a member once more, so that it can be ended; None: it is none."""
@@ -75,12 +106,18 @@ class OwnRunsOutside:
 
     async def _ask(self, member: RunMember, scope: trio.CancelScope) -> None:
         clock = self._runs.seams.clock
-        seen_at = clock.monotonic()
+        seen_at, turn = clock.monotonic(), 0
         with scope:
             while clock.monotonic() - seen_at < SILENCE_SECONDS_MAX:
                 if others := member.core.others():
                     seen_at = clock.monotonic()
-                    member.catch_up(others)
+                    asked = {others[(turn + row) % len(others)] for row in range(ASKED_AT_ONCE_MAX)}
+                    member.catch_up(sorted(asked))
+                    turn += ASKED_AT_ONCE_MAX
                 await trio.sleep(ASK_SECONDS)
-        if not scope.cancelled_caught and self.recall(member.run.id) is not None:
+        if scope.cancelled_caught or not self.has(member.run.id):
+            return
+        if member.run.requester != self._me:
+            self.give_up(member.run.id, NOBODY_LEFT)
+        elif self.recall(member.run.id) is not None:
             await member.end("failed", NOBODY_LEFT, "")

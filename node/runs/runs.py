@@ -50,7 +50,7 @@ from node.runs.context import Membership
 from node.runs.kept import note_guests
 from node.runs.manifest_builder import fits
 from node.runs.member import RunMember
-from node.runs.outside import OwnRunsOutside
+from node.runs.outside import RunsOutside
 from node.runs.queue import Queue
 from node.runs.receipts import Receipts
 from node.runs.recovery import forget_files, recover, run_name
@@ -136,7 +136,7 @@ class Runs:
         self._plans: dict[bytes, RunMember] = {}
         self.archive = ArchiveShell(seams, signer.peer)
         self.local = LocalRuns(self, self.archive)
-        self.outside = OwnRunsOutside(self)
+        self.outside = RunsOutside(self, signer.peer)
         self.stopping = Stopping(self)
         self.revising = Revising(self)
         self._telling: set[PeerId] = set()
@@ -542,9 +542,9 @@ class Runs:
 
     def forgotten(self, member: Membership) -> None:
         """This node is in the run no more, and may be asked into it again: then it still knows the newest
-        checkpoint, from which it may have to propose to go on. Of a run of its own it still hears the end."""
+        checkpoint, from which it may have to propose to go on. It still hears the end."""
         known = self.members.pop(member.run.id, None)
-        if known is not None and known.plan is not None and self.signer.peer == member.run.requester:
+        if known is not None and known.plan is not None:
             self.outside.follow(known)
         elif not self.outside.has(member.run.id):
             forget_files(self.seams, member.run.text)

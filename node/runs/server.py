@@ -30,7 +30,7 @@ from node.protocols.manifest import Run
 from node.protocols.permits import Permits
 from node.protocols.uploads import Body, send_blob, whole
 from node.runs.member import RunMember
-from node.runs.outside import OwnRunsOutside
+from node.runs.outside import RunsOutside
 from node.runs.queue import Queue
 from node.runs.revising import Revising
 from node.runs.stopping import Stopping
@@ -79,7 +79,7 @@ class Service(Protocol):
     members: dict[bytes, RunMember]
     stopping: Stopping
     revising: Revising
-    outside: OwnRunsOutside
+    outside: RunsOutside
     local: LocalRuns
     data: DataFiles
     accepts: Callable[[Run], str | None]

@@ -23,7 +23,7 @@ from node.protocols.manifest import MANIFEST_BYTES_MAX, Run, check_run
 from node.protocols.runs import Declined, Done, Reply, Request, Stop
 from node.runs.archive import RUNS_FOLDER, ArchiveShell
 from node.runs.member import RunMember
-from node.runs.outside import OwnRunsOutside
+from node.runs.outside import RunsOutside
 from node.runs.progress import Shown
 from node.seams import Seams
 from partition.plan.plan import Hash
@@ -77,7 +77,7 @@ class Service(Protocol):
     members: dict[bytes, RunMember]
     archive: ArchiveShell
     local: LocalRuns
-    outside: OwnRunsOutside
+    outside: RunsOutside
     live: Callable[[], Collection[PeerId]]
 
     async def ask(self, peer: PeerId, request: Request, seconds: float) -> Reply: ...
@@ -102,12 +102,15 @@ class Stopping:
         """Short ids of what could be stopped or dropped here."""
         names = self._runs.seams.storage.sizes(RUNS_FOLDER)
         found = [name.removeprefix(f"{RUNS_FOLDER}/").partition("/") for name in names]
-        return [run.text for run in self._going] + [run for run, _, file in found if file == _FILE]
+        asked = [run for run, _, file in found if file == _FILE]
+        return list(dict.fromkeys([run.text for run in self._going] + asked))
 
     @property
     def _going(self) -> list[Run]:
-        exact = [member.run for member in self._runs.members.values()]
-        return exact + [member.run for member in self._runs.local.members.values()]
+        runs = self._runs
+        exact = [member.run for member in runs.members.values()]
+        local = [member.run for member in runs.local.members.values()]
+        return exact + local + [run for run in runs.outside.runs if run.id not in runs.members]
 
     async def stop(self, text: str) -> dict[str, object]:
         """End a run of this node's own for all; how many members know, and how many have still to hear.
@@ -140,14 +143,18 @@ class Stopping:
         local = self._runs.local.members.get(run.id)
         if local is not None:
             await self._runs.local.end(local, "stopped", DROPPED, "")
+        if self._runs.outside.has(run.id):
+            self._runs.outside.give_up(run.id, DROPPED)
         return {"run": text, "status": "stopped"}
 
     async def take(self, fact: Fact) -> Reply:
         """Somebody hands on a stop. Raises RemoteProtocolError."""
         body: StopBody = decode(fact.body, StopBody, bytes_max=STOP_BYTES_MAX)
         author = self._runs.signer.check(STOP_PURPOSE, fact)
-        local = self._runs.local.members.get(body.run)
-        member = self._runs.members.get(body.run) or local
+        runs = self._runs
+        member = (
+            runs.members.get(body.run) or runs.local.members.get(body.run) or runs.outside.by_run(body.run)
+        )
         if member is None:
             over = self._runs.archive.is_over(body.run)
             return Done() if over else Declined("no such run here")

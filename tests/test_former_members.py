@@ -1,0 +1,152 @@
+"""A node whose stage died and whose run goes on without it: it hears how the run ends, whoever asked for it.
+
+Whole nodes in virtual time.
+"""
+
+from collections.abc import Awaitable, Callable
+
+import pytest
+import trio
+
+from node.events import RunEnded, RunPlanned, StepCommitted
+from node.protocols.manifest import Run
+from node.runs import outside
+from node.runs.outside import CROWDED_OUT, NOBODY_LEFT
+from node.runs.stopping import DROPPED, STOPPED
+from partition.run.timeouts import SILENCE_SECONDS_MAX
+from tests.stack import Swarm, manifest, prepare, simulate, swarm
+
+STEPS = 6
+ENDLESS = 100_000
+GOES_ON = ("paused", "the run goes on without this node")
+
+
+async def left_out(group: Swarm, steps: int, *, asked_again: bool = False) -> tuple[Run, str]:
+    """A run of `a` after the stage of another node has died, and that node's name."""
+    run = prepare(group.nodes["a"], manifest(steps=steps, stages=1, replicas=2, trainers=2, test_samples=16))
+    with group.nodes["a"].watch() as events:
+        await group.nodes["a"].runs.submit(run)
+        with trio.fail_after(120):
+            async for event in events:
+                if isinstance(event, StepCommitted) and event.step >= 1:
+                    break
+    plan = group.nodes["a"].runs.members[run.id].plan
+    assert plan is not None
+    victim = next(
+        name
+        for name, node in group.nodes.items()
+        if name != "a" and node.peer != plan.committer and plan.stage_of(node.peer) is not None
+    )
+    if not asked_again:
+        group.nodes[victim].runs.accepts = lambda run: "this node only looks on"
+    group.nodes[victim].runs.members[run.id].fail_stage("its process was ended by SIGKILL")
+    await until(lambda: not group.nodes[victim].runs.members)
+    assert view(group, victim, run) == GOES_ON
+    return run, victim
+
+
+async def until(ready: Callable[[], object], seconds: float = 60) -> None:
+    with trio.fail_after(seconds):
+        while not ready():  # noqa: ASYNC110 - virtual time
+            await trio.sleep(0.1)
+
+
+def view(group: Swarm, name: str, run: Run) -> tuple[str, str]:
+    """How this node lists the run, and why."""
+    found = group.nodes[name].state.runs[run.text]
+    return found.status, found.detail or found.reason
+
+
+def has_ended(group: Swarm, name: str) -> Callable[[], bool]:
+    return lambda: any(isinstance(event, RunEnded) for event in group.events[name])
+
+
+def play(scenario: Callable[[Swarm], Awaitable[None]], names: str = "abc") -> None:
+    async def whole() -> None:
+        async with swarm(names) as group:
+            await scenario(group)
+
+    simulate(whole)
+
+
+def test_a_provider_whose_stage_died_hears_that_the_run_is_done_and_has_its_result() -> None:
+    async def scenario(group: Swarm) -> None:
+        run, victim = await left_out(group, STEPS)
+        await until(has_ended(group, "a"), 300)
+        await until(has_ended(group, victim))
+        first, own = group.nodes["a"].state.runs[run.text], group.nodes[victim].state.runs[run.text]
+        assert (own.status, own.detail, own.weights) == ("done", "", first.weights)
+        assert own.result == "here"
+
+    play(scenario)
+
+
+def test_a_provider_whose_stage_died_hears_that_the_run_was_stopped() -> None:
+    async def scenario(group: Swarm) -> None:
+        run, victim = await left_out(group, ENDLESS)
+        await group.nodes["a"].runs.stopping.stop(run.text)
+        await until(has_ended(group, victim))
+        assert view(group, victim, run) == ("stopped", STOPPED)
+
+    play(scenario)
+
+
+def test_a_provider_outside_of_a_run_may_still_drop_it_for_ever() -> None:
+    async def scenario(group: Swarm) -> None:
+        run, victim = await left_out(group, ENDLESS)
+        stopping = group.nodes[victim].runs.stopping
+        assert stopping.known() == [run.text]
+        await stopping.drop(run.text)
+        assert view(group, victim, run) == ("stopped", DROPPED)
+        assert stopping.known() == []
+        assert group.nodes[victim].runs.is_over(run.id)
+
+    play(scenario)
+
+
+def test_a_provider_that_was_left_out_is_admitted_again_and_is_told_the_end_once() -> None:
+    async def scenario(group: Swarm) -> None:
+        run, victim = await left_out(group, 150, asked_again=True)
+        await until(lambda: group.nodes[victim].runs.members)
+        await until(has_ended(group, victim), 600)
+        assert group.nodes[victim].state.runs[run.text].status == "done"
+        ends = [event for event in group.events[victim] if isinstance(event, RunEnded)]
+        assert len(ends) == 1
+        plans = [event.height for event in group.events[victim] if isinstance(event, RunPlanned)]
+        assert plans == sorted(set(plans))
+        assert len(plans) > 2
+
+    play(scenario)
+
+
+def test_a_provider_says_when_nobody_is_left_to_tell_the_end_and_may_be_asked_again() -> None:
+    async def scenario(group: Swarm) -> None:
+        run, victim = await left_out(group, ENDLESS)
+        for name in set(group.nodes) - {victim}:
+            group.kill(name)
+        await until(has_ended(group, victim), 2 * SILENCE_SECONDS_MAX)
+        assert view(group, victim, run) == ("stopped", NOBODY_LEFT)
+        assert not group.nodes[victim].runs.is_over(run.id)
+        assert not [name for name in group.storages[victim].sizes("runs") if run.text in name]
+
+    play(scenario)
+
+
+def test_a_provider_follows_only_so_many_runs_that_it_was_left_out_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(outside, "OTHERS_MAX", 0)
+
+    async def scenario(group: Swarm) -> None:
+        run = prepare(group.nodes["a"], manifest(steps=ENDLESS, stages=1, replicas=2, test_samples=16))
+        await group.nodes["a"].runs.submit(run)
+        plan = group.nodes["a"].runs.members[run.id].plan
+        assert plan is not None
+        victim = next(name for name, node in group.nodes.items() if node.peer not in (plan.committer,))
+        group.nodes[victim].runs.accepts = lambda run: "this node only looks on"
+        await until(lambda: run.id in group.nodes[victim].runs.members)
+        group.nodes[victim].runs.members[run.id].fail_stage("its process was ended by SIGKILL")
+        await until(has_ended(group, victim))
+        assert view(group, victim, run) == ("stopped", CROWDED_OUT)
+
+    play(scenario)
