@@ -4,7 +4,7 @@ A data set is named by the hash of its manifest; its pieces are numbered from 0 
 knows the hash may have the data, as with blobs.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
@@ -74,6 +74,8 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):
 
 class Piece(msgspec.Struct, frozen=True, tag="piece", array_like=True):
     """The bytes of a piece, for the receiver to verify."""
+
+    UNREAD: ClassVar = ("body",)
 
     data: Hash
     number: Number

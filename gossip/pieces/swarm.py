@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -62,6 +62,8 @@ Sends = list[tuple[PeerId, Message]]
 @dataclass(frozen=True)
 class PieceArrived:
     """Verify these bytes and keep them, then say so by `stored`."""
+
+    UNREAD: ClassVar = ("body",)
 
     sender: PeerId
     number: int
@@ -161,6 +163,10 @@ class PieceSwarm:
         self._verifying.discard(number)
         self._schedule(now)
         return []
+
+    def found(self, number: int) -> None:
+        """This piece was kept before: it is here."""
+        self.have[number] = True
 
     def forget(self, numbers: Iterable[int]) -> None:
         """These were found damaged or removed: they are not here any more."""

@@ -237,7 +237,8 @@ class Exchange:
         for number, name in enumerate(hashes):
             if name and not self._hashes[number]:
                 self._hashes[number] = name
-                self.core.have[number] = self._owner.blobs.has(name)
+                if self._owner.blobs.has(name):
+                    self.core.found(number)
 
     async def run(self) -> None:
         """Wake the core at its deadlines until this is closed."""

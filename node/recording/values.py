@@ -2,13 +2,13 @@
 
 A value that is no plain one is a list: a tag, then what it consists of. Types are named in full and found
 again among the modules of this program that are loaded already, and only dataclasses, structs and enums are
-made, so a file from a stranger can name nothing that would run. Tensors (buffers and arrays) are kept as
-their lengths: read back they are zeros, which no core looks at.
+made, so a file from a stranger can name nothing that would run. Tensors (buffers and arrays), and what a
+type names in its `UNREAD`, are kept as their lengths: read back they are zeros, which no core looks at.
 """
 
 import dataclasses
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from enum import Enum
 from random import Random
 from types import FunctionType
@@ -57,7 +57,7 @@ def written(value: Any, refer: Refer = _no_reference, depth: int = 0) -> Any:
         return value if value.bit_length() < INTEGER_BITS_MAX else ["int", str(value)]
     if dataclasses.is_dataclass(value) or isinstance(value, msgspec.Struct):
         kind: Any = type(value)
-        found = [written(getattr(value, name), refer, depth + 1) for name in fields(kind)]
+        found = [written(each, refer, depth + 1) for each in _looked_at(value, kind)]
         return ["of", _name(kind), *found]
     if isinstance(value, memoryview | bytearray):
         return ["payload", len(value) * value.itemsize if isinstance(value, memoryview) else len(value)]
@@ -69,6 +69,14 @@ def written(value: Any, refer: Refer = _no_reference, depth: int = 0) -> Any:
         version, state, gauss = value.getstate()
         return ["random", version, list(state), gauss]
     return _collection(value, refer, depth)
+
+
+def _looked_at(value: Any, kind: Any) -> Iterator[Any]:
+    """Yield what a value is made of, and only how long what no core looks at."""
+    unread = getattr(kind, "UNREAD", ())
+    for name in fields(kind):
+        found = getattr(value, name)
+        yield bytearray(len(found)) if name in unread else found
 
 
 def _collection(value: Any, refer: Refer, depth: int) -> Any:

@@ -17,6 +17,7 @@ from crypto.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
 from crypto.identity import peer_text
 from dht.kademlia import Kademlia
 from gossip import member as membership
+from gossip.pieces.swarm import PieceSwarm
 from gossip.swim import Swim
 from node import runtime
 from node.recording import values
@@ -32,7 +33,7 @@ from partition.steps.replica import Replica
 
 CORES = {
     f"{kind.__module__}:{kind.__qualname__}": kind
-    for kind in (Committer, Feeder, Kademlia, Member, PaxosChain, Replica, Swim)
+    for kind in (Committer, Feeder, Kademlia, Member, PaxosChain, PieceSwarm, Replica, Swim)
 }
 LOADED = runtime
 """The types of all values are found among what is loaded: a node with all that it has."""

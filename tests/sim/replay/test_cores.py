@@ -1,0 +1,65 @@
+"""Every core that a node makes through its seams can be replayed: found in the source, and played."""
+
+import ast
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+
+from gossip.pieces.messages import PIECE_BYTES
+from node.content.datasets import load_folder
+from node.recording.recorder import Recorder
+from sim.replay.player import CORES, play
+from tests.source import ROOT
+from tests.stack import manifest, simulate, swarm
+
+
+def made_through_seams() -> dict[type, str]:
+    """Return each core that some module of `node` has made by a `core` of its seams, and where."""
+    found: dict[type, str] = {}
+    for file in sorted((ROOT / "node").rglob("*.py")):
+        place = ".".join(file.relative_to(ROOT).with_suffix("").parts)
+        for call in ast.walk(ast.parse(file.read_text())):
+            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.args):
+                continue
+            if call.func.attr != "core" or "seams" not in ast.unparse(call.func.value):
+                continue
+            value: object = import_module(place)
+            for name in ast.unparse(call.args[0]).split("."):
+                value = getattr(value, name)
+            assert isinstance(value, type), f"{place}:{call.lineno}: {ast.unparse(call)}"
+            found[value] = f"{place}:{call.lineno}"
+    return found
+
+
+def test_every_core_that_is_made_through_seams_is_known_to_the_player() -> None:
+    made = made_through_seams()
+    assert len(made) >= 6, "the search has gone blind"
+    unknown = {place for kind, place in made.items() if kind not in CORES.values()}
+    assert not unknown
+
+
+def test_data_that_travels_replays_and_its_bytes_are_not_in_the_record(tmp_path: Path) -> None:
+    rng, count = np.random.default_rng(1), 1_500
+    for part in ("train", "test"):
+        rows = count if part == "train" else 6
+        np.savez(tmp_path / f"{part}.npz", x=rng.random((rows, 500)), y=np.arange(rows) % 3)
+    recorders = {name: Recorder(tmp_path / f"{name}.record") for name in "ab"}
+
+    async def scenario() -> None:
+        async with swarm("ab", recorders=recorders) as group:
+            a, b = group.nodes["a"], group.nodes["b"]
+            here = load_folder(tmp_path)
+            await b.runs.data.keep(here.digest, tmp_path)
+            found = await a.runs.data.load(manifest(data=here.digest), [b.peer])
+            assert found.digest == here.digest
+            assert a.runs.data.exchange.downloaded_bytes > 10 * PIECE_BYTES
+
+    simulate(scenario)
+    for recorder in recorders.values():
+        recorder.close()
+        played = play(recorder.path)
+        assert (played.diverged, played.damage) == ("", "")
+        assert played.over == "the node has ended"
+        assert played.turns["PieceSwarm"] > 10
+        assert recorder.size_bytes < PIECE_BYTES
