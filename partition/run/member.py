@@ -25,7 +25,6 @@ from partition.run.branches import Branches, Verdict
 from partition.run.completion import Completion
 from partition.run.draining import Draining
 from partition.run.events import (
-    CheckpointFound,
     Event,
     Left,
     LivingChanged,
@@ -56,7 +55,7 @@ from partition.run.proposals import Proposer, Surroundings
 from partition.run.recutting import Recutting
 from partition.run.roles import Roles
 from partition.run.states import CAUSE_OF, OVER, Cause, State, after, cause_of
-from partition.run.way_back import way_back
+from partition.run.way_back import WaysBack
 
 INF = float("inf")
 
@@ -115,7 +114,7 @@ class Member:
         self._may_fork = may_fork
         self._around = around
         self._roles = roles
-        self._save_every = save_every
+        self._ways_back = WaysBack(save_every)
         self._parts = parts or Parts()
         self._life: _Life | None = None
         self._is_stuck = False
@@ -179,7 +178,7 @@ class Member:
 
     def _restart(self, now: float, plan: Plan) -> None:
         self.plan = plan
-        self.events.append(PlanFollowed(plan))
+        self.events += [*self._ways_back.entered(plan), PlanFollowed(plan)]
         self._change("node restarted", "this node was restarted")
         others = [peer for peer in plan.members if peer != self._me]
         self.catch_up(others)
@@ -220,6 +219,7 @@ class Member:
             self._completion.changed(now)
             return  # some have heard the end already: now it is told in this plan's name
         life.keepalive.heard(now)
+        self.events += self._ways_back.entered(plan)
         reason = life.proposer.reasons(change.lost if change is not None else ())
         if before is not None:
             life.proposer.decided(now)
@@ -484,7 +484,7 @@ class Member:
                 life.proposer.recut = message
                 life.proposer.changed(now)
             case Checkpointed():
-                self.events.append(CheckpointFound(message.step, message.checkpoint))
+                self.events += self._ways_back.told(message)
             case Leaving(at_once=True):
                 self.exclude_for_all(now, sender, "it has nothing to feed the run with")
             case Leaving():
@@ -525,7 +525,7 @@ class Member:
             self._give_up_recut(life)
         if now >= life.proposer.deadline:
             roles, furthest = self._roles, self.progress.furthest
-            restorable = way_back(roles.restorable, self.plan, furthest, self._save_every)
+            restorable = self._ways_back.find(roles.restorable, furthest)
             change = life.proposer.think(now, restorable=restorable, can_tell=roles.can_tell)
             self.events.append(Proposed(change, life.chain.head_hash))
         self._follow(now, life)
@@ -547,6 +547,12 @@ class Member:
             is_paused=self.state == "paused",
             is_opening=self._roles.is_opening,
         )
+        self._tell_checkpoint(self.others())
+
+    def _tell_checkpoint(self, peers: Collection[PeerId]) -> None:
+        """As the committer: say what the run can go back to; who came or missed it may be next to propose."""
+        news = self._ways_back.news(self.plan, self._roles.restorable) if self.commits else None
+        self.sends += [(peer, news) for peer in peers if news is not None]
 
     def _follow(self, now: float, life: _Life) -> None:
         """Act on what the parts tell."""
@@ -564,6 +570,8 @@ class Member:
         event: proposals.Event | keepalive.MemberSilent | keepalive.RunSilent,
     ) -> None:
         match event:
+            case proposals.NewcomerStarted():
+                self._tell_checkpoint([event.peer] if self.plan == event.plan else [])
             case keepalive.MemberSilent() | proposals.NewcomerFailed():
                 if self.plan == event.plan:
                     self.exclude(now, event.peer, event.reason)

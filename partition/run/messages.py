@@ -27,7 +27,8 @@ class Absent(msgspec.Struct, frozen=True, tag="absent"):
 
 
 class Checkpointed(msgspec.Struct, frozen=True, tag="checkpointed"):
-    """Committer to all other members: the checkpoint of this name is whole, on several disks."""
+    """Committer to all other members: the checkpoint of this name is whole, on several disks; with
+    FIRST_VALUES and 0 steps, none is yet."""
 
     plan: Hash
     step: StepNumber

@@ -56,7 +56,15 @@ class NewcomerFailed:
     reason: str
 
 
-Event = WayFound | NoWayFound | NewcomerFailed
+@dataclass(frozen=True)
+class NewcomerStarted:
+    """The peer has taken `plan`, which is in force."""
+
+    plan: Plan
+    peer: PeerId
+
+
+Event = WayFound | NoWayFound | NewcomerFailed | NewcomerStarted
 
 
 @dataclass(eq=False)
@@ -226,8 +234,10 @@ class Proposer:
         """Take the answer to one of `asks`."""
         if number in self._starting:
             plan, peer = self._starting.pop(number)
-            if not isinstance(reply, Done):
-                self.events.append(NewcomerFailed(plan, peer, reply.reason))
+            is_done = isinstance(reply, Done)
+            self.events.append(
+                NewcomerStarted(plan, peer) if is_done else NewcomerFailed(plan, peer, reply.reason)
+            )
             return
         pending = self._pending
         if pending is None or number not in pending.asked:

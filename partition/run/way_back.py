@@ -1,23 +1,61 @@
-"""Where a run goes back to when a stage has lost its last replica. A pure rule.
+"""Where a run goes back to when a stage has lost its last replica, and who knows of it.
 
 The newest checkpoint that is whole, else the first values of all stages, which every member can make itself.
 """
 
-from partition.plan.plan import FIRST_VALUES, Plan
+from crypto.errors import RemoteProtocolError
+from partition.plan.plan import FIRST_VALUES, NO_HASH, Plan, plan_hash
+from partition.run.events import CheckpointFound
+from partition.run.messages import Checkpointed
 
 WayBack = tuple[bytes, int]
 """The name of a checkpoint, FIRST_VALUES where there is none, and after how many steps it was made."""
 
 
-def way_back(newest: WayBack | None, plan: Plan | None, furthest: int, save_every: int) -> WayBack | None:
-    """Return what a stage without a replica is restored from, None if there is nothing.
+class WaysBack:
+    """One member's. Only one that knows of every checkpoint may have the run begin anew: it has been in since
+    the first plan, or was told since it came. Any other could throw the work of others away."""
 
-    `newest` is the newest whole checkpoint that this member knows of. Without one the run may begin anew
-    under its first `plan`, as long as at most `save_every` steps (0: no checkpoints are made) would be
-    computed again. Under a later plan it may not: a member that has missed the news of a checkpoint for long
-    has missed a plan too, and would throw the work of others away.
-    """
-    if newest is not None:
-        return newest
-    is_young = plan is not None and not plan.height and furthest <= save_every
-    return (FIRST_VALUES, 0) if is_young and save_every else None
+    def __init__(self, save_every: int) -> None:
+        """`save_every` is how many steps lie between two checkpoints at least, 0 where none are made."""
+        self._save_every = save_every
+        self._is_informed = False
+
+    def entered(self, plan: Plan) -> list[CheckpointFound]:
+        """Note the plan in force, and find the checkpoint that it went back to, if it did."""
+        self._is_informed |= not plan.height or plan.restored != NO_HASH
+        is_found = plan.restored not in (NO_HASH, FIRST_VALUES)
+        return [CheckpointFound(plan.step, plan.restored)] if is_found else []
+
+    def told(self, message: Checkpointed) -> list[CheckpointFound]:
+        """Note what the committer says, and find the checkpoint that is whole, if there is one.
+
+        Raises:
+            RemoteProtocolError: the beginning of a run is before its first step.
+        """
+        is_beginning = message.checkpoint == FIRST_VALUES
+        if is_beginning and message.step:
+            raise RemoteProtocolError(f"the first values of a run, after {message.step} steps")
+        self._is_informed = True
+        return [] if is_beginning else [CheckpointFound(message.step, message.checkpoint)]
+
+    def news(self, plan: Plan | None, newest: WayBack | None) -> Checkpointed | None:
+        """Return what to say as the committer of `plan`, which knows of `newest`; None for nothing."""
+        is_known = newest is not None or (self._is_informed and self._save_every)
+        if (
+            plan is None or plan.is_final or not is_known
+        ):  # then the result is whole, and nothing else is gone back to
+            return None
+        name, step = newest or (FIRST_VALUES, 0)
+        return Checkpointed(plan_hash(plan), step, name)
+
+    def find(self, newest: WayBack | None, furthest: int) -> WayBack | None:
+        """Return what a stage without a replica is restored from, None if there is nothing.
+
+        `newest` is the newest whole checkpoint that this member knows of. Without one the run may begin anew,
+        as long as at most as many steps would be computed again as lie between two checkpoints.
+        """
+        if newest is not None:
+            return newest
+        is_young = self._is_informed and furthest <= self._save_every
+        return (FIRST_VALUES, 0) if is_young and self._save_every else None

@@ -16,7 +16,7 @@ from crypto.identity import PeerId
 from partition.plan.change import Change, Joining, encode_change, successor
 from partition.plan.paxos import PaxosChain, QuorumFound, QuorumLost
 from partition.plan.paxos_messages import Decided
-from partition.plan.plan import NO_HASH, Plan, StagePlan, committee, plan_hash
+from partition.plan.plan import FIRST_VALUES, NO_HASH, Plan, StagePlan, committee, plan_hash
 from partition.run import timeouts
 from partition.run.asks import (
     Ask,
@@ -75,11 +75,18 @@ class Node:
     restorable: tuple[bytes, int] | None = None
     can_tell: bool = True
     now: float = 0.0
+    save_every: int = 0
 
     def __post_init__(self) -> None:
         around = Surroundings(lambda: self.live, lambda: self.gone, lambda: self.free)
         self.core = Member(
-            self.me, requester=REQUESTER, samples_per_step=8, may_fork=False, around=around, roles=self
+            self.me,
+            requester=REQUESTER,
+            samples_per_step=8,
+            may_fork=False,
+            around=around,
+            roles=self,
+            save_every=self.save_every,
         )
         self.chain = PaxosChain(self.me, self.plan, Random(1))
 
@@ -489,3 +496,23 @@ def test_a_checkpoint_that_the_committer_tells_of_is_known() -> None:
     node = Node(ONE).begin()
     node.core.receive(0.0, REQUESTER, Checkpointed(NAME, 4, bytes(32)))
     assert node.of(CheckpointFound) == [CheckpointFound(4, bytes(32))]
+
+
+def test_a_newcomer_hears_from_its_committer_what_the_run_can_go_back_to() -> None:
+    node = Node(save_every=4).begin()
+    newcomer = Change(joined=(Joining(SPARE, 0, 9),))
+    node.decided(Change(lost=(TWO,)))
+    plan = node.decided(newcomer)
+    assert plan.committer == node.me
+    (start,) = [ask for ask in node.asked() if ask.peer == SPARE]
+    node.core.sends.clear()
+    node.reply(start, Done())
+    assert node.core.sends == [(SPARE, Checkpointed(plan_hash(plan), 0, FIRST_VALUES))]
+
+
+def test_all_hear_of_the_newest_checkpoint_again_and_again() -> None:
+    node = Node(restorable=(bytes(32), 4)).begin()
+    node.core.sends.clear()
+    node.at(timeouts.RENEW_SECONDS)
+    told = [peer for peer, message in node.core.sends if message == Checkpointed(NAME, 4, bytes(32))]
+    assert sorted(told) == sorted(peer for peer in PLAN.members if peer != REQUESTER)

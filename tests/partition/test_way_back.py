@@ -3,8 +3,11 @@
 import pytest
 from msgspec.structs import replace
 
-from partition.plan.plan import FIRST_VALUES, NO_HASH, Plan, StagePlan
-from partition.run.way_back import way_back
+from crypto.errors import RemoteProtocolError
+from partition.plan.plan import FIRST_VALUES, NO_HASH, Plan, StagePlan, plan_hash
+from partition.run.events import CheckpointFound
+from partition.run.messages import Checkpointed
+from partition.run.way_back import WayBack, WaysBack
 
 ONE, TWO = bytes([1]) * 32, bytes([2]) * 32
 PLAN = Plan(
@@ -19,20 +22,61 @@ PLAN = Plan(
 BEGINNING = FIRST_VALUES, 0
 
 
+LATER = replace(PLAN, parent=ONE, height=1)
+RESTORED = replace(LATER, restored=TWO, step=3)
+
+
+def member_of(*plans: Plan, save_every: int = 4) -> WaysBack:
+    """One that was in under these plans."""
+    ways = WaysBack(save_every)
+    for plan in plans:
+        ways.entered(plan)
+    return ways
+
+
 @pytest.mark.parametrize(("furthest", "found"), [(0, BEGINNING), (4, BEGINNING), (5, None)])
+@pytest.mark.parametrize("plans", [(PLAN,), (PLAN, LATER)])
 def test_a_run_without_a_checkpoint_begins_anew_while_little_is_lost(
-    furthest: int, found: tuple[bytes, int] | None
+    plans: tuple[Plan, ...], furthest: int, found: WayBack | None
 ) -> None:
-    assert way_back(None, PLAN, furthest, 4) == found
+    assert member_of(*plans).find(None, furthest) == found
 
 
-def test_a_run_begins_anew_only_under_its_first_plan_and_with_checkpoints_on() -> None:
-    assert way_back(None, replace(PLAN, parent=ONE, height=1), 0, 4) is None
-    assert way_back(None, None, 0, 4) is None
-    assert way_back(None, PLAN, 0, 0) is None
+def test_a_run_that_makes_no_checkpoints_does_not_begin_anew() -> None:
+    assert member_of(PLAN, save_every=0).find(None, 0) is None
 
 
-def test_a_checkpoint_comes_before_the_beginning() -> None:
+def test_a_newcomer_has_no_run_begin_anew_before_it_was_told_that_no_checkpoint_is_whole() -> None:
+    newcomer = member_of(LATER)
+    assert newcomer.find(None, 0) is None
+    news = member_of(PLAN, LATER).news(LATER, None)
+    assert news == Checkpointed(plan_hash(LATER), 0, FIRST_VALUES)
+    assert newcomer.told(news) == []
+    assert newcomer.find(None, 0) == BEGINNING
+
+
+def test_a_newcomer_that_was_not_told_tells_nobody() -> None:
+    assert member_of(LATER).news(LATER, None) is None
+    assert member_of(PLAN, save_every=0).news(PLAN, None) is None
+
+
+def test_the_newest_checkpoint_comes_first_whatever_the_plan_and_is_told() -> None:
     newest = TWO, 3
-    assert way_back(newest, PLAN, 3, 4) == newest
-    assert way_back(newest, replace(PLAN, parent=ONE, height=1), 90, 0) == newest
+    for plans in ((PLAN,), (LATER,)):
+        ways = member_of(*plans, save_every=0)
+        assert ways.find(newest, 90) == newest
+        assert ways.news(plans[-1], newest) == Checkpointed(plan_hash(plans[-1]), 3, TWO)
+
+
+def test_a_plan_that_went_back_tells_of_its_checkpoint() -> None:
+    assert member_of().entered(RESTORED) == [CheckpointFound(3, TWO)]
+    assert member_of().entered(replace(LATER, restored=FIRST_VALUES)) == []
+
+
+def test_a_final_plan_has_no_other_checkpoint_told_than_its_own() -> None:
+    assert member_of(PLAN).news(replace(RESTORED, is_final=True), (TWO, 3)) is None
+
+
+def test_first_values_after_some_steps_are_refused() -> None:
+    with pytest.raises(RemoteProtocolError, match="after 3 steps"):
+        member_of(PLAN).told(Checkpointed(plan_hash(PLAN), 3, FIRST_VALUES))
