@@ -173,8 +173,8 @@ class Playground:
         assert after.end() == 0, after.errors
         self._wait(lambda: not any(map(_runs, self._stages)), "a process is left")
         self._wait(lambda: not any(self.stages(name) for name in self.living), "a stage is left")
-        left = [path.name for path in (self.folder / "tmp").iterdir()]
-        assert not left, f"files are left: {left}"
+        # A node removes a stage's folder right after its process has ended.
+        self._wait(lambda: not self._files(), f"files are left: {self._files()}")
         for name in self.living:
             drafts = [path for path in (self.folder / name).rglob("*") if path.name.endswith(".half")]
             assert not drafts, f"drafts are left on {name}: {drafts}"
@@ -184,6 +184,9 @@ class Playground:
         for command in self._commands:
             command.close()
         self.swarm.close()
+
+    def _files(self) -> list[str]:
+        return [path.name for path in (self.folder / "tmp").iterdir()]
 
     def _runs(self) -> list[dict[str, Any]]:
         return [run for name in self.living for run in self.swarm.status(name)["runs"]]
