@@ -1,6 +1,6 @@
 """Settings that change while a node runs: what each is told to, and the stages that do not fit any more."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,13 +18,16 @@ from node.transport.network import RealNetwork
 
 RESOURCES = frozenset({"device", "memory", "cores", "location", "slots"})
 """What a slot gives follows from these."""
+PACES = frozenset({"cores", "slots"})
+"""Another number of threads in a slot, or of slots beside it, is another pace."""
 TOO_LARGE = "its owner gives less than this stage was opened with"
 TOO_MANY = "its owner gives fewer slots"
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Those of a node that keep to its settings; `offered` is told what it offers from now on."""
+    """Those of a node that keep to its settings; `offered` is told what it offers from now on, `calibrate`
+    finds out anew what a slot does."""
 
     network: Network
     scratch: ScratchBudget
@@ -32,6 +35,7 @@ class Parts:
     runs: Runs
     measurements: Measurements
     offered: Callable[[Capacity], None]
+    calibrate: Callable[[], Awaitable[None]]
 
 
 def keep_limits(parts: Parts, config: Config) -> None:
@@ -54,11 +58,14 @@ def change(parts: Parts, name: str, config: Config, before: Capacity, *, is_real
         parts.runs.start_task(_measure, parts, config, of=None)
     elif name in RESOURCES:
         _resize(parts, config, within(before, config.resources))
+        if name in PACES and is_real:
+            parts.runs.start_task(parts.calibrate, of=None)
 
 
 async def _measure(parts: Parts, config: Config) -> None:
     found = await parts.runs.seams.executor.run(partial(measure, config.resources))
     _resize(parts, config, found)
+    await parts.calibrate()
 
 
 def _resize(parts: Parts, config: Config, capacity: Capacity) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import trio
-from msgspec.structs import replace
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, peer_text
@@ -21,7 +20,6 @@ from node.checkpoints.service import Checkpoints
 from node.checkpoints.store import document
 from node.checkpoints.weights import HASHED_BYTES, WEIGHTS_PURPOSE, fetch_weights, weights_name
 from node.content import datasets as datasets
-from node.content.datasets import Dataset
 from node.control import CommandHandler, Emit
 from node.documents import offer_document
 from node.errors import PeerloomError, RunFailed, Unreachable, UsageError
@@ -29,12 +27,9 @@ from node.events import Event, RunChanged, RunEnded
 from node.history import EventHistory
 from node.library.directory import Directory
 from node.placement.leases import PlacementFailed
-from node.planning.choices import choose, has_open
-from node.planning.peers import live_peers
-from node.protocols.manifest import Run, RunFile, check_run_file, make_run, run_text
+from node.protocols.manifest import Run, RunFile, check_run_file, run_text
 from node.protocols.revision import check_changes
-from node.runs.data_check import check_values
-from node.runs.manifest_builder import bind_data, make_manifest, window_of
+from node.run_requests import make_signed_run
 from node.runs.metrics import metric_rows
 from node.runs.runs import Runs
 from node.runs.traces import STEPS_ASKED_MAX, trace_document
@@ -43,9 +38,6 @@ from node.services.discovery import Discovery
 from node.services.measurements import Measurements
 from node.services.membership import Membership
 from node.storage.drafts import draft_beside
-from partition.model.graph import Graph
-from partition.plan.problem import Infeasible
-from partition.run.messages import REASON_LENGTH_MAX
 from partition.run.states import OVER
 
 RUN_PURPOSE = "run"
@@ -218,7 +210,9 @@ class Commands:
         name, text = str(arguments.get("name", "RUN.toml")), str(arguments.get("text", ""))
         run_file = toml.parse(text, RunFile, name=name).value
         check_run_file(run_file, name)
-        run = await self._make_run(run_file, arguments, name)
+        run, chosen = await make_signed_run(self._node, run_file, arguments, name)
+        if chosen:
+            self._chosen[run.id] = chosen
         self._node.runs.revising.ask_for(run, run_file.plan.priority, run_file.plan.deadline_minutes)
         self._node.runs.start_task(self._publish_run, run, of=None)
         return run
@@ -233,63 +227,6 @@ class Commands:
             await node.runs.submit(run, wait_seconds=wait_seconds)
         except PlacementFailed as error:
             raise RunFailed(f"run {run.text[:8]} was not placed: {error}") from None
-
-    async def _make_run(self, run_file: RunFile, arguments: Mapping[str, Any], name: str) -> Run:
-        """Take what the command captured, and sign a manifest for it. Raises UsageError."""
-        node = self._node
-        if not arguments.get("graph"):
-            raise UsageError(f"{name}: the command sent no captured model; is it of another version?")
-        values = arguments.get("values")
-        graph_hash, graph = await node.runs.models.learn(
-            Path(str(arguments["graph"])), Path(str(values)) if values else None
-        )
-        window = window_of(run_file, graph, name)
-        base = Path(str(arguments.get("path", name))).parent
-        shown = run_file.data
-        if arguments.get("data"):  # the command has converted it
-            run_file = replace(run_file, data=str(arguments["data"]))
-        if run_file.data == datasets.DIGITS_NAME:
-            dataset = await node.seams.executor.run(datasets.load_digits)
-        else:
-            path = datasets.path_of(run_file.data, base)
-            dataset = await node.runs.data.learn(path, window=window)
-        chosen = ""
-        if has_open(run_file):
-            run_file, chosen = await self._choose(run_file, graph, dataset, name)
-        created = node.seams.clock.wall()
-        manifest = make_manifest(run_file, graph, graph_hash, dataset, name=name, created=created)
-        check = partial(check_values, graph, dataset, manifest.sizes_max, name, shown)
-        await node.seams.executor.run(check)
-        if run_file.data != datasets.DIGITS_NAME:
-            try:
-                path = datasets.path_of(run_file.data, base)
-                await node.runs.data.keep(dataset.digest, path, window=dataset.window)
-            except OSError as error:
-                raise UsageError(f"{name}: the data could not be kept: {error.strerror or error}") from None
-        try:
-            run = make_run(node.signer, manifest)
-        except RemoteProtocolError as error:  # no other node would take it either
-            raise UsageError(f"{name}: this data and these numbers make no run: {error}") from None
-        if chosen:
-            self._chosen[run.id] = chosen
-        return run
-
-    async def _choose(
-        self, run_file: RunFile, graph: Graph, dataset: Dataset, name: str
-    ) -> tuple[RunFile, str]:
-        """Fill in what the person left open; and why it is so. Raises UsageError, RunFailed."""
-        node, now = self._node, self._node.seams.clock.wall()
-        measured = await node.measurements.document(node.membership.live)
-        status = views.status_document(node.state, now, {})
-        peers = live_peers(status, views.peers_document(node.state, now), measured)
-        least = graph.symbols[0].minimum if graph.symbols else 1
-        sizes = bind_data(graph, dataset, max(1, least), name)[1:]
-        try:
-            work = partial(choose, run_file, graph, sizes, peers)
-            found, reasons = await node.seams.executor.run(work, apart=True)
-        except Infeasible as infeasible:
-            raise RunFailed(f"{name}: {infeasible}", infeasible.do or None) from None
-        return found, f"chosen: {'; '.join(reasons)}"[:REASON_LENGTH_MAX]
 
     async def _tell_choice(self, run: Run, chosen: str) -> None:
         """Say why what was left open is as it is, once the run is known."""

@@ -25,6 +25,7 @@ from node.offering import (
     OfferTable,
     read_bandwidth,
     read_hours,
+    read_own_data,
     read_peer_id,
     read_percent,
     read_run_id,
@@ -329,6 +330,7 @@ RULES = (
     Rule("mains_only", ("offer", "mains_only"), read_switch),
     Rule("peers", ("offer", "peers"), read_peer_id, many=True),
     Rule("runs", ("offer", "runs"), read_run_id, many=True),
+    Rule("own_data", ("offer", "own_data"), read_own_data, many=True),
     Rule("web", ("web", "address"), read_web),
     Rule("log", ("log", "format"), one_of("off", "text", "json")),
     Rule("log_levels", ("log", "levels"), eventlog.read_levels),
@@ -508,6 +510,7 @@ def _build(values: Mapping[str, Any]) -> Config:
                     download_bytes_per_second="download",
                     peers="peers",
                     runs="runs",
+                    own_data="own_data",
                 )
             )
         ),

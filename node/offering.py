@@ -6,6 +6,7 @@ A frozen value and the readers of its settings; no measurement. Whether it may s
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -42,6 +43,17 @@ class Hours:
 
 
 @dataclass(frozen=True)
+class NamedData:
+    """A data set of the owner's: a folder with train.npz and test.npz, or a text."""
+
+    name: str
+    path: Path
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.path}"
+
+
+@dataclass(frozen=True)
 class Offering:
     """What a provider's owner allows; the defaults allow all.
 
@@ -49,7 +61,8 @@ class Offering:
     nobody has used keyboard or mouse for so long, with `load_percent` only while other programs take no more
     of all cores, with `mains_only` not on battery. Bulk goes and comes at no more than
     the two rates, 0 for any. `peers` are those it serves where `accept_runs` is
-    "listed", `runs` those (by id) where it is "invited".
+    "listed", `runs` those (by id) where it is "invited". `own_data` are the owner's data sets on which
+    federated runs that call them so may train here; only the model that comes of it leaves the machine.
     """
 
     slots: int = 1
@@ -61,6 +74,7 @@ class Offering:
     download_bytes_per_second: int = 0
     peers: tuple[PeerId, ...] = ()
     runs: tuple[str, ...] = ()
+    own_data: tuple[NamedData, ...] = ()
 
     @property
     def are_watched(self) -> bool:
@@ -80,6 +94,7 @@ class OfferTable(msgspec.Struct, frozen=True):
     download: str | None = None
     peers: Annotated[tuple[str, ...], msgspec.Meta(max_length=LISTED_MAX)] | None = None
     runs: Annotated[tuple[str, ...], msgspec.Meta(max_length=LISTED_MAX)] | None = None
+    own_data: Annotated[tuple[str, ...], msgspec.Meta(max_length=LISTED_MAX)] | None = None
 
 
 # Readers: one text as a person writes it to a value, or ValueError with the reason.
@@ -143,3 +158,12 @@ def read_run_id(text: str) -> str:
     if not re.fullmatch(r"[0-9a-f]{8,16}", text):
         raise ValueError("want a run's id, or its first eight hexadecimal digits")
     return text
+
+
+def read_own_data(text: str) -> NamedData:
+    """`scans=/data/scans`: a name that federated runs use, and the folder or text on this machine."""
+    name, _, path = text.partition("=")
+    found = Path(path).expanduser()
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}", name) or not found.is_absolute():
+        raise ValueError("want a name and where the data lies, such as scans=/data/scans")
+    return NamedData(name, found)

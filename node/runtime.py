@@ -54,7 +54,7 @@ from node.library.directory import Directory
 from node.library.surface import Surface
 from node.placement.leases import Offer
 from node.placement.machine_state import MachineState
-from node.placement.offers import offers_of
+from node.placement.offers import offers_of, own_offer
 from node.placement.permission import Permission
 from node.placement.places import Places
 from node.placement.provider import Provider
@@ -196,8 +196,8 @@ class Node(Surface):
         self._blobs = await self._executor.run(lambda: Blobs(storage))
         self._guests = await self._executor.run(lambda: Guests(storage, self._blobs))
         self._make_services()
-        blobs, measurements = self._blobs, self.measurements
-        self._parts = Parts(self.network, self._scratch, blobs, self.runs, measurements, self._offered)
+        kept, own = self._blobs, self.measurements
+        self._parts = Parts(self.network, self._scratch, kept, self.runs, own, self._offered, self._calibrate)
         keep_limits(self._parts, self.config)
         if isinstance(self.network, RealNetwork):
             self.network.closed = self.membership.closed
@@ -284,11 +284,12 @@ class Node(Surface):
         """Find out in the background what a stage's process does here, and tell it instead of the guess."""
         if not (self.config.resources.calibrate and self.provider.takes_stages):
             return
-        wanted = Wanted(self.capacity.device, "float32", self.capacity.cores)
+        slots = self.provider.rules.slots
+        wanted = Wanted(self.capacity.device, "float32", max(1, self.capacity.cores // slots), slots)
         await self.measurements.measure(wanted, cache_folder(os.environ), self._calibrated, self._is_met)
 
     def _calibrated(self, found: Calibration) -> None:
-        self._offered(corrected(self.capacity, found))
+        self._offered(corrected(self.capacity, found, self.provider.rules.slots))
 
     async def _try_fences(self) -> None:
         """Find out what a stage's process can be held to, before any is offered a place here."""
@@ -396,6 +397,7 @@ class Node(Surface):
             guests=self._guests,
             averaging=self.averaging,
             places=Places(self.peer, self.membership, lambda: self.capacity.location),
+            own_data=lambda: self.provider.rules.own_data,
             machine=lambda: self.provider.machine(self.capacity),
             rate=lambda: self.provider.of_a_slot(self.capacity).flops_per_second,
             slots=self.provider.rules.slots,
@@ -533,9 +535,8 @@ class Node(Surface):
 
     def _offers(self) -> list[Offer]:
         """Return what every live member says it offers, this node included."""
-        offered = self.provider.of_a_slot(self.capacity)
-        has_slot = self.provider.takes_stages and self.runs.has_slot and offered.flops_per_second > 0
-        own = Offer(self.peer, offered.flops_per_second, offered.memory_free_bytes, has_slot)
+        has_slot = self.provider.takes_stages and self.runs.has_slot
+        own = own_offer(self.peer, self.provider.of_a_slot(self.capacity), has_slot=has_slot)
         return offers_of(own, self.membership.members, self.measurements.knowledge)
 
     def _standing_now(self, told: Standing | None, runs: Runs | None) -> Standing:

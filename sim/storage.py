@@ -85,5 +85,10 @@ class MemoryStorage:
     def spill(self, data: Data) -> memoryview:
         return memoryview(bytes(data))
 
+    @property
+    def names(self) -> list[str]:
+        """Of all blobs that are there."""
+        return list(self._blobs)
+
     def sizes(self, under: str) -> dict[str, int]:
         return {name: len(blob) for name, blob in self._blobs.items() if name.startswith(f"{under}/")}

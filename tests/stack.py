@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from math import isfinite
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -91,17 +91,19 @@ async def swarm(
     executors: Mapping[str, SimExecutor] | None = None,
     offer: Offering | None = None,
     network: NetworkModel | None = None,
+    preset: config.Preset = "local",
 ) -> AsyncIterator[Swarm]:
     """Nodes called by one letter each; each joins through the one before it. `storages` are the disks of
     their earlier lives, `recorders` write down what they do, `executors` compute in their place. `offer` is
-    what each gives to others, `network` what lies between them."""
+    what each gives to others, `network` what lies between them, `preset` its timers."""
     group = Swarm(medium=SimNetworkFabric(Links(network or NetworkModel(), seed)))
     async with trio.open_nursery() as nursery:
         before: str | None = None
         for name in names:
             disk, recorder = (storages or {}).get(name), (recorders or {}).get(name)
             own = (executors or {}).get(name)
-            await nursery.start(_live, group, name, before, seed, stage_seconds, disk, recorder, own, offer)
+            life = partial(_live, group, name, before, seed, stage_seconds, disk, recorder, own, offer)
+            await nursery.start(partial(life, preset=preset))
             before = name
         with trio.fail_after(60):
             while any(  # noqa: ASYNC110 - virtual time: waiting costs nothing
@@ -122,6 +124,7 @@ async def _live(
     recorder: Recorder | None = None,
     executor: SimExecutor | None = None,
     offer: Offering | None = None,
+    preset: config.Preset = "local",
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """`storage` is that of an earlier life, None for an empty disk."""
@@ -137,7 +140,7 @@ async def _live(
     node = Node(
         config.Config(
             name=name,
-            swarm=config.Swarm(preset="local"),
+            swarm=config.Swarm(preset=preset),
             data_dir=Path("/simulated"),
             offer=offer or Offering(),
         ),
@@ -240,15 +243,16 @@ async def train(
     on_event: Callable[[Event], Awaitable[None]] | None = None,
     *,
     watcher: str = "",
+    seconds: float = 600,
 ) -> tuple[Run, list[Event]]:
-    """Have `requester` submit a run; its events until it ended, as the node called `watcher` (the
-    requester by default) sees them. `on_event` may disturb."""
+    """Have `requester` submit a run; its events until it ended, within `seconds`, as the node called
+    `watcher` (the requester by default) sees them. `on_event` may disturb."""
     node = group.nodes[requester]
     run = prepare(node, wanted)
     seen: list[Event] = []
     with group.nodes[watcher or requester].watch() as events:
         await node.runs.submit(run)
-        with trio.fail_after(600):
+        with trio.fail_after(seconds):
             async for event in events:
                 seen.append(event)
                 if on_event is not None:

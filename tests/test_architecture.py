@@ -46,6 +46,7 @@ FLOORS = (
         "control",
         "executor",
         "commands",
+        "run_requests",
         "library",
         "optimizer",
         "runtime",

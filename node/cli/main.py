@@ -90,6 +90,10 @@ def main(
     memory: Annotated[Text, typer.Option(metavar="12GB", help="How much memory to give; or 80%.")] = None,
     cores: Annotated[Text, typer.Option(metavar="N", help="How many cores to give; 0 is all.")] = None,
     location: Annotated[Text, typer.Option(metavar="PLACE", help="Where this machine stands.")] = None,
+    own_data: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=PATH", help="Train federated runs on this; it never leaves the machine."),
+    ] = None,
     web: Annotated[Text, typer.Option(metavar="ADDR|off", help="Where this machine sees its page.")] = None,
     log: Annotated[Text, typer.Option(metavar="off|text|json", help="Write events to events.log.")] = None,
     observer: Annotated[bool, typer.Option("--observer", help="Watch only: take no stage.")] = False,
@@ -116,6 +120,7 @@ def main(
         "memory": memory,
         "cores": cores,
         "location": location,
+        "own_data": own_data,
         "web": web,
         "log": log,
         "observer": observer or None,

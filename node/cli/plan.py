@@ -1,6 +1,7 @@
 """`python -m node plan MODEL`: who would hold what, how fast that would be, and why, before anything runs."""
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,7 @@ from node.errors import RunFailed, UsageError
 from node.suggest import did_you_mean
 
 if TYPE_CHECKING:
+    from node.planning.peers import Peers
     from partition.model.graph import Graph
 
 
@@ -39,13 +41,17 @@ def plan(
         typer.Option("--what-if", metavar="lose=A,add=8GB@50GFLOPS@100Mbit", help="With other peers."),
     ] = "",
     place: Annotated[str, typer.Option("--place", metavar="LOCATION", help="Only with peers there.")] = "",
+    devices: Annotated[
+        str, typer.Option("--devices", metavar="cuda,mps,cpu", help="On the first of these that are enough.")
+    ] = "",
     svg: Annotated[str, typer.Option("--svg", metavar="FILE", help="Draw it into this file.")] = "",
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
     """Show who would hold which layers of a model, how fast that would be, and why."""
+    from node.cli.train import read_devices
     from node.planning.document import plan_document
-    from node.planning.peers import in_place, live_peers, read_peers
+    from node.planning.peers import in_place, live_peers, on_devices, read_peers
     from node.planning.peers import what_if as changed
     from node.planning.planner import plan_model
     from node.planning.request import wishes
@@ -60,12 +66,19 @@ def plan(
     else:
         offered = read_peers(peers)
     offered = in_place(offered, place)
+    order = read_devices(devices)
     graph = read_model(model)
+
+    def planned(among: "Peers") -> dict[str, Any]:
+        """The plan on the first devices that are enough for one."""
+        for count in range(1, len(order)):
+            with suppress(Infeasible):
+                return plan_document(plan_model(graph, on_devices(among, order[:count]), wanted, name=model))
+        return plan_document(plan_model(graph, on_devices(among, order), wanted, name=model))
+
     try:
-        document = plan_document(plan_model(graph, offered, wanted, name=model))
-        other = None
-        if what_if:
-            other = plan_document(plan_model(graph, changed(offered, what_if), wanted, name=model))
+        document = planned(offered)
+        other = planned(changed(offered, what_if)) if what_if else None
     except Infeasible as infeasible:
         raise RunFailed(f"{model}: {infeasible}", infeasible.do or None) from None
     _tell(document, other, what_if=what_if, explain=explain, svg=svg, as_json=as_json)

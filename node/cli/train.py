@@ -16,6 +16,8 @@ from node.cli.runs import fetch_weights
 from node.cli.screen import EventScreen
 from node.errors import PeerloomError, RunFailed, UsageError
 
+DEVICE_WORDS = "cuda", "mps", "cpu"
+
 
 def train(
     context: typer.Context,
@@ -26,6 +28,10 @@ def train(
     ] = True,
     wait: Annotated[
         str, typer.Option("--wait", metavar="10m", help="Wait so long for peers that the run lacks.")
+    ] = "",
+    devices: Annotated[
+        str,
+        typer.Option("--devices", metavar="cuda,mps,cpu", help="Place it on the first of these that do."),
     ] = "",
     prepare: Annotated[str, typer.Option("--prepare", metavar="PATH", hidden=True)] = "",
     data_dir: DataDir = "",
@@ -46,6 +52,8 @@ def train(
     folder = find_data_dir(context, data_dir)
     path = Path(run_file).expanduser()
     text = _read(path)
+    if order := read_devices(devices):
+        text = _with_devices(text, order, run_file)
     ask(folder, "status")  # capturing takes seconds, and without a node it would be in vain
     screen = EventScreen()
 
@@ -72,6 +80,28 @@ def _hold_prepared(file: Path, path: Path) -> None:
     with handed_over(_read(file), path, "train()") as arguments:
         show_json(dict(arguments))
         sys.stdin.read()
+
+
+def read_devices(text: str) -> list[str]:
+    """Kinds of devices in the order of a person's wishes. Raises UsageError."""
+    found = [part for part in text.replace(",", " ").split() if part]
+    if len(set(found)) < len(found) or not set(found) <= {*DEVICE_WORDS}:
+        raise UsageError(f"--devices {text}: want some of {', '.join(DEVICE_WORDS)}, each once")
+    return found
+
+
+def _with_devices(text: str, devices: list[str], name: str) -> str:
+    """A run with this order in place of its own. Raises UsageError."""
+    import tomllib
+
+    from node import toml
+    from node.library.preparing import toml_text
+    from node.protocols.manifest import RunFile
+
+    toml.parse(text, RunFile, name=name)  # said with its line
+    document = tomllib.loads(text)
+    document.setdefault("plan", {})["devices"] = devices
+    return toml_text(document)
 
 
 def _seconds(wait: str) -> float:

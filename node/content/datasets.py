@@ -327,6 +327,11 @@ class Batches:
         """How many samples there are to train on."""
         return self._dataset.train_samples
 
+    @property
+    def held_out_samples(self) -> tuple[int, int]:
+        """How many samples there are to validate on, and to test on."""
+        return self._dataset.validation_samples, self._dataset.test_samples
+
     def rows(self, number: int, *, train: bool) -> list[int]:
         """Return which samples make a micro-batch, in its order; of those held out, in their part."""
         if not train:

@@ -1,4 +1,4 @@
-"""What local mode needs of the node: the shape of `node.runs.runs.Runs`."""
+"""What local mode needs of the node: the shape of `node.runs.runs.Runs`, and the data to train on."""
 
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, Protocol
@@ -9,13 +9,18 @@ from crypto.identity import PeerId
 from node.averaging.service import Averaging
 from node.content.datasets import Dataset
 from node.content.graphs import Models
+from node.errors import StageFailed
 from node.events import Event
+from node.local.own_data import OwnDataSets
 from node.placement.admission import Machine
 from node.placement.leases import Offer
-from node.protocols.manifest import Run
+from node.placement.places import Places
+from node.protocols.manifest import Run, own_data_of
 from node.protocols.runs import Reply, Request
+from node.runs.manifest_builder import fits
 from node.seams import Seams
 from node.storage.guests import Guests
+from partition.model.graph import Graph
 
 
 class Service(Protocol):
@@ -25,6 +30,8 @@ class Service(Protocol):
     signer: Signer
     models: Models
     guests: Guests
+    own_data: OwnDataSets
+    places: Places
 
     @property
     def machine(self) -> Machine: ...
@@ -44,3 +51,17 @@ class Service(Protocol):
     def note_guests(self) -> None: ...
     async def ask(self, peer: PeerId, request: Request, seconds: float) -> Reply: ...
     async def load_data(self, run: Run, holders: Sequence[PeerId]) -> Dataset: ...
+
+
+async def training_data(service: Service, run: Run, graph: Graph, holders: Sequence[PeerId]) -> Dataset:
+    """What a member trains on: data of the run, from here or from other members, or a set of its own.
+
+    Raises:
+        StageFailed: it does not fit the run. UsageError, Unreachable: it is not to be had.
+    """
+    if own_data_of(run.manifest) is not None:
+        return await service.own_data.find(run, graph)
+    dataset = await service.load_data(run, holders)
+    if not fits(dataset, run.manifest, graph):
+        raise StageFailed("the data this node has does not fit the run's manifest; has it changed?")
+    return dataset

@@ -29,7 +29,7 @@ from node.local.column import (
     Refusal,
     StageServer,
 )
-from node.local.context import Service
+from node.local.context import Service, training_data
 from node.local.door import Door
 from node.local.due import Due
 from node.local.keeper import Keeper
@@ -43,7 +43,7 @@ from node.local.trainer import LocalTrainer
 from node.local.verdict import Losses, fault_of, is_usable
 from node.placement.admission import build_stage_spec
 from node.protocols.manifest import Run
-from node.runs.manifest_builder import fits, make_batches
+from node.runs.manifest_builder import make_batches
 from partition.model.graph import Graph
 from partition.run.admission import Admission
 from partition.run.ending import Conclusion, Ending, Evaluated, Sends
@@ -218,9 +218,7 @@ class LocalMember:
 
     async def _open(self, graph: Graph, specification: StageSpecification, data: bytes) -> None:
         service, manifest = self._service, self.run.manifest
-        dataset = await service.load_data(self.run, self._holders)
-        if not fits(dataset, manifest, graph):
-            raise StageFailed("the data this node has does not fit the run's manifest; has it changed?")
+        dataset = await training_data(service, self.run, graph, self._holders)
         opened = await service.seams.executor.open_stage(data)
         try:
             await service.models.fill(opened, specification, self._holders)
@@ -235,8 +233,7 @@ class LocalMember:
                 opened, self._stage, accept=self._accept, apply=self._applied, payload_bytes_max=bytes_max
             )
         elif self._stages > 1:
-            network, count = service.seams.network, self._stages
-            metrics = len(manifest.metrics)
+            network, count, metrics = service.seams.network, self._stages, len(manifest.metrics)
             stage = self._column = ColumnStage(
                 self.run.id, opened, count, network, metrics=metrics, payload_bytes_max=bytes_max
             )
@@ -383,7 +380,7 @@ class LocalMember:
         if self._keeper.is_due(trainer.step) and not self._diverged:
             await self._keep(trainer, rounds, nursery)
         if not self._stage:
-            await self._evaluate_if_due(trainer)
+            await self._evaluate_if_due(trainer, rounds)
             await self._judge(trainer)
 
     def _is_behind(self, rounds: Rounds) -> bool:
@@ -426,7 +423,7 @@ class LocalMember:
 
     # Evaluations and the end
 
-    async def _evaluate_if_due(self, trainer: LocalTrainer) -> None:
+    async def _evaluate_if_due(self, trainer: LocalTrainer, rounds: Rounds) -> None:
         if self.ending.best is not None:
             return
         self._is_waiting = False
@@ -438,6 +435,8 @@ class LocalMember:
         )
         self._tell(self.ending, lambda now: self.ending.set_due(now, waited))
         if waited < 0 or not self.ending.evaluates(self._training_others, waited):
+            return
+        if is_last and rounds.lacks_mean(len(self._training_others), waited):
             return
         if not await self._evaluate(trainer):
             return
@@ -517,7 +516,8 @@ class LocalMember:
                 result = await trainer.evaluate_result(name, storage)
         losses = Losses(self._first_loss, own, result)
         best, improvement = ending.progress.best, self._settings.improvement
-        fault = fault_of(losses, best, improvement, is_at_end=is_at_end)
+        is_own = self._settings.is_federated
+        fault = fault_of(losses, best, improvement, is_at_end=is_at_end, is_own=is_own)
         self._is_waiting = not fault
         if fault:
             self.teller.running(f"a result that a member proposed is passed over: {fault}")

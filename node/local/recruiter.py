@@ -73,7 +73,8 @@ class Recruiter:
     def candidates(self) -> list[tuple[int, PeerId]]:
         """The nodes to ask now: first for the own column, then for further ones, as many as can be whole."""
         now, known = trio.current_time(), set(self._member.known)
-        free = [each.peer for each in self._service.offers() if each.has_slot and each.peer not in known]
+        offers = self._service.places.preferred(self._run, self._service.offers())
+        free = [each.peer for each in offers if each.peer not in known]
         free = [peer for peer in free if self._declined.get(peer, 0.0) <= now]
         if missing := self._member.missing:
             asked = [stage for stage in missing if self._coming.get(stage, 0.0) <= now]

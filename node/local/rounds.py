@@ -20,6 +20,8 @@ WINDOW_SECONDS_MIN, WINDOW_SECONDS_MAX = 1.0, 30.0
 WINDOW_ROUNDS = 1.5
 """A group waits for those that are expected as long as so many rounds' worth of steps take here."""
 PATIENCE_SECONDS = 60.0
+LAST_ROUND_SECONDS = 20.0
+"""So long a federated run waits for the round that makes its result all members'."""
 
 
 class Rounds:
@@ -37,6 +39,7 @@ class Rounds:
         self._part = part
         self._moments = settings.strategy not in OUTER
         self._begun_step = self._begun_samples = 0
+        self._mean_step = -1
         self._begun_at = 0.0
         self._is_under_way = False
         self._made: Round | None = None
@@ -70,6 +73,12 @@ class Rounds:
         )
         return is_time and not self._is_under_way and self._made is None
 
+    def lacks_mean(self, others: int, waited: float) -> bool:
+        """Return whether the numbers here are still this member's alone: a federated run ends with what all
+        its members averaged, unless they do not within LAST_ROUND_SECONDS."""
+        is_mean = self._mean_step == self._trainer.step
+        return self._settings.is_federated and others > 0 and not is_mean and waited < LAST_ROUND_SECONDS
+
     def skip(self) -> None:
         """Nobody else is there: count anew."""
         self._restart()
@@ -80,8 +89,7 @@ class Rounds:
 
     async def begin(self, nursery: trio.Nursery) -> None:
         """Copy out what is averaged, and look for a group in the background."""
-        samples = self._trainer.samples - self._begun_samples
-        weight = float(max(1, samples)) if self._settings.weighting == "samples" else 1.0
+        weight = float(self._samples) if self._settings.weighting == "samples" else 1.0
         lasted = trio.current_time() - self._begun_at
         self._restart()
         theta = await self._trainer.copy_out(moments=self._moments)
@@ -95,6 +103,14 @@ class Rounds:
         )
         self._is_under_way = True
         nursery.start_soon(self._hold, offered, weight, wanted)
+
+    @property
+    def _samples(self) -> int:
+        """What this member's numbers count for by samples: what it has learnt from since the last round, or
+        where data stays with its owners, how many it has."""
+        if self._settings.is_federated:
+            return len(self._trainer.shard.rows)
+        return max(1, self._trainer.samples - self._begun_samples)
 
     async def _hold(self, offered: Vector, weight: float, wanted: Wanted) -> None:
         life = self._life
@@ -122,6 +138,7 @@ class Rounds:
         else:
             await self._trainer.copy_in(taken)
             self.count, self.error = self.count + 1, ""
+            self._mean_step = self._begun_step
         return made
 
     def take_over(self, count: int, outer: dict[str, Vector]) -> None:

@@ -72,7 +72,8 @@ class LocalRuns:
         """Begin a run that this node asks for. Raises PlacementFailed: nobody trains in it within
         `wait_seconds`, or PLACE_SECONDS where that is longer."""
         service = self._service
-        is_training = service.has_slot and service.accepts(run) is None
+        free = {offer.peer for offer in service.places.preferred(run, service.offers())}
+        is_training = service.has_slot and service.accepts(run) is None and service.signer.peer in free
         member = self._begin(run, is_training=is_training, holders=[])
         with trio.move_on_after(max(PLACE_SECONDS, wait_seconds)):
             await member.begun.wait()
@@ -135,6 +136,8 @@ class LocalRuns:
             except ValueError as error:
                 return wire.Declined(str(error)[:REASON_LENGTH_MAX])
             reason = await self._checks.rejection_reason(peer, run, graph, plan, request.stage)
+        if reason is None:
+            reason = await service.own_data.refusal(run, graph)
         if reason is not None:
             return wire.Declined(reason[:REASON_LENGTH_MAX])
         return self._take(run, peer, request)
@@ -205,6 +208,7 @@ class LocalRuns:
         """This node cannot go on in a run; the others do."""
         run, wall = member.run, self._service.seams.clock.wall()
         self.members.pop(run.id, None)
+        self._service.own_data.release(run.id)
         forget(self._service.seams.storage, run.text)
         self._service.guests.release(f"{run.text}.state")
         self._endings.close(run.id)
@@ -258,6 +262,7 @@ class LocalRuns:
         if self.members.get(run.id) is not member:
             return
         del self.members[run.id]
+        service.own_data.release(run.id)
         forget(service.seams.storage, run.text)
         service.guests.release(f"{run.text}.state")
         if not member.ending.is_settled:

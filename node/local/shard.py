@@ -37,7 +37,9 @@ def own_buckets(run: bytes, buckets: int, me: PeerId, others: Collection[PeerId]
 class Shard:
     """The samples of the member `me`, drawn without end: each once in a pass, in another order each."""
 
-    def __init__(self, run: bytes, seed: int, samples: int, me: PeerId) -> None:
+    def __init__(self, run: bytes, seed: int, samples: int, me: PeerId, *, is_whole: bool = False) -> None:
+        """`is_whole`: all samples are this member's, whoever else trains."""
+        self._is_whole = is_whole
         self._run = run
         self._me = me
         self._samples = samples
@@ -59,7 +61,7 @@ class Shard:
 
     def set_members(self, members: Collection[PeerId]) -> None:
         """These train, `me` among them. A change begins a new pass."""
-        found = frozenset(members) | {self._me}
+        found = frozenset([self._me]) if self._is_whole else frozenset(members) | {self._me}
         if found == self._members:
             return
         self._members = found

@@ -4,7 +4,7 @@ Steps, evaluations, and its numbers as a vector that is averaged. Not here: when
 (`node.local.member`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import inf, isfinite
@@ -21,11 +21,13 @@ from node.averaging.snapshot import Snapshot, make_snapshot
 from node.content.datasets import Array, Batches
 from node.errors import StageDiverged, StageFailed
 from node.local.shard import Shard
-from node.protocols.manifest import Run
+from node.protocols.manifest import Run, own_data_of
 from node.seams import Executor, Stage, Storage
 from partition import stage as api
 from partition.codec import Payload, pack, typed
 from partition.stage import StageSpecification, gradient_bytes
+
+Pick = Callable[[int], tuple[list[Array], list[Array]]]
 
 OUTER = "outer/"
 """Before the names of what a strategy hands to late joiners, in a snapshot."""
@@ -55,17 +57,31 @@ class LocalTrainer:
         self.step = 0
         self.samples = 0
         self.is_waiting = False
-        self.shard = Shard(run.id, run.manifest.seed, batches.train_samples, me)
+        is_own = own_data_of(run.manifest) is not None
+        self.shard = Shard(run.id, run.manifest.seed, batches.train_samples, me, is_whole=is_own)
         self.stage = stage
         self.dtype = specification.dtype
         self._manifest = run.manifest
         self._batches = batches
+        self._held_out, self._pick = self._held_out_samples(is_own=is_own)
         self._executor = executor
         self._specification = specification
         self._items = gradient_bytes(specification) // specification.item_bytes
         self._moments = specification.optimizer.moments
         # Random operators draw by micro-batch: other members must draw otherwise.
         self._first = int.from_bytes(blake3(run.id + me).digest()[:3], "big") << 24
+
+    def _held_out_samples(self, *, is_own: bool) -> tuple[int, Pick]:
+        """How many samples the model is judged by here, and where they are: those of the run, or where data
+        stays with its owners, this member's."""
+        manifest, batches = self._manifest, self._batches
+        validation, test = manifest.validation_samples, manifest.test_samples
+        if is_own:  # what is over is no whole batch, which not every model takes
+            size = manifest.microbatch
+            validation, test = (
+                count - count % size if count > size else count for count in batches.held_out_samples
+            )
+        return (validation, batches.validation) if validation else (test, batches.test)
 
     @property
     def is_idle(self) -> bool:
@@ -121,7 +137,7 @@ class LocalTrainer:
         these are, and the sums of their metrics. Raises StageFailed."""
         loss, samples = 0.0, 0
         metrics = np.zeros(len(self._manifest.metrics))
-        left = self._manifest.validation_samples or self._manifest.test_samples
+        left = self._held_out
         for number in range(-(-left // self._manifest.microbatch)):
             inputs, labels = await self._executor.run(partial(self._packed, self._test, (number, left)))
             left -= self._manifest.microbatch
@@ -172,8 +188,7 @@ class LocalTrainer:
 
     def _test(self, which: tuple[int, int]) -> tuple[list[Array], list[Array]]:
         number, left = which
-        pick = self._batches.validation if self._manifest.validation_samples else self._batches.test
-        inputs, labels = pick(number)
+        inputs, labels = self._pick(number)
         return [each[:left] for each in inputs], [each[:left] for each in labels]
 
     def _packed(self, pick: Any, which: object) -> tuple[Payload, Payload]:

@@ -28,15 +28,24 @@ class Losses:
     result: float
 
 
-def fault_of(losses: Losses, best: float, improvement: float, *, is_at_end: bool) -> str:
+def fault_of(
+    losses: Losses, best: float, improvement: float, *, is_at_end: bool, is_own: bool = False
+) -> str:
     """Return why a result is refused, empty where it is not.
 
     `best` is the lowest loss of the series as it was told, inf for none. Unless the steps are done
     (`is_at_end`), a result says that the series has stopped improving, so this member's own model must not be
     better than the best by more than `improvement`, or a tenth of what was gained.
+
+    Where every member judges by samples of its `own`, another's losses say nothing about it, and a model of
+    all is not as good here as the own one may be: only what is no state to go on from is refused.
     """
     if not isfinite(losses.result):
         return "its held-out loss is no number"
+    if is_own:
+        if is_usable(losses.first, losses.result):
+            return ""
+        return f"its held-out loss is {losses.result:.4g} here, and {losses.first:.4g} of the first values"
     gained = losses.first - losses.own
     tolerance = (1 - GAIN_SHARE) * abs(gained) + NOISE_SHARE * abs(losses.first)
     if losses.result > losses.own + tolerance:

@@ -77,6 +77,8 @@ class Offer:
     flops_per_second: float
     memory_bytes: int
     has_slot: bool
+    device: str = ""
+    """The kind that torch names: cuda, mps or cpu; "" where it is not known."""
 
 
 def cap_claims(offers: Sequence[Offer]) -> list[Offer]:

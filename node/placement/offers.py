@@ -2,10 +2,19 @@
 
 from collections.abc import Sequence
 
+from crypto.identity import PeerId
+from dht.capabilities import device_kind
 from gossip.member import Member
 from node.placement.leases import Offer, cap_claims
+from node.services.capacity import Capacity
 from node.services.metadata import read_metadata
 from partition.plan.observed import FLOPS_PER_SECOND_MAX, NOTHING, Knowledge
+
+
+def own_offer(peer: PeerId, capacity: Capacity, *, has_slot: bool) -> Offer:
+    """Return what this node offers, a slot having this capacity."""
+    rate, memory = capacity.flops_per_second, capacity.memory_free_bytes
+    return Offer(peer, rate, memory, has_slot and rate > 0, device_kind(capacity.device))
 
 
 def offers_of(own: Offer, members: Sequence[Member], knowledge: Knowledge = NOTHING) -> list[Offer]:
@@ -18,5 +27,6 @@ def offers_of(own: Offer, members: Sequence[Member], knowledge: Knowledge = NOTH
             has_slot = claim.accepts_runs and claim.flops_per_second > 0
             rate = claim.flops_per_second
             found = knowledge.flops_per_second(member.peer, FLOPS_PER_SECOND_MAX)
-            offers.append(Offer(member.peer, min(rate, float(found)), claim.memory_free_bytes, has_slot))
+            memory, device = claim.memory_free_bytes, device_kind(claim.device)
+            offers.append(Offer(member.peer, min(rate, float(found)), memory, has_slot, device))
     return sorted(cap_claims(offers), key=lambda offer: offer.peer)

@@ -1,6 +1,10 @@
-"""Where members are, for runs that ask for a region or for nearness: claims, corrected by round trips."""
+"""Where members are and what they compute on, for runs that ask for a region, for nearness or for devices.
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+Locations are claims, corrected by round trips; devices are claims.
+"""
+
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -47,9 +51,21 @@ class Places:
         wish = run.manifest.place
         if wish is None:
             return list(offers)
+        found = list(offers)
+        if wish.devices:
+            found = on_devices(found, wish.devices)
+        if not (wish.location or wish.near or wish.max_rtt_milliseconds):
+            return found
         claims = self._claims()
         fitting = self._fitting(wish, run.requester, claims)
-        return [replace(offer, has_slot=offer.has_slot and offer.peer in fitting) for offer in offers]
+        return [replace(offer, has_slot=offer.has_slot and offer.peer in fitting) for offer in found]
+
+    def preferred(self, run: Run, offers: Sequence[Offer]) -> list[Offer]:
+        """Return the offers with a slot for the run in its place, those on devices that it wants first."""
+        wish = run.manifest.place
+        order = {device: number for number, device in enumerate(wish.devices)} if wish is not None else {}
+        free = [offer for offer in self.choose(run, offers) if offer.has_slot]
+        return sorted(free, key=lambda offer: order.get(offer.device, 0))  # type: ignore[call-overload]  # any text
 
     def _fitting(self, wish: PlaceWish, requester: PeerId, claims: dict[PeerId, Claim]) -> set[PeerId]:
         found = locate(claims)
@@ -82,16 +98,25 @@ class Places:
             return False
         return sorted(distance_seconds(place, end) for end in ends)[(len(ends) - 1) // 2] <= most
 
-    def keeping(self, run: Run, attempt: Attempt) -> Attempt:
-        """Return an attempt to place a run where it asks to be placed, which says so where it fails."""
+    def keeping(self, run: Run, attempt: Attempt, tell: Callable[[str], None]) -> Attempt:
+        """Return an attempt to place a run where it asks to be placed, which says so where it fails. Where it
+        wants devices in an order, it is placed on those that come first, and `tell` hears why on others."""
         wish = run.manifest.place
         if wish is None:
             return attempt
 
         async def within(offers: Sequence[Offer], is_last: bool) -> Plan:
             chosen = self.choose(run, offers)
+            for count in range(1, len(wish.devices)):
+                first = on_devices(chosen, wish.devices[:count])
+                if any(offer.has_slot for offer in first):
+                    with suppress(PlacementFailed):
+                        return await attempt(first, False)
             try:
-                return await attempt(chosen, is_last)
+                plan = await attempt(chosen, is_last)
+                if said := devices_text(wish, chosen, plan):
+                    tell(said)
+                return plan
             except PlacementFailed as error:
                 there = sum(offer.has_slot for offer in chosen)
                 slots = sum(offer.has_slot for offer in offers)
@@ -131,11 +156,27 @@ def place_document(located: Located | None) -> dict[str, Any] | None:
     }
 
 
+def on_devices(offers: Iterable[Offer], devices: Collection[str]) -> list[Offer]:
+    """Return the offers, of which only those on one of the devices have a slot."""
+    return [replace(offer, has_slot=offer.has_slot and offer.device in devices) for offer in offers]
+
+
+def devices_text(wish: PlaceWish, offers: Iterable[Offer], plan: Plan) -> str:
+    """Return on which devices a plan is where it is not on the first that was wanted; "" where it is."""
+    kinds = {offer.peer: offer.device for offer in offers}
+    held = [kinds.get(PeerId(peer), "") for stage in plan.stages for peer in stage.replicas]
+    if not wish.devices or set(held) <= {wish.devices[0]}:
+        return ""
+    found = " and ".join(f"{held.count(kind)} on {kind}" for kind in wish.devices if kind in held)
+    return f"too few peers with a slot on {wish.devices[0]}: {len(held)} stages are placed, {found}"
+
+
 def wish_text(wish: PlaceWish) -> str:
     """Return what a run asks for, in words."""
     parts: Iterable[str] = (
         f"in {wish.location}" if wish.location else "",
         f"near {wish.near}" if wish.near else "",
         f"within {wish.max_rtt_milliseconds} ms" if wish.max_rtt_milliseconds else "",
+        f"on {' or '.join(wish.devices)}" if wish.devices else "",
     )
     return " ".join(part for part in parts if part)

@@ -39,6 +39,7 @@ CHANGEABLE = {
     "mains_only": ("offer", "mains_only"),
     "peers": ("offer", "peers"),
     "runs": ("offer", "runs"),
+    "own_data": ("offer", "own_data"),
 }
 """Settings that a node takes while it runs: by the name of their rule, where they stand in a Config."""
 

@@ -18,7 +18,13 @@ async def search_providers(discovery: Discovery, membership: Membership) -> list
     found = await discovery.hunt(Query(count=SEARCHED_MAX, needs_slot=True))
     membership.join([offer.peer for offer in found[:INTRODUCED_MAX]])
     return [
-        Offer(each.peer, each.advert.flops_per_second, each.advert.memory_bytes, has_slot=True)
+        Offer(
+            each.peer,
+            each.advert.flops_per_second,
+            each.advert.memory_bytes,
+            has_slot=True,
+            device=each.advert.device,
+        )
         for each in found
     ]
 

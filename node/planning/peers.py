@@ -57,6 +57,7 @@ class PeerRow(msgspec.Struct, frozen=True):
     link: str = ""
     latency: str = ""
     location: str = ""
+    device: str = ""
     takes_runs: bool = True
     watts: float = BUSY_MILLIWATTS / 1000
     idle_watts: float = IDLE_MILLIWATTS / 1000
@@ -89,6 +90,8 @@ class PeerSpecification:
     location: str = ""
     busy_milliwatts: int = BUSY_MILLIWATTS
     idle_milliwatts: int = IDLE_MILLIWATTS
+    device: str = ""
+    """The kind that torch names; "" where it is not known."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +156,7 @@ def _peer(row: PeerRow, where: str) -> PeerSpecification:
         link=link,
         reason="" if row.takes_runs else "takes no runs",
         location=row.location,
+        device=row.device,
         busy_milliwatts=round(row.watts * 1000),
         idle_milliwatts=round(row.idle_watts * 1000),
     )
@@ -215,6 +219,7 @@ def live_peers(
                 calibration=_calibration(row["peer"], max(1, rate), measured),
                 reason="" if rate else "takes no stages",
                 location=(row.get("place") or {}).get("location") or capacity["location"],
+                device=capacity["device"].partition(":")[0],
             )
         )
     links = [
@@ -233,6 +238,16 @@ def in_place(peers: Peers, place: str) -> Peers:
     """Return the same with no stage for peers elsewhere; "" is anywhere."""
     rows = tuple(
         peer if place in ("", peer.location) or peer.reason else replace(peer, reason=f"not in {place}")
+        for peer in peers.peers
+    )
+    return replace(peers, peers=rows)
+
+
+def on_devices(peers: Peers, devices: Sequence[str]) -> Peers:
+    """Return the same with no stage for peers on other devices than these; none is any."""
+    wanted = " or ".join(devices)
+    rows = tuple(
+        replace(peer, reason=f"not on {wanted}") if devices and peer.device not in devices else peer
         for peer in peers.peers
     )
     return replace(peers, peers=rows)

@@ -25,6 +25,7 @@ from partition.run.local_settings import (
     LOCAL_STEPS_MAX,
     CodecName,
     LocalSettings,
+    OwnData,
     StrategyName,
     Weighting,
 )
@@ -87,6 +88,8 @@ class TrainTable(msgspec.Struct, frozen=True):
     `mode` "exact" sums gradients in every step, over all members. In mode "local" every member trains the
     whole model on its own shard (with `plan.stages` a column of members does), `steps` at most, and averages
     after `local_steps` of them: see `partition.run.local_settings.LocalSettings` for the keys from there on.
+    With `federated`, in mode "local", data stays with its owners: every member trains on a data set of its
+    own that it calls as the run does (docs/data.md).
     """
 
     RENAMED: ClassVar[Mapping[str, str]] = MappingProxyType({"compress": "frames"})
@@ -98,7 +101,7 @@ class TrainTable(msgspec.Struct, frozen=True):
     microbatch: Annotated[int, msgspec.Meta(ge=1, le=65_536)] | Auto = 16
     window: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0
     optimizer: Literal["sgd", "adam", "adamw"] = "adam"
-    learning_rate: Annotated[float, msgspec.Meta(gt=0, le=10)] = 0.002
+    learning_rate: Annotated[float, msgspec.Meta(gt=0, le=10)] = 0.001
     momentum: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
     weight_decay: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -112,6 +115,7 @@ class TrainTable(msgspec.Struct, frozen=True):
     on_divergence: Literal["stop", "continue"] = "stop"
     groups: Annotated[tuple[GroupTable, ...], msgspec.Meta(max_length=GROUPS_MAX - 1)] = ()
     mode: Literal["exact", "local", "auto"] = "exact"
+    federated: bool = False
     local_steps: Annotated[int, msgspec.Meta(ge=1, le=LOCAL_STEPS_MAX)] = 20
     strategy: StrategyName = "average"
     codec: CodecName = "float32"
@@ -122,6 +126,10 @@ class TrainTable(msgspec.Struct, frozen=True):
     validate_every: Annotated[int, msgspec.Meta(ge=0, le=EVERY_MAX)] = 0
     watch: Annotated[str, msgspec.Meta(pattern=r"^-?[A-Za-z0-9][A-Za-z0-9._-]{0,39}\Z")] = LOSS
     keep: Literal["last", "best"] = "last"
+
+
+DeviceKind = Literal["cuda", "mps", "cpu"]
+DEVICE_KINDS = 3
 
 
 class PlanTable(msgspec.Struct, frozen=True):
@@ -136,7 +144,9 @@ class PlanTable(msgspec.Struct, frozen=True):
     busy, a higher `priority` goes first, and what is used at it counts for more of the requester's share; of
     equals that whose `deadline_minutes` end first. Both are not in the manifest: they may be revised.
     With `place` only peers of this location hold stages, with `near` (a location or a peer id) those within
-    `max_rtt_milliseconds` of it (30 where that is 0), which alone is counted from the requester.
+    `max_rtt_milliseconds` of it (30 where that is 0), which alone is counted from the requester. With
+    `devices` only peers that compute on one of these hold stages, and those on a later one only where those
+    on the ones before it are too few.
     """
 
     stages: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
@@ -148,16 +158,18 @@ class PlanTable(msgspec.Struct, frozen=True):
     place: Annotated[str, msgspec.Meta(max_length=64)] = ""
     near: Annotated[str, msgspec.Meta(max_length=64)] = ""
     max_rtt_milliseconds: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 0
+    devices: Annotated[tuple[DeviceKind, ...], msgspec.Meta(max_length=DEVICE_KINDS)] = ()
     priority: Annotated[int, msgspec.Meta(ge=0, le=9)] = 5
     deadline_minutes: Annotated[int, msgspec.Meta(ge=0, le=525_600)] = 0
 
 
 class PlaceWish(msgspec.Struct, frozen=True, array_like=True):
-    """Where a run's stages may be: see PlanTable."""
+    """Where a run's stages may be, and on which devices: see PlanTable."""
 
     location: Annotated[str, msgspec.Meta(max_length=64)] = ""
     near: Annotated[str, msgspec.Meta(max_length=64)] = ""
     max_rtt_milliseconds: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 0
+    devices: Annotated[tuple[DeviceKind, ...], msgspec.Meta(max_length=DEVICE_KINDS)] = ()
 
 
 class SplitsTable(msgspec.Struct, frozen=True):
@@ -207,7 +219,8 @@ class RunFile(msgspec.Struct, frozen=True):
     @property
     def place(self) -> PlaceWish | None:
         """Where stages may be; None for anywhere."""
-        wish = PlaceWish(self.plan.place, self.plan.near, self.plan.max_rtt_milliseconds)
+        plan = self.plan
+        wish = PlaceWish(plan.place, plan.near, plan.max_rtt_milliseconds, plan.devices)
         return None if wish == PlaceWish() else wish
 
     @property
@@ -241,6 +254,8 @@ def check_run_file(run: RunFile, where: str) -> None:
     train = run.train
     if isinstance(train.microbatch, int):
         _check_batch(train.batch, train.microbatch, where)
+    if len(set(run.plan.devices)) < len(run.plan.devices):
+        raise UsageError(f"{where}: plan.devices: {', '.join(run.plan.devices)}: each at most once")
     for part in ("validation", "test"):
         if getattr(run.splits, part) and getattr(run.splits, f"{part}_share"):
             raise UsageError(f"{where}: splits.{part} and splits.{part}_share: give one of the two")
@@ -264,6 +279,8 @@ def _check_batch(batch: int, microbatch: int, where: str) -> None:
 
 def _check_local(run: RunFile, where: str) -> None:
     train = run.train
+    if train.federated:
+        _check_federated(run, where)
     if train.mode != "local":
         return
     for key in ("validate_every", "watch", "keep"):
@@ -279,10 +296,26 @@ def _check_local(run: RunFile, where: str) -> None:
         )
 
 
+def _check_federated(run: RunFile, where: str) -> None:
+    if run.train.mode != "local":
+        raise UsageError(
+            f'{where}: train.federated: data stays with its owners in train.mode = "local" alone; in mode '
+            f'"{run.train.mode}" samples travel to the stages',
+            'train.mode = "local"',
+        )
+    if run.plan.stages > 1:
+        raise UsageError(
+            f"{where}: train.federated: with plan.stages = {run.plan.stages} labels and activations of each "
+            "sample would travel from stage to stage",
+            "plan.stages = 1: every member trains the whole model",
+        )
+
+
 class Manifest(msgspec.Struct, frozen=True, array_like=True):
     """What a run is. `model` is how a screen calls it, `graph` (BLAKE3, hex) what it is.
 
-    `data` is `digits`, or the BLAKE3 hash (hex) of what a folder or file holds. `sizes` are the graph's
+    `data` is `digits`, or the BLAKE3 hash (hex) of what a folder or file holds; where data stays with its
+    owners, of `local.own_data`, which says what it looks like. `sizes` are the graph's
     symbols after the batch, whose value is `microbatch`. `metrics` name the sums that the graph makes
     beside the loss. `window` is how many bytes make a sample of text, 0 for other data. `validation` says
     when a run in exact mode is validated, None for never.
@@ -388,6 +421,16 @@ class Run(msgspec.Struct, frozen=True):
         return run_text(self.id)
 
 
+def own_data_of(manifest: Manifest) -> OwnData | None:
+    """What each member must have of its own; None where data travels."""
+    return None if manifest.local is None else manifest.local.own_data
+
+
+def own_data_hash(own: OwnData) -> str:
+    """What stands in a manifest in place of the hash of data that stays with its owners."""
+    return blake3(encode(own)).hexdigest()
+
+
 def run_text(run: bytes) -> str:
     """The short text form of a run id."""
     return run.hex()[:16]
@@ -410,5 +453,9 @@ def check_run(signer: Signer, fact: Fact) -> Run:
         validation.watched > len(manifest.metrics) or not manifest.validation_samples
     ):
         raise RemoteProtocolError("a run that is validated by a metric or by samples that it has not")
+    if (own := own_data_of(manifest)) is not None and (
+        manifest.data != own_data_hash(own) or manifest.stages > 1
+    ):
+        raise RemoteProtocolError("a run on data of its members' own that names data, or cuts the model")
     requester = signer.check(MANIFEST_PURPOSE, fact)
     return Run(blake3(fact.body + fact.author).digest(), requester, manifest, fact)

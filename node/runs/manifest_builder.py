@@ -14,10 +14,19 @@ from node.content.datasets import Array, Batches, Dataset
 from node.content.samples import ITEM
 from node.errors import UsageError
 from node.placement.admission import check_model, train_entry
-from node.protocols.manifest import ACCURACY, CORRECT, LOSS, Manifest, RunFile, TrainTable
+from node.protocols.manifest import (
+    ACCURACY,
+    CORRECT,
+    LOSS,
+    Manifest,
+    RunFile,
+    TrainTable,
+    own_data_hash,
+)
 from partition.model.graph import Entry, Graph, Size, TensorType
 from partition.model.sizes import bind
 from partition.plan.plan import STEPS_MAX
+from partition.run.local_settings import LocalSettings, OwnData
 from partition.steps.validation import ValidationSettings
 
 WINDOW = 64
@@ -44,9 +53,17 @@ def window_of(run_file: RunFile, graph: Graph, name: str) -> int:
 
 
 def make_manifest(
-    run_file: RunFile, graph: Graph, graph_name: bytes, dataset: Dataset, *, name: str, created: float
+    run_file: RunFile,
+    graph: Graph,
+    graph_name: bytes,
+    dataset: Dataset,
+    *,
+    name: str,
+    created: float,
+    own_data: OwnData | None = None,
 ) -> Manifest:
-    """The manifest of a run. `name` is RUN.toml's in errors, `created` unix seconds. Raises UsageError."""
+    """The manifest of a run. `name` is RUN.toml's in errors, `created` unix seconds; `own_data` is what every
+    member must have of its own where data stays with its owners. Raises UsageError."""
     run_file = _with_steps(run_file, dataset, name)
     train = run_file.train
     microbatch, recompute, frames = train.microbatch, train.recompute, train.frames
@@ -57,7 +74,7 @@ def make_manifest(
     manifest = Manifest(
         model=word(graph.name),
         graph=graph_name.hex(),
-        data=dataset.digest,
+        data=dataset.digest if own_data is None else own_data_hash(own_data),
         test_samples=_held_out(dataset.test_samples, graph, microbatch),
         steps=train.steps,
         microbatch=microbatch,
@@ -78,7 +95,7 @@ def make_manifest(
         save_every=run_file.plan.checkpoint_every,
         on_lost_quorum=run_file.plan.on_lost_quorum,
         on_divergence=run_file.train.on_divergence,
-        local=run_file.local,
+        local=_local(run_file, own_data),
         validation_samples=_validated(dataset, graph, microbatch),
         validation=_validation(run_file, dataset, entry, name),
         place=run_file.place,
@@ -88,6 +105,11 @@ def make_manifest(
     except RemoteProtocolError as error:
         raise UsageError(f"{name}: model: {error}") from None
     return manifest
+
+
+def _local(run_file: RunFile, own_data: OwnData | None) -> LocalSettings | None:
+    found = run_file.local
+    return found if found is None else replace(found, own_data=own_data)
 
 
 def _with_steps(run_file: RunFile, dataset: Dataset, name: str) -> RunFile:

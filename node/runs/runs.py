@@ -26,12 +26,10 @@ from node.content import datasets as datasets
 from node.content.dataset_store import DataFiles, Lanes
 from node.content.graphs import Models
 from node.errors import RunFailed, StreamClosed, Unreachable, UsageError
-from node.events import (
-    Event,
-    RunChanged,
-    RunReleased,
-)
+from node.events import Event, RunChanged, RunReleased
+from node.local.own_data import OwnDataSets
 from node.local.service import LocalRuns
+from node.offering import NamedData
 from node.pipeline.links import Links
 from node.pipeline.spans import Spans
 from node.placement.admission import Machine
@@ -105,6 +103,7 @@ class Runs:
         guests: Guests,
         averaging: Averaging,
         places: Places,
+        own_data: Callable[[], Sequence[NamedData]],
     ) -> None:
         """`observe` is told of every message of a run that this node sends; `machine` is what each of `slots`
         gives to a stage now, `rate` its FLOP/s."""
@@ -135,6 +134,7 @@ class Runs:
         self._observe = observe
         self._plans: dict[bytes, RunMember] = {}
         self.archive = ArchiveShell(seams, signer.peer)
+        self.own_data = OwnDataSets(seams, own_data)
         self.local = LocalRuns(self, self.archive)
         self.outside = RunsOutside(self, signer.peer)
         self.stopping = Stopping(self)
@@ -255,8 +255,7 @@ class Runs:
             return
         self.enter(member, plan, history := first_history(self.signer, plan))
         others = [peer for peer in plan.members if peer != self.signer.peer]
-        failures = await start(run, plan, history, others, self.ask)
-        for peer, reason in failures.items():
+        for peer, reason in (await start(run, plan, history, others, self.ask)).items():
             member.absent(peer, reason)
 
     async def _place(self, run: Run, wait_seconds: float, revision: Fact | None) -> Plan:
@@ -269,25 +268,26 @@ class Runs:
         if not fits(dataset, run.manifest, graph):
             raise PlacementFailed("the data this node has does not fit the run's manifest; has it changed?")
         clock, ask, executor, asked = self.seams.clock, self.ask, self.seams.executor, self._decliners
-        change = partial(RunChanged, run=run.text, state="placing")
-        attempt = partial(place, run, graph, self.signer, decliners=asked, monotonic=clock.monotonic)
-        attempt = partial(attempt, revision=revision)
+        attempt = partial(place, run, graph, self.signer, decliners=asked, revision=revision)
+
+        def tell(reason: str) -> None:
+            self.publish(RunChanged(at=clock.wall(), run=run.text, state="placing", reason=reason))
 
         async def try_once(offers: Sequence[Offer], is_last: bool) -> Plan:
-            knowledge = await self.measurements.learn([offer.peer for offer in offers])
-            return await attempt(offers, ask, executor, knowledge=knowledge, may_reduce=is_last)
+            do = partial(attempt, knowledge=await self.measurements.learn([each.peer for each in offers]))
+            return await do(offers, ask, executor, monotonic=clock.monotonic, may_reduce=is_last)
 
         plan = await place_in_time(
-            self.places.keeping(run, try_once),
+            self.places.keeping(run, try_once, tell),
             self.offers,
             self.search,
             clock=clock,
             wait_seconds=wait_seconds,
-            lacks=lambda reason: self.publish(change(at=clock.wall(), reason=reason)),
+            lacks=tell,
             is_over=partial(self.is_over, run.id),
         )
         if short := reduction(run.manifest, plan):
-            self.publish(change(at=clock.wall(), reason=short))
+            tell(short)
         return plan
 
     def enter(self, member: RunMember, plan: Plan, history: History) -> None:

@@ -12,7 +12,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +21,8 @@ from blake3 import blake3
 
 from crypto.errors import RemoteProtocolError
 from node.services.capacity import Capacity
-from partition.plan.rates import Calibration, decode_calibration, encode_calibration
+from partition.plan.operations import Amount
+from partition.plan.rates import MEGA, Calibration, decode_calibration, encode_calibration
 
 CALIBRATION_PURPOSE = "calibration"
 """Of the signed record in the DHT."""
@@ -32,6 +33,10 @@ SHARE_SECONDS = 2.0
 """For how much of a processor is at hand, and the start of the process."""
 PROCESS_SECONDS_MAX = 300.0
 """On a machine that is busy, importing torch alone takes many seconds."""
+BESIDE_FACTOR = 1.5
+"""A process of another slot measures for so many times as long, so that it is busy until the end."""
+TYPICAL = Amount(1, 10 * MEGA, 1 << 20)
+"""What one operator of a small model may do, to weigh the parts of a pace."""
 NICENESS = 5
 """As a stage's process, whose share of a processor is to be known."""
 
@@ -45,18 +50,22 @@ class Wanted:
     device: str
     dtype: str
     threads: int
+    slots: int = 1
+    """So many stages compute here at once, each with so many threads."""
 
     @property
     def key(self) -> str:
         """The name of the file that keeps it: of hardware, torch and all that is wanted."""
-        parts = (
+        parts = [
             FORMAT,
             _processor(),
             importlib.metadata.version("torch"),
             self.device,
             self.dtype,
             str(self.threads),
-        )
+        ]
+        if self.slots > 1:
+            parts.append(f"{self.slots} at once")
         return blake3("\0".join(parts).encode()).hexdigest(16)
 
 
@@ -83,7 +92,7 @@ def calibrate(wanted: Wanted, folder: Path) -> Calibration | None:
             # Two that measure at once measure each other.
             fcntl.flock(lock, fcntl.LOCK_EX)
             known = _read(folder / wanted.key)
-            found = _measure(wanted, CALIBRATION_SECONDS if known is None else SHARE_SECONDS)
+            found = measure_now(wanted, CALIBRATION_SECONDS if known is None else SHARE_SECONDS)
             if known is None:
                 if found is not None:
                     _write(folder / wanted.key, msgspec.structs.replace(found, share_permille=1000))
@@ -107,8 +116,40 @@ def _write(file: Path, calibration: Calibration) -> None:
     draft.replace(file)
 
 
-def _measure(wanted: Wanted, seconds: float) -> Calibration | None:
-    """Of a process that ends with it."""
+def slowdown(alone: Calibration, beside: Calibration) -> float:
+    """Return how many times as long a slot takes for the same work while the others are busy: the mean over
+    the classes of operators that both know, of a typical call."""
+    ratios = []
+    paces = {row.kind: row.forward for row in alone.kinds}
+    for row in beside.kinds:
+        before = paces[row.kind].picoseconds(TYPICAL) if row.kind in paces else 0
+        if before:
+            after = row.forward.picoseconds(TYPICAL) / beside.share_permille
+            ratios.append(after / (before / alone.share_permille))
+    return sum(ratios) / len(ratios) if ratios else 1.0
+
+
+def measure_now(wanted: Wanted, seconds: float) -> Calibration | None:
+    """Measure in a process that ends with it; None where that fails. The other slots are as busy meanwhile:
+    each measures too, for longer, and is not asked for what it found."""
+    with ExitStack() as stack:
+        try:
+            for _ in range(wanted.slots - 1):
+                stack.callback(_end, _begin(wanted, seconds * BESIDE_FACTOR))
+            own = _begin(wanted, seconds)
+            stack.callback(_end, own)
+            said, _ = own.communicate(timeout=PROCESS_SECONDS_MAX)
+            return None if own.returncode else decode_calibration(bytes.fromhex(said.decode().strip()))
+        except (subprocess.SubprocessError, OSError, ValueError, RemoteProtocolError):
+            return None
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    process.communicate()
+
+
+def _begin(wanted: Wanted, seconds: float) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-P", "-m", "partition.calibrate", wanted.device, wanted.dtype]
     environment = {
         **{key: value for key, value in os.environ.items() if key in ("PATH", "HOME", "LD_LIBRARY_PATH")},
@@ -116,25 +157,20 @@ def _measure(wanted: Wanted, seconds: float) -> Calibration | None:
         "OMP_NUM_THREADS": str(wanted.threads),
         "OMP_WAIT_POLICY": "PASSIVE",
     }
-    try:
-        done = subprocess.run(  # noqa: S603 - our own module, a device name checked by the config
-            [*command, str(wanted.threads), str(seconds)],
-            capture_output=True,
-            timeout=PROCESS_SECONDS_MAX,
-            check=True,
-            stdin=subprocess.DEVNULL,
-            env=environment,
-            preexec_fn=_step_back,
-        )
-        return decode_calibration(bytes.fromhex(done.stdout.decode().strip()))
-    except (subprocess.SubprocessError, OSError, ValueError, RemoteProtocolError):
-        return None
+    return subprocess.Popen(  # noqa: S603 - our own module, a device name checked by the config
+        [*command, str(wanted.threads), str(seconds)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        stdin=subprocess.DEVNULL,
+        env=environment,
+        preexec_fn=_step_back,
+    )
 
 
 def _step_back() -> None:
     os.nice(NICENESS)
 
 
-def corrected(capacity: Capacity, calibration: Calibration) -> Capacity:
-    """The capacity with the rate that was measured as a stage would run."""
-    return replace(capacity, flops_per_second=float(calibration.flops_per_second))
+def corrected(capacity: Capacity, calibration: Calibration, slots: int = 1) -> Capacity:
+    """The capacity with the rate that was measured as a stage would run, in each of so many slots."""
+    return replace(capacity, flops_per_second=float(calibration.flops_per_second * slots))

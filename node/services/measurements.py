@@ -89,13 +89,18 @@ class Measurements:
         self, wanted: Wanted, folder: Path, calibrated: Callable[[Calibration], None], met: trio.Event
     ) -> None:
         """Find out what a stage's process does here, in a thread, say so by `calibrated`, and go on as `run`
-        does once this node has `met` others. Returns where it cannot be found out."""
+        does once this node has `met` others. Returns where it cannot be found out; and where it was found out
+        before, once it is told anew."""
         found = await trio.to_thread.run_sync(partial(calibrate, wanted, folder), abandon_on_cancel=True)
-        if found is not None:
-            self.calibration = found
-            calibrated(found)
+        if found is None:
+            return
+        is_new, self.calibration = self.calibration is None, found
+        calibrated(found)
+        if is_new:
             await met.wait()  # alone, there is nobody to tell
-            await self.run(found)
+            await self.run(self.calibration)
+        else:
+            await self._discovery.publish(CALIBRATION_PURPOSE, self._me, encode_calibration(found))
 
     async def run(self, calibration: Calibration) -> None:
         """Tell what this node measured of itself, measure its links and tell of them, until cancelled."""

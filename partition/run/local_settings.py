@@ -10,10 +10,35 @@ import msgspec
 
 LOCAL_STEPS_MAX = 100_000
 EVALUATIONS_MAX = 1_000_000
+COLUMNS_MAX = 16
+"""Arrays of a data set that stays with its owners: a manifest of 900 bytes has to hold their names."""
 
 StrategyName = Literal["average", "gossip", "diloco", "noloco", "sparseloco", "asynchronous"]
 CodecName = Literal["float32", "bfloat16", "float16", "int8", "int4", "topk64", "topk256"]
 Weighting = Literal["samples", "equal"]
+
+
+class Column(msgspec.Struct, frozen=True, array_like=True):
+    """One array of a data set: its name, numpy's name of its type, and the shape of one sample."""
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^[!-~]{1,64}\Z")]
+    dtype: Annotated[str, msgspec.Meta(pattern=r"^(bool|u?int(8|16|32|64)|float(16|32|64))\Z")]
+    shape: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**31)], ...], msgspec.Meta(max_length=8)]
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+class OwnData(msgspec.Struct, frozen=True, array_like=True):
+    """What members must have of their own where data stays with its owners: a data set that they call `name`,
+    with these columns. `window` is how many bytes make a sample of text, 0 for other data."""
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,39}\Z")]
+    columns: Annotated[tuple[Column, ...], msgspec.Meta(min_length=1, max_length=COLUMNS_MAX)]
+    window: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.columns))
 
 
 class LocalSettings(msgspec.Struct, frozen=True, array_like=True):
@@ -22,6 +47,9 @@ class LocalSettings(msgspec.Struct, frozen=True, array_like=True):
     `strategy` says what is averaged and what comes of it, `codec` how it is sent, `weighting` how much each
     counts. The model is evaluated every `evaluate_every` rounds. After `patience` evaluations that did not
     improve the lowest loss by `improvement` at least the run has converged; 0: it ends by its steps alone.
+
+    With `own_data` no data travels: every member trains on a set of its own, of which it has told nobody more
+    than that it has these columns.
     """
 
     local_steps: Annotated[int, msgspec.Meta(ge=1, le=LOCAL_STEPS_MAX)] = 20
@@ -31,6 +59,12 @@ class LocalSettings(msgspec.Struct, frozen=True, array_like=True):
     evaluate_every: Annotated[int, msgspec.Meta(ge=1, le=EVALUATIONS_MAX)] = 1
     patience: Annotated[int, msgspec.Meta(ge=0, le=EVALUATIONS_MAX)] = 0
     improvement: float = 0.0
+    own_data: OwnData | None = None
+
+    @property
+    def is_federated(self) -> bool:
+        """Whether data stays with its owners."""
+        return self.own_data is not None
 
     def __post_init__(self) -> None:
         if not (isfinite(self.improvement) and self.improvement >= 0):

@@ -1,16 +1,28 @@
 """Measuring what operators take here: once, kept for the machine, and without harm where it cannot be."""
 
+import os
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 
+from node.config import Config
+from node.offering import Offering
+from node.placement.provider import Provider
 from node.services import calibration
-from node.services.calibration import Wanted, cache_folder, calibrate, corrected
+from node.services.calibration import Wanted, cache_folder, calibrate, corrected, slowdown
 from node.services.capacity import Capacity, device_memory
 from partition.plan.operations import KINDS
-from partition.plan.rates import REFERENCE, decode_calibration, encode_calibration
+from partition.plan.rates import (
+    REFERENCE,
+    Calibration,
+    KindPace,
+    Pace,
+    decode_calibration,
+    encode_calibration,
+)
+from sim.seams import SimClock
 
 HERE = Wanted("cpu", "float32", 1)
 
@@ -37,7 +49,7 @@ def test_a_kept_one_is_used_as_it_is_but_for_the_share(
 ) -> None:
     (tmp_path / HERE.key).write_bytes(encode_calibration(REFERENCE))
     half = msgspec.structs.replace(REFERENCE, kinds=(), share_permille=500)
-    monkeypatch.setattr(calibration, "_measure", lambda wanted, seconds: half)
+    monkeypatch.setattr(calibration, "measure_now", lambda wanted, seconds: half)
     found = calibrate(HERE, tmp_path)
     assert found is not None
     assert found.kinds == REFERENCE.kinds
@@ -56,7 +68,7 @@ def test_where_nothing_can_be_measured_the_first_guess_stays(
 
 def test_a_damaged_file_is_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / HERE.key).write_bytes(b"\x93damaged")
-    monkeypatch.setattr(calibration, "_measure", lambda wanted, seconds: REFERENCE)
+    monkeypatch.setattr(calibration, "measure_now", lambda wanted, seconds: REFERENCE)
     assert calibrate(HERE, tmp_path) == REFERENCE
     assert decode_calibration((tmp_path / HERE.key).read_bytes()) == REFERENCE
 
@@ -78,3 +90,43 @@ def test_memory_of_the_processor_is_that_of_the_machine() -> None:
 
 def capacity() -> Capacity:
     return Capacity("cpu", 1, 1 << 30, 1 << 30, 1e9, "")
+
+
+def paced(picoseconds: int, share_permille: int = 1000) -> Calibration:
+    """A device whose operators take so long a call, and nothing else."""
+    rows = tuple(KindPace(row.kind, Pace(picoseconds, 0, 0), row.backward) for row in REFERENCE.kinds)
+    return msgspec.structs.replace(REFERENCE, kinds=rows, share_permille=share_permille)
+
+
+def test_what_a_busy_slot_costs_is_the_ratio_of_the_same_work() -> None:
+    assert slowdown(paced(100), paced(100)) == pytest.approx(1.0)
+    assert slowdown(paced(100), paced(150)) == pytest.approx(1.5)
+    assert slowdown(paced(100), paced(100, share_permille=500)) == pytest.approx(2.0)
+    assert slowdown(paced(100, share_permille=500), paced(200, share_permille=500)) == pytest.approx(2.0)
+    unlike = msgspec.structs.replace(paced(100), kinds=())
+    assert slowdown(unlike, paced(100)) == 1.0
+
+
+def test_several_slots_are_measured_as_busy_as_they_will_be_and_kept_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One core for two: each has half of what one alone has, whatever else runs on it."""
+    core = min(os.sched_getaffinity(0))
+    before = os.sched_getaffinity(0)
+    monkeypatch.setattr(calibration, "CALIBRATION_SECONDS", 2.0)
+    os.sched_setaffinity(0, {core})
+    try:
+        alone = calibrate(HERE, tmp_path)
+        beside = calibrate(Wanted("cpu", "float32", 1, slots=2), tmp_path)
+    finally:
+        os.sched_setaffinity(0, before)
+    assert alone is not None
+    assert beside is not None
+    assert slowdown(alone, beside) > 1.2
+    assert len({path.name for path in tmp_path.iterdir()}) == 3, "two, and the lock"
+
+
+def test_each_of_several_slots_offers_what_was_measured_of_one() -> None:
+    whole = corrected(capacity(), REFERENCE, 2)
+    provider = Provider(Config(offer=Offering(slots=2)), SimClock())
+    assert provider.of_a_slot(whole).flops_per_second == REFERENCE.flops_per_second

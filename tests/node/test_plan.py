@@ -226,6 +226,31 @@ def test_the_command_prints_a_plan_and_its_document(
     assert run([*arguments[:2], "--data-dir", str(tmp_path)]) == 3, "no node runs here"
 
 
+def test_the_command_plans_on_the_first_devices_that_are_enough(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], graph: Graph
+) -> None:
+    from partition.model.graph import encode_graph
+
+    row = '[[peers]]\nname = "{}"\nmemory = "8GB"\nrate = "50GFLOPS"\ndevice = "{}"\n'
+    rows = [row.format(name, kind) for name, kind in (("a", "cuda"), ("b", "cpu"), ("c", "mps"))]
+    (tmp_path / "peers.toml").write_text("".join(rows))
+    (tmp_path / "toy.peerloom").write_bytes(encode_graph(graph))
+    words = ["plan", str(tmp_path / "toy.peerloom"), "--peers", str(tmp_path / "peers.toml")]
+    words += ["--replicas", "1", "--json"]
+
+    def holders(devices: str, stages: int) -> set[str]:
+        assert run([*words, "--devices", devices, "--stages", str(stages)]) == 0
+        document = json.loads(capsys.readouterr().out)
+        return {name for stage in document["stages"] for name in stage["peers"]}
+
+    assert holders("cuda,cpu", 1) == {"a"}
+    assert holders("cuda,cpu", 2) == {"a", "b"}
+    assert holders("mps,cuda,cpu", 2) == {"a", "c"}
+    assert run([*words, "--devices", "cuda", "--stages", "2"]) == 5
+    assert run([*words, "--devices", "gpu"]) == 2
+    assert "want some of cuda, mps, cpu, each once" in capsys.readouterr().err
+
+
 def test_no_plan_takes_less_than_a_process_needs(graph: Graph, peers: Peers) -> None:
     assert min(row.memory_bytes for row in planned(graph, peers).forecast.stages) > STAGE_BASELINE_BYTES
 

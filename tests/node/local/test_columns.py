@@ -119,7 +119,7 @@ def test_one_column_trains_as_one_process_does(monkeypatch: pytest.MonkeyPatch) 
             losses += [e.loss for e in group.events["a"] if isinstance(e, StepCommitted)]
 
     # The samples are drawn by the run's id, which is another for another number of stages.
-    monkeypatch.setattr(trainer, "Shard", lambda _, *rest: Shard(bytes(32), *rest))
+    monkeypatch.setattr(trainer, "Shard", lambda _, *rest, **named: Shard(bytes(32), *rest, **named))
     monkeypatch.setattr(member, "LocalTrainer", _SameDraws)
     one: list[float] = []
     two: list[float] = []

@@ -1,0 +1,54 @@
+"""What a second busy slot costs the first: operators measured in one process, then in several at once.
+
+    python benchmarks/slots.py [--slots 2] [--seconds 8]
+
+As a node with `[offer] slots` measures itself at the start (`node.services.calibration`), so that plans count
+with what a slot does while the others are busy. The slots share the cores; with one core for each what is
+left is what they do to each other: memory bandwidth, caches, clocks.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import psutil
+from _figures import leave, report
+
+from node.services.calibration import CALIBRATION_SECONDS, Wanted, measure_now, slowdown
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--quick", action="store_true", help="two seconds a measurement")
+    parser.add_argument("--slots", type=int, nargs="+", default=[2])
+    options = parser.parse_args()
+    seconds = 2.0 if options.quick else CALIBRATION_SECONDS
+    cores = psutil.cpu_count() or 1
+    rows = []
+    for slots in options.slots:
+        threads = max(1, cores // slots)
+        found = [
+            measure_now(Wanted("cpu", "float32", threads, count), seconds) for count in (1, slots, 1, slots)
+        ]
+        if any(each is None for each in found):
+            raise SystemExit("torch computes nothing here")
+        alone, beside, alone_again, beside_again = (each for each in found if each is not None)
+        for one, other in ((alone, beside), (alone_again, beside_again)):
+            rows.append(
+                {
+                    "slots": slots,
+                    "threads": threads,
+                    "alone_gflops": round(one.flops_per_second / 1e9, 1),
+                    "beside_gflops": round(other.flops_per_second / 1e9, 1),
+                    "share_permille": other.share_permille,
+                    "slowdown": round(slowdown(one, other), 3),
+                }
+            )
+    return report("slots", rows, [], as_json=options.json)
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,107 @@
+"""From what the command `train`, or a program, has prepared to a signed run.
+
+Its model and data are learnt here, what was left open is chosen, and what does not fit together is said in
+the person's words.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from msgspec.structs import replace
+
+from crypto.errors import RemoteProtocolError
+from node import state as views
+from node.content import datasets as datasets
+from node.content.datasets import Dataset
+from node.errors import RunFailed, UsageError
+from node.local.own_data import own_data_like
+from node.planning.choices import choose, has_open
+from node.planning.peers import live_peers
+from node.protocols.manifest import Run, RunFile, make_run
+from node.runs.data_check import check_values
+from node.runs.manifest_builder import bind_data, make_manifest, window_of
+from node.runs.runs import Runs
+from node.seams import Seams
+from node.services.measurements import Measurements
+from node.services.membership import Membership
+from partition.model.graph import Graph
+from partition.plan.problem import Infeasible
+from partition.run.messages import REASON_LENGTH_MAX
+
+
+class RequestingNode(Protocol):
+    """What a request needs of `node.runtime.Node`."""
+
+    state: views.State
+    seams: Seams
+    measurements: Measurements
+    membership: Membership
+    runs: Runs
+    signer: Any
+
+
+async def make_signed_run(
+    node: RequestingNode, run_file: RunFile, arguments: Mapping[str, Any], name: str
+) -> tuple[Run, str]:
+    """Take what the command captured, and sign a manifest for it; and why what was left open is as it is.
+    Raises UsageError, RunFailed."""
+    if not arguments.get("graph"):
+        raise UsageError(f"{name}: the command sent no captured model; is it of another version?")
+    values = arguments.get("values")
+    graph_hash, graph = await node.runs.models.learn(
+        Path(str(arguments["graph"])), Path(str(values)) if values else None
+    )
+    window = window_of(run_file, graph, name)
+    base = Path(str(arguments.get("path", name))).parent
+    shown, is_own = run_file.data, run_file.train.federated
+    if arguments.get("data"):  # the command has converted it
+        run_file = replace(run_file, data=str(arguments["data"]))
+    if run_file.data == datasets.DIGITS_NAME:
+        dataset = await node.seams.executor.run(datasets.load_digits)
+    else:
+        path = datasets.path_of(run_file.data, base)
+        read = node.runs.own_data.read if is_own else node.runs.data.learn
+        dataset = await read(path, window=window)
+    chosen = ""
+    if has_open(run_file):
+        run_file, chosen = await _choose(node, run_file, graph, dataset, name)
+    created = node.seams.clock.wall()
+    own_data = own_data_like(dataset, shown, name) if is_own else None
+    manifest = make_manifest(
+        run_file, graph, graph_hash, dataset, name=name, created=created, own_data=own_data
+    )
+    check = partial(check_values, graph, dataset, manifest.sizes_max, name, shown)
+    await node.seams.executor.run(check)
+    if run_file.data != datasets.DIGITS_NAME and not is_own:
+        try:
+            path = datasets.path_of(run_file.data, base)
+            await node.runs.data.keep(dataset.digest, path, window=dataset.window)
+        except OSError as error:
+            raise UsageError(f"{name}: the data could not be kept: {error.strerror or error}") from None
+    try:
+        run = make_run(node.signer, manifest)
+    except RemoteProtocolError as error:  # no other node would take it either
+        raise UsageError(f"{name}: this data and these numbers make no run: {error}") from None
+    if is_own:
+        node.runs.own_data.hold(run.id, dataset)
+    return run, chosen
+
+
+async def _choose(
+    node: RequestingNode, run_file: RunFile, graph: Graph, dataset: Dataset, name: str
+) -> tuple[RunFile, str]:
+    """Fill in what the person left open; and why it is so. Raises UsageError, RunFailed."""
+    now = node.seams.clock.wall()
+    measured = await node.measurements.document(node.membership.live)
+    status = views.status_document(node.state, now, {})
+    peers = live_peers(status, views.peers_document(node.state, now), measured)
+    least = graph.symbols[0].minimum if graph.symbols else 1
+    sizes = bind_data(graph, dataset, max(1, least), name)[1:]
+    try:
+        work = partial(choose, run_file, graph, sizes, peers)
+        found, reasons = await node.seams.executor.run(work, apart=True)
+    except Infeasible as infeasible:
+        raise RunFailed(f"{name}: {infeasible}", infeasible.do or None) from None
+    return found, f"chosen: {'; '.join(reasons)}"[:REASON_LENGTH_MAX]

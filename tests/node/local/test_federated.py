@@ -1,0 +1,300 @@
+"""Federated runs by whole nodes: each trains on a data set of its own, and no byte of one leaves its node."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from crypto.encoding import encode
+from crypto.errors import RemoteProtocolError
+from crypto.facts import IdentitySigner
+from crypto.identity import Identity
+from gossip.averaging.reduction import Vector
+from node import toml
+from node.averaging.participation import Participation, Round, Wanted
+from node.content.datasets import Dataset, load_digits, load_folder
+from node.errors import Unreachable, UsageError
+from node.events import AveragingEnded, RunEvaluated
+from node.local.own_data import own_data_like
+from node.offering import NamedData, read_own_data
+from node.protocols.manifest import (
+    MANIFEST_PURPOSE,
+    Manifest,
+    Run,
+    RunFile,
+    check_run,
+    check_run_file,
+    make_run,
+    own_data_hash,
+)
+from partition.run.local_settings import LocalSettings
+from partition.stage import OptimizerSettings
+from sim.streams import SimStream
+from sim.worlds.scheduling import run_virtually
+from tests import stack
+from tests.node.local.test_runs import SLOW, ends
+from tests.stack import Swarm, swarm
+
+ADAM = OptimizerSettings(kind="adam", learning_rate=0.002)
+NAME = "scans"
+
+
+def write_sets(folder: Path, names: str, *, shares: tuple[float, ...] = ()) -> dict[str, Path]:
+    """A share of the digits for each name, disjoint."""
+    data = load_digits()
+    order = np.random.default_rng(3).permutation(data.train_samples)
+    held_out = np.random.default_rng(4).permutation(data.test_samples)
+    weights = shares or (1.0 / len(names),) * len(names)
+    ends_at = np.cumsum((0.0, *weights))
+    paths = {}
+    for number, name in enumerate(names):
+        first, last = ends_at[number], ends_at[number + 1]
+        path = paths[name] = folder / name
+        path.mkdir()
+        for part, arrays, places in (("train", data.train, order), ("test", data.test, held_out)):
+            rows = places[int(first * len(places)) : int(last * len(places))]
+            np.savez(path / f"{part}.npz", x=arrays["x"][rows].astype(np.float32), y=arrays["y"][rows])
+    return paths
+
+
+def wanted(path: Path, steps: int = 16, **local: Any) -> Manifest:
+    """A federated run on sets that look like the one at `path`."""
+    own = own_data_like(load_folder(path), f"/data/{NAME}", "RUN.toml")
+    return stack.manifest(
+        dtype="float32",
+        optimizer=ADAM,
+        stages=1,
+        replicas=0,
+        microbatches=2,
+        microbatch=16,
+        test_samples=32,
+        steps=steps,
+        data=own_data_hash(own),
+        local=LocalSettings(**({"local_steps": 2} | local), own_data=own),
+    )
+
+
+async def submit(group: Swarm, requester: str, manifest: Manifest, held: Dataset | None) -> Run:
+    """As the command `train` hands a run over."""
+    node = group.nodes[requester]
+    run = stack.prepare(node, manifest)
+    if held is not None:
+        node.runs.own_data.hold(run.id, held)
+    await node.runs.submit(run)
+    return run
+
+
+@contextmanager
+def overheard(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
+    """All that goes over streams, in the clear."""
+    found: list[bytes] = []
+    send = SimStream.send
+
+    async def listened(self: SimStream, message: bytes, *payload: bytes) -> None:
+        found.extend(bytes(part) for part in (message, *payload))
+        await send(self, message, *payload)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SimStream, "send", listened)
+        yield found
+
+
+def marks(path: Path) -> list[bytes]:
+    """Stretches of bytes that only the samples of this set have: whole rows of pixels that are not empty."""
+    images = np.load(path / "train.npz")["x"]
+    return [image.tobytes()[64:192] for image in images if np.count_nonzero(image.ravel()[16:48]) > 12]
+
+
+def test_each_trains_on_its_own_set_and_no_byte_of_one_is_sent_or_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = write_sets(tmp_path, "abc")
+    stretches = [mark for path in paths.values() for mark in marks(path)]
+    assert len(stretches) > 500
+
+    async def play() -> None:
+        async with swarm("abc", stage_seconds=SLOW) as group:
+            for name in "bc":
+                group.nodes[name].set("own_data", f"{NAME}={paths[name]}")
+            data = load_folder(paths["a"])
+            await submit(group, "a", wanted(paths["a"], steps=40), data)
+            found = await ends(group, "abc", 200)
+            assert [event.outcome for event in found] == ["done"] * 3
+            assert len({event.weights for event in found}) == 1
+            rounds = [e for e in group.events["b"] if isinstance(e, AveragingEnded) and e.outcome == "ok"]
+            assert max(len(event.averaged) for event in rounds) == 3
+            for storage in group.storages.values():
+                for name in storage.names:
+                    kept = storage.read(name) or b""
+                    assert not any(mark in kept for mark in stretches), name
+
+    with overheard(monkeypatch) as heard:
+        run_virtually(play)
+    said = b"\0".join(heard)
+    assert len(said) > 1_000_000, "parameters travelled"
+    assert not any(mark in said for mark in stretches)
+
+
+def test_the_same_ear_hears_samples_where_data_travels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the test above can fail."""
+    path = write_sets(tmp_path, "a")["a"]
+
+    async def play() -> None:
+        async with swarm("ab", stage_seconds=SLOW) as group:
+            node = group.nodes["a"]
+            data = await node.runs.data.learn(path, window=0)
+            plain = stack.manifest(
+                dtype="float32",
+                optimizer=ADAM,
+                stages=1,
+                replicas=0,
+                microbatches=2,
+                microbatch=16,
+                test_samples=32,
+                steps=8,
+                data=data.digest,
+                local=LocalSettings(local_steps=2),
+            )
+            await submit(group, "a", plain, None)
+            await ends(group, "ab", 200)
+
+    with overheard(monkeypatch) as heard:
+        run_virtually(play)
+    said = b"\0".join(heard)
+    assert sum(mark in said for mark in marks(path)) > 100
+
+
+def test_nobody_hands_over_a_set_of_its_own_to_whoever_knows_its_hash(tmp_path: Path) -> None:
+    paths = write_sets(tmp_path, "ab")
+
+    async def play() -> None:
+        async with swarm("ab", stage_seconds=SLOW) as group:
+            group.nodes["b"].set("own_data", f"{NAME}={paths['b']}")
+            run = await submit(group, "a", wanted(paths["a"], steps=8), load_folder(paths["a"]))
+            await ends(group, "ab", 200)
+            digest = load_folder(paths["b"]).digest
+            plain = stack.manifest(data=digest)
+            with pytest.raises(Unreachable):
+                await group.nodes["a"].runs.data.load(plain, [group.nodes["b"].peer])
+            with pytest.raises(Unreachable):  # nor does the run's own hash stand for any
+                await group.nodes["a"].runs.data.load(run.manifest, [group.nodes["b"].peer])
+
+    run_virtually(play)
+
+
+def test_only_nodes_that_offer_such_a_set_take_part(tmp_path: Path) -> None:
+    """`b` has none of that name, `c` one of other shapes, `d` one with a number that is none."""
+    paths = write_sets(tmp_path, "abcd")
+    np.savez(paths["c"] / "train.npz", x=np.zeros((40, 1, 9, 9), np.float32), y=np.zeros(40, np.int64))
+    np.savez(paths["c"] / "test.npz", x=np.zeros((40, 1, 9, 9), np.float32), y=np.zeros(40, np.int64))
+    with np.load(paths["d"] / "train.npz") as file:
+        images, labels = file["x"].copy(), file["y"].copy()
+    images[5, 0, 3, 3] = np.nan
+    np.savez(paths["d"] / "train.npz", x=images, y=labels)
+
+    async def play() -> None:
+        async with swarm("abcd", stage_seconds=SLOW) as group:
+            for name in "cd":
+                group.nodes[name].set("own_data", f"{NAME}={paths[name]}")
+            manifest = wanted(paths["a"], steps=30)
+            run = await submit(group, "a", manifest, load_folder(paths["a"]))
+            (end,) = await ends(group, "a", 200)
+            assert end.outcome == "done"
+            assert not any(isinstance(e, AveragingEnded) for e in group.events["a"])
+            graph = await group.nodes["a"].runs.models.get(manifest.graph_hash, [])
+            said = [await group.nodes[n].runs.own_data.refusal(run, graph) for n in "bcd"]
+            assert said[0] == f"it offers no data set of its own called {NAME}"
+            for reason in said[1:]:
+                assert reason is not None
+                assert "none of x float32[1,8,8], y int64[] that this model takes" in reason
+                assert str(tmp_path) not in reason, "where it lies is nobody's business"
+                assert "nan" not in reason, "nor what is in it"
+            with pytest.raises(UsageError, match=r"x of sample 5 at \[0, 3, 3\] is nan"):
+                await group.nodes["d"].runs.own_data.find(run, graph)
+
+    run_virtually(play)
+
+
+def test_what_a_member_learnt_counts_by_its_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = write_sets(tmp_path, "ab", shares=(0.75, 0.25))
+    told: set[float] = set()
+    average = Participation.average
+
+    async def listened(self: Participation, offered: Vector, weight: float, wanted: Wanted) -> Round:
+        told.add(weight)
+        return await average(self, offered, weight, wanted)
+
+    async def play() -> None:
+        async with swarm("ab", stage_seconds=SLOW) as group:
+            group.nodes["b"].set("own_data", f"{NAME}={paths['b']}")
+            await submit(group, "a", wanted(paths["a"], steps=24), load_folder(paths["a"]))
+            await ends(group, "ab", 200)
+
+    monkeypatch.setattr(Participation, "average", listened)
+    run_virtually(play)
+    assert told == {float(load_folder(path).train_samples) for path in paths.values()}
+
+
+def test_a_requester_without_a_part_in_it_lends_only_the_shape(tmp_path: Path) -> None:
+    paths = write_sets(tmp_path, "abc")
+
+    async def play() -> None:
+        async with swarm("abc", stage_seconds=SLOW) as group:
+            group.nodes["a"].set("accept_runs", "never")
+            for name in "bc":
+                group.nodes[name].set("own_data", f"{NAME}={paths[name]}")
+            await submit(group, "a", wanted(paths["a"], steps=60), load_folder(paths["a"]))
+            found = await ends(group, "abc", 300)
+            assert [event.outcome for event in found] == ["done"] * 3
+            judged = [e for e in group.events["b"] if isinstance(e, RunEvaluated)]
+            sizes = {name: load_folder(paths[name]).test_samples // 16 * 16 for name in "bc"}
+            assert {event.samples for event in judged} <= set(sizes.values())
+            first, last = judged[0].loss, judged[-1].loss
+            assert last < first / 2
+
+    run_virtually(play)
+
+
+# What cannot be asked for
+
+RUN = 'model = "simple-cnn"\ndata = "digits"\n[train]\nfederated = true\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (RUN, 'in train.mode = "local" alone; in mode "exact" samples travel to the stages'),
+        (RUN + 'mode = "auto"\n', 'in mode "auto" samples travel'),
+        (RUN + 'mode = "local"\n[plan]\nstages = 2\n',
+         "with plan.stages = 2 labels and activations of each sample would travel"),
+    ],
+)  # fmt: skip
+def test_a_federated_run_is_refused_where_samples_would_travel(text: str, said: str) -> None:
+    run_file = toml.parse(text, RunFile, name="RUN.toml").value
+    with pytest.raises(UsageError) as caught:
+        check_run_file(run_file, "RUN.toml")
+    assert said in str(caught.value)
+
+
+def test_a_manifest_that_names_data_beside_its_members_own_is_refused(tmp_path: Path) -> None:
+    path = write_sets(tmp_path, "a")["a"]
+    good = wanted(path)
+    signer = IdentitySigner(Identity(bytes(32)), "test")
+    make_run(signer, good)
+    for wrong in ({"data": "0" * 64}, {"data": "digits"}, {"stages": 2}):
+        fields = {name: getattr(good, name) for name in good.__struct_fields__} | wrong
+        fact = signer.sign(MANIFEST_PURPOSE, encode(Manifest(**fields)))
+        with pytest.raises(RemoteProtocolError, match="members' own"):
+            check_run(signer, fact)
+
+
+@pytest.mark.parametrize("text", ["scans", "scans=", "=/data", "a b=/data", "scans=data/here", "../x=/data"])
+def test_a_name_and_an_absolute_path_make_an_offer(text: str) -> None:
+    with pytest.raises(ValueError, match="such as scans=/data/scans"):
+        read_own_data(text)
+    assert read_own_data("scans=/data/s") == NamedData("scans", Path("/data/s"))
