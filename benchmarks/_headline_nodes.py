@@ -36,10 +36,20 @@ LOCAL = (("1 node", "a", 10, 1), ("2 nodes", "ab", 10, 2), ("4 nodes", "abcd", 5
 LOCAL_SEEDS = 2
 STAGE_SECONDS = 1.0
 """A pass is modelled to take so long, so that a round of averaging takes about one."""
-QUOTA = 0.4
-"""Cores each: two cores carry four nodes, and this program."""
-SAMPLES, EPOCHS = 1_000, 4
-START_SECONDS_MAX, RUN_SECONDS_MAX = 120.0, 280.0
+LOCAL_SECONDS_MAX = 4 * TOTAL_STEPS * STAGE_SECONDS
+"""Of virtual time: one node alone makes all steps, and evaluates between them."""
+QUOTA, FOUR_QUOTA = 0.9, 0.4
+"""Cores each: two cores carry two nodes, and four, beside this program."""
+SAMPLES, EPOCHS, FOUR_EPOCHS = 1_000, 32, 16
+"""A second node trains some eight seconds after the first, which has to be little of the whole."""
+PROCESSES = (
+    ("1 node", "a", QUOTA, EPOCHS, 10, 1),
+    ("2 nodes, every 10, rate x2", "ab", QUOTA, EPOCHS, 10, 2),
+    ("1 node", "a", FOUR_QUOTA, FOUR_EPOCHS, 10, 1),
+    ("4 nodes, every 5, rate x3", "abcd", FOUR_QUOTA, FOUR_EPOCHS, 5, 3),
+)
+"""Name, nodes, cores for each, epochs, local steps, times the learning rate."""
+START_SECONDS_MAX, RUN_SECONDS_MAX = 120.0, 600.0
 
 
 # Virtual time
@@ -95,7 +105,7 @@ def _local(nodes: str, local_steps: int, times: int, seed: int) -> dict[str, Any
                 optimizer=OptimizerSettings(kind="adam", learning_rate=times * RATE),
                 local=LocalSettings(local_steps=local_steps, evaluate_every=20),
             )
-            _, events = await train(group, "a", wanted)
+            _, events = await train(group, "a", wanted, seconds=LOCAL_SECONDS_MAX)
             found.update(_outcome(group, nodes, events))
 
     simulate(play)
@@ -116,18 +126,19 @@ def _outcome(group: Swarm, nodes: str, events: list[Any]) -> dict[str, Any]:
 
 
 def play_processes(measure: Measure, write_images: Callable[[Path, int, int], None]) -> None:
-    """One node beside two and four, in local mode."""
-    for how, names, local_steps, times in (
-        ("1 node", "a", 10, 1),
-        ("2 nodes, every 10, rate x2", "ab", 10, 2),
-        ("4 nodes, every 5, rate x3", "abcd", 5, 3),
-    ):
-        key = {"how": how, "quota": QUOTA}
-        measure(key, partial(_real, names, local_steps, times, write_images))
+    """One node beside two and four, in local mode, each pair under the same quota."""
+    for how, names, quota, epochs, local_steps, times in PROCESSES:
+        key = {"how": how, "quota": quota}
+        measure(key, partial(_real, names, quota, epochs, local_steps, times, write_images))
 
 
 def _real(
-    names: str, local_steps: int, times: int, write_images: Callable[[Path, int, int], None]
+    names: str,
+    quota: float,
+    epochs: int,
+    local_steps: int,
+    times: int,
+    write_images: Callable[[Path, int, int], None],
 ) -> dict[str, Any]:
     groups = Groups()
     running: list[subprocess.Popen[bytes]] = []
@@ -137,7 +148,7 @@ def _real(
         try:
             join: list[str] = []
             for name in names:
-                group = groups.make(f"headline-{name}", QUOTA)
+                group = groups.make(f"headline-{name}", quota)
                 command = [
                     sys.executable, "-m", "node", "--data-dir", str(folder / name), "--listen", "127.0.0.1:0",
                     "--no-lan", "--name", name, "--cores", "1", "--web", "off", "--swarm", "headline", *join,
@@ -156,7 +167,7 @@ def _real(
                 status = _wait(folder / name, lambda status: bool(status["addresses"]))
                 join = ["--join", status["addresses"][0]]
             _wait(folder / "a", lambda status: status["members_alive"] >= len(names) - 1)
-            return _run(folder, names, local_steps, times, write_images, environment)
+            return _run(folder, names, epochs, local_steps, times, write_images, environment)
         finally:
             for process in running:
                 process.terminate()
@@ -183,6 +194,7 @@ def _wait(data_dir: Path, ready: Callable[[dict[str, Any]], bool]) -> dict[str, 
 def _run(
     folder: Path,
     names: str,
+    epochs: int,
     local_steps: int,
     times: int,
     write_images: Callable[[Path, int, int], None],
@@ -190,7 +202,7 @@ def _run(
 ) -> dict[str, Any]:
     (folder / "images").mkdir()
     write_images(folder / "images", SAMPLES, 500)
-    steps = EPOCHS * SAMPLES // BATCH // len(names)
+    steps = epochs * SAMPLES // BATCH // len(names)
     (folder / "run.toml").write_text(
         f'model = "simple-cnn"\ndata = "images"\n[train]\nsteps = {steps}\nbatch = {BATCH}\n'
         f'microbatch = {BATCH}\nlearning_rate = {times * RATE}\nmode = "local"\nlocal_steps = {local_steps}\n'
@@ -209,7 +221,12 @@ def _run(
     end = next(event for event in events if event.get("kind") == "RunEnded")
     ended = datetime.fromisoformat(end["at"]).timestamp()
     start = datetime.fromisoformat(first["at"]).timestamp() - first["seconds"]
-    rounds = sum(event.get("kind") == "AveragingEnded" and event["outcome"] == "ok" for event in events)
+    told = subprocess.run(
+        [sys.executable, "-m", "node", "events", "--kind", "AveragingEnded", "--json",
+         "--data-dir", str(folder / "a")],
+        capture_output=True, text=True, cwd=ROOT, env=environment, timeout=START_SECONDS_MAX, check=True,
+    )  # fmt: skip
+    rounds = sum(json.loads(line)["outcome"] == "ok" for line in told.stdout.splitlines())
     return {
         "seconds": ended - start,
         "whole": ended - begun,

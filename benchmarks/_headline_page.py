@@ -58,14 +58,16 @@ class Table:
         ]
 
     def times(self) -> dict[str, float]:
-        """How many times as fast as one real node each was, mean over what was measured."""
-        seconds: dict[str, list[float]] = {}
+        """How many times as fast as one real node under the same quota each was, mean over what was
+        measured."""
+        seconds: dict[tuple[str, float], list[float]] = {}
         for row in self.processes:
-            seconds.setdefault(row["how"], []).append(row["seconds"])
-        if "1 node" not in seconds:
-            return {}
-        one = float(np.mean(seconds["1 node"]))
-        return {how: one / float(np.mean(values)) for how, values in seconds.items() if how != "1 node"}
+            seconds.setdefault((row["how"], row["quota"]), []).append(row["seconds"])
+        return {
+            how: float(np.mean(seconds["1 node", quota])) / float(np.mean(values))
+            for (how, quota), values in seconds.items()
+            if how != "1 node" and ("1 node", quota) in seconds
+        }
 
     def lines(self, data: str) -> list[str]:
         """A row a way: accuracy and ratio."""
@@ -229,18 +231,19 @@ def _nodes(table: Table) -> list[str]:
 def _processes(table: Table) -> list[str]:
     if not table.processes:
         return ["Not measured: `python benchmarks/headline.py --part processes`."]
-    quota = table.processes[0]["quota"]
     times = table.times()
     lines = [
-        f"`python -m node` in control groups of {quota:g} cores each, over loopback, generated images;",
-        "seconds from the beginning of the first step to the end of the run, the same samples in all.",
+        "`python -m node` in control groups with a quota of CPU time each, over loopback on two cores,",
+        "generated images; seconds from the beginning of the first step to the end of the run, the same",
+        "samples in all. Nothing else had the machine meanwhile.",
         "",
-        "| how | seconds | with start and capture | times as fast | accuracy |",
-        "|---|---|---|---|---|",
+        "| how | cores each | seconds | with start and capture | times as fast | accuracy |",
+        "|---|---|---|---|---|---|",
     ]
     for row in table.processes:
         speed = f"{times[row['how']]:.2f}" if row["how"] in times else "1"
         lines.append(
-            f"| {row['how']} | {row['seconds']:.1f} | {row['whole']:.1f} | {speed} | {row['accuracy']:.4f} |"
+            f"| {row['how']} | {row['quota']:g} | {row['seconds']:.1f} | {row['whole']:.1f} | {speed} |"
+            f" {row['accuracy']:.4f} |"
         )
     return lines

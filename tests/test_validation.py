@@ -9,13 +9,16 @@ import pytest
 from crypto.errors import RemoteProtocolError
 from crypto.facts import IdentitySigner
 from crypto.identity import Identity, PeerId
+from node.cli.runs import run_lines
+from node.cli.screen import EventScreen
 from node.content.datasets import Dataset, load_digits, load_folder
 from node.errors import UsageError
 from node.events import Event, RunEnded, RunEvaluated, RunPlanned, StepCommitted
 from node.protocols.manifest import Manifest, Run, RunFile, TrainTable, check_run_file, make_run
 from node.runs.manifest_builder import make_manifest
 from node.runs.metrics import metric_rows
-from node.state import RunView
+from node.state import RunView, State, apply, event_document, run_document
+from node.web.charts import Charts
 from partition.stage import OptimizerSettings
 from partition.steps.messages import Apply, Synced
 from partition.steps.resume import check_synced
@@ -73,6 +76,61 @@ def test_a_run_is_validated_between_steps_and_its_steps_stay_as_they_were(data: 
             assert group.nodes["c"].state.runs[run.text].validations[-1].step == 12
 
     simulate(scenario)
+
+
+def test_screens_and_the_curve_tell_each_validation_beside_the_steps(data: Any) -> None:
+    """Of the events of a real run: what `train` prints, `runs show`, and what the page draws."""
+    told: list[Event] = []
+
+    async def scenario() -> None:
+        async with swarm("abcde") as group:
+            _, events = await train(group, data, validation=ValidationSettings(5), metrics=("correct",))
+            told.extend(events)
+
+    simulate(scenario)
+    screen, state, charts = EventScreen(), State(), Charts()
+    printed = []
+    for event in told:
+        printed += screen.lines(event_document(event))
+        state = apply(state, event)
+        charts.take(event)
+    found = validations(told)
+    lines = [line for line in printed if "validation loss" in line]
+    assert len(lines) == 3
+    for (step, event), line in zip(sorted(found.items()), lines, strict=True):
+        best = "the best so far" if event.best_step == step else f"best after step {event.best_step}"
+        figures = f"loss {event.loss:.4f}, accuracy {event.accuracy:.3f}"
+        assert line == f"step {step:>5}  validation {figures}  {best}"
+    (view,) = state.runs.values()
+    shown = [line for line in run_lines(run_document(view)) if line.startswith("  validation")]
+    best = found[12].best_step
+    assert shown == [f"  validation    loss {found[12].loss:.4f} after step 12, best after step {best}"]
+    (course,) = charts.courses.values()
+    marks = [(step, text) for _, step, kind, text in course.document()["marks"] if kind == "validation"]
+    assert marks == [
+        (step, f"loss {event.loss:.4f}, best after step {event.best_step}")
+        for step, event in sorted(found.items())
+    ]
+
+
+def test_a_validation_costs_its_forward_passes_and_hardly_more(data: Any) -> None:
+    """Where a pass takes a second: six micro-batches of validation samples, in two stages side by side."""
+
+    def lasted(validation: ValidationSettings | None) -> float:
+        seconds: list[float] = []
+
+        async def scenario() -> None:
+            async with swarm("abcde", stage_seconds=1.0) as group:
+                _, events = await train(group, data, validation=validation, steps=8, replicas=1)
+                steps = [event for event in events if isinstance(event, StepCommitted)]
+                seconds.append(steps[-1].at - steps[0].at)
+
+        simulate(scenario)
+        return seconds[0]
+
+    passes = VALIDATED // 4
+    each = (lasted(ValidationSettings(1)) - lasted(None)) / 7
+    assert passes <= each <= passes + 2, "the first waits for the second stage, and some messages"
 
 
 def test_a_run_stops_early_at_the_same_step_though_its_committer_dies(data: Any) -> None:
