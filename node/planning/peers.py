@@ -219,7 +219,7 @@ def live_peers(
                 calibration=_calibration(row["peer"], max(1, rate), measured),
                 reason="" if rate else "takes no stages",
                 location=(row.get("place") or {}).get("location") or capacity["location"],
-                device=capacity["device"].partition(":")[0],
+                device=capacity.get("device", "").partition(":")[0],
             )
         )
     links = [
