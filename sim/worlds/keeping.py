@@ -1,12 +1,14 @@
 """Disks and requests of `partition.run.checkpoint_rounds` in a world of cores: stages are copied to other
 members, and put back."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, assert_never
 
 from crypto.identity import PeerId
 from node.checkpoints.replication import CONCLUDE_SECONDS_MAX
+from node.content.blobs import HEDGE_SECONDS
 from node.runs.checkpointing import RESTORE_AGAIN_SECONDS
 from partition.plan.plan import Plan, plan_hash
 from partition.run.asks import Done
@@ -118,7 +120,7 @@ class Keeping:
                 self._later(RESTORE_AGAIN_SECONDS, lambda: self.restore(name, stage, step, then))
 
         others = [peer for peer in self._live() if peer != self._me]
-        fetch_from(self._ask, others, FetchCopy(step, stage), take)
+        fetch_from(self._ask, self._later, others, FetchCopy(step, stage), take)
 
     # The committer's side
 
@@ -171,17 +173,37 @@ class Keeping:
 
 
 def fetch_from(
-    ask: Ask, sources: Sequence[PeerId], question: Any, then: Callable[[State | None], None]
+    ask: Ask,
+    later: Callable[[float, Callable[[], None]], None],
+    sources: Sequence[PeerId],
+    question: Any,
+    then: Callable[[State | None], None],
 ) -> None:
-    """Ask one after another for a state; None where nobody hands it over."""
-    left = list(sources)
+    """Ask one after another for a state, and another beside each that says nothing for long; None where
+    nobody hands it over."""
+    left = deque(sources)
+    silent: set[PeerId] = set()
+    found: list[State | None] = []
 
-    def next_one(state: Any) -> None:
-        if isinstance(state, State):
-            then(state)
-        elif left:
-            ask(left.pop(0), question, FETCH_SECONDS_MAX, next_one)
-        else:
-            then(None)
+    def ask_next() -> None:
+        if found:
+            return
+        if not left:
+            if not silent:
+                found.append(None)
+                then(None)
+            return
+        peer = left.popleft()
+        silent.add(peer)
+        ask(peer, question, FETCH_SECONDS_MAX, partial(take, peer))
+        later(HEDGE_SECONDS, lambda: ask_next() if peer in silent and left else None)
 
-    next_one(None)
+    def take(peer: PeerId, state: Any) -> None:
+        silent.discard(peer)
+        if found or not isinstance(state, State):
+            ask_next()
+            return
+        found.append(state)
+        then(state)
+
+    ask_next()

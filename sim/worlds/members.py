@@ -474,7 +474,7 @@ class Member(Turns):
     def _fetch_state(
         self, sources: Sequence[PeerId], plan: bytes, step: int, then: Callable[[State | None], None]
     ) -> None:
-        fetch_from(self.ask, sources, FetchState(plan, step), then)
+        fetch_from(self.ask, self.later, sources, FetchState(plan, step), then)
 
     def others(self) -> list[PeerId]:
         """The live members of the plan in force, without this peer."""
