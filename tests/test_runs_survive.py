@@ -32,6 +32,8 @@ from tests.stack import (
 )
 
 GIVEN_UP_SECONDS = 60
+DEATH_SECONDS_MAX = 20
+"""Until all have noticed one, with a wide margin."""
 
 
 @pytest.fixture(autouse=True)
@@ -131,6 +133,37 @@ def test_a_requester_that_dies_while_it_places_a_run_leaves_nobody_waiting(
             for name in "bcd":
                 assert group.nodes[name].runs.known() == []
                 assert group.nodes[name].runs.has_slot
+
+    simulate(scenario)
+
+
+def test_a_lease_that_is_given_after_its_asker_died_holds_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with swarm("abcd") as group:
+            asked: list[str] = []
+
+            def thinks_slowly(name: str) -> None:
+                get = group.nodes[name].runs.models.get
+
+                async def get_late(*arguments: Any) -> Any:
+                    graph = await get(*arguments)
+                    asked.append(name)
+                    group.kill("a")
+                    await trio.sleep(DEATH_SECONDS_MAX)
+                    return graph
+
+                monkeypatch.setattr(group.nodes[name].runs.models, "get", get_late)
+
+            for name in "bcd":
+                thinks_slowly(name)
+            node = group.nodes["a"]
+            run = prepare(node, small(stages=1, replicas=1))
+            node.runs.start_task(node.runs.submit, run, of=run)
+            with trio.fail_after(GIVEN_UP_SECONDS):
+                while not asked:  # noqa: ASYNC110
+                    await trio.sleep(0.1)
+            await trio.sleep(DEATH_SECONDS_MAX + 5)
+            assert all(group.nodes[name].runs.has_slot for name in "bcd")
 
     simulate(scenario)
 

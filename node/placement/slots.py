@@ -71,11 +71,11 @@ class Slots:
         """Return the runs that have a slot, or the promise of one."""
         return self._core.taken(self._now)
 
-    async def promise(self, body: LeaseBody, planner: PeerId) -> None:
-        """Hold a slot for `planner`'s plan; only a free one is promised. Raises OSError: it cannot be
-        kept."""
+    async def promise(self, body: LeaseBody, planner: PeerId, height: int) -> None:
+        """Hold a slot for `planner`'s plan at a height; only a free one is promised. Raises OSError: it
+        cannot be kept."""
         until = float(int(self._now) + body.silence_seconds_max)
-        promise = Promise(body.run, body.plan, body.stage, planner, until)
+        promise = Promise(body.run, body.plan, body.stage, planner, until, height)
         self._core.promise(self._now, promise)
         try:
             async with self._writing:
@@ -96,6 +96,13 @@ class Slots:
     def release_run(self, run: bytes) -> None:
         """Forget what was promised for any plan of this run."""
         self._note(self._core.release_run(run))
+
+    def supersede(self, run: bytes, planner: PeerId, height: int) -> tuple[Promise, ...]:
+        """Forget what was promised for plans that cannot come about, now that `planner` asks for one at
+        `height`. Return what was forgotten."""
+        gone = self._core.supersede(run, planner, height)
+        self._note(bool(gone))
+        return gone
 
     def release_all(self, planner: PeerId) -> None:
         """Forget what was promised to a peer that is gone; others' promises stand."""

@@ -5,7 +5,7 @@ may ask for what is said in `node.protocols.runs`.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Protocol
@@ -83,6 +83,7 @@ class Service(Protocol):
     local: LocalRuns
     data: DataFiles
     accepts: Callable[[Run], str | None]
+    gone: Callable[[], Collection[PeerId]]
     refuse: Callable[[PeerId, RemoteProtocolError], None]
 
     def is_over(self, run: bytes) -> bool: ...
@@ -192,6 +193,8 @@ class Requests:
             raise RemoteProtocolError("a lease for a stage that the plan does not give to this node")
         if runs.is_over(run.id):
             return wire.Declined("the run is over")
+        if request.stage is not None:
+            await self._supersede(run, peer, plan.height)
         waits = None if request.stage is None else runs.queue.ask(run, request.revision)
         if waits is not None or not (request.stage is None or runs.slots.is_free_for(run.id)):
             return waits or wire.Declined("busy")
@@ -203,7 +206,7 @@ class Requests:
         if reason is not None:
             return wire.Declined(reason[:REASON_LENGTH_MAX])
         name = plan_hash(plan)
-        before = self._released.count(name)
+        before, was_gone = self._released.count(name), peer in runs.gone()
         try:
             graph = await runs.models.get(run.manifest.graph_hash, [peer, run.requester])
         except Unreachable as error:
@@ -211,12 +214,22 @@ class Requests:
         reason = await self._checks.rejection_reason(peer, run, graph, plan, request.stage)
         if reason is not None:
             return wire.Declined(reason[:REASON_LENGTH_MAX])
-        if not runs.slots.is_free_for(run.id) or self._released.count(name) != before:
+        is_awaited = self._released.count(name) == before and (was_gone or peer not in runs.gone())
+        if not is_awaited or not runs.slots.is_free_for(run.id):
             return wire.Declined("busy")  # somebody else was given it meanwhile, or nobody waits any more
         body = wire.LeaseBody(run.id, name, request.stage, int(timeouts.SILENCE_SECONDS_MAX))
-        await runs.slots.promise(body, peer)
+        await runs.slots.promise(body, peer, plan.height)
         runs.queue.begin(run, request.revision)
         return wire.Leased(runs.signer.sign(wire.LEASE_PURPOSE, encode(body)))
+
+    async def _supersede(self, run: Run, planner: PeerId, height: int) -> None:
+        """Give back what is held for plans of this run that cannot come about, now that `planner` asks for
+        one at `height`."""
+        for promise in self._runs.slots.supersede(run.id, planner, height):
+            member = self._runs.members.get(run.id)
+            if member is not None:
+                with self._runs.containing(run, "superseded"):
+                    await member.unprepare(promise.plan)
 
     def _agree_to_witness(self, peer: PeerId, run: Run, plan: Plan) -> wire.Reply:
         runs = self._runs

@@ -1,6 +1,7 @@
 """The places for stages that one peer has, and to whom they are promised.
 
-A run has one of them at most. A promise ends by itself unless its stage is opened in time.
+A run has one of them at most. A promise ends by itself unless its stage is opened in time, and at once where
+its plan cannot come about any more: its planner is gone, has another plan, or was outvoted.
 """
 
 from collections.abc import Callable, Collection
@@ -9,17 +10,18 @@ from typing import Annotated
 import msgspec
 
 from crypto.identity import PeerId
-from partition.plan.plan import Hash, Peer, StageNumber
+from partition.plan.plan import Hash, Height, Peer, StageNumber
 
 
 class Promise(msgspec.Struct, frozen=True, array_like=True):
-    """A slot that is held for a stage of `planner`'s plan; `until` is by the clock of `Slots`."""
+    """A slot that is held for a stage of `planner`'s plan at a height; `until` is by the clock of `Slots`."""
 
     run: Hash
     plan: Hash
     stage: StageNumber | None
     planner: Peer
     until: Annotated[float, msgspec.Meta(ge=0, lt=2**53)]
+    height: Height
 
 
 class Slots:
@@ -66,6 +68,16 @@ class Slots:
     def release_run(self, run: bytes) -> bool:
         """Forget what was promised for any plan of this run: one is in force, or the run is over."""
         return self._keep(lambda row: row.run != run)
+
+    def supersede(self, run: bytes, planner: PeerId, height: int) -> tuple[Promise, ...]:
+        """Forget what was promised for plans of this run that cannot come about, now that `planner` asks for
+        one at `height`: earlier ones of its own, for it asks for one at a time, and those of lower heights,
+        for another was decided there. Return what was forgotten."""
+        gone = tuple(
+            row for row in self.promises if row.run == run and (row.planner == planner or row.height < height)
+        )
+        self._keep(lambda row: row not in gone)
+        return gone
 
     def release_all(self, planner: PeerId) -> bool:
         """Forget what was promised to a peer that is gone; others' promises stand."""

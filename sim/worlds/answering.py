@@ -68,6 +68,9 @@ def answer(member: Answering, asker: PeerId, question: Question, reply: Answer) 
 
 def _lease(member: Answering, asker: PeerId, question: HoldStage, reply: Answer) -> None:
     is_witness = question.stage is None
+    if not is_witness:
+        for given_back in member.slots.supersede(question.plan.run, asker, question.plan.height):
+            member.hosting.unprepare(given_back.plan)
     if member.is_busy and not is_witness:
         reply(Declined("busy"))
     elif member.core.is_behind(asker, question.plan):
@@ -75,7 +78,7 @@ def _lease(member: Answering, asker: PeerId, question: HoldStage, reply: Answer)
     else:
         if not is_witness:
             plan, until = question.plan, member.now + SILENCE_SECONDS_MAX
-            promise = Promise(plan.run, plan_hash(plan), question.stage, asker, until)
+            promise = Promise(plan.run, plan_hash(plan), question.stage, asker, until, plan.height)
             member.slots.promise(member.now, promise)
         reply(Done())
 

@@ -53,6 +53,11 @@ class Hosting:
         if self.core.unprepare(plan) is not None:
             self.hosted = None
 
+    def planner_lost(self, planner: PeerId) -> None:
+        """Close what was opened for a plan that `planner` would have had decided; the peer is gone."""
+        if self.core.planner_lost(planner) is not None:
+            self.hosted = None
+
     def _open(self, wanted: core.StageWanted, opened: Callable[[bool], None] | None = None) -> None:
         self.hosted = None
 

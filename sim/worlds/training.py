@@ -95,6 +95,8 @@ class TrainingRuns:
             case MemberDown() | MemberLeft():
                 known[event.peer] = False
                 self.slots(life.peer).release_all(event.peer)
+                for run in self._of[life.peer]:
+                    run.planner_lost(life.peer, event.peer)
             case MemberForgotten():
                 known.pop(event.peer, None)
             case MemberSuspected():
@@ -293,6 +295,11 @@ class _Run:
         member = self._members.get(peer)
         if member is not None and about in self._setting.pool:
             member.turn(member.members_changed)
+
+    def planner_lost(self, peer: PeerId, planner: PeerId) -> None:
+        member = self._members.get(peer)
+        if member is not None and planner in self._setting.pool:
+            member.turn(lambda: member.hosting.planner_lost(planner))
 
     def suspected(self, peer: PeerId, about: PeerId) -> None:
         member = self._members.get(peer)

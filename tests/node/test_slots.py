@@ -54,18 +54,18 @@ def test_as_many_slots_as_there_are_and_one_for_a_run() -> None:
     async def scenario() -> None:
         disk = MemoryStorage()
         slots = with_slots(2, storage=disk)
-        await slots.promise(body(1), PLANNER)
+        await slots.promise(body(1), PLANNER, 0)
         assert slots.free == 1
         assert not slots.is_free_for(body(1).run), "a run has one slot of a node"
         assert slots.is_free_for(body(2).run)
-        await slots.promise(body(2), OTHER)
+        await slots.promise(body(2), OTHER, 0)
         assert (slots.free, slots.is_free_for(body(3).run)) == (0, False)
         assert with_slots(2, storage=disk).free == 0, "also after a restart"
         slots.release(body(1).plan, OTHER)
         assert slots.free == 1, "by its plan and whom it was promised to"
         slots.release_all(PLANNER)
         assert with_slots(2, storage=disk).free == 2
-        await slots.promise(body(4), PLANNER)
+        await slots.promise(body(4), PLANNER, 0)
         await trio.sleep(241)
         assert slots.free == 2, "nobody has come"
 
@@ -75,7 +75,7 @@ def test_as_many_slots_as_there_are_and_one_for_a_run() -> None:
 def test_a_slot_that_is_hosted_is_taken_and_a_promise_for_its_run_takes_no_other() -> None:
     async def scenario() -> None:
         slots = with_slots(2, hosted=[body(1).run])
-        await slots.promise(body(1), PLANNER)
+        await slots.promise(body(1), PLANNER, 0)
         assert slots.free == 1
 
     simulate(scenario)
@@ -87,8 +87,28 @@ def test_promises_made_at_once_are_all_on_the_disk() -> None:
         slots = with_slots(3, storage=disk)
         async with trio.open_nursery() as nursery:
             for number in range(3):
-                nursery.start_soon(slots.promise, body(number), PLANNER)
+                nursery.start_soon(slots.promise, body(number), PLANNER, 0)
         assert with_slots(3, storage=disk).free == 0
+
+    simulate(scenario)
+
+
+def test_a_plan_that_cannot_come_about_holds_no_slot() -> None:
+    async def scenario() -> None:
+        disk = MemoryStorage()
+        slots = with_slots(1, storage=disk)
+        run = body(1).run
+        await slots.promise(body(1, plan=1), PLANNER, 3)
+        assert slots.supersede(body(2).run, PLANNER, 9) == (), "another run's plan says nothing of it"
+        assert slots.supersede(run, OTHER, 3) == (), "both may still be decided"
+        assert slots.free == 0
+        (outvoted,) = slots.supersede(run, OTHER, 4)
+        assert (outvoted.plan, outvoted.planner) == (body(1, plan=1).plan, PLANNER)
+        assert slots.is_free_for(run)
+        await slots.promise(body(1, plan=2), OTHER, 4)
+        (again,) = slots.supersede(run, OTHER, 4)
+        assert again.plan == body(1, plan=2).plan, "a planner asks for one plan at a time"
+        assert with_slots(1, storage=disk).free == 1, "also after a restart"
 
     simulate(scenario)
 

@@ -7,6 +7,7 @@ can decide are up and see each other. `PEERLOOM_SMALL_SEEDS` plays more of them.
 import os
 from collections import Counter
 from functools import partial
+from itertools import pairwise
 
 import pytest
 
@@ -16,7 +17,10 @@ from tests.sim.runs_world import BEGINS, Troubled, scenario, training
 
 SEEDS = int(os.environ.get("PEERLOOM_SMALL_SEEDS", "3"))
 STEPS = 40
+OPENS_AT = BEGINS + 12.7
+"""When the idle node, number 7, opens the stage that 3 and 6 held until BEGINS + 10."""
 TROUBLE_SECONDS = 60.0
+GOES_ON_SECONDS = 8.0
 LOST = "lost its last replica, and no checkpoint holds its parameters"
 
 
@@ -81,3 +85,26 @@ def test_of_two_parted_members_only_a_tie_breaking_requester_goes_on(rule: str, 
     assert bool(apart) == goes_on
     assert {played.number(row.peer) for row in apart} <= {0}
     assert {row.event.outcome for row in played.story.of(RunEnded)} == {"done"}
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped", "restarted"])
+def test_an_idle_node_is_free_again_once_its_planner_goes(how: str) -> None:
+    """A stage loses both replicas; another member goes while the idle node opens that stage for it."""
+    stalled = {}
+    for victim in (1, 2, 4, 5):
+        run = training(
+            members=8, stages=3, replicas=2, steps=40, microbatches=4, checkpoint_every=4, pass_seconds=0.1
+        )
+        played = Troubled(scenario(run, nodes=8, seconds=BEGINS + 35, preset="local"))
+        goes = {
+            "killed": partial(played.crash, victim),
+            "stopped": partial(played.world.freeze, victim, 40.0),
+            "restarted": partial(played.crash, victim, seconds=0.6),
+        }
+        played.at(BEGINS + 10, played.crash, 3, 6)
+        played.at(OPENS_AT, goes[how])
+        played.play()
+        steps = [row.time for row in played.story.of(StepCommitted, since=OPENS_AT)]
+        assert steps, f"victim {victim}: it never goes on"
+        stalled[victim] = max(late - early for early, late in pairwise([OPENS_AT, *steps]))
+    assert max(stalled.values()) <= GOES_ON_SECONDS, stalled
