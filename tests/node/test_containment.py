@@ -25,12 +25,12 @@ from node.containment import (
 )
 from node.documents import rfc3339
 from node.errors import StreamClosed
-from node.events import Event, RunChanged, RunEnded, StepCommitted
+from node.events import CheckpointFailed, Event, RunChanged, RunEnded, StepCommitted
 from node.runs.progress import ProgressReports
 from node.runtime import Node
 from node.seams import Stream
 from tests.node.behaviour.worlds import World, on_both_networks, running, until
-from tests.stack import manifest, prepare, simulate, swarm, train
+from tests.stack import Swarm, manifest, prepare, simulate, swarm, train
 
 TALK = "/peerloom/talk/1"
 
@@ -384,6 +384,43 @@ def test_a_full_disk_at_the_requester_ends_its_run_with_a_clear_line(
             assert node.state.members, "the node goes on"
 
     simulate(scenario)
+
+
+def test_a_provider_that_cannot_store_a_checkpoint_says_so_and_trains_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario() -> None:
+        async with swarm("abc") as group:
+            node = group.nodes["c"]
+            run = prepare(node, manifest(stages=1, replicas=1, steps=12, save_every=3))
+
+            def write(*_: object) -> None:
+                raise OSError(28, "No space left on device")
+
+            await node.runs.submit(run)
+            (holder,) = (
+                name for name in "ab" if group.nodes[name].runs.members[run.id].hosting.core.occupies
+            )
+            with monkeypatch.context() as full:
+                for name in ("write", "write_soon", "copy_in"):
+                    full.setattr(group.storages[holder], name, write)
+                with trio.fail_after(120):
+                    while not said(group, holder, CheckpointFailed):  # noqa: ASYNC110 - virtual time
+                        await trio.sleep(0.1)
+            with trio.fail_after(120):
+                while run.id in node.runs.members:  # noqa: ASYNC110 - virtual time
+                    await trio.sleep(0.1)
+            assert said(group, holder, CheckpointFailed)[0].reason == (
+                "the disk of this node: No space left on device"
+            )
+            (ended,) = said(group, "c", RunEnded)
+            assert ended.outcome == "done", ended.detail
+
+    simulate(scenario)
+
+
+def said(group: Swarm, name: str, kind: type[Event]) -> list[Any]:
+    return [event for event in group.events[name] if isinstance(event, kind)]
 
 
 def test_a_link_that_fails_is_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
