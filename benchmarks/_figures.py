@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +26,16 @@ class Goal:
         return bool(OPERATORS[self.operator](self.value, self.bound))
 
 
-def arguments(description: str, **flags: str) -> argparse.Namespace:
-    """`--json` prints one object, `--quick` takes under 50 s; `flags` are further ones, with their help."""
+def arguments(description: str, numbers: Mapping[str, str] = {}, **flags: str) -> argparse.Namespace:
+    """`--json` prints one object, `--quick` takes under 50 s; `flags` are further ones, with their help, and
+    `numbers` those that take any number of whole numbers."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions, under 50 s")
     for name, told in flags.items():
         parser.add_argument(f"--{name}", action="store_true", help=told)
+    for name, told in numbers.items():
+        parser.add_argument(f"--{name}", type=int, nargs="*", default=[], help=told)
     return parser.parse_args()
 
 

@@ -6,6 +6,7 @@ run is placed, while it trains, while a checkpoint is on its way, or as it ends.
 itself and end with the weights of the undisturbed run, or pause where no majority of voters is alive, and
 then say who would end that. `--full` plays every cell; otherwise every role, signal and phase meets once,
 with another number of idle nodes each time.
+`--cells` plays those of all cells that have these numbers, counted from 0: all of them take an hour and more.
 
 `stalled_seconds` is the longest time from the signal on without a committed step or the end, as a
 survivor's own events tell it; `reported_seconds` is the longest stall that the run reports, and
@@ -241,9 +242,11 @@ def prepare(folder: Path, steps: int) -> None:
 
 def main() -> int:
     """Play, report."""
-    flags = arguments(__doc__ or "", full="every cell: an hour and more")
+    cells = {"cells": "the numbers of cells"}
+    flags = arguments(__doc__ or "", cells, full="every cell: an hour and more")
     steps = STEPS_QUICK if flags.quick else STEPS
-    cases = [UNDISTURBED, *(QUICK if flags.quick else every() if flags.full else sample())]
+    wanted = [every()[number] for number in flags.cells]
+    cases = [UNDISTURBED, *(wanted or (QUICK if flags.quick else every() if flags.full else sample()))]
     rows: list[dict[str, Any]] = []
     goals: list[Goal] = []
     expected: Any = None
