@@ -103,8 +103,8 @@ def test_screens_and_the_curve_tell_each_validation_beside_the_steps(data: Any) 
         assert line == f"step {step:>5}  validation {figures}  {best}"
     (view,) = state.runs.values()
     shown = [line for line in run_lines(run_document(view)) if line.startswith("  validation")]
-    best = found[12].best_step
-    assert shown == [f"  validation    loss {found[12].loss:.4f} after step 12, best after step {best}"]
+    last = found[12]
+    assert shown == [f"  validation    loss {last.loss:.4f} after step 12, best after step {last.best_step}"]
     (course,) = charts.courses.values()
     marks = [(step, text) for _, step, kind, text in course.document()["marks"] if kind == "validation"]
     assert marks == [
