@@ -34,6 +34,7 @@ steps = {steps}
 batch = 32
 microbatch = 4
 dtype = "float64"
+{more}
 [plan]
 stages = 1
 replicas = {replicas}
@@ -45,11 +46,11 @@ Ready = Callable[["Command"], bool]
 class Command:
     """`python -m node train` as a process, its events read as they come."""
 
-    def __init__(self, folder: Path, data_dir: Path, *, steps: int, replicas: int) -> None:
+    def __init__(self, folder: Path, data_dir: Path, *, steps: int, replicas: int, more: str) -> None:
         self.events: list[dict[str, Any]] = []
         self._lines: Queue[str | None] = Queue()
         file = folder / f"run-{steps}.toml"
-        file.write_text(RUN.format(steps=steps, replicas=replicas))
+        file.write_text(RUN.format(steps=steps, replicas=replicas, more=more))
         self.out = folder / f"out-{steps}.safetensors"
         self._errors = folder / "command.log"
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder / "tmp")}
@@ -125,10 +126,10 @@ class Playground:
     def living(self) -> list[str]:
         return [name for name in NAMES if name not in self.killed]
 
-    def train(self, *, steps: int, replicas: int = 2) -> Command:
-        """Begin a run on the first node that lives."""
+    def train(self, *, steps: int, replicas: int = 2, more: str = "") -> Command:
+        """Begin a run on the first node that lives; `more` stands in its [train]."""
         data_dir = self.swarm.nodes[self.living[0]].data_dir
-        command = Command(self.folder, data_dir, steps=steps, replicas=replicas)
+        command = Command(self.folder, data_dir, steps=steps, replicas=replicas, more=more)
         self._commands.append(command)
         return command
 

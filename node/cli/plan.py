@@ -137,6 +137,8 @@ def read_model(model: str) -> "Graph":
     except (CaptureRefused, OSError) as error:
         raise UsageError(f"{model}: {error}") from None
     known = sorted(MODELS)
+    if model.endswith(".toml"):
+        raise UsageError(f"{model[:80]}: a run, not a model", "name the model that it trains: plan MODEL")
     raise UsageError(
         f"no model is called '{model[:80]}'{did_you_mean(model, known)}",
         f"{', '.join(known)}; a captured FILE.peerloom; or PATH.py:FUNCTION",

@@ -168,7 +168,8 @@ def capacity_text(capacity: Mapping[str, Any]) -> str:
     """`cpu, 2 cores, 21.3 of 24.0 GB free, 118 GFLOP/s fp32 measured` from a capacity document."""
     free = capacity["memory_free_bytes"] / 1e9
     total = capacity["memory_total_bytes"] / 1e9
-    parts = [capacity["device"], f"{capacity['cores']} cores", f"{free:.1f} of {total:.1f} GB free"]
+    cores = f"{capacity['cores']} core{'' if capacity['cores'] == 1 else 's'}"
+    parts = [capacity["device"], cores, f"{free:.1f} of {total:.1f} GB free"]
     if capacity["flops_per_second"]:
         parts.append(f"{capacity['flops_per_second'] / 1e9:.0f} GFLOP/s fp32 measured")
     if capacity["location"]:

@@ -207,7 +207,7 @@ class EventScreen:
         reason = with_names(
             event["reason"], {peer: self._names.get(peer, "") for peer in event.get("waits_for", ())}
         )
-        return [_at(event, f"run {event['run'][:8]} {event['state']}: {reason}")]
+        return [_at(event, f"run {event['run'][:8]} {event['state']}{': ' if reason else ''}{reason}")]
 
     def _resumed(self, event: Event) -> list[str]:
         parts = [

@@ -1,5 +1,6 @@
 """`python -m node train RUN.toml`: capture a model, hand the run to this machine's node, and watch it."""
 
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,8 +57,11 @@ def train(
         text = _with_devices(text, order, run_file)
     ask(folder, "status")  # capturing takes seconds, and without a node it would be in vain
     screen = EventScreen()
+    begun: list[str] = []
 
     def on_event(event: Any) -> None:
+        if event["kind"] == "RunAccepted":
+            begun.append(event["run"])
         if as_json:
             show_json({"schema": "peerloom/event/1", **event})
         else:
@@ -69,9 +73,20 @@ def train(
                 folder, "train", arguments | {"follow": follow, "wait_seconds": waits}, on_event, seconds=None
             )
         except KeyboardInterrupt:
-            show(["stopped watching; the run goes on: python -m node runs"], sys.stderr)
+            show(unwatched(begun[0] if begun else "", out), sys.stderr)
             raise
     _finish(folder, result, out, follow=follow, as_json=as_json)
+
+
+def unwatched(run: str, out: str) -> list[str]:
+    """What a person is told that stops watching; `run` is empty where the node has not accepted it yet."""
+    if not run:
+        return ["stopped watching before the run began; whether it does: python -m node runs"]
+    look = f"python -m node runs watch {run[:8]}"
+    if not out:
+        return [f"stopped watching; the run goes on: {look}"]
+    fetch = f"python -m node runs fetch {run[:8]} --out {shlex.quote(out)}"
+    return [f"stopped watching; the run goes on: {look}", f"  its result, once it is done: {fetch}"]
 
 
 def _hold_prepared(file: Path, path: Path) -> None:

@@ -1,0 +1,73 @@
+"""Real nodes whose owner wants the machine back, and a learning rate that diverges: what a person sees.
+
+In virtual time `tests.node.test_permission` and `tests.test_runs_end` hold both; here are the processes,
+their slots and their stages.
+"""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from node.cli.client import ask
+from tests.kills import Playground, playground
+from tests.stack import Model, simple_cnn
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("PEERLOOM_KILLS") != "full", reason="a minute a case: PEERLOOM_KILLS=full"
+)
+BACK_SECONDS_MAX = 10.0
+STEPS = 40
+
+
+@pytest.fixture
+def captured() -> Model:
+    """Before the test's time begins, for this loads torch."""
+    return simple_cnn()
+
+
+def another_hour() -> str:
+    """Hours of the day that are not now."""
+    begins = (time.localtime().tm_hour + 2) % 24
+    return f"{begins:02}:00-{(begins + 1) % 24:02}:00"
+
+
+def set_rule(ground: Playground, node: str, name: str, value: str) -> None:
+    ask(ground.swarm.nodes[node].data_dir, "config.set", {"name": name, "value": value})
+
+
+@pytest.mark.parametrize("replicas", [1, 2], ids=["the last replica", "one of two"])
+def test_an_owner_has_the_machine_back_within_ten_seconds_and_the_run_is_done(
+    replicas: int, tmp_path: Path, captured: Model
+) -> None:
+    with playground(tmp_path, captured.data) as ground:
+        set_rule(ground, "a", "accept_runs", "never")  # it asks, the two others compute
+        command = ground.train(steps=STEPS, replicas=replicas)
+        command.until(lambda command: (command.last("StepCommitted") or {"step": 0})["step"] >= 2)
+        plan = command.last("RunPlanned")
+        assert plan is not None
+        host = ground.name_of(plan["stages"][0][0])
+        began = time.monotonic()
+        set_rule(ground, host, "hours", another_hour())
+        ground._wait(lambda: not ground.stages(host), "its stage stays")
+        assert time.monotonic() - began < BACK_SECONDS_MAX
+        assert command.end() == 0, command.errors
+        resumed = [event for event in command.events if event["kind"] == "RunResumed"]
+        assert not any(event["lost_steps"] for event in resumed)
+        steps = [event["step"] for event in command.events if event["kind"] == "StepCommitted"]
+        assert steps == list(range(STEPS)), "each step once"
+        assert set(ground.settle()) == {"done"}
+
+
+def test_a_rate_that_diverges_is_said_with_its_step_and_the_last_good_checkpoint_stays(
+    tmp_path: Path, captured: Model
+) -> None:
+    with playground(tmp_path, captured.data) as ground:
+        command = ground.train(steps=STEPS, more='optimizer = "sgd"\nlearning_rate = 1e150\n')
+        assert command.end() != 0
+        assert any("diverge" in line or "learning_rate" in line for line in command.errors), command.errors
+        assert set(ground.settle()) == {"failed"}
+        (run,) = ground.swarm.status("a")["runs"]
+        assert "step " in run["detail"]
+        ground.assert_clean()
