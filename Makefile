@@ -65,7 +65,8 @@ soak: $(READY)
 	PEERLOOM_RUN_WALK_EVENTS=1000000 $(BIN)/python -m pytest -s tests/sim/test_run_walk.py
 	PEERLOOM_SMALL_SEEDS=200 $(BIN)/python -m pytest -s tests/sim/test_small_runs.py
 	PEERLOOM_REPLAYS=20 PEERLOOM_RECORD_CHANGES=2000 $(BIN)/python -m pytest -s tests/sim/replay
-	PEERLOOM_KILLS=full $(BIN)/python -m pytest -s tests/test_kills.py
+	PEERLOOM_KILLS=full $(BIN)/python -m pytest -s tests/test_kills.py tests/test_owner_back.py
+	PEERLOOM_LEAVES=12 $(BIN)/python -m pytest -s tests/test_takeover.py -k takes_nothing
 	PEERLOOM_SWARM_PROCESSES=16 $(BIN)/python -m pytest -s tests/test_swarm_processes.py
 	$(BIN)/python benchmarks/swim.py
 	$(BIN)/python benchmarks/dht_churn.py
