@@ -18,6 +18,7 @@ from tests.stack import Swarm, manifest, prepare, simulate, swarm
 
 STEPS = 6
 ENDLESS = 100_000
+LOOKS_ON = "this node only looks on"
 GOES_ON = ("paused", "the run goes on without this node")
 
 
@@ -38,7 +39,7 @@ async def left_out(group: Swarm, steps: int, *, asked_again: bool = False) -> tu
         if name != "a" and node.peer != plan.committer and plan.stage_of(node.peer) is not None
     )
     if not asked_again:
-        group.nodes[victim].runs.accepts = lambda run: "this node only looks on"
+        group.nodes[victim].runs.accepts = lambda run: LOOKS_ON
     group.nodes[victim].runs.members[run.id].fail_stage("its process was ended by SIGKILL")
     await until(lambda: not group.nodes[victim].runs.members)
     assert view(group, victim, run) == GOES_ON
@@ -69,14 +70,18 @@ def play(scenario: Callable[[Swarm], Awaitable[None]], names: str = "abc") -> No
     simulate(whole)
 
 
-def test_a_provider_whose_stage_died_hears_that_the_run_is_done_and_has_its_result() -> None:
+@pytest.mark.parametrize("serves", [True, False])
+def test_a_provider_whose_stage_died_hears_that_the_run_is_done_and_has_its_result(serves: bool) -> None:
+    """But where its owner does not let it serve others, it fetches nothing for them."""
+
     async def scenario(group: Swarm) -> None:
-        run, victim = await left_out(group, STEPS)
+        run, victim = await left_out(group, STEPS, asked_again=serves)
         await until(has_ended(group, "a"), 300)
         await until(has_ended(group, victim))
         first, own = group.nodes["a"].state.runs[run.text], group.nodes[victim].state.runs[run.text]
-        assert (own.status, own.detail, own.weights) == ("done", "", first.weights)
-        assert own.result == "here"
+        assert (own.status, own.weights) == ("done", first.weights)
+        told = ("", "here") if serves else (f"the weights are not here: {LOOKS_ON}", "elsewhere")
+        assert (own.detail, own.result) == told
 
     play(scenario)
 
@@ -143,7 +148,7 @@ def test_a_provider_follows_only_so_many_runs_that_it_was_left_out_of(
         plan = group.nodes["a"].runs.members[run.id].plan
         assert plan is not None
         victim = next(name for name, node in group.nodes.items() if node.peer not in (plan.committer,))
-        group.nodes[victim].runs.accepts = lambda run: "this node only looks on"
+        group.nodes[victim].runs.accepts = lambda run: LOOKS_ON
         await until(lambda: run.id in group.nodes[victim].runs.members)
         group.nodes[victim].runs.members[run.id].fail_stage("its process was ended by SIGKILL")
         await until(has_ended(group, victim))

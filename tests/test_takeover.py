@@ -36,7 +36,7 @@ PASS_SECONDS = 0.1
 SEED = 1
 LEAVES = int(os.environ.get("PEERLOOM_LEAVES", "1"))
 LEAVE_LATER_SECONDS = 0.07
-"""From one trial to the next: a step takes some 0.8 s."""
+"""From one trial to the next: a fraction of a step."""
 
 Scenario = Callable[[World], Awaitable[None]]
 

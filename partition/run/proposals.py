@@ -234,10 +234,10 @@ class Proposer:
         """Take the answer to one of `asks`."""
         if number in self._starting:
             plan, peer = self._starting.pop(number)
-            is_done = isinstance(reply, Done)
-            self.events.append(
-                NewcomerStarted(plan, peer) if is_done else NewcomerFailed(plan, peer, reply.reason)
-            )
+            if isinstance(reply, Done):
+                self.events.append(NewcomerStarted(plan, peer))
+            else:
+                self.events.append(NewcomerFailed(plan, peer, reply.reason))
             return
         pending = self._pending
         if pending is None or number not in pending.asked:
