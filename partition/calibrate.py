@@ -25,13 +25,17 @@ from torch.nn import functional
 from crypto.encoding import decode, encode
 from crypto.facts import Fact, IdentitySigner
 from crypto.identity import Identity
-from partition.execute.process import prepare_process
+from partition.execute.optimize import parts
+from partition.execute.process import keep_freed_memory, prepare_process
 from partition.plan.operations import Amount, Kind
 from partition.plan.rates import MEBI_BITS, MEGA, Calibration, KindPace, Pace, encode_calibration
 
 REPETITIONS_MIN, REPETITIONS_MAX = 3, 200
 HELD_BYTES_MAX = 48 << 20
 """Results kept while more are made."""
+ENGINE_VIEWS = 32
+OWN_SHARE_MIN = 0.1
+"""Of a backward pass that is timed alone: so much of it is the operator's at least."""
 SHARE_SECONDS = 1.0
 """Ten periods of a CPU quota."""
 NODE_MESSAGES = 7
@@ -219,8 +223,29 @@ def _typical(times: list[float]) -> float:
     return sorted(times)[len(times) // 3]
 
 
-def _timed(sample: Sample, clock: _Clock, seconds: float) -> tuple[float, float]:
-    """(forward, backward) seconds."""
+def _engine(device: torch.device, clock: _Clock, seconds: float) -> float:
+    """What autograd takes to begin and end a pass: an operator that is timed alone pays it, and a model once.
+
+    It is what a chain of views takes beyond its views.
+    """
+
+    def passing(count: int) -> float:
+        leaf = torch.ones(8, 8, device=device, requires_grad=True)
+
+        def chain() -> Tensor:
+            found: Tensor = leaf
+            for _ in range(count):
+                found = found.view(8, 8)
+            return found
+
+        return _timed(Sample("view", chain, (leaf,), Amount(), Amount()), clock, seconds, 0.0)[1]
+
+    one, many = passing(1), passing(1 + ENGINE_VIEWS)
+    return max(0.0, one - max(0.0, many - one) / ENGINE_VIEWS)
+
+
+def _timed(sample: Sample, clock: _Clock, seconds: float, engine: float) -> tuple[float, float]:
+    """(forward, backward) seconds; `engine` of each backward pass is not the operator's."""
     out = sample.run()
     gradient = torch.ones_like(out)
     torch.autograd.grad(out, sample.leaves, gradient)
@@ -245,7 +270,8 @@ def _timed(sample: Sample, clock: _Clock, seconds: float) -> tuple[float, float]
         backwards.append(ended - middle)
         if time.perf_counter() >= until and len(forwards) >= REPETITIONS_MIN:
             break
-    return _typical(forwards), _typical(backwards)
+    back = _typical(backwards)
+    return _typical(forwards), max(OWN_SHARE_MIN * back, back - engine)
 
 
 def fit(amounts: Sequence[Amount], seconds: Sequence[float]) -> Pace:
@@ -272,16 +298,18 @@ def fit(amounts: Sequence[Amount], seconds: Sequence[float]) -> Pace:
 
 def calibrate(device: str, dtype: str, threads: int, seconds: float) -> Calibration:
     """Time every class within about so many seconds. Raises RuntimeError: torch has no such device."""
+    keep_freed_memory()
     prepare_process(threads)
     torch.manual_seed(0)
     where, clock = torch.device(device), _Clock(torch.device(device), threads)
-    samples = list(_Shapes(DTYPES[dtype], where).all())
     # Not ru_maxrss, which counts the process that started this one as well (getrusage(2), over execve).
     baseline = psutil.Process().memory_info().rss
+    samples = list(_Shapes(DTYPES[dtype], where).all())
     each = max(0.004, (seconds - SHARE_SECONDS - 1.0) / (len(samples) + 8))
+    engine = _engine(where, clock, each)
     found: dict[Kind, list[tuple[Sample, float, float]]] = {}
     for sample in samples:
-        found.setdefault(sample.kind, []).append((sample, *_timed(sample, clock, each)))
+        found.setdefault(sample.kind, []).append((sample, *_timed(sample, clock, each, engine)))
     kinds = [
         KindPace(
             kind,
@@ -290,7 +318,7 @@ def calibrate(device: str, dtype: str, threads: int, seconds: float) -> Calibrat
         )
         for kind, rows in found.items()
     ]
-    kinds = _as_in_a_model(kinds, samples, clock, 8 * each)
+    kinds = _as_in_a_model(kinds, samples, clock, 8 * each, engine)
     kinds.append(KindPace("accumulate", Pace(0, 0, 0), _accumulate(where, DTYPES[dtype], clock, each)))
     share = _share() if device == "cpu" else 1000
     return Calibration(
@@ -309,29 +337,39 @@ def calibrate(device: str, dtype: str, threads: int, seconds: float) -> Calibrat
 
 
 def _as_in_a_model(
-    kinds: Sequence[KindPace], samples: Sequence[Sample], clock: _Clock, seconds: float
+    kinds: Sequence[KindPace], samples: Sequence[Sample], clock: _Clock, seconds: float, engine: float
 ) -> list[KindPace]:
     """The paces, slower by what operators take more where each follows others, all forward and all back.
 
-    One that is repeated finds its weights in the cache and its memory at hand.
+    One that is repeated finds its weights in the cache and its memory at hand; how much that helps differs
+    from class to class.
     """
-    paces = {row.kind: row for row in kinds}
-    measured: list[tuple[float, float]] = []
+    turns: list[tuple[dict[str, float], dict[str, float]]] = []
     until = time.perf_counter() + seconds
-    while len(measured) < 2 or (time.perf_counter() < until and len(measured) < 20):
-        begun = clock.now()
-        made = [(sample, sample.run()) for sample in samples]
-        middle = clock.now()
-        for sample, out in reversed(made):
-            torch.autograd.grad(out, sample.leaves, torch.ones_like(out))
-        measured.append((middle - begun, clock.now() - middle))
-    forward = sum(paces[sample.kind].forward.picoseconds(sample.forward) for sample in samples) / 1e12
-    backward = sum(paces[sample.kind].backward.picoseconds(sample.backward) for sample in samples) / 1e12
-    slower = max(1.0, _typical([row[0] for row in measured]) / forward)
-    slower_back = max(1.0, _typical([row[1] for row in measured]) / backward)
-    return [
-        KindPace(row.kind, _scaled(row.forward, slower), _scaled(row.backward, slower_back)) for row in kinds
-    ]
+    while len(turns) < 2 or (time.perf_counter() < until and len(turns) < 20):
+        forward: dict[str, float] = dict.fromkeys((row.kind for row in samples), 0.0)
+        backward = dict.fromkeys(forward, 0.0)
+        made = []
+        for sample in samples:
+            begun = clock.now()
+            out = sample.run()
+            forward[sample.kind] += clock.now() - begun
+            made.append((sample, out, torch.ones_like(out)))
+        for sample, out, gradient in reversed(made):
+            begun = clock.now()
+            torch.autograd.grad(out, sample.leaves, gradient)
+            spent = clock.now() - begun
+            backward[sample.kind] += max(OWN_SHARE_MIN * spent, spent - engine)
+        turns.append((forward, backward))
+    found = []
+    for row in kinds:
+        own = [sample for sample in samples if sample.kind == row.kind]
+        ahead = sum(row.forward.picoseconds(sample.forward) for sample in own) / 1e12
+        back = sum(row.backward.picoseconds(sample.backward) for sample in own) / 1e12
+        slower = max(1.0, _typical([turn[0][row.kind] for turn in turns]) / max(1e-12, ahead))
+        slower_back = max(1.0, _typical([turn[1][row.kind] for turn in turns]) / max(1e-12, back))
+        found.append(KindPace(row.kind, _scaled(row.forward, slower), _scaled(row.backward, slower_back)))
+    return found
 
 
 def _scaled(pace: Pace, factor: float) -> Pace:
@@ -406,10 +444,11 @@ def _steps(device: torch.device, clock: _Clock, seconds: float) -> Pace:
     """An optimizer's step, by the bytes of its parameters."""
     amounts: list[Amount] = []
     times: list[float] = []
-    for size in (1 << 10, 1 << 16, 1 << 20):
-        parameter = torch.ones(size, device=device, requires_grad=True)
-        parameter.grad = torch.ones_like(parameter)
-        optimizer = torch.optim.Adam([parameter])
+    for size in (1 << 10, 1 << 16, 1 << 21):
+        blocks = parts(torch.ones(size, device=device))
+        for block, gradient in zip(blocks, parts(torch.ones(size, device=device)), strict=True):
+            block.grad = gradient
+        optimizer = torch.optim.Adam(blocks, foreach=False)
         amounts.append(Amount(1, 0, 4 * size))
         times.append(_repeated(optimizer.step, clock, seconds))
     return fit(amounts, times)

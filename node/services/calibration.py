@@ -11,26 +11,33 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 from blake3 import blake3
 
 from crypto.errors import RemoteProtocolError
 from node.services.capacity import Capacity
+from node.services.energy import EnergyMeter
 from partition.plan.operations import Amount
 from partition.plan.rates import MEGA, Calibration, decode_calibration, encode_calibration
 
 CALIBRATION_PURPOSE = "calibration"
 """Of the signed record in the DHT."""
-FORMAT = "2"
-"""Of what is kept: 2 has the node's own work."""
+FORMAT = "3"
+"""Of what is kept: 2 has the node's own work, 3 was measured with a heap as a stage has, and
+without what autograd takes for each pass."""
 CALIBRATION_SECONDS = 8.0
 SHARE_SECONDS = 2.0
 """For how much of a processor is at hand, and the start of the process."""
+IDLE_SECONDS = 1.0
+"""For what the machine draws while a stage waits."""
+MILLIWATTS_MAX = 2**31 - 1
 PROCESS_SECONDS_MAX = 300.0
 """On a machine that is busy, importing torch alone takes many seconds."""
 BESIDE_FACTOR = 1.5
@@ -39,6 +46,8 @@ TYPICAL = Amount(1, 10 * MEGA, 1 << 20)
 """What one operator of a small model may do, to weigh the parts of a pace."""
 NICENESS = 5
 """As a stage's process, whose share of a processor is to be known."""
+
+T = TypeVar("T")
 
 _SOURCE_ROOT = str(Path(__file__).parents[2])
 
@@ -83,24 +92,48 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "peerloom"
 
 
-def calibrate(wanted: Wanted, folder: Path) -> Calibration | None:
+def calibrate(wanted: Wanted, folder: Path, meter: EnergyMeter | None = None) -> Calibration | None:
     """The calibration of this machine, from the cache or measured; None where it cannot be. Blocks for some
-    seconds, and for as long as another node of this machine measures: call it in a thread."""
+    seconds, and for as long as another node of this machine measures: call it in a thread.
+
+    `meter` reads what the machine draws; by default what its hardware counts, if that can be read.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "calibration.lock").open("w") as lock:
             # Two that measure at once measure each other.
             fcntl.flock(lock, fcntl.LOCK_EX)
             known = _read(folder / wanted.key)
-            found = measure_now(wanted, CALIBRATION_SECONDS if known is None else SHARE_SECONDS)
             if known is None:
+                found = _with_power(meter or EnergyMeter(), lambda: measure_now(wanted, CALIBRATION_SECONDS))
                 if found is not None:
                     _write(folder / wanted.key, msgspec.structs.replace(found, share_permille=1000))
                 return found
+            found = measure_now(wanted, SHARE_SECONDS)
             share = known.share_permille if found is None else found.share_permille
             return msgspec.structs.replace(known, share_permille=share)
     except OSError:
         return None
+
+
+def _with_power(meter: EnergyMeter, measure: Callable[[], Calibration | None]) -> Calibration | None:
+    """Return what `measure` does, with what the machine drew before and meanwhile, where that is counted."""
+    if not meter.read():
+        return measure()
+    idle, _ = _milliwatts(meter, lambda: time.sleep(IDLE_SECONDS))
+    busy, found = _milliwatts(meter, measure)
+    if found is None:
+        return None
+    # What other programs draw counts in both; they may have ended meanwhile.
+    return msgspec.structs.replace(found, busy_milliwatts=max(idle, busy), idle_milliwatts=idle)
+
+
+def _milliwatts(meter: EnergyMeter, run: Callable[[], T]) -> tuple[int, T]:
+    """Return what the machine draws while something runs, and what that gives."""
+    before, begun = sum(meter.read().values()), time.monotonic()
+    given = run()
+    seconds, joules = time.monotonic() - begun, sum(meter.read().values()) - before
+    return min(MILLIWATTS_MAX, round(1_000 * joules / max(1e-3, seconds))), given
 
 
 def _read(file: Path) -> Calibration | None:

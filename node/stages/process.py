@@ -50,26 +50,25 @@ SPECIFICATION_BYTES_MAX = GRAPH_BYTES_MAX + 65_536
 """The first message: the stage's share of the graph, and some hundred bytes of settings."""
 PART_BYTES_MAX = 1 << 30
 
-KEPT_BYTES = 128 << 20
-"""Freed memory that the heap keeps. By itself glibc gives back what a micro-batch of megabytes has freed, and
-takes it again, zeroed page by page, for the next: half of what a call costs beside its computing."""
-MAPPED_BYTES = 32 << 20
-"""Pieces of memory below this come from the heap; glibc allows no more."""
-
 _PR_SET_PDEATHSIG = 1
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def main(arguments: list[str]) -> None:
     link_descriptor, parent, threads, device = arguments
     _die_with(int(parent))
-    _keep_freed_memory()
     # Ctrl-C reaches every process of the terminal; the node decides when a stage ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     link = _Link(socket.socket(fileno=int(link_descriptor)))
-    from partition.execute import StageExecutor, load_late_modules, prepare_process, set_threads
+    from partition.execute import (
+        StageExecutor,
+        keep_freed_memory,
+        load_late_modules,
+        prepare_process,
+        set_threads,
+    )
     from partition.execute.admit import admit
 
+    keep_freed_memory()
     load_late_modules()
     found = link.settings()
     if found is None:
@@ -211,15 +210,6 @@ def _die_with(parent: int) -> None:
     # The parent may have died before the kernel was told: then this process has another one by now.
     if os.getppid() != parent:
         raise SystemExit(0)
-
-
-def _keep_freed_memory() -> None:
-    if sys.platform == "linux":
-        # Other libraries than glibc's do not have it, and may not need it.
-        set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-        if set_option is not None:
-            set_option(_M_MMAP_THRESHOLD, MAPPED_BYTES)
-            set_option(_M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 if __name__ == "__main__":

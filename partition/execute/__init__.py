@@ -1,6 +1,11 @@
 """Computing a stage: the executor and what it is made of. It imports torch, and runs in a stage's process."""
 
 from partition.execute.executor import StageExecutor
-from partition.execute.process import load_late_modules, prepare_process, set_threads
+from partition.execute.process import (
+    keep_freed_memory,
+    load_late_modules,
+    prepare_process,
+    set_threads,
+)
 
-__all__ = ["StageExecutor", "load_late_modules", "prepare_process", "set_threads"]
+__all__ = ["StageExecutor", "keep_freed_memory", "load_late_modules", "prepare_process", "set_threads"]

@@ -1,10 +1,19 @@
 """Torch's global switches, for a process that does nothing but host one stage, or for a while."""
 
+import ctypes
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+KEPT_BYTES = 128 << 20
+"""Freed memory that the heap keeps. By itself glibc gives back what a micro-batch of megabytes has freed, and
+takes it again, zeroed page by page, for the next: half of what a call costs beside its computing."""
+MAPPED_BYTES = 32 << 20
+"""Pieces of memory below this come from the heap; glibc allows no more."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def load_late_modules() -> None:
@@ -44,3 +53,13 @@ def _repeat_exactly(threads: int) -> None:
     torch.use_deterministic_algorithms(True)
     # Filling fresh memory is for finding bugs in operators; it is only a cost here.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # set by name
+
+
+def keep_freed_memory() -> None:
+    """Have the heap keep what is freed, for all of this process's life."""
+    if sys.platform == "linux":
+        # Other libraries than glibc's do not have it, and may not need it.
+        set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+        if set_option is not None:
+            set_option(_M_MMAP_THRESHOLD, MAPPED_BYTES)
+            set_option(_M_TRIM_THRESHOLD, KEPT_BYTES)

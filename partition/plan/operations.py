@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Literal
 
 from partition.model.dataflow import Flow, flow_of
-from partition.model.graph import Graph, Node, ParameterValue, Value, arguments_of
+from partition.model.graph import Graph, Items, Node, ParameterValue, Value, arguments_of
 from partition.model.operators import OPERATORS
 from partition.model.work import Work
 
@@ -151,10 +151,16 @@ def kind_of(graph: Graph, node: Node) -> Kind:
         case "matmul" | "normalization" | "gather":
             return cost
         case "reduction" if "pool" in name:
-            return "pooling"
+            # To one number a channel, devices pool by a mean.
+            return "reduction" if name.startswith("adaptive_avg") and _is_one(node) else "pooling"
     if name in _DROPOUTS:
         return "random"
     return "transcendental" if name in _SLOW else ("reduction" if cost == "reduction" else "elementwise")
+
+
+def _is_one(node: Node) -> bool:
+    wanted = node.arguments[1] if len(node.arguments) > 1 else None
+    return isinstance(wanted, Items) and all(side == 1 for side in wanted.items)
 
 
 def _backward(graph: Graph, work: Work, flow: Flow, node: Node, kind: Kind, amount: Amount) -> Amount:

@@ -23,6 +23,7 @@ BACKWARD_PERCENT = 200
 """Where a class was not measured backward."""
 
 Picoseconds = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Milliwatts = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Word = Annotated[str, msgspec.Meta(max_length=64)]
 
 
@@ -58,6 +59,8 @@ class Calibration(msgspec.Struct, frozen=True, array_like=True):
     bytes), `step` that of the optimizer's bytes. `node` is what the node itself takes for a micro-batch, for
     which its stage waits: a call for both passes, and the bytes of frames that come and go. The paces are
     those of a processor that does nothing else; `share_permille` is how much of one a stage gets here.
+    `busy_milliwatts` is what the machine draws while it computes, `idle_milliwatts` while it waits; 0 where
+    no meter could be read.
     """
 
     hardware: Word
@@ -71,6 +74,8 @@ class Calibration(msgspec.Struct, frozen=True, array_like=True):
     step: Pace
     share_permille: Annotated[int, msgspec.Meta(ge=1, le=1_000)] = 1_000
     node: Pace = Pace(0, 0, 0)
+    busy_milliwatts: Milliwatts = 0
+    idle_milliwatts: Milliwatts = 0
 
     def layer_nanoseconds(self, operations: Operations) -> tuple[int, int]:
         """(forward, backward) of one layer for one micro-batch."""

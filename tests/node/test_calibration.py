@@ -1,6 +1,7 @@
 """Measuring what operators take here: once, kept for the machine, and without harm where it cannot be."""
 
 import os
+import time
 from pathlib import Path
 
 import msgspec
@@ -13,6 +14,7 @@ from node.placement.provider import Provider
 from node.services import calibration
 from node.services.calibration import Wanted, cache_folder, calibrate, corrected, slowdown
 from node.services.capacity import Capacity, device_memory
+from node.services.energy import EnergyMeter
 from partition.plan.operations import KINDS
 from partition.plan.rates import (
     REFERENCE,
@@ -23,6 +25,7 @@ from partition.plan.rates import (
     encode_calibration,
 )
 from sim.seams import SimClock
+from tests.node.test_energy import zone
 
 HERE = Wanted("cpu", "float32", 1)
 
@@ -55,6 +58,33 @@ def test_a_kept_one_is_used_as_it_is_but_for_the_share(
     assert found.kinds == REFERENCE.kinds
     assert found.share_permille == 500
     assert corrected(capacity(), found).flops_per_second == found.flops_per_second
+
+
+def test_what_the_machine_draws_is_measured_where_it_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, joules = [0.0], [0.0]
+
+    def passes(seconds: float, watts: float) -> None:
+        now[0] += seconds
+        joules[0] += seconds * watts
+        zone(tmp_path, "intel-rapl:0", int(joules[0] * 1e6))
+
+    def measure(wanted: Wanted, seconds: float) -> Calibration:
+        passes(8.0, 35.0)
+        return REFERENCE
+
+    zone(tmp_path, "intel-rapl:0", 0)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: passes(seconds, 9.0))
+    monkeypatch.setattr(calibration, "measure_now", measure)
+    found = calibrate(HERE, tmp_path / "cache", EnergyMeter(tmp_path))
+    assert found is not None
+    assert (found.busy_milliwatts, found.idle_milliwatts) == (35_000, 9_000)
+    again = calibrate(HERE, tmp_path / "cache", EnergyMeter(tmp_path))
+    assert again == found
+    other = calibrate(Wanted("cpu", "float32", 2), tmp_path / "cache", EnergyMeter(tmp_path / "none"))
+    assert other == REFERENCE
 
 
 def test_where_nothing_can_be_measured_the_first_guess_stays(

@@ -121,10 +121,14 @@ def test_the_own_work_of_nodes_moves_layers_to_the_faster_peer() -> None:
     assert share(busy) > share(plain)
 
 
-def test_a_calibration_without_own_work_is_still_read() -> None:
-    given = msgspec.structs.replace(REFERENCE, node=Pace(1, 2, 3))
+def test_a_calibration_without_own_work_and_power_is_still_read() -> None:
+    given = msgspec.structs.replace(
+        REFERENCE, node=Pace(1, 2, 3), busy_milliwatts=40_000, idle_milliwatts=9_000
+    )
     assert decode_calibration(encode_calibration(given)) == given
-    old = msgspec.msgpack.encode(msgspec.to_builtins(given)[:-1])
-    assert decode_calibration(old).node == Pace(0, 0, 0)
+    fields = msgspec.to_builtins(given)
+    without_power = decode_calibration(msgspec.msgpack.encode(fields[:-2]))
+    assert (without_power.node, without_power.busy_milliwatts) == (given.node, 0)
+    assert decode_calibration(msgspec.msgpack.encode(fields[:-3])).node == Pace(0, 0, 0)
     half = msgspec.structs.replace(given, share_permille=500, node=Pace(10**9, 0, 10**9))
     assert half.node_nanoseconds == (2 * 10**6, 2 * 10**6)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from node.web.energy import POWERCAP, EnergyMeter
+from node.services.energy import POWERCAP, EnergyMeter
 
 
 def zone(root: Path, name: str, microjoules: int) -> None:
