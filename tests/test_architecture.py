@@ -34,6 +34,7 @@ FLOORS = (
         "seams",
         "locks",
         "suggest",
+        "text",
         "paths",
         "toml",
     ),
@@ -79,7 +80,6 @@ COMPUTERS = {
     "node.library.sync": "me.optimizer, which a script calls that has torch",
     "node.library.capturing": "me.train, which a program calls that has torch",
     "node.cli.model": "the command `model`",
-    "node.cli.plan": "the command `plan`, which captures what it is to plan",
     "node.cli.capture": "the command `train`, which captures what it is given",
     "node.cli.predict": "the command `predict`, which runs a person's own model on their own machine",
 }

@@ -124,13 +124,14 @@ def _regrouped(graph: Path, run_file: RunFile, folder: Path, name: str) -> dict[
 
 
 def capture_to(graph: Path, run_file: RunFile, path: Path, name: str) -> None:
-    """Capture a built-in model, or what a person's own function makes, into the file `graph`.
+    """Capture a built-in model, a Hugging Face folder, or what a function makes, into the file `graph`.
 
     Raises:
         UsageError: no such model, or one that cannot be captured.
     """
     from partition.capture import CaptureRefused
-    from partition.capture.model_spec import capture_built_in, capture_own
+    from partition.capture.hugging_face import is_folder
+    from partition.capture.model_spec import capture_built_in, capture_folder, capture_own
     from partition.capture.models import BUILTIN
     from partition.capture.weights import write_weights
 
@@ -139,6 +140,8 @@ def capture_to(graph: Path, run_file: RunFile, path: Path, name: str) -> None:
         if ".py:" in run_file.model:
             own = path.parent / Path(run_file.model).expanduser()
             found = capture_own(str(own), dtype=train.dtype, options=run_file.options)
+        elif is_folder(str(folder := path.parent / Path(run_file.model).expanduser())):
+            found = capture_folder(str(folder), dtype=train.dtype, options=run_file.options)
         elif run_file.model in BUILTIN:
             dataset = datasets.load(run_file.data, path.parent, window=train.window or WINDOW)
             tokenizer = path.parent / Path(run_file.tokenizer).expanduser() if run_file.tokenizer else None
@@ -154,7 +157,7 @@ def capture_to(graph: Path, run_file: RunFile, path: Path, name: str) -> None:
             near = did_you_mean(run_file.model, known)
             raise UsageError(
                 f"{name}: model: no model is called '{run_file.model[:80]}'{near}",
-                f"{', '.join(known)}; a captured FILE.peerloom; or PATH.py:FUNCTION",
+                f"{', '.join(known)}; a captured FILE.peerloom; PATH.py:FUNCTION; or a Hugging Face folder",
             )
         graph.write_bytes(found.data)
         if found.stored:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -48,7 +49,10 @@ def model() -> None:
 
 @app.command()
 def capture(
-    source: Annotated[str, typer.Argument(metavar="PATH.py:FUNCTION|NAME", help="Yours, or a built-in one.")],
+    source: Annotated[
+        str,
+        typer.Argument(metavar="PATH.py:FUNCTION|FOLDER|NAME", help="Yours, Hugging Face's, or built in."),
+    ],
     out: Annotated[str, typer.Option("-o", "--out", metavar="FILE", help="Where to put it.")] = "",
     split: Annotated[
         list[str] | None, typer.Option("--split", metavar="MODULE", help="Cut only before these modules.")
@@ -84,6 +88,7 @@ def capture(
         source, sample, classes, tuple(settings or ()), "float64" if dtype == "float64" else "float32"
     )
     with _told():
+        from partition.capture.model_spec import task_has_values
         from partition.capture.task import capture_task, captured_and_proved, check_admission
         from partition.capture.weights import write_weights
 
@@ -96,10 +101,10 @@ def capture(
                 name=task.name or _stem(source),
             )
             proven = None
-            if proof:
+            if proof and task_has_values(chosen):
                 captured, proven = captured_and_proved(chosen)
             else:
-                captured = capture_task(chosen)
+                captured = capture_task(chosen, unproved=not task_has_values(chosen))
                 check_admission(chosen, captured)
         if captured.stored:
             _check_free(target)
@@ -232,6 +237,7 @@ class _Wanted:
     def task(self) -> "Iterator[Task]":
         """The model with its loss; parameters made meanwhile have the wanted type. Raises UsageError."""
         from partition.capture import skeleton
+        from partition.capture.hugging_face import folder_task, is_folder
         from partition.capture.model_spec import default_dtype
         from partition.capture.models import BUILTIN
         from partition.capture.task import load_factory, task_of
@@ -241,11 +247,14 @@ class _Wanted:
             if ".py:" in self.source:
                 yield task_of(load_factory(self.source), **options)
                 return
+            if is_folder(self.source):
+                yield task_of(partial(folder_task, Path(self.source).expanduser()), **options)
+                return
             if self.source not in BUILTIN:
                 known = sorted(BUILTIN)
                 raise UsageError(
                     f"no model is called '{self.source[:80]}'{did_you_mean(self.source, known)}",
-                    f"{', '.join(known)}; or PATH.py:FUNCTION",
+                    f"{', '.join(known)}; PATH.py:FUNCTION; or a Hugging Face folder",
                 )
             if not self.sample or self.classes < 1:
                 raise UsageError(
@@ -277,8 +286,8 @@ def _check_free(target: Path) -> None:
 
 
 def _stem(source: str) -> str:
-    path = source.rpartition(":")[0] or source
-    return Path(path).stem
+    path = Path(source.rpartition(":")[0] or source)
+    return path.resolve().name if path.expanduser().is_dir() else path.stem
 
 
 def _sides(text: str) -> tuple[int, ...]:

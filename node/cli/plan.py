@@ -1,27 +1,26 @@
 """`python -m node plan MODEL`: who would hold what, how fast that would be, and why, before anything runs."""
 
 import sys
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from node.cli.client import ask
-from node.cli.options import GRAPH_SUFFIX, AsJson, DataDir, find_data_dir
+from node.cli.options import AsJson, DataDir, find_data_dir
 from node.cli.outputs import output_path
 from node.cli.render import show, show_json
-from node.errors import RunFailed, UsageError
-from node.suggest import did_you_mean
-
-if TYPE_CHECKING:
-    from node.planning.peers import Peers
-    from partition.model.graph import Graph
+from node.errors import UsageError
 
 
 def plan(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Built-in, FILE.peerloom, PATH.py:FUNCTION.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="Built-in, FILE.peerloom, PATH.py:FUNCTION, Hugging Face folder."
+        ),
+    ],
     peers: Annotated[
         str,
         typer.Option("--peers", metavar="FILE|live", help="Peers and links, or this node's swarm."),
@@ -44,20 +43,28 @@ def plan(
     devices: Annotated[
         str, typer.Option("--devices", metavar="cuda,mps,cpu", help="On the first of these that are enough.")
     ] = "",
+    replicas_min: Annotated[
+        int, typer.Option("--replicas-min", metavar="N", help="Of each stage, at least.")
+    ] = 1,
+    together: Annotated[
+        list[str] | None,
+        typer.Option("--together", metavar="A,B", help="Layers or modules that stay in one stage."),
+    ] = None,
+    keep_tied: Annotated[
+        bool, typer.Option("--keep-tied", help="Layers that use one weight stay in one stage.")
+    ] = False,
     svg: Annotated[str, typer.Option("--svg", metavar="FILE", help="Draw it into this file.")] = "",
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
     """Show who would hold which layers of a model, how fast that would be, and why."""
     from node.cli.train import read_devices
-    from node.planning.document import plan_document
-    from node.planning.peers import in_place, live_peers, on_devices, read_peers
-    from node.planning.peers import what_if as changed
-    from node.planning.planner import plan_model
-    from node.planning.request import wishes
-    from partition.plan.problem import Infeasible
+    from node.planning.peers import in_place, live_peers, read_peers
+    from node.planning.report import plan_document
+    from node.planning.request import graph_of, plan_over, wishes, with_together
+    from node.planning.screen import plan_lines
 
-    wanted = wishes(batch, objective, microbatch, optimizer, stages, replicas, pipeline)
+    wanted = wishes(batch, objective, microbatch, optimizer, stages, replicas, pipeline, replicas_min)
     if svg:
         output_path(svg, "--svg")
     if peers == "live":
@@ -65,81 +72,19 @@ def plan(
         offered = live_peers(ask(folder, "status"), ask(folder, "peers"), ask(folder, "measurements"))
     else:
         offered = read_peers(peers)
-    offered = in_place(offered, place)
-    order = read_devices(devices)
-    graph = read_model(model)
-
-    def planned(among: "Peers") -> dict[str, Any]:
-        """The plan on the first devices that are enough for one."""
-        for count in range(1, len(order)):
-            with suppress(Infeasible):
-                return plan_document(plan_model(graph, on_devices(among, order[:count]), wanted, name=model))
-        return plan_document(plan_model(graph, on_devices(among, order), wanted, name=model))
-
-    try:
-        document = planned(offered)
-        other = planned(changed(offered, what_if)) if what_if else None
-    except Infeasible as infeasible:
-        raise RunFailed(f"{model}: {infeasible}", infeasible.do or None) from None
-    _tell(document, other, what_if=what_if, explain=explain, svg=svg, as_json=as_json)
-
-
-def _tell(
-    document: dict[str, Any],
-    other: dict[str, Any] | None,
-    *,
-    what_if: str,
-    explain: bool,
-    svg: str,
-    as_json: bool,
-) -> None:
-    from node.cli.plan_lines import plan_lines
-    from node.cli.plan_svg import plan_svg
-
-    shown = document if other is None else other
+    graph = graph_of(model)
+    groups = [group.split(",") for group in together or ()]
+    wanted = with_together(wanted, graph, groups, keep_tied=keep_tied)
+    report = plan_over(
+        graph, in_place(offered, place), wanted, what_if=what_if, devices=read_devices(devices), name=model
+    )
     if svg:
         try:
-            Path(svg).expanduser().write_text(plan_svg(shown), encoding="utf-8")
+            Path(svg).expanduser().write_text(report.to_svg(), encoding="utf-8")
         except OSError as error:
             raise UsageError(f"--svg {svg}: {error.strerror or error}") from None
         show([f"drawn into {svg}"], sys.stderr)
     if as_json:
-        show_json({**shown, "what_if": what_if or None})
-        return
-    lines = plan_lines(shown, explain=explain)
-    if other is not None:
-        gain = other["samples_per_second"] / max(1e-12, document["samples_per_second"]) - 1
-        lines.append(f"with {what_if}: {gain * 100:+.0f} % against the plan without")
-    show(lines)
-
-
-def read_model(model: str) -> "Graph":
-    """The graph of a built-in model, of a captured file, or of what a person's own function makes.
-
-    Raises:
-        UsageError: no such model, or one that cannot be captured.
-    """
-    from node.cli.model_summary import read_graph
-    from node.planning.request import MODELS
-
-    if model.endswith(GRAPH_SUFFIX):
-        return read_graph(Path(model).expanduser())[0]
-    from partition.capture import CaptureRefused
-    from partition.capture.model_spec import capture_built_in, capture_own
-
-    try:
-        if ".py:" in model:
-            return capture_own(model).graph
-        if model in MODELS:
-            found = MODELS[model]
-            options = dict(found.options)
-            return capture_built_in(found.name, found.sample, found.classes, options=options).graph
-    except (CaptureRefused, OSError) as error:
-        raise UsageError(f"{model}: {error}") from None
-    known = sorted(MODELS)
-    if model.endswith(".toml"):
-        raise UsageError(f"{model[:80]}: a run, not a model", "name the model that it trains: plan MODEL")
-    raise UsageError(
-        f"no model is called '{model[:80]}'{did_you_mean(model, known)}",
-        f"{', '.join(known)}; a captured FILE.peerloom; or PATH.py:FUNCTION",
-    )
+        show_json(plan_document(report))
+    else:
+        show(plan_lines(plan_document(report), explain=explain))

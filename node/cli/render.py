@@ -14,6 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 from node.errors import PeerloomError
+from node.text import bytes_text as bytes_text
+from node.text import seconds_text as seconds_text
+from node.text import table as table
 
 _LABEL_WIDTH = 12
 DATA_HASH_LENGTH = 64
@@ -99,15 +102,6 @@ def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
     return out.getvalue()
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as their widest cell, two spaces apart."""
-    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (header, *rows)
-    ]
-
-
 def short_id(peer: str) -> str:
     """The last six letters of a peer id's text, `...kVa9Qz`."""
     return "..." + peer[-6:]
@@ -121,36 +115,12 @@ def short_address(text: str) -> str:
     return f"[{parts[2]}]:{parts[4]}" if parts[1] == "ip6" else f"{parts[2]}:{parts[4]}"
 
 
-def bytes_text(count: float) -> str:
-    """`21.3 GB`, in powers of ten."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
 def flops_text(flops: float) -> str:
     """An amount of computing, with its unit."""
     for unit, size in (("EFLOP", 1e18), ("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9)):
         if flops >= size:
             return f"{flops / size:.3g} {unit}"
     return f"{flops / 1e6:.3g} MFLOP" if flops else "-"
-
-
-def seconds_text(seconds: float) -> str:
-    """`0 s`, `1.2 ms`, `3.4 s`, `5 min 10 s`, `2 h 3 min`, `4 days`; whole seconds stay whole."""
-    if seconds <= 0:
-        return "0 s"
-    if seconds < 0.9995:
-        return f"{seconds * 1000:.1f} ms"
-    if seconds < 59.95:
-        return f"{seconds} s" if isinstance(seconds, int) else f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} days"
 
 
 def data_text(data: str) -> str:

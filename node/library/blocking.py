@@ -15,7 +15,7 @@ from node.library.directory import Directory, Entry, FoundNode, StoredEntry
 from node.library.handles import RunHandle, RunResult
 from node.library.portal import Portal
 from node.library.surface import Surface
-from node.planning.planner import PlanReport
+from node.planning.report import PlanReport
 from node.services.broadcasts import Broadcast
 from partition.model.graph import Graph
 
@@ -298,13 +298,33 @@ class BlockingSurface:
         stages: int = 0,
         replicas: int = 0,
         pipeline: str = "1f1b",
-        what_if: str = "",
+        what_if: str | Sequence[str] = (),
+        place: str = "",
+        replicas_min: int = 1,
+        together: Sequence[Sequence[str]] = (),
+        keep_tied: bool = False,
+        devices: Sequence[str] = (),
     ) -> PlanReport:
         """Plan a model over this node and its living members; nothing is started.
 
-        `model` is a graph, a captured FILE.peerloom, a built-in name or PATH.py:FUNCTION; the rest is as for
-        `node.plan`. Raises RunFailed: nothing fits, with what to do; UsageError.
+        `model` is a graph, a captured FILE.peerloom, a built-in name, PATH.py:FUNCTION or a Hugging Face
+        folder; the rest is as for `node.plan`, which gives the same for the same peers. Raises RunFailed:
+        nothing fits, with what to do; UsageError.
         """
         return self._portal.run(
-            self._of.plan, model, batch, objective, microbatch, optimizer, stages, replicas, pipeline, what_if
+            self._of.plan,
+            model,
+            batch,
+            objective,
+            microbatch,
+            optimizer,
+            stages,
+            replicas,
+            pipeline,
+            what_if,
+            place,
+            replicas_min,
+            together,
+            keep_tied,
+            devices,
         )

@@ -141,6 +141,8 @@ def _method(method: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
             body = f"return {body}"
         if len(body) + 8 > LINE_LENGTH_MAX:
             begin, arguments = body.removesuffix(")").split("(", 1)
+            if len(arguments) + 12 > LINE_LENGTH_MAX:
+                arguments = ",\n            ".join(arguments.split(", ")) + ","
             body = f"{begin}(\n            {arguments}\n        )"
     lines = ["    @property"] if is_property else []
     lines += _signature(method.name, _parameters(method, taken), returns)

@@ -32,7 +32,7 @@ from node.library.directory import Directory, StoredEntry
 from node.library.handles import RunHandle
 from node.library.preparing import prepared
 from node.planning.peers import live_peers
-from node.planning.planner import PlanReport
+from node.planning.report import PlanReport
 from node.planning.request import plan as plan_for
 from node.runs.runs import Runs
 from node.seams import Seams
@@ -232,15 +232,38 @@ class Surface:
         stages: int = 0,
         replicas: int = 0,
         pipeline: str = "1f1b",
-        what_if: str = "",
+        what_if: str | Sequence[str] = (),
+        place: str = "",
+        replicas_min: int = 1,
+        together: Sequence[Sequence[str]] = (),
+        keep_tied: bool = False,
+        devices: Sequence[str] = (),
     ) -> PlanReport:
         """Plan a model over this node and its living members; nothing is started.
 
-        `model` is a graph, a captured FILE.peerloom, a built-in name or PATH.py:FUNCTION; the rest is as for
-        `node.plan`. Raises RunFailed: nothing fits, with what to do; UsageError.
+        `model` is a graph, a captured FILE.peerloom, a built-in name, PATH.py:FUNCTION or a Hugging Face
+        folder; the rest is as for `node.plan`, which gives the same for the same peers. Raises RunFailed:
+        nothing fits, with what to do; UsageError.
         """
         now = self.seams.clock.wall()
         measured = await self.measurements.document(self.membership.live)
         peers = live_peers(self.status(), views.peers_document(self.state, now), measured)
-        wanted = batch, objective, microbatch, optimizer, stages, replicas, pipeline, what_if
-        return await self.seams.executor.run(partial(plan_for, model, peers, *wanted), apart=True)
+        ask = partial(
+            plan_for,
+            model,
+            peers,
+            batch,
+            objective,
+            microbatch,
+            optimizer,
+            stages,
+            replicas,
+            pipeline,
+            what_if,
+            place,
+            replicas_min,
+            together,
+            keep_tied,
+            devices,
+        )
+        return await self.seams.executor.run(ask, apart=True)

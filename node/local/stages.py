@@ -27,7 +27,13 @@ def stage_ranges(run: Run, graph: Graph) -> list[tuple[int, int]]:
     for number in range(1, count):
         wanted = done[-1] * number / count
         # Every stage, also those to come, has a layer at least.
-        possible = range(ends[-1] + 1, layers - (count - number) + 1)
+        possible = [
+            end
+            for end in range(ends[-1] + 1, layers - (count - number) + 1)
+            if not any(first < end < last for first, last in run.manifest.together)
+        ]
+        if not possible:
+            raise ValueError(f"the model cannot be cut into {count} stages beside what stays together")
         ends.append(min(possible, key=lambda end: (abs(done[end] - wanted), end)))
     ends.append(layers)
     return list(pairwise(ends))

@@ -151,7 +151,7 @@ def smaller_shapes(shape: tuple[int, int], peers: int) -> Iterator[tuple[int, in
 
 def reduction(manifest: Manifest, plan: Plan) -> str:
     """Return how a plan falls short of what was asked for, in words for a person; "" where it does not."""
-    wanted = max(1, manifest.stages), max(1, manifest.replicas)
+    wanted = max(1, manifest.stages), manifest.replicas or manifest.replicas_min
     found = len(plan.stages), min(len(stage.replicas) for stage in plan.stages)
     if found[0] >= wanted[0] and found[1] >= wanted[1]:
         return ""
@@ -231,9 +231,18 @@ def problem_of(
         recompute=manifest.recompute,
         moments=manifest.optimizer.moments,
         input_bytes=input_frame_bytes(manifest, graph),
-        constraints=Constraints(
-            stages=manifest.stages, replicas=manifest.replicas, frame_bytes_max=FRAME_BYTES_MAX
-        ),
+        constraints=constraints_of(manifest),
+    )
+
+
+def constraints_of(manifest: Manifest) -> Constraints:
+    """Return what every plan of a run keeps to."""
+    return Constraints(
+        stages=manifest.stages,
+        replicas=manifest.replicas,
+        replicas_min=manifest.replicas_min,
+        together=manifest.together,
+        frame_bytes_max=FRAME_BYTES_MAX,
     )
 
 
@@ -325,7 +334,7 @@ async def place(
 def expected_wait(manifest: Manifest, free: int, waits: Sequence[int]) -> int | None:
     """Return when as many slots may be free as a run needs beside those that are; None where too few of the
     busy providers say."""
-    missing = max(1, max(1, manifest.stages) * max(1, manifest.replicas) - free)
+    missing = max(1, max(1, manifest.stages) * (manifest.replicas or manifest.replicas_min) - free)
     return sorted(waits)[missing - 1] if missing <= len(waits) else None
 
 

@@ -5,11 +5,22 @@ Pure: the same run file, graph, sizes and peers give the same choice on every ma
 
 from msgspec.structs import replace
 
+from node.errors import UsageError
 from node.planning.peers import Peers
-from node.planning.planner import FRAME_BYTES_MAX, Wanted, plan_model
+from node.planning.planner import plan_model
+from node.planning.report import FRAME_BYTES_MAX, Wanted
 from node.protocols.manifest import RunFile
 from partition.model.graph import Graph
+from partition.model.together import kept_ranges
 from partition.plan.problem import Constraints
+
+
+def layers_together(run_file: RunFile, graph: Graph, name: str) -> tuple[tuple[int, int], ...]:
+    """Return the ranges of layers that stay in one stage. Raises UsageError: it names none of the model's."""
+    try:
+        return kept_ranges(graph, run_file.plan.together, tied=run_file.plan.keep_tied)
+    except ValueError as error:
+        raise UsageError(f"{name}: plan.together: {error}") from None
 
 
 def has_open(run_file: RunFile) -> bool:
@@ -38,7 +49,11 @@ def choose(
         optimizer=train.optimizer,
         optimizer_moments=run_file.optimizer.moments,
         constraints=Constraints(
-            stages=rules.stages, replicas=rules.replicas, frame_bytes_max=FRAME_BYTES_MAX
+            stages=rules.stages,
+            replicas=rules.replicas,
+            replicas_min=rules.replicas_min,
+            together=layers_together(run_file, graph, "RUN.toml"),
+            frame_bytes_max=FRAME_BYTES_MAX,
         ),
         sizes=sizes,
         frames="auto" if train.frames == "auto" else "exact",

@@ -6,26 +6,25 @@ single change would help most. Torch is not needed: a captured graph is.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Literal
 
 from crypto.errors import RemoteProtocolError
 from node.errors import UsageError
 from node.planning.peers import LINKED_PEERS_MAX, Peers, PeerSpecification
+from node.planning.report import LeftOut, PlanReport, Wanted
 from partition.model.cut import reference_sizes
 from partition.model.graph import ITEM_BYTES, Graph
 from partition.model.sizes import check_sizes, evaluate, shape_of
-from partition.plan.forecast import Forecast, forecast
+from partition.plan.forecast import forecast
 from partition.plan.layer_costs import layer_costs
 from partition.plan.operations import Operations, layer_operations
 from partition.plan.problem import (
     Constraints,
     Infeasible,
     Link,
-    Objective,
     PeerCost,
-    Pipeline,
     Problem,
     Split,
 )
@@ -35,7 +34,6 @@ from partition.plan.tables import IMPOSSIBLE, Tables
 MICROBATCHES_MAX = 64
 """As many as a stage of a run may hold at once."""
 MICROBATCHES_TRIED = 7
-FRAME_BYTES_MAX = 63 << 26
 LOCAL_GAIN_MIN = 0.5
 """Local steps learn less from a sample than exact ones: so much more of them must be gained."""
 GAIN_MIN = 0.05
@@ -44,66 +42,6 @@ BFLOAT16_PERMILLE = 307
 """What bfloat16 with zstd leaves of real activations (a GPT's)."""
 LINK_STEPS = (1_250_000, 12_500_000, 125_000_000, 1_250_000_000)
 HELP_TRIED_MAX = 6
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What a person asks for. A `microbatch` of 0, or `recompute` None, lets the planner choose."""
-
-    batch: int = 64
-    objective: Objective = "throughput"
-    microbatch: int = 0
-    recompute: bool | None = None
-    pipeline: Pipeline = "1f1b"
-    optimizer_moments: int = 2
-    optimizer: str = "adam"
-    constraints: Constraints = field(default_factory=lambda: Constraints(frame_bytes_max=FRAME_BYTES_MAX))
-    sizes: tuple[int, ...] = ()
-    """Of the graph's symbols after the batch; none: as the graph was captured."""
-    frames: Literal["exact", "auto"] = "exact"
-    mode: Literal["exact", "auto"] = "exact"
-    local_steps: int = 20
-
-
-@dataclass(frozen=True)
-class LeftOut:
-    """A peer without a stage, and why."""
-
-    name: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class PlanReport:
-    """A plan with all that there is to say of it. `samples_per_second` is of training, or of passes one after
-    another where latency is the objective; `tokens` is how many tokens make a sample, 0 for other data.
-    `frames` and `mode` are what was chosen where that was left open."""
-
-    model: str
-    problem: Problem
-    split: Split
-    forecast: Forecast
-    wanted: Wanted
-    microbatch: int
-    tokens: int
-    left_out: tuple[LeftOut, ...]
-    reasons: tuple[str, ...]
-    alone: tuple[str, float] | None
-    help: tuple[str, float] | None
-    frames: Literal["exact", "bfloat16"] = "exact"
-    mode: Literal["exact", "local"] = "exact"
-
-    @property
-    def samples_per_second(self) -> float:
-        """As predicted."""
-        if self.problem.objective == "latency":
-            return self.microbatch * 1e9 / max(1, self.forecast.pass_nanoseconds)
-        samples = self.microbatch * self.problem.microbatches
-        return samples * 1e9 / max(1, self.forecast.step_nanoseconds)
-
-    def peers_of(self, stage: int) -> tuple[str, ...]:
-        """Names, sorted."""
-        return tuple(self.problem.peers[place].name for place in self.split.groups[stage])
 
 
 def plan_model(graph: Graph, peers: Peers, wanted: Wanted, *, name: str = "") -> PlanReport:

@@ -7,22 +7,27 @@ asks never imports torch here.
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple, get_args
 
 from crypto.errors import RemoteProtocolError
 from node.errors import RunFailed, UsageError
-from node.planning.peers import Peers, read_peers
+from node.planning.peers import Peers, in_place, on_devices, read_peers
 from node.planning.peers import what_if as changed
-from node.planning.planner import FRAME_BYTES_MAX, PlanReport, Wanted, plan_model
+from node.planning.planner import plan_model
+from node.planning.report import FRAME_BYTES_MAX, PlanReport, Wanted
 from node.suggest import did_you_mean
 from partition.model.check import check_graph
 from partition.model.graph import GRAPH_BYTES_MAX, Graph, decode_graph
+from partition.model.together import kept_ranges
 from partition.plan.problem import Constraints, Infeasible, Objective, Pipeline
 
 GRAPH_SUFFIX = ".peerloom"
+HUGGING_FACE_CONFIG = "config.json"
 CAPTURE_SECONDS_MAX = 600.0
 """A large model on a busy machine; torch alone takes many seconds there."""
 OPTIMIZERS: Mapping[str, int] = MappingProxyType({"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2})
@@ -59,13 +64,14 @@ def wishes(
     stages: int = 0,
     replicas: int = 0,
     pipeline: str = "1f1b",
+    replicas_min: int = 1,
 ) -> Wanted:
     """Return what is asked of the planner; 0 lets it choose. Raises UsageError."""
     _among("objective", objective, get_args(Objective))
     _among("pipeline", pipeline, get_args(Pipeline))
     _among("optimizer", optimizer, OPTIMIZERS)
-    if min(batch, microbatch + 1, stages + 1, replicas + 1) < 1:
-        raise UsageError("--batch, --microbatch, --stages, --replicas: want numbers from 1")
+    if min(batch, replicas_min, microbatch + 1, stages + 1, replicas + 1) < 1:
+        raise UsageError("--batch, --microbatch, --stages, --replicas, --replicas-min: want numbers from 1")
     return Wanted(
         batch=batch,
         objective=objective,  # type: ignore[arg-type]  # looked at above
@@ -73,7 +79,9 @@ def wishes(
         pipeline=pipeline,  # type: ignore[arg-type]  # looked at above
         optimizer=optimizer,
         optimizer_moments=OPTIMIZERS[optimizer],
-        constraints=Constraints(stages=stages, replicas=replicas, frame_bytes_max=FRAME_BYTES_MAX),
+        constraints=Constraints(
+            stages=stages, replicas=replicas, replicas_min=replicas_min, frame_bytes_max=FRAME_BYTES_MAX
+        ),
     )
 
 
@@ -93,25 +101,79 @@ def plan(
     stages: int = 0,
     replicas: int = 0,
     pipeline: str = "1f1b",
-    what_if: str = "",
+    what_if: str | Sequence[str] = (),
+    place: str = "",
+    replicas_min: int = 1,
+    together: Sequence[Sequence[str]] = (),
+    keep_tied: bool = False,
+    devices: Sequence[str] = (),
 ) -> PlanReport:
     """Return the best plan of a model over given peers, without a node; nothing is started.
 
-    `model` is a graph, a captured FILE.peerloom, a built-in name or PATH.py:FUNCTION; `peers` are a TOML file
-    of peers, or what was read of one. The planner chooses stages, replicas and samples of a micro-batch where
-    they are 0; `what_if` changes the peers, as `--what-if`.
+    `model` is a graph, a captured FILE.peerloom, a built-in name, PATH.py:FUNCTION or a Hugging Face
+    folder; `peers` are a TOML file of peers, or what was read of one. The planner chooses stages, replicas
+    and samples of a micro-batch where they are 0. `what_if` changes the peers (`"lose=lab-3"`, or a list of
+    such), `place` keeps to those of a location. Layers of a group in `together` (modules, layers by name or
+    number, ranges such as `3-5`) stay in one stage, with `keep_tied` also those that use one weight. With
+    `devices` only peers that compute on one of these count (`cuda`, `mps`, `cpu`), and those on a later one
+    only where those on the ones before it are not enough.
 
     Raises:
         RunFailed: nothing fits; its hint says what to do. UsageError: what was asked makes no sense.
     """
-    wanted = wishes(batch, objective, microbatch, optimizer, stages, replicas, pipeline)
+    wanted = wishes(batch, objective, microbatch, optimizer, stages, replicas, pipeline, replicas_min)
     found = peers if isinstance(peers, Peers) else read_peers(str(peers))
-    found = changed(found, what_if) if what_if else found
     name = model.name if isinstance(model, Graph) else str(model)
+    graph = graph_of(model)
+    wanted = with_together(wanted, graph, together, keep_tied=keep_tied)
+    return plan_over(graph, in_place(found, place), wanted, what_if=what_if, devices=devices, name=name)
+
+
+def with_together(
+    wanted: Wanted, graph: Graph, groups: Sequence[Sequence[str]], *, keep_tied: bool
+) -> Wanted:
+    """Return the wishes with layers that stay in one stage. Raises UsageError: the model has none such."""
     try:
-        return plan_model(graph_of(model), found, wanted, name=name)
+        ranges = kept_ranges(graph, groups, tied=keep_tied)
+    except ValueError as error:
+        raise UsageError(f"--together: {error}") from None
+    return replace(wanted, constraints=replace(wanted.constraints, together=ranges))
+
+
+def plan_over(
+    graph: Graph,
+    peers: Peers,
+    wanted: Wanted,
+    *,
+    what_if: str | Sequence[str] = (),
+    devices: Sequence[str] = (),
+    name: str,
+) -> PlanReport:
+    """Return the best plan over these peers, or over what `what_if` makes of them and what that gains.
+
+    Raises:
+        RunFailed: nothing fits; its hint says what to do. UsageError: what was asked makes no sense.
+    """
+
+    def planned(among: Peers) -> PlanReport:
+        """On the first devices that are enough for one."""
+        for count in range(1, len(devices)):
+            with suppress(Infeasible):
+                return plan_model(graph, on_devices(among, devices[:count]), wanted, name=name)
+        return plan_model(graph, on_devices(among, devices), wanted, name=name)
+
+    changes = tuple(what_if.split(",") if isinstance(what_if, str) and what_if else what_if)
+    try:
+        if not changes:
+            return planned(peers)
+        report = planned(changed(peers, ",".join(changes)))
     except Infeasible as infeasible:
         raise RunFailed(f"{name}: {infeasible}", infeasible.do or None) from None
+    try:
+        without = planned(peers).predicted
+    except Infeasible:
+        without = None
+    return replace(report, what_if=changes, without=without)
 
 
 def graph_of(model: Graph | str | Path) -> Graph:
@@ -121,19 +183,9 @@ def graph_of(model: Graph | str | Path) -> Graph:
     text = str(model)
     if text.endswith(GRAPH_SUFFIX):
         return _read(Path(text).expanduser())
-    if text not in MODELS and ".py:" not in text:
-        raise UsageError(f"no model '{text[:60]}'{did_you_mean(text, sorted(MODELS))}", _ways())
     with tempfile.TemporaryDirectory(prefix="peerloom-plan-") as folder:
         file = Path(folder) / f"model{GRAPH_SUFFIX}"
-        command = [sys.executable, "-m", "node", "model", "capture", "--no-proof", "--out", str(file)]
-        built_in = MODELS.get(text)
-        if built_in is None:
-            command.append(text)
-        else:
-            sample = ",".join(map(str, built_in.sample))
-            command += [built_in.name, "--sample", sample, "--classes", str(built_in.classes)]
-            for key, value in built_in.options.items():
-                command += ["--set", f"{key}={value}"]
+        command = [sys.executable, "-m", "node", "model", "capture", "--out", str(file), *_words(text)]
         try:
             done = subprocess.run(  # noqa: S603 - our own command; the model is its user's own code
                 command, capture_output=True, text=True, timeout=CAPTURE_SECONDS_MAX, stdin=subprocess.DEVNULL
@@ -141,9 +193,29 @@ def graph_of(model: Graph | str | Path) -> Graph:
         except (OSError, subprocess.TimeoutExpired) as error:
             raise UsageError(f"{text}: it could not be captured: {error}") from None
         if done.returncode:
-            told = done.stderr.strip() or "the process that captures it ended"
-            raise UsageError(f"{text}: {told[-300:]}")
+            _, found, told = done.stderr.rpartition("error: ")
+            what, _, do = told.strip().partition("\n")
+            if not found or not what:
+                raise UsageError(f"{text}: the process that captures it ended")
+            raise UsageError(f"{text}: {what}", do.strip().removeprefix("do: ") or None)
         return _read(file)
+
+
+def _words(model: str) -> list[str]:
+    """Return what the command `model capture` is told of a model. Raises UsageError: there is no such one."""
+    built_in = MODELS.get(model)
+    if built_in is not None:
+        sample = ",".join(map(str, built_in.sample))
+        words = [built_in.name, "--no-proof", "--sample", sample, "--classes", str(built_in.classes)]
+        options = (f"{key}={value}" for key, value in built_in.options.items())
+        return words + [word for option in options for word in ("--set", option)]
+    if ".py:" in model:
+        return [model]
+    if (Path(model).expanduser() / HUGGING_FACE_CONFIG).is_file():
+        return [model, "--set", "values=0"]  # a plan needs no weights
+    if model.endswith(".toml"):
+        raise UsageError(f"{model[:80]}: a run, not a model", "name the model that it trains: plan MODEL")
+    raise UsageError(f"no model is called '{model[:80]}'{did_you_mean(model, sorted(MODELS))}", _ways())
 
 
 def _read(file: Path) -> Graph:
@@ -161,4 +233,5 @@ def _read(file: Path) -> Graph:
 
 
 def _ways() -> str:
-    return f"FILE{GRAPH_SUFFIX}, PATH.py:FUNCTION, or one of {', '.join(sorted(MODELS))}"
+    known = ", ".join(sorted(MODELS))
+    return f"FILE{GRAPH_SUFFIX}, PATH.py:FUNCTION, a Hugging Face folder, or one of {known}"

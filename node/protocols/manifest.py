@@ -18,7 +18,8 @@ from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
 from node.errors import UsageError
 from partition.codecs.choice import Frames
-from partition.model.graph import SYMBOLS_MAX
+from partition.model.graph import LAYERS_MAX, SYMBOLS_MAX
+from partition.model.together import RANGES_MAX
 from partition.plan.plan import STEPS_MAX, TRAINERS_MAX
 from partition.run.local_settings import (
     EVALUATIONS_MAX,
@@ -61,6 +62,12 @@ class GroupTable(msgspec.Struct, frozen=True):
     weight_decay: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     rate_factor: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 1.0
 
+
+LayerGroup = Annotated[
+    tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=200)], ...],
+    msgspec.Meta(min_length=1, max_length=64),
+]
+LayerNumber = Annotated[int, msgspec.Meta(ge=0, le=LAYERS_MAX)]
 
 Auto = Literal["auto"]
 """Where a run is placed, the planner chooses, and says why."""
@@ -147,10 +154,16 @@ class PlanTable(msgspec.Struct, frozen=True):
     `max_rtt_milliseconds` of it (30 where that is 0), which alone is counted from the requester. With
     `devices` only peers that compute on one of these hold stages, and those on a later one only where those
     on the ones before it are too few.
+    Each stage gets `replicas_min` peers at least where `replicas` is 0. The layers from the first to the last
+    of a group in `together` (modules, layers by name or number, ranges such as "3-5") stay in one stage, with
+    `keep_tied` also those that use one weight.
     """
 
     stages: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
     replicas: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    replicas_min: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    together: Annotated[tuple[LayerGroup, ...], msgspec.Meta(max_length=RANGES_MAX)] = ()
+    keep_tied: bool = False
     trainers: Annotated[int, msgspec.Meta(ge=1, le=TRAINERS_MAX)] = 1
     pipeline: Literal["1f1b", "gpipe"] = "1f1b"
     checkpoint_every: Annotated[int, msgspec.Meta(ge=0, le=10_000_000)] = 20
@@ -318,7 +331,8 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     owners, of `local.own_data`, which says what it looks like. `sizes` are the graph's
     symbols after the batch, whose value is `microbatch`. `metrics` name the sums that the graph makes
     beside the loss. `window` is how many bytes make a sample of text, 0 for other data. `validation` says
-    when a run in exact mode is validated, None for never.
+    when a run in exact mode is validated, None for never. `together` are half-open
+    ranges of layers, within which no plan cuts.
     """
 
     model: Word
@@ -348,6 +362,8 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     validation_samples: Annotated[int, msgspec.Meta(ge=0, lt=2**40)] = 0
     validation: ValidationSettings | None = None
     place: PlaceWish | None = None
+    together: Annotated[tuple[tuple[LayerNumber, LayerNumber], ...], msgspec.Meta(max_length=RANGES_MAX)] = ()
+    replicas_min: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
 
     @property
     def graph_hash(self) -> bytes:
@@ -388,6 +404,8 @@ _NOT_ARITHMETIC = frozenset(
         "validation_samples",
         "validation",
         "place",
+        "together",
+        "replicas_min",
     }
 )
 """Fields of a Manifest that change nothing of what a step computes, only whether it is applied.

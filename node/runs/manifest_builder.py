@@ -14,6 +14,7 @@ from node.content.datasets import Array, Batches, Dataset
 from node.content.samples import ITEM
 from node.errors import UsageError
 from node.placement.admission import check_model, train_entry
+from node.planning.choices import layers_together
 from node.protocols.manifest import (
     ACCURACY,
     CORRECT,
@@ -99,6 +100,8 @@ def make_manifest(
         validation_samples=_validated(dataset, graph, microbatch),
         validation=_validation(run_file, dataset, entry, name),
         place=run_file.place,
+        together=layers_together(run_file, graph, name),
+        replicas_min=run_file.plan.replicas_min,
     )
     try:
         check_model(manifest, graph)

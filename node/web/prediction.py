@@ -12,9 +12,10 @@ import trio
 
 from node import state as states
 from node.errors import Unreachable, UsageError
-from node.planning.document import plan_document
+from node.placement.leases import constraints_of
 from node.planning.peers import Peers, live_peers
-from node.planning.planner import FRAME_BYTES_MAX, Wanted, plan_model
+from node.planning.planner import plan_model
+from node.planning.report import Wanted, plan_document
 from node.protocols.manifest import Manifest
 from node.runs.runs import Runs
 from node.seams import Seams
@@ -22,7 +23,7 @@ from node.services.measurements import Measurements
 from node.state import State
 from node.web.views import KEY_LETTERS
 from partition.model.graph import Graph
-from partition.plan.problem import Constraints, Infeasible
+from partition.plan.problem import Infeasible
 
 PEERS_MAX = 256
 """More are not planned for at a click: `node plan` has no such limit."""
@@ -86,9 +87,7 @@ def wanted_of(manifest: Manifest) -> Wanted:
         pipeline=manifest.pipeline,
         optimizer=settings.kind,
         optimizer_moments=settings.moments,
-        constraints=Constraints(
-            stages=manifest.stages, replicas=manifest.replicas, frame_bytes_max=FRAME_BYTES_MAX
-        ),
+        constraints=constraints_of(manifest),
     )
 
 

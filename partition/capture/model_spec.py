@@ -1,4 +1,5 @@
-"""What the `model` of a RUN.toml names, captured: a built-in one, or what a person's own function makes.
+"""What the `model` of a RUN.toml names, captured: a built-in one, a Hugging Face folder, or what a person's
+own function makes.
 
 Parameters get the type that the run asks for, as if it were torch's default. Built-in models are made without
 numbers: every stage draws its own from the run's seed.
@@ -6,6 +7,7 @@ numbers: every stage draws its own from the run's seed.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -13,9 +15,17 @@ from typing import Any, Literal
 import torch
 
 from partition.capture.capture import Captured
+from partition.capture.hugging_face import folder_task
 from partition.capture.models import BUILTIN
 from partition.capture.skeleton import skeleton
-from partition.capture.task import capture_task, captured_and_proved, load_factory, task_of
+from partition.capture.task import (
+    Task,
+    capture_task,
+    captured_and_proved,
+    check_admission,
+    load_factory,
+    task_of,
+)
 
 Precision = Literal["float32", "float64"]
 Options = Mapping[str, Any]
@@ -55,6 +65,27 @@ def capture_own(reference: str, *, dtype: Precision = "float32", options: Option
         # A class of a person's own says more than the file it is made in; torch's containers say nothing.
         is_named = bool(task.name) or not kind.__module__.startswith("torch.")
         return captured_and_proved(task, name="" if is_named else Path(reference.rpartition(":")[0]).stem)[0]
+
+
+def capture_folder(reference: str, *, dtype: Precision = "float32", options: Options = _NONE) -> Captured:
+    """Return the model in a Hugging Face folder. Options are `length` (tokens of a sample) and `values`:
+    false leaves its weights out.
+
+    Raises:
+        CaptureRefused: there is no such model, or it cannot be captured; transformers is not installed.
+    """
+    with default_dtype(dtype):
+        task = task_of(partial(folder_task, Path(reference).expanduser()), **options)
+        if task_has_values(task):
+            return captured_and_proved(task)[0]
+        captured = capture_task(task, unproved=True)
+        check_admission(task, captured)
+        return captured
+
+
+def task_has_values(task: Task) -> bool:
+    """Return whether the model of a task can be computed, and so a capture of it be proved."""
+    return not any(parameter.is_meta for parameter in task.model.parameters())
 
 
 @contextmanager

@@ -77,8 +77,18 @@ def _check(problem: Problem) -> None:
             have=f"{peers} peers",
             do=f"add {wanted - peers} peers, or ask for fewer stages or replicas",
         )
-    cuts = sum(map(problem.may_cut, range(1, layers)))
-    if cuts + 1 < rules.stages:
+    places = [
+        position
+        for position in range(1, layers)
+        if not any(first < position < last for first, last in rules.together)
+    ]
+    if len(places) + 1 < rules.stages:
+        raise Infeasible(
+            f"{rules.stages} stages are asked for, and the model can be cut in {len(places)} places beside "
+            "what stays together",
+            do=f"ask for at most {len(places) + 1} stages, or keep fewer layers together",
+        )
+    if sum(map(problem.may_cut, places)) + 1 < rules.stages:
         raise Infeasible(
             f"a micro-batch is too large to be sent between {rules.stages} stages; "
             "a smaller train.microbatch is needed",

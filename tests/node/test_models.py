@@ -23,10 +23,10 @@ from node.content.datasets import Dataset, labelled, load_digits, load_text
 from node.content.graphs import graph_name, values_name
 from node.errors import StageFailed, Unreachable, UsageError
 from node.protocols import runs as wire
-from node.protocols.manifest import MANIFEST_BYTES_MAX, RunFile, check_run_file, make_run
+from node.protocols.manifest import MANIFEST_BYTES_MAX, Manifest, RunFile, check_run_file, make_run
 from node.runs.manifest_builder import WINDOW, bind_data, make_manifest, window_of
 from node.runtime import Node
-from partition.model.graph import DataType, Graph, Stored, encode_graph, graph_hash
+from partition.model.graph import DataType, Graph, Stored, decode_graph, encode_graph, graph_hash
 from partition.stage import GROUPS_MAX, GroupSettings, StageSpecification
 from tests.partition.graphs import GraphBuilder
 from tests.stack import Model, Swarm, manifest, prepare, simple_cnn, simulate, swarm
@@ -304,6 +304,41 @@ def test_data_that_fits_tells_the_sizes() -> None:
     assert (wanted.model, wanted.sizes_max, wanted.metrics) == ("linear", (16,), ("correct",))
 
 
+def test_layers_to_be_kept_together_are_ranges_in_the_manifest() -> None:
+    model, data = simple_cnn("float32"), load_digits()
+
+    def made(text: str) -> Manifest:
+        wanted = run_file(f"[train]\nmicrobatch = 8\n[plan]\n{text}")
+        return make_manifest(wanted, model.graph, model.hash, data, name=NAME, created=1.5)
+
+    assert made("").together == ()
+    assert made('together = [["0-1"], ["1", "2"]]\nreplicas_min = 3').together == ((0, 3),)
+    assert made("replicas_min = 3").replicas_min == 3
+    assert made("keep_tied = true").together == (), "simple-cnn ties nothing"
+    with pytest.raises(UsageError, match=r"RUN\.toml: plan\.together: no module and no layer 'h\.0'"):
+        made('together = [["h.0"]]')
+
+
+def test_a_hugging_face_folder_is_trained_from_its_weights(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=1, n_head=2)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "tiny")
+    wanted = msgspec.structs.replace(run_file(), model="tiny", options={"length": 8})
+    with captured(wanted, tmp_path / "RUN.toml", NAME) as found:
+        graph = decode_graph(Path(found["graph"]).read_bytes())
+        assert Path(found["values"]).is_file()
+        text = Dataset(
+            "text",
+            *(({"x": np.zeros((4, 8), np.int64), "y": np.zeros((4, 8), np.int64)},) * 2),
+        )
+        assert bind_data(graph, text, 2, NAME) == (2,)
+    with (
+        pytest.raises(UsageError, match="no model is called 'tine'"),
+        captured(msgspec.structs.replace(run_file(), model="tine"), tmp_path / "RUN.toml", NAME),
+    ):
+        pass
+
+
 def test_a_key_that_has_another_name_now_says_which() -> None:
     with pytest.raises(UsageError, match=r"unknown key 'compress' in \[train\]: it is 'frames' now"):
         run_file("[train]\ncompress = false")
@@ -318,10 +353,11 @@ def test_the_draws_of_a_run_follow_from_what_it_computes_and_not_from_how_many_c
 
     shapes: tuple[dict[str, Any], ...] = (
         {"stages": 3, "replicas": 2, "trainers": 2},
+        {"together": ((0, 2),), "replicas_min": 2},
         {"frames": "int8", "pipeline": "gpipe", "recompute": True},
         {"save_every": 7, "on_lost_quorum": "fork", "created_milliseconds": 9, "model": "other"},
     )
-    assert [key(**change) for change in shapes] == [key()] * 3
+    assert {key(**change) for change in shapes} == {key()}
     others: tuple[dict[str, Any], ...] = (
         {"seed": 1},
         {"graph": "1" * 64},
@@ -421,7 +457,8 @@ def test_an_unknown_model_is_told_what_there_is(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as error, captured(wanted, tmp_path / NAME, NAME):
         pass
     assert "did you mean 'simple-cnn'?" in error.value.what
-    assert error.value.do == "gpt, resnet18, simple-cnn; a captured FILE.peerloom; or PATH.py:FUNCTION"
+    ways = "a captured FILE.peerloom; PATH.py:FUNCTION; or a Hugging Face folder"
+    assert error.value.do == f"gpt, resnet18, simple-cnn; {ways}"
 
 
 OWN = """

@@ -17,7 +17,15 @@ from crypto.facts import IdentitySigner
 from crypto.identity import Identity, PeerId
 from node.events import RunPlanned
 from node.executor import RealExecutor
-from node.placement.leases import CLAIM_RATIO_MAX, Offer, cap_claims, make_plan, place, smaller_shapes
+from node.placement.leases import (
+    CLAIM_RATIO_MAX,
+    Offer,
+    PlacementFailed,
+    cap_claims,
+    make_plan,
+    place,
+    smaller_shapes,
+)
 from node.protocols.manifest import make_run
 from node.protocols.runs import (
     LEASE_PURPOSE,
@@ -182,6 +190,21 @@ def test_a_plan_keeps_neighbours_apart_whose_link_was_found_to_be_slow() -> None
         }
         plan = make_plan(run, model.graph, offers, knowledge=Knowledge(None, {}, rows))
         assert {PeerId(peer) for stage in plan.stages for peer in stage.replicas} != set(slow)
+
+
+def test_a_plan_keeps_layers_together_and_gives_every_stage_its_replicas() -> None:
+    model = simple_cnn()
+    offers = [Offer(peer, 1e10, 8 << 30, has_slot=True) for peer in PEERS[:4]]
+    signer = IdentitySigner(Identity(bytes(32)), "test")
+    free = make_plan(make_run(signer, manifest(stages=2, replicas=0)), model.graph, offers)
+    border = free.stages[0].last_layer
+    around = ((border - 1, border + 1),)
+    run = make_run(signer, manifest(stages=2, replicas=0, replicas_min=2, together=around))
+    kept = make_plan(run, model.graph, offers)
+    assert kept.stages[0].last_layer != border
+    assert [len(stage.replicas) for stage in kept.stages] == [2, 2]
+    with pytest.raises(PlacementFailed, match="4 peers are needed"):
+        make_plan(run, model.graph, offers[:3], may_reduce=True)
 
 
 def test_a_plan_goes_by_what_others_found_of_a_peer_and_by_its_own_calibration() -> None:

@@ -1,20 +1,22 @@
 """`python -m node plan` and the function behind it: peers from a file, screen, picture, what is missing."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from random import Random
 from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 import node
 from crypto.identity import PeerId, peer_text
 from node.cli.main import run
-from node.cli.plan_lines import plan_lines
-from node.cli.plan_svg import plan_svg
 from node.errors import RunFailed, UsageError
-from node.planning.document import plan_document
 from node.planning.peers import (
     Peers,
     bytes_of,
@@ -26,15 +28,20 @@ from node.planning.peers import (
     read_peers,
     what_if,
 )
-from node.planning.planner import PlanReport, Wanted, plan_model
+from node.planning.picture import plan_svg
+from node.planning.planner import plan_model
+from node.planning.report import PlanReport, Wanted, plan_document
 from node.planning.request import graph_of
-from partition.model.graph import Graph
+from node.planning.screen import plan_lines
+from node.state import peers_document
+from partition.model.graph import Graph, encode_graph
 from partition.model.layers import with_layers
 from partition.plan.cost import STAGE_BASELINE_BYTES
 from partition.plan.observed import Knowledge, LinkRow, Observed, StageRow
-from partition.plan.problem import Infeasible, Link
+from partition.plan.problem import BUSY_MILLIWATTS, IDLE_MILLIWATTS, Infeasible, Link
 from partition.plan.rates import assumed
 from tests.partition.test_layers import transformer
+from tests.source import ROOT
 from tests.stack import simple_cnn, simulate, swarm
 
 PEERS = """
@@ -117,7 +124,7 @@ def test_a_hostile_name_cannot_break_out_of_the_picture(graph: Graph, peers: Pee
 
 def test_live_peers_are_the_node_and_its_living_members(graph: Graph) -> None:
     def row(name: str, status: str, rate: float) -> dict[str, object]:
-        capacity = {"memory_free_bytes": 8 * 10**9, "flops_per_second": rate, "location": ""}
+        capacity = {"memory_free_bytes": 8 * 10**9, "flops_per_second": rate, "location": "", "device": "cpu"}
         return {"name": name, "peer": f"12D3Koo{name}", "status": status, "capacity": capacity}
 
     others = [
@@ -210,8 +217,6 @@ def test_a_wrong_change_is_refused(peers: Peers, change: str) -> None:
 def test_the_command_prints_a_plan_and_its_document(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], graph: Graph
 ) -> None:
-    from partition.model.graph import encode_graph
-
     (tmp_path / "peers.toml").write_text(PEERS)
     (tmp_path / "toy.peerloom").write_bytes(encode_graph(graph))
     arguments = ["plan", str(tmp_path / "toy.peerloom"), "--peers", str(tmp_path / "peers.toml")]
@@ -255,6 +260,37 @@ def test_no_plan_takes_less_than_a_process_needs(graph: Graph, peers: Peers) -> 
     assert min(row.memory_bytes for row in planned(graph, peers).forecast.stages) > STAGE_BASELINE_BYTES
 
 
+def test_two_processes_plan_to_the_byte_whatever_the_order_of_peers_and_the_hash_seed(
+    graph: Graph, tmp_path: Path
+) -> None:
+    rows = [
+        f'[[peers]]\nname = "p{number}"\nmemory = "{0.6 + number % 3 * 0.2:.1f}GB"\n'
+        f'rate = "{20 + 7 * (number % 5)}GFLOPS"\nlink = "{1 + number % 2}Gbit"\n'
+        for number in range(9)
+    ]
+    links = [
+        f'[[links]]\nbetween = ["p{number}", "p{number + 1}"]\nrate = "{50 + number}Mbit"\n'
+        for number in range(8)
+    ]
+    (tmp_path / "toy.peerloom").write_bytes(encode_graph(graph))
+    said = set()
+    for seed in (1, 2):
+        random = Random(seed)
+        random.shuffle(rows)
+        random.shuffle(links)
+        (tmp_path / "peers.toml").write_text("".join([*rows, *links]))
+        done = subprocess.run(
+            [sys.executable, "-m", "node", "plan", "toy.peerloom", "--peers", "peers.toml", "--json"],
+            capture_output=True,
+            check=True,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": str(seed)},
+            timeout=120,
+        )
+        said.add(done.stdout)
+    assert len(said) == 1
+
+
 # The library
 
 TWO = """
@@ -285,6 +321,140 @@ def test_a_plan_needs_no_node_and_no_torch(tmp_path: Path) -> None:
         node.plan(simple_cnn("float32").graph, file, what_if="lose=one,lose=two")
 
 
+def test_a_report_is_what_the_command_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    graph = simple_cnn("float32").graph
+    peers, file = tmp_path / "PEERS.toml", tmp_path / "toy.peerloom"
+    peers.write_text(TWO)
+    file.write_bytes(encode_graph(graph))
+    report = node.plan(file, peers, batch=32, stages=2)
+    command = ["plan", str(file), "--peers", str(peers), "--batch", "32", "--stages", "2"]
+    assert run([*command, "--explain"]) == 0
+    assert capsys.readouterr().out == report.explain() + "\n"
+    assert run([*command, "--json"]) == 0
+    assert capsys.readouterr().out == report.to_json() + "\n"
+    assert run([*command, "--svg", str(tmp_path / "plan.svg")]) == 0
+    assert (tmp_path / "plan.svg").read_text() == report.to_svg()
+    predicted, document = report.predicted, json.loads(report.to_json())
+    assert predicted.samples_per_second == document["samples_per_second"] == report.samples_per_second
+    assert predicted.step_seconds == pytest.approx(32 / predicted.samples_per_second)
+    assert list(predicted.memory_bytes) == [stage["memory_bytes"] for stage in document["stages"]]
+    assert predicted.tokens_per_second is None
+    assert 0 <= predicted.bubble < 1
+
+
+def test_a_change_may_be_one_or_several(tmp_path: Path) -> None:
+    graph = simple_cnn("float32").graph
+    file = tmp_path / "PEERS.toml"
+    file.write_text(TWO)
+    changes = ["lose=two", "add=8GB@500GFLOPS@1Gbit"]
+    report = node.plan(graph, file, what_if=changes)
+    assert report == node.plan(graph, file, what_if=",".join(changes))
+    without = node.plan(graph, file)
+    assert report.without == without.predicted
+    assert report.what_if_gain == pytest.approx(report.samples_per_second / without.samples_per_second - 1)
+    assert without.what_if_gain is None
+    assert report.what_if_gain is not None
+    told = f"with {','.join(changes)}: {report.what_if_gain * 100:+.0f} % against the plan without"
+    assert told in report.explain().splitlines()
+
+
+def test_a_peer_more_may_be_what_makes_a_plan_possible(tmp_path: Path) -> None:
+    graph = simple_cnn("float32").graph
+    file = tmp_path / "PEERS.toml"
+    file.write_text('[[peers]]\nname = "small"\nmemory = "0.1GB"\nrate = "50GFLOPS"\n')
+    with pytest.raises(RunFailed):
+        node.plan(graph, file)
+    report = node.plan(graph, file, what_if="add=8GB@50GFLOPS")
+    assert report.without is None
+    assert "with add=8GB@50GFLOPS: nothing fits without" in report.explain()
+
+
+def test_layers_stay_together_where_that_is_asked(
+    graph: Graph, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peers, file = tmp_path / "PEERS.toml", tmp_path / "toy.peerloom"
+    peers.write_text(TWO)
+    file.write_bytes(encode_graph(graph))
+    apart = node.plan(graph, peers, stages=2)
+    ends = [last for _, last in apart.split.ranges[:-1]]
+    around = f"{ends[0] - 1}-{ends[0]}"
+    kept = node.plan(graph, peers, stages=2, together=[[around]])
+    assert kept.split.ranges != apart.split.ranges
+    assert kept.split.ranges[0][1] not in ends
+    with pytest.raises(RunFailed, match="stays together"):
+        node.plan(graph, peers, stages=2, keep_tied=True)
+    with pytest.raises(UsageError, match=r"no module and no layer 'h\.77'"):
+        node.plan(graph, peers, together=[["h.77"]])
+    command = ["plan", str(file), "--peers", str(peers), "--stages", "2"]
+    assert run([*command, "--together", around, "--json"]) == 0
+    assert [stage["first_layer"] for stage in json.loads(capsys.readouterr().out)["stages"]] == [
+        first for first, _ in kept.split.ranges
+    ]
+    assert run([*command, "--keep-tied"]) == 5
+
+
+def test_every_stage_has_as_many_replicas_as_asked_at_least(graph: Graph, tmp_path: Path) -> None:
+    file = tmp_path / "PEERS.toml"
+    file.write_text(TWO)
+    report = node.plan(graph, file, replicas_min=2)
+    assert [len(group) for group in report.split.groups] == [2]
+    with pytest.raises(RunFailed, match="4 peers are needed"):
+        node.plan(graph, file, stages=2, replicas_min=2)
+
+
+def test_a_hugging_face_folder_is_planned_without_its_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    model = tmp_path / "tiny-llama"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(TINY_LLAMA))
+    (tmp_path / "PEERS.toml").write_text(TWO)
+    command = ["plan", str(model), "--peers", str(tmp_path / "PEERS.toml"), "--json"]
+    assert run(command) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["model"] == str(model)
+    assert document["tokens_per_second"] == pytest.approx(32 * document["samples_per_second"])
+    (model / "config.json").write_text('{"architectures": ["NoSuchModel"]}')
+    assert run(command) == 2
+    assert "has no model 'NoSuchModel'" in capsys.readouterr().err
+
+
+TINY_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+}
+
+
+def test_the_example_compares_changes_over_its_own_machines(graph: Graph, tmp_path: Path) -> None:
+    file = tmp_path / "toy.peerloom"
+    file.write_bytes(encode_graph(graph))
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "plan.py"), str(file)],
+        capture_output=True,
+        check=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        text=True,
+        timeout=120,
+    )
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("STAGE")
+    assert [line.split(":")[0] for line in lines[-3:]] == [
+        "lose=lab-3",
+        "add=8GB@50GFLOPS@1Gbit",
+        "lose=lab-3 and link=lab-1",
+    ]
+    assert (tmp_path / "plan.svg").read_text().startswith("<svg")
+
+
 def test_a_model_by_name_is_captured_by_a_process_of_its_own() -> None:
     assert graph_of("simple-cnn").name == "simple-cnn"
 
@@ -292,18 +462,44 @@ def test_a_model_by_name_is_captured_by_a_process_of_its_own() -> None:
 def test_a_node_plans_over_its_swarm() -> None:
     async def scenario() -> None:
         async with swarm("ab") as group:
-            report = await group.nodes["a"].plan(simple_cnn("float32").graph, stages=2)
+            me, graph = group.nodes["a"], simple_cnn("float32").graph
+            report = await me.plan(graph, stages=2, what_if=["lose=b", "add=8GB@1GFLOPS"])
             assert len(report.split.groups) == 2
-            assert {peer.name for peer in report.problem.peers} == {"a", "b"}
+            assert {peer.name for peer in report.problem.peers} == {"a", "new-2"}
+            # The pure function, over the same peers, gives the same.
+            measured = await me.measurements.document(me.membership.live)
+            peers = live_peers(me.status(), peers_document(me.state, 0.0), measured)
+            alone = node.plan(graph, peers, stages=2, what_if=["lose=b", "add=8GB@1GFLOPS"])
+            assert alone.to_json() == report.to_json()
 
     simulate(scenario)
+
+
+def test_live_peers_draw_what_their_meters_counted_and_else_what_is_assumed() -> None:
+    peers = {name: PeerId(bytes([number]) * 32) for number, name in enumerate("abc", 1)}
+
+    def row(name: str) -> dict[str, object]:
+        capacity = {"memory_free_bytes": 8 * 10**9, "flops_per_second": 6e10, "location": "", "device": "cpu"}
+        return {"name": name, "peer": peer_text(peers[name]), "status": "alive", "capacity": capacity}
+
+    metered = replace(assumed(6 * 10**10), busy_milliwatts=65_000, idle_milliwatts=5_000)
+    absurd = replace(assumed(6 * 10**10), busy_milliwatts=0, idle_milliwatts=5_000)
+    known = Knowledge(peers["a"], {peers["b"]: metered, peers["c"]: absurd}, {})
+    document = json.loads(json.dumps(measurements_document(known, list(peers.values()))))
+    found = live_peers(row("a"), {"peers": [row("b"), row("c")]}, document)
+    usual = (BUSY_MILLIWATTS, IDLE_MILLIWATTS)
+    assert [(peer.busy_milliwatts, peer.idle_milliwatts) for peer in found.peers] == [
+        usual,
+        (65_000, 5_000),
+        usual,
+    ]
 
 
 def test_what_was_measured_replaces_what_is_assumed_of_live_peers() -> None:
     peers = {name: PeerId(bytes([number]) * 32) for number, name in enumerate("abc", 1)}
 
     def row(name: str) -> dict[str, object]:
-        capacity = {"memory_free_bytes": 8 * 10**9, "flops_per_second": 6e10, "location": ""}
+        capacity = {"memory_free_bytes": 8 * 10**9, "flops_per_second": 6e10, "location": "", "device": "cpu"}
         return {"name": name, "peer": peer_text(peers[name]), "status": "alive", "capacity": capacity}
 
     own = assumed(3 * 10**10)

@@ -61,6 +61,30 @@ def test_a_small_split_is_the_best_of_all_that_are_allowed(problem: Problem) -> 
     assert split.bottleneck_nanoseconds == pytest.approx(value, rel=1e-3, abs=50)
 
 
+@given(
+    st.sampled_from(["throughput", "latency", "energy"]).flatmap(
+        lambda objective: problems(objective=objective)
+    ),
+    st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_a_problem_is_infeasible_exactly_when_no_split_is_allowed(
+    problem: Problem, hides_links: bool
+) -> None:
+    """Up to 7 layers and 4 peers, every split of which is looked at, for each objective."""
+    problem = replace(problem, hides_links=hides_links)
+    possible = next(splits(problem), None)
+    try:
+        split = solve(problem)
+    except Infeasible:
+        assert possible is None, "a split is allowed, and none was found"
+        return
+    assert possible is not None, "a split that is not allowed"
+    check(problem, split)
+    for first, last in problem.constraints.together:
+        assert all(not first < end < last for _, end in split.ranges)
+
+
 @given(problems())
 @settings(max_examples=25, deadline=None)
 def test_a_long_step_is_split_at_the_least_bottleneck(problem: Problem) -> None:

@@ -196,3 +196,18 @@ def test_stages_are_cut_alike_and_each_has_a_layer() -> None:
     assert ranges[0][1] == ranges[1][0]
     assert ranges[1][1] == len(model.graph.layers)
     assert all(first < last for first, last in ranges)
+
+
+def test_stages_are_not_cut_where_layers_stay_together() -> None:
+    model = stack.MODELS[stack.manifest(stages=2, local=LOCAL).graph]
+    count = len(model.graph.layers)
+
+    class _Run:
+        manifest = stack.manifest(stages=2, local=LOCAL, together=((0, count - 1),))
+
+    class _Whole:
+        manifest = stack.manifest(stages=2, local=LOCAL, together=((0, count),))
+
+    assert stage_ranges(_Run(), model.graph) == [(0, count - 1), (count - 1, count)]  # type: ignore[arg-type]  # all that is asked of it
+    with pytest.raises(ValueError, match="stays together"):
+        stage_ranges(_Whole(), model.graph)  # type: ignore[arg-type]  # all that is asked of it

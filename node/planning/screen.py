@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from node.cli.render import bytes_text, seconds_text, table
+from node.text import bytes_text, seconds_text, table
 
 BAR_WIDTH = 15
 PEERS_SHOWN_MAX = 4
@@ -23,6 +23,10 @@ def plan_lines(document: Mapping[str, Any], *, explain: bool = False) -> list[st
     lines.append(summary(document))
     if (change := document["help"]) is not None:
         lines.append(f"what would help most: {change['change']}: {change['gain'] * 100:+.0f} %")
+    if (changes := document["what_if"]) is not None:
+        gain = document["what_if_gain"]
+        told = "nothing fits without" if gain is None else f"{gain * 100:+.0f} % against the plan without"
+        lines.append(f"with {changes}: {told}")
     if explain:
         lines += ["", "why", *(f"  {reason}" for reason in document["reasons"])]
         lines += _timeline(document)

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from node.cli.plan_lines import summary
-from node.cli.render import bytes_text, seconds_text
+from node.planning.screen import summary
+from node.text import bytes_text, seconds_text
 
 WIDTH, MARGIN = 960, 24
 BAR_TOP, BAR_HEIGHT = 78, 64

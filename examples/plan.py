@@ -1,0 +1,30 @@
+"""Who would hold which layers, before anything runs, and what other machines would change. No node is needed.
+
+python examples/plan.py                          # the built-in gpt over examples/peers.toml
+python examples/plan.py FOLDER peers.toml        # a Hugging Face folder over machines of yours
+"""
+
+import sys
+from pathlib import Path
+
+import node
+from node.planning.request import graph_of
+
+PEERS = Path(__file__).with_name("peers.toml")
+
+
+def main(model: str = "gpt", peers: str | Path = PEERS) -> None:
+    """Print a plan, draw it, and compare it with what some changes make of it."""
+    graph = graph_of(model)  # captured once; `node.plan` takes a model's name as well
+    report = node.plan(graph, peers, batch=64)
+    print(report.explain())
+    Path("plan.svg").write_text(report.to_svg(), encoding="utf-8")
+    print(f"\n{report.predicted.samples_per_second:.3g} samples a second; drawn into plan.svg")
+    for changes in (["lose=lab-3"], ["add=8GB@50GFLOPS@1Gbit"], ["lose=lab-3", "link=lab-1:mbp@1Gbit"]):
+        other = node.plan(graph, peers, batch=64, what_if=changes)
+        assert other.what_if_gain is not None
+        print(f"{' and '.join(changes)}: {other.what_if_gain * 100:+.0f} %")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,224 @@
+"""A folder as `save_pretrained` of transformers writes it: config.json, and weights in safetensors.
+
+`config.json` names the class (`architectures`), which must be one of transformers' own: code that lies in the
+folder is never run, and weights that are pickled are never read. The class says what goes in and how wrong an
+answer is; a model of another kind, or with another loss, is a `Task` of a person's own function.
+Nothing is fetched: the folder is all there is.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from partition.capture.errors import CaptureRefused
+from partition.capture.skeleton import skeleton
+from partition.capture.task import Task, correct
+from partition.capture.trees import own_loss
+
+CONFIG = "config.json"
+CONFIG_BYTES_MAX = 1 << 20
+LENGTH_MAX = 1024
+"""Tokens in a sample, where neither the person nor the model says fewer."""
+BATCH = 2
+"""Of the examples; only shapes and types count."""
+IGNORED = -100
+"""The label that does not count, in all of transformers."""
+
+
+def is_folder(reference: str) -> bool:
+    """Return whether this is such a folder."""
+    try:
+        return (Path(reference).expanduser() / CONFIG).is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
+
+
+def folder_task(folder: Path, *, values: bool = True, length: int = 0) -> Task:
+    """Return the model in a folder with examples of its inputs and its loss.
+
+    Without `values` its weights are left where they are, and it has no memory: each stage would draw its own.
+    `length` is how many tokens a sample has; 0 for as many as it takes, 1,024 at most.
+
+    Raises:
+        CaptureRefused: transformers is not installed, or the folder has no model that it knows; it says what
+            to do.
+    """
+    named = _read_config(folder)
+    transformers = _transformers()
+    kind = _class_of(transformers, folder, named)
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+        if hasattr(config, "use_cache"):
+            config.use_cache = False
+        if values:
+            _check_weights(folder)
+            model = kind.from_pretrained(
+                folder,
+                config=config,
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=False,
+                dtype=torch.get_default_dtype(),
+            )
+        else:
+            with skeleton():
+                model = kind(config)
+    except CaptureRefused:
+        raise
+    except Exception as error:  # whatever a library makes of a folder
+        told = " ".join(str(error).split())[:300]
+        raise CaptureRefused(f"{folder}: {kind.__name__}: {type(error).__name__}: {told}") from error
+    model.train()
+    wanted = next((make for word, make in _TASKS.items() if word in kind.__name__), None)
+    if wanted is None:
+        raise CaptureRefused(
+            f"{folder}: {kind.__name__} has no loss that is known here ({', '.join(_TASKS)}): "
+            "write a function that returns a Task, and name it as PATH.py:FUNCTION"
+        )
+    task: Task = wanted(model, config, length)
+    return task
+
+
+def _read_config(folder: Path) -> Mapping[str, Any]:
+    try:
+        with (folder / CONFIG).open("rb") as file:
+            found = json.loads(file.read(CONFIG_BYTES_MAX))
+    except (OSError, ValueError) as error:
+        raise CaptureRefused(f"{folder / CONFIG} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise CaptureRefused(f"{folder / CONFIG} is no table")
+    return found
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+
+        transformers.utils.logging.disable_progress_bar()  # a small model's would be all that is seen
+    except ImportError as error:
+        raise CaptureRefused(
+            "a Hugging Face folder needs the package transformers, which is not installed: "
+            "pip install 'peerloom[huggingface]'"
+        ) from error
+    return transformers
+
+
+def _class_of(transformers: Any, folder: Path, config: Mapping[str, Any]) -> Any:
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    if not name:
+        raise CaptureRefused(f"{folder / CONFIG} does not say under 'architectures' which model it is")
+    # A name of the library's own, and nothing that its modules happen to have.
+    kind = getattr(transformers, name, None) if name.isidentifier() and name[0] != "_" else None
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        raise CaptureRefused(
+            f"{folder}: transformers {transformers.__version__} has no model '{name[:60]}'; "
+            "code that lies in a folder is not run"
+        )
+    return kind
+
+
+def _check_weights(folder: Path) -> None:
+    if not any(folder.glob("*.safetensors")):
+        others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.ckpt") for path in folder.glob(pattern))
+        told = f"; {others[0]} is pickled, and not read" if others else ""
+        raise CaptureRefused(
+            f"{folder} has no weights in safetensors{told}; without its weights: values = false "
+            "(--set values=0)"
+        )
+
+
+# Kinds of models, by a word of their class
+
+
+def _text(model: nn.Module, config: Any, length: int, *, mask: bool = True) -> dict[str, Tensor]:
+    places = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
+    most = int(next(filter(None, places), LENGTH_MAX))
+    if type(model).__name__.startswith(_COUNT_FROM_PADDING):
+        most -= int(config.pad_token_id) + 1
+    if length > most:
+        raise CaptureRefused(f"length {length}: the model takes {most} tokens at most")
+    ids = torch.zeros((BATCH, length or min(most, LENGTH_MAX)), dtype=torch.int64)
+    return {"input_ids": ids} | ({"attention_mask": torch.ones_like(ids)} if mask else {})
+
+
+_COUNT_FROM_PADDING = ("Roberta", "XLMRoberta", "Camembert")
+"""Their first position is the one behind that of the padding."""
+
+
+def _causal(model: nn.Module, config: Any, length: int) -> Task:
+    inputs = _text(model, config, length, mask=False)
+    ids = inputs["input_ids"]
+    return Task(model, inputs, {"y": ids}, loss=_token_loss, metrics={"tokens_correct": _tokens_correct})
+
+
+def _masked(model: nn.Module, config: Any, length: int) -> Task:
+    inputs = _text(model, config, length)
+    labels = {"labels": inputs["input_ids"]}
+    return Task(model, inputs, labels, loss=_token_loss, metrics={"tokens_correct": _tokens_correct})
+
+
+def _classes(model: nn.Module, config: Any, length: int) -> Task:
+    inputs = _text(model, config, length)
+    if getattr(config, "pad_token_id", None) is None:
+        # Where the end of a text is, such a model finds by its padding.
+        config.pad_token_id = 0
+    labels = {"labels": torch.zeros(BATCH, dtype=torch.int64)}
+    return Task(model, inputs, labels, loss=_class_loss, metrics={"correct": _classes_correct})
+
+
+def _sequences(model: nn.Module, config: Any, length: int) -> Task:
+    inputs = _text(model, config, length)
+    ids = inputs["input_ids"]
+    inputs["decoder_input_ids"] = ids
+    return Task(model, inputs, {"labels": ids}, loss=own_loss)
+
+
+def _images(model: nn.Module, config: Any, length: int) -> Task:  # noqa: ARG001 - as the others
+    side = getattr(config, "image_size", None) or 224
+    height, width = (side, side) if isinstance(side, int) else tuple(side)
+    pixels = torch.zeros(BATCH, getattr(config, "num_channels", 3), height, width)
+    labels = (torch.zeros(BATCH, dtype=torch.int64),)
+    return Task(
+        model, {"pixel_values": pixels}, labels, loss=_class_loss, metrics={"correct": _classes_correct}
+    )
+
+
+_TASKS: dict[str, Callable[[nn.Module, Any, int], Task]] = {
+    "ForCausalLM": _causal,
+    "LMHeadModel": _causal,
+    "ForMaskedLM": _masked,
+    "ForTokenClassification": _masked,
+    "ForSequenceClassification": _classes,
+    "ForConditionalGeneration": _sequences,
+    "ForImageClassification": _images,
+}
+"""A text's labels are as long as it: at each place the token that is wanted there, or -100 where none is."""
+
+
+def _token_loss(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross entropy over the places whose label counts, and how many those are."""
+    loss = functional.cross_entropy(
+        output.logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+    return loss, (labels != IGNORED).sum()
+
+
+def _tokens_correct(output: Any, labels: Tensor) -> Tensor:
+    hits: Tensor = output.logits.argmax(-1) == labels
+    return hits.sum()
+
+
+def _class_loss(output: Any, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(output.logits, labels, reduction="sum")
+
+
+def _classes_correct(output: Any, labels: Tensor) -> Tensor:
+    return correct(output.logits, labels)

@@ -1,0 +1,127 @@
+"""Folders as transformers saves them: captured with their weights or without, and what is not read."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from partition.capture.errors import CaptureRefused
+from partition.capture.hugging_face import folder_task, is_folder
+from partition.capture.model_spec import capture_folder
+from partition.model.graph import Stored
+
+transformers = pytest.importorskip("transformers")
+SIZES: dict[str, Any] = {
+    "vocab_size": 29,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 12,
+}
+
+
+def models() -> dict[str, Any]:
+    """One of each kind, small."""
+    llama = transformers.LlamaConfig(**SIZES, num_key_value_heads=1)
+    bert = transformers.BertConfig(**SIZES, num_labels=3)
+    roberta = transformers.RobertaConfig(**SIZES)
+    gpt2 = transformers.GPT2Config(vocab_size=29, n_positions=12, n_embd=16, n_layer=2, n_head=2)
+    t5 = transformers.T5Config(
+        vocab_size=29, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2,
+        pad_token_id=0, decoder_start_token_id=0,
+    )  # fmt: skip
+    vit = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, image_size=8,
+        patch_size=4, num_labels=2,
+    )  # fmt: skip
+    return {
+        "gpt2": transformers.GPT2LMHeadModel(gpt2),
+        "llama": transformers.LlamaForCausalLM(llama),
+        "bert": transformers.BertForSequenceClassification(bert),
+        "masked": transformers.RobertaForMaskedLM(roberta),
+        "tokens": transformers.BertForTokenClassification(bert),
+        "t5": transformers.T5ForConditionalGeneration(t5),
+        "vit": transformers.ViTForImageClassification(vit),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs"),
+    [
+        ("gpt2", ["input_ids"]),
+        ("llama", ["input_ids"]),
+        ("bert", ["input_ids", "attention_mask"]),
+        ("masked", ["input_ids", "attention_mask"]),
+        ("tokens", ["input_ids", "attention_mask"]),
+        ("t5", ["input_ids", "attention_mask", "decoder_input_ids"]),
+        ("vit", ["pixel_values"]),
+    ],
+)
+def test_a_saved_model_is_captured_with_its_weights(tmp_path: Path, name: str, inputs: list[str]) -> None:
+    torch.manual_seed(1)
+    model = models()[name]
+    model.save_pretrained(tmp_path)
+    assert is_folder(str(tmp_path))
+    found = capture_folder(str(tmp_path), options={"length": 6} if "pixel_values" not in inputs else {})
+    assert [port.name for port in found.graph.entries[0].inputs] == inputs
+    assert found.graph.entries[0].loss is not None
+    saved = model.state_dict()
+    assert found.stored
+    for key, value in found.stored:
+        assert torch.equal(value, saved[key]), key
+
+
+def test_a_plan_reads_no_weights(tmp_path: Path) -> None:
+    models()["llama"].save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    found = capture_folder(str(tmp_path), options={"values": False})
+    assert not found.stored
+    assert not any(isinstance(row.source, Stored) for row in found.graph.parameters)
+    with pytest.raises(CaptureRefused, match="no weights in safetensors"):
+        capture_folder(str(tmp_path))
+
+
+def test_weights_that_are_pickled_are_not_read(tmp_path: Path) -> None:
+    models()["llama"].save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    with pytest.raises(CaptureRefused, match=r"pytorch_model\.bin is pickled"):
+        folder_task(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({}, "does not say under 'architectures'"),
+        ({"architectures": ["EvilForCausalLM"], "auto_map": {"AutoModel": "evil.Evil"}}, "is not run"),
+        ({"architectures": ["AutoConfig"]}, "has no model 'AutoConfig'"),
+        ({"architectures": ["__dict__"]}, "has no model"),
+        ({"architectures": ["LlamaModel"], "model_type": "llama", **SIZES}, "has no loss that is known"),
+        ({"architectures": ["LlamaForCausalLM"], "model_type": "no such"}, "LlamaForCausalLM: "),
+        ([], "is no table"),
+    ],
+)
+def test_what_is_no_model_of_transformers_is_refused(tmp_path: Path, config: object, words: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "evil.py").write_text("raise SystemExit('it was run')")
+    with pytest.raises(CaptureRefused, match=words):
+        folder_task(tmp_path, values=False)
+
+
+def test_more_tokens_than_the_model_takes_are_refused(tmp_path: Path) -> None:
+    models()["gpt2"].save_pretrained(tmp_path)
+    with pytest.raises(CaptureRefused, match="takes 12 tokens at most"):
+        folder_task(tmp_path, length=13)
+
+
+def test_without_transformers_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(CaptureRefused, match=r"pip install 'peerloom\[huggingface\]'"):
+        folder_task(tmp_path)
