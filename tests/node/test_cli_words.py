@@ -2,11 +2,11 @@
 
 import pytest
 
-from node.cli.plan import read_model
 from node.cli.render import capacity_text
 from node.cli.screen import EventScreen
 from node.cli.train import unwatched
 from node.errors import UsageError
+from node.planning.request import graph_of
 
 RUN = "9272200099369bd1"
 CAPACITY = {"device": "cpu", "memory_free_bytes": 4e9, "memory_total_bytes": 8e9, "flops_per_second": 0.0}
@@ -39,4 +39,4 @@ def test_cores_are_counted(cores: int, said: str) -> None:
 
 def test_a_plan_of_a_run_file_asks_for_its_model() -> None:
     with pytest.raises(UsageError, match=r"examples/digits\.toml: a run, not a model"):
-        read_model("examples/digits.toml")
+        graph_of("examples/digits.toml")
