@@ -96,6 +96,7 @@ class CheckpointStore:
         self.graphs: frozenset[bytes] = frozenset()
         """Those without which what is here could not be used: they must stay. Known after `recover`."""
         self._storage = storage
+        self._graph_of: dict[tuple[str, int], bytes] = {}
 
     # What is here
 
@@ -195,6 +196,7 @@ class CheckpointStore:
     def drop(self, run: str, step: int) -> None:
         """Let go of all that is held for a step, and of its checkpoint."""
         self._storage.delete(_file(run, step))
+        self._graph_of.pop((run, step), None)
         for label in self.blobs.labels(f"{_PINS}/{run}/{step}/"):
             self.blobs.unpin(label)
 
@@ -215,6 +217,7 @@ class CheckpointStore:
             for hashes in self.stage_pins(run, step).values():
                 self.blobs.sync(hashes)
             self._storage.write(_file(run, step), name)
+        self._graph_of[run, step] = checkpoint.graph
         self.prune(run, step)
         return name
 
@@ -230,7 +233,7 @@ class CheckpointStore:
         for step in held - kept:
             if steps and step < steps[-1]:
                 self.drop(run, step)
-        self._note_graphs()
+        self.graphs = frozenset(self._graph_of.values())
         return self.blobs.sweep()
 
     def _best_steps(self, run: str) -> set[int]:
@@ -241,9 +244,6 @@ class CheckpointStore:
         except RemoteProtocolError:
             return set()
         return {best.step, *(series.best_step for series in best.series)}
-
-    def _note_graphs(self) -> None:
-        self.graphs = frozenset(kept.checkpoint.graph for kept in self.all())
 
     def recover(self) -> int:
         """After a start: let go of steps that never became a checkpoint, and of what nothing names; hold
@@ -256,7 +256,8 @@ class CheckpointStore:
         for run, steps in records.items():
             for number, name in steps.items():
                 self._hold_again(run, number, name)
-        self._note_graphs()
+        self._graph_of = {(kept.run, kept.checkpoint.step): kept.checkpoint.graph for kept in self.all()}
+        self.graphs = frozenset(self._graph_of.values())
         return self.blobs.sweep()
 
     def _hold_again(self, run: str, step: int, name: bytes) -> None:

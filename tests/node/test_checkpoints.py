@@ -300,6 +300,19 @@ async def test_the_newest_checkpoints_stay_and_the_others_go(storage: Storage) -
     assert not [file for file in storage.sizes("blobs") if bytes.fromhex(file[-64:]) not in pinned]
 
 
+async def test_a_graph_is_needed_while_one_of_its_checkpoints_is_kept(storage: Storage) -> None:
+    checkpoints, of, other = checkpoints_in(storage), saved(), saved("gpt")
+    store = checkpoints.store
+    for step in (1, 2, 3):
+        await save(checkpoints, of, step)
+    await save(checkpoints, other)
+    assert store.graphs == {of.model.hash, other.model.hash}
+    for step, _ in store.steps(of.run.text):
+        store.drop(of.run.text, step)
+    store.prune(other.run.text)
+    assert store.graphs == {other.model.hash}
+
+
 async def test_a_checkpoint_of_a_state_that_did_not_change_costs_only_its_manifest(storage: Storage) -> None:
     checkpoints, of = checkpoints_in(storage), saved()
     await save(checkpoints, of, 1)
