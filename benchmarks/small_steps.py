@@ -1,9 +1,10 @@
 """The steps a second of a small run beside a plain PyTorch loop: one node, two replicas, and a larger model.
 
 The plain loop trains the same model with the same settings in this process, with one thread, the batch in as
-many micro-batches as the run's (`plain`) or in one piece (`whole batch`). Nodes and loop take turns of some
-seconds: while the loop computes, the nodes and their stages are stopped with SIGSTOP, so both see the same
-machine. A node has one core; its event loop may run on another one while its stage computes.
+many micro-batches as the run's (`plain`) or in one piece (`whole batch`). Nodes and loop take turns: while
+the loop computes, the nodes and their stages are stopped with SIGSTOP, so both see the same machine. Turns
+are so short that nodes which stood still do not suspect each other when they go on. A node has one core; its
+event loop may run on another one while its stage computes.
 `node_cpu_milliseconds` and `stage_cpu_milliseconds` are the processor time of a step, of all nodes together.
 Checkpoints are on but where a case says so, which is how their cost is found.
 
@@ -16,6 +17,7 @@ import signal
 import statistics
 import sys
 import time
+from bisect import bisect_left, bisect_right
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,8 +39,10 @@ PLACE_SECONDS_MAX = 180.0
 WARM_STEPS = 12
 CALIBRATES_SECONDS, CALIBRATED_SECONDS_MAX = 10.0, 60.0
 """A node begins to calibrate soon after its start."""
-SLICE_SECONDS = 2.5
-"""Shorter than the preset `host` allows a process to stand still."""
+STILL_SECONDS_MAX = 2.5
+"""Shorter than the preset `host` allows a process to stand still: all others' turns together."""
+TURNS, TURNS_QUICK, UNCOUNTED_TURNS = 40, 14, 2
+"""The first turns load libraries, and nodes go on after they stood still for longer."""
 RUN_FILE = """\
 model = "gpt"
 data = "text.txt"
@@ -139,7 +143,8 @@ class Machines(survival.Nodes):
 
     def begin(self, case: Case, folder: Path) -> None:
         """Train; returns after some steps."""
-        self._groups = []
+        self._groups: list[int] = []
+        self._turns: list[tuple[float, float]] = []
         self.refill(case.replicas)
         survival.capture(folder, RUN_FILE.format(**vars(case)))
         watch = survival.Play(self, survival.Shape(0, 1, 1, 0), folder)._submit()
@@ -152,10 +157,13 @@ class Machines(survival.Nodes):
             if lasted > CALIBRATES_SECONDS and not self._calibrates():
                 break
             time.sleep(0.5)
+
+    def stop(self) -> None:
+        """Stand still; so are all from here on but in their turn."""
         self._signal(signal.SIGSTOP)
 
     def run(self, seconds: float) -> tuple[int, float]:
-        """Let them compute; steps, and the seconds they took."""
+        """Let them compute; how many seconds that took. The steps are counted later, by `steps`."""
         before = self._cpu_seconds()
         begun = time.time()
         self._signal(signal.SIGCONT)
@@ -165,10 +173,15 @@ class Machines(survival.Nodes):
         after = self._cpu_seconds()
         self.node_seconds += after[0] - before[0]
         self.stage_seconds += after[1] - before[1]
+        self._turns.append((begun, ended))
+        return 0, ended - begun
+
+    def steps(self) -> list[int]:
+        """How many steps were committed in each turn so far."""
         # What they said last is still on its way through pipes of this process.
-        self.hear(lambda: False, 0.2)
-        rows = self._watch.events("StepCommitted")
-        return sum(begun <= row["at_seconds"] <= ended for row in rows), ended - begun
+        self.hear(lambda: False, 0.5)
+        times = sorted(row["at_seconds"] for row in self._watch.events("StepCommitted"))
+        return [bisect_right(times, ended) - bisect_left(times, begun) for begun, ended in self._turns]
 
     node_seconds = stage_seconds = 0.0
 
@@ -226,14 +239,22 @@ def compare(cases: dict[str, Case], turns: int) -> list[dict[str, Any]]:
             (folder / "text.txt").write_text(text)
             nodes.begin(case, folder)
             takers[name] = nodes
+        for taker in takers.values():
+            if isinstance(taker, Machines):
+                taker.stop()
         found: dict[str, list[tuple[int, float]]] = {name: [] for name in takers}
-        for turn in range(turns + 1):
+        seconds = STILL_SECONDS_MAX / (len(takers) - 1)
+        for turn in range(UNCOUNTED_TURNS + turns):
             for name, taker in takers.items():
-                row = taker.run(SLICE_SECONDS)
-                if turn:
+                row = taker.run(seconds)
+                if turn >= UNCOUNTED_TURNS:
                     found[name].append(row)
-                else:  # the first loads libraries
+                else:
                     taker.cpu_seconds = taker.node_seconds = taker.stage_seconds = 0.0
+        for name, taker in takers.items():
+            if isinstance(taker, Machines):
+                steps = taker.steps()[UNCOUNTED_TURNS:]
+                found[name] = [(count, took) for count, (_, took) in zip(steps, found[name], strict=True)]
         return [_row(name, found, takers) for name in takers]
 
 
@@ -266,7 +287,7 @@ def main() -> int:
         two="two replicas only",
         one="one node only",
     )
-    turns = 4 if flags.quick else 12
+    turns = TURNS_QUICK if flags.quick else TURNS
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     goals: list[Goal] = []
