@@ -51,7 +51,10 @@ def test_an_owner_has_the_machine_back_within_ten_seconds_and_the_run_is_done(
         began = time.monotonic()
         set_rule(ground, host, "hours", another_hour())
         ground._wait(lambda: not ground.stages(host), "its stage stays")
-        assert time.monotonic() - began < BACK_SECONDS_MAX
+        took = time.monotonic() - began
+        print(f"given back after {took:.2f} s")  # noqa: T201 - what the soak is run for
+        assert took < BACK_SECONDS_MAX
+        command.until(lambda command: command.last("RunEnded") is not None)
         assert command.end() == 0, command.errors
         resumed = [event for event in command.events if event["kind"] == "RunResumed"]
         assert not any(event["lost_steps"] for event in resumed)
