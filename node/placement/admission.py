@@ -42,22 +42,33 @@ class Machine:
 
 
 def check_plan(
-    signer: Signer, manifest: Fact, data: bytes, history: History | None, sender: PeerId
+    signer: Signer,
+    manifest: Fact,
+    data: bytes,
+    history: History | None,
+    sender: PeerId,
+    *,
+    is_in_force: bool = False,
 ) -> tuple[Run, Plan]:
     """A run and a plan of it, by `sender`, with a part for this node; else RemoteProtocolError.
 
-    The first plan is the requester's alone, who signs it (`history`) once it is in force. A later one is
-    brought to who is new by somebody of its roster, who tells how it came about.
+    The first plan is the requester's alone, who signs it (`history`) once it is in force. Where it is said to
+    be so (`is_in_force`) another of its roster may bring it: the requester may have died meanwhile. A later
+    one is brought to who is new by somebody of its roster, who tells how it came about.
     """
     run, plan = check_run(signer, manifest), decode_plan(data)
     if (plan.run, plan.microbatches) != (run.id, run.manifest.microbatches):
         raise RemoteProtocolError("a plan that is not of its run")
-    may_bring = sender in plan.roster if plan.height else sender == run.requester == plan.committer
+    may_bring = sender in plan.roster
+    if not plan.height:
+        is_handed_on = is_in_force and history is not None and may_bring
+        may_bring = run.requester == plan.committer and (sender == run.requester or is_handed_on)
     if not may_bring or signer.peer not in plan.roster:
         raise RemoteProtocolError("a plan that its sender may not bring here")
     if plan.height and history is None:
         raise RemoteProtocolError("a plan without its history")
-    if history is not None and replay(signer, run.requester, history) != (plan, sender):
+    teller = sender if plan.height else run.requester
+    if history is not None and replay(signer, run.requester, history) != (plan, teller):
         raise RemoteProtocolError("a plan with the history of another, or told by somebody else")
     return run, plan
 

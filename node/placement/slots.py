@@ -105,8 +105,8 @@ class Slots:
         return gone
 
     def release_all(self, planner: PeerId) -> None:
-        """Forget what was promised to a peer that is gone; others' promises stand."""
-        self._note(self._core.release_all(planner))
+        """Forget, for a first plan soon, what was promised to a peer that is gone; others' promises stand."""
+        self._note(self._core.release_all(self._now, planner))
 
     def _note(self, has_changed: bool) -> None:
         """Write what is left. Not synced: what comes back after a crash holds the slot a little longer."""

@@ -291,7 +291,15 @@ class Requests:
     ) -> tuple[Run, Plan]:
         """See `check_plan`: how a plan came about is played again beside the event loop, one at a time."""
         runs = self._runs
-        check = partial(check_plan, runs.signer, request.manifest, request.plan, request.history, peer)
+        check = partial(
+            check_plan,
+            runs.signer,
+            request.manifest,
+            request.plan,
+            request.history,
+            peer,
+            is_in_force=isinstance(request, wire.Start),
+        )
         if request.history is None or not request.history.segments:
             return check()
         async with self._replaying:
@@ -353,7 +361,8 @@ class Requests:
             return wire.Declined("no such plan here")
         if request.outcome == "done" and not request.weights:
             raise RemoteProtocolError("a run that is done without a result")
-        detail, source = request.detail, peer
+        detail = request.detail
+        source: PeerId | None = peer
         why = runs.accepts(member.run) if member.run.requester != runs.signer.peer else None
         if runs.outside.recall(member.run.id) is not None and request.outcome == "done" and why is not None:
             # Its owner has this machine back: nothing is fetched any more for a run of others.

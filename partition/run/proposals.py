@@ -132,6 +132,7 @@ class Proposer:
         self._no_way_since: float | None = None
         self._pending: _Pending | None = None
         self._starting: dict[int, tuple[Plan, PeerId]] = {}
+        self._has_brought = False
 
     # What is known
 
@@ -200,6 +201,7 @@ class Proposer:
         `can_tell` how its plan came about.
         """
         self.deadline = now + timeouts.REFILL_SECONDS
+        self._bring_first_plan(now)
         view, pending = self._inputs(now, restorable, can_tell), self._pending
         if pending is not None and not (self.has_majority(now) and self._still_fits(pending, view)):
             self._drop(pending)
@@ -254,6 +256,18 @@ class Proposer:
         else:
             pending.is_done = not pending.asked
         self.changed(now)
+
+    def _bring_first_plan(self, now: float) -> None:
+        """Bring the first plan to all others, once, where the requester is gone soon after this member began:
+        it may have died before it had told everybody. Who has begun already says so, and nothing changes."""
+        plan = self._chain.head
+        is_young = not plan.height and now < self._began + timeouts.NEW_MEMBER_GRACE_SECONDS
+        if self._has_brought or not is_young or plan.committer not in self._around.gone():
+            return
+        self._has_brought = True
+        for peer in plan.roster:
+            if peer != self._me and peer in self._around.live():
+                self.asks.put(PeerId(peer), StartRun(plan), timeouts.LEASE_SECONDS_MAX)
 
     def _note_refusal(self, now: float, peer: PeerId) -> None:
         """Ask this peer again after a while, which doubles each time it refuses."""

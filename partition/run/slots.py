@@ -1,16 +1,21 @@
 """The places for stages that one peer has, and to whom they are promised.
 
 A run has one of them at most. A promise ends by itself unless its stage is opened in time, and at once where
-its plan cannot come about any more: its planner is gone, has another plan, or was outvoted.
+its plan cannot come about any more: its planner is gone, has another plan, or was outvoted. A first plan may
+be in force at others when its planner is gone: what was promised for it is held for ORPHAN_SECONDS more.
 """
 
 from collections.abc import Callable, Collection
 from typing import Annotated
 
 import msgspec
+from msgspec.structs import replace
 
 from crypto.identity import PeerId
 from partition.plan.plan import Hash, Height, Peer, StageNumber
+
+ORPHAN_SECONDS = 10.0
+"""Members that have begun notice within some seconds that the requester is gone, and bring its plan."""
 
 
 class Promise(msgspec.Struct, frozen=True, array_like=True):
@@ -79,9 +84,17 @@ class Slots:
         self._keep(lambda row: row not in gone)
         return gone
 
-    def release_all(self, planner: PeerId) -> bool:
-        """Forget what was promised to a peer that is gone; others' promises stand."""
-        return self._keep(lambda row: row.planner != planner)
+    def release_all(self, now: float, planner: PeerId) -> bool:
+        """Forget what was promised to a peer that is gone, what is of a first plan soon; others' promises
+        stand."""
+        had = self.promises
+        until = now + ORPHAN_SECONDS
+        self.promises = tuple(
+            row if row.planner != planner else replace(row, until=min(row.until, until))
+            for row in had
+            if row.planner != planner or not row.height
+        )
+        return self.promises != had
 
     def take_back(self, promise: Promise) -> bool:
         """Forget one promise, which could not be given."""

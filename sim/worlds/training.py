@@ -94,7 +94,7 @@ class TrainingRuns:
                 known[event.peer] = True
             case MemberDown() | MemberLeft():
                 known[event.peer] = False
-                self.slots(life.peer).release_all(event.peer)
+                self.slots(life.peer).release_all(self.now, event.peer)
                 for run in self._of[life.peer]:
                     run.planner_lost(life.peer, event.peer)
             case MemberForgotten():

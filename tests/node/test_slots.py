@@ -14,6 +14,7 @@ from node.protocols.manifest import Run
 from node.protocols.runs import LeaseBody
 from node.runtime import Node
 from node.seams import Seams
+from partition.run.slots import ORPHAN_SECONDS
 from sim.storage import MemoryStorage
 from tests.stack import Swarm, assert_equal, manifest, prepare, reference, simulate, swarm, weights
 from tests.test_runs_end import all_ended
@@ -54,7 +55,7 @@ def test_as_many_slots_as_there_are_and_one_for_a_run() -> None:
     async def scenario() -> None:
         disk = MemoryStorage()
         slots = with_slots(2, storage=disk)
-        await slots.promise(body(1), PLANNER, 0)
+        await slots.promise(body(1), PLANNER, 1)
         assert slots.free == 1
         assert not slots.is_free_for(body(1).run), "a run has one slot of a node"
         assert slots.is_free_for(body(2).run)
@@ -68,6 +69,23 @@ def test_as_many_slots_as_there_are_and_one_for_a_run() -> None:
         await slots.promise(body(4), PLANNER, 0)
         await trio.sleep(241)
         assert slots.free == 2, "nobody has come"
+
+    simulate(scenario)
+
+
+def test_what_was_promised_for_a_first_plan_outlives_its_requester_for_a_moment() -> None:
+    """Others may have begun: they bring the plan."""
+
+    async def scenario() -> None:
+        slots = with_slots(1)
+        await slots.promise(body(1), PLANNER, 0)
+        slots.release_all(PLANNER)
+        assert slots.holds(body(1).run, body(1).plan, 0)
+        await trio.sleep(ORPHAN_SECONDS / 2)
+        slots.release_all(PLANNER)
+        assert slots.free == 0
+        await trio.sleep(ORPHAN_SECONDS / 2 + 1)
+        assert slots.free == 1
 
     simulate(scenario)
 

@@ -27,6 +27,7 @@ from partition.run.asks import (
     OpenStage,
     ReleaseStage,
     RenewRun,
+    StartRun,
     Unanswered,
 )
 from partition.run.completion import DECLINES_MAX
@@ -516,3 +517,29 @@ def test_all_hear_of_the_newest_checkpoint_again_and_again() -> None:
     node.at(timeouts.RENEW_SECONDS)
     told = [peer for peer, message in node.core.sends if message == Checkpointed(NAME, 4, bytes(32))]
     assert sorted(told) == sorted(peer for peer in PLAN.members if peer != REQUESTER)
+
+
+def brought(node: Node) -> list[PeerId]:
+    """To whom it brings a plan."""
+    return [ask.peer for ask in node.asked() if isinstance(ask.request, StartRun)]
+
+
+def test_the_first_plan_is_brought_to_all_where_its_requester_dies_at_once() -> None:
+    node = Node(ONE).begin()
+    node.die(REQUESTER)
+    node.at(1.0)
+    assert sorted(brought(node)) == [TWO, THREE, FOUR]
+    node.core.members_changed(2.0)
+    node.at(2.0)
+    assert brought(node) == [], "once"
+
+
+def test_the_first_plan_is_not_brought_where_its_requester_lives_or_dies_later() -> None:
+    node = Node(ONE).begin()
+    node.die(TWO)
+    node.at(1.0)
+    assert brought(node) == []
+    node.at(timeouts.NEW_MEMBER_GRACE_SECONDS)
+    node.die(REQUESTER)
+    node.at(timeouts.NEW_MEMBER_GRACE_SECONDS)
+    assert brought(node) == []
