@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import node
 from crypto.contact import parse_address
-from gossip.averaging.codecs import Exact
 from node import config
 from node.library.sync import SyncNode
 from node.optimizer import plugins
@@ -366,6 +365,9 @@ def test_samples_are_counted_where_they_enter_the_outermost_module() -> None:
     counter.close()
 
 
+PACKAGE = '''
+from gossip.averaging.codecs import Exact
+
 class Halfway:
     """A person's own strategy: half the way to the mean."""
 
@@ -374,32 +376,39 @@ class Halfway:
     mode = "butterfly"
     averages = "parameters"
 
-    def __init__(self, theta: Any, *, local_steps: int, codec: str) -> None:
+    def __init__(self, theta, *, local_steps, codec):
         self.local_steps, self.codec = local_steps, codec
-        self.size = theta.size
 
-    def offer(self, theta: Any) -> Any:
+    def offer(self, theta):
         return theta.copy()
 
-    def take(self, theta: Any, mean: Any) -> Any:
+    def take(self, theta, mean):
         return theta if mean is None else (theta + mean.vector) / 2
 
-    def state(self) -> dict[str, Any]:
+    def state(self):
         return {}
 
-    def load(self, state: Any) -> None:
-        del state
+    def load(self, state):
+        pass
+
+class Mine(Exact):
+    """A person's own codec."""
+'''
+ENTRY_POINTS = """
+[peerloom.strategies]
+halfway = halfway_package:Halfway
+[peerloom.codecs]
+mine = halfway_package:Mine
+"""
 
 
-class Own:
-    """An entry point."""
-
-    def __init__(self, name: str, found: Any) -> None:
-        self.name = name
-        self._found = found
-
-    def load(self) -> Any:
-        return self._found
+def install(folder: Path) -> None:
+    """Put a package there as an installer does: its module, and what it says of its entry points."""
+    (folder / "halfway_package.py").write_text(PACKAGE)
+    told = folder / "halfway_package-1.0.dist-info"
+    told.mkdir()
+    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: halfway-package\nVersion: 1.0\n")
+    (told / "entry_points.txt").write_text(ENTRY_POINTS)
 
 
 def one_round(
@@ -443,14 +452,15 @@ def test_moments_are_averaged_with_the_parameters_where_asked(
             torch.testing.assert_close(state[number][key], mean)
 
 
-def test_a_persons_own_strategy_and_codec_are_taken_by_entry_point(
-    nodes: Callable[[int], list[SyncNode]], monkeypatch: pytest.MonkeyPatch
+def test_an_installed_package_brings_its_own_strategy_and_codec_by_entry_point(
+    nodes: Callable[[int], list[SyncNode]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    points = {
-        "peerloom.strategies": [Own("halfway", Halfway)],
-        "peerloom.codecs": [Own("mine", Exact)],
-    }
-    monkeypatch.setattr(plugins, "entry_points", lambda group: points[group])
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    install(packages)
+    with pytest.raises(ValueError, match="no strategy 'halfway'"):
+        plugins.strategy_maker("halfway", 1, "float32")
+    monkeypatch.syspath_prepend(str(packages))
     models, optimizers = one_round(nodes, adamw, strategy="halfway", codec="mine")
     before = [torch.nn.utils.parameters_to_vector(model.parameters()).detach() for model in models]
     assert together(*(each.average_now for each in optimizers)) == [True] * 2
