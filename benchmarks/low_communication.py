@@ -4,7 +4,8 @@
 model of 26,000 parameters (Bengio et al. 2003: embeddings, one hidden layer) with AdamW, with their real
 strategies, grids and codecs. Bytes are what one peer uploads. A toy: it ranks strategies, and says nothing
 about parity at any other size. With 10 % failing each peer misses a round with that probability; where all
-share one phi, it catches up from another, which is counted.
+share one phi, it catches up from another, which is counted. In groups one more round along each other axis of
+the grid follows the last step, without training: its bytes are counted, and the loss before it is told too.
 """
 
 import pydoc_data.topics
@@ -181,6 +182,8 @@ class Training:
         self.adam = Adam(self.theta.shape)
         self.draws, self.losses = np.random.default_rng([seed, 1]), np.random.default_rng([seed, 2])
         self.bytes = 0.0
+        self.before = 0.0
+        """The loss before the last rounds, without training."""
 
     def batch(self) -> tuple[Array, Array]:
         windows = np.stack(
@@ -192,7 +195,7 @@ class Training:
         return windows[:, :, :-1], windows[:, :, -1]
 
     def run(self, steps: int) -> float:
-        """The loss on held-out text, the mean over all peers."""
+        """Train, and return the loss in the end."""
         is_gradient = self.strategies[0].averages == "gradients"
         for step in range(1, steps + 1):
             found = gradients(self.theta, *self.batch())
@@ -203,6 +206,14 @@ class Training:
             self.adam.apply(self.theta, found)
             if not is_gradient and step % LOCAL_STEPS == 0:
                 self.average(step // LOCAL_STEPS - 1)
+        loss = self.before = self.loss()
+        for extra in range(1, len(self.grid.axes)):
+            self.average(steps // LOCAL_STEPS - 1 + extra)
+            loss = self.loss()
+        return loss
+
+    def loss(self) -> float:
+        """On held-out text, the mean over all peers."""
         windows = np.random.default_rng(0).integers(0, len(self.held_out) - CONTEXT - 1, VALIDATION)
         chosen = self.held_out[windows[:, None] + np.arange(CONTEXT + 1)]
         losses = []
@@ -246,15 +257,18 @@ def main() -> int:
     seeds, steps = (SEEDS_QUICK, STEPS_QUICK) if flags.quick else (SEEDS, STEPS)
     losses: dict[str, list[float]] = {}
     sent: dict[str, float] = {}
+    before: dict[str, float] = {}
     for case in CASES:
         trainings = [Training(case, letters, seed) for seed in range(seeds)]
         losses[case.name] = [training.run(steps) for training in trainings]
+        before[case.name] = float(np.mean([training.before for training in trainings]))
         sent[case.name] = float(np.mean([training.bytes for training in trainings]))
     diloco = np.array(losses["DiLoCo float32"])
     rows = [
         {
             "strategy": name,
             "loss": round(float(np.mean(found)), 4),
+            "before the last rounds": round(before[name], 4),
             "beside DiLoCo": round(float(np.mean(np.array(found) - diloco)), 4),
             "error": round(float(np.std(np.array(found) - diloco) / max(seeds - 1, 1) ** 0.5), 4),
             "MB sent": round(sent[name] / 1e6, 3),

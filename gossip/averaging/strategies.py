@@ -184,6 +184,8 @@ class DiLoCo:
             self._feedback.settle(is_included=mean is not None and mean.is_included)
         if mean is None:
             return theta.copy()
+        if not mean.vector.any():  # nobody has made a step: momentum alone must not move what all agree on
+            return self._phi.copy()
         self._m = self._momentum * self._m + mean.vector
         self._phi = self._phi - self._rate * (mean.vector + self._momentum * self._m)
         return self._phi.copy()
@@ -201,6 +203,10 @@ class NoLoCo:
     g = mean(theta - phi) + mean(phi) - phi_i, m <- mu m + g, phi <- phi + a (g + mu m), theta <- phi, means
     over the group. g is mean(theta) - phi_i, so averaging theta is enough: half the bytes of averaging both.
     Where a phi is pulled too far by plain momentum of 0.9, Nesterov's form holds.
+
+    A peer that has made no local step since its last round takes the mean as it is: further rounds at the end
+    only pull the copies together (the tightening of Factored Gossip DiLoCo). For after one round along one
+    axis of the grid a copy still carries the noise of its own group alone.
     """
 
     averages: Literal["parameters", "gradients"] = "parameters"
@@ -229,6 +235,9 @@ class NoLoCo:
     def take(self, theta: Vector, mean: Mean | None) -> Vector:
         if mean is None:
             return theta.copy()
+        if np.array_equal(theta, self._phi):
+            self._phi = mean.vector.copy()
+            return self._phi.copy()
         step = mean.vector - self._phi
         self._m = self._momentum * self._m + step
         self._phi = self._phi + self._rate * (step + self._momentum * self._m)
@@ -277,6 +286,8 @@ class SparseLoCo:
         self._feedback.settle(is_included=mean is not None and mean.is_included)
         if mean is None:
             return theta.copy()
+        if not mean.vector.any():  # nobody has made a step: momentum alone must not move what all agree on
+            return self._phi.copy()
         self._m = self._momentum * self._m + mean.vector
         self._phi = self._phi - self._rate * (mean.vector + self._momentum * self._m)
         return self._phi.copy()

@@ -111,6 +111,32 @@ def test_a_failed_round_changes_nothing() -> None:
         assert all((before[key] == after[key]).all() for key in before), name
 
 
+def test_rounds_without_local_steps_only_pull_copies_together() -> None:
+    draws = np.random.default_rng(1)
+    peers = [NoLoCo(np.zeros(ITEMS), 1) for _ in range(4)]
+    thetas = [draws.standard_normal(ITEMS) for _ in peers]
+    for pair in ((0, 1), (2, 3)):
+        mean = Mean(np.mean([peers[place].offer(thetas[place]) for place in pair], axis=0))
+        for place in pair:
+            thetas[place] = peers[place].take(thetas[place], mean)
+    expected = np.mean(thetas, axis=0)
+    assert np.std(thetas, axis=0).max() > 0.1, "each carries the noise of its own group"
+    for pair in ((0, 2), (1, 3)):
+        mean = Mean(np.mean([peers[place].offer(thetas[place]) for place in pair], axis=0))
+        for place in pair:
+            thetas[place] = peers[place].take(thetas[place], mean)
+    assert np.allclose(thetas, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["diloco", "sparseloco"])
+def test_momentum_alone_does_not_move_what_all_agree_on(name: str) -> None:
+    (strategy,) = made(name)
+    theta = np.ones(ITEMS)
+    moved = strategy.take(theta, Mean(strategy.offer(theta)))
+    assert not (moved == 0).all()
+    assert (strategy.take(moved, Mean(np.zeros(ITEMS))) == moved).all()
+
+
 def test_one_averaged_gradient_is_that_of_the_whole_batch() -> None:
     strategy = GradientMean()
     gradients = np.random.default_rng(1).standard_normal((4, ITEMS))
