@@ -5,7 +5,8 @@ model of 26,000 parameters (Bengio et al. 2003: embeddings, one hidden layer) wi
 strategies, grids and codecs. Bytes are what one peer uploads. A toy: it ranks strategies, and says nothing
 about parity at any other size. With 10 % failing each peer misses a round with that probability; where all
 share one phi, it catches up from another, which is counted. In groups one more round along each other axis of
-the grid follows the last step, without training: its bytes are counted, and the loss before it is told too.
+the grid follows the last step, without training, and where rounds fail another one: their bytes are counted,
+and the loss before them is told too.
 """
 
 import pydoc_data.topics
@@ -207,7 +208,8 @@ class Training:
             if not is_gradient and step % LOCAL_STEPS == 0:
                 self.average(step // LOCAL_STEPS - 1)
         loss = self.before = self.loss()
-        for extra in range(1, len(self.grid.axes)):
+        extras = len(self.grid.axes) - 1 + (self.case.failing > 0) if len(self.grid.axes) > 1 else 0
+        for extra in range(1, 1 + extras):
             self.average(steps // LOCAL_STEPS - 1 + extra)
             loss = self.loss()
         return loss

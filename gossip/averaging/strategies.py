@@ -206,7 +206,9 @@ class NoLoCo:
 
     A peer that has made no local step since its last round takes the mean as it is: further rounds at the end
     only pull the copies together (the tightening of Factored Gossip DiLoCo). For after one round along one
-    axis of the grid a copy still carries the noise of its own group alone.
+    axis of the grid a copy still carries the noise of its own group alone. A peer that misses a round counts
+    as a group of its own: else it falls behind the momentum of the others, and their next mean, as far ahead
+    as that, goes into its own momentum. Its parameters stay as they are; what it offers next is moved.
     """
 
     averages: Literal["parameters", "gradients"] = "parameters"
@@ -228,26 +230,42 @@ class NoLoCo:
         self._momentum = theta.dtype.type(momentum)
         self._phi = theta.copy()
         self._m = np.zeros_like(theta)
+        self._before = self._phi
+        """The parameters as they were after the last round: no local step was made where they still are."""
+        self._missed: Vector | None = None
+        self._ahead: Vector | None = None
 
     def offer(self, theta: Vector) -> Vector:
-        return theta.copy()
+        if self._missed is not None:
+            missed, self._missed = self._missed, None
+            self._move(missed - self._phi)
+            self._ahead = self._phi - missed if self._ahead is None else self._ahead + (self._phi - missed)
+        return theta.copy() if self._ahead is None else theta + self._ahead
 
     def take(self, theta: Vector, mean: Mean | None) -> Vector:
+        is_idle = np.array_equal(theta, self._before)
         if mean is None:
+            if not is_idle:
+                self._missed = theta.copy() if self._ahead is None else theta + self._ahead
+                self._before = theta.copy()
             return theta.copy()
-        if np.array_equal(theta, self._phi):
+        if is_idle:
             self._phi = mean.vector.copy()
-            return self._phi.copy()
-        step = mean.vector - self._phi
+        else:
+            self._move(mean.vector - self._phi)
+        self._before, self._ahead = self._phi, None
+        return self._phi.copy()
+
+    def _move(self, step: Vector) -> None:
         self._m = self._momentum * self._m + step
         self._phi = self._phi + self._rate * (step + self._momentum * self._m)
-        return self._phi.copy()
 
     def state(self) -> dict[str, Vector]:
         return {"phi": self._phi, "momentum": self._m}
 
     def load(self, state: Mapping[str, Vector]) -> None:
         self._phi, self._m = state["phi"].copy(), state["momentum"].copy()
+        self._before, self._missed, self._ahead = self._phi, None, None
 
 
 class SparseLoCo:
