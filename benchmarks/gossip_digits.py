@@ -4,7 +4,8 @@ Eight nodes (each with a fenced stage process), no plan and no committer. Two ar
 joins while they train, the run ends by convergence detection, and a node that was never in it fetches the
 model from the late joiner alone. Accuracy is that of torch's own module with the fetched file, on all
 held-out samples.
-With `--quick` four nodes, one of which is killed.
+With `--quick` four nodes, one of which is killed. With `--columns` four nodes that hold two stages, so two
+columns; one is killed, and the late one takes over what it held.
 """
 
 import json
@@ -49,6 +50,7 @@ patience = {patience}
 improvement = 0.001
 
 [plan]
+stages = {stages}
 replicas = {replicas}
 """
 SWARM = "gossip-digits"
@@ -62,11 +64,12 @@ POLL_SECONDS = 0.3
 class Play:
     """One run from the first process to the fetched model."""
 
-    def __init__(self, folder: Path, peers: int, killed: int, patience: int) -> None:
+    def __init__(self, folder: Path, peers: int, killed: int, patience: int, stages: int = 1) -> None:
         self.names = [f"n{number}" for number in range(peers)]
         self.victims = self.names[-killed:]
         self.late = "late"
         self.patience = patience
+        self.stages = stages
         self.folder = folder
         self.swarm = SwarmProcesses(folder, SWARM, time.sleep)
 
@@ -80,7 +83,12 @@ class Play:
             time.sleep(POLL_SECONDS)
         run_file = self.folder / "RUN.toml"
         run_file.write_text(
-            RUN_FILE.format(steps=STEPS, patience=self.patience, replicas=len(self.names) + 1)
+            RUN_FILE.format(
+                steps=STEPS,
+                patience=self.patience,
+                stages=self.stages,
+                replicas=(len(self.names) + 1) // self.stages,
+            )
         )
         command = [sys.executable, "-m", "node", "train", str(run_file), "--detach", "--json"]
         command += ["--data-dir", str(first.data_dir)]
@@ -173,10 +181,10 @@ def accuracy(file: bytes) -> float:
     return float((found == np.asarray(data.test["y"])).mean())
 
 
-def play(peers: int, killed: int, patience: int) -> dict[str, Any]:
+def play(peers: int, killed: int, patience: int, stages: int = 1) -> dict[str, Any]:
     """Play it in a folder of its own, and leave no process behind."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        played = Play(Path(folder), peers, killed, patience)
+        played = Play(Path(folder), peers, killed, patience, stages)
         try:
             return played.play()
         finally:
@@ -184,8 +192,9 @@ def play(peers: int, killed: int, patience: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    options = arguments(__doc__ or "")
-    row = play(4, 1, 6) if options.quick else play(8, 2, 8)
+    options = arguments(__doc__ or "", columns="two columns of two stages")
+    peers, killed, patience = (4, 1, 6) if options.quick or options.columns else (8, 2, 8)
+    row = play(peers, killed, patience, stages=2 if options.columns else 1)
     goals = [
         Goal("accuracy of the model from the late joiner", row["accuracy"], ">=", ACCURACY_GOAL),
         Goal("members whose run is done by convergence", float(row["reason"] == [CONVERGED]), ">=", 1),

@@ -17,6 +17,7 @@ from node.content import datasets as datasets
 from node.content.datasets import Dataset
 from node.errors import RunFailed, UsageError
 from node.local.own_data import own_data_like
+from node.local.stages import check_columns
 from node.planning.choices import choose, has_open
 from node.planning.peers import live_peers
 from node.protocols.manifest import Run, RunFile, make_run
@@ -72,6 +73,7 @@ async def make_signed_run(
     manifest = make_manifest(
         run_file, graph, graph_hash, dataset, name=name, created=created, own_data=own_data
     )
+    await node.seams.executor.run(partial(check_columns, manifest, graph, name), apart=True)
     check = partial(check_values, graph, dataset, manifest.sizes_max, name, shown)
     await node.seams.executor.run(check)
     if run_file.data != datasets.DIGITS_NAME and not is_own:

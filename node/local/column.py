@@ -1,14 +1,16 @@
 """A column: one pipeline of all stages, the first at its head, the others at peers that work for this head.
 
-    head: Attach(run, stage, step, chain)  ->  Attached(chain, mates) or Refusal
+    head: Attach(run, stage, step, chain)  ->  Attached(chain, mates) or Refusal(reason, mates)
     head: Do, with a request of `partition.stage` as payload  ->  Did, with its answer, or Refusal
 
 To the head's trainer a column is one stage: `ColumnStage` passes a micro-batch through all of them and its
-gradient back. So a step is exact within the column, one micro-batch at a time. Columns have nothing to do
-with each other but that the holders of each stage average (`node.local.member`).
+gradient back. As many micro-batches as there are stages are under way at once, one in each; they stay in
+order, so a step is exact within the column, and its sums do not depend on how fast anybody is. Columns have
+nothing to do with each other but that the holders of each stage average (`node.local.member`).
 
 A holder that is gone breaks the column: the step that was under way is dropped everywhere, and the head looks
-for another holder of that stage, one whose own head is gone or a node with a free slot.
+for another holder of that stage, one whose own head is gone or a node with a free slot. Other heads name
+those that they know: a holder that is left over may be unknown to the head that lacks it.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -34,6 +36,8 @@ MESSAGE_BYTES_MAX = 32 * 1024
 """A full chain of tickets; requests and answers are payloads."""
 STREAMS = StreamLimits(message_bytes_max=MESSAGE_BYTES_MAX, streams_per_peer_max=4)
 MATES_MAX = 32
+HEADS_ASKED = 2
+"""Of the other heads, each time that a stage is missing: one after another they all come to be asked."""
 CALL_SECONDS_MAX = 60.0
 """A holder that owes an answer for so long is given up."""
 ATTACH_SECONDS_MAX = 5.0
@@ -62,10 +66,12 @@ class Attached(msgspec.Struct, frozen=True, array_like=True, tag="attached"):
 
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
-    """No; `is_diverged`: what was computed is no finite number, and the column goes on."""
+    """No; `is_diverged`: what was computed is no finite number, and the column goes on. `mates` may hold the
+    stage: another head names them, which holds none but the first."""
 
     reason: Reason
     is_diverged: bool = False
+    mates: Annotated[tuple[Subject, ...], msgspec.Meta(max_length=MATES_MAX)] = ()
 
 
 class Do(msgspec.Struct, frozen=True, array_like=True, tag="do"):
@@ -90,7 +96,8 @@ class ColumnBroken(Exception):
 class ColumnStage:
     """Implements `node.seams.Stage` for the head's trainer. `attach` finds holders for missing stages.
 
-    One call at a time.
+    Several Forwards at once, which pass each stage in the order in which they were called; else one call at a
+    time.
     """
 
     def __init__(
@@ -105,8 +112,11 @@ class ColumnStage:
         self._network = network
         self._payload_bytes_max = payload_bytes_max
         self._streams: dict[int, Stream] = {}
+        self._turns = [trio.Lock() for _ in range(count)]
+        """Whoever asks a stage: one at a time, in order."""
         self.mates: dict[int, dict[PeerId, None]] = {stage: {} for stage in range(1, count)}
         """Peers that were said to hold a stage."""
+        self._heads_asked = 0
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -121,16 +131,22 @@ class ColumnStage:
     async def mend(
         self,
         known: Sequence[PeerId],
+        heads: Sequence[PeerId],
         step: int,
         chain: Chain,
-        check: Callable[[PeerId, Attached], None],
+        check: Callable[[PeerId, Chain], None],
     ) -> None:
-        """Find holders for the stages that are missing: peers said to hold them first, then other members."""
+        """Find holders for the stages that are missing: peers said to hold them first, then other members. If
+        none does, some of the other `heads` are asked for names, for the next time."""
         for stage in self.missing:
             taken = set(self.peers)
             for peer in dict.fromkeys((*self.mates[stage], *known)):
                 if peer not in taken and not await self.attach(stage, peer, step, chain, check):
                     break
+            else:
+                first, self._heads_asked = self._heads_asked, self._heads_asked + HEADS_ASKED
+                for number in range(first, first + min(HEADS_ASKED, len(heads))):
+                    await self.attach(stage, heads[number % len(heads)], step, chain, check)
 
     async def attach(
         self,
@@ -138,7 +154,7 @@ class ColumnStage:
         peer: PeerId,
         step: int,
         chain: Chain,
-        check: Callable[[PeerId, Attached], None],
+        check: Callable[[PeerId, Chain], None],
     ) -> str:
         """Have `peer` hold a stage; why it does not, empty where it does. `check` raises RemoteProtocolError
         where it is no member."""
@@ -148,17 +164,23 @@ class ColumnStage:
                 stream = await self._network.open(peer, PROTOCOL, message_bytes_max=MESSAGE_BYTES_MAX)
                 await stream.send(encode(Attach(self._run, stage, step, chain)))
                 answer: Answer = decode(await stream.receive(), Answer, bytes_max=MESSAGE_BYTES_MAX)
-            if not isinstance(answer, Attached):
-                raise StreamClosed(answer.reason if isinstance(answer, Refusal) else "no answer")
-            check(peer, answer)
+            if isinstance(answer, Attached):
+                check(peer, answer.chain)
         except (Unreachable, StreamClosed, trio.TooSlowError, RemoteProtocolError) as error:
             if stream is not None:
                 await _close(stream)
+            self.mates[stage].pop(peer, None)
             return str(error) or "no answer in time"
-        self._streams[stage] = stream
-        mates = dict.fromkeys((peer, *(PeerId(mate) for mate in answer.mates)))
+        named = answer.mates if isinstance(answer, Attached | Refusal) else ()
+        mates = dict.fromkeys((peer, *(PeerId(mate) for mate in named)))
+        if not isinstance(answer, Attached):
+            await _close(stream)
+            del mates[peer]
         self.mates[stage] = dict(list({**mates, **self.mates[stage]}.items())[:MATES_MAX])
-        return ""
+        if isinstance(answer, Attached):
+            self._streams[stage] = stream
+            return ""
+        return answer.reason if isinstance(answer, Refusal) else "no answer"
 
     async def call(self, request: object) -> object:
         """See `node.seams.Stage`: what concerns the whole model goes to all stages. Raises ColumnBroken."""
@@ -179,7 +201,7 @@ class ColumnStage:
         for stage in range(1, self._count):
             answer = await self._ask(stage, api.Export(), seconds=EXPORT_SECONDS_MAX)
             if not isinstance(answer, api.Exported):
-                await self._break(stage)
+                await self._give_up(stage)
             else:
                 found.append(answer.data)
         return found
@@ -193,14 +215,14 @@ class ColumnStage:
             forward = api.Forward(step, number, request.train, flowing, labels if stage == last else None)
             found = await self._ask(stage, forward)
             if not isinstance(found, api.Forwarded) or (stage < last and found.output is None):
-                await self._break(stage)
+                await self._give_up(stage)
                 raise ColumnBroken("an answer that is none")
             if stage < last:
                 assert found.output is not None
                 flowing = found.output
         assert isinstance(found, api.Forwarded)
         if len(found.metrics) != self._metrics or not 0 <= found.samples <= api.SAMPLES_MAX:
-            await self._break(last)
+            await self._give_up(last)
             raise ColumnBroken("an answer that is none")
         if request.train:
             await self._back(step, number, found.gradient)
@@ -209,11 +231,11 @@ class ColumnStage:
     async def _back(self, step: int, number: int, gradient: Payload | None) -> None:
         for stage in range(self._count - 2, -1, -1):
             if gradient is None:
-                await self._break(stage + 1)
+                await self._give_up(stage + 1)
                 raise ColumnBroken("a gradient that is none")
             done = await self._ask(stage, api.Backward(step, number, gradient))
             if not isinstance(done, api.BackwardDone):
-                await self._break(stage)
+                await self._give_up(stage)
                 raise ColumnBroken("an answer that is none")
             gradient = done.gradient
 
@@ -236,15 +258,21 @@ class ColumnStage:
         return [answers[stage] for stage in sorted(answers)]
 
     async def _ask(self, stage: int, request: Work, *, seconds: float = CALL_SECONDS_MAX) -> object:
-        """One request to one stage. Raises ColumnBroken, StageDiverged, or StageFailed of the own one."""
-        if not stage:
-            try:
+        """One request to one stage, once those before it are answered. Raises ColumnBroken, StageDiverged, or
+        StageFailed of the own one."""
+        if stage:
+            async with self._turns[stage]:
+                return await self._ask_holder(stage, request, seconds)
+        try:
+            async with self._turns[0]:
                 return await self._own.call(request)
-            except PayloadRefused as error:
-                if not isinstance(request, api.Backward):
-                    raise
-                await self._break(1)  # its gradient cannot be used
-                raise ColumnBroken(str(error)) from None
+        except PayloadRefused as error:
+            if not isinstance(request, api.Backward):
+                raise
+            await self._give_up(1)  # its gradient cannot be used
+            raise ColumnBroken(str(error)) from None
+
+    async def _ask_holder(self, stage: int, request: Work, seconds: float) -> object:
         stream = self._streams.get(stage)
         if stream is None:
             raise ColumnBroken(f"nobody holds stage {stage + 1}")
@@ -262,6 +290,11 @@ class ColumnStage:
             await self._break(stage)
             raise ColumnBroken(f"stage {stage + 1}: {error or 'no answer in time'}") from None
         return worked
+
+    async def _give_up(self, stage: int) -> None:
+        """Break with the holder of a stage, once it owes no answer to others."""
+        async with self._turns[stage]:
+            await self._break(stage)
 
     async def _break(self, stage: int) -> None:
         stream = self._streams.pop(stage, None)

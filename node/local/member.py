@@ -37,7 +37,7 @@ from node.local.recruiter import Recruiter
 from node.local.results import Results
 from node.local.rounds import Rounds
 from node.local.saved import MEMBERS_MAX, SavedRun
-from node.local.stages import local_plan, stage_count, tied_name
+from node.local.stages import local_plan, stage_count
 from node.local.telling import Teller
 from node.local.trainer import LocalTrainer
 from node.local.verdict import Losses, fault_of, is_usable
@@ -98,9 +98,8 @@ class LocalMember:
         self._part: Participation | None = None
         self._trainer: LocalTrainer | None = None
         self._rounds: Rounds | None = None
-        self._evaluated_step = 0
+        self._evaluated_step = self._diverged = 0
         self._due = Due()
-        self._diverged = 0
         self._stage = stage
         self._stages = stage_count(run)
         self._column: ColumnStage | None = None
@@ -190,8 +189,6 @@ class LocalMember:
             specification, _, data = await service.seams.executor.run(build, apart=True)
         except (RemoteProtocolError, ValueError) as error:
             raise StageFailed(f"no stage can be made of this model: {error}") from None
-        if tied := tied_name(specification):
-            raise StageFailed(f"several stages hold {tied}, and columns do not sum it: set plan.stages = 1")
         if self.is_training:
             await self._open(graph, specification, data)
         # The run's id names the model too, and how it is trained.
@@ -237,7 +234,9 @@ class LocalMember:
             stage = self._column = ColumnStage(
                 self.run.id, opened, count, network, metrics=metrics, payload_bytes_max=bytes_max
             )
-        self._trainer = LocalTrainer(self.run, specification, stage, batches, executor, self._me)
+        self._trainer = LocalTrainer(
+            self.run, specification, stage, batches, executor, self._me, in_flight=self._stages
+        )
 
     # Training
 
@@ -285,8 +284,7 @@ class LocalMember:
         if column is None:
             return
         if column.missing:
-            known = [peer for peer in self.admission.admitted if peer not in self.others]
-            await column.mend(known, trainer.step, self.admission.chain, self._check)
+            await column.mend(self.holders, self.others, trainer.step, self.admission.chain, self._door.check)
         trainer.is_waiting = bool(column.missing)
         if trainer.is_waiting and not self.has_state:
             await trio.sleep(LOOK_SECONDS)
@@ -300,9 +298,6 @@ class LocalMember:
         trainer.is_waiting = True
         await self._column.let_go()
         await trainer.drop_step()
-
-    def _check(self, peer: PeerId, attached: Attached) -> None:
-        self._door.check(peer, attached.chain)
 
     def _accept(self, peer: PeerId, attach: Attach) -> Attached | Refusal:
         """A head wants this member's stage. Raises RemoteProtocolError: it is no member."""
@@ -484,8 +479,8 @@ class LocalMember:
 
     @property
     def judges(self) -> bool:
-        """Whether this member looks at a result before it holds it: the heads of columns do."""
-        return self.is_training and not self._stage
+        """Whether this member looks at a result before it holds it: heads do, in columns whole ones."""
+        return self.is_training and not self._stage and (self.has_state or self._stages == 1)
 
     @property
     def trusts(self) -> bool:
@@ -579,6 +574,11 @@ class LocalMember:
         """A node will hold this stage."""
         if stage and self._column is not None:
             self._column.mates[stage][peer] = None
+
+    @property
+    def holders(self) -> list[PeerId]:
+        """The members that this head knows and that are none."""
+        return [peer for peer in self.admission.admitted if peer not in self.others]
 
     @property
     def known(self) -> set[PeerId]:

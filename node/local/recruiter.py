@@ -25,12 +25,17 @@ JOIN_SECONDS_MAX = 30.0
 class Asker(Protocol):
     """The member. `missing` are the stages that its own column lacks; `wanted` says how many heads more the
     run can use, so many nodes being free, 0 where another member sees to that; `known` are nodes that need
-    not be asked. `joined` hears of a node that will hold a stage."""
+    not be asked; `others` are the other heads, `holders` other members, also those that are gone. `joined`
+    hears of a node that will hold a stage."""
 
     @property
     def missing(self) -> Sequence[int]: ...
     @property
     def known(self) -> Collection[PeerId]: ...
+    @property
+    def others(self) -> Collection[PeerId]: ...
+    @property
+    def holders(self) -> Collection[PeerId]: ...
     def wanted(self, free: int) -> int: ...
     def joined(self, stage: int, peer: PeerId) -> None: ...
 
@@ -73,11 +78,19 @@ class Recruiter:
     def candidates(self) -> list[tuple[int, PeerId]]:
         """The nodes to ask now: first for the own column, then for further ones, as many as can be whole."""
         now, known = trio.current_time(), set(self._member.known)
-        offers = self._service.places.preferred(self._run, self._service.offers())
-        free = [each.peer for each in offers if each.peer not in known]
+        offers = self._service.offers()
+        preferred = self._service.places.preferred(self._run, offers)
+        free = [each.peer for each in preferred if each.peer not in known]
         free = [peer for peer in free if self._declined.get(peer, 0.0) <= now]
         if missing := self._member.missing:
             asked = [stage for stage in missing if self._coming.get(stage, 0.0) <= now]
             return list(zip(asked, free, strict=False))
-        heads = min(self._member.wanted(len(free)), len(free) // self._stages)
+        spare = self._spare({each.peer for each in offers})
+        heads = min(self._member.wanted(len(free)), len(free), (len(free) + spare) // self._stages)
         return [(0, peer) for peer in free[: max(0, heads)]]
+
+    def _spare(self, alive: Collection[PeerId]) -> int:
+        """Return how many holders are left over: their heads are gone, and a new one can take them."""
+        held = len(set(self._member.holders).intersection(alive))
+        heads = 1 + len(self._member.others)
+        return max(0, held - (self._stages - 1) * heads) if self._stages > 1 else 0

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import trio
+from msgspec.structs import replace
 
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
@@ -222,10 +223,14 @@ class LocalRuns:
             await stream.receive(), column.Question, bytes_max=column.MESSAGE_BYTES_MAX
         )
         member = self.members.get(attach.run) if isinstance(attach, column.Attach) else None
-        if member is None or member.server is None or not isinstance(attach, column.Attach):
-            await stream.send(encode(column.Refusal("no stage of this run is held here")))
+        if member is not None and member.server is not None and isinstance(attach, column.Attach):
+            await member.server.serve(stream, attach)
             return
-        await member.server.serve(stream, attach)
+        refusal = column.Refusal("no stage of this run is held here")
+        if member is not None and member.admission.admits(stream.peer):
+            mates = [peer for peer in member.holders if peer != stream.peer]
+            refusal = replace(refusal, mates=tuple(mates[-column.MATES_MAX :]))
+        await stream.send(encode(refusal))
 
     # The end
 

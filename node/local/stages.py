@@ -3,11 +3,12 @@
 from itertools import accumulate, pairwise
 
 from crypto.identity import PeerId
-from node.protocols.manifest import Run
+from node.errors import UsageError
+from node.protocols.manifest import Manifest, Run
+from partition.model.cut import cut_layers
 from partition.model.graph import Graph
 from partition.plan.layer_costs import layer_costs
 from partition.plan.plan import NO_HASH, Plan, StagePlan
-from partition.stage import StageSpecification, parameter_layout
 
 
 def stage_count(run: Run) -> int:
@@ -15,14 +16,15 @@ def stage_count(run: Run) -> int:
     return max(1, run.manifest.stages)
 
 
-def stage_ranges(run: Run, graph: Graph) -> list[tuple[int, int]]:
-    """Return the layers of each stage, of about equal work. Raises ValueError: fewer layers than stages."""
-    count, layers = stage_count(run), len(graph.layers)
+def stage_ranges(manifest: Manifest, graph: Graph) -> list[tuple[int, int]]:
+    """Return the layers of each stage, of about equal work. Raises ValueError: fewer layers than stages, or
+    stages that share a weight."""
+    count, layers = max(1, manifest.stages), len(graph.layers)
     if count > layers:
         raise ValueError(f"a model of {layers} layers cannot be cut into {count} stages")
     if count == 1:
         return [(0, layers)]
-    done = [0, *accumulate(1 + row.forward_flops for row in layer_costs(graph, run.manifest.sizes_max))]
+    done = [0, *accumulate(1 + row.forward_flops for row in layer_costs(graph, manifest.sizes_max))]
     ends = [0]
     for number in range(1, count):
         wanted = done[-1] * number / count
@@ -30,21 +32,38 @@ def stage_ranges(run: Run, graph: Graph) -> list[tuple[int, int]]:
         possible = [
             end
             for end in range(ends[-1] + 1, layers - (count - number) + 1)
-            if not any(first < end < last for first, last in run.manifest.together)
+            if not any(first < end < last for first, last in manifest.together)
         ]
         if not possible:
             raise ValueError(f"the model cannot be cut into {count} stages beside what stays together")
         ends.append(min(possible, key=lambda end: (abs(done[end] - wanted), end)))
     ends.append(layers)
-    return list(pairwise(ends))
+    ranges = list(pairwise(ends))
+    _check_ties(manifest, graph, ranges)
+    return ranges
 
 
 def local_plan(run: Run, graph: Graph, me: PeerId) -> Plan:
     """The stages in the form that admission knows; who holds them is not in it. Raises ValueError."""
-    rows = tuple(StagePlan(first, last, (me,), (1,)) for first, last in stage_ranges(run, graph))
+    rows = tuple(StagePlan(first, last, (me,), (1,)) for first, last in stage_ranges(run.manifest, graph))
     return Plan(run.id, NO_HASH, 0, (me,), (me,), run.manifest.microbatches, rows)
 
 
-def tied_name(specification: StageSpecification) -> str:
-    """Return the name of a weight that other stages hold too, empty where there is none."""
-    return next((slot.name for slot in parameter_layout(specification) if slot.is_tied), "")
+def check_columns(manifest: Manifest, graph: Graph, name: str) -> None:
+    """Raise UsageError where a run of several stages in local mode cannot be; `name` is RUN.toml's."""
+    if manifest.local is None or manifest.stages < 2:
+        return
+    try:
+        stage_ranges(manifest, graph)
+    except ValueError as error:
+        raise UsageError(f"{name}: plan.stages {manifest.stages}: {error}", "plan.stages = 1") from None
+
+
+def _check_ties(manifest: Manifest, graph: Graph, ranges: list[tuple[int, int]]) -> None:
+    """Raise ValueError where several stages hold a weight: columns do not sum its gradients."""
+    for stage in cut_layers(graph, manifest.graph_hash, ranges):
+        if stage.tied:
+            tied = graph.parameters[stage.tied[0]].names[0]
+            raise ValueError(
+                f"in local mode no two stages can hold one weight, and {tied} would be in several"
+            )

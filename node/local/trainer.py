@@ -4,7 +4,7 @@ Steps, evaluations, and its numbers as a vector that is averaged. Not here: when
 (`node.local.member`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import inf, isfinite
@@ -20,6 +20,7 @@ from gossip.averaging.reduction import Vector
 from node.averaging.snapshot import Snapshot, make_snapshot
 from node.content.datasets import Array, Batches
 from node.errors import StageDiverged, StageFailed
+from node.local.column import ColumnBroken
 from node.local.shard import Shard
 from node.protocols.manifest import Run, own_data_of
 from node.seams import Executor, Stage, Storage
@@ -53,7 +54,10 @@ class LocalTrainer:
         batches: Batches,
         executor: Executor,
         me: PeerId,
+        *,
+        in_flight: int = 1,
     ) -> None:
+        """`in_flight` micro-batches are under way in `stage` at once, which keeps them in order."""
         self.step = 0
         self.samples = 0
         self.is_waiting = False
@@ -61,6 +65,7 @@ class LocalTrainer:
         self.shard = Shard(run.id, run.manifest.seed, batches.train_samples, me, is_whole=is_own)
         self.stage = stage
         self.dtype = specification.dtype
+        self._in_flight = in_flight
         self._manifest = run.manifest
         self._batches = batches
         self._held_out, self._pick = self._held_out_samples(is_own=is_own)
@@ -95,17 +100,12 @@ class LocalTrainer:
 
     async def train_step(self) -> Stepped:
         """One optimizer step on this member's next samples. Raises StageFailed."""
-        manifest, samples, loss = self._manifest, 0, 0.0
+        manifest = self._manifest
         try:
-            for number in range(manifest.microbatches):
-                rows = self.shard.take(manifest.microbatch)
-                inputs, labels = await self._executor.run(partial(self._packed, self._batches.pick, rows))
-                microbatch = self._first + (self.step * manifest.microbatches + number) % (1 << 24)
-                done = await self.stage.call(api.Forward(self.step, microbatch, True, inputs, labels))
-                assert isinstance(done, api.Forwarded)
-                samples, loss = samples + done.samples, loss + done.loss
+            done = await self._pass_all(manifest.microbatches, self._training_microbatch)
         except StageDiverged as error:
             return await self._skip(str(error))
+        samples, loss = sum(each.samples for each in done), sum(each.loss for each in done)
         self._arena("totals")[:] = self._arena("gradients")
         normed = await self.stage.call(api.Norm())
         assert isinstance(normed, api.Normed)
@@ -116,6 +116,51 @@ class LocalTrainer:
         self.step += 1
         self.samples += samples
         return Stepped(loss / max(1, samples), samples)
+
+    async def _training_microbatch(self, number: int) -> api.Forward:
+        rows = self.shard.take(self._manifest.microbatch)
+        inputs, labels = await self._executor.run(partial(self._packed, self._batches.pick, rows))
+        microbatch = self._first + (self.step * self._manifest.microbatches + number) % (1 << 24)
+        return api.Forward(self.step, microbatch, True, inputs, labels)
+
+    async def _test_microbatch(self, number: int) -> api.Forward:
+        size = self._manifest.microbatch
+        left = self._held_out - number * size
+        inputs, labels = await self._executor.run(partial(self._packed, self._test, (number, left)))
+        return api.Forward(self.step, number, False, inputs, labels)
+
+    async def _pass_all(
+        self, count: int, make: Callable[[int], Awaitable[api.Forward]]
+    ) -> list[api.Forwarded]:
+        """Pass so many micro-batches through the stage, `in_flight` at once; what came of each. Where one
+        fails no more are begun, and those under way are waited for: the stage owes nobody an answer then."""
+        done: dict[int, api.Forwarded] = {}
+        errors: list[Exception] = []
+        free = trio.Semaphore(self._in_flight)
+
+        async def one(
+            number: int, forward: api.Forward, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+        ) -> None:
+            task_status.started()  # up to here and into the stage's queue in order
+            try:
+                forwarded = await self.stage.call(forward)
+                assert isinstance(forwarded, api.Forwarded)
+                done[number] = forwarded
+            except (StageFailed, ColumnBroken) as error:
+                errors.append(error)
+            finally:
+                free.release()
+
+        async with trio.open_nursery() as nursery:
+            for number in range(count):
+                await free.acquire()
+                if errors:
+                    break
+                await nursery.start(one, number, await make(number))
+        if errors:
+            # A step that is not finite is skipped by those that are left, where all are left.
+            raise next((each for each in errors if not isinstance(each, StageDiverged)), errors[0])
+        return [done[number] for number in range(count)]
 
     async def drop_step(self) -> None:
         """Drop what there is of a step that cannot be ended. Raises StageFailed."""
@@ -135,15 +180,13 @@ class LocalTrainer:
     async def evaluate(self) -> tuple[float, int, tuple[float, ...]]:
         """The mean loss over the validation samples, or the held-out ones where a run has no such, how many
         these are, and the sums of their metrics. Raises StageFailed."""
-        loss, samples = 0.0, 0
+        done = await self._pass_all(
+            -(-self._held_out // self._manifest.microbatch), self._test_microbatch
+        )
+        samples, loss = sum(each.samples for each in done), sum(each.loss for each in done)
         metrics = np.zeros(len(self._manifest.metrics))
-        left = self._held_out
-        for number in range(-(-left // self._manifest.microbatch)):
-            inputs, labels = await self._executor.run(partial(self._packed, self._test, (number, left)))
-            left -= self._manifest.microbatch
-            done = await self.stage.call(api.Forward(self.step, number, False, inputs, labels))
-            assert isinstance(done, api.Forwarded)
-            loss, samples, metrics = loss + done.loss, samples + done.samples, metrics + done.metrics
+        for each in done:
+            metrics += each.metrics
         return loss / max(1, samples), samples, tuple(float(each) for each in metrics)
 
     async def held_out_loss(self) -> float:
