@@ -35,6 +35,8 @@ SILENT_SECONDS = 2.0
 WISHES_MAX = 64
 """Keys under which one node may wish at once."""
 READY_MAX = 1_024
+OTHERS_MAX = 1_024
+"""Peers that are told of a wish without being expected: as many as a roster holds."""
 
 Hash = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
@@ -174,6 +176,13 @@ class Wish:
         if self.group is not None or self.is_over:
             return []
         return [(peer, self._wish()) for peer in new] + self._advance(now)
+
+    def introduce(self, peers: Iterable[PeerId]) -> Sends:
+        """These may come too: tell them, as many as there is room for."""
+        new = [peer for peer in peers if peer != self._peer and peer not in self._others]
+        new = new[: max(0, OTHERS_MAX - len(self._others))]
+        self._others.update(dict.fromkeys(new))
+        return [] if self.group is not None or self.is_over else [(peer, self._wish()) for peer in new]
 
     def lost(self, now: float, peer: PeerId) -> Sends:
         """Expect this peer no longer."""
@@ -353,6 +362,11 @@ class Matchmaking:
         if wish is not None:
             self._drain(wish)
         return sends
+
+    def introduce(self, key: bytes, peers: Iterable[PeerId]) -> Sends:
+        """These may come too."""
+        wish = self._wishes.get(key)
+        return [] if wish is None else wish.introduce(peers)
 
     def lost(self, now: float, peer: PeerId) -> Sends:
         """Membership, or the roster, calls this peer gone."""

@@ -6,6 +6,10 @@ its own report and the names of others. Nobody keeps the list for the rest, and 
 whom to ask into a group, and how much of a global batch there is. What a report says is its author's word
 alone.
 
+Where more take part than a peer keeps, its list is no longer whole: it keeps those whose hashes are nearest
+to its own, names to others those nearest to them (as Kademlia does), and tells from how far its own reach how
+many there are in all. Groups then form by declarations in the DHT (`node.averaging.participation`).
+
 Not here: agreement on a group (`gossip.matchmaking`), and liveness in the swarm (`gossip.swim`),
 which says by `lost` what it knows.
 """
@@ -17,6 +21,7 @@ from random import Random
 from typing import Annotated
 
 import msgspec
+from blake3 import blake3
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PEER_ID_BYTES, PeerId
@@ -39,6 +44,10 @@ PEERS_PER_SECOND = 64
 """Reports that a peer sends in a second at most: with more participants the interval grows."""
 SOON_SECONDS = 0.05
 """Between two reports at least, however much there is to say."""
+DISTANCE_BITS = 64
+"""Of the hashes by which participants are near to each other."""
+WHOLE_SHARE = 0.75
+"""A list that others did not fit into is whole again once it is no fuller than this."""
 SILENT_SECONDS = 8.0
 """A participant that is silent for this long, or eight intervals, has gone."""
 
@@ -94,11 +103,13 @@ class Entered:
 
 @dataclass(frozen=True)
 class Left:
-    """A peer takes no part any more; `reason` is for people."""
+    """A peer takes no part any more; `reason` is for people. Where it `is_far` it does, but others are kept
+    in its place."""
 
     run: bytes
     peer: PeerId
     reason: str
+    is_far: bool = False
 
 
 Event = Entered | Left
@@ -108,6 +119,8 @@ Event = Entered | Left
 class _Participant:
     report: Report
     heard_at: float
+    distance: int
+    """From this peer, by hash."""
 
 
 class Roster:
@@ -122,10 +135,14 @@ class Roster:
         now: float,
         number: int,
         admits: Callable[[PeerId], bool] | None = None,
+        participants_max: int = PARTICIPANTS_MAX,
     ) -> None:
         """`number` is above that of any report of an earlier life: the wall clock in milliseconds is. Where
         not everybody may take part, `admits` says who does."""
         self._admits = admits
+        self._participants_max = participants_max
+        self._place = _place(run, me)
+        self._is_crowded = False
         self.run = run
         self.signature = signature
         self._me = me
@@ -150,6 +167,21 @@ class Roster:
         return {
             p: known.report for p, known in self._peers.items() if known.report.signature == self.signature
         }
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all that are known to take part fit into the list."""
+        return not self._is_crowded
+
+    @property
+    def count(self) -> int:
+        """How many take part, this peer included: counted where the list is whole, else estimated by how far
+        apart those in it are."""
+        counted = len(self._peers) + 1
+        if not self._is_crowded or not self._peers:
+            return counted
+        reach = max(known.distance for known in self._peers.values()) + 1
+        return max(counted, len(self._peers) * (1 << DISTANCE_BITS) // reach)
 
     def admits(self, peer: PeerId) -> bool:
         """Return whether a peer may take part."""
@@ -196,7 +228,9 @@ class Roster:
     def introduce(self, now: float, peers: Iterable[PeerId]) -> Sends:
         """These may take part: greet them. Those known already are passed over."""
         for peer in peers:
-            if peer != self._me and peer not in self._peers and len(self._candidates) < CANDIDATES_MAX:
+            if peer == self._me or peer in self._peers or len(self._candidates) >= CANDIDATES_MAX:
+                continue
+            if not self._is_crowded or self._is_near(peer):
                 self._candidates.setdefault(peer, 0)
         if self._candidates:
             self._greet_at = min(self._greet_at, now)
@@ -230,15 +264,18 @@ class Roster:
         """Report, greet and expire, whatever is due."""
         sends: Sends = []
         if now >= self._expires_at:
-            limit = now - self._silence_seconds
-            for peer in [p for p, known in self._peers.items() if known.heard_at <= limit]:
+            silence = self._silence_seconds
+            for peer in [p for p, known in self._peers.items() if known.heard_at + silence <= now]:
                 self._forget(peer, "silent")
         if now >= self._tell_at:
             report = self._next_report()
             # One of them is asked for names, so that two who have missed each other meet in the end.
-            asked = self._rng.choice(list(self._peers)) if self._peers else None
+            asked = {self._rng.choice(list(self._peers))} if self._peers else set()
+            # And those that have not been heard of for a while, which may not list this peer.
+            quiet = now - self._silence_seconds / 2
+            asked |= {peer for peer, known in self._peers.items() if known.heard_at < quiet}
             asking = msgspec.structs.replace(report, asks=True)
-            sends += [(peer, asking if peer == asked else report) for peer in self._peers]
+            sends += [(peer, asking if peer in asked else report) for peer in self._peers]
             self._told_at = now
             self._tell_at = now + self._interval_seconds
         if now >= self._greet_at:
@@ -266,41 +303,79 @@ class Roster:
             known.heard_at = now
             if report.number > known.report.number:
                 known.report = report
-        elif len(self._peers) >= PARTICIPANTS_MAX and not self._make_room():
-            return []
+        elif len(self._peers) >= self._participants_max and not self._make_room(sender):
+            # It may well list this peer; it is told who is nearer to it.
+            return [(sender, self._next_report()), *self._names(sender)] if report.asks else []
         else:
-            self._peers[sender] = _Participant(report, now)
+            self._peers[sender] = _Participant(report, now, self._distance(sender))
             self._candidates.pop(sender, None)
             self.events.append(Entered(self.run, sender))
         sends: Sends = []
         if report.asks:
-            sends.append((sender, self._next_report()))
-            others = [peer for peer in self._peers if peer != sender]
-            if others:
-                named = others if len(others) <= NAMES_MAX else self._rng.sample(others, NAMES_MAX)
-                sends.append((sender, Names(self.run, tuple(named))))
+            sends += [(sender, self._next_report()), *self._names(sender)]
         elif known is None:
             sends.append((sender, self._next_report()))
         return sends
 
-    def _make_room(self) -> bool:
-        """Forget a peer that is not admitted, if there is one."""
+    def _names(self, asker: PeerId) -> Sends:
+        """Others that take part: any, or where these are not all, those nearest to whoever asks."""
+        others = [peer for peer in self._peers if peer != asker]
+        if not others:
+            return []
+        if self._is_crowded:
+            place = _place(self.run, asker)
+            own = self._place
+            named = sorted(others, key=lambda peer: self._peers[peer].distance ^ own ^ place)[:NAMES_MAX]
+        else:
+            named = others if len(others) <= NAMES_MAX else self._rng.sample(others, NAMES_MAX)
+        return [(asker, Names(self.run, tuple(named)))]
+
+    def _make_room(self, newcomer: PeerId) -> bool:
+        """Forget a peer that is not admitted, if there is one, or the farthest if it is farther away than the
+        newcomer."""
         found = next((peer for peer in self._peers if not self.admits(peer)), None)
         if found is not None:
             self._forget(found, "not admitted")
-        return found is not None
+            return True
+        if not self.admits(newcomer):
+            return False
+        self._is_crowded = True
+        if not self._is_near(newcomer):
+            return False
+        farthest = max(self._peers, key=lambda peer: self._peers[peer].distance)
+        del self._peers[farthest]
+        self.events.append(Left(self.run, farthest, "others are nearer", is_far=True))
+        return True
+
+    def _is_near(self, peer: PeerId) -> bool:
+        """Return whether a peer belongs into the list, which is not whole."""
+        if len(self._peers) < self._participants_max:
+            return True
+        return self._distance(peer) < max(known.distance for known in self._peers.values())
+
+    def _distance(self, peer: PeerId) -> int:
+        return self._place ^ _place(self.run, peer)
 
     def _forget(self, peer: PeerId, reason: str) -> None:
         if self._peers.pop(peer, None) is not None:
             self.events.append(Left(self.run, peer, reason))
+            if len(self._peers) <= WHOLE_SHARE * self._participants_max:
+                self._is_crowded = False
+
+
+def _place(run: bytes, peer: PeerId) -> int:
+    """Return where a peer stands among the participants of a run."""
+    return int.from_bytes(blake3(run + peer).digest()[: DISTANCE_BITS // 8], "big")
 
 
 class Rosters:
     """All runs of one node, behind one protocol."""
 
-    def __init__(self, me: PeerId, rng: Random) -> None:
+    def __init__(self, me: PeerId, rng: Random, *, participants_max: int = PARTICIPANTS_MAX) -> None:
+        """`participants_max` are those of one run that are kept."""
         self._me = me
         self._rng = rng
+        self._participants_max = participants_max
         self._rosters: dict[bytes, Roster] = {}
         self.events: list[Event] = []
 
@@ -319,7 +394,9 @@ class Rosters:
         """Take part in a run: see `Roster`. Raises ValueError: in this one already, or in too many."""
         if run in self._rosters or len(self._rosters) >= RUNS_MAX:
             raise ValueError("this node takes part in the run already, or in too many")
-        roster = self._rosters[run] = Roster(self._me, run, signature, self._rng, now, number, admits)
+        roster = self._rosters[run] = Roster(
+            self._me, run, signature, self._rng, now, number, admits, self._participants_max
+        )
         return roster
 
     def close(self, run: bytes) -> Sends:

@@ -66,11 +66,19 @@ def _sides(count: int, axes: int, side_max: int) -> Iterable[tuple[int, ...]]:
 class Grid:
     """One epoch's grid, as far as one peer knows the members. The same members give the same grid."""
 
-    def __init__(self, name: bytes, epoch: int, members: Iterable[PeerId], group_size: int) -> None:
+    def __init__(
+        self, name: bytes, epoch: int, members: Iterable[PeerId], group_size: int, count: int = 0
+    ) -> None:
+        """`count` is how many there are, where `members` are not all: then nobody's cell is known but by
+        hash."""
         if len(name) > NAME_BYTES_MAX:
             raise ValueError(f"a name has at most {NAME_BYTES_MAX} bytes")
         self.name = name
         self.epoch = epoch
+        self._cells: dict[PeerId, int] = {}
+        if count:
+            self.axes = axes_of(count, group_size)
+            return
         ranked = sorted(dict.fromkeys(members), key=self._rank)
         self.axes = axes_of(len(ranked), group_size)
         cells = prod(self.axes)

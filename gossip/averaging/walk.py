@@ -4,13 +4,16 @@ Peers count their turns by themselves, so they drift apart: a peer that failed a
 behind. A group's `round` is its convener's turn, and its members go on from there. A key names the axis and
 not the turn, so peers a whole cycle apart still meet. When the number of peers asks for other axes, each
 peer starts anew from its cell in that grid: sizes are derived, never negotiated. A peer whose view differs
-may stand in a cell where nobody comes; it joins the next group that forms under the run's common key.
+may stand in a cell where nobody comes; it joins the next group that forms under the run's common key. Where
+more take part than a peer knows, sizes follow from estimates, which differ: then two grids take turns, whose
+sizes are rounded otherwise.
 
 Not here: the grid itself (`gossip.averaging.grid`), and how those under one key meet (`gossip.matchmaking`).
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import floor, log2
 
 from crypto.identity import PeerId
 from gossip.averaging.grid import Grid
@@ -31,41 +34,73 @@ class Spot:
 
 
 class GridWalk:
-    """One peer in one run's grid."""
+    """One peer in one run's grid; in two that take turns, where the number of peers is only estimated."""
 
     def __init__(self, name: bytes, peer: PeerId) -> None:
         """`name` is the run's, of at most `group.NAME_BYTES_MAX` bytes."""
         self._name = name
         self._peer = peer
-        self._grid: Grid | None = None
-        self._cell: tuple[int, ...] = ()
+        self._grids: list[Grid | None] = [None, None]
+        self._cells: list[tuple[int, ...]] = [(), ()]
+        self._is_estimated = False
         self.turn = 0
 
     @property
     def axes(self) -> tuple[int, ...]:
         """The sides of the grid that this peer stands in."""
-        return () if self._grid is None else self._grid.axes
+        grid = self._grids[self._which(self.turn)]
+        return () if grid is None else grid.axes
 
-    def spot(self, others: Iterable[PeerId], size_max: int) -> Spot | None:
-        """Return where the next group forms, in groups of at most `size_max`; None where all fit in one."""
-        grid = Grid(self._name, 0, (self._peer, *others), size_max)
+    def spot(self, others: Iterable[PeerId], size_max: int, estimated: int = 0) -> Spot | None:
+        """Return where the next group forms, in groups of at most `size_max`; None where all fit in one.
+        `estimated` is about how many there are, where `others` are not all."""
+        self._is_estimated = estimated > 0
+        which = self._which(self.turn)
+        count = _rounded(estimated, which) if estimated else 0
+        grid = Grid(self._name, which, (self._peer, *others), size_max, count)
         if grid.axes != self.axes:
-            self._grid, self._cell = grid, grid.start(self._peer)
+            self._grids[which], self._cells[which] = grid, grid.start(self._peer)
         if len(grid.axes) == 1:
             return None
-        axis = grid.axis(self.turn)
-        return Spot(grid.key(axis, self._cell), grid.axes[axis], self._cell[axis])
+        axis, cell = grid.axis(self._round(self.turn)), self._cells[which]
+        return Spot(grid.key(axis, cell), grid.axes[axis], cell[axis])
 
     def averaged(self, group: Group, spot: Spot | None) -> None:
         """Go on after a round: from the place drawn in the group of a spot, from the same cell after any
         other. The members' places on the axis are those that they gave."""
-        grid, turn = self._grid, self.turn
+        turn, which = self.turn, self._which(self.turn)
+        grid, cell = self._grids[which], self._cells[which]
         agreed = group.round if turn <= group.round <= turn + TURNS_AHEAD_MAX else turn
-        if grid is not None and spot is not None and grid.axis(agreed) == grid.axis(turn):
+        number = self._round(agreed)
+        is_same = self._which(agreed) == which
+        if (
+            grid is not None
+            and spot is not None
+            and is_same
+            and grid.axis(number) == grid.axis(self._round(turn))
+        ):
             held = {PeerId(member.peer): member.coordinate for member in group.members}
-            self._cell = grid.moved(agreed, self._cell, held)[self._peer]
+            self._cells[which] = grid.moved(number, cell, held)[self._peer]
         self.turn = agreed + 1
 
     def failed(self) -> None:
         """Stay in the cell and take the next axis: the group of this one did not come."""
         self.turn += 1
+
+    def _which(self, turn: int) -> int:
+        """Return which grid a turn is in."""
+        return turn % 2 if self._is_estimated else 0
+
+    def _round(self, turn: int) -> int:
+        """Return the number of a turn among those in its grid."""
+        return turn // 2 if self._is_estimated else turn
+
+
+def _rounded(estimated: int, which: int) -> int:
+    """Return the size of a grid for about so many peers: a power of two, or in the middle between two.
+
+    Where peers whose estimates differ a little come to different sizes in one of the two, they all come to
+    the same in the other. Averaging goes on in both in turns, so that no peers stay among themselves.
+    """
+    exponent = log2(max(2, estimated))
+    return round(2 ** floor(exponent + 0.5)) if not which else round(2 ** (floor(exponent) + 0.5))

@@ -4,7 +4,7 @@ It belongs to the node's event loop. `node.library` and `node.optimizer` stand a
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, Protocol, TypeVar
@@ -50,6 +50,8 @@ PACE_FLOOR_SECONDS = 5.0
 """No attempt is given less time, however fast earlier ones were: another process may be busy."""
 AGAIN_SECONDS = 4.0
 """Beyond its window, how long another attempt of a round waits for anybody."""
+DECLARED_SECONDS = 3.0
+"""Added to a window where members find each other in the DHT: to store a record, and to find others'."""
 SPOT_SECONDS = 1.0
 """Beyond its window, how long a peer waits in its cell of the grid for anybody."""
 FOR_WANT_OF_TIME = (Reason.NO_HAVE_SETS, Reason.INCOMPLETE, Reason.TOO_FEW)
@@ -73,6 +75,7 @@ class Service:
     match: Callable[[Callable[[float], MatchSends]], None]
     matches: Matchmaking
     start: Callable[[Runner], None]
+    declare: Callable[[bytes, float], Awaitable[None]]
     close: Callable[[], None]
 
 
@@ -283,7 +286,8 @@ class Participation:
         for number in range(ATTEMPTS_MAX):
             spot = None
             if wanted.round is None:
-                spot = self.walk.spot(self._expected(None), wanted.size_max)
+                count = 0 if self.roster.is_whole else self.roster.count
+                spot = self.walk.spot(self._expected(None), wanted.size_max, count)
             found = await self._find_group(vector, wanted, number, spot)
             if isinstance(found, str) and spot is not None:  # join the next group that forms
                 spot = None
@@ -411,6 +415,9 @@ class Participation:
             patience = min(patience, wanted.window_seconds + AGAIN_SECONDS)
         if spot is not None:  # whoever is alone in its cell goes where others are
             patience = min(patience, wanted.window_seconds + SPOT_SECONDS)
+        is_declared = spot is not None and not self.roster.is_whole
+        if is_declared:  # a look in the DHT takes a moment
+            patience += DECLARED_SECONDS
         now = service.seams.clock.monotonic()
         wish = Wish(
             me,
@@ -418,12 +425,12 @@ class Participation:
             expected,
             make,
             now,
-            window_seconds=wanted.window_seconds,
+            window_seconds=wanted.window_seconds + (DECLARED_SECONDS if is_declared else 0.0),
             patience_seconds=patience,
             size_min=min(wanted.size_min, wanted.size_max if fits_all else GROUP_SIZE_MIN),
             size_max=wanted.size_max,
             is_exclusive=wanted.round is not None,
-            others=tuple(self.roster.reports),
+            others=() if is_declared else tuple(self.roster.reports),
             size_hoped=0 if spot is None else spot.size,
             admits=None if self._gate is None else self._gate.admits,
         )
@@ -432,7 +439,11 @@ class Participation:
         self.status = f"looking for a group among {len(self.roster.reports)} peers"
         try:
             service.match(lambda now: service.matches.begin(now, wish))
-            await formed.wait()
+            async with trio.open_nursery() as nursery:
+                if is_declared:
+                    nursery.start_soon(service.declare, key, patience)
+                await formed.wait()
+                nursery.cancel_scope.cancel()
         finally:
             if self._formed.get(key) is formed:
                 del self._formed[key]

@@ -2,7 +2,9 @@
 
 Who takes part is found by direct announcement: members of the swarm are greeted (`gossip.roster`), and so are
 those who say in the DHT that they take part, for a member list need not hold all of a public swarm. A round
-is a wish for a group (`gossip.matchmaking`), then an attempt (`gossip.averaging.attempt`) on streams.
+is a wish for a group (`gossip.matchmaking`), then an attempt (`gossip.averaging.attempt`) on streams. In a
+run of more participants than a node keeps, members of a group find each other by records in the DHT under
+the group's key, which expire with the wish.
 """
 
 from collections.abc import Callable, Collection
@@ -30,6 +32,10 @@ from node.services.driver import Driver
 
 PURPOSE = "averaging"
 """Of the DHT records of who takes part in a run."""
+GROUP_PURPOSE = "averaging-group"
+"""Of those of who wants a group under a key."""
+GROUP_LOOK_SECONDS = 1.0
+"""Between two looks for others that want it."""
 STREAMS = StreamLimits(message_bytes_max=MESSAGE_BYTES_MAX, streams_per_peer_max=32)
 """A stream for each attempt, which stays open a little beyond its result: rounds may follow fast."""
 EARLY_SECONDS_MAX = 15.0
@@ -51,14 +57,16 @@ class Averaging:
         live: Callable[[], Collection[PeerId]],
         publish: Callable[[Event], None],
         refuse: Callable[[PeerId, RemoteProtocolError], None],
+        participants_max: int = roster.PARTICIPANTS_MAX,
     ) -> None:
+        """`participants_max` of one run are kept."""
         self._seams = seams
         self._signer = signer
         self._discovery = discovery
         self._live = live
         self._publish = publish
         self._refuse = refuse
-        self._rosters = roster.Rosters(seams.network.peer, rng)
+        self._rosters = roster.Rosters(seams.network.peer, rng, participants_max=participants_max)
         self._matches = matchmaking.Matchmaking()
         self._roster_driver = self._driver(self._rosters, roster, self._heard_of)
         self._match_driver = self._driver(self._matches, matchmaking, self._matched)
@@ -120,6 +128,7 @@ class Averaging:
             match=lambda order: self._match_driver.command(order),
             matches=self._matches,
             start=self._start,
+            declare=self._declare_group,
             close=lambda: self._close(key, scope),
         )
         found = self._runs[key] = Participation(name, key, entry, service, gate)
@@ -177,8 +186,23 @@ class Averaging:
             await trio.sleep(pause)
             pause = min(2 * pause, LOOK_SECONDS_MAX)
 
+    async def _declare_group(self, key: bytes, seconds: float) -> None:
+        """Say in the DHT, for so long, that this node wants a group under this key, and tell the wish of
+        others that say so. Runs until cancelled."""
+        with contain("declaring of a group"):
+            async with trio.open_nursery() as nursery:
+                publish = self._discovery.publish_for
+                nursery.start_soon(publish, GROUP_PURPOSE, key, b"", seconds)
+                while True:
+                    records = await self._discovery.find(GROUP_PURPOSE, key)
+                    peers = [record.publisher for record in records]
+                    self._match_driver.command(lambda _, peers=peers: self._matches.introduce(key, peers))  # type: ignore[misc]  # bound now
+                    await trio.sleep(GROUP_LOOK_SECONDS)
+
     def _heard_of(self, event: object) -> None:
         match event:
+            case roster.Left(is_far=True):
+                pass  # it is alive, and may be in a group with this node
             case roster.Entered(run=key, peer=peer) if key in self._runs:
                 self._runs[key].entered(peer)
             case roster.Left(run=key, peer=peer, reason=reason) if key in self._runs:

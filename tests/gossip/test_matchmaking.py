@@ -227,3 +227,23 @@ def test_wishes_are_bounded() -> None:
         core.begin(0.0, wish)
     with pytest.raises(ValueError, match="at most"):
         core.begin(0.0, make_wish())
+
+
+def test_peers_that_are_introduced_later_hear_of_a_wish_and_are_bounded() -> None:
+    world = World(3)
+    for number in range(3):
+        world.wish(number, expected=0, window_seconds=4.0, size_hoped=3)
+    for number in range(3):
+        found = [peer_of(each) for each in range(3)]
+        world.engine.call(1.0, peer_of(number), lambda core, _, found=found: core.introduce(KEY, found))  # type: ignore[misc]  # bound now
+    world.engine.run(10.0)
+    groups = {
+        event.group.id for events in world.events.values() for _, event in events if isinstance(event, Formed)
+    }
+    assert len(groups) == 1
+    core = Matchmaking()
+    wish = Wish(member_of(0), KEY, (), make_group, 0.0, window_seconds=1.0, patience_seconds=9.0)
+    core.begin(0.0, wish)
+    many = [peer_of(number) for number in range(1, matchmaking.OTHERS_MAX + 100)]
+    assert len(core.introduce(KEY, many)) == matchmaking.OTHERS_MAX
+    assert core.introduce(KEY, [peer_of(10**6)]) == []

@@ -26,7 +26,10 @@ def peer_of(number: int) -> PeerId:
 class World:
     """Participants that greet each other through the first one."""
 
-    def __init__(self, count: int, *, loss: float = 0.0, seed: int = 1) -> None:
+    def __init__(
+        self, count: int, *, loss: float = 0.0, seed: int = 1, kept: int = roster.PARTICIPANTS_MAX
+    ) -> None:
+        self.kept = kept
         self.events: list[tuple[float, PeerId, object]] = []
         self.engine = Engine(
             Links(NetworkModel(loss=loss), seed),
@@ -39,7 +42,7 @@ class World:
             self.start(number, at=0.0)
 
     def start(self, number: int, *, at: float, signature: bytes = TENSORS) -> Rosters:
-        core = Rosters(self.peers[number], Random(number))
+        core = Rosters(self.peers[number], Random(number), participants_max=self.kept)
         core.open(RUN, signature, at, int(at * 1000))
         self.engine.add(self.peers[number], core, at=at)
         self.engine.call(
@@ -151,3 +154,43 @@ def test_a_roster_is_bounded_whoever_reports() -> None:
         names = tuple(peer_of(number) for number in range(first, first + roster.NAMES_MAX))
         core.receive(0.0, peer_of(1), Names(RUN, names))
     assert len(core._candidates) <= roster.CANDIDATES_MAX
+
+
+def test_a_list_that_is_too_short_keeps_the_nearest_and_estimates_how_many_there_are() -> None:
+    count, kept = 70, 12
+    world = World(count, kept=kept)
+    world.engine.run(25.0)
+
+    def place(peer: PeerId) -> int:
+        return int.from_bytes(blake3(RUN + peer).digest()[:8], "big")
+
+    shares = []
+    for number, peer in enumerate(world.peers):
+        found = world.roster(world.cores[number])
+        assert not found.is_whole
+        assert len(found.reports) <= kept
+        others = sorted(world.peers, key=lambda other, own=peer: place(other) ^ place(own))  # type: ignore[misc]  # bound now
+        shares.append(len(world.known(number) & set(others[1 : kept + 1])) / kept)
+    assert min(shares) > 0.8
+    estimates = sorted(world.roster(core).count for core in world.cores)
+    assert 0.75 * count < estimates[count // 2] < 1.35 * count, estimates
+
+
+def test_a_list_is_whole_again_once_enough_have_left() -> None:
+    world = World(12, kept=8)
+    world.engine.run(20.0)
+    found = world.roster(world.cores[0])
+    assert not world.roster(world.cores[0]).is_whole
+    for peer in world.peers[4:]:
+        found.lost(peer)
+    assert world.roster(world.cores[0]).is_whole
+    assert found.count == len(found.reports) + 1
+
+
+def test_a_silent_participant_is_forgotten_at_the_deadline() -> None:
+    """0.1 + 8 - 8 is less than 0.1: a limit that is computed otherwise than the deadline is never reached."""
+    own = Roster(peer_of(0), RUN, TENSORS, Random(1), 0.0, 1)
+    own.receive(0.1, peer_of(1), Report(RUN, TENSORS, 1, 0, 0, 0, LINEAGE))
+    own.wake(0.1 + roster.SILENT_SECONDS)
+    assert not own.reports
+    assert own.deadline > 0.1 + roster.SILENT_SECONDS

@@ -114,7 +114,7 @@ def test_a_failed_round_changes_nothing() -> None:
 def test_rounds_without_local_steps_only_pull_copies_together() -> None:
     draws = np.random.default_rng(1)
     peers = [NoLoCo(np.zeros(ITEMS), 1) for _ in range(4)]
-    thetas = [draws.standard_normal(ITEMS) for _ in peers]
+    thetas: list[Vector] = [draws.standard_normal(ITEMS) for _ in peers]
     for pair in ((0, 1), (2, 3)):
         mean = Mean(np.mean([peers[place].offer(thetas[place]) for place in pair], axis=0))
         for place in pair:

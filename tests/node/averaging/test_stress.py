@@ -1,8 +1,9 @@
 """Whole nodes average again and again while one is killed or comes back every half to two seconds.
 
 After the stress test of PCCL (Keiblinger et al. 2025), in virtual time, with real streams, groups and
-attempts; whoever convenes or reduces is killed like any other. PEERLOOM_STRESS_SECONDS and
-PEERLOOM_STRESS_PEERS make it longer and larger: 600 and 10 in `make soak`.
+attempts; whoever convenes or reduces is killed like any other. Once all may be in one group, and once they
+stand in a grid of several axes. PEERLOOM_STRESS_SECONDS and PEERLOOM_STRESS_PEERS make it longer and larger:
+600 and 10 in `make soak`.
 """
 
 import os
@@ -10,6 +11,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
+import pytest
 import trio
 
 from crypto.identity import PeerId
@@ -31,7 +33,9 @@ SIGNATURE = bytes([7]) * 32
 class Stress:
     """What came of all rounds of all lives."""
 
-    def __init__(self) -> None:
+    def __init__(self, group_size: int) -> None:
+        self.group_size = group_size
+        self.axes_max = 0
         self.means: dict[bytes, tuple[bytes, dict[PeerId, float]]] = {}
         self.successes = 0
         self.since: dict[str, float] = {}
@@ -43,7 +47,9 @@ class Stress:
         draws = np.random.default_rng(ord(name))
         while True:
             vector = draws.standard_normal(ITEMS).astype(np.float32)
-            made = await run.average(vector, 1.0, Wanted(window_seconds=1.0, patience_seconds=10.0))
+            wanted = Wanted(window_seconds=1.0, patience_seconds=10.0, size_max=self.group_size)
+            made = await run.average(vector, 1.0, wanted)
+            self.axes_max = max(self.axes_max, len(run.walk.axes))
             if made.vector is not None:
                 held = self.means.setdefault(made.attempt, (made.vector.tobytes(), made.shares))
                 assert held == (made.vector.tobytes(), made.shares), "one attempt, one mean"
@@ -88,8 +94,9 @@ async def play(stress: Stress, group: Swarm, nursery: trio.Nursery) -> int:
     return kills
 
 
-def test_averaging_by_whole_nodes_goes_on_while_they_die_and_return() -> None:
-    stress, kills = Stress(), 0
+@pytest.mark.parametrize(("group_size", "axes"), [(16, 1), (3, 2)])
+def test_averaging_by_whole_nodes_goes_on_while_they_die_and_return(group_size: int, axes: int) -> None:
+    stress, kills = Stress(group_size), 0
 
     async def main() -> None:
         nonlocal kills
@@ -99,5 +106,6 @@ def test_averaging_by_whole_nodes_goes_on_while_they_die_and_return() -> None:
     run_virtually(main)
     assert kills >= SECONDS / 8
     found = f"{stress.successes} successes, {kills} kills, longest wait {stress.longest:.1f} s"
+    assert stress.axes_max >= axes, found
     assert stress.successes >= SECONDS / 2, found
     assert len(stress.means) < stress.successes, "several report one attempt"
