@@ -115,6 +115,7 @@ def test_the_trainer_of_transformers_takes_it(me: SyncNode, tmp_path: Path) -> N
     assert not torch.equal(before, flat(model))
 
 
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning's own, of torch 2.13
 def test_lightning_trains_with_it_by_manual_optimization(me: SyncNode, tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning")
     model = model_of()
