@@ -44,6 +44,7 @@ class Stress:
     async def average(self, node: Node, name: str) -> None:
         """Round after round, as long as this node lives."""
         run = node.averaging.open("stress", SIGNATURE)
+        await run.settle(3.0)
         draws = np.random.default_rng(ord(name))
         while True:
             vector = draws.standard_normal(ITEMS).astype(np.float32)
