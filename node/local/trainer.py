@@ -180,9 +180,7 @@ class LocalTrainer:
     async def evaluate(self) -> tuple[float, int, tuple[float, ...]]:
         """The mean loss over the validation samples, or the held-out ones where a run has no such, how many
         these are, and the sums of their metrics. Raises StageFailed."""
-        done = await self._pass_all(
-            -(-self._held_out // self._manifest.microbatch), self._test_microbatch
-        )
+        done = await self._pass_all(-(-self._held_out // self._manifest.microbatch), self._test_microbatch)
         samples, loss = sum(each.samples for each in done), sum(each.loss for each in done)
         metrics = np.zeros(len(self._manifest.metrics))
         for each in done:
