@@ -1,6 +1,7 @@
 """A run of more participants than a node keeps: groups form by declarations in the DHT. Virtual time.
 
-With eight of sixteen kept an estimate is off by a third; with 1,024 of them by 3 %.
+With six of eleven others kept an estimate is off by a third (with 1,024 of them by 3 %): in one of the two
+grids that take turns the twelve stand together, in the other seven and five apart.
 """
 
 from functools import partial
@@ -17,8 +18,8 @@ from node.averaging.service import Averaging
 from sim.worlds.scheduling import run_virtually
 from tests.stack import swarm
 
-NAMES = "abcdefghijklmnop"
-KEPT = 8
+NAMES = "abcdefghijkl"
+KEPT = 6
 GROUP = 4
 ROUNDS = 8
 SIGNATURE = bytes([7]) * 32
@@ -51,7 +52,7 @@ def test_peers_that_do_not_know_each_other_meet_by_the_key_of_their_group(
             with trio.fail_after(120):
                 while any(run.roster.is_whole for run in runs):  # noqa: ASYNC110 - virtual time
                     await trio.sleep(1.0)
-            await trio.sleep(20.0)
+            await trio.sleep(5.0)
             for run in runs:
                 assert len(run.roster.reports) <= KEPT
             for _ in range(ROUNDS):
