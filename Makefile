@@ -75,6 +75,7 @@ soak: $(READY)
 	$(BIN)/python benchmarks/hostile.py --minutes 10
 	$(BIN)/python benchmarks/hostile.py --member --minutes 10
 	$(BIN)/python benchmarks/gossip_digits.py
+	$(BIN)/python benchmarks/gossip_digits.py --columns
 	PEERLOOM_PROCESSES=1 $(BIN)/python -m pytest -s tests/test_local_processes.py tests/test_links_processes.py \
 		tests/test_cloudmesh.py
 	PEERLOOM_TURNS_SEEDS=50 $(BIN)/python -m pytest -s tests/node/test_turns.py

@@ -21,10 +21,10 @@ from _figures import Goal, arguments, leave, report
 
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "pytorch-script.svg"
-STEPS, STEPS_QUICK = 900, 600
+STEPS, STEPS_QUICK = 1_200, 600
 PAUSE_SECONDS = 0.08
 """So that a process of torch has started long before the others are done."""
-KILLED_AT, AWAY_SECONDS = 1 / 3, 3.0
+LINES_BEFORE_DEATH, AWAY_SECONDS = 6, 3.0
 END_SECONDS_MAX = 200.0
 LINE = re.compile(r"step +(\d+)  loss ([\d.]+)  accuracy ([\d.]+)")
 NAMES = ("first", "second", "third, killed", "third, started again")
@@ -77,10 +77,10 @@ class Script:
         """What it printed, for a complaint."""
         return "".join(self._lines[-12:])
 
-    def wait_for(self, step: int) -> None:
-        """Until it has told of this step."""
+    def wait_for(self, lines: int) -> None:
+        """Until it has told of its training so often."""
         until = time.monotonic() + END_SECONDS_MAX
-        while self.step < step:
+        while len(self.points) < lines:
             assert self.process.poll() is None, self.told
             assert time.monotonic() < until, self.told
             time.sleep(0.05)
@@ -101,7 +101,7 @@ def play(folder: Path, steps: int) -> list[Script]:
         address = scripts[0].address
         for number, name in enumerate(("second", "third"), 2):
             scripts.append(Script(folder, name, address, steps, number, begun))
-        scripts[2].wait_for(int(KILLED_AT * steps))
+        scripts[2].wait_for(LINES_BEFORE_DEATH)
         scripts[2].process.send_signal(signal.SIGKILL)
         scripts[2].end()
         time.sleep(AWAY_SECONDS)
@@ -116,16 +116,18 @@ def play(folder: Path, steps: int) -> list[Script]:
 
 
 def curves(found: dict[str, list[Point]]) -> str:
-    """Loss on unseen digits by seconds, a line a process, as SVG; the loss on a logarithmic axis."""
-    last = max(point[0] for points in found.values() for point in points)
-    low, high = -1.0, 0.5
+    """Loss on unseen digits by seconds since the first line, a line a process, as SVG; the loss on a
+    logarithmic axis."""
+    first = min(point[0] for points in found.values() for point in points)
+    last = max(point[0] for points in found.values() for point in points) - first
+    low, high = -0.7, 0.5
 
     def place(seconds: float, loss: float) -> tuple[float, float]:
         height = (log10(max(loss, 1e-9)) - low) / (high - low)
         return 60 + 480 * seconds / last, 290 - 240 * min(max(height, 0.0), 1.0)
 
     body = ["<text x='60' y='24'>examples/pytorch_script.py in three processes: loss on unseen digits</text>"]
-    for loss in (0.1, 0.2, 0.5, 1.0, 2.0):
+    for loss in (0.2, 0.5, 1.0, 2.0):
         _, y = place(0, loss)
         body.append(f"<line x1='60' y1='{y:.1f}' x2='540' y2='{y:.1f}' stroke='#ddd'/>")
         body.append(f"<text x='54' y='{y + 4:.1f}' text-anchor='end'>{loss:g}</text>")
@@ -133,11 +135,12 @@ def curves(found: dict[str, list[Point]]) -> str:
         x, _ = place(second, 1)
         body.append(f"<text x='{x:.1f}' y='308' text-anchor='middle'>{second} s</text>")
     for number, ((name, points), colour) in enumerate(zip(found.items(), COLOURS, strict=True)):
-        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(at, loss) for at, _, loss, _ in points))
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(at - first, loss) for at, _, loss, _ in points))
         body.append(f"<polyline points='{line}' fill='none' stroke='{colour}' stroke-width='2'/>")
-        x, y = place(points[-1][0], points[-1][2])
+        x, y = place(points[-1][0] - first, points[-1][2])
         if "killed" in name:
-            body.append(f"<text x='{x + 4:.1f}' y='{y - 6:.1f}' fill='{colour}'>killed</text>")
+            body.append(f"<line x1='{x:.1f}' y1='{y - 18:.1f}' x2='{x:.1f}' y2='{y:.1f}' stroke='{colour}'/>")
+            body.append(f"<text x='{x + 4:.1f}' y='{y - 12:.1f}' fill='{colour}'>killed</text>")
         y = 60 + 20 * number
         body.append(f"<line x1='560' y1='{y}' x2='580' y2='{y}' stroke='{colour}' stroke-width='3'/>")
         body.append(f"<text x='586' y='{y + 4}'>{name}</text>")
