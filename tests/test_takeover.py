@@ -34,6 +34,8 @@ from tests.stack import _live, prepare, swarm
 SAVE_EVERY = 3
 PASS_SECONDS = 0.1
 SEED = 1
+FREE_AGAIN_SECONDS = 8.0
+"""From a planner's death until the run goes on, also where it had asked all idle nodes."""
 LEAVES = int(os.environ.get("PEERLOOM_LEAVES", "1"))
 LEAVE_LATER_SECONDS = 0.07
 """From one trial to the next: a fraction of a step."""
@@ -270,6 +272,31 @@ def test_what_a_newcomer_holds_for_a_planner_that_died_is_given_to_the_next_one(
         assert world.now - died[0] < 15
 
     play("abcde", small(stages=2, replicas=2, steps=60), scenario)
+
+
+def test_a_stage_that_is_lost_finds_the_idle_node_that_its_first_planner_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is computed meanwhile, and every idle node is needed."""
+    died: list[float] = []
+
+    async def scenario(world: World) -> None:
+        await world.kept(SAVE_EVERY)
+        for name in "xy":
+            await spare(world, name)
+        await world.reached(SAVE_EVERY + 2)
+        for name, node in world.group.nodes.items():
+            monkeypatch.setattr(node.runs, "ask", dying_once(world, name, node.runs.ask, died))
+        world.crash(other(world, "e"))
+        with trio.fail_after(30):
+            while not died:  # noqa: ASYNC110
+                await trio.sleep(0.1)
+        assert await world.committed(died[0], 2 * FREE_AGAIN_SECONDS) is not None, standing(world)
+        resumed = min(event.at for event in said(world, RunResumed) if event.at > died[0])
+        assert resumed - died[0] <= FREE_AGAIN_SECONDS
+        assert {"x", "y"} <= set(holders(world))
+
+    play("abcde", small(stages=4, replicas=1, steps=60), scenario, ends=False)
 
 
 def dying_once(world: World, name: str, ask: Any, died: list[float]) -> Any:
