@@ -58,7 +58,8 @@ def gpt() -> Model:
     row = Row(spread(captured.graph, 2), (SAMPLES_MAX, TOKENS), optimizer=ADAM)
     root = Path(__file__).parents[1]
     text = b"".join(
-        (root / name).read_bytes() for name in ("ARCHITECTURE.md", "README.md", "CONTRIBUTING.md")
+        (root / name).read_bytes()
+        for name in ("docs/design.md", "docs/failures.md", "ARCHITECTURE.md", "README.md", "CONTRIBUTING.md")
     )
     letters = np.frombuffer(text, np.uint8).astype(np.int64)
     draws = np.random.default_rng(0)

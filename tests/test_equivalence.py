@@ -1,6 +1,6 @@
 """Exactness: a model trained in stages over many peers equals one process, also with a death in a step.
 
-ARCHITECTURE, a step. Whole nodes, simulated network and time, real arithmetic.
+docs/design.md, a step. Whole nodes, simulated network and time, real arithmetic.
 """
 
 from collections.abc import Awaitable, Callable

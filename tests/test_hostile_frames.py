@@ -3,7 +3,7 @@
 Whole nodes. In virtual time the stranger is a member of the swarm that has no part in the run; over real
 sockets it is a transport with an identity and nothing else, and says all of it many times. Either way it
 knows the run and its plan. What a member of the run may do wrong is another matter: members are trusted to
-compute honestly (ARCHITECTURE, failure model); what no stage can use is in `tests.test_hostile_members`.
+compute honestly (docs/failures.md); what no stage can use is in `tests.test_hostile_members`.
 Hostile requests are in `tests.node.test_runs_hostile`, what is hostile to the bare step machines in
 `tests.partition.test_steps_hostile`.
 """
