@@ -5,10 +5,15 @@ and one alone looks.
 """
 
 import ast
+import gc
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
+from typing import TypeVar
 
+Node = TypeVar("Node", bound=ast.AST)
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("crypto", "dht", "gossip", "partition", "node", "sim")
 SIDES = ("tests", "benchmarks", "examples")
@@ -26,6 +31,20 @@ class Source:
     @cached_property
     def tree(self) -> ast.Module:
         return ast.parse(self.text)
+
+    @cached_property
+    def _nodes(self) -> dict[type[ast.AST], list[ast.AST]]:
+        found: dict[type[ast.AST], list[ast.AST]] = defaultdict(list)
+        for node in ast.walk(self.tree):
+            found[type(node)].append(node)
+        gc.freeze()  # millions of nodes live as long as the process: no collection looks through them again
+        return found
+
+    def each(self, *kinds: type[Node]) -> Iterator[Node]:
+        """Yield all nodes of the tree that are of these types, one type after the other; a file is walked
+        once."""
+        for kind in kinds:
+            yield from self._nodes.get(kind, ())  # type: ignore[misc]  # the list of a type has that type
 
     @property
     def place(self) -> str:
@@ -57,30 +76,16 @@ def modules() -> frozenset[str]:
     return frozenset(source.module for source in sources(*PACKAGES))
 
 
-def imports(source: Source, *, typing_only: bool = True) -> list[tuple[int, str]]:
-    """(line, module) of all that a file imports, wherever in it.
+@cache
+def imports(source: Source) -> list[tuple[int, str]]:
+    """(line, module) of all that a file imports, wherever in it, also for types alone.
 
-    `from a import b` counts as a.b if that is a module, else as a. Without `typing_only`, imports under
-    `if TYPE_CHECKING` are left out: they are never executed.
+    `from a import b` counts as a.b if that is a module, else as a.
     """
-    skipped = set() if typing_only else _under_type_checking(source.tree)
-    found = []
-    for node in ast.walk(source.tree):
-        if node in skipped:
-            continue
-        if isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{source.place}:{node.lineno}: imports are absolute here"
-            base = node.module or ""
-            names = [f"{base}.{alias.name}" for alias in node.names]
-            found += [(node.lineno, name if name in modules() else base) for name in names]
+    found = [(node.lineno, alias.name) for node in source.each(ast.Import) for alias in node.names]
+    for node in source.each(ast.ImportFrom):
+        assert not node.level, f"{source.place}:{node.lineno}: imports are absolute here"
+        base = node.module or ""
+        names = [f"{base}.{alias.name}" for alias in node.names]
+        found += [(node.lineno, name if name in modules() else base) for name in names]
     return sorted(set(found))
-
-
-def _under_type_checking(tree: ast.Module) -> set[ast.AST]:
-    found: set[ast.AST] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
-            found.update(inner for statement in node.body for inner in ast.walk(statement))
-    return found

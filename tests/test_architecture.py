@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from functools import cache
@@ -118,12 +119,13 @@ def floor(module: str) -> int:
     return next(number for number, rooms in enumerate(FLOORS) if room in rooms)
 
 
+@cache
 def calls(source: Source) -> list[tuple[int, str]]:
     """(line, dotted name) of everything that a file calls."""
     return [
         (node.lineno, ast.unparse(node.func))
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute)
+        for node in source.each(ast.Call)
+        if isinstance(node.func, ast.Name | ast.Attribute)
     ]
 
 
@@ -139,6 +141,13 @@ def test_packages_import_only_those_below_them_and_no_sibling() -> None:
 def test_every_room_of_node_stands_on_a_floor() -> None:
     rooms = {source.module.split(".")[1] for source in sources("node") if "." in source.module}
     assert rooms - {room for rooms in FLOORS for room in rooms} == set()
+
+
+def test_the_architecture_lists_the_floors_and_rooms_that_there_are() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    assert "\n".join("       " + " ".join(rooms) for rooms in FLOORS) in text
+    rooms = {path.parent.name for package in PACKAGES for path in (ROOT / package).glob("*/__init__.py")}
+    assert {room for room in rooms if not re.search(rf"^ .*\b{room}/ ", text, re.MULTILINE)} == set()
 
 
 def test_rooms_of_node_import_only_their_floor_and_those_below() -> None:
@@ -170,23 +179,19 @@ def test_cores_import_nothing_of_the_outside_world() -> None:
 
 
 def test_cores_have_nothing_async() -> None:
-    waits = ast.AsyncFunctionDef | ast.Await | ast.AsyncFor | ast.AsyncWith
-    assert [
-        f"{source.place}:{node.lineno}"
-        for source in PURE
-        for node in ast.walk(source.tree)
-        if isinstance(node, waits)
-    ] == []
+    waits = ast.AsyncFunctionDef, ast.Await, ast.AsyncFor, ast.AsyncWith
+    assert [f"{source.place}:{node.lineno}" for source in PURE for node in source.each(*waits)] == []
 
 
 def test_cores_take_their_rng_as_an_argument() -> None:
     wrong = []
     for source in PURE:
-        for node in ast.walk(source.tree):
-            # The type may be named; the module's own functions share one hidden generator.
-            if isinstance(node, ast.Import) and any(alias.name == "random" for alias in node.names):
-                wrong.append(f"{source.place}:{node.lineno} imports the module random")
-            if isinstance(node, ast.ImportFrom) and node.module == "random":
+        # The type may be named; the module's own functions share one hidden generator.
+        for module in source.each(ast.Import):
+            if any(alias.name == "random" for alias in module.names):
+                wrong.append(f"{source.place}:{module.lineno} imports the module random")
+        for node in source.each(ast.ImportFrom):
+            if node.module == "random":
                 wrong += [f"{source.place}:{node.lineno}" for alias in node.names if alias.name != "Random"]
         wrong += [
             f"{source.place}:{line} calls {name}"
@@ -198,12 +203,14 @@ def test_cores_take_their_rng_as_an_argument() -> None:
 
 def test_cores_never_iterate_over_a_set() -> None:
     # Its order depends on the hash seed of the process; what a core sends must not.
-    loops = ast.For | ast.comprehension
     assert [
-        f"{source.place}:{node.iter.lineno} {ast.unparse(node.iter)}"
+        f"{source.place}:{iterated.lineno} {ast.unparse(iterated)}"
         for source in PURE
-        for node in ast.walk(source.tree)
-        if isinstance(node, loops) and is_a_set(node.iter)
+        for iterated in (
+            *[node.iter for node in source.each(ast.For)],
+            *[node.iter for node in source.each(ast.comprehension)],
+        )
+        if is_a_set(iterated)
     ] == []
 
 
@@ -214,12 +221,7 @@ def is_a_set(node: ast.expr) -> bool:
 
 
 def test_cores_have_no_globals_that_change() -> None:
-    assert [
-        f"{source.place}:{node.lineno}"
-        for source in PURE
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.Global)
-    ] == []
+    assert [f"{source.place}:{node.lineno}" for source in PURE for node in source.each(ast.Global)] == []
 
 
 def test_cores_neither_print_nor_open_files() -> None:
@@ -300,8 +302,8 @@ def test_arrays_are_loaded_without_pickles() -> None:
     assert [
         f"{source.place}:{node.lineno}"
         for source in sources(*PACKAGES, "benchmarks", "examples")
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("np.load", "numpy.load")
+        for node in source.each(ast.Call)
+        if isinstance(node.func, ast.Attribute) and ast.unparse(node.func) in ("np.load", "numpy.load")
         if "allow_pickle=False" not in [ast.unparse(keyword) for keyword in node.keywords]
     ] == []
 
@@ -331,11 +333,10 @@ REPEATS = {"sim/worlds/autonat.py", "sim/worlds/cores.py", "sim/worlds/joining.p
 
 def test_simulated_runs_repeat_no_file_of_the_node() -> None:
     """What a member of a run does is in `partition.run`; a docstring that names a file of node says more."""
-    kinds = ast.Module, ast.ClassDef, ast.FunctionDef
     found = {
         source.place
         for source in sources("sim/worlds")
-        for item in ast.walk(source.tree)
-        if isinstance(item, kinds) and "`node." in (ast.get_docstring(item) or "")
+        for item in (source.tree, *source.each(ast.ClassDef), *source.each(ast.FunctionDef))
+        if "`node." in (ast.get_docstring(item) or "")
     }
     assert found - WHOLE_NODES == REPEATS

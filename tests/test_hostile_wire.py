@@ -57,15 +57,15 @@ LET_IN_MIN = 0.6
 def decoded(source: Source) -> list[ast.expr]:
     """The second arguments of all calls of `crypto.encoding.decode` in a file."""
     imports_it = any(
-        isinstance(node, ast.ImportFrom)
-        and node.module == "crypto.encoding"
-        and "decode" in [alias.name for alias in node.names]
-        for node in ast.walk(source.tree)
+        node.module == "crypto.encoding" and "decode" in [alias.name for alias in node.names]
+        for node in source.each(ast.ImportFrom)
     )
+    if not imports_it:
+        return []
     return [
         node.args[1]
-        for node in ast.walk(source.tree)
-        if imports_it and isinstance(node, ast.Call) and ast.unparse(node.func) == "decode"
+        for node in source.each(ast.Call)
+        if isinstance(node.func, ast.Name) and node.func.id == "decode"
     ]
 
 
@@ -81,8 +81,8 @@ def test_every_protocol_is_spoken() -> None:
     found = {
         match
         for source in sources("crypto", "dht", "gossip", "partition", "node")
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for node in source.each(ast.Assign)
+        if isinstance(node.value, ast.Constant)
         for match in PROTOCOL_NAME.findall(str(node.value.value))
     }
     assert found == {protocol.name for protocol in PROTOCOLS}

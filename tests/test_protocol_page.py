@@ -17,8 +17,10 @@ def test_the_page_is_what_the_structs_say() -> None:
 def test_limits_are_those_of_the_handlers() -> None:
     found: dict[str, StreamLimits] = {}
     for source in sources("node"):
-        for call in ast.walk(source.tree):
-            if not isinstance(call, ast.Call) or not ast.unparse(call.func).endswith("network.handle"):
+        for call in source.each(ast.Call):
+            if not isinstance(call.func, ast.Attribute) or call.func.attr != "handle":
+                continue
+            if not ast.unparse(call.func).endswith("network.handle"):
                 continue
             name, limits = (named(source.module, call.args[index : index + 1]) for index in (0, 2))
             found[name] = limits or USUAL_STREAMS

@@ -47,18 +47,28 @@ def defined(source: Source, *, functions: bool = True) -> Iterator[tuple[int, st
 
     Without `functions` only what holds a value.
     """
-    for node in ast.walk(source.tree):
-        match node:
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() if functions:
-                yield node.lineno, node.name
-            case ast.arg():
-                yield node.lineno, node.arg
-            case ast.Name(ctx=ast.Store()):
-                yield node.lineno, node.id
-            case ast.Attribute(ctx=ast.Store()):
-                yield node.lineno, node.attr
-            case ast.alias(asname=str(name)):
-                yield node.lineno, name
+    if functions:
+        for named in source.each(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef):
+            yield named.lineno, named.name
+    for argument in source.each(ast.arg):
+        yield argument.lineno, argument.arg
+    for variable in source.each(ast.Name):
+        if isinstance(variable.ctx, ast.Store):
+            yield variable.lineno, variable.id
+    for attribute in source.each(ast.Attribute):
+        if isinstance(attribute.ctx, ast.Store):
+            yield attribute.lineno, attribute.attr
+    for alias in source.each(ast.alias):
+        if alias.asname is not None:
+            yield alias.lineno, alias.asname
+
+
+def called_name(node: ast.Call) -> str:
+    """The last part of the name of what is called, empty where it has none."""
+    match node.func:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name
+    return ""
 
 
 def constants(source: Source) -> Iterator[tuple[int, str]]:
@@ -104,8 +114,7 @@ def test_functions_are_short() -> None:
     functions = [
         (f"{source.place}:{node.lineno} {node.name}", (node.end_lineno or node.lineno) - node.lineno + 1)
         for source in EVERYTHING
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in source.each(ast.FunctionDef, ast.AsyncFunctionDef)
     ]
     assert [function for function in functions if function[1] > FUNCTION_LINES_MAX] == []
 
@@ -142,13 +151,13 @@ def test_there_are_no_pictures_in_the_text() -> None:
 def test_no_error_is_swallowed_unseen() -> None:
     wrong = []
     for source in EVERYTHING:
-        for node in ast.walk(source.tree):
-            if isinstance(node, ast.ExceptHandler):
-                caught = ast.unparse(node.type) if node.type else ""
-                silent = all(isinstance(step, ast.Pass | ast.Continue) for step in node.body)
-                if not caught or (caught in ("Exception", "BaseException") and silent):
-                    wrong.append(f"{source.place}:{node.lineno} except {caught}")
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress"):
+        for handler in source.each(ast.ExceptHandler):
+            caught = ast.unparse(handler.type) if handler.type else ""
+            silent = all(isinstance(step, ast.Pass | ast.Continue) for step in handler.body)
+            if not caught or (caught in ("Exception", "BaseException") and silent):
+                wrong.append(f"{source.place}:{handler.lineno} except {caught}")
+        for node in source.each(ast.Call):
+            if called_name(node) == "suppress":
                 caught_all = {ast.unparse(each) for each in node.args} & {"Exception", "BaseException"}
                 wrong += [f"{source.place}:{node.lineno} suppress({name})" for name in sorted(caught_all)]
     assert wrong == []
@@ -186,8 +195,8 @@ def test_durations_and_sizes_say_their_unit() -> None:
 
 def patterns(source: Source) -> Iterator[tuple[int, str, bool]]:
     """(line, text, whether it is a struct's) of all regular expressions."""
-    for node in ast.walk(source.tree):
-        if not isinstance(node, ast.Call):
+    for node in source.each(ast.Call):
+        if not isinstance(node.func, ast.Name | ast.Attribute):
             continue
         called = ast.unparse(node.func)
         of_struct = [each.value for each in node.keywords if each.arg == "pattern"]
@@ -213,8 +222,7 @@ def test_structs_of_the_wire_are_frozen() -> None:
     assert [
         f"{source.place}:{node.lineno} {node.name}"
         for source in PROGRAM
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.ClassDef)
+        for node in source.each(ast.ClassDef)
         if "msgspec.Struct" in [ast.unparse(base) for base in node.bases]
         if "frozen=True" not in [ast.unparse(keyword) for keyword in node.keywords]
     ] == []
@@ -234,12 +242,11 @@ def test_a_check_is_silenced_by_name_and_with_a_reason() -> None:
 def test_tests_read_as_sentences_and_do_not_sleep_for_luck() -> None:
     wrong = []
     for source in sources("tests"):
-        for node in ast.walk(source.tree):
-            match node:
-                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                    if name.startswith("test_") and len(words(name)) < TEST_NAME_WORDS_MIN:
-                        wrong.append(f"{source.place}:{node.lineno} {name}")
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "time.sleep":
+        for test in source.each(ast.FunctionDef, ast.AsyncFunctionDef):
+            if test.name.startswith("test_") and len(words(test.name)) < TEST_NAME_WORDS_MIN:
+                wrong.append(f"{source.place}:{test.lineno} {test.name}")
+        for node in source.each(ast.Call):
+            if called_name(node) == "sleep" and ast.unparse(node.func) == "time.sleep":
                 wrong.append(f"{source.place}:{node.lineno} time.sleep")
     assert wrong == []
 
