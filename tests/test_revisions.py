@@ -13,6 +13,7 @@ from node.events import RunEnded, RunRevised, StepCommitted
 from node.protocols import runs as wire
 from node.protocols.manifest import Run
 from node.protocols.revision import RevisionBody, make_revision
+from partition.run.asks import Done
 from tests.stack import (
     STAGE_SECONDS,
     Swarm,
@@ -176,7 +177,7 @@ def test_only_the_requester_changes_a_run_and_an_older_word_counts_for_nothing()
             assert b.counters["protocol_errors"] == before + 1
             await revise(group, "a", run, priority=3)
             old = make_revision(a.signer, RevisionBody(run.id, 1, is_paused=True))
-            assert isinstance(await c.runs.ask(b.peer, wire.Revise(old), 5), wire.Done)
+            assert isinstance(await c.runs.ask(b.peer, wire.Revise(old), 5), Done)
             assert b.state.runs[run.text].status != "paused"
             for node in group.nodes.values():
                 body = node.runs.members[run.id].steering.body

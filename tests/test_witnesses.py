@@ -9,8 +9,8 @@ import trio
 from crypto.identity import PeerId, short_peer
 from node.cli.screen import EventScreen
 from node.events import CheckpointKept, RunChanged, RunPlanned, RunResumed
-from node.placement.witnesses import PROMISES_MAX, PROMISES_PER_PEER_MAX, WitnessPromises
 from node.state import event_document
+from partition.run.witnesses import PROMISES_MAX, PROMISES_PER_PEER_MAX, WitnessPromises
 from sim.executor import SimExecutor
 from tests.partition_world import World, standing
 from tests.test_takeover import SAVE_EVERY, newest, play, said, small

@@ -11,7 +11,8 @@ from node.errors import Unreachable
 from node.local.context import Service
 from node.local.door import Door
 from node.protocols.manifest import Run
-from node.protocols.runs import Done, Join
+from node.protocols.runs import Join
+from partition.run.asks import Done
 
 RECRUIT_SECONDS = 3.0
 """Between two looks for nodes that could take part."""

@@ -31,6 +31,7 @@ from node.seams import Stream
 from node.services.driver import Driver
 from partition.run import ending as core
 from partition.run.admission import Admission, Joins
+from partition.run.asks import Declined, Done
 from partition.run.messages import REASON_LENGTH_MAX
 
 GREETINGS = 10
@@ -118,37 +119,37 @@ class LocalRuns:
         wall = service.seams.clock.wall()
         self._joins.check(service.signer, run.id, run.requester, chain, peer, wall)
         if service.is_over(run.id):
-            return wire.Declined("the run is over")
+            return Declined("the run is over")
         if run.id in self.members:
             # In columns whoever asks wants a stage of its own.
-            return wire.Done() if stage_count(run) == 1 else wire.Declined("it is a member already")
+            return Done() if stage_count(run) == 1 else Declined("it is a member already")
         if not service.has_slot:
-            return wire.Declined("busy")
+            return Declined("busy")
         reason = service.accepts(run)
         if reason is None:
             try:
                 graph = await service.models.get(run.manifest.graph_hash, [peer, run.requester])
             except Unreachable as error:
-                return wire.Declined(error.detail[:REASON_LENGTH_MAX])
+                return Declined(error.detail[:REASON_LENGTH_MAX])
             try:
                 plan = await service.seams.executor.run(
                     partial(local_plan, run, graph, service.signer.peer), apart=True
                 )
             except ValueError as error:
-                return wire.Declined(str(error)[:REASON_LENGTH_MAX])
+                return Declined(str(error)[:REASON_LENGTH_MAX])
             reason = await self._checks.rejection_reason(peer, run, graph, plan, request.stage)
         if reason is None:
             reason = await service.own_data.refusal(run, graph)
         if reason is not None:
-            return wire.Declined(reason[:REASON_LENGTH_MAX])
+            return Declined(reason[:REASON_LENGTH_MAX])
         return self._take(run, peer, request)
 
     def _take(self, run: Run, peer: PeerId, request: wire.Join) -> wire.Reply:
         """Take part, unless the slot was given to another while this run was looked at."""
         if not self._service.has_slot:
-            return wire.Declined("busy")
+            return Declined("busy")
         self._begin(run, is_training=True, holders=[peer], chain=request.chain, stage=request.stage)
-        return wire.Done()
+        return Done()
 
     def _begin(
         self,

@@ -22,8 +22,6 @@ from node.planning.peers import LINKED_PEERS_MAX
 from node.protocols.manifest import Manifest, Run
 from node.protocols.runs import (
     LEASE_PURPOSE,
-    Declined,
-    Done,
     LeaseBody,
     Leased,
     LeaseRequest,
@@ -43,6 +41,7 @@ from partition.plan.plan import NO_HASH, Plan, StagePlan, encode_plan, plan_hash
 from partition.plan.problem import Constraints, Infeasible, PeerCost, Problem, Split
 from partition.plan.rates import Calibration, assumed, equivalent_rate
 from partition.plan.solver import solve
+from partition.run.asks import Declined, Done
 from partition.run.decliners import Decliners
 from partition.run.messages import REASON_LENGTH_MAX
 from partition.run.next_change import choose_witnesses

@@ -17,7 +17,6 @@ from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from node.placement.admission import Machine
-from node.protocols.runs import LeaseBody
 from node.seams import Seams
 from partition.run import slots as core
 from partition.run.slots import Promise
@@ -43,75 +42,58 @@ class Slots:
                 promises = decode(data, _Promises, bytes_max=SLOTS_MAX * _PROMISE_BYTES_MAX)
             except RemoteProtocolError:
                 promises = ()  # of another version, or damaged: they cannot be kept
-        self._core = core.Slots(count, hosted, promises)
+        self.core = core.Slots(count, hosted, promises)
 
     @property
-    def _now(self) -> float:
+    def now(self) -> float:
+        """Wall time, by which promises end."""
         return self._seams.clock.wall()
 
     @property
     def count(self) -> int:
         """How many there are; an owner may change it."""
-        return self._core.count
+        return self.core.count
 
     @count.setter
     def count(self, count: int) -> None:
-        self._core.count = count
+        self.core.count = count
 
     @property
     def free(self) -> int:
         """How many slots are neither promised nor taken."""
-        return self._core.free(self._now)
+        return self.core.free(self.now)
 
     def is_free_for(self, run: bytes) -> bool:
         """Return whether a stage of this run may be placed here."""
-        return self._core.is_free_for(self._now, run)
+        return self.core.is_free_for(self.now, run)
 
     def taken(self) -> set[bytes]:
         """Return the runs that have a slot, or the promise of one."""
-        return self._core.taken(self._now)
+        return self.core.taken(self.now)
 
-    async def promise(self, body: LeaseBody, planner: PeerId, height: int) -> None:
-        """Hold a slot for `planner`'s plan at a height; only a free one is promised. Raises OSError: it
-        cannot be kept."""
-        until = float(int(self._now) + body.silence_seconds_max)
-        promise = Promise(body.run, body.plan, body.stage, planner, until, height)
-        self._core.promise(self._now, promise)
+    async def promise(self, promise: Promise) -> None:
+        """Hold a slot; only a free one is promised. Raises OSError: it cannot be kept."""
+        self.core.promise(self.now, promise)
         try:
             async with self._writing:
-                write = partial(self._seams.storage.write, SLOT_NAME, encode(self._core.promises))
+                write = partial(self._seams.storage.write, SLOT_NAME, encode(self.core.promises))
                 await self._seams.executor.run(write)
         except OSError:
-            self._core.take_back(promise)
+            self.core.take_back(promise)
             raise
-
-    def holds(self, run: bytes, plan: bytes, stage: int) -> bool:
-        """Return whether a slot is promised to exactly this stage."""
-        return self._core.holds(self._now, run, plan, stage)
-
-    def release(self, plan: bytes, planner: PeerId) -> None:
-        """Forget what was promised to `planner` for `plan`."""
-        self._note(self._core.release(plan, planner))
 
     def release_run(self, run: bytes) -> None:
         """Forget what was promised for any plan of this run."""
-        self._note(self._core.release_run(run))
-
-    def supersede(self, run: bytes, planner: PeerId, height: int) -> tuple[Promise, ...]:
-        """Forget what was promised for plans that cannot come about, now that `planner` asks for one at
-        `height`. Return what was forgotten."""
-        gone = self._core.supersede(run, planner, height)
-        self._note(bool(gone))
-        return gone
+        self.note(self.core.release_run(run))
 
     def release_all(self, planner: PeerId) -> None:
         """Forget, for a first plan soon, what was promised to a peer that is gone; others' promises stand."""
-        self._note(self._core.release_all(self._now, planner))
+        self.note(self.core.release_all(self.now, planner))
 
-    def _note(self, has_changed: bool) -> None:
-        """Write what is left. Not synced: what comes back after a crash holds the slot a little longer."""
-        if has_changed and self._core.promises:
-            self._seams.storage.write_soon(SLOT_NAME, encode(self._core.promises))
+    def note(self, has_changed: bool) -> None:
+        """Write what is left of the promises. Not synced: what comes back after a crash holds one longer."""
+        if has_changed and self.core.promises:
+            self._seams.storage.write_soon(SLOT_NAME, encode(self.core.promises))
         elif has_changed:
             self._seams.storage.delete(SLOT_NAME)
 

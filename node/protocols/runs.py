@@ -4,22 +4,18 @@
 flows during a step (frames, step messages, all-reduce parts, notices) goes by `/peerloom/pipeline/1`.
 """
 
-from collections.abc import Awaitable, Callable
 from math import isfinite
 from typing import Annotated, Literal
 
 import msgspec
-import trio
 
-from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact
-from crypto.identity import PEER_ID_BYTES, PeerId
+from crypto.identity import PEER_ID_BYTES
 from gossip.allreduce import Part
-from node.errors import StreamClosed, Unreachable
 from node.events import ReplicaDropped, RunEvaluated, RunResumed, StepCommitted
 from node.protocols.checkpoint import StageState
-from node.seams import Network, Stream, StreamLimits
+from node.seams import StreamLimits
 from partition.plan.history import HISTORY_BYTES_MAX, History
 from partition.plan.paxos_messages import AgreementMessage
 from partition.plan.plan import (
@@ -33,6 +29,7 @@ from partition.plan.plan import (
     StepNumber,
 )
 from partition.run.admission import Chain
+from partition.run.asks import Declined, Done
 from partition.run.messages import REASON_LENGTH_MAX, Absent, Checkpointed, GivenUp, Leaving, Reason, Recut
 from partition.run.states import State
 from partition.stage import METRICS_MAX
@@ -53,8 +50,6 @@ RANGE_BYTES_MAX = 16 * 1024 * 1024
 """Of first values in one answer: some of them fit the memory of whoever answers many."""
 BLOB_CHUNK_BYTES = 4 * 1024 * 1024
 
-WAIT_SECONDS_MAX = 30 * 24 * 3600
-"""An estimate of a queue; what is farther away is not told."""
 NUMBER_MAX = 2**53
 """What every reader of our JSON can count exactly."""
 NOTICE_SECONDS_MAX = 1e9
@@ -215,19 +210,6 @@ class Leased(msgspec.Struct, frozen=True, tag="leased"):
     lease: Fact
 
 
-class Declined(msgspec.Struct, frozen=True, tag="declined"):
-    """No, and why, in words for a person. A provider whose slots are taken says in how many seconds one may
-    be this run's, where it knows. `is_busy`: too many fetch at once, and a later request may be answered."""
-
-    reason: Reason
-    wait_seconds: Annotated[int, msgspec.Meta(ge=0, le=WAIT_SECONDS_MAX)] | None = None
-    is_busy: bool = False
-
-
-class Done(msgspec.Struct, frozen=True, tag="done"):
-    """It was done."""
-
-
 class Blob(msgspec.Struct, frozen=True, tag="blob"):
     """This many bytes follow on the stream, in chunks."""
 
@@ -350,86 +332,3 @@ PipelineMessage = (
 
 Early = CommitterMessage | Absent | Revised
 """What is kept for a plan that is decided, but not in force here yet."""
-
-
-async def ask(network: Network, peer: PeerId, request: Request, *, seconds: float) -> Reply:
-    """Put one request to a peer and wait for its answer.
-
-    Raises:
-        Unreachable: no path, no answer in time, or an answer that is none.
-    """
-    with trio.move_on_after(seconds):
-        stream = await network.open(peer, RUNS_PROTOCOL)
-        try:
-            await stream.send(encode(request))
-            return read_reply(await stream.receive())
-        except (StreamClosed, RemoteProtocolError) as error:
-            raise Unreachable("refused", f"no answer: {error}") from None
-        finally:
-            await _close(stream)
-    raise Unreachable("timeout", f"no answer in {seconds:.0f} s")
-
-
-async def fetch(
-    network: Network, peer: PeerId, request: Request, *, seconds: float, bytes_max: int = BLOB_BYTES_MAX
-) -> bytes:
-    """Put a request whose answer is a Blob of at most `bytes_max`; its bytes. Raises Unreachable."""
-    parts = bytearray()
-
-    async def take(chunk: bytes) -> None:
-        parts.extend(chunk)
-
-    await fetch_into(take, network, peer, request, seconds=seconds, bytes_max=bytes_max)
-    return bytes(parts)
-
-
-async def fetch_into(
-    take: Callable[[bytes], Awaitable[None]],
-    network: Network,
-    peer: PeerId,
-    request: Request,
-    *,
-    seconds: float,
-    bytes_max: int,
-) -> None:
-    """The same with each chunk handed to `take` as it comes, so that no more than one is in memory.
-
-    Raises:
-        Unreachable: as `fetch`; what was taken by then is of no use. What `take` raises.
-    """
-    with trio.move_on_after(seconds):
-        stream = await network.open(peer, RUNS_PROTOCOL, message_bytes_max=BLOB_CHUNK_BYTES)
-        try:
-            await stream.send(encode(request))
-            reply = read_reply(await stream.receive())
-            if isinstance(reply, Declined):
-                raise Unreachable("busy" if reply.is_busy else "refused", reply.reason)
-            if not isinstance(reply, Blob):
-                raise Unreachable("refused", "not what was asked for")
-            if reply.size_bytes > bytes_max:
-                raise Unreachable("refused", f"{reply.size_bytes} bytes offered, at most {bytes_max} wanted")
-            left = reply.size_bytes
-            while left:
-                chunk = await stream.receive()
-                if not chunk or len(chunk) > left:
-                    raise RemoteProtocolError("a blob of another size than announced")
-                left -= len(chunk)
-                await take(chunk)
-            return
-        except (StreamClosed, RemoteProtocolError) as error:
-            raise Unreachable("refused", f"no answer: {error}") from None
-        finally:
-            await _close(stream)
-    raise Unreachable("timeout", f"no answer in {seconds:.0f} s")
-
-
-def read_reply(data: bytes) -> Reply:
-    """A reply, or RemoteProtocolError."""
-    reply: Reply = decode(data, Reply, bytes_max=REQUEST_BYTES_MAX)
-    return reply
-
-
-async def _close(stream: Stream) -> None:
-    with trio.move_on_after(1) as scope:
-        scope.shield = True
-        await stream.aclose()

@@ -74,6 +74,4 @@ class AskShell:
             case ReleaseStage():
                 request = wire.Release(run.id, plan_hash(wanted.plan))
         reply = await service.ask(ask.peer, request, ask.seconds)
-        if isinstance(reply, wire.Done):
-            return Done()
-        return Declined(reply.reason if isinstance(reply, wire.Declined) else "not what was asked for")
+        return reply if isinstance(reply, Done | Declined) else Declined("not what was asked for")

@@ -563,7 +563,7 @@ class RunMember:
         self._act()
         return is_behind
 
-    def started(self, sender: PeerId, plan: Plan) -> Done | Declined | None:
+    def on_start(self, sender: PeerId, plan: Plan) -> Done | Declined | None:
         """Answer to a plan that is said to be in force; None: this node may begin with it."""
         answer = self.core.on_start(sender, plan)
         self._act()

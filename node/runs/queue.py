@@ -13,11 +13,11 @@ from node.placement.slots import Slots
 from node.placement.turns import Turns, Wait, Wish
 from node.protocols.manifest import Run
 from node.protocols.revision import check_revision
-from node.protocols.runs import WAIT_SECONDS_MAX, Declined
 from node.runs.member import RunMember
 from node.runs.receipts import Receipts
 from node.runs.vacating import of_runs, vacate
 from node.seams import Seams
+from partition.run.asks import WAIT_SECONDS_MAX, Declined
 
 MADE_ROOM = "a run of higher priority waits for this slot"
 

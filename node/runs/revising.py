@@ -20,12 +20,13 @@ from node.errors import RunFailed, Unreachable, UsageError
 from node.local.service import LocalRuns
 from node.protocols.manifest import Run
 from node.protocols.revision import PRIORITY, RevisionBody, check_revision, make_revision, read_revision
-from node.protocols.runs import Declined, Describe, Described, Done, Reply, Request, Revise
+from node.protocols.runs import Describe, Described, Reply, Request, Revise
 from node.runs.archive import ArchiveShell
 from node.runs.member import RunMember
 from node.runs.steering import revision_name
 from node.runs.stopping import STOP_SECONDS, Stopping
 from node.seams import Seams
+from partition.run.asks import Declined, Done
 from partition.run.messages import REASON_LENGTH_MAX
 
 ASKED_MAX = 64

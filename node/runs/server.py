@@ -4,7 +4,6 @@ One request a stream. Each is checked against the run and the plan it names befo
 may ask for what is said in `node.protocols.runs`.
 """
 
-from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from functools import partial
@@ -24,7 +23,6 @@ from node.local.service import LocalRuns
 from node.placement.admission import Machine, check_plan
 from node.placement.lease_checks import LeaseChecks
 from node.placement.slots import Slots
-from node.placement.witnesses import WITNESSED_MAX, WitnessPromises
 from node.protocols import runs as wire
 from node.protocols.manifest import Run
 from node.protocols.permits import Permits
@@ -36,15 +34,14 @@ from node.runs.revising import Revising
 from node.runs.stopping import Stopping
 from node.seams import Seams, Stream
 from partition.plan.history import History
-from partition.plan.plan import Plan, plan_hash
-from partition.run import timeouts
+from partition.plan.plan import Plan
 from partition.run.asks import Declined, Done
 from partition.run.messages import REASON_LENGTH_MAX
+from partition.run.provider import KnownRun, Provider
+from partition.run.timeouts import SILENCE_SECONDS_MAX
 
 RUNS_MAX = 64
 """Runs that have not ended; a stranger's manifests must not fill the memory."""
-RELEASED_MAX = 256
-"""Plans given up lately."""
 FILES_MAX = 64
 """Files on their way out at once, of each kind: a descriptor and a chunk each."""
 FILES_PER_PEER_MAX = 4
@@ -110,9 +107,7 @@ class Requests:
         self._permits[wire.FetchState] = Permits(
             RANGES_MAX, RANGES_PER_PEER_MAX, patience_seconds=PATIENCE_SECONDS
         )
-        self._witnessed = WitnessPromises()
-        # A lease that took long to think about may be given up by its planner before it was given.
-        self._released: deque[bytes] = deque(maxlen=RELEASED_MAX)
+        self._provider = Provider(runs.signer.peer, runs.slots.core, self._witnessing, runs.gone)
 
     async def serve(self, stream: Stream) -> None:
         """Answer the one request of a stream."""
@@ -137,7 +132,7 @@ class Requests:
         with self._permits[type(request)].take(stream.peer) as permit:
             if permit is None:
                 with trio.move_on_after(REQUEST_SECONDS_MAX):
-                    await stream.send(encode(wire.Declined("busy: too many fetch at once", is_busy=True)))
+                    await stream.send(encode(Declined("busy: too many fetch at once", is_busy=True)))
                 return
             with trio.move_on_after(UPLOAD_SECONDS_MAX):
                 reply = await self.answer(stream.peer, request)
@@ -189,102 +184,68 @@ class Requests:
     async def _on_lease(self, peer: PeerId, request: wire.LeaseRequest) -> wire.Reply:
         runs = self._runs
         run, plan = await self._check_plan(peer, request)
-        if plan.stage_of(runs.signer.peer) != request.stage:
-            raise RemoteProtocolError("a lease for a stage that the plan does not give to this node")
-        if runs.is_over(run.id):
-            return wire.Declined("the run is over")
-        if request.stage is not None:
-            await self._supersede(run, peer, plan.height)
-        waits = None if request.stage is None else runs.queue.ask(run, request.revision)
-        if waits is not None or not (request.stage is None or runs.slots.is_free_for(run.id)):
-            return waits or wire.Declined("busy")
-        if self._is_behind(run.id, plan, peer):
-            return wire.Declined("it does not know yet how the run went on")
-        if request.stage is None:
-            return self._agree_to_witness(peer, run, plan)
-        reason = runs.accepts(run) or self._checks.known(run, plan, request.stage)
+        superseded = self._provider.supersede(peer, plan, self._known(run))
+        runs.slots.note(bool(superseded))
+        for name in superseded:
+            await self._unprepare(run.id, name)
+        turn = partial(runs.queue.ask, run, request.revision)
+        hold = self._provider.on_hold(runs.slots.now, peer, plan, request.stage, self._known(run), turn)
+        if isinstance(hold, Declined):
+            return hold
+        reason = await self._unfit(peer, run, plan, request.stage)
         if reason is not None:
-            return wire.Declined(reason[:REASON_LENGTH_MAX])
-        name = plan_hash(plan)
-        before, was_gone = self._released.count(name), peer in runs.gone()
+            return _declined(reason)
+        promise = self._provider.promise(runs.slots.now, hold)
+        if isinstance(promise, Declined):
+            return promise
+        if request.stage is not None:
+            await runs.slots.promise(promise)
+            runs.queue.begin(run, request.revision)
+        body = wire.LeaseBody(run.id, promise.plan, promise.stage, int(SILENCE_SECONDS_MAX))
+        return wire.Leased(runs.signer.sign(wire.LEASE_PURPOSE, encode(body)))
+
+    async def _unfit(self, peer: PeerId, run: Run, plan: Plan, stage: int | None) -> str | None:
+        """Return why the owner, or the machine, cannot do what is asked; None if it can."""
+        runs = self._runs
+        if (reason := runs.accepts(run)) is not None or stage is None:
+            return reason
+        if (reason := self._checks.known(run, plan, stage)) is not None:
+            return reason
         try:
             graph = await runs.models.get(run.manifest.graph_hash, [peer, run.requester])
         except Unreachable as error:
-            return _declined(error)
-        reason = await self._checks.rejection_reason(peer, run, graph, plan, request.stage)
-        if reason is not None:
-            return wire.Declined(reason[:REASON_LENGTH_MAX])
-        is_awaited = self._released.count(name) == before and (was_gone or peer not in runs.gone())
-        if not is_awaited or not runs.slots.is_free_for(run.id):
-            return wire.Declined("busy")  # somebody else was given it meanwhile, or nobody waits any more
-        body = wire.LeaseBody(run.id, name, request.stage, int(timeouts.SILENCE_SECONDS_MAX))
-        await runs.slots.promise(body, peer, plan.height)
-        runs.queue.begin(run, request.revision)
-        return wire.Leased(runs.signer.sign(wire.LEASE_PURPOSE, encode(body)))
+            return str(error)
+        return await self._checks.rejection_reason(peer, run, graph, plan, stage)
 
-    async def _supersede(self, run: Run, planner: PeerId, height: int) -> None:
-        """Give back what is held for plans of this run that cannot come about, now that `planner` asks for
-        one at `height`."""
-        for promise in self._runs.slots.supersede(run.id, planner, height):
-            member = self._runs.members.get(run.id)
-            if member is not None:
-                with self._runs.containing(run, "superseded"):
-                    await member.unprepare(promise.plan)
+    def _known(self, run: Run) -> KnownRun:
+        return KnownRun(run.requester, self._runs.is_over(run.id), self._runs.members.get(run.id))
 
-    def _agree_to_witness(self, peer: PeerId, run: Run, plan: Plan) -> wire.Reply:
-        runs = self._runs
-        reason = runs.accepts(run)
-        if reason is not None:
-            return wire.Declined(reason[:REASON_LENGTH_MAX])
-        if self._witnesses_enough:
-            return wire.Declined("busy: a witness of too many runs")
-        name, seconds = plan_hash(plan), timeouts.SILENCE_SECONDS_MAX
-        self._witnessed.promise(runs.seams.clock.monotonic(), run.id, name, peer, seconds)
-        body = wire.LeaseBody(run.id, name, None, int(seconds))
-        return wire.Leased(runs.signer.sign(wire.LEASE_PURPOSE, encode(body)))
-
-    @property
-    def _witnesses_enough(self) -> bool:
-        return sum(member.is_witness for member in self._runs.members.values()) >= WITNESSED_MAX
-
-    def _has_agreed(self, run: Run, plan: Plan) -> bool:
-        """Return whether this node has agreed to be a member by `plan` without a stage."""
-        runs = self._runs
-        now = runs.seams.clock.monotonic()
-        return runs.signer.peer == run.requester or self._witnessed.holds(now, run.id, plan_hash(plan))
+    def _witnessing(self) -> int:
+        return sum(member.is_witness for member in self._runs.members.values())
 
     async def _on_release(self, peer: PeerId, request: wire.Release) -> wire.Reply:
-        self._runs.slots.release(request.plan, peer)
-        self._witnessed.release(request.plan, peer)
-        self._released.append(request.plan)
-        member = self._runs.members.get(request.run)
+        self._runs.slots.note(self._provider.on_release(peer, request.plan))
+        await self._unprepare(request.run, request.plan)
+        return Done()
+
+    async def _unprepare(self, run: bytes, plan: bytes) -> None:
+        """Close the stage that was opened for a plan which does not come about."""
+        member = self._runs.members.get(run)
         if member is not None:
             with self._runs.containing(member.run, "release"):
-                await member.unprepare(request.plan)
-        return wire.Done()
+                await member.unprepare(plan)
 
     async def _on_start(self, peer: PeerId, request: wire.Start) -> wire.Reply:
         runs = self._runs
         run, plan = await self._check_plan(peer, request)
-        if runs.is_over(run.id):
-            return wire.Declined("the run is over")
-        member = runs.members.get(run.id)
-        answer = None if member is None else member.started(peer, plan)
+        known = self._known(run)
+        answer = self._provider.on_start(runs.slots.now, peer, plan, known)
         if answer is not None:
-            return _on_the_wire(answer)
-        stage = plan.stage_of(runs.signer.peer)
-        if stage is not None and not runs.slots.holds(run.id, plan_hash(plan), stage):
-            return wire.Declined("no lease for this stage")
-        if stage is None and member is None and not self._has_agreed(run, plan):
-            return wire.Declined("no part in this run was asked of this node")
-        # What was promised before others began counts only now.
-        is_full = (
-            stage is None and member is None and runs.signer.peer != run.requester and self._witnesses_enough
-        )
-        if len(runs.members) >= RUNS_MAX or is_full:
-            return wire.Declined("busy: too many runs")
-        runs.enter(member or runs.accept(run), plan, request.history)
-        return wire.Done()
+            return answer
+        if len(runs.members) >= RUNS_MAX:
+            return Declined("busy: too many runs")
+        runs.enter(runs.accept(run), plan, request.history)
+        return Done()
 
     async def _check_plan(
         self, peer: PeerId, request: wire.LeaseRequest | wire.Prepare | wire.Start
@@ -308,40 +269,28 @@ class Requests:
     async def _on_prepare(self, peer: PeerId, request: wire.Prepare) -> wire.Reply:
         runs = self._runs
         run, plan = await self._check_plan(peer, request)
-        stage = plan.stage_of(runs.signer.peer)
-        if runs.is_over(run.id):
-            return wire.Declined("the run is over")
-        if self._is_behind(run.id, plan, peer):
-            return wire.Declined("it does not know yet how the run went on")
-        if stage is None and self._has_agreed(run, plan):
-            return wire.Done()
-        if stage is None or not runs.slots.holds(run.id, plan_hash(plan), stage):
-            return wire.Declined("no lease for this stage")
+        answer = self._provider.on_open(runs.slots.now, peer, plan, self._known(run))
+        if answer is not None:
+            return answer
         reason = await runs.accept(run).prepare(plan, peer)
-        return wire.Done() if reason is None else wire.Declined(reason[:REASON_LENGTH_MAX])
-
-    def _is_behind(self, run: bytes, plan: Plan, peer: PeerId) -> bool:
-        """Return whether this node is in the run under an older plan than that before `plan`; it asks
-        `peer`."""
-        member = self._runs.members.get(run)
-        return member is not None and member.is_behind(peer, plan)
+        return Done() if reason is None else _declined(reason)
 
     async def _on_state(self, peer: PeerId, request: wire.FetchState) -> wire.Reply | Body:
         member = self._runs.following(request.plan)
         if member is None or member.plan is None or member.plan.stage_of(peer) is None:
-            return wire.Declined("no such plan here")
+            return Declined("no such plan here")
         if member.plan.stage_of(peer) != member.plan.stage_of(self._runs.signer.peer):
-            return wire.Declined("another stage is held here")
+            return Declined("another stage is held here")
         try:
             data = await member.read_state(request)
         except StageFailed as error:
             return _declined(error)
-        return wire.Declined("the state is that of another step") if data is None else data
+        return Declined("the state is that of another step") if data is None else data
 
     async def _on_export(self, peer: PeerId, request: wire.ExportStage) -> wire.Reply | Body:
         member = self._runs.following(request.plan)
         if member is None or member.plan is None or member.plan.committer != peer:
-            return wire.Declined("no such plan here")
+            return Declined("no such plan here")
         try:
             return await member.export()
         except StageFailed as error:
@@ -350,15 +299,15 @@ class Requests:
     def _on_renew(self, peer: PeerId, request: wire.Renew) -> wire.Reply:
         member = self._runs.members.get(request.run)
         if member is None:
-            return wire.Declined("no such run here")
-        return _on_the_wire(member.renewed(peer, request.plan))
+            return Declined("no such run here")
+        return member.renewed(peer, request.plan)
 
     async def _on_end(self, peer: PeerId, request: wire.End) -> wire.Reply:
         runs = self._runs
         member = runs.following(request.plan) or runs.outside.by_plan(request.plan)
         declined = None if member is None else member.core.on_end(peer, request.plan)
         if member is None or declined is not None:
-            return wire.Declined("no such plan here")
+            return Declined("no such plan here")
         if request.outcome == "done" and not request.weights:
             raise RemoteProtocolError("a run that is done without a result")
         detail = request.detail
@@ -369,25 +318,21 @@ class Requests:
             detail, source = f"the weights are not here: {why}", None
         with runs.containing(member.run, "end"):
             await member.end(request.outcome, detail, request.weights, source=source)
-        return wire.Done()
+        return Done()
 
     async def _on_fetch(self, request: wire.FetchWeights) -> wire.Reply | Body:
         seams = self._runs.seams
         file = await seams.executor.run(lambda: whole(seams.storage.open(weights_name(request.run))))
-        return wire.Declined("these weights are not here") if file is None else file
+        return Declined("these weights are not here") if file is None else file
 
     async def _on_model(self, request: wire.FetchModel) -> wire.Reply | Body:
         file = await self._runs.models.open(request.graph)
-        return wire.Declined("this graph is not here") if file is None else file
+        return Declined("this graph is not here") if file is None else file
 
     async def _on_range(self, request: wire.FetchRange) -> wire.Reply | Body:
         part = await self._runs.models.open_range(request.graph, request.offset, request.length)
-        return wire.Declined("these first values are not here") if part is None else part
+        return Declined("these first values are not here") if part is None else part
 
 
-def _on_the_wire(answer: Done | Declined) -> wire.Reply:
-    return wire.Done() if isinstance(answer, Done) else wire.Declined(answer.reason)
-
-
-def _declined(error: Exception) -> wire.Declined:
-    return wire.Declined(str(error)[:REASON_LENGTH_MAX])
+def _declined(reason: object) -> Declined:
+    return Declined(str(reason)[:REASON_LENGTH_MAX])

@@ -21,7 +21,6 @@ from node.protocols.runs import FetchState
 from node.runs.context import Service
 from partition.plan.plan import FIRST_VALUES, Plan, plan_hash
 from partition.run import hosting as core
-from partition.run import timeouts
 from partition.steps.frames import OpenedFrame
 
 
@@ -68,16 +67,22 @@ class Hosting:
     async def prepare(self, plan: Plan, planner: PeerId) -> str | None:
         """Open the stage of a plan that is not in force yet, as `planner` asks. Return None when it is open,
         else why it is not."""
-        wanted = self.core.prepare(plan, planner)
-        reason = "another stage is open here" if wanted is None else await self._open_early(wanted)
-        then = self._expire if reason is None else self.unprepare
-        self._service.start_task(then, plan_hash(plan), of=self._run)
+        wanted = self.core.prepare(self._service.seams.clock.monotonic(), plan, planner)
+        if wanted is None:
+            return core.NO_ROOM
+        expires_at = self.core.deadline
+        reason = await self._open_early(wanted)
+        if reason is None:
+            self._service.start_task(self._expire, expires_at, of=self._run)
+        else:
+            self._service.start_task(self.unprepare, plan_hash(plan), of=self._run)
         return reason
 
-    async def _expire(self, plan: bytes) -> None:
-        """Close a prepared stage after a while: its planner may have died before the plan was decided."""
-        await trio.sleep(timeouts.SILENCE_SECONDS_MAX)
-        await self.unprepare(plan)
+    async def _expire(self, due: float) -> None:
+        await trio.sleep_until(due)
+        if self.core.wake(due) is not None:
+            await self._close()
+            self._abandoned()
 
     async def _open_early(self, wanted: core.StageWanted) -> str | None:
         async with self._changing:
@@ -92,7 +97,7 @@ class Hosting:
                 return f"an internal error: {describe(error)}"
             finally:
                 self.core.failed(wanted)
-        return None if is_open else "the run went on before its stage was open"
+        return None if is_open else core.WENT_ON
 
     async def unprepare(self, plan: bytes) -> None:
         """Close what was opened for this plan, which did not come about."""

@@ -20,13 +20,14 @@ from crypto.identity import PeerId, short_peer
 from node.errors import RunFailed, Unreachable, UsageError
 from node.local.service import LocalRuns
 from node.protocols.manifest import MANIFEST_BYTES_MAX, Run, check_run
-from node.protocols.runs import Declined, Done, Reply, Request, Stop
+from node.protocols.runs import Reply, Request, Stop
 from node.runs.archive import RUNS_FOLDER, ArchiveShell
 from node.runs.member import RunMember
 from node.runs.outside import RunsOutside
 from node.runs.progress import Shown
 from node.seams import Seams
 from partition.plan.plan import Hash
+from partition.run.asks import Declined, Done
 
 STOP_PURPOSE = "run-stop"
 STOP_BYTES_MAX = 64

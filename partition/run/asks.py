@@ -7,10 +7,17 @@ more is ignored.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
 
 from crypto.identity import PeerId
 from partition.plan.change import Change
 from partition.plan.plan import Plan
+from partition.run.messages import Reason
+
+WAIT_SECONDS_MAX = 30 * 24 * 3600
+"""An estimate of a queue; what is farther away is not told."""
 
 
 @dataclass(frozen=True)
@@ -66,16 +73,17 @@ class EndRun:
 Request = HoldStage | OpenStage | ReleaseStage | StartRun | RenewRun | EndRun
 
 
-@dataclass(frozen=True)
-class Done:
+class Done(msgspec.Struct, frozen=True, tag="done"):
     """It was done."""
 
 
-@dataclass(frozen=True)
-class Declined:
-    """The peer refuses, and why, in words for a person."""
+class Declined(msgspec.Struct, frozen=True, tag="declined"):
+    """No, and why, in words for a person. A provider whose slots are taken says in how many seconds one may
+    be this run's, where it knows. `is_busy`: too many fetch at once, and a later request may be answered."""
 
-    reason: str
+    reason: Reason
+    wait_seconds: Annotated[int, msgspec.Meta(ge=0, le=WAIT_SECONDS_MAX)] | None = None
+    is_busy: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,15 @@ closed again unless that plan is decided.
 """
 
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 from crypto.identity import PeerId
 from partition.plan.plan import FIRST_VALUES, Plan, plan_hash
+from partition.run.timeouts import SILENCE_SECONDS_MAX
+
+NO_ROOM = "another stage is open here"
+WENT_ON = "the run went on before its stage was open"
 
 
 class Held(NamedTuple):
@@ -63,6 +68,7 @@ class Hosting:
         self._opening: StageWanted | None = None
         self._prepared: bytes | None = None
         self._planner: PeerId | None = None
+        self._expires_at = inf
         self._is_over = False
 
     @property
@@ -95,12 +101,13 @@ class Hosting:
         # Only the first plan finds everybody at the beginning; whoever comes later has nothing yet.
         return self._open(StageWanted(plan, held, None if plan.height else 0, is_early=False))
 
-    def prepare(self, plan: Plan, planner: PeerId) -> StageWanted | None:
+    def prepare(self, now: float, plan: Plan, planner: PeerId) -> StageWanted | None:
         """Open the stage of a plan that is not in force yet, as `planner` asks. None: no room for it here."""
         held = held_in(plan, self._me)
         if held is None or self.occupies or self._is_over:
             return None
         self.plan, self._prepared, self._planner = plan, plan_hash(plan), planner
+        self._expires_at = now + SILENCE_SECONDS_MAX  # the planner may die before its plan is decided
         return self._open(StageWanted(plan, held, None, is_early=True))
 
     def _open(self, wanted: StageWanted) -> StageWanted:
@@ -133,6 +140,17 @@ class Hosting:
             return None
         self._clear()
         return StageEnded()
+
+    @property
+    def deadline(self) -> float:
+        """When `wake` wants to be called."""
+        return inf if self._prepared is None else self._expires_at
+
+    def wake(self, now: float) -> StageEnded | None:
+        """Close what was opened for a plan that was not decided in time."""
+        if self._prepared is None or now < self._expires_at:
+            return None
+        return self.unprepare(self._prepared)
 
     def planner_lost(self, planner: PeerId) -> StageEnded | None:
         """Close what was opened for a plan that `planner` would have had decided; the peer is gone."""

@@ -1,7 +1,6 @@
-"""What the questions of others come to at a member of a run in a world of cores: its core decides on plans,
-its slot and its disk are here."""
+"""What the questions of others come to at a member of a run in a world of cores: the cores decide on plans
+and slots, its disk is here."""
 
-from collections.abc import Callable
 from typing import Protocol
 
 from crypto.errors import RemoteProtocolError
@@ -9,8 +8,7 @@ from crypto.identity import PeerId
 from partition.plan.plan import Plan, plan_hash
 from partition.run.asks import Declined, Done, EndRun, HoldStage, OpenStage, ReleaseStage, RenewRun, StartRun
 from partition.run.member import Member
-from partition.run.slots import Promise, Slots
-from partition.run.timeouts import SILENCE_SECONDS_MAX
+from partition.run.provider import OVER, KnownRun, Provider
 from sim.worlds.hosting import Hosting
 from sim.worlds.keeping import Keeping
 from sim.worlds.run_messages import ExportStage, FetchCopy, FetchState, KeepCopy, Question
@@ -22,7 +20,8 @@ class Answering(Protocol):
 
     me: PeerId
     outcome: str
-    slots: Slots
+    provider: Provider
+    requester: PeerId
     keeping: Keeping
     hosting: Hosting
     core: Member
@@ -31,11 +30,8 @@ class Answering(Protocol):
     def now(self) -> float: ...
     @property
     def plan(self) -> Plan | None: ...
-    @property
-    def is_busy(self) -> bool: ...
     def begin(self, plan: Plan) -> None: ...
     def end(self, outcome: str, reason: str) -> None: ...
-    def later(self, seconds: float, action: Callable[[], None]) -> None: ...
 
 
 def answer(member: Answering, asker: PeerId, question: Question, reply: Answer) -> None:
@@ -45,19 +41,19 @@ def answer(member: Answering, asker: PeerId, question: Question, reply: Answer) 
             reply(member.keeping.copy(question.step, question.stage))
         case KeepCopy():
             member.keeping.keep(question, reply)
-        case _ if member.outcome:
-            reply(Declined("the run is over"))
         case HoldStage():
-            _lease(member, asker, question, reply)
+            reply(_lease(member, asker, question))
         case OpenStage():
             _prepare(member, asker, question.plan, reply)
+        case StartRun():
+            reply(_start(member, asker, question.plan))
+        case _ if member.outcome:
+            reply(Declined(OVER))
         case ReleaseStage():
             name = plan_hash(question.plan)
-            member.slots.release(name, asker)
+            member.provider.on_release(asker, name)
             member.hosting.unprepare(name)
             reply(Done())
-        case StartRun():
-            _start(member, asker, question.plan, reply)
         case RenewRun():
             reply(member.core.on_renew(member.now, asker, plan_hash(question.plan)))
         case EndRun():
@@ -66,56 +62,38 @@ def answer(member: Answering, asker: PeerId, question: Question, reply: Answer) 
             _answer_of_plan(member, question, reply)
 
 
-def _lease(member: Answering, asker: PeerId, question: HoldStage, reply: Answer) -> None:
-    is_witness = question.stage is None
-    if not is_witness:
-        for given_back in member.slots.supersede(question.plan.run, asker, question.plan.height):
-            member.hosting.unprepare(given_back.plan)
-    if member.is_busy and not is_witness:
-        reply(Declined("busy"))
-    elif member.core.is_behind(asker, question.plan):
-        reply(Declined("it does not know yet how the run went on"))
-    else:
-        if not is_witness:
-            plan, until = question.plan, member.now + SILENCE_SECONDS_MAX
-            promise = Promise(plan.run, plan_hash(plan), question.stage, asker, until, plan.height)
-            member.slots.promise(member.now, promise)
-        reply(Done())
+def _known(member: Answering) -> KnownRun:
+    return KnownRun(member.requester, bool(member.outcome), member.core)
+
+
+def _lease(member: Answering, asker: PeerId, question: HoldStage) -> Done | Declined:
+    provider, now = member.provider, member.now
+    for name in provider.supersede(asker, question.plan, _known(member)):
+        member.hosting.unprepare(name)
+    hold = provider.on_hold(now, asker, question.plan, question.stage, _known(member), lambda: None)
+    if isinstance(hold, Declined):
+        return hold
+    promise = provider.promise(now, hold)
+    if isinstance(promise, Declined):
+        return promise
+    if promise.stage is not None:
+        provider.slots.promise(now, promise)
+    return Done()
 
 
 def _prepare(member: Answering, asker: PeerId, plan: Plan, reply: Answer) -> None:
-    name = plan_hash(plan)
-    if member.core.is_behind(asker, plan):
-        reply(Declined("it does not know yet how the run went on"))
-    elif plan.stage_of(member.me) is None:
-        reply(Done())
-    elif not _holds(member, plan):
-        reply(Declined("no lease for this stage"))
-    else:
-        member.hosting.prepare(plan, asker, lambda is_open: reply(Done() if is_open else Declined("busy")))
-        # The planner that asked for a stage may die before its plan is decided.
-        member.later(SILENCE_SECONDS_MAX, lambda: _expire(member, name))
-
-
-def _holds(member: Answering, plan: Plan) -> bool:
-    """Return whether the slot is promised to the stage that this plan gives to the member."""
-    stage = plan.stage_of(member.me)
-    return stage is not None and member.slots.holds(member.now, plan.run, plan_hash(plan), stage)
-
-
-def _start(member: Answering, asker: PeerId, plan: Plan, reply: Answer) -> None:
-    answered = member.core.on_start(asker, plan)
+    answered = member.provider.on_open(member.now, asker, plan, _known(member))
     if answered is not None:
         reply(answered)
-    elif plan.stage_of(member.me) is not None and not _holds(member, plan):
-        reply(Declined("no lease for this stage"))
     else:
+        member.hosting.prepare(plan, asker, lambda reason: reply(Declined(reason) if reason else Done()))
+
+
+def _start(member: Answering, asker: PeerId, plan: Plan) -> Done | Declined:
+    answered = member.provider.on_start(member.now, asker, plan, _known(member))
+    if answered is None:
         member.begin(plan)
-        reply(Done())
-
-
-def _expire(member: Answering, plan: bytes) -> None:
-    member.hosting.unprepare(plan)
+    return answered or Done()
 
 
 def _end(member: Answering, asker: PeerId, question: EndRun, reply: Answer) -> None:

@@ -22,11 +22,13 @@ class Hosting:
         me: PeerId,
         make: Callable[[Plan, int | None], Hosted],
         later: Callable[[float, Callable[[], None]], None],
+        now: Callable[[], float],
     ) -> None:
         self.core = core.Hosting(me)
         self.hosted: Hosted | None = None
         self._make = make
         self._later = later
+        self._now = now
 
     def adopt(self, plan: Plan) -> None:
         """A plan is in force: keep the stage it gives to this peer, open it, or close what was open."""
@@ -40,25 +42,30 @@ class Hosting:
             case core.StageEnded():
                 self.hosted = None
 
-    def prepare(self, plan: Plan, planner: PeerId, opened: Callable[[bool], None]) -> None:
-        """Open the stage of a plan that is not in force yet, as `planner` asks."""
-        wanted = self.core.prepare(plan, planner)
+    def prepare(self, plan: Plan, planner: PeerId, opened: Callable[[str], None]) -> None:
+        """Open the stage of a plan that is not in force yet, as `planner` asks. `opened` takes why it is not
+        open, or nothing."""
+        wanted = self.core.prepare(self._now(), plan, planner)
         if wanted is None:
-            opened(False)
+            opened(core.NO_ROOM)
         else:
+            due = self.core.deadline
             self._open(wanted, opened)
+            self._later(due - self._now(), lambda: self._close_if(self.core.wake(max(due, self._now()))))
 
     def unprepare(self, plan: bytes) -> None:
         """Close what was opened for this plan, which did not come about."""
-        if self.core.unprepare(plan) is not None:
-            self.hosted = None
+        self._close_if(self.core.unprepare(plan))
 
     def planner_lost(self, planner: PeerId) -> None:
         """Close what was opened for a plan that `planner` would have had decided; the peer is gone."""
-        if self.core.planner_lost(planner) is not None:
+        self._close_if(self.core.planner_lost(planner))
+
+    def _close_if(self, ended: core.StageEnded | None) -> None:
+        if ended is not None:
             self.hosted = None
 
-    def _open(self, wanted: core.StageWanted, opened: Callable[[bool], None] | None = None) -> None:
+    def _open(self, wanted: core.StageWanted, opened: Callable[[str], None] | None = None) -> None:
         self.hosted = None
 
         def done() -> None:
@@ -66,7 +73,7 @@ class Hosting:
             if plan is not None:
                 self.hosted = self._make(plan, wanted.step)
             if opened is not None:
-                opened(plan is not None)
+                opened("" if plan is not None else core.WENT_ON)
 
         self._later(OPEN_SECONDS, done)
 

@@ -82,7 +82,8 @@ class Member(Turns):
             later=self.later,
             learned=self._checkpointed,
         )
-        self.hosting = Hosting(me, self._make_hosted, self.later)
+        self.hosting = Hosting(me, self._make_hosted, self.later, lambda: self.now)
+        self.requester = setting.requester
         self._armed_at = INF
         self.core = self._make_core()
 
@@ -248,7 +249,7 @@ class Member(Turns):
     def _on_event(self, event: events.Event) -> None:
         match event:
             case events.PlanFollowed():
-                self.slots.release_run(self._setting.run)
+                self.provider.slots.release_run(self._setting.run)
             case events.PlanEntered():
                 self._stop_training()
             case events.RolesGiven():
@@ -433,6 +434,10 @@ class Member(Turns):
         """React to a change in the set of live members."""
         self.core.members_changed(self.now)
 
+    def planner_lost(self, peer: PeerId) -> None:
+        """A member is dead or has left."""
+        self.hosting.planner_lost(peer)
+
     def suspected(self, peer: PeerId) -> None:
         """A member may be dead."""
         if self.trainer is not None:
@@ -447,11 +452,6 @@ class Member(Turns):
         self.core.catch_up(peers)
 
     # Bookkeeping
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether there is no room for a stage here."""
-        return self._is_busy(self.me)
 
     @property
     def is_paused(self) -> bool:

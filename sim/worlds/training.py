@@ -17,6 +17,7 @@ from crypto.identity import PeerId
 from gossip.member import MemberDown, MemberForgotten, MemberLeft, MemberSuspected, MemberUp
 from node.protocols.runs import PIPELINE_PROTOCOL
 from partition.plan.plan import NO_HASH, Plan, StagePlan
+from partition.run.provider import Provider
 from partition.run.slots import Slots
 from partition.run.timeouts import LEAVE_SECONDS_MAX
 from sim.events import PeerFrozen, PeerSlowed, PeerStarted, PeerStopped
@@ -60,7 +61,7 @@ class TrainingRuns:
         self._slowness: dict[PeerId, float] = {}
         self._thaws: dict[PeerId, float] = {}
         self._runs: list[_Run] = []
-        self._slots: dict[PeerId, Slots] = {}
+        self._providers: dict[PeerId, Provider] = {}
         self._of: dict[PeerId, list[_Run]] = {}
         peers, first = ground.peers, 0
         for number, training in enumerate(ground.scenario.runs):
@@ -94,7 +95,7 @@ class TrainingRuns:
                 known[event.peer] = True
             case MemberDown() | MemberLeft():
                 known[event.peer] = False
-                self.slots(life.peer).release_all(self.now, event.peer)
+                self.provider(life.peer).slots.release_all(self.now, event.peer)
                 for run in self._of[life.peer]:
                     run.planner_lost(life.peer, event.peer)
             case MemberForgotten():
@@ -115,6 +116,8 @@ class TrainingRuns:
     def _stopped(self, life: Life, event: PeerStopped) -> None:  # noqa: ARG002 - the shape of a handler
         for run in self._of.get(life.peer, ()):
             run.stopped(life.peer)
+        if life.peer in self._providers:  # its disk has what is promised for stages, and nothing else
+            self._providers[life.peer] = self._provider(life.peer, self.provider(life.peer).slots)
         self._thaws.pop(life.peer, None)
 
     def _froze(self, life: Life, event: PeerFrozen) -> None:
@@ -191,13 +194,23 @@ class TrainingRuns:
 
     def is_busy(self, peer: PeerId) -> bool:
         """Return whether it holds a stage of any run, or has promised to."""
-        return not self.slots(peer).free(self.now)
+        return not self.provider(peer).slots.free(self.now)
 
-    def slots(self, peer: PeerId) -> Slots:
-        """Return the one place for a stage that a peer has, over all its runs."""
-        if peer not in self._slots:
-            self._slots[peer] = Slots(1, lambda: [run.name for run in self._of[peer] if run.hosts(peer)])
-        return self._slots[peer]
+    def provider(self, peer: PeerId) -> Provider:
+        """Return who answers for the one place for a stage that a peer has, over all its runs."""
+        if peer not in self._providers:
+            slots = Slots(1, lambda: [run.name for run in self._of[peer] if run.hosts(peer)])
+            self._providers[peer] = self._provider(peer, slots)
+        return self._providers[peer]
+
+    def _provider(self, peer: PeerId, slots: Slots) -> Provider:
+        def witnessing() -> int:
+            return sum(run.has_witness(peer) for run in self._of[peer])
+
+        return Provider(peer, slots, witnessing, partial(self._gone, peer))
+
+    def _gone(self, peer: PeerId) -> list[PeerId]:
+        return [other for other, is_alive in self.alive(peer).items() if not is_alive]
 
 
 class _Run:
@@ -236,7 +249,7 @@ class _Run:
             slowness=runs.slowness,
             put=self._put,
             counters=runs.counters,
-            slots=runs.slots,
+            provider=runs.provider,
         )
         runs.at(training.at_seconds, self._begin)
 
@@ -296,11 +309,6 @@ class _Run:
         if member is not None and about in self._setting.pool:
             member.turn(member.members_changed)
 
-    def planner_lost(self, peer: PeerId, planner: PeerId) -> None:
-        member = self._members.get(peer)
-        if member is not None and planner in self._setting.pool:
-            member.turn(lambda: member.hosting.planner_lost(planner))
-
     def suspected(self, peer: PeerId, about: PeerId) -> None:
         member = self._members.get(peer)
         if member is not None and about in self._setting.pool:
@@ -308,6 +316,17 @@ class _Run:
 
     def member(self, peer: PeerId) -> Member | None:
         return self._members.get(peer)
+
+    def planner_lost(self, peer: PeerId, lost: PeerId) -> None:
+        member = self._members.get(peer)
+        if member is not None and lost in self._setting.pool:
+            member.turn(partial(member.planner_lost, lost))
+
+    def has_witness(self, peer: PeerId) -> bool:
+        """Return whether `peer` has a vote in this run of another, and no stage."""
+        member = self._members.get(peer)
+        plan = None if member is None else member.plan
+        return peer != self._setting.requester and plan is not None and plan.stage_of(peer) is None
 
     def hosts(self, peer: PeerId) -> bool:
         member = self._members.get(peer)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from crypto.identity import PeerId
-from partition.run.slots import Slots
+from partition.run.provider import Provider
 from partition.steps.frames import OpenedFrame
 from sim.network.instants import instant
 from sim.worlds.run_context import Setting
@@ -20,7 +20,7 @@ class Turns:
         self.me = me
         self._setting = setting
         self._is_alive = True
-        self.slots: Slots = setting.slots(me)
+        self.provider: Provider = setting.provider(me)
 
     @property
     def now(self) -> float:

@@ -12,6 +12,7 @@ from node.protocols import runs as wire
 from node.protocols.manifest import MANIFEST_PURPOSE, Manifest, Run, check_run
 from partition.plan.history import first_history
 from partition.plan.plan import MICROBATCHES_MAX, NO_HASH, Plan, StagePlan, encode_plan, plan_hash
+from partition.run.asks import Done
 from tests.hostile.insider import Insider
 from tests.hostile.known import Known
 from tests.hostile.values import Values
@@ -82,7 +83,7 @@ async def take_in(insider: Insider, values: Values, signer: Signer, victim: Peer
     await insider.put(victim, RUNS, end)
     # Where that was no end, the victim is to have its slot back.
     await insider.put(victim, RUNS, encode(wire.End(plan_hash(plan), "failed", "enough", "")))
-    return isinstance(begun, wire.Done)
+    return isinstance(begun, Done)
 
 
 def learn_run(known: Known, run: Run, plan: Plan | None) -> None:

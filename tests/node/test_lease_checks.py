@@ -10,11 +10,13 @@ from crypto.identity import Identity, PeerId
 from node.executor import RealExecutor
 from node.placement.admission import Machine
 from node.placement.lease_checks import BURST, BUSY, RATE, LeaseChecks
+from node.protocols import calls
 from node.protocols import runs as wire
 from node.protocols.manifest import Run
 from node.runtime import Node
 from node.seams import RealClock
 from partition.plan.plan import NO_HASH, Plan, StagePlan, encode_plan, plan_hash
+from partition.run.asks import Declined
 from sim.executor import SimExecutor
 from tests.stack import manifest, prepare, simple_cnn, simulate, swarm
 
@@ -55,10 +57,10 @@ async def lease(sender: Node, receiver: Node, number: int) -> wire.Reply:
     """Ask with a manifest that nobody has asked for before, and give the slot back."""
     run = prepare(sender, manifest(microbatches=number))
     plan = plan_of(run, receiver.peer)
-    reply = await wire.ask(
+    reply = await calls.ask(
         sender.network, receiver.peer, wire.LeaseRequest(run.fact, encode_plan(plan), 0), seconds=30
     )
-    await wire.ask(sender.network, receiver.peer, wire.Release(run.id, plan_hash(plan)), seconds=30)
+    await calls.ask(sender.network, receiver.peer, wire.Release(run.id, plan_hash(plan)), seconds=30)
     return reply
 
 
@@ -68,7 +70,7 @@ def test_a_peer_that_asks_for_ever_new_leases_is_slowed_down_and_no_other() -> N
         replies = [await lease(b, a, number) for number in range(1, BURST + 12)]
         computed = BURST + RATE * (trio.current_time() - began)
         assert sum(isinstance(reply, wire.Leased) for reply in replies) <= computed
-        assert replies[-1] == wire.Declined(BUSY)
+        assert replies[-1] == Declined(BUSY)
         assert isinstance(await lease(c, a, 40), wire.Leased)
         await trio.sleep(1 / RATE)
         assert isinstance(await lease(b, a, 41), wire.Leased)

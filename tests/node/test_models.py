@@ -22,11 +22,13 @@ from node.content import graphs
 from node.content.datasets import Dataset, labelled, load_digits, load_text
 from node.content.graphs import graph_name, values_name
 from node.errors import StageFailed, Unreachable, UsageError
+from node.protocols import calls
 from node.protocols import runs as wire
 from node.protocols.manifest import MANIFEST_BYTES_MAX, Manifest, RunFile, check_run_file, make_run
 from node.runs.manifest_builder import WINDOW, bind_data, make_manifest, window_of
 from node.runtime import Node
 from partition.model.graph import DataType, Graph, Stored, decode_graph, encode_graph, graph_hash
+from partition.run.asks import Declined
 from partition.stage import GROUPS_MAX, GroupSettings, StageSpecification
 from tests.partition.graphs import GraphBuilder
 from tests.stack import Model, Swarm, manifest, prepare, simple_cnn, simulate, swarm
@@ -277,9 +279,9 @@ def test_a_range_beyond_the_file_or_its_bounds_is_not_answered() -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         model = with_values()
         model.put(a)
-        reply = await wire.ask(b.network, a.peer, wire.FetchRange(model.hash, 90, 10), seconds=30)
-        assert isinstance(reply, wire.Declined)
-        assert await wire.fetch(b.network, a.peer, wire.FetchRange(model.hash, 4, 4), seconds=30) == (
+        reply = await calls.ask(b.network, a.peer, wire.FetchRange(model.hash, 90, 10), seconds=30)
+        assert isinstance(reply, Declined)
+        assert await calls.fetch(b.network, a.peer, wire.FetchRange(model.hash, 4, 4), seconds=30) == (
             np.ones(1, "<f4").tobytes()
         )
         stream = await b.network.open(a.peer, wire.RUNS_PROTOCOL)

@@ -29,8 +29,6 @@ from node.placement.leases import (
 from node.protocols.manifest import make_run
 from node.protocols.runs import (
     LEASE_PURPOSE,
-    Declined,
-    Done,
     LeaseBody,
     Leased,
     LeaseRequest,
@@ -43,6 +41,7 @@ from node.services.metadata import FLOPS_PER_SECOND_MAX, Metadata, encode_metada
 from partition.plan.observed import Knowledge, LinkRow, Observed, StageRow
 from partition.plan.plan import decode_plan, plan_hash
 from partition.plan.rates import assumed
+from partition.run.asks import Declined, Done
 from partition.run.decliners import DECLINERS_MAX, Decliners
 from tests.stack import manifest, simple_cnn, simulate, swarm, train
 

@@ -19,6 +19,7 @@ from node.storage.blobs import GUEST_BYTES_MAX
 from partition.plan.change import Change, encode_change, successor
 from partition.plan.history import History, extend, first_history
 from partition.plan.plan import Plan, encode_plan, plan_hash
+from partition.run.asks import Done
 from sim.storage import MemoryStorage
 from tests.node.test_runs_hostile import ask, assert_refused, lease, plan_of, start
 from tests.stack import STAGE_SECONDS, Swarm, _live, manifest, prepare, simulate, swarm, train
@@ -94,7 +95,7 @@ def test_a_plan_that_a_decliner_has_made_up_is_refused_by_the_requester(author: 
             await assert_refused(liar, victim, wire.Start(run.fact, encode_plan(plan), history))
             assert victim.runs.known() == []
             plan, history = usurp(run, other, first, victim)
-            assert await ask(other, victim, wire.Start(run.fact, encode_plan(plan), history)) == wire.Done()
+            assert await ask(other, victim, wire.Start(run.fact, encode_plan(plan), history)) == Done()
 
     simulate(scenario)
 
@@ -139,11 +140,11 @@ def test_a_result_that_is_longer_than_its_model_is_not_fetched() -> None:
             run = prepare(liar, small())
             plan = plan_of(run, victim.peer)
             await lease(liar, victim, run, plan)
-            assert await ask(liar, victim, start(liar, run.fact, plan)) == wire.Done()
+            assert await ask(liar, victim, start(liar, run.fact, plan)) == Done()
             huge = bytes(16 << 20)
             liar.seams.storage.write(weights_name(run.text), huge)
             end = wire.End(plan_hash(plan), "done", "", blake3(huge).hexdigest())
-            assert await ask(liar, victim, end) == wire.Done()
+            assert await ask(liar, victim, end) == Done()
             assert victim.seams.storage.read(weights_name(run.text)) is None
             (over,) = [event for event in group.events["a"] if isinstance(event, RunEnded)]
             assert "16777216 bytes offered, at most" in over.detail

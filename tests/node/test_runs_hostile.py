@@ -24,7 +24,7 @@ from node.pipeline.links import Links
 from node.pipeline.replica import ReplicaShell
 from node.pipeline.spans import Spans
 from node.placement.leases import PlacementFailed
-from node.placement.witnesses import WITNESSED_MAX
+from node.protocols import calls
 from node.protocols import runs as wire
 from node.protocols.manifest import Run, make_run
 from node.runs.runs import PIPELINE_IDLE_SECONDS_MAX
@@ -46,6 +46,8 @@ from partition.plan.plan import (
     encode_plan,
     plan_hash,
 )
+from partition.run.asks import Declined, Done
+from partition.run.witnesses import WITNESSED_MAX
 from partition.stage import OptimizerSettings
 from partition.steps.messages import Open, StageCommit, StageRoutes, StepCommit, Sync
 from partition.steps.replica import Replica
@@ -81,7 +83,7 @@ def plan_of(run: Run, holder: PeerId) -> Plan:
 
 
 async def ask(sender: Node, receiver: Node, request: wire.Request) -> wire.Reply:
-    return await wire.ask(sender.network, receiver.peer, request, seconds=30)
+    return await calls.ask(sender.network, receiver.peer, request, seconds=30)
 
 
 async def assert_refused(sender: Node, receiver: Node, request: wire.Request) -> None:
@@ -90,7 +92,7 @@ async def assert_refused(sender: Node, receiver: Node, request: wire.Request) ->
         reply = await ask(sender, receiver, request)
     except Unreachable:
         return
-    assert isinstance(reply, wire.Declined), reply
+    assert isinstance(reply, Declined), reply
 
 
 def start(sender: Node, fact: Fact, plan: Plan) -> wire.Start:
@@ -112,7 +114,7 @@ def test_a_node_is_the_witness_of_so_many_runs_only_however_many_it_has_promised
                 reply = await ask(b, a, wire.LeaseRequest(run.fact, encode_plan(plan), None))
                 assert isinstance(reply, wire.Leased)
             replies = [await ask(b, a, start(b, run.fact, plan)) for run, plan in rows]
-        assert [isinstance(reply, wire.Done) for reply in replies] == [True] * 4 + [False] * 4
+        assert [isinstance(reply, Done) for reply in replies] == [True] * 4 + [False] * 4
         assert sum(member.is_witness for member in a.runs.members.values()) == WITNESSED_MAX
 
     two_nodes(scenario)
@@ -174,7 +176,7 @@ def test_a_lease_is_given_only_to_the_requester_for_a_plan_that_fits_the_run_and
             await assert_refused(b, a, wire.LeaseRequest(run.fact, encode_plan(bad), 0))
         huge = run_of(b, microbatch=4_096, microbatches=64, pipeline="gpipe")
         reply = await lease(b, a, huge, plan_of(huge, a.peer))
-        assert isinstance(reply, wire.Declined)
+        assert isinstance(reply, Declined)
         assert "memory" in reply.reason
         assert isinstance(await lease(b, a, run, good), wire.Leased)
 
@@ -186,7 +188,7 @@ def test_a_node_that_cannot_fence_a_stage_in_takes_none_but_of_its_own_runs() ->
         a.provider.unfenced = ("files: no landlock",)
         run = run_of(b)
         reply = await lease(b, a, run, plan_of(run, a.peer))
-        assert isinstance(reply, wire.Declined)
+        assert isinstance(reply, Declined)
         assert "cannot fence them in: files: no landlock" in reply.reason
         own = run_of(a)
         request = wire.LeaseRequest(own.fact, encode_plan(plan_of(own, a.peer)), 0)
@@ -217,7 +219,7 @@ def test_a_lease_that_was_given_up_while_its_model_came_is_not_given(
             nursery.start_soon(want)
             await trio.sleep(1)
             await ask(b, a, wire.Release(run.id, plan_hash(plan)))
-        assert replies == [wire.Declined("busy")]
+        assert replies == [Declined("busy")]
         assert a.runs.has_slot
 
     two_nodes(scenario)
@@ -231,7 +233,7 @@ def test_only_whoever_asked_for_a_lease_releases_it() -> None:
             plan = plan_of(run, a.peer)
             assert isinstance(await lease(b, a, run, plan), wire.Leased)
             await ask(c, a, wire.Release(run.id, plan_hash(plan)))
-            assert await lease(c, a, other, plan_of(other, a.peer)) == wire.Declined("busy")
+            assert await lease(c, a, other, plan_of(other, a.peer)) == Declined("busy")
             await ask(b, a, wire.Release(run.id, plan_hash(plan)))
             assert isinstance(await lease(c, a, other, plan_of(other, a.peer)), wire.Leased)
 
@@ -296,7 +298,7 @@ def test_a_member_follows_only_a_plan_made_of_the_last_one() -> None:
             run = run_of(b)
             plan = plan_of(run, a.peer)
             await lease(b, a, run, plan)
-            assert await ask(b, a, start(b, run.fact, plan)) == wire.Done()
+            assert await ask(b, a, start(b, run.fact, plan)) == Done()
             change = Change(admitted=(c.peer,), trainers=(c.peer,))
             taken, first = successor(plan, change), first_history(b.signer, plan)
             history = extend(b.signer, first, plan_hash(plan), [encode_change(change)])
@@ -323,7 +325,7 @@ def test_a_run_that_is_over_is_not_begun_again() -> None:
         plan = plan_of(run, a.peer)
         await lease(b, a, run, plan)
         await ask(b, a, start(b, run.fact, plan))
-        assert await ask(b, a, wire.End(plan_hash(plan), "failed", "enough", "")) == wire.Done()
+        assert await ask(b, a, wire.End(plan_hash(plan), "failed", "enough", "")) == Done()
         await assert_refused(b, a, wire.LeaseRequest(run.fact, encode_plan(plan), 0))
         await assert_refused(b, a, start(b, run.fact, plan))
         assert a.runs.known() == []

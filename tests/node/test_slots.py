@@ -5,16 +5,15 @@ from collections.abc import Callable, Sequence
 import pytest
 import trio
 
-from crypto.identity import Identity
+from crypto.identity import Identity, PeerId
 from node.offering import Offering
 from node.placement.admission import Machine
 from node.placement.leases import PlacementFailed
 from node.placement.slots import Slots, share
 from node.protocols.manifest import Run
-from node.protocols.runs import LeaseBody
 from node.runtime import Node
 from node.seams import Seams
-from partition.run.slots import ORPHAN_SECONDS
+from partition.run.slots import ORPHAN_SECONDS, Promise
 from sim.storage import MemoryStorage
 from tests.stack import Swarm, assert_equal, manifest, prepare, reference, simulate, swarm, weights
 from tests.test_runs_end import all_ended
@@ -23,8 +22,12 @@ PLANNER = Identity(bytes(32)).peer
 OTHER = Identity(bytes([1]) * 32).peer
 
 
-def body(run: int, plan: int = 0) -> LeaseBody:
-    return LeaseBody(bytes([run]) * 32, bytes([plan]) * 32, 0, 240)
+def promised(run: int, planner: PeerId = PLANNER, *, plan: int = 0, height: int = 0) -> Promise:
+    return Promise(run_id(run), bytes([plan]) * 32, 0, planner, trio.current_time() + 240, height)
+
+
+def run_id(number: int) -> bytes:
+    return bytes([number]) * 32
 
 
 def with_slots(count: int, hosted: Sequence[bytes] = (), storage: MemoryStorage | None = None) -> Slots:
@@ -55,18 +58,18 @@ def test_as_many_slots_as_there_are_and_one_for_a_run() -> None:
     async def scenario() -> None:
         disk = MemoryStorage()
         slots = with_slots(2, storage=disk)
-        await slots.promise(body(1), PLANNER, 1)
+        await slots.promise(promised(1, height=1))
         assert slots.free == 1
-        assert not slots.is_free_for(body(1).run), "a run has one slot of a node"
-        assert slots.is_free_for(body(2).run)
-        await slots.promise(body(2), OTHER, 0)
-        assert (slots.free, slots.is_free_for(body(3).run)) == (0, False)
+        assert not slots.is_free_for(run_id(1)), "a run has one slot of a node"
+        assert slots.is_free_for(run_id(2))
+        await slots.promise(promised(2, OTHER))
+        assert (slots.free, slots.is_free_for(run_id(3))) == (0, False)
         assert with_slots(2, storage=disk).free == 0, "also after a restart"
-        slots.release(body(1).plan, OTHER)
+        slots.note(slots.core.release(bytes(32), OTHER))
         assert slots.free == 1, "by its plan and whom it was promised to"
         slots.release_all(PLANNER)
         assert with_slots(2, storage=disk).free == 2
-        await slots.promise(body(4), PLANNER, 0)
+        await slots.promise(promised(4))
         await trio.sleep(241)
         assert slots.free == 2, "nobody has come"
 
@@ -78,9 +81,9 @@ def test_what_was_promised_for_a_first_plan_outlives_its_requester_for_a_moment(
 
     async def scenario() -> None:
         slots = with_slots(1)
-        await slots.promise(body(1), PLANNER, 0)
+        await slots.promise(promised(1))
         slots.release_all(PLANNER)
-        assert slots.holds(body(1).run, body(1).plan, 0)
+        assert slots.core.holds(slots.now, run_id(1), bytes(32), 0)
         await trio.sleep(ORPHAN_SECONDS / 2)
         slots.release_all(PLANNER)
         assert slots.free == 0
@@ -92,8 +95,8 @@ def test_what_was_promised_for_a_first_plan_outlives_its_requester_for_a_moment(
 
 def test_a_slot_that_is_hosted_is_taken_and_a_promise_for_its_run_takes_no_other() -> None:
     async def scenario() -> None:
-        slots = with_slots(2, hosted=[body(1).run])
-        await slots.promise(body(1), PLANNER, 0)
+        slots = with_slots(2, hosted=[run_id(1)])
+        await slots.promise(promised(1))
         assert slots.free == 1
 
     simulate(scenario)
@@ -105,7 +108,7 @@ def test_promises_made_at_once_are_all_on_the_disk() -> None:
         slots = with_slots(3, storage=disk)
         async with trio.open_nursery() as nursery:
             for number in range(3):
-                nursery.start_soon(slots.promise, body(number), PLANNER, 0)
+                nursery.start_soon(slots.promise, promised(number))
         assert with_slots(3, storage=disk).free == 0
 
     simulate(scenario)
@@ -114,18 +117,21 @@ def test_promises_made_at_once_are_all_on_the_disk() -> None:
 def test_a_plan_that_cannot_come_about_holds_no_slot() -> None:
     async def scenario() -> None:
         disk = MemoryStorage()
-        slots = with_slots(1, storage=disk)
-        run = body(1).run
-        await slots.promise(body(1, plan=1), PLANNER, 3)
-        assert slots.supersede(body(2).run, PLANNER, 9) == (), "another run's plan says nothing of it"
-        assert slots.supersede(run, OTHER, 3) == (), "both may still be decided"
+        slots, run = with_slots(1, storage=disk), run_id(1)
+
+        def supersede(run: bytes, planner: PeerId, height: int) -> list[bytes]:
+            gone = slots.core.supersede(run, planner, height)
+            slots.note(bool(gone))
+            return [promise.plan for promise in gone]
+
+        await slots.promise(promised(1, plan=1, height=3))
+        assert supersede(run_id(2), PLANNER, 9) == [], "another run's plan says nothing of it"
+        assert supersede(run, OTHER, 3) == [], "both may still be decided"
         assert slots.free == 0
-        (outvoted,) = slots.supersede(run, OTHER, 4)
-        assert (outvoted.plan, outvoted.planner) == (body(1, plan=1).plan, PLANNER)
+        assert supersede(run, OTHER, 4) == [bytes([1]) * 32]
         assert slots.is_free_for(run)
-        await slots.promise(body(1, plan=2), OTHER, 4)
-        (again,) = slots.supersede(run, OTHER, 4)
-        assert again.plan == body(1, plan=2).plan, "a planner asks for one plan at a time"
+        await slots.promise(promised(1, OTHER, plan=2, height=4))
+        assert supersede(run, OTHER, 4) == [bytes([2]) * 32], "a planner asks for one plan at a time"
         assert with_slots(1, storage=disk).free == 1, "also after a restart"
 
     simulate(scenario)

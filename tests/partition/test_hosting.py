@@ -1,10 +1,13 @@
 """One member's stage: opened, kept, superseded, opened early for a plan that may not come about."""
 
+from math import inf
+
 from msgspec.structs import replace
 
 from crypto.identity import PeerId
 from partition.plan.plan import FIRST_VALUES, NO_HASH, Plan, StagePlan, plan_hash
 from partition.run.hosting import Hosting, StageEnded, StageKept, StageWanted
+from partition.run.timeouts import SILENCE_SECONDS_MAX
 
 ME, OTHER, FAR = (PeerId(bytes([number]) * 32) for number in (1, 2, 3))
 
@@ -46,7 +49,7 @@ def test_a_stage_that_has_trained_is_opened_again_to_begin_anew() -> None:
     anew = replace(plan(1, ME, OTHER), restored=FIRST_VALUES)
     assert isinstance(hosting.adopt(anew), StageWanted)
     hosting = Hosting(ME)
-    wanted = hosting.prepare(anew, OTHER)
+    wanted = hosting.prepare(0.0, anew, OTHER)
     assert wanted is not None
     hosting.opened(wanted)
     assert hosting.adopt(anew) == StageKept(anew), "it was opened for this plan, and has not trained"
@@ -81,9 +84,9 @@ def test_a_stage_opened_early_is_closed_unless_its_plan_is_decided() -> None:
     early, other = plan(3, ME, OTHER), plan(4, ME, FAR)
     for lost in (True, False):
         hosting = Hosting(ME)
-        wanted = hosting.prepare(early, OTHER)
+        wanted = hosting.prepare(0.0, early, OTHER)
         assert wanted is not None
-        assert hosting.prepare(other, FAR) is None, "one stage at most"
+        assert hosting.prepare(0.0, other, FAR) is None, "one stage at most"
         assert hosting.opened(wanted) == early
         assert hosting.planner_lost(FAR) is None
         assert hosting.unprepare(plan_hash(other)) is None
@@ -91,7 +94,7 @@ def test_a_stage_opened_early_is_closed_unless_its_plan_is_decided() -> None:
         assert closed == StageEnded()
         assert not hosting.occupies
     hosting = Hosting(ME)
-    wanted = hosting.prepare(early, OTHER)
+    wanted = hosting.prepare(0.0, early, OTHER)
     assert wanted is not None
     hosting.opened(wanted)
     assert hosting.adopt(early) == StageKept(early)
@@ -100,7 +103,7 @@ def test_a_stage_opened_early_is_closed_unless_its_plan_is_decided() -> None:
 
 def test_what_could_not_be_opened_early_is_given_up_once() -> None:
     hosting, early = Hosting(ME), plan(3, ME, OTHER)
-    wanted = hosting.prepare(early, OTHER)
+    wanted = hosting.prepare(0.0, early, OTHER)
     assert wanted is not None
     hosting.failed(wanted)
     assert not hosting.occupies
@@ -115,5 +118,18 @@ def test_a_member_whose_run_is_over_opens_no_stage_again() -> None:
     opened(hosting, plan(1, ME, OTHER))
     assert hosting.end() == StageEnded()
     assert hosting.adopt(plan(2, ME, OTHER)) is None
-    assert hosting.prepare(plan(3, ME, OTHER), OTHER) is None
+    assert hosting.prepare(0.0, plan(3, ME, OTHER), OTHER) is None
     assert not hosting.occupies
+
+
+def test_a_stage_opened_early_waits_for_its_plan_only_so_long() -> None:
+    hosting, early = Hosting(ME), plan(3, ME, OTHER)
+    assert hosting.deadline == inf
+    wanted = hosting.prepare(10.0, early, OTHER)
+    assert wanted is not None
+    due = hosting.deadline
+    assert due == 10.0 + SILENCE_SECONDS_MAX
+    hosting.opened(wanted)
+    assert hosting.wake(due - 1) is None
+    assert hosting.wake(due) == StageEnded()
+    assert (hosting.occupies, hosting.deadline) == (False, inf)

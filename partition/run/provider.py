@@ -1,0 +1,164 @@
+"""What a node answers to those who want a stage of it: hold a slot, open the stage, begin, let it go.
+
+A planner asks in this order, and each answer depends on what was promised before, and to whom. What needs a
+node's machine, its disk or its owner's settings (whose turn it is, does the graph fit, is the promise on
+disk) is decided by the driver, between `on_hold` and `promise`.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import NamedTuple, Protocol
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from partition.plan.plan import Plan, plan_hash
+from partition.run.asks import Declined, Done
+from partition.run.slots import Promise, Slots
+from partition.run.timeouts import SILENCE_SECONDS_MAX
+from partition.run.witnesses import WITNESSED_MAX, WitnessPromises
+
+RELEASED_MAX = 256
+"""Plans given up lately."""
+OVER = "the run is over"
+BEHIND = "it does not know yet how the run went on"
+NO_LEASE = "no lease for this stage"
+BUSY = "busy"
+
+
+class Membership(Protocol):
+    """The part of a `partition.run.member.Member` that answers need."""
+
+    @property
+    def plan(self) -> Plan | None: ...
+    def is_behind(self, sender: PeerId, plan: Plan) -> bool: ...
+    def on_start(self, sender: PeerId, plan: Plan) -> Done | Declined | None: ...
+
+
+class KnownRun(NamedTuple):
+    """What this node knows of the run that it is asked about; `member` is None where it has no part in it."""
+
+    requester: PeerId
+    is_over: bool
+    member: Membership | None
+
+
+class Hold(NamedTuple):
+    """A request for a slot that nothing spoke against so far. `given_up` counts how often its plan was given
+    up before, `was_gone` whether membership held its planner for gone already."""
+
+    plan: Plan
+    stage: int | None
+    planner: PeerId
+    given_up: int
+    was_gone: bool
+
+
+class Provider:
+    """One node's, over all its runs. `now` is by the clock of `slots`; `witnessing` says in how many runs of
+    others the node has a vote and no stage, `gone` who is dead or has left."""
+
+    def __init__(
+        self,
+        me: PeerId,
+        slots: Slots,
+        witnessing: Callable[[], int],
+        gone: Callable[[], Collection[PeerId]],
+    ) -> None:
+        self.slots = slots
+        self._me = me
+        self._witnessing = witnessing
+        self._gone = gone
+        self._witnessed = WitnessPromises()
+        # A lease that took long to think about may be given up by its planner before it was given.
+        self._released: deque[bytes] = deque(maxlen=RELEASED_MAX)
+
+    def supersede(self, asker: PeerId, plan: Plan, known: KnownRun) -> list[bytes]:
+        """Before `on_hold`: forget what was promised for plans of this run that cannot come about, now that
+        `asker` wants a slot for `plan`. Return them by hash: a stage opened for one is to be closed."""
+        if known.is_over or plan.stage_of(self._me) is None:
+            return []
+        return [promise.plan for promise in self.slots.supersede(plan.run, asker, plan.height)]
+
+    def on_hold(
+        self,
+        now: float,
+        asker: PeerId,
+        plan: Plan,
+        stage: int | None,
+        known: KnownRun,
+        turn: Callable[[], Declined | None],
+    ) -> Hold | Declined:
+        """Answer a planner that wants a slot for `stage`, None for a witness, which needs none. `turn` says
+        why another run comes first, where one does. Raises RemoteProtocolError."""
+        if plan.stage_of(self._me) != stage:
+            raise RemoteProtocolError("a lease for a stage that the plan does not give to this node")
+        if known.is_over:
+            return Declined(OVER)
+        if stage is not None and (waits := turn()) is not None:
+            return waits
+        if stage is not None and not self.slots.is_free_for(now, plan.run):
+            return Declined(BUSY)
+        if known.member is not None and known.member.is_behind(asker, plan):
+            return Declined(BEHIND)
+        if stage is None and self._witnesses_enough:
+            return Declined("busy: a witness of too many runs")
+        return Hold(plan, stage, asker, self._released.count(plan_hash(plan)), asker in self._gone())
+
+    def promise(self, now: float, hold: Hold) -> Promise | Declined:
+        """Return the promise that answers `hold`, for the driver to keep in `slots`; or why it is not given:
+        somebody else was given the slot meanwhile, or nobody waits any more. A witness's is kept here."""
+        plan, name = hold.plan, plan_hash(hold.plan)
+        until = now + SILENCE_SECONDS_MAX
+        promise = Promise(plan.run, name, hold.stage, hold.planner, until, plan.height)
+        is_awaited = self._released.count(name) == hold.given_up
+        is_awaited = is_awaited and (hold.was_gone or hold.planner not in self._gone())
+        if hold.stage is None:
+            self._witnessed.promise(now, plan.run, name, hold.planner, SILENCE_SECONDS_MAX)
+        elif not is_awaited or not self.slots.is_free_for(now, plan.run):
+            return Declined(BUSY)
+        return promise
+
+    def on_release(self, asker: PeerId, plan: bytes) -> bool:
+        """Forget what was promised to `asker` for the plan of this hash; whether the slots have changed."""
+        self._witnessed.release(plan, asker)
+        self._released.append(plan)
+        return self.slots.release(plan, asker)
+
+    def on_open(self, now: float, asker: PeerId, plan: Plan, known: KnownRun) -> Done | Declined | None:
+        """Answer a planner whose plan may soon be decided; None: open the stage that it gives to this
+        node."""
+        if known.is_over:
+            return Declined(OVER)
+        if known.member is not None and known.member.is_behind(asker, plan):
+            return Declined(BEHIND)
+        if plan.stage_of(self._me) is None and self._has_agreed(now, plan, known):
+            return Done()
+        return None if self._holds(now, plan) else Declined(NO_LEASE)
+
+    def on_start(self, now: float, asker: PeerId, plan: Plan, known: KnownRun) -> Done | Declined | None:
+        """Answer to a plan that is said to be in force; None: begin with it."""
+        if known.is_over:
+            return Declined(OVER)
+        answer = None if known.member is None else known.member.on_start(asker, plan)
+        if answer is not None:
+            return answer
+        if plan.stage_of(self._me) is not None:
+            return None if self._holds(now, plan) else Declined(NO_LEASE)
+        if not self._has_agreed(now, plan, known):
+            return Declined("no part in this run was asked of this node")
+        # What was promised before others began counts only now.
+        is_full = known.requester != self._me and self._witnesses_enough
+        return Declined("busy: too many runs") if is_full else None
+
+    def _holds(self, now: float, plan: Plan) -> bool:
+        """Return whether the slot is promised to the stage that `plan` gives to this node."""
+        stage = plan.stage_of(self._me)
+        return stage is not None and self.slots.holds(now, plan.run, plan_hash(plan), stage)
+
+    def _has_agreed(self, now: float, plan: Plan, known: KnownRun) -> bool:
+        """Return whether this node has agreed to be a member by `plan` without a stage."""
+        return known.requester == self._me or self._witnessed.holds(now, plan.run, plan_hash(plan))
+
+    @property
+    def _witnesses_enough(self) -> bool:
+        return self._witnessing() >= WITNESSED_MAX
