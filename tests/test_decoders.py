@@ -29,6 +29,7 @@ from gossip.averaging import messages as averaging
 from gossip.swim import PROTOCOL
 from node.averaging import transfer
 from node.averaging.runner import read_message
+from node.protocols import calls
 from node.protocols import runs as wire
 from node.protocols.manifest import check_run
 from node.services.metadata import read_metadata
@@ -89,7 +90,7 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
     "session control": lambda data: packets.read_control(b"\0\3" + data),
     "handshake": handshake,
     "request": lambda data: decode(data, wire.Request, bytes_max=wire.REQUEST_BYTES_MAX),
-    "reply": wire.read_reply,
+    "reply": calls.read_reply,
     "roster": lambda data: decode(data, roster.Message, bytes_max=roster.MESSAGE_BYTES_MAX),
     "matchmaking": lambda data: decode(data, matchmaking.Message, bytes_max=matchmaking.MESSAGE_BYTES_MAX),
     "averaging stream": lambda data: read_message(data, memoryview(b"")),

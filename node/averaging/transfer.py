@@ -23,6 +23,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from node.averaging.snapshot import CHUNK_BYTES, Hash, Snapshot, Table, check_table
 from node.errors import StreamClosed, Unreachable
+from node.protocols.calls import conversation
 from node.seams import Executor, Network, Stream, StreamLimits
 
 PROTOCOL = "/peerloom/catchup/1"
@@ -138,18 +139,16 @@ async def fetch_state(
 
     async def ask(donor: PeerId) -> None:
         try:
-            with trio.fail_after(OFFER_SECONDS_MAX + 2):
-                stream = await network.open(donor, PROTOCOL, message_bytes_max=TABLE_BYTES_MAX)
-                try:
-                    await stream.send(encode(Ask(run, signature, step)))
-                    data = await stream.receive()
-                finally:
-                    await stream.aclose()
+            seconds, bytes_most = OFFER_SECONDS_MAX + 2, TABLE_BYTES_MAX
+            talk = conversation(network, donor, PROTOCOL, seconds=seconds, message_bytes_max=bytes_most)
+            async with talk as stream:
+                await stream.send(encode(Ask(run, signature, step)))
+                data = await stream.receive()
             answer = await executor.run(partial(_read_offer, data, bytes_max, step_max))
         except RemoteProtocolError as error:
             refuse(donor, error)
-        except (Unreachable, StreamClosed, trio.TooSlowError) as error:
-            reasons.append(str(error) or "no answer in time")
+        except (Unreachable, StreamClosed) as error:
+            reasons.append(str(error))
         else:
             if isinstance(answer, Table):
                 offers[donor] = answer

@@ -25,6 +25,7 @@ from node.checkpoints.service import Checkpoints
 from node.checkpoints.store import KEPT, Kept
 from node.content.blobs import Refuse
 from node.errors import StreamClosed, Unreachable
+from node.protocols.calls import call
 from node.protocols.checkpoint import Number, StageState
 from node.protocols.manifest import run_text
 from node.protocols.permits import Permit, Permits
@@ -410,16 +411,10 @@ async def ask(network: Network, peer: PeerId, request: Request, *, seconds: floa
     Raises:
         Unreachable: no path, no answer in time, or an answer that is none.
     """
-    with trio.move_on_after(seconds):
-        stream = await network.open(peer, COPIES_PROTOCOL)
-        try:
-            await stream.send(encode(request))
-            reply: Reply = decode(await stream.receive(), Reply, bytes_max=MESSAGE_BYTES_MAX)
-            return reply
-        except (StreamClosed, RemoteProtocolError) as error:
-            raise Unreachable("refused", f"no answer: {error}") from None
-        finally:
-            with trio.move_on_after(1) as scope:
-                scope.shield = True
-                await stream.aclose()
-    raise Unreachable("timeout", f"no answer in {seconds:.0f} s")
+    try:
+        reply: Reply = await call(
+            network, peer, COPIES_PROTOCOL, request, Reply, seconds=seconds, reply_bytes_max=MESSAGE_BYTES_MAX
+        )
+    except RemoteProtocolError as error:
+        raise Unreachable("refused", f"no answer: {error}") from None
+    return reply

@@ -15,8 +15,9 @@ from blake3 import blake3
 from crypto.identity import PeerId
 from node.content.safetensors import file_bytes, file_metadata, file_pieces, state_dict
 from node.errors import Unreachable
+from node.protocols.calls import fetch, fetch_into
 from node.protocols.manifest import Run
-from node.protocols.runs import BLOB_BYTES_MAX, ExportStage, FetchWeights, fetch, fetch_into
+from node.protocols.runs import BLOB_BYTES_MAX, ExportStage, FetchWeights
 from node.seams import Draft, Network, Seams, Storage
 from partition.model.graph import ITEM_BYTES, Graph
 from partition.model.safetensors_layout import SAFETENSORS_TYPES

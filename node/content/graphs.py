@@ -16,7 +16,8 @@ from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from node.errors import StageFailed, Unreachable, UsageError
-from node.protocols.runs import RANGE_BYTES_MAX, FetchModel, FetchRange, fetch
+from node.protocols.calls import fetch
+from node.protocols.runs import RANGE_BYTES_MAX, FetchModel, FetchRange
 from node.protocols.uploads import FilePart, whole
 from node.seams import Seams, Stage
 from node.storage.blobs import NoRoom

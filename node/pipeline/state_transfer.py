@@ -14,7 +14,8 @@ from blake3 import blake3
 
 from crypto.identity import PeerId
 from node.errors import StageFailed, Unreachable
-from node.protocols.runs import FetchState, fetch
+from node.protocols.calls import fetch
+from node.protocols.runs import FetchState
 from node.seams import Executor, Network, Stage
 from partition.plan.plan import NO_HASH
 

@@ -23,6 +23,7 @@ from node.containment import contain
 from node.content.graphs import Models
 from node.documents import rfc3339
 from node.errors import StreamClosed, Unreachable
+from node.protocols.calls import call
 from node.protocols.manifest import Run, run_text
 from node.runs.receipts_file import EARNED_MAX, read_receipts, write_receipts
 from node.seams import Seams, Stream, StreamLimits
@@ -328,18 +329,16 @@ class Receipts:
                     self._asked.pop(peer, None)
 
     async def _call(self, peer: PeerId, question: Question) -> Answer:
-        with trio.move_on_after(CALL_SECONDS_MAX):
-            stream = await self._seams.network.open(
-                peer, RECEIPTS_PROTOCOL, message_bytes_max=ANSWER_BYTES_MAX
-            )
-            try:
-                await stream.send(encode(question))
-                answer: Answer = decode(await stream.receive(), Answer, bytes_max=ANSWER_BYTES_MAX)
-                return answer
-            finally:
-                with trio.move_on_after(1, shield=True):
-                    await stream.aclose()
-        raise Unreachable("timeout", f"no answer in {CALL_SECONDS_MAX:.0f} s")
+        answer: Answer = await call(
+            self._seams.network,
+            peer,
+            RECEIPTS_PROTOCOL,
+            question,
+            Answer,
+            seconds=CALL_SECONDS_MAX,
+            reply_bytes_max=ANSWER_BYTES_MAX,
+        )
+        return answer
 
     # For people
 

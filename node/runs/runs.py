@@ -37,6 +37,7 @@ from node.placement.leases import Offer, PlacementFailed, place, reduction, rele
 from node.placement.places import Places
 from node.placement.slots import Slots
 from node.placement.waiting import place_in_time
+from node.protocols import calls
 from node.protocols import runs as wire
 from node.protocols.manifest import Run, run_text
 from node.protocols.uploads import Body
@@ -307,7 +308,7 @@ class Runs:
     async def ask(self, peer: PeerId, request: wire.Request, seconds: float) -> wire.Reply:
         """A request to a member, or to this node itself. Raises Unreachable."""
         if peer != self.signer.peer:
-            return await wire.ask(self.seams.network, peer, request, seconds=seconds)
+            return await calls.ask(self.seams.network, peer, request, seconds=seconds)
         try:
             reply = await self._requests.answer(peer, request)
         except RemoteProtocolError as error:  # what others would refuse is no bug of this node

@@ -16,6 +16,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, peer_text
 from node.errors import StreamClosed, Unreachable
 from node.pipeline.spans import Span, Spans, trace_id
+from node.protocols.calls import conversation
 from node.protocols.manifest import run_text
 from node.seams import Seams, Stream
 from partition.plan.plan import Hash
@@ -111,27 +112,25 @@ class Traces:
         if peer == self._seams.network.peer:
             spans = list(self._spans.of(run, first, last))
             return {"offset_seconds": 0.0, "round_trip_seconds": 0.0, "spans": spans}
-        with trio.move_on_after(COLLECT_SECONDS_MAX):
-            stream = await self._seams.network.open(peer, TRACES_PROTOCOL, message_bytes_max=ANSWER_BYTES_MAX)
-            try:
-                timed = [await self._time(stream, run) for _ in range(ROUND_TRIPS)]
-                trip, offset = min(timed)
-                spans = []
-                while len(spans) < SPANS_ANSWERED_MAX * (REQUESTS_MAX - ROUND_TRIPS - 1):
-                    ask = Ask(run, first, last, len(spans), SPANS_ANSWERED_MAX)
-                    told = await self._call(stream, ask)
-                    spans += told.spans
-                    if len(told.spans) < SPANS_ANSWERED_MAX:
-                        break
-                return {
-                    "offset_seconds": offset / _WHOLE,
-                    "round_trip_seconds": trip / _WHOLE,
-                    "spans": spans,
-                }
-            finally:
-                with trio.move_on_after(1, shield=True):
-                    await stream.aclose()
-        raise Unreachable("timeout", f"no answer in {COLLECT_SECONDS_MAX:.0f} s")
+        network, seconds = self._seams.network, COLLECT_SECONDS_MAX
+        talk = conversation(
+            network, peer, TRACES_PROTOCOL, seconds=seconds, message_bytes_max=ANSWER_BYTES_MAX
+        )
+        async with talk as stream:
+            timed = [await self._time(stream, run) for _ in range(ROUND_TRIPS)]
+            trip, offset = min(timed)
+            spans = []
+            while len(spans) < SPANS_ANSWERED_MAX * (REQUESTS_MAX - ROUND_TRIPS - 1):
+                ask = Ask(run, first, last, len(spans), SPANS_ANSWERED_MAX)
+                told = await self._call(stream, ask)
+                spans += told.spans
+                if len(told.spans) < SPANS_ANSWERED_MAX:
+                    break
+        return {
+            "offset_seconds": offset / _WHOLE,
+            "round_trip_seconds": trip / _WHOLE,
+            "spans": spans,
+        }
 
     async def _time(self, stream: Stream, run: bytes) -> tuple[int, int]:
         """(round trip, how far the other clock is ahead), nanoseconds."""

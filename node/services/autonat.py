@@ -20,6 +20,7 @@ from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from node.errors import StreamClosed, Unreachable
+from node.protocols.calls import conversation
 from node.seams import Clock, Network, Stream
 from node.services.autonat_core import ADDRESSES_MAX, Reachability, Report
 
@@ -80,18 +81,13 @@ async def ask_dial_back(network: Network, clock: Clock, peer: PeerId) -> Report:
         Unreachable, StreamClosed: it could not be asked. RemoteProtocolError: nonsense came back.
     """
     ports = tuple(dict.fromkeys(address.port for address in network.addresses))[:ADDRESSES_MAX]
-    with trio.move_on_after(ASK_SECONDS):
-        stream = await network.open(peer, PROTOCOL)
-        try:
-            await stream.send(encode(DialBack(ports)))
-            dialled: Dialled = decode(await stream.receive(), Dialled, bytes_max=MESSAGE_BYTES_MAX)
-            there = stream.source
-        finally:
-            await stream.aclose()
-        if any(each.port not in ports for each in dialled.outcomes):
-            raise RemoteProtocolError("it dialled a port that it was not asked to")
-        return Report(clock.monotonic(), there, _outcomes(dialled))
-    raise Unreachable("timeout", f"no answer within {ASK_SECONDS:g} s")
+    async with conversation(network, peer, PROTOCOL, seconds=ASK_SECONDS) as stream:
+        await stream.send(encode(DialBack(ports)))
+        dialled: Dialled = decode(await stream.receive(), Dialled, bytes_max=MESSAGE_BYTES_MAX)
+        there = stream.source
+    if any(each.port not in ports for each in dialled.outcomes):
+        raise RemoteProtocolError("it dialled a port that it was not asked to")
+    return Report(clock.monotonic(), there, _outcomes(dialled))
 
 
 def _outcomes(dialled: Dialled) -> tuple[tuple[Address, str], ...]:

@@ -15,6 +15,7 @@ from crypto.identity import Identity, PeerId
 from node.checkpoints.weights import weights_name
 from node.errors import StreamClosed, Unreachable
 from node.executor import RealExecutor
+from node.protocols import calls
 from node.protocols import runs as wire
 from node.protocols.permits import Permit, Permits
 from node.protocols.uploads import STALL_SECONDS_MAX, send_blob, whole
@@ -69,7 +70,7 @@ async def drain(stream: Stream) -> int:
 
 
 async def fetch(network: Network, node: Node) -> bytes:
-    return await wire.fetch(network, node.peer, wire.FetchWeights(RUN), seconds=20)
+    return await calls.fetch(network, node.peer, wire.FetchWeights(RUN), seconds=20)
 
 
 def test_a_peer_that_never_reads_keeps_weights_from_nobody_else() -> None:

@@ -14,7 +14,8 @@ from node.averaging.signature import run_key, signature_of
 from node.checkpoints.weights import weights_name
 from node.errors import Unreachable
 from node.events import AveragingEnded, AveragingJoined, Event, RunEnded, StepCommitted
-from node.protocols.runs import Join, ask
+from node.protocols.calls import ask
+from node.protocols.runs import Join
 from partition.run import ending as core
 from partition.run.admission import Present, make_ticket
 from partition.run.ending import Conclusion, Evaluated, Said

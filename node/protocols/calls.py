@@ -1,0 +1,149 @@
+"""How a node asks another: one stream, one question, one answer, in so many seconds; and blobs as answers.
+
+Not here: how many questions of one peer are answered at once (`node.protocols.permits`, `StreamLimits`).
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import trio
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from node.errors import StreamClosed, Unreachable
+from node.protocols.runs import (
+    BLOB_BYTES_MAX,
+    BLOB_CHUNK_BYTES,
+    REQUEST_BYTES_MAX,
+    RUNS_PROTOCOL,
+    Blob,
+    Reply,
+    Request,
+)
+from node.seams import MESSAGE_BYTES_USUAL, Network, Stream
+from partition.run.asks import Declined
+
+CLOSE_SECONDS_MAX = 1.0
+"""To end a conversation in order, also where whoever asks is cancelled."""
+
+
+@asynccontextmanager
+async def conversation(
+    network: Network,
+    peer: PeerId,
+    protocol: str,
+    *,
+    seconds: float,
+    message_bytes_max: int = MESSAGE_BYTES_USUAL,
+) -> AsyncIterator[Stream]:
+    """A stream to `peer` for at most so many seconds, which is closed at the end, however it comes.
+
+    Raises:
+        Unreachable: no path, or the time is up. What the block raises.
+    """
+    with trio.move_on_after(seconds) as scope:
+        stream = await network.open(peer, protocol, message_bytes_max=message_bytes_max)
+        try:
+            yield stream
+        finally:
+            with trio.move_on_after(CLOSE_SECONDS_MAX, shield=True):
+                await stream.aclose()
+    if scope.cancelled_caught:
+        raise Unreachable("timeout", f"no answer in {seconds:.0f} s")
+
+
+async def call(
+    network: Network,
+    peer: PeerId,
+    protocol: str,
+    request: object,
+    kind: Any,
+    *,
+    seconds: float,
+    reply_bytes_max: int,
+) -> Any:
+    """Put one request to `peer`; its answer, of the type `kind`.
+
+    Raises:
+        Unreachable: no path, no answer, or none in time. RemoteProtocolError: an answer that is none.
+    """
+    message_bytes_max = max(MESSAGE_BYTES_USUAL, reply_bytes_max)
+    talk = conversation(network, peer, protocol, seconds=seconds, message_bytes_max=message_bytes_max)
+    try:
+        async with talk as stream:
+            await stream.send(encode(request))
+            return decode(await stream.receive(), kind, bytes_max=reply_bytes_max)
+    except StreamClosed as error:
+        raise Unreachable("refused", f"no answer: {error}") from None
+
+
+async def ask(network: Network, peer: PeerId, request: Request, *, seconds: float) -> Reply:
+    """Put one request about a run. Raises Unreachable, also for an answer that is none."""
+    try:
+        reply: Reply = await call(
+            network, peer, RUNS_PROTOCOL, request, Reply, seconds=seconds, reply_bytes_max=REQUEST_BYTES_MAX
+        )
+    except RemoteProtocolError as error:
+        raise Unreachable("refused", f"no answer: {error}") from None
+    return reply
+
+
+async def fetch(
+    network: Network, peer: PeerId, request: Request, *, seconds: float, bytes_max: int = BLOB_BYTES_MAX
+) -> bytes:
+    """Put a request whose answer is a Blob of at most `bytes_max`; its bytes. Raises Unreachable."""
+    parts = bytearray()
+
+    async def take(chunk: bytes) -> None:
+        parts.extend(chunk)
+
+    await fetch_into(take, network, peer, request, seconds=seconds, bytes_max=bytes_max)
+    return bytes(parts)
+
+
+async def fetch_into(
+    take: Callable[[bytes], Awaitable[None]],
+    network: Network,
+    peer: PeerId,
+    request: Request,
+    *,
+    seconds: float,
+    bytes_max: int,
+) -> None:
+    """The same with each chunk handed to `take` as it comes, so that no more than one is in memory.
+
+    Raises:
+        Unreachable: as `fetch`; what was taken by then is of no use. What `take` raises.
+    """
+    talk = conversation(network, peer, RUNS_PROTOCOL, seconds=seconds, message_bytes_max=BLOB_CHUNK_BYTES)
+    try:
+        async with talk as stream:
+            await stream.send(encode(request))
+            left = _announced(read_reply(await stream.receive()), bytes_max)
+            while left:
+                chunk = await stream.receive()
+                if not chunk or len(chunk) > left:
+                    raise RemoteProtocolError("a blob of another size than announced")
+                left -= len(chunk)
+                await take(chunk)
+    except (StreamClosed, RemoteProtocolError) as error:
+        raise Unreachable("refused", f"no answer: {error}") from None
+
+
+def _announced(reply: Reply, bytes_max: int) -> int:
+    """Return how many bytes follow. Raises Unreachable: none do, or more than are wanted."""
+    if isinstance(reply, Declined):
+        raise Unreachable("busy" if reply.is_busy else "refused", reply.reason)
+    if not isinstance(reply, Blob):
+        raise Unreachable("refused", "not what was asked for")
+    if reply.size_bytes > bytes_max:
+        raise Unreachable("refused", f"{reply.size_bytes} bytes offered, at most {bytes_max} wanted")
+    return reply.size_bytes
+
+
+def read_reply(data: bytes) -> Reply:
+    """A reply, or RemoteProtocolError."""
+    reply: Reply = decode(data, Reply, bytes_max=REQUEST_BYTES_MAX)
+    return reply
