@@ -12,7 +12,8 @@ from typing import Generic, TypeVar
 Member = TypeVar("Member", bound=Hashable)
 
 _NETWORK_BYTES = {4: 3, 8: 6}
-"""Of a source's bytes those that name its network: a /24 of IPv4, a /48 of IPv6, as they are handed out."""
+"""The leading bytes of a source's address that name its network: a /24 of IPv4, a /48 of IPv6, as they are
+handed out."""
 
 
 def network_of(source: bytes) -> bytes:

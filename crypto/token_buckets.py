@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 HOSTS_MAX = 4_096
 """Hosts whose prefix is cached: computing one costs as much as accepting a connection from the kernel."""
 _PREFIX_BYTES = 8
-"""Of an IPv6 address what a household is given; of the rest it can have any."""
+"""The prefix of an IPv6 address that a household is given; it can choose the rest."""
 
 Key = TypeVar("Key", bound=Hashable)
 

@@ -42,7 +42,7 @@ SHARDS_AT_ONCE = 8
 CLASSES_AT_ONCE = 5
 """Classes whose paths are read at one time: all sizes of memory of one kind of device."""
 WIDTH = 6
-"""Of the nearest to a shard's key so many have to answer: each of the k nearest should hold all of it."""
+"""How many of the nearest to a shard's key have to answer: each of the k nearest should hold all of it."""
 WIDTH_PROBED = 3
 """The same on the first path, where most shards are empty: half the requests of a search go there."""
 UNLIKELY_DEPTHS = 2

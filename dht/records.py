@@ -59,7 +59,7 @@ OWN_SOURCE = b"own"
 """Where our own records come from, and what passes no network."""
 
 EVICTION_CANDIDATES_MAX = 32
-"""Of the records that may have to go, the oldest so many are looked at for the farthest."""
+"""How many of the oldest records are compared to find the farthest, which makes room."""
 
 _ZERO = Key(bytes(KEY_BYTES))
 
@@ -90,7 +90,8 @@ class Record:
 
     @property
     def rank(self) -> Rank:
-        """Of two records of one publisher the higher rank wins, on every node alike.
+        """Return what decides between two records of one publisher: the higher rank wins, on every node
+        alike.
 
         Under one sequence that is the later expiry; two values under one sequence are the
         publisher's fault, and the last element only makes all nodes choose the same.

@@ -28,7 +28,7 @@ from dht.settings import Settings
 from dht.tokens import WriteTokens
 
 HINTS_ROOM_BYTES = 200
-"""Of a reply with records, what is kept for hints: some three, so that the asker's lookup goes on."""
+"""The room that a reply with records keeps for hints: some three, so that the asker's lookup goes on."""
 
 ARRAY_HEADS_BYTES = 4
 """The head of an array grows by up to two bytes when it is filled, and a reply has at most two."""

@@ -30,8 +30,8 @@ from dht.keys import KEY_MAX, Key, node_key, node_number
 from dht.messages import Hint
 
 WAITING_MAX = 8
-"""Of those who would stand in a full bucket, how many are known. Who has been up for long stays, so places
-come free a few times an hour; each who waits costs memory, and a ping to be known."""
+"""How many candidates wait for a place in a full bucket. Long-lived contacts stay, so places come free a few
+times an hour; each candidate costs memory, and a ping to be known."""
 BUCKET_GROUP_MAX = 2
 """Contacts of one address group that a full bucket keeps where others want their places, as in go-libp2p."""
 

@@ -131,7 +131,7 @@ class Settings:
     """Records this node holds for others and itself; 1 or more. About 1.5 kB each."""
 
     records_per_source_max: int = 2_000
-    """Of these, records from one address that is not local; 1 or more. A fifth: many nodes behind
+    """How many of these may come from one address that is not local; 1 or more. A fifth: many nodes behind
     one translator store less with one node, and nobody fills it alone."""
 
     records_per_key_max: int = 64

@@ -121,7 +121,8 @@ class AllReduce:
 
     @property
     def unsummed(self) -> tuple[PeerId, ...]:
-        """Of those the ones whose summands of our part are missing: they hold up others too, by us."""
+        """Return those of the awaited whose summands of our part are missing: they hold up others too, by
+        us."""
         waits = [
             any(place not in summands for summands in self._summands.values())
             for place in range(len(self._members))

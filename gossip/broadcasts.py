@@ -28,7 +28,8 @@ TOPICS_MAX = 16
 DUE_SLACK_SECONDS = 0.001
 PASSED_ON_MAX = 64.0
 PASSED_ON_INTERVALS = 2.0
-"""Of all authors together so many are passed on at once, then one in so many probe intervals."""
+"""How many broadcasts of all authors together are passed on at once, and then one in how many probe
+intervals."""
 
 
 class Broadcasts:

@@ -24,8 +24,8 @@ REFUTATION_SENDS = 4
 """A refutation need not reach all: whoever suspects us passes it on, and the others do not."""
 CHANGES_MAX = 2.0
 CHANGE_INTERVALS = 300.0
-"""Of what one member says of itself, a change of its profile, a return or a goodbye, so many are passed on at
-once, then one in so many probe intervals: each costs everybody some sends. The rest spreads by Syncs."""
+"""How many changes of one member (a new profile, a return, a goodbye) are passed on at once, and then one in
+how many probe intervals: each costs everybody some sends. The rest spreads by Syncs."""
 CHANGED_SENDS = 4
 """Sends of a change soon after another one. Where each sends on four times, one in fifty is left to Syncs."""
 ALL_CHANGES_MAX = 4.0

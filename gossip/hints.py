@@ -17,7 +17,7 @@ from gossip.suspicion import Credit
 HINTS_MAX = 256
 """Accused members that wait for a probe; more are told of again."""
 HINTS_PROBED_MAX = 16
-"""Of these, probed at once: a message with 32 lies costs no more."""
+"""How many of these are probed at once: a message with 32 lies costs no more."""
 HINT_FACTS_MAX = 9
 """Accusations of one member that wait: as many accusers as `Settings.confirmations` can ask for, and one."""
 SPARED_INTERVALS = 2.0

@@ -15,7 +15,7 @@ with the reason, and no pretence of one. After hivemind's matchmaking, without i
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Annotated
+from typing import Annotated, assert_never
 
 import msgspec
 from blake3 import blake3
@@ -209,6 +209,8 @@ class Wish:
                     return []
                 self._ready.pop(sender, None)  # it is taken, until it says that it is ready again
                 return self._advance(now)
+            case _:
+                assert_never(message)
 
     def wake(self, now: float) -> Sends:
         """Tell, propose or give up, whatever is due."""

@@ -19,7 +19,7 @@ RELAYED_MIN = 4
 makes four of a million probes so."""
 
 JITTER_SHARE = 0.15
-"""Of the probe timeout, by which a round trip may exceed the usual one."""
+"""The share of the probe timeout by which a round trip may exceed the usual one."""
 
 
 class Answer(enum.IntEnum):

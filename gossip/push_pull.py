@@ -27,7 +27,7 @@ SERVED_MAX = 64
 SEEDS_MAX = 16
 """Peers one join tries."""
 NEIGHBOURS_ASKED = 2
-"""Of these, how many at a time in a swarm of neighbourhoods: all of them would tell the same."""
+"""How many of these at a time in a swarm of neighbourhoods: all of them would tell the same."""
 JOIN_RETRY_INTERVALS = 5
 """Probe intervals until an unanswered join is tried again; then twice as many each time."""
 SEARCH_SYNCS_MIN = 2

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
 from random import Random
-from typing import Annotated
+from typing import Annotated, assert_never
 
 import msgspec
 from blake3 import blake3
@@ -29,7 +29,7 @@ from crypto.identity import PEER_ID_BYTES, PeerId
 PROTOCOL = "/peerloom/roster/1"
 MESSAGE_BYTES_MAX = 1_232
 PARTICIPANTS_MAX = 1_024
-"""Of one run that a peer keeps: more than one averages with in a day of small groups."""
+"""The participants of one run that a peer keeps: more than one averages with in a day of small groups."""
 RUNS_MAX = 64
 """Runs that one node takes part in at once."""
 NAMES_MAX = 24
@@ -250,6 +250,8 @@ class Roster:
             case Leave():
                 self._forget(sender, "left")
                 return []
+            case _:
+                assert_never(message)
 
     def lost(self, peer: PeerId) -> None:
         """Membership calls this peer dead."""

@@ -59,7 +59,7 @@ _COMPARISONS = (Compare, ScopedCompare)
 
 
 DEAD_PROBED = 4
-"""Of those held for dead, so many are knocked at when one of them has answered."""
+"""How many dead members are probed when one of them has answered."""
 DEAD_PROBED_MAX = 32
 
 

@@ -31,7 +31,7 @@ LOGGED_MAX = 10
 """Failures of one place that are logged with a traceback; later only the hundredth, thousandth, ..., each in
 one line: whoever can cause a failure again and again must not fill the disk."""
 LOG_BYTES_MAX = 1 << 20
-"""Of the log's file; one older file of this size is kept beside it."""
+"""The size of the log's file; one older file of this size is kept beside it."""
 LOG_NAME = "errors.log"
 AGAIN_SECONDS_MIN, AGAIN_SECONDS_MAX = 1.0, 60.0
 """After which pause a part that failed is begun again: a full disk is not emptied by haste."""

@@ -29,7 +29,7 @@ from node.paths import CONTROL_NAME, short_path, socket_path
 from node.suggest import did_you_mean
 
 LINE_BYTES_MAX = 4 << 20
-"""Of a request: the largest carries a RUN.toml and paths, far below this."""
+"""The length of a request: the largest carries a RUN.toml and paths, far below this."""
 REQUEST_SECONDS_MAX = 2.0
 """A client writes its request at once; one that stays silent longer is none."""
 WAITING_MAX = 64

@@ -117,8 +117,8 @@ class StreamLimits:
     """A longer message ends its stream and the connection below, before it is taken. How long a payload may
     be is said by each `receive_with_payload`."""
     streams_per_peer_max: int = 16
-    """Of one peer at once; one more is refused as busy. A request or two of each task that has to do with the
-    other side."""
+    """The streams of one peer at once; one more is refused as busy. A request or two of each task that has to
+    do with the other side."""
 
 
 USUAL_STREAMS = StreamLimits()

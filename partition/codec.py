@@ -92,7 +92,7 @@ class TensorHeader(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def size_bytes(self) -> int:
-        """Of the tensor when it is not compressed."""
+        """Return the size of the tensor when it is not compressed."""
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
@@ -111,7 +111,7 @@ class Payload(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def size_bytes(self) -> int:
-        """Of all tensors when they are not compressed."""
+        """Return the size of all tensors when they are not compressed."""
         return sum(tensor.size_bytes for tensor in self.tensors)
 
 

@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from partition.codec import Codec, Digest, Payload, Rounding
-from partition.model.graph import FLOATING, ITEM_BYTES, Parameter, StageGraph
+from partition.model.graph import ITEM_BYTES, Parameter, StageGraph
 from partition.model.sizes import check_sizes, evaluate, shape_of
 
 ARENAS = ("parameters", "gradients", "totals", "moments")
@@ -54,7 +54,7 @@ Number = Annotated[int, msgspec.Meta(ge=0, le=_NUMBER_MAX)]
 Sign = Literal[1, -1]
 PayloadPart = Literal["input", "labels", "gradient"]
 """What of one micro-batch a stage is given."""
-"""Of a micro-batch's part in the sums: 1 adds it, -1 takes one out that they hold."""
+"""The sign of a micro-batch in the sums: 1 adds it, -1 takes one out that they hold."""
 Reason = Annotated[str, msgspec.Meta(max_length=REASON_LENGTH_MAX)]
 
 
@@ -173,7 +173,7 @@ class StageSpecification(msgspec.Struct, frozen=True):
 
     @property
     def dtype(self) -> Literal["float32", "float64"]:
-        """Of the arenas."""
+        """Return the type of the arenas."""
         rows = self.graph.parameters
         return "float64" if rows and rows[0].type.dtype == "float64" else "float32"
 
@@ -274,11 +274,6 @@ def message_bytes_max(specification: StageSpecification) -> int:
     names += [row.names[0] for row in graph.constants if row.names]
     header = sum(_ROW_BYTES + len(name) for name in names)
     return tensors + tensors // 128 + header + _OVERHEAD_BYTES
-
-
-def is_floating(dtype: str) -> bool:
-    """Return whether values of this type can have gradients."""
-    return dtype in FLOATING
 
 
 class Admitted(msgspec.Struct, frozen=True, tag=True, array_like=True):

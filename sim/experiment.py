@@ -66,7 +66,7 @@ class Progress:
 
     @property
     def left_seconds(self) -> float | None:
-        """Of waiting; None before it can be said."""
+        """Return how long there is to wait; None before it can be said."""
         return (self.scenario_seconds - self.virtual_seconds) / self.rate if self.rate > 0 else None
 
 

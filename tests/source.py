@@ -47,6 +47,12 @@ class Source:
             yield from self._nodes.get(kind, ())  # type: ignore[misc]  # the list of a type has that type
 
     @property
+    def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+        """All functions, also those in classes and in functions."""
+        yield from self.each(ast.FunctionDef)
+        yield from self.each(ast.AsyncFunctionDef)
+
+    @property
     def place(self) -> str:
         return self.path.relative_to(ROOT).as_posix()
 

@@ -14,7 +14,7 @@ from tests.hostile.member_scene import member_run, member_scene
 from tests.hostile.wire import PROTOCOLS, structs
 from tests.stack import Tensors, assert_equal, reference, simple_cnn
 
-SECONDS = 20.0
+SECONDS = 10.0
 STEP_SECONDS_MAX = 0.05
 GROWTH_BYTES_MAX = 100 << 20
 

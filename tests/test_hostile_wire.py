@@ -26,6 +26,7 @@ PROTOCOL_NAME = re.compile(r"/peerloom/[a-z]+/[0-9]+")
 BY_CALLERS = {
     ("node.services.driver", "self._message_type"): "the datagrams of membership and records",
     ("node.protocols.checkpoint", "kind"): "a checkpoint or a list of chunks",
+    ("node.protocols.calls", "kind"): "the answer to a call: see `decoded`",
 }
 """What is decoded is said by whoever calls; both are in the registry."""
 ELSEWHERE = {
@@ -54,19 +55,25 @@ LET_IN_MIN = 0.6
 """Of what is made of a kind, at least so much passes its decoder."""
 
 
+DECODERS = (("crypto.encoding", "decode", 1), ("node.protocols.calls", "call", 4))
+"""Functions that decode, and which of their arguments says what."""
+
+
 def decoded(source: Source) -> list[ast.expr]:
-    """The second arguments of all calls of `crypto.encoding.decode` in a file."""
-    imports_it = any(
-        node.module == "crypto.encoding" and "decode" in [alias.name for alias in node.names]
-        for node in source.each(ast.ImportFrom)
-    )
-    if not imports_it:
-        return []
-    return [
-        node.args[1]
-        for node in source.each(ast.Call)
-        if isinstance(node.func, ast.Name) and node.func.id == "decode"
-    ]
+    """What a file decodes, as said in all its calls of `DECODERS`."""
+    found = []
+    for module, function, place in DECODERS:
+        imports_it = any(
+            node.module == module and function in [alias.name for alias in node.names]
+            for node in source.each(ast.ImportFrom)
+        )
+        if imports_it or source.module == module:
+            found += [
+                node.args[place]
+                for node in source.each(ast.Call)
+                if isinstance(node.func, ast.Name) and node.func.id == function
+            ]
+    return found
 
 
 def named(module: ModuleType, name: ast.expr) -> Any:

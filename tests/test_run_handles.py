@@ -87,12 +87,12 @@ def test_a_handle_pauses_resumes_revises_and_stops(model: str) -> None:
             run = await group.nodes["a"].train(model, **{**SETTINGS, "steps": 100_000})
             assert (await run.pause())["is_paused"]
             assert run.status == "paused"
-            await trio.sleep(2)
+            await trio.sleep(0.5)
             before = (await run.show())["step"]
             await trio.sleep(5)
             assert (await run.show())["step"] == before
             await run.resume()
-            await trio.sleep(5)
+            await trio.sleep(1)
             assert (await run.show())["step"] > before
             assert (await run.revise(learning_rate=0.5, priority=9))["priority"] == 9
             for wrong in ({"steps": 0}, {"learning_rate": float("nan")}, {"priority": 10}, {}):

@@ -27,6 +27,28 @@ UNMEASURED_WORDS = {
 }  # fmt: skip
 """A name that ends so leaves its unit open, or abbreviates it: want _seconds, _bytes."""
 
+RIDDLES = re.compile(r"(Who|Whom|Whose|Of|So many|So much|So long|So often)\b")
+"""How a docstring does not begin: a reader would have to ask what it is about."""
+
+SHARED_NAMES = {
+    "Absent", "Accepted", "Admission", "Admitted", "Alarm", "Alerts", "Answer", "Applied", "Apply", "Ask",
+    "Attempt", "Averaged", "Best", "BestState", "Bfloat16", "Bound", "Broken", "Bucket", "Call", "Captured",
+    "Change", "Committer", "Condition", "Contact", "Contribution", "Declined", "Directory", "Diverged",
+    "Done", "Door", "Draft", "Entered", "Entry", "Evaluated", "Event", "Exact", "Exchange", "ExportStage",
+    "Exported", "Failed", "FetchState", "Fill", "Float16", "Found", "Ground", "Have", "Held", "Hint",
+    "Hosting", "Join", "Joining", "Keeping", "Kept", "Layout", "Left", "Life", "LinkRow", "Links",
+    "LocalNode", "Losses", "Mean", "Member", "MemberChanged", "MemberDegraded", "MemberLeft",
+    "MemberRefuted", "MemberSuspected", "Membership", "Memory", "Names", "Neighbours", "Node", "Norm",
+    "Nothing", "Observed", "Offer", "Outgoing", "Pace", "Page", "Part", "Parts", "Patience", "Pending",
+    "Permit", "Ping", "Places", "Prepare", "Progress", "Reach", "Record", "Records", "Reduced", "Refusal",
+    "Refused", "Region", "Report", "Request", "Requests", "Resources", "Results", "Roster", "Row", "Rule",
+    "Run", "RunEnded", "RunView", "Saved", "Service", "Session", "Sessions", "Settings", "Shown", "Slot",
+    "Slots", "Span", "Standing", "Start", "State", "Step", "StepCommitted", "Storage", "Store", "Stored",
+    "Swarm", "Sync", "Table", "Tables", "Traffic", "Training", "Turns", "Values", "Verdict", "Wanted",
+    "Watch", "Wish", "Work",
+}  # fmt: skip
+"""Public classes of two or more modules, from before this was held. The list only shrinks."""
+
 # Put together here, so that this file does not hold what it looks for.
 UNFINISHED = re.compile("|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X", "NotImplemented" + "Error")))
 PRAGMA = re.compile(r"  # (noqa|type: ignore|fmt:).*")
@@ -48,7 +70,9 @@ def defined(source: Source, *, functions: bool = True) -> Iterator[tuple[int, st
     Without `functions` only what holds a value.
     """
     if functions:
-        for named in source.each(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef):
+        for function in source.functions:
+            yield function.lineno, function.name
+        for named in source.each(ast.ClassDef):
             yield named.lineno, named.name
     for argument in source.each(ast.arg):
         yield argument.lineno, argument.arg
@@ -110,11 +134,32 @@ def test_files_are_short_enough_to_be_understood_alone() -> None:
     assert {place: length for place, length in lengths.items() if length > FILE_LINES_MAX} == {}
 
 
+def test_docstrings_begin_with_their_subject_or_an_imperative() -> None:
+    assert [
+        f"{source.place}:{text.lineno} {text.value.value[:40]}"
+        for source in PROGRAM
+        for text in source.each(ast.Expr)
+        if isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+        if RIDDLES.match(text.value.value.strip())
+    ] == []
+
+
+def test_a_public_class_has_a_name_of_its_own() -> None:
+    places: dict[str, set[str]] = {}
+    for source in PROGRAM:
+        for node in source.tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, set()).add(source.module)
+    shared = {name for name, modules in places.items() if len(modules) > 1}
+    assert sorted(shared - SHARED_NAMES) == [], "find another name: one name means one thing"
+    assert sorted(SHARED_NAMES - shared) == [], "shared no more: take it off the list, which only shrinks"
+
+
 def test_functions_are_short() -> None:
     functions = [
         (f"{source.place}:{node.lineno} {node.name}", (node.end_lineno or node.lineno) - node.lineno + 1)
         for source in EVERYTHING
-        for node in source.each(ast.FunctionDef, ast.AsyncFunctionDef)
+        for node in source.functions
     ]
     assert [function for function in functions if function[1] > FUNCTION_LINES_MAX] == []
 
@@ -242,7 +287,7 @@ def test_a_check_is_silenced_by_name_and_with_a_reason() -> None:
 def test_tests_read_as_sentences_and_do_not_sleep_for_luck() -> None:
     wrong = []
     for source in sources("tests"):
-        for test in source.each(ast.FunctionDef, ast.AsyncFunctionDef):
+        for test in source.functions:
             if test.name.startswith("test_") and len(words(test.name)) < TEST_NAME_WORDS_MIN:
                 wrong.append(f"{source.place}:{test.lineno} {test.name}")
         for node in source.each(ast.Call):

@@ -18,15 +18,15 @@ SOURCE_RATE = 20.0
 """Handshakes a second of one real source: several nodes behind one address, each with few."""
 SOURCE_BURST = 100.0
 NETWORK_RATE = 60.0
-"""Of one network, a /24, or a /48 of IPv6, while others need the rest: its owner could use up all shares
-by changing sources."""
+"""The share of one network (a /24, or a /48 of IPv6) while others need the rest: its owner could use up all
+shares by changing sources."""
 NETWORK_BURST = 200.0
 SHOWN_RATE = 200.0
-"""Of all that showed a cookie together: a fifth of a core at most."""
+"""The rate of all that showed a cookie together: a fifth of a core at most."""
 SHOWN_BURST = 400.0
 SPARED = 200.0
-"""Of these, so many are for networks that have not used up their own; of what is left any may have all. A
-local network is often one of many honest nodes, and the only one."""
+"""The part of this rate kept for networks that have not used up their own; any network may have what is left.
+A local network is often one of many honest nodes, and the only one."""
 COOKIE_RATE = 5_000.0
 """Cookies handed out a second, at 20 us each: a tenth of a core at most."""
 COOKIE_BURST = 5_000.0

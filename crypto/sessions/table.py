@@ -25,7 +25,7 @@ PEERS_MAX = 1_024
 600 members, and a routing table half as many again. Of those who list everybody, few are spoken to within a
 session's life."""
 WANTED_MAX = 256
-"""Of these, wanted ones that may push out settled ones: others can name us peers that do not exist."""
+"""The wanted ones among these that may push out settled ones: others can name us peers that do not exist."""
 STRANGERS_MAX = 256
 """Sessions begun by others and not used yet: more than come in a round trip at the rate that we compute."""
 RECENT_SECONDS = 60.0
@@ -37,7 +37,7 @@ STRANGER_QUEUE_MAX = 16
 """The same of a stranger. All strangers together fill two thirds of QUEUED_BYTES_MAX at most, so that there
 is room for messages to others."""
 QUEUED_BYTES_MAX = 8 * 2**20
-"""Of all peers together."""
+"""The limit for all peers together."""
 _ALARMS_SPARE = 64
 _NOWHERE = b""
 """The source of a peer that we want to reach: which it is will be known when it answers."""
@@ -108,7 +108,8 @@ class Table:
         return True
 
     def _least_recent(self, prefix: bytes) -> PeerState:
-        """Of the settled ones that have to make room for one more from there, the one unused for longest."""
+        """Return the least recently used of the settled peers that have to make room for one more from
+        there."""
         members = self._settled.greedier(prefix) or self._settled.equals(prefix)
         return min((self.peers[peer] for peer in members), key=_used_at)
 

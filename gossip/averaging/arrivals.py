@@ -14,7 +14,7 @@ from gossip.averaging.messages import Arrived
 STEPS_PER_OCTAVE = 4
 """Rates are rounded to these: members of about the same rate get equal parts, whatever the noise."""
 GAIN = 0.5
-"""Of a new measurement in what is kept."""
+"""The weight of a new measurement in the kept value."""
 SECONDS_MIN = 1e-4
 
 

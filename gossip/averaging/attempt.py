@@ -20,6 +20,7 @@ arithmetic at home.
 
 from collections.abc import Mapping
 from math import inf
+from typing import assert_never
 
 import numpy as np
 from blake3 import blake3
@@ -247,6 +248,8 @@ class Attempt:
                 return self.lost(now, sender)
             case Arrived():
                 self._arrivals.take(place, message, self.sent_bytes)
+            case _:
+                assert_never(message)
         return self._advance()
 
     def lost(self, now: float, peer: PeerId) -> Sends:

@@ -9,7 +9,8 @@ from gossip.averaging.reduction import Vector
 StrategyName = Literal["average", "gossip", "diloco", "noloco", "sparseloco", "asynchronous"]
 NAMES: tuple[str, ...] = get_args(StrategyName)
 GROUP_SIZE = 8
-"""Of Moshpit groups: a part of a group that dies costs the others little, and three rounds mix 512 peers."""
+"""The size of a Moshpit group: a part of a group that dies costs the others little, and three rounds mix 512
+peers."""
 STALE_ROUNDS_MAX = 4
 """Rounds' worth of local steps after which an asynchronous mean is dropped."""
 OUTER = ("diloco", "noloco", "sparseloco")

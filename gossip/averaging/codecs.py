@@ -153,7 +153,7 @@ class Blocks:
 
 
 class TopK:
-    """Of each block of 4,096 numbers the `top` largest: 12 bits say where each stands, 2 what it is.
+    """The `top` largest numbers of each block of 4,096: 12 bits say where each stands, 2 what it is.
 
     A sign, and whether it is nearer to the mean of the larger or of the smaller magnitudes of its block,
     each a float32: 120 bytes for 16,384 (SparseLoCo, Sarfi et al. 2025: 1.56 % and 2 bit). Where many are

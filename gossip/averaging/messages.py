@@ -17,7 +17,6 @@ from gossip.averaging.group import (
     GROUP_MEMBERS_MAX,
     HASH_BYTES,
     ITEMS_MAX,
-    NAME_BYTES_MAX,
     Hash,
 )
 
@@ -35,7 +34,6 @@ SEAL_PURPOSE = "averaging-seal"
 Place = Annotated[int, msgspec.Meta(ge=0, lt=GROUP_MEMBERS_MAX)]
 ChunkNumber = Annotated[int, msgspec.Meta(ge=0, lt=ITEMS_MAX // CHUNK_ITEMS + GROUP_MEMBERS_MAX)]
 FACT_BODY_BYTES_MAX = 8_192
-RoundName = Annotated[bytes, msgspec.Meta(max_length=NAME_BYTES_MAX)]
 
 
 class CommitmentBody(msgspec.Struct, frozen=True, array_like=True, tag="commitment"):

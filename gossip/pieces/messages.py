@@ -13,7 +13,7 @@ HASH_BYTES = 32
 PIECE_BYTES = 256 * 1024
 """What is hashed, asked for and sent as one: a quarter of a second at 8 Mbit/s."""
 PIECES_MAX = 1 << 18
-"""Of one data set: 64 GiB. A have-set of so many is 32 KiB."""
+"""The pieces of one data set: 64 GiB. A have-set of so many is 32 KiB."""
 HAVE_BYTES_MAX = PIECES_MAX // 8
 NUMBERS_MAX = 64
 """Pieces named in one message."""

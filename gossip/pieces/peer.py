@@ -13,7 +13,7 @@ WINDOW_MIN = 2
 WINDOW_MAX = 16
 """Pieces asked of one peer and not yet here: 4 MiB cover 100 ms at 40 MB/s."""
 WINDOW_SECONDS = 1.5
-"""So much of its rate is asked of a peer at once: a slow one owes little."""
+"""How many seconds' worth of its rate a peer is asked for at once: a slow one owes little."""
 UPLOADS_MAX = 2 * WINDOW_MAX
 """Pieces that one peer may wait for."""
 _SMOOTHING = 0.3

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from random import Random
-from typing import Any, ClassVar
+from typing import ClassVar, assert_never
 
 import numpy as np
 
@@ -37,7 +37,7 @@ from gossip.pieces.messages import (
 from gossip.pieces.peer import UPLOADS_MAX, SwarmPeer
 
 PEERS_MAX = 32
-"""Of one exchange; others are told that nothing is known here."""
+"""The peers of one exchange; others are told that nothing is known here."""
 TICK_SECONDS = 0.5
 RETRY_SECONDS = 2.0
 """Until a piece that was refused is asked of the same peer again."""
@@ -47,7 +47,7 @@ STALL_SECONDS = 60.0
 """A peer that sends nothing for so long is passed over: slower than 35 kbit/s for each piece."""
 PAUSE_SECONDS = 60.0
 GIVEN_SECONDS = 60.0
-"""So long a peer that was sent a piece may take to say that it has it."""
+"""How long a peer that was sent a piece may take to say that it has it."""
 PUT_OFF_MAX = 4
 """A peer is told this many times that a piece is to be had elsewhere; then it is sent it."""
 MISSES_MAX = 64
@@ -96,7 +96,7 @@ class PieceSwarm:
         self.me = me
         self.data = data
         self.count = count
-        self.events: list[Any] = []
+        self.events: list[Event] = []
         self.have: Bits = np.zeros(count, np.bool_)
         self.have[list(have)] = True
         self.deadline = inf
@@ -236,6 +236,8 @@ class PieceSwarm:
                 return self._on_refused(now, peer, message)
             case Piece():
                 return self._on_piece(now, peer, message)
+            case _:
+                assert_never(message)
 
     def wake(self, now: float) -> Sends:
         """Give up on those that send nothing, and ask again."""

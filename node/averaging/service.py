@@ -31,9 +31,9 @@ from node.services.discovery import Discovery
 from node.services.driver import Driver
 
 PURPOSE = "averaging"
-"""Of the DHT records of who takes part in a run."""
+"""The purpose of DHT records that say who takes part in a run."""
 GROUP_PURPOSE = "averaging-group"
-"""Of those of who wants a group under a key."""
+"""The purpose of those that say who wants a group under a key."""
 GROUP_LOOK_SECONDS = 1.0
 """Between two looks for others that want it."""
 STREAMS = StreamLimits(message_bytes_max=MESSAGE_BYTES_MAX, streams_per_peer_max=32)

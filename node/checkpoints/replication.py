@@ -32,7 +32,8 @@ from node.protocols.permits import Permit, Permits
 from node.seams import Network, Seams, Stream
 from node.storage.blobs import NoRoom
 from partition.plan.plan import STAGES_MAX, Hash, Peer
-from partition.run.messages import REASON_LENGTH_MAX, Reason
+from partition.run.asks import Declined, Done
+from partition.run.messages import REASON_LENGTH_MAX
 
 COPIES_PROTOCOL = "/peerloom/copies/1"
 CHECKPOINT_PURPOSE = "checkpoint"
@@ -96,16 +97,6 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
 
     step: Number
     checkpoint: Hash
-
-
-class Done(msgspec.Struct, frozen=True, tag="done"):
-    """It is on the disk."""
-
-
-class Declined(msgspec.Struct, frozen=True, tag="declined"):
-    """No, and why, in words for a person."""
-
-    reason: Reason
 
 
 class Here(msgspec.Struct, frozen=True, tag="here"):
@@ -374,7 +365,8 @@ class CheckpointReplicator:
         return Done() if is_whole else Declined(f"it did not come in {KEEP_SECONDS_MAX:.0f} s")
 
     async def _on_old_keep(self, run: str, request: Keep) -> Reply:
-        """Of a step that has its name: what is kept of it is not given up for what anybody says later."""
+        """Answer for a step that has its name: what is kept of it is not given up for what anybody says
+        later."""
         kept = await self._checkpoints.call(partial(self._checkpoints.store.find, run, request.step))
         here = kept.stages_here if kept is not None else ()
         if kept is not None and request.stage in here:

@@ -47,7 +47,7 @@ from partition.plan.plan import Hash, StepNumber
 from partition.steps.validation import Series
 
 KEPT = 2
-"""Of each run: the newest, and the one before it, should the newest prove damaged."""
+"""The checkpoints kept of each run: the newest, and the one before it, should the newest prove damaged."""
 SERIES_MAX = 8
 """Validations that a member remembers: a checkpoint goes back over no more of them, mostly."""
 BEST_RECORD_MAX = 1_024

@@ -18,7 +18,7 @@ BAR = 14
 THIN = 5
 BAR_WIDTH = 360
 LETTER = 7.3
-"""Of the monospaced letters of 12 pixels: names are as wide as this times their length, nearly."""
+"""The width of a monospaced letter of 12 pixels: names are as wide as this times their length, nearly."""
 TEXT_WIDTH = 180
 """Right of the bars: FLOPs and parameters of a layer."""
 ARC_STEP = 14

@@ -9,9 +9,9 @@ import typer
 from node.paths import ENVIRONMENT_PREFIX, default_data_dir
 
 GRAPH_SUFFIX = ".peerloom"
-"""Of the file of a captured model."""
+"""The suffix of a captured model's file."""
 VALUES_SUFFIX = ".safetensors"
-"""Of the file of its first values, beside it."""
+"""The suffix of the file of its first values, beside it."""
 DataDir = Annotated[str, typer.Option("--data-dir", metavar="DIR", help="The node's data folder.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of lines.")]
 

@@ -21,7 +21,7 @@ from node.errors import UsageError
 
 BATCH = 64
 COLUMNS_MAX = 64
-"""Of outputs of a sample in a CSV file; more go into an .npz."""
+"""The columns for the outputs of a sample in a CSV file; more go into an .npz."""
 
 
 def predict(

@@ -97,7 +97,8 @@ def status_lines(document: Mapping[str, Any]) -> list[str]:
 
 
 def fence_lines(document: Mapping[str, Any]) -> list[str]:
-    """Of the `fences` in a status document: what a stage's process is held to on this machine."""
+    """Return the lines for `fences` in a status document: what a stage's process is held to on this
+    machine."""
     if not document["unfenced"]:
         return [labelled("fences", "a stage is held to its files, memory and processor, and has no network")]
     allowed = document["allow_unfenced"]
@@ -108,7 +109,7 @@ def fence_lines(document: Mapping[str, Any]) -> list[str]:
 
 
 def reachable_text(document: Mapping[str, Any]) -> str:
-    """Of the `reachability` in a status document."""
+    """Return the text for `reachability` in a status document."""
     if document["reachable"] is None:
         return f"not known yet ({document['asked']} of {document['of']} others have tried)"
     if document["reachable"]:
@@ -117,7 +118,7 @@ def reachable_text(document: Mapping[str, Any]) -> str:
 
 
 def table_text(document: Mapping[str, Any]) -> str:
-    """Of the `dht` in a status document."""
+    """Return the text for `dht` in a status document."""
     text = f"{document['contacts']} contacts of about {document['nodes_estimated']} nodes, "
     text += f"{document['records']} records held, {document['own_records']} own"
     if document["records_short"]:
@@ -126,7 +127,8 @@ def table_text(document: Mapping[str, Any]) -> str:
 
 
 def contribution_text(document: Mapping[str, Any]) -> str:
-    """Of the `contribution` in a status document: what this node computed for others, and they for it."""
+    """Return the text for `contribution` in a status document: what this node computed for others, and they
+    for it."""
     text = f"{flops_text(document['earned_flops'])} for others, by {document['earned_receipts']} receipts"
     if document["issued_receipts"]:
         text += f"; measured of others: {flops_text(document['issued_flops'])}"

@@ -42,7 +42,7 @@ PATIENCE_SECONDS = 5.0
 BUSY_SECONDS_MAX = 5.0
 """To say so."""
 HOLDERS_MAX = 64
-"""Of one fetch; more are not tried."""
+"""The holders of one fetch; more are not tried."""
 PARALLEL_MAX = 8
 """Holders that one fetch takes from at once; each has a blob in memory."""
 IN_FLIGHT_MAX = 4

@@ -59,7 +59,7 @@ class DataCache:
         return tuple(self._kept)
 
     def bytes_here(self, *, own: bool) -> int:
-        """Of this node's own sets, or of the others."""
+        """Return the size of this node's own sets, or of the others."""
         return sum(kept.size_bytes for kept in self._kept.values() if kept.is_own == own)
 
     def keep(self, digest: str, sizes: Mapping[bytes, int], *, is_own: bool) -> None:

@@ -92,7 +92,7 @@ class _Held:
 
     @property
     def hashes(self) -> Hashes:
-        """Of every piece, empty where the list is not here."""
+        """Return the hashes of all pieces, empty where the list is not here."""
         found = [b""] * self.manifest.pieces
         for key, hashes in self.lists.items():
             first = self._first[key]
@@ -101,7 +101,8 @@ class _Held:
 
     @property
     def sizes(self) -> dict[bytes, int]:
-        """Of all blobs that are wanted here: the manifest, the lists that are known, and their pieces."""
+        """Return the sizes of all blobs that are wanted here: the manifest, the lists that are known, and
+        their pieces."""
         found = {self.name: self._manifest_bytes}
         for part, shard, _ in self.manifest.shards():
             hashes = self.lists.get((part.name, shard))

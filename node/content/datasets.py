@@ -97,7 +97,8 @@ class Dataset:
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
-        """Of x, for a model that is built in. Raises UsageError: there is none."""
+        """Return the shape of a sample's x, for a model that is built in. Raises UsageError: there is
+        none."""
         return tuple(self._named("x").shape[1:])
 
     @property

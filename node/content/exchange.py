@@ -36,14 +36,15 @@ IDLE_SECONDS = 30.0
 MEET_SECONDS = 3.0
 """How often those that may hold missing pieces are asked again."""
 NO_SOURCE_SECONDS = 12.0
-"""So long nobody may be known to have a missing piece."""
+"""How long no peer may be known to have a missing piece."""
 STILL_SECONDS_MAX = 180.0
-"""So long nothing may arrive at all."""
+"""How long nothing may arrive at all."""
 _CLOSE_SECONDS = 1.0
 
 Refuse = Callable[[PeerId, RemoteProtocolError], None]
 Hashes = Sequence[bytes]
-"""Of all pieces of a data set, in the order of their numbers; empty where a shard's list is not here."""
+"""The hashes of all pieces of a data set, in the order of their numbers; empty where a shard's list is not
+here."""
 
 
 class DataExchange:

@@ -10,7 +10,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 IGNORED = -100
 """A label that counts nothing, as torch's cross entropy has it."""
 CLASSES_MAX = 1_000
-"""Of a confusion matrix."""
+"""The classes of a confusion matrix."""
 TOP = 5
 
 

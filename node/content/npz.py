@@ -30,10 +30,10 @@ ENTRIES_MAX = 64
 """Arrays of one archive."""
 DIMENSIONS_MAX = 8
 HEADER_LENGTH_MAX = 1_024
-"""Of an npy file: numpy writes 128 bytes for numbers."""
+"""The length of an npy file's header: numpy writes 128 bytes for numbers."""
 ITEM_BYTES_MAX = 16
 UNPACKED_BYTES_MAX = 1 << 38
-"""Of all arrays, on the disk."""
+"""The size of all arrays, on the disk."""
 RATIO_MAX = 64
 """How many times its archive's size the numbers may take. Images and texts shrink to a half or a tenth; what
 shrinks more holds little but one value, and is better generated."""

@@ -24,7 +24,7 @@ from node.errors import UsageError
 Array = np.ndarray[Any, np.dtype[Any]]
 
 SAMPLES_BYTES_MAX = 1 << 32
-"""Of all arrays. What is larger is better made once, by the person, and kept."""
+"""The size of all arrays. What is larger is better made once, by the person, and kept."""
 COLUMNS_MAX = 64
 ITEM = "item_"
 """The n-th tensor of a tuple is called item_n, and is the n-th of the model's inputs and labels."""

@@ -16,7 +16,7 @@ from node.content.shards import Array, DataManifest, Part, PartName
 from node.errors import PeerloomError
 
 CACHE_BYTES = 128 << 20
-"""Of one data set; a step's micro-batches are read from as many pieces as they have samples."""
+"""The cache of one data set; a step's micro-batches are read from as many pieces as they have samples."""
 
 Read = Callable[[bytes], bytes | None]
 

@@ -57,7 +57,7 @@ class Column(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def size_bytes(self) -> int:
-        """Of one sample."""
+        """Return the size of one sample."""
         return prod(self.shape) * np.dtype(self.kind).itemsize
 
 
@@ -107,17 +107,17 @@ class DataManifest(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of a sample as it lies in a shard."""
+        """Return the type of a sample as it lies in a shard."""
         return np.dtype([(column.name, column.kind, column.shape) for column in self.columns])
 
     @property
     def pieces(self) -> int:
-        """Of all shards of all parts; they are numbered in this order."""
+        """Return the number of pieces of all shards of all parts; they are numbered in this order."""
         return sum(self.pieces_of(part, shard) for part in self.parts for shard in range(len(part.shards)))
 
     @property
     def size_bytes(self) -> int:
-        """Of all samples."""
+        """Return the size of all samples."""
         return self.sample_bytes * sum(part.samples for part in self.parts)
 
     def pieces_of(self, part: Part, shard: int) -> int:

@@ -52,7 +52,7 @@ SAMPLES_MIN = 2
 CIFAR_SHAPE = (3, 32, 32)
 CIFAR_CLASSES = 10
 TABLE_NUMBERS_MAX = 1 << 29
-"""Of a Parquet file, whose few bytes may stand for many numbers."""
+"""The numbers in a Parquet file, whose few bytes may stand for many."""
 SHOWN_MAX = 40
 """Letters of a value in an error."""
 _SPLIT_SEED = 20

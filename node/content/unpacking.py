@@ -41,9 +41,9 @@ MEMORY_BYTES = 256 << 20
 START_SECONDS = 30.0
 """Python and numpy take a third of a second; a machine may be busy."""
 SLOW_BYTES_PER_SECOND = 1e7
-"""Of numbers unpacked and written: a slow disk."""
+"""The rate of numbers unpacked and written: a slow disk."""
 LINE_BYTES_MAX = 65_536
-"""Of what the process says."""
+"""The longest line that the process may say."""
 _REASON_LENGTH_MAX = 200
 _ROOT = str(Path(__file__).parents[2])
 

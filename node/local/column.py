@@ -308,7 +308,7 @@ class ColumnStage:
             await self._break(stage)
 
     def vector(self, name: str) -> memoryview:
-        """Of the head's own stage."""
+        """Return a vector of the head's own stage."""
         return self._own.vector(name)
 
     async def aclose(self) -> None:

@@ -16,7 +16,7 @@ PAUSE_SHARE = 50
 
 
 class Keeper:
-    """Of one run on this node. `every` steps, 0 for never."""
+    """Keeps checkpoints of one run on this node. `every` steps, 0 for never."""
 
     def __init__(self, service: Service, run: Run) -> None:
         self.error = ""

@@ -19,7 +19,7 @@ RECRUIT_SECONDS = 3.0
 DECLINED_SECONDS = 30.0
 """A node that declined is asked again after so long."""
 COMING_SECONDS = 20.0
-"""So long a node has that agreed to hold a stage, to open it and to take over the state of others."""
+"""How long a node that agreed to hold a stage has to open it and take over the state of others."""
 JOIN_SECONDS_MAX = 30.0
 
 
@@ -42,7 +42,7 @@ class Asker(Protocol):
 
 
 class Recruiter:
-    """Of one member."""
+    """Recruits for one member."""
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ class Holder(Protocol):
 
 
 class Results:
-    """Of one run."""
+    """The results of one run."""
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ TOLD_STEPS = 10
 
 
 class Teller:
-    """Of one run. `shown` is what was said last."""
+    """Tells of one run. `shown` is what was said last."""
 
     def __init__(self, run: Run, clock: Clock, publish: Callable[..., None]) -> None:
         self.shown = Shown()

@@ -12,9 +12,10 @@ GAIN_SHARE = 0.5
 """A result has at least so much of what this member's own model has gained over the first values: members
 that trained apart for a while differ by a fifth and more where the loss falls fast."""
 SERIES_SHARE = 0.1
-"""Of what a series has gained: it has stopped improving where nobody is better by more than that."""
+"""The share of what a series has gained: it has stopped improving where nobody is better by more than
+that."""
 NOISE_SHARE = 0.01
-"""Of the first loss: a difference that small means nothing."""
+"""The share of the first loss that means nothing."""
 WORSE_SHARE = 0.5
 """A state that is worse than the first values by more of the first loss is no state to go on from."""
 

@@ -45,6 +45,6 @@ class GlobalScheduler:
         return {"schedulers": [scheduler.state_dict() for scheduler in self._schedulers]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Of a checkpoint."""
+        """Load the state of a checkpoint."""
         for scheduler, each in zip(self._schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(each)

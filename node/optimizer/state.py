@@ -17,7 +17,6 @@ from node.optimizer.layout import Layout
 MEMORIES_MAX = 16
 """Tensors that an optimizer remembers of one parameter: AMSGrad has four."""
 KEY_LENGTH_MAX = 64
-SCALARS = (torch.int64, torch.int32, torch.bool, torch.uint8)
 TYPES: dict[str, torch.dtype] = {
     "float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64,
     "int64": torch.int64, "int32": torch.int32, "uint8": torch.uint8, "bool": torch.bool,

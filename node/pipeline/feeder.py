@@ -27,9 +27,9 @@ from partition.steps.frames import Direction, FrameHeader, make_frame
 from partition.steps.messages import EVALUATIONS_IN_FLIGHT_MAX, Open
 
 AHEAD_BYTES_MAX = 64 << 20
-"""Of the next step's data that is made before it is asked for: this node may also hold a stage."""
+"""How much of the next step's data is made before it is asked for: this node may also hold a stage."""
 READS_MAX = 3
-"""Of one micro-batch's samples."""
+"""How often one micro-batch's samples are read."""
 COMPARE_SECONDS_MAX = 30.0
 """For samples of another trainer to come here, so that its frame can be compared."""
 Send = Callable[..., None]

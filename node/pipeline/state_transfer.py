@@ -20,7 +20,7 @@ from node.seams import Executor, Network, Stage
 from partition.plan.plan import NO_HASH
 
 STATE_RANGE_BYTES = 4 << 20
-"""Of one answer: long beside a round trip, short beside a link that turns out to be slow."""
+"""The length of one answer: long beside a round trip, short beside a link that turns out to be slow."""
 RANGE_SECONDS_MAX = 30.0
 PER_SOURCE = 2
 """Ranges asked for at once from each source: one on its way while the other is read."""

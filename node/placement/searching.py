@@ -10,7 +10,7 @@ from node.services.membership import Membership
 SEARCHED_MAX = 64
 """Providers looked for where those that membership lists do not do."""
 INTRODUCED_MAX = 8
-"""Of these, how many are asked for the members that they know."""
+"""How many of these are asked for the members that they know."""
 
 
 async def search_providers(discovery: Discovery, membership: Membership) -> list[Offer]:

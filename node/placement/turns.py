@@ -1,4 +1,4 @@
-"""Whose turn it is at one provider's slots: a sans-IO core.
+"""The order in which requesters get one provider's slots: a sans-IO core.
 
 A requester that finds all slots taken waits: it asks again, and is told how many are before it and when a
 slot may be free. A slot that becomes free is kept for a moment for whoever is next. Next is the run with the
@@ -23,7 +23,7 @@ FORGET_SECONDS = 120.0
 HOLD_SECONDS_MAX = 35.0
 """A free slot is kept so long at most for whoever is next: requesters ask again within half a minute."""
 HOLD_FACTOR = 1.5
-"""Of the time between two of its askings."""
+"""The hold as a multiple of the time between two requests of the same requester."""
 HALF_LIFE_SECONDS = 24 * 3600.0
 """What was used counts half after a day: an absence is not saved up, nor is a feast held against one for
 ever."""

@@ -87,7 +87,7 @@ class StageState(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def state_bytes(self) -> int:
-        """Of its arenas."""
+        """Return the size of its arenas."""
         return self.parameters_bytes + self.moments_bytes
 
 
@@ -115,7 +115,7 @@ class Checkpoint(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def state_bytes(self) -> int:
-        """Of all stages' arenas."""
+        """Return the size of all stages' arenas."""
         return sum(stage.state_bytes for stage in self.stages)
 
 

@@ -20,7 +20,7 @@ REVISION_PURPOSE = "run-revision"
 REVISION_BYTES_MAX = 128
 PRIORITY_MAX = 9
 PRIORITY = 5
-"""Of a run that says none."""
+"""The priority of a run that says none."""
 
 
 class RevisionBody(msgspec.Struct, frozen=True, array_like=True):

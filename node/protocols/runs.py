@@ -47,7 +47,7 @@ PIPELINE_STREAMS = StreamLimits(message_bytes_max=PIPELINE_BYTES_MAX, streams_pe
 """A member has one; another where the first broke, and this side has not noticed yet."""
 BLOB_BYTES_MAX = 16 * 1024**3
 RANGE_BYTES_MAX = 16 * 1024 * 1024
-"""Of first values in one answer: some of them fit the memory of whoever answers many."""
+"""The first values in one answer: some of them fit the memory of whoever answers many."""
 BLOB_CHUNK_BYTES = 4 * 1024 * 1024
 
 NUMBER_MAX = 2**53

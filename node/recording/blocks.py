@@ -21,9 +21,9 @@ PIECE_BYTES = 64
 HASH_BYTES = 16
 HEAD_BYTES = 8
 BLOCK_BYTES_MAX = 8 << 20
-"""Of one block, compressed."""
+"""The size of one block, compressed."""
 UNPACKED_BYTES_MAX = 64 << 20
-"""Of one block: a file may be a stranger's."""
+"""The size of one block, unpacked: a file may be a stranger's."""
 _LEVEL = 3
 
 

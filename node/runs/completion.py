@@ -29,7 +29,7 @@ from partition.run.messages import REASON_LENGTH_MAX
 from partition.run.timeouts import END_SECONDS_MAX, RETRY_SECONDS
 
 REASON_SHOWN_MAX = REASON_LENGTH_MAX - 110
-"""Of why a run failed: what is kept of it must fit behind."""
+"""How much is shown of why a run failed: what is kept of it must fit behind."""
 
 
 async def collect_result(

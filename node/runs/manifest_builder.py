@@ -33,7 +33,7 @@ from partition.steps.validation import ValidationSettings
 WINDOW = 64
 """Bytes of text in a sample, where neither the person nor the model says how many."""
 VALIDATIONS_WANTED = 20
-"""Of a run, where the person does not say after how many steps."""
+"""The validations of a run, where the person does not say after how many steps."""
 _NAME_LENGTH_MAX = 40
 
 

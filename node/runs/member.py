@@ -152,7 +152,7 @@ class RunMember:
 
     @property
     def plan_hash(self) -> bytes | None:
-        """Of the plan in force."""
+        """Return the hash of the plan in force."""
         return None if self.plan is None else plan_hash(self.plan)
 
     @property

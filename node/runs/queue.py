@@ -1,4 +1,4 @@
-"""Whose turn it is at this node's slots: the shell around `node.placement.turns.Turns`.
+"""The queue for this node's slots: the shell around `node.placement.turns.Turns`.
 
 It counts what each requester used here; what its node gave, by receipts, gives it a larger share. It says how
 long a run that is served will still take, and has one that is to make room handed over.

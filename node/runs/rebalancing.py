@@ -27,8 +27,8 @@ from partition.steps.slowness import SlowReplicas
 PAUSE_NANOSECONDS = 5_000_000_000
 """Saving, deciding, and processes that import torch: what moving any layer costs, beside its bytes."""
 COMPUTING_SHARE = 0.5
-"""Of a step's time that the slowest stage must explain: else links set the pace, and moving layers would not
-change it."""
+"""The share of a step's time that the slowest stage must explain: else links set the pace, and moving layers
+would not change it."""
 ASSUMED_LINK = Link(1_250_000_000, 100_000)
 """For steps that computing explains, where no link was measured."""
 CONTRADICTED = 2

@@ -37,7 +37,7 @@ from partition.plan.history import History
 from partition.plan.plan import Plan
 from partition.run.asks import Declined, Done
 from partition.run.messages import REASON_LENGTH_MAX
-from partition.run.provider import KnownRun, Provider
+from partition.run.provider import KnownRun, StageProvider
 from partition.run.timeouts import SILENCE_SECONDS_MAX
 
 RUNS_MAX = 64
@@ -107,7 +107,7 @@ class Requests:
         self._permits[wire.FetchState] = Permits(
             RANGES_MAX, RANGES_PER_PEER_MAX, patience_seconds=PATIENCE_SECONDS
         )
-        self._provider = Provider(runs.signer.peer, runs.slots.core, self._witnessing, runs.gone)
+        self._provider = StageProvider(runs.signer.peer, runs.slots.core, self._witnessing, runs.gone)
 
     async def serve(self, stream: Stream) -> None:
         """Answer the one request of a stream."""

@@ -94,7 +94,8 @@ class Traces:
     async def collect(
         self, run: bytes, peers: Sequence[PeerId], first: int, last: int
     ) -> list[dict[str, Any]]:
-        """Of every peer its spans, with how far its clock is ahead of this one's, or why there are none."""
+        """Return the spans of every peer, with how far its clock is ahead of this one's, or why there are
+        none."""
         rows: dict[PeerId, dict[str, Any]] = {}
 
         async def visit(peer: PeerId) -> None:

@@ -19,7 +19,7 @@ from node.services.metadata import FLOPS_PER_SECOND_MAX
 MOVED_SECONDS_MIN = 0.01
 """So far in round trips a node has moved before it says so."""
 ERROR_TOLD_MAX = 75
-"""Of the relative error in hundredths: one that knows less of where it is says nothing."""
+"""The largest relative error told, in hundredths: one that knows less of where it is says nothing."""
 ADVERT_LOOK_SECONDS = 30.0
 """How often a node looks whether it still offers what it told."""
 

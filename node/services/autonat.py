@@ -41,7 +41,7 @@ SERVED_KEPT_MAX = 256
 REASONS = ("", "refused", "timeout", "unknown", "wrong key")
 ECHO_BYTES_MAX = 1_232
 ECHOES_PER_SECOND_MAX = 100
-"""Of all askers together; an echo is as long as what was asked, so nobody gains by it."""
+"""The echoes for all askers together; an echo is as long as what was asked, so nobody gains by it."""
 
 
 class DialBack(msgspec.Struct, frozen=True, array_like=True):

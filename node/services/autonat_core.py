@@ -35,7 +35,7 @@ UNASKED_SECONDS = 600.0
 """A peer that could not be asked, of an older version or just gone, is left alone for so long."""
 UNASKED_MAX = 256
 ADDRESSES_MAX = 4
-"""Of one report: a few ports at one host."""
+"""The addresses of one report: a few ports at one host."""
 
 
 @dataclass(frozen=True)

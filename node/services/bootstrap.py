@@ -24,7 +24,7 @@ ATTEMPTS_MAX = 16
 HEARD_MAX = 64
 """Peers heard on the local network that wait to be dialled; one heard again comes back."""
 HEARD_ADDRESSES_MAX = 3
-"""Of one such peer, for nothing of it is proved."""
+"""The addresses of one such peer, for nothing of it is proved."""
 
 
 class Joining:

@@ -28,9 +28,9 @@ from partition.plan.operations import Amount
 from partition.plan.rates import MEGA, Calibration, decode_calibration, encode_calibration
 
 CALIBRATION_PURPOSE = "calibration"
-"""Of the signed record in the DHT."""
+"""The purpose of the signed record in the DHT."""
 FORMAT = "3"
-"""Of what is kept: 2 has the node's own work, 3 was measured with a heap as a stage has, and
+"""The format of what is kept: 2 has the node's own work, 3 was measured with a heap as a stage has, and
 without what autograd takes for each pass."""
 CALIBRATION_SECONDS = 8.0
 SHARE_SECONDS = 2.0

@@ -35,7 +35,7 @@ MEMORY_STEPS = 8
 """Free memory is told in eighths of all."""
 LOOK_SECONDS = 5.0
 CHANGES_KEPT = CHANGES_MAX - 1
-"""Of the changes that others pass on at once, one stays for another address."""
+"""Changes made at once: one of those that others pass on stays for another address."""
 CHANGE_INTERVALS_A_MEMBER = 2.0
 """Among n members each changes once in so many times n probe intervals at most: all together one in two
 intervals, which costs each some kilobyte in that time."""
@@ -45,8 +45,6 @@ Word = Annotated[str, msgspec.Meta(max_length=16)]
 RunPrefix = Annotated[str, msgspec.Meta(max_length=RUN_LETTERS)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 StageNumber = Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
-
-StageHeld = tuple[RunPrefix, StageNumber]
 
 
 class Standing(msgspec.Struct, frozen=True, array_like=True):

@@ -81,7 +81,8 @@ class Parts(NamedTuple):
 
 
 def read_header(data: bytes) -> Header:
-    """Of HEADER_BYTES; whatever they are, they are numbers, which the caller holds against its bounds."""
+    """Read a header of HEADER_BYTES; whatever they are, they are numbers, which the caller holds against its
+    bounds."""
     return Header(*_HEADER.unpack(data))
 
 

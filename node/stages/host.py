@@ -149,7 +149,7 @@ class StageHost:
 
     @property
     def pid(self) -> int:
-        """Of the stage's process."""
+        """The process id of the stage."""
         return self._process.pid
 
     async def call(self, request: object, *, seconds: float | None = None) -> Reply:

@@ -29,9 +29,10 @@ ANSWER_SECONDS = 60.0
 SLOW_FLOPS_PER_SECOND = 5e7
 """A core of a small board does a hundred times as much. Slower than this is as good as frozen."""
 SLOW_BYTES_PER_SECOND = 2e7
-"""Of arenas filled, copied or hashed: memory that has gone to a slow disk."""
+"""The rate at which arenas are filled, copied or hashed: memory that has gone to a slow disk."""
 SLOW_NODES_PER_SECOND = 20.0
-"""Of a graph admitted: a machine with nothing else to do looks through some hundreds."""
+"""The nodes of a graph admitted in a second: a machine with nothing else to do looks through some
+hundreds."""
 STALLED_SECONDS = 30.0
 """How long a process that owes an answer may take no processor time: it is stopped, or stuck."""
 WATCH_SECONDS = 0.25

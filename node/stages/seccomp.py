@@ -73,7 +73,7 @@ CHANGING: dict[str, Numbers] = {
     "rename": (82, None), "renameat": (264, 38), "renameat2": (316, 276), "rmdir": (84, None),
     "truncate": (76, 45), "unlink": (87, None), "unlinkat": (263, 35),
 }  # fmt: skip
-"""Of files: allowed only where landlock keeps them inside the scratch folder."""
+"""System calls on files: allowed only where landlock keeps them inside the scratch folder."""
 ACCELERATOR: dict[str, Numbers] = {
     "memfd_create": (319, 279), "sched_setaffinity": (203, 122), "timerfd_create": (283, 85),
     "timerfd_settime": (286, 86),

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from partition.stage import Apply, Backward, Forward, Reply, Request
 
 TRIAL_SHARE = 0.05
-"""Of the time since a number was last tried: so much more than the best one a trial may take."""
+"""The share of the time since a number was last tried that a trial may cost over the best one."""
 TRIAL_STEPS_MIN = 20
 BETTER_SHARE = 0.9
 """Another number must take at most so much of the time: less is noise."""
 EWMA_SHARE = 0.5
-"""Of the newest step in what the number in use takes."""
+"""The weight of the newest step in what the number in use takes."""
 
 
 def candidates(most: int) -> tuple[int, ...]:

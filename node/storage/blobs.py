@@ -158,7 +158,7 @@ class Blobs:
 
     @property
     def bytes_here(self) -> int:
-        """Of all blobs."""
+        """Return the size of all blobs."""
         with self._lock:
             return sum(self._sizes.values())
 

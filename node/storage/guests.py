@@ -54,7 +54,7 @@ class Guests:
 
     @property
     def bytes_here(self) -> int:
-        """Of all labels."""
+        """Return the size of all labels."""
         return sum(guest.size for guest in self._guests.values())
 
     @property

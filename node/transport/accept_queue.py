@@ -37,8 +37,8 @@ GATHER_SECONDS = 0.05
 """How far apart turns are, once there were too many: meanwhile strangers gather. A turn costs 100 us or more,
 a stranger in one of many 30. An honest peer that comes amid a crowd has to wait for this once or twice."""
 GATHERED_PART = 1 / 8
-"""Of the doorway's places: where more than so many come in a turn, the pause becomes shorter. Who came with
-the turn before is to have time to shake hands before a whole doorway has come after it."""
+"""The share of the queue's places that may fill in a turn before the pause becomes shorter. A connection of
+the turn before is to have time to shake hands before a whole queue has come after it."""
 READ_BYTES_MAX = 2**16
 """What is read of an outsider in all, only to be thrown away. It makes the end of its connection look like
 that of a silent one; who sends more gets no more of our time, and its own kernel waits. What was read before
@@ -79,7 +79,7 @@ class PendingConnection:
         self.gathers = False
         """Whether its bytes gather in the kernel until they are enough."""
         self.scope: trio.CancelScope | None = None
-        """Of the task that shakes hands, once there is one."""
+        """The scope of the task that shakes hands, once there is one."""
 
     @property
     def missing_bytes(self) -> int:

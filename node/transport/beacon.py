@@ -63,7 +63,7 @@ SOURCE_BURST_MAX = 40.0
 """Beacons of one address that are looked at; a machine with forty nodes has them all heard."""
 TOTAL_PER_SECOND_MAX = 200.0
 TOTAL_BURST_MAX = 400.0
-"""Of all addresses together: at ten microseconds each, two thousandths of a core."""
+"""The bursts of all addresses together: at ten microseconds each, two thousandths of a core."""
 
 _PURPOSE = b"peerloom/beacon/1"
 _NONCE_BYTES = 12

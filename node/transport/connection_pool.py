@@ -13,7 +13,8 @@ IDLE_SECONDS = 30.0
 IDLE_PER_PEER_MAX = 4
 """As many questions as one part of a node puts to one peer at once."""
 IDLE_MAX = 128
-"""Of all peers: the neighbours of a busy node, and a small part of what a process may have open."""
+"""The idle connections of all peers: the neighbours of a busy node, and a small part of what a process may
+have open."""
 
 
 class IdleConnections:

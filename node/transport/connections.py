@@ -50,7 +50,7 @@ GRACE_SECONDS = 0.5
 """What handlers get to finish their answers when the node leaves, and streams to end in order."""
 
 _REASONS = ("wrong key", "refused", "timeout", "unknown")
-"""Of several failures the one that says most."""
+"""The reasons of failures, the most telling first."""
 
 
 class Connections:
@@ -344,8 +344,8 @@ class Connections:
         return connection
 
     def _newest_of_most(self) -> Connection:
-        """Of the source that has most connections here the one that came last: whoever crowds has come since
-        there was little room, whoever works has been there."""
+        """Return the newest connection of the source that has most of them here: a crowd has come since there
+        was little room, an old connection works."""
         most = max(self._inbound_by_source, key=self._inbound_by_source.__getitem__)
         return next(each for each in reversed(self._inbound) if self._inbound[each] == most)
 

@@ -18,7 +18,7 @@ from node.errors import PeerloomError, UsageError
 from node.protocols.manifest import RunFile, check_run_file
 
 START_SECONDS_MAX = 300.0
-"""Of capturing and placing; a run that waits for peers longer is begun by the command."""
+"""How long capturing and placing may take; a run that waits for peers longer is begun by the command."""
 TEXT_LENGTH_MAX = 32_000
 NAME = "RUN.toml"
 _LINES_SHOWN = 3

@@ -16,7 +16,7 @@ from partition.execute.interpret import DTYPES
 from partition.model.graph import Entry, Graph
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
-"""Of a sketch, relative to its norm."""
+"""The tolerance of a sketch, relative to its norm."""
 FLOOR = 1e-2
 """A gradient below this share of the largest one is compared with that share: before a batch norm, a bias has
 a gradient that is nothing but rounding."""
@@ -24,7 +24,8 @@ a gradient that is nothing but rounding."""
 
 @dataclass(frozen=True)
 class Sketch:
-    """Of a tensor: two that agree in all three are, but for an unlucky vector of signs, equal."""
+    """Three figures of a tensor: two tensors that agree in all of them are equal, but for an unlucky vector
+    of signs."""
 
     shape: tuple[int, ...]
     norm: float

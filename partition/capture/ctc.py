@@ -19,7 +19,7 @@ _NEVER = -1e30
 """The logarithm of no probability: finite, so that its gradient is a number."""
 _MEAN, _SUM = 1, 2
 PLACES_MAX = 512
-"""Of the input: each makes a dozen operators of the graph."""
+"""The length of the input: each place makes a dozen operators of the graph."""
 
 
 def ctc_loss(

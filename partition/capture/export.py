@@ -34,7 +34,7 @@ from partition.capture.wrapper_module import Layout, Request, Whole, strip
 # Autograd functions of torch itself that leave gradients as they are.
 _HARMLESS = {"_NoopSaveInputs"}
 _SAID_LENGTH_MAX = 300
-"""Of torch's own words."""
+"""How much of torch's own message is quoted."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from partition.model.operators import OPERATORS
 
 _aten = torch.ops.aten
 REASON_LENGTH_MAX = 200
-"""Of an exception's text."""
+"""How much of an exception's text is quoted."""
 
 
 class _Typed:

@@ -45,7 +45,7 @@ T = TypeVar("T")
 Groups = Callable[[str, Tensor], int]
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.+/:@-]")
 UNUSED_BYTES_MAX = 1 << 20
-"""Of all constants, once buffers that nothing uses are among them."""
+"""The size of all constants, once unused buffers are among them."""
 _FACTORS_MAX = 8
 """The largest power of a size: more sides than a tensor has."""
 

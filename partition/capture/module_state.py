@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 OBJECTS_MAX = 1_000_000
-"""Of a model with more, the rest is neither compared nor put back."""
+"""How many objects of a model are compared and put back; the rest is left alone."""
 _DEPTH_MAX = 6
-"""Of containers and objects in one another, counted from the module."""
+"""How deep containers and objects lie in one another, counted from the module."""
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.Size)
 _OPAQUE = (Tensor, type, np.ndarray, torch.device, torch._C.Generator)
 _SEPARATE = {"_buffers", "_parameters", "_modules"}
-"""Of a module; what becomes of its tensors is the trace's own business."""
+"""The attributes of a module whose tensors are the trace's own business."""
 
 
 @contextmanager

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 CALLS_MAX = 8
-"""Of one function that are compared: layers are alike."""
+"""How many calls of one function are compared: layers are alike."""
 TOLERANCE = 1e-4
 """Relative, of each gradient: a backward may have constants of eight digits."""
 DISTANCES = (0.0, 0.5, 4.0)
-"""Of the points that are compared from the values that the function was given, in their spread."""
+"""How far the compared points lie from the values that the function was given, in units of their spread."""
 _SEED = 11
 
 
@@ -108,7 +108,7 @@ def _moved(value: Any, distance: float) -> Any:
 
 
 def _gradients(function: Callable[..., Any], arguments: Sequence[Any]) -> list[Tensor]:
-    """Of a product of the results with signs, by those arguments that have gradients."""
+    """Return the gradients of a signed sum of the results, by those arguments that have gradients."""
     leaves, given = [], []
     for each in arguments:
         if isinstance(each, Tensor):

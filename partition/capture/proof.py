@@ -40,7 +40,8 @@ from partition.model.operators import OPERATORS
 from partition.model.sizes import Sides, evaluate, shape_of
 
 ADDITION_TOLERANCE = 1e-3
-"""Of the losses of halves against that of the whole, relative: a norm by batch is seen, rounding is not."""
+"""The relative tolerance of the losses of two halves against that of the whole: a norm by batch is seen,
+rounding is not."""
 
 
 class Provable(Protocol):

@@ -139,7 +139,8 @@ def widen(values: Array, dtype: DataType) -> Array:
 
 
 def squared_norm(values: Array) -> float:
-    """Of a flat float32 array: in float64, since a sum of squares of float32 may be beyond it."""
+    """Return the squared norm of a flat float32 array, in float64, since a sum of squares of float32 may be
+    beyond it."""
     total = 0.0
     for start in range(0, len(values), TILE):
         tile = values[start : start + TILE].astype(np.float64)

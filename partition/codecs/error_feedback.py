@@ -26,7 +26,7 @@ class Feedback:
 
     @property
     def size_bytes(self) -> int:
-        """Of all residuals."""
+        """Return the size of all residuals."""
         return sum(residual.nbytes for residual in self._residuals.values())
 
     def add_to(self, key: Hashable, values: Array) -> None:

@@ -15,7 +15,7 @@ ZSTD_LEVEL = 1
 SAMPLE_BYTES = 1 << 16
 """Tried both ways, from the middle of what is to be sent."""
 PAYS = 31 / 32
-"""Of the size: what gains less is sent as it is."""
+"""The share of the size that compression must reach: what gains less is sent as it is."""
 
 
 def shrink(data: Array, item_bytes: int) -> tuple[bytes, bool] | None:

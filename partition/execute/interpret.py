@@ -292,7 +292,8 @@ class _Compiler:
         return place
 
     def _contiguous(self, given: int, owner: str) -> int:
-        """Of a tensor that decides in which order random numbers fall (`partition.execute.seeds`).
+        """Make a tensor contiguous that decides in which order random numbers fall
+        (`partition.execute.seeds`).
 
         Attention draws over its weights, which it makes itself.
         """

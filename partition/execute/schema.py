@@ -47,7 +47,7 @@ ORDER_MAX = 4
 """`diff` calls itself so often."""
 DECIMALS_MAX = 15
 SCALE_MIN, SCALE_MAX = 1e-4, 1e4
-"""Of an interpolation: its kernels make integers of quotients by it."""
+"""The scale of an interpolation: its kernels make integers of quotients by it."""
 VALUE_MAX = 2**53
 
 _TENSORS = (Value, ParameterValue, ConstantValue, StateValue)
@@ -194,7 +194,7 @@ class Signature:
 
 @cache
 def signature(name: str) -> Signature:
-    """Of an allow-listed operator. Raises RemoteProtocolError: it is not."""
+    """Return the signature of an allow-listed operator. Raises RemoteProtocolError: it is none."""
     if name not in OPERATORS:
         raise RemoteProtocolError(f"the operator {name} is not allowed")
     _, operator, overload = name.split(".")

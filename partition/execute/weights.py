@@ -19,7 +19,7 @@ from partition.model.sizes import shape_of
 from partition.stage import Slot
 
 _ALIGNMENT_BYTES = 8
-"""Of the first tensor, as in safetensors' own files."""
+"""The alignment of the first tensor, as in safetensors' own files."""
 
 
 def export_file(

@@ -120,7 +120,7 @@ class _Candidate:
     crossing_bytes: int
     border: int
     cost: int
-    """Of all nodes before it."""
+    """The cost of all nodes before it."""
 
     @property
     def rank(self) -> tuple[int, int, int]:

@@ -57,7 +57,7 @@ class Chooser:
         return operator.cost in _AGAIN and not flow.needs_label[node] and not flow.floats[node]
 
     def send_cost(self, value: int) -> int:
-        """Of one value; UNSENDABLE for a tensor without elements."""
+        """Return the cost of sending one value; UNSENDABLE for a tensor without elements."""
         found = self._send_costs.get(value)
         if found is None:
             found = self._send_costs[value] = self._send_cost(value)
@@ -70,7 +70,7 @@ class Chooser:
         return TENSOR_COST + size * SENT_BYTE_COST * (2 if self._comes_back(value) else 1)
 
     def repeat_cost(self, node: int) -> int:
-        """Of one node."""
+        """Return the cost of computing one node again."""
         operator = self._flow.entry.nodes[node]
         flops = self._work.flops(operator)
         touched = self._work.touched_bytes(operator) if flops else 0
@@ -78,7 +78,7 @@ class Chooser:
         return 1 + passes * (flops * FLOP_COST + touched * TOUCHED_BYTE_COST)
 
     def _cost_again(self, node: int) -> int | None:
-        """Of one node that may be computed again, None where it may not."""
+        """Return the cost of one node that may be computed again, None where it may not."""
         if node not in self._repeat_costs:
             self._repeat_costs[node] = self.repeat_cost(node) if self.may_repeat(node) else None
         return self._repeat_costs[node]

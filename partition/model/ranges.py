@@ -95,7 +95,7 @@ def _asked(
 
 
 def _shape(graph: Graph, entry: Entry, argument: object, rows: Sequence[int]) -> tuple[int, ...]:
-    """Of a value or parameter; empty where it is neither."""
+    """Return the shape of a value or parameter; empty where it is neither."""
     kind: TensorType
     match argument:
         case Value(number):

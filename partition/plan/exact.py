@@ -63,7 +63,7 @@ class Exact:
         return found
 
     def _edge_table(self) -> Any:
-        """Of each transition: nanoseconds over each cut, by its first appearance."""
+        """Return for each transition the nanoseconds over each cut, by its first appearance."""
         size = self._tables.count + 1
         found = np.full((self._masks, self._masks, size), 2 * IMPOSSIBLE, dtype=np.int64)
         pairs = np.unique(self._next * self._masks + self._front)

@@ -65,7 +65,7 @@ class Forecast:
     slowest: int
     waits_for: Literal["compute", "link"]
     microjoules: int
-    """Of a micro-batch."""
+    """The energy of a micro-batch."""
 
     @property
     def bubble(self) -> float:

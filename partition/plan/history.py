@@ -24,8 +24,8 @@ from partition.plan.plan import PLAN_BYTES_MAX, Hash, Plan, decode_plan, encode_
 FIRST_PLAN_PURPOSE = "first-plan"
 SEGMENT_PURPOSE = "plan-history"
 CHANGES_MAX = 1_024
-"""Of a run in all: usual ones have some hundred bytes, and a run that changes hourly goes on for six weeks.
-What has seen more goes on with whom it has."""
+"""The changes of one run: usual ones have some hundred bytes, and a run that changes hourly goes on for six
+weeks. A run that has seen more goes on with the members it has."""
 ROSTERS_MAX = 2**19
 """Peers on all the rosters on the way, together, which takes 0.2 s: all the changes of 500 peers."""
 SEGMENTS_MAX = 64
@@ -42,7 +42,7 @@ class History(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def size_bytes(self) -> int:
-        """Of what is signed, which is nearly all."""
+        """Return the size of what is signed, which is nearly all."""
         return len(self.base.body) + sum(len(fact.body) for fact in self.segments)
 
 

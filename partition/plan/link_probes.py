@@ -17,12 +17,13 @@ from crypto.token_buckets import Bucket, Buckets
 from partition.plan.observed import BYTES_PER_SECOND_MAX, LINKS_MAX, NANOSECONDS_MAX, LinkRow
 
 PROBE_BYTES = (1 << 17, 1 << 20)
-"""Of a probe's bursts each way: the second only where the first was fast."""
+"""The sizes of a probe's bursts each way: the second only where the first was fast."""
 FAST_SECONDS = 0.1
 """For the first burst; so a link of 10 Mbit/s is not kept busy for more than a moment."""
 PARTNERS_MAX = LINKS_MAX
 NEAREST_SHARE = 0.6
-"""Of the partners, those nearest by round trip; the others are far, so that what lies between is known."""
+"""The share of partners that are the nearest by round trip; the others are far, so that what lies between is
+known."""
 FIRST_SECONDS = 2.0
 """Between two probes while partners are unmeasured."""
 IDLE_SECONDS = 30.0
@@ -35,9 +36,9 @@ FRAMES_SECONDS = 1_800.0
 """For so long what frames took corrects an estimate."""
 
 PEER_PROBES_PER_SECOND, PEER_PROBES_MAX = 1 / 30, 4
-"""Of one peer, bursts each way; the first two of a meeting, and two again."""
+"""The bursts of one peer, each way; the first two of a meeting, and two again."""
 PROBES_PER_SECOND, PROBES_MAX = 1.0, 8
-"""Of all peers together: 1.1 MiB/s each way at most in the long run."""
+"""The bursts of all peers together: 1.1 MiB/s each way at most in the long run."""
 SOURCES_MAX = 1_024
 BUSY_SECONDS = 30.0
 """To whoever asks while a stage computes here: come again then."""

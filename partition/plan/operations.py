@@ -164,7 +164,8 @@ def _is_one(node: Node) -> bool:
 
 
 def _backward(graph: Graph, work: Work, flow: Flow, node: Node, kind: Kind, amount: Amount) -> Amount:
-    """Of a product as much as forward for each factor with a gradient; of all others forward's."""
+    """Return the work of the backward pass: for a product as much as forward for each factor with a gradient,
+    else as much as forward."""
     factors = [argument for argument in arguments_of(node) if _is_matrix(graph, work, argument)]
     needed = sum(_needs(graph, flow, argument) for argument in factors)
     if kind in ("matmul", "convolution", "depthwise"):

@@ -26,6 +26,7 @@ Not here: what should be decided (the wish), and the disk.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import assert_never
 
 from msgspec.structs import replace
 
@@ -412,6 +413,8 @@ class PaxosChain:
                 self._round = max(self._round, message.promised.round)
                 self._back_off(now)
                 return []
+            case _:
+                assert_never(message)
         return self._count(now, mine)
 
     def _check_promise(self, mine: _Proposal, message: Promised) -> None:
@@ -422,7 +425,7 @@ class PaxosChain:
         self._check_value(mine.instance, message.value)
 
     def _better(self, best: Vote, other: Vote) -> Vote:
-        """Of what two promises brought along, the one accepted at the higher ballot."""
+        """Return the vote accepted at the higher ballot, of those that two promises brought along."""
         if other.accepted is None or (best.accepted is not None and best.accepted >= other.accepted):
             return best
         return other

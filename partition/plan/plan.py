@@ -30,8 +30,8 @@ lose one and still decide. A run of one member takes none: it would depend on ot
 HEIGHT_MAX = 2**32
 """Attempts to commit are numbered from the plan's height (steps.committer), and must fit 63 bits."""
 STEPS_MAX = 10_000_000
-"""Of a run. No sample or micro-batch counted from it comes near 2**53, beyond which JSON readers no longer
-count exactly."""
+"""The steps of a run. No sample or micro-batch counted from it comes near 2**53, beyond which JSON readers no
+longer count exactly."""
 HASH_BYTES = 32
 NO_HASH = bytes(HASH_BYTES)
 """In the place of a hash: there is none."""

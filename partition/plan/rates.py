@@ -19,8 +19,6 @@ CALIBRATION_BYTES_MAX = 8 * 1024
 KINDS_MAX = 64
 MEGA = 1_000_000
 MEBI_BITS = 20
-BACKWARD_PERCENT = 200
-"""Where a class was not measured backward."""
 
 Picoseconds = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Milliwatts = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -93,7 +91,7 @@ class Calibration(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def node_nanoseconds(self) -> tuple[int, int]:
-        """Of the node's own work: for a micro-batch, and for a MiB of its frames."""
+        """Return the time of the node's own work: for a micro-batch, and for a MiB of its frames."""
         return self.node.call // self.share_permille, self.node.mebibyte // self.share_permille
 
     def model_nanoseconds(self, layers: Sequence[Operations]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -121,7 +119,7 @@ class Calibration(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def flops_per_second(self) -> int:
-        """Of large products, forward."""
+        """Return the rate of large products, forward."""
         for row in self.kinds:
             if row.kind == "matmul":
                 return MEGA * self.share_permille * NANOSECONDS // max(1, row.forward.megaflop)

@@ -24,7 +24,7 @@ from partition.plan.tables import Tables
 RATE_BITS = 56
 """Rates are micro-batches in 2**56 ns: some two years."""
 MOVES_MAX = 200
-"""Of spans, once all have come: each takes the weakest layer a little further."""
+"""The moves between spans, once all have come: each takes the weakest layer a little further."""
 REPLICAS_MAX = 64
 STAGES_MAX = 64
 

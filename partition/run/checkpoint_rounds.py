@@ -20,7 +20,7 @@ from partition.plan.plan import Plan
 COPIES = 3
 """Peers that keep each stage: two may go in the same hour."""
 COPIES_MIN = 2
-"""Of each stage: what is on one disk only goes with the replica that will be missed."""
+"""The copies of each stage: what is on one disk only goes with the replica that will be missed."""
 
 S = TypeVar("S")
 Rows = tuple[tuple[PeerId, ...], ...]

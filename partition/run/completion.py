@@ -7,8 +7,9 @@ in its name. One that cannot be told gives the run up by silence, and finds the 
 from collections import Counter
 from collections.abc import Collection
 
+from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from partition.plan.plan import Plan, plan_hash
+from partition.plan.plan import Plan, committee, plan_hash
 from partition.run import timeouts
 from partition.run.asks import Asks, Declined, Done, EndRun, Reply
 
@@ -67,3 +68,17 @@ class Completion:
         else:
             self._again[peer] = now + timeouts.RETRY_SECONDS
         self.changed(now)
+
+
+def answer_end(mine: Plan | None, sender: PeerId, plan: bytes) -> Declined | None:
+    """Answer to the end of a run as `sender` tells it, under the plan of this hash; `mine` is in force here.
+    None: it is so.
+
+    Raises:
+        RemoteProtocolError: the sender has no vote in the run.
+    """
+    if mine is None or plan_hash(mine) != plan:
+        return Declined("no such plan here")
+    if sender not in (mine.committer, *committee(mine)):
+        raise RemoteProtocolError("a run ended by a peer that has no vote in it")
+    return None

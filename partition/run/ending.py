@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import islice
 from math import inf, isfinite
-from typing import Annotated, Literal
+from typing import Annotated, Literal, assert_never
 
 import msgspec
 from blake3 import blake3
@@ -282,6 +282,8 @@ class Ending:
                 return self._take_evaluation(now, sender, message)
             case Said():
                 return self._take_conclusion(now, sender, message)
+            case _:
+                assert_never(message)
 
     def wake(self, now: float) -> Sends:
         """Say what is to be said again, and settle when the patience is over."""

@@ -11,18 +11,19 @@ here), steps (`partition.steps`), and what a role computes: `Roles` tells of tha
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import assert_never
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, short_peer
 from partition.plan import paxos
 from partition.plan.change import Change, successor
 from partition.plan.paxos import PaxosChain
-from partition.plan.plan import NO_HASH, Plan, committee, plan_hash
+from partition.plan.paxos_messages import AgreementMessage
+from partition.plan.plan import NO_HASH, Plan, plan_hash
 from partition.run import keepalive, proposals
 from partition.run.asks import Asks, Declined, Done, Reply
 from partition.run.branches import Branches, Verdict
-from partition.run.completion import Completion
+from partition.run.completion import Completion, answer_end
 from partition.run.draining import Draining
 from partition.run.events import (
     Event,
@@ -47,6 +48,7 @@ from partition.run.messages import (
     GivenUp,
     Leaving,
     Recut,
+    RunMessage,
     check_sender,
 )
 from partition.run.pauses import stage_missing, votes_missing
@@ -64,10 +66,10 @@ INF = float("inf")
 class Parts:
     """The constructors of the parts that a test or a user may replace."""
 
-    branches: Any = Branches
-    draining: Any = Draining
-    keepalive: Any = Keepalive
-    proposer: Any = Proposer
+    branches: type[Branches] = Branches
+    draining: type[Draining] = Draining
+    keepalive: type[Keepalive] = Keepalive
+    proposer: type[Proposer] = Proposer
 
 
 @dataclass
@@ -107,7 +109,7 @@ class Member:
         self.failures = Failures()
         self.recutting = Recutting()
         self.asks = Asks()
-        self.sends: list[tuple[PeerId, Any]] = []
+        self.sends: list[tuple[PeerId, RunMessage | AgreementMessage]] = []
         self.events: list[Event] = []
         self._me = me
         self._requester = requester
@@ -209,6 +211,8 @@ class Member:
             case paxos.ChainBroken():
                 said = f"{short_peer(event.peer)} says that plan {event.height} was another"
                 self.events.append(RunOver("failed", f"{said}: its disk is lost"))
+            case _:
+                assert_never(event)
 
     def _adopt(self, now: float, life: _Life, plan: Plan, change: Change | None) -> None:
         """A plan has come into force."""
@@ -451,23 +455,12 @@ class Member:
         return True
 
     def on_end(self, sender: PeerId, plan: bytes) -> Declined | None:
-        """Answer to the end of the run, as `sender` tells it; None: it is so.
-
-        Raises:
-            RemoteProtocolError: it has no vote in the run.
-        """
-        mine = self.plan
-        if mine is None or plan_hash(mine) != plan:
-            return Declined("no such plan here")
-        if sender not in (mine.committer, *committee(mine)):
-            raise RemoteProtocolError("a run ended by a peer that has no vote in it")
-        return None
+        """See `partition.run.completion.answer_end`."""
+        return answer_end(self.plan, sender, plan)
 
     # What comes in
 
-    def receive(
-        self, now: float, sender: PeerId, message: Absent | Checkpointed | GivenUp | Leaving | Recut
-    ) -> None:
+    def receive(self, now: float, sender: PeerId, message: RunMessage) -> None:
         """A message about the run, of the plan in force. Raises RemoteProtocolError."""
         life, plan = self._life, self.plan
         if life is None or plan is None or self.is_over:
@@ -489,6 +482,8 @@ class Member:
                 self.exclude_for_all(now, sender, "it has nothing to feed the run with")
             case Leaving():
                 self._note_leaving(now, life, sender)
+            case _:
+                assert_never(message)
 
     def heard(self, now: float) -> None:
         """Note a sign that the run goes on."""
@@ -582,6 +577,8 @@ class Member:
                     self._in_force(life, "every stage has a replica again")
             case proposals.NoWayFound():
                 self._on_no_way(now, life, event)
+            case _:
+                assert_never(event)
 
     def _on_no_way(self, now: float, life: _Life, event: proposals.NoWayFound) -> None:
         """No plan can follow: the run waits, and if that lasts the member that would propose one ends it."""

@@ -65,6 +65,9 @@ class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
     at_once: bool = False
 
 
+RunMessage = Absent | Checkpointed | GivenUp | Leaving | Recut
+
+
 def check_sender(plan: Plan, sender: PeerId, message: object) -> None:
     """Check that `sender` may say this under the plan in force.
 

@@ -25,7 +25,7 @@ NO_LEASE = "no lease for this stage"
 BUSY = "busy"
 
 
-class Membership(Protocol):
+class KnownMember(Protocol):
     """The part of a `partition.run.member.Member` that answers need."""
 
     @property
@@ -39,7 +39,7 @@ class KnownRun(NamedTuple):
 
     requester: PeerId
     is_over: bool
-    member: Membership | None
+    member: KnownMember | None
 
 
 class Hold(NamedTuple):
@@ -53,7 +53,7 @@ class Hold(NamedTuple):
     was_gone: bool
 
 
-class Provider:
+class StageProvider:
     """One node's, over all its runs. `now` is by the clock of `slots`; `witnessing` says in how many runs of
     others the node has a vote and no stage, `gone` who is dead or has left."""
 

@@ -9,7 +9,7 @@ LOOK_STEPS = 5
 remembers about as many."""
 DOUBLINGS_MAX = 6
 EWMA_SHARE = 0.3
-"""Of the newest step in the seconds of a step."""
+"""The weight of the newest step in the mean duration of a step."""
 
 
 class RateWatch:

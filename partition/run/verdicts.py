@@ -6,7 +6,7 @@ from crypto.identity import PeerId
 from partition.plan.plan import Plan
 from partition.run.failures import Failures
 from partition.run.timeouts import START_SECONDS_MAX
-from partition.steps.committer_events import ReplicaFailed, TrainingEvaluated, TrainingFailed
+from partition.steps.committer_events import Event, ReplicaFailed, TrainingEvaluated, TrainingFailed
 from partition.steps.messages import Synced
 
 
@@ -45,7 +45,7 @@ class Verdicts:
         late = sorted(replicas - self._synced) if phase == "syncing" else ()
         return PeersLost(tuple(late), f"its stage was not open after {START_SECONDS_MAX:.0f} s")
 
-    def judge(self, event: object) -> PeersLost | TrainingOver | None:
+    def judge(self, event: Event) -> PeersLost | TrainingOver | None:
         """Return what a committer's event comes to; None where the run goes on as it is."""
         match event:
             case TrainingEvaluated():

@@ -14,7 +14,6 @@ only move: from whoever is suspected, or has work at hand and says nothing. Only
 
 from collections.abc import Iterable
 from math import inf, isfinite
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -24,6 +23,7 @@ from partition.plan.plan import Plan, plan_hash
 from partition.steps import messages as said
 from partition.steps.committer_events import (
     BestWanted,
+    Event,
     MicrobatchesMoved,
     ReplicaFailed,
     ReplicaRebuilt,
@@ -90,7 +90,7 @@ class Committer:
         self.steps = steps
         self.saves = SaveTimer(save_every, saved)
         self._divergence = Divergence(skips=skips_diverged)
-        self.events: list[Any] = []
+        self.events: list[Event] = []
         self.phase: Phase = "syncing"
         self.step = plan.step
         self.attempt = attempts(plan).start
@@ -139,7 +139,7 @@ class Committer:
         """While syncing: who has not said where it is."""
         return tuple(peer for peer in self._places if peer not in self._synced)
 
-    def receive(self, now: float, sender: PeerId, message: Any) -> Sends:
+    def receive(self, now: float, sender: PeerId, message: object) -> Sends:
         """A step message from a replica."""
         if not isinstance(message, StepMessage) or message.plan != self.plan_hash:
             return []

@@ -147,3 +147,17 @@ class TrainingFailed:
     reason: str
     stage: int | None = None
     microbatch: tuple[int, bool] | None = None
+
+
+Event = (
+    StepApplied
+    | MicrobatchesMoved
+    | Resumed
+    | ReplicaRebuilt
+    | ReplicaFailed
+    | StepsPaused
+    | TrainingEvaluated
+    | Validated
+    | BestWanted
+    | TrainingFailed
+)

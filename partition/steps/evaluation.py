@@ -11,8 +11,8 @@ from partition.steps.validation import Series, ValidationSchedule, ValidationSet
 
 
 class Evaluation:
-    """Of the micro-batches `all`, each with `metrics` numbers beside its loss; with the parameters after
-    `step` steps."""
+    """The evaluation of the micro-batches `all`, each with `metrics` numbers beside its loss; with the
+    parameters after `step` steps."""
 
     def __init__(self, all_numbers: range, metrics: int, step: int) -> None:
         self.all = all_numbers

@@ -47,7 +47,7 @@ class Feeder:
         self.me = me
         self.plan = plan
         self.plan_hash = plan_hash(plan)
-        self.events: list[Any] = []
+        self.events: list[FeedReady | FramesDone] = []
         self._last = len(plan.stages) - 1
         self._routes: Routes | None = None
         self._mine: list[int] = []

@@ -35,7 +35,7 @@ STEPS_MAX = 2
 
 
 class FrameComplaints:
-    """Of one plan, as its committer `me` hears of them."""
+    """The complaints about frames of one plan, as its committer `me` hears of them."""
 
     def __init__(self, me: PeerId, plan: Plan, places: Mapping[PeerId, Place]) -> None:
         self._me = me

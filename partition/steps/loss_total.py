@@ -10,7 +10,7 @@ from partition.steps.messages import RATE_UNIT, Apply, Reduced, Synced
 
 
 class Losses:
-    """Of each micro-batch that the last stage has counted: its samples, and the loss summed over them."""
+    """The samples of each micro-batch that the last stage has counted, and the loss summed over them."""
 
     def __init__(self) -> None:
         self.rate = RATE_UNIT
@@ -64,7 +64,8 @@ class Losses:
 
 
 def squared_norm(plan: Plan, reduced: Mapping[PeerId, Reduced]) -> float | None:
-    """Of all stages' totals, by the first replica of each; None where nobody says one.
+    """Return the squared norm of all stages' totals, by the first replica of each; None where nobody says
+    one.
 
     Equal totals may have norms that differ in the last bit from machine to machine; by taking one for all,
     all scale by the same number.

@@ -51,6 +51,7 @@ from partition.steps.replica_events import (
     ReduceAsked,
     ReduceReady,
     ReduceVoided,
+    ReplicaEvent,
     SaveReady,
     StepDiscarded,
     SubtractReady,
@@ -91,12 +92,11 @@ class Replica:
         there is memory."""
         self.me = me
         self.step = step
-        self.events: list[Any] = []
+        self.events: list[ReplicaEvent] = []
         self._awaits_gradient = awaits_gradient
         self._memory_max = in_flight_max
         self._schedule = schedule
         self._busy: WorkItem | None = None
-        self._discard = False
         self._fill: FillReady | None = None
         self._fill_message: Fill | None = None
         self._save: int | None = None
@@ -105,10 +105,9 @@ class Replica:
         self._applied: Apply | None = None
         self._digest = NO_HASH
         self._reduced: int | None = None
-        self._held_out = EvaluationBatches()
-        self._kept = KeptFrames()
+        self._held_out, self._kept = EvaluationBatches(), KeptFrames()
         self._reports, self._pace = SentReports(), Pace()
-        self._sync_asked = False
+        self._discard = self._sync_asked = False
         self._routes: Routes | None = None
         self._commit: StepCommit | None = None
         self._commit_attempt = -1
@@ -140,7 +139,7 @@ class Replica:
         """Whether `peer` holds a stage of the plan: this replica's own, or one that may share weights."""
         return self.plan.stage_of(peer) is not None
 
-    def receive(self, now: float, sender: PeerId, message: Any) -> Sends:  # noqa: ARG002 - the shape of a core
+    def receive(self, now: float, sender: PeerId, message: object) -> Sends:  # noqa: ARG002 - the shape of a core
         """A step message, or an opened frame, that arrived from `sender`."""
         if isinstance(message, OpenedFrame):
             self._frame(sender, message)
@@ -544,7 +543,8 @@ class Replica:
     # Bookkeeping
 
     def _report_mine(self, name: str, number: int, message: StepMessage) -> Sends:
-        """Of a micro-batch: the committer takes it from its owner, and until the Open only with Synced."""
+        """Report on a micro-batch: the committer takes it from its owner, and until the Open only with
+        Synced."""
         sends = self._reports.say(name, number, message) if self._routes and self._owns(number) else []
         return sends + self._answer_sync()
 

@@ -160,3 +160,6 @@ WorkItem = (
     | StepDiscarded
     | FillReady
 )
+
+ReplicaEvent = ReduceAsked | ReduceVoided | FillVoided
+"""What concerns work that has been handed out already."""

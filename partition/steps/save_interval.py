@@ -8,11 +8,11 @@ its keepers. Steps are timed as they are committed.
 from math import ceil, isfinite
 
 SHARE_MAX = 0.02
-"""Of a run's time that checkpoints may take."""
+"""The share of a run's time that checkpoints may take."""
 INTERVAL_SECONDS_MAX = 300.0
 """Even for a slow checkpoint: a lost stage costs a bounded time, and no claim can turn saving off."""
 _NEWEST_WEIGHT = 0.2
-"""Of the newest step in the mean: a slow one is soon forgotten."""
+"""The weight of the newest step in the mean: a slow one is soon forgotten."""
 
 
 class SaveInterval:

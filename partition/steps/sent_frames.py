@@ -11,7 +11,7 @@ from partition.steps.frames import Direction
 from partition.steps.routes import Routes
 
 Key = tuple[bool, int, Direction]
-"""Of training or not, the micro-batch, the direction."""
+"""Whether it is for training, the micro-batch, the direction."""
 
 
 @dataclass

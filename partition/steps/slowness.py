@@ -15,7 +15,7 @@ PROMISE_STEPS = 5
 """Steps under a plan in which a replica shows what it can."""
 SLOW_STEPS = 5
 SLOW_RATE = 0.5
-"""Of the promised rate: below it a replica is slow, and above RECOVERED_RATE it is no more."""
+"""The share of the promised rate below which a replica is slow, and above RECOVERED_RATE it is no more."""
 RECOVERED_RATE = 0.7
 
 

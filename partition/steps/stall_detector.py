@@ -30,11 +30,11 @@ first step of an optimizer on a slow disk."""
 ROUND_SECONDS_MAX = 7_200.0
 """Nobody's word that it goes on is taken for longer."""
 ASKS = 2
-"""Of two answers the second tells whether anything goes on."""
+"""How often to ask: the second answer tells whether anything goes on."""
 LATE_SECONDS = 1.0
 """A committer that is woken so much too late has stood still itself, and what others said waits unread."""
 _SHARE = 0.3
-"""Of the newest in the usual duration."""
+"""The weight of the newest in the usual duration."""
 
 
 class StallDetector:

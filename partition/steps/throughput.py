@@ -9,7 +9,7 @@ from partition.plan.plan import StagePlan
 from partition.steps.messages import Work
 
 EWMA_SHARE = 0.3
-"""Of the newest step in a replica's seconds per micro-batch: some five steps are remembered."""
+"""The weight of the newest step in a replica's seconds per micro-batch: some five steps are remembered."""
 STALL_SECONDS_MIN = 2.0
 """A collector of garbage, or a disk that wakes up, takes as long."""
 STALL_FACTOR = 8
@@ -37,8 +37,7 @@ class Pace:
         self._waiting.clear()
 
     def stalled(self, now: float, obliged: Iterable[PeerId]) -> list[PeerId]:
-        """Of those that have work at hand now: who has had it and said nothing for longer than it ever
-        takes."""
+        """Return the replicas that have had work at hand and said nothing for longer than it ever takes."""
         self._waiting = {peer: self._waiting.get(peer, now) for peer in obliged}
         return [peer for peer, since in self._waiting.items() if now - since >= self.patience_seconds(peer)]
 
@@ -72,7 +71,7 @@ class Pace:
         return max(STALL_SECONDS_MIN, STALL_FACTOR * self._seconds[peer])
 
     def rates(self, stage: StagePlan) -> list[int]:
-        """Of each replica, in one unit for the stage.
+        """Return the rate of each replica, in one unit for the stage.
 
         The plan's until something is measured; then whoever is not measured yet is taken to be as much faster
         or slower than its peers as the plan says. Rounded, so that noise between equal machines does not deal

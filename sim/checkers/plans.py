@@ -55,8 +55,8 @@ class PlansFollow(Checker):
 
 
 class SomeBranchGoesOn(Checker):
-    """Of the branches of a run at least one is never left: somebody remains under a plan in force. Peers that
-    are down count, for their disks bring the plan back."""
+    """At least one of a run's branches is never left: somebody remains under a plan in force. Peers that are
+    down count, for their disks bring the plan back."""
 
     name = "branches"
 

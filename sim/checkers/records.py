@@ -44,8 +44,8 @@ class RecordsAreGenuine(Checker):
 
 
 class RecordsAreFound(Checker):
-    """Of the lookups whose record was there to be found, at least the share that the scenario asks for finds
-    it. It counts from when the swarm has started and all has been republished once: with every peer that
+    """At least the share of lookups that the scenario asks for finds its record, where it was there to be
+    found. It counts from when the swarm has started and all has been republished once: with every peer that
     comes others are to keep a record, and only its republishing brings it there."""
 
     name = "lost-records"

@@ -59,7 +59,7 @@ class Records:
 
 
 def found_share(lookups: list[RecordGot]) -> float | None:
-    """Of the lookups whose record was there; None if there was none such."""
+    """Return the share found of the lookups whose record was there; None if there was no such lookup."""
     expected = [lookup for lookup in lookups if lookup.expected]
     return known(mean(lookup.copies > 0 for lookup in expected)) if expected else None
 

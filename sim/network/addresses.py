@@ -41,7 +41,7 @@ class Home:
 
 
 class Homes:
-    """Of all peers of one simulation, in the order of their first coming."""
+    """The homes of all peers of one simulation, in the order of their first coming."""
 
     def __init__(self) -> None:
         self._of: dict[PeerId, Home] = {}

@@ -27,7 +27,8 @@ _RANGE = 2.0**32
 _SPREAD = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
 _BITS = 32
-"""Of a drawn figure. `_SPREAD` is odd: multiplied by it, a random 64-bit number has a random upper half."""
+"""The bits of a drawn figure. `_SPREAD` is odd: multiplied by it, a random 64-bit number has a random upper
+half."""
 
 
 class Links:

@@ -13,8 +13,8 @@ def handling_ticks(factor: float) -> int:
 
 
 class Pace:
-    """Of one peer. It stands still until `still_until`; what it computes takes `factor` times as long;
-    `stood_seconds` is how long it has stood still, or will have by then."""
+    """The pace of one peer. It stands still until `still_until`; what it computes takes `factor` times as
+    long; `stood_seconds` is how long it has stood still, or will have by then."""
 
     def __init__(self) -> None:
         self.factor = 1.0

@@ -14,7 +14,7 @@ from sim.seeds import draw
 
 BYTES_PER_MBIT = 125_000
 PLAIN_ACCESS = Access(share=1.0)
-"""Of the peers in no share: a public address, no limit."""
+"""The access of peers in no share: a public address, no limit."""
 RIGHT = LocalClock()
 
 _RANGE = 2.0**32

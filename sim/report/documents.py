@@ -17,7 +17,7 @@ _BYTES_SHOWN_MAX = 32
 """A hash whole, a value or a signature its beginning: nobody reads more of them."""
 _ADDRESSES_KEPT_MAX = 4_096
 _FIELD_NAMES: dict[type, tuple[str, ...]] = {}
-"""Of the kinds of events seen so far, which are few."""
+"""The field names of the kinds of events seen so far, which are few."""
 _HEX_SHOWN_MAX = 12
 _LINE_LENGTH_MAX = 160
 

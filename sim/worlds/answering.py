@@ -8,7 +8,7 @@ from crypto.identity import PeerId
 from partition.plan.plan import Plan, plan_hash
 from partition.run.asks import Declined, Done, EndRun, HoldStage, OpenStage, ReleaseStage, RenewRun, StartRun
 from partition.run.member import Member
-from partition.run.provider import OVER, KnownRun, Provider
+from partition.run.provider import OVER, KnownRun, StageProvider
 from sim.worlds.hosting import Hosting
 from sim.worlds.keeping import Keeping
 from sim.worlds.run_messages import ExportStage, FetchCopy, FetchState, KeepCopy, Question
@@ -20,7 +20,7 @@ class Answering(Protocol):
 
     me: PeerId
     outcome: str
-    provider: Provider
+    provider: StageProvider
     requester: PeerId
     keeping: Keeping
     hosting: Hosting

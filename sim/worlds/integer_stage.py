@@ -15,7 +15,7 @@ from sim.observers import Broken
 WIDTH = 4
 """Numbers in the vector of one stage."""
 BITS = 40
-"""Of each number: 1,024 micro-batches of them stay far below 2^53."""
+"""The bits of each number: 1,024 micro-batches of them stay far below 2^53."""
 _MASK = (1 << BITS) - 1
 _NUMBER_BYTES = BITS // 8
 
@@ -43,7 +43,7 @@ def samples_of(microbatch: int) -> int:
 
 
 def loss_of(output: bytes) -> float:
-    """Of one micro-batch, summed over its samples: sixteenths, which add up exactly."""
+    """Return the loss of one micro-batch, summed over its samples: sixteenths, which add up exactly."""
     return output[0] / 16
 
 
@@ -69,7 +69,7 @@ class State:
 
     @property
     def digest(self) -> bytes:
-        """Of the parameters."""
+        """Return the digest of the parameters."""
         return hashed(vector_bytes(self.parameters))
 
 
@@ -135,7 +135,7 @@ class SummingStage:
         self.state, self._digest = state, state.digest
 
     def squared_norm(self) -> float:
-        """Of the total: sixteenths, which add up exactly."""
+        """Return the squared norm of the total: sixteenths, which add up exactly."""
         assert self.total is not None
         return sum(self.total) % 1024 / 16
 

@@ -44,7 +44,7 @@ EARLY_MAX = 64
 """What a committer says of a plan that has not come into force here yet."""
 INF = float("inf")
 RATE = 1_000
-"""Of a peer that is not slowed; the cores count in FLOP/s, and only compare."""
+"""The rate of a peer that is not slowed; the cores count in FLOP/s, and only compare."""
 
 
 class Member(Turns):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from crypto.identity import PeerId
-from partition.run.provider import Provider
+from partition.run.provider import StageProvider
 from sim.observers import Broken
 from sim.scenario import Training
 from sim.worlds.factories import Cores
@@ -36,7 +36,7 @@ class Setting:
     put: Callable[[PeerId, PeerId, Question, Answer], None]
     """Hands a question of the first peer to the second."""
     counters: Counter[str]
-    provider: Callable[[PeerId], Provider]
+    provider: Callable[[PeerId], StageProvider]
 
     @property
     def requester(self) -> PeerId:

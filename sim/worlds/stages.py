@@ -33,7 +33,7 @@ Applied = Callable[[api.StageSpecification, int, tuple[int, ...]], None]
 
 
 class NodeExecutor(SimExecutor):
-    """Of one life of one peer.
+    """The executor of one life of one peer.
 
     `flops_per_second` is the peer's rate, `speed` the same beside that of an ordinary one. `pass_seconds` is
     what a forward pass takes at speed 1, 0 to go by its operations.

@@ -57,7 +57,7 @@ class _Stream:
     on_way: deque[Any] = field(default_factory=deque)
     waiting: deque[tuple[Any, int]] = field(default_factory=deque)
     life: int = 0
-    """Of what is on its way, only that of the present life arrives."""
+    """Counts breaks: what was on its way in an earlier life does not arrive."""
 
 
 @dataclass(eq=False)

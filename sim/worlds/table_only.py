@@ -88,7 +88,7 @@ class Figures:
     replicas: list[tuple[float, list[int]]] = field(default_factory=list)
     """When, and how many live nodes hold each record."""
     stale: list[float] = field(default_factory=list)
-    """Of all contacts in all tables, the share that is dead, by sample."""
+    """The share of dead contacts in all tables, by sample."""
     recall: list[float] = field(default_factory=list)
     hunts: list[tuple[float, int, int, float]] = field(default_factory=list)
     """Seconds, nodes found, those of them that are up with that advert, and the share of `count` that is."""

@@ -17,7 +17,7 @@ from crypto.identity import PeerId
 from gossip.member import MemberDown, MemberForgotten, MemberLeft, MemberSuspected, MemberUp
 from node.protocols.runs import PIPELINE_PROTOCOL
 from partition.plan.plan import NO_HASH, Plan, StagePlan
-from partition.run.provider import Provider
+from partition.run.provider import StageProvider
 from partition.run.slots import Slots
 from partition.run.timeouts import LEAVE_SECONDS_MAX
 from sim.events import PeerFrozen, PeerSlowed, PeerStarted, PeerStopped
@@ -32,7 +32,7 @@ from sim.worlds.run_messages import Disk, Question
 from sim.worlds.streams import Answer, Streams
 
 LAYERS = 4
-"""Of each stage: borders between stages may move."""
+"""The layers of each stage: borders between stages may move."""
 LOOK_SECONDS = 0.1
 """A peer that leaves looks so often whether the others go on without it."""
 AGAIN_SECONDS = 1.0
@@ -61,7 +61,7 @@ class TrainingRuns:
         self._slowness: dict[PeerId, float] = {}
         self._thaws: dict[PeerId, float] = {}
         self._runs: list[_Run] = []
-        self._providers: dict[PeerId, Provider] = {}
+        self._providers: dict[PeerId, StageProvider] = {}
         self._of: dict[PeerId, list[_Run]] = {}
         peers, first = ground.peers, 0
         for number, training in enumerate(ground.scenario.runs):
@@ -179,7 +179,7 @@ class TrainingRuns:
         self._ground.tell(self._ground.lives[peer], event)
 
     def alive(self, peer: PeerId) -> Mapping[PeerId, bool]:
-        """Of those in any run, who lives as `peer` was told."""
+        """Return which peers of any run live, as `peer` was told."""
         return self._alive.get(peer, {})
 
     def slowness(self, peer: PeerId) -> float:
@@ -196,18 +196,18 @@ class TrainingRuns:
         """Return whether it holds a stage of any run, or has promised to."""
         return not self.provider(peer).slots.free(self.now)
 
-    def provider(self, peer: PeerId) -> Provider:
+    def provider(self, peer: PeerId) -> StageProvider:
         """Return who answers for the one place for a stage that a peer has, over all its runs."""
         if peer not in self._providers:
             slots = Slots(1, lambda: [run.name for run in self._of[peer] if run.hosts(peer)])
             self._providers[peer] = self._provider(peer, slots)
         return self._providers[peer]
 
-    def _provider(self, peer: PeerId, slots: Slots) -> Provider:
+    def _provider(self, peer: PeerId, slots: Slots) -> StageProvider:
         def witnessing() -> int:
             return sum(run.has_witness(peer) for run in self._of[peer])
 
-        return Provider(peer, slots, witnessing, partial(self._gone, peer))
+        return StageProvider(peer, slots, witnessing, partial(self._gone, peer))
 
     def _gone(self, peer: PeerId) -> list[PeerId]:
         return [other for other, is_alive in self.alive(peer).items() if not is_alive]

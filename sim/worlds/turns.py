@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from crypto.identity import PeerId
-from partition.run.provider import Provider
+from partition.run.provider import StageProvider
 from partition.steps.frames import OpenedFrame
 from sim.network.instants import instant
 from sim.worlds.run_context import Setting
@@ -14,13 +14,13 @@ from sim.worlds.streams import Answer
 
 
 class Turns:
-    """Of one life of a peer. After each action `settle` does all that follows from it."""
+    """The turns of one life of a peer. After each action `settle` does all that follows from it."""
 
     def __init__(self, setting: Setting, me: PeerId) -> None:
         self.me = me
         self._setting = setting
         self._is_alive = True
-        self.provider: Provider = setting.provider(me)
+        self.provider: StageProvider = setting.provider(me)
 
     @property
     def now(self) -> float:

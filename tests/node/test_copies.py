@@ -23,8 +23,6 @@ from node.checkpoints.replication import (
     COPIES_PROTOCOL,
     CheckpointReplicator,
     Conclude,
-    Declined,
-    Done,
     Here,
     Keep,
     Offer,
@@ -38,6 +36,7 @@ from node.protocols.checkpoint import StageState
 from node.protocols.manifest import Run, make_run
 from node.runtime import Node
 from node.storage.blobs import Blobs
+from partition.run.asks import Declined, Done
 from partition.run.checkpoint_rounds import COPIES, checkpoint_holders
 from sim.seams import SimNetwork
 from tests.node.saved import Saved, saved, use_small_chunks

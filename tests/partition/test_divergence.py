@@ -51,7 +51,9 @@ def test_a_step_that_diverges_is_skipped_by_all_where_the_run_says_so(how: str) 
     count(core, 2, 3)
     reduce_all(core)
     apply_all(core)
-    assert core.events[-1].diverged == ""
+    last = core.events[-1]
+    assert isinstance(last, StepApplied)
+    assert last.diverged == ""
 
 
 def test_eleven_steps_that_diverge_in_a_row_end_the_run_whoever_commits() -> None:

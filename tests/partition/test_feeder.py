@@ -21,7 +21,7 @@ def opened(core: Feeder, **changes: object) -> list[object]:
     """What the feeder says to an Open."""
     message = replace(opening(**changes), plan=core.plan_hash)  # type: ignore[arg-type]  # as `opening` takes them
     assert core.receive(0.0, TRAINER, message) == []
-    events = core.events[:]
+    events: list[object] = [*core.events]
     core.events.clear()
     return events
 
@@ -75,7 +75,7 @@ def test_every_micro_batch_is_fed_by_one_trainer() -> None:
     for me in (TRAINER, SECOND):
         core = Feeder(me, plan)
         core.receive(0.0, TRAINER, replace(message, plan=core.plan_hash))
-        mine = [event.microbatch for event in core.events]
+        mine = [event.microbatch for event in core.events if isinstance(event, FeedReady)]
         assert all(feeder_of(plan, True, number) == me for number in mine)
         fed += mine
     assert sorted(fed) == list(range(40))

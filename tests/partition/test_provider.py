@@ -8,7 +8,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from partition.plan.plan import NO_HASH, Plan, StagePlan, plan_hash
 from partition.run.asks import Declined, Done
-from partition.run.provider import BEHIND, BUSY, NO_LEASE, OVER, Hold, KnownRun, Provider
+from partition.run.provider import BEHIND, BUSY, NO_LEASE, OVER, Hold, KnownRun, StageProvider
 from partition.run.slots import Slots
 from partition.run.timeouts import SILENCE_SECONDS_MAX
 from partition.run.witnesses import WITNESSED_MAX
@@ -36,15 +36,15 @@ class InRun:
         return Done() if self.plan else None
 
 
-def provider(witnessing: int = 0) -> Provider:
-    return Provider(ME, Slots(1, tuple), lambda: witnessing, tuple)
+def provider(witnessing: int = 0) -> StageProvider:
+    return StageProvider(ME, Slots(1, tuple), lambda: witnessing, tuple)
 
 
-def held(one: Provider, wanted: Plan, now: float = 0.0, known: KnownRun = STRANGE) -> Hold | Declined:
+def held(one: StageProvider, wanted: Plan, now: float = 0.0, known: KnownRun = STRANGE) -> Hold | Declined:
     return one.on_hold(now, ASKER, wanted, wanted.stage_of(ME), known, lambda: None)
 
 
-def promised(one: Provider, wanted: Plan, now: float = 0.0) -> None:
+def promised(one: StageProvider, wanted: Plan, now: float = 0.0) -> None:
     """Give a promise as a driver does."""
     hold = held(one, wanted, now)
     assert isinstance(hold, Hold), hold
@@ -86,7 +86,7 @@ def test_a_plan_given_up_while_its_lease_was_thought_about_gets_no_promise() -> 
 
 def test_a_planner_that_died_meanwhile_gets_no_promise() -> None:
     dead: list[PeerId] = []
-    one, mine = Provider(ME, Slots(1, tuple), lambda: 0, lambda: dead), plan()
+    one, mine = StageProvider(ME, Slots(1, tuple), lambda: 0, lambda: dead), plan()
     hold = held(one, mine)
     assert isinstance(hold, Hold)
     dead.append(ASKER)

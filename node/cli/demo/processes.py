@@ -31,7 +31,7 @@ ENDING_SECONDS_MAX = 10.0
 LOOK_SECONDS = 0.03
 """How often to look for something that no event announces."""
 LAST_LINES = 8
-"""Of a node's output, shown when it fails."""
+"""How many lines of a node's output are shown when it fails."""
 _REAP_SECONDS_MAX = 2.0
 """A killed process is gone at once; only a stuck kernel call takes longer."""
 _SOURCE_ROOT = str(Path(__file__).parents[3])

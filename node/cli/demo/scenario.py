@@ -28,7 +28,7 @@ STARTER = "e"
 """The node that asks for the run, and so trains it; the other four compute its stages."""
 MODEL = "simple-cnn"
 STEPS = 300
-"""Of 128 samples: about 27 times through the 1,437 digits."""
+"""Steps of 128 samples: about 27 times through the 1,437 digits."""
 RUN_FILE_START = "# What `python -m node demo` trained."
 """By this a later demo knows a folder that it may write into."""
 RUN_FILE = """\

@@ -231,7 +231,7 @@ def _streams(network: RealNetwork) -> int:
 
 
 def _number(data: bytes) -> int | None:
-    """Of an echo that has come back."""
+    """Return the number of an echo that has come back."""
     try:
         echo: Echo = decode(data, Echo, bytes_max=MESSAGE_BYTES_MAX)
     except RemoteProtocolError:
