@@ -1,6 +1,6 @@
 """An unexpected exception stays where it was raised: it is counted and logged, and the node goes on.
 
-    with contain("stream /peerloom/runs/1") as part:
+    with contain("stream /peerloom/runs/2") as part:
         await handler(stream)
     if part.error is not None: ...              end what can be trusted no more: the stream, the run
 

@@ -34,6 +34,7 @@ from node.checkpoints.weights import weights_name
 from node.events import Event, RunEnded, RunPlanned, StepCommitted, StrangerRefused
 from node.protocols import runs as wire
 from node.protocols.manifest import Run
+from node.protocols.notices import Notice, news_of
 from node.runs.runs import EARLY_BYTES_MAX, EARLY_MAX
 from node.runtime import REFUSALS_SHOWN, Node
 from node.seams import Network
@@ -200,7 +201,7 @@ class Lies:
         )
         replicas = self.plan.stages[0].replicas
         for message in (
-            wire.Notice(plan, committed),
+            Notice(plan, news_of(committed)),
             Absent(plan, (replicas[0],), "I say so"),
             Checkpointed(plan, self.step, bytes(32)),
             Leaving(plan),

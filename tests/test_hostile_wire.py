@@ -27,6 +27,7 @@ BY_CALLERS = {
     ("node.services.driver", "self._message_type"): "the datagrams of membership and records",
     ("node.protocols.checkpoint", "kind"): "a checkpoint or a list of chunks",
     ("node.protocols.calls", "kind"): "the answer to a call: see `decoded`",
+    ("node.protocols.manifest", "_Beginning"): "the beginning of a manifest",
 }
 """What is decoded is said by whoever calls; both are in the registry."""
 ELSEWHERE = {

@@ -15,6 +15,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from node.events import ReplicaDropped, RunEvaluated, RunResumed, StepCommitted
 from node.protocols.manifest import CORRECT, Run
+from node.protocols.notices import RunEvent
 from node.runs.context import Service
 from partition.plan.plan import Plan
 from partition.run.failures import Failures
@@ -39,9 +40,6 @@ class BestState(Protocol):
     def series(self) -> Series | None: ...
     def found(self, step: int) -> None: ...
     def wanted(self, step: int) -> None: ...
-
-
-RunEvent = StepCommitted | ReplicaDropped | RunEvaluated | RunResumed
 
 
 class CommitterShell:

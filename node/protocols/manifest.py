@@ -45,6 +45,8 @@ LOSS = "loss"
 CORRECT, ACCURACY = "correct", "accuracy"
 """The metric that counts right answers, and what people call it: over the samples it is the accuracy."""
 MANIFEST_PURPOSE = "run-manifest"
+MANIFEST_VERSION = 2
+"""What this node reads and writes; a manifest of version 1 had no number."""
 MANIFEST_BYTES_MAX = 900
 """So that it fits a DHT record."""
 
@@ -324,7 +326,7 @@ def _check_federated(run: RunFile, where: str) -> None:
         )
 
 
-class Manifest(msgspec.Struct, frozen=True, array_like=True):
+class Manifest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What a run is. `model` is how a screen calls it, `graph` (BLAKE3, hex) what it is.
 
     `data` is `digits`, or the BLAKE3 hash (hex) of what a folder or file holds; where data stays with its
@@ -335,6 +337,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     ranges of layers, within which no plan cuts.
     """
 
+    version: Annotated[int, msgspec.Meta(ge=MANIFEST_VERSION, le=MANIFEST_VERSION)] = MANIFEST_VERSION
     model: Word
     graph: HexHash
     data: Annotated[str, msgspec.Meta(pattern=r"^(digits|[0-9a-f]{64})\Z")]
@@ -388,6 +391,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
 
 _NOT_ARITHMETIC = frozenset(
     {
+        "version",
         "model",
         "metrics",
         "recompute",
@@ -465,6 +469,7 @@ def check_run(signer: Signer, fact: Fact) -> Run:
         raise RemoteProtocolError(
             f"a manifest of {len(fact.body)} bytes, at most {MANIFEST_BYTES_MAX} fit a record"
         )
+    _check_version(fact.body)
     manifest: Manifest = decode(fact.body, Manifest, bytes_max=MANIFEST_BYTES_MAX)
     validation = manifest.validation
     if validation is not None and (
@@ -477,3 +482,18 @@ def check_run(signer: Signer, fact: Fact) -> Run:
         raise RemoteProtocolError("a run on data of its members' own that names data, or cuts the model")
     requester = signer.check(MANIFEST_PURPOSE, fact)
     return Run(blake3(fact.body + fact.author).digest(), requester, manifest, fact)
+
+
+class _Beginning(msgspec.Struct, frozen=True, array_like=True):
+    """The beginning of a manifest of any version: those without a number begin with a name."""
+
+    version: int | str
+
+
+def _check_version(body: bytes) -> None:
+    beginning: _Beginning = decode(body, _Beginning, bytes_max=MANIFEST_BYTES_MAX)
+    version = 1 if isinstance(beginning.version, str) else beginning.version
+    if version != MANIFEST_VERSION:
+        raise RemoteProtocolError(
+            f"a manifest of version {version}; this node speaks version {MANIFEST_VERSION}: update the older"
+        )

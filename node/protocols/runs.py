@@ -1,27 +1,23 @@
 """Requests between members of a run, each on a stream of its own: one question, one answer.
 
-`/peerloom/runs/1` carries what must be answered: placing, leasing, starting, ending, models, weights. What
-flows during a step (frames, step messages, all-reduce parts, notices) goes by `/peerloom/pipeline/1`.
+`/peerloom/runs/2` carries what must be answered: placing, leasing, starting, ending, models, weights. What
+flows during a step (frames, step messages, all-reduce parts, notices) goes by `/peerloom/pipeline/2`.
 """
 
-from math import isfinite
 from typing import Annotated, Literal
 
 import msgspec
 
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact
-from crypto.identity import PEER_ID_BYTES
 from gossip.allreduce import Part
-from node.events import ReplicaDropped, RunEvaluated, RunResumed, StepCommitted
 from node.protocols.checkpoint import StageState
+from node.protocols.notices import Notice, StepNotice
 from node.seams import StreamLimits
 from partition.plan.history import HISTORY_BYTES_MAX, History
 from partition.plan.paxos_messages import AgreementMessage
 from partition.plan.plan import (
     PLAN_BYTES_MAX,
-    STAGES_MAX,
-    STEPS_MAX,
     Count,
     Hash,
     Peer,
@@ -30,14 +26,13 @@ from partition.plan.plan import (
 )
 from partition.run.admission import Chain
 from partition.run.asks import Declined, Done
-from partition.run.messages import REASON_LENGTH_MAX, Absent, Checkpointed, GivenUp, Leaving, Reason, Recut
+from partition.run.messages import Absent, Checkpointed, GivenUp, Leaving, Reason, Recut
 from partition.run.states import State
-from partition.stage import METRICS_MAX
 from partition.steps.frames import Frame
 from partition.steps.messages import CommitterMessage, ReplicaMessage
 
-RUNS_PROTOCOL = "/peerloom/runs/1"
-PIPELINE_PROTOCOL = "/peerloom/pipeline/1"
+RUNS_PROTOCOL = "/peerloom/runs/2"
+PIPELINE_PROTOCOL = "/peerloom/pipeline/2"
 REQUEST_BYTES_MAX = PLAN_BYTES_MAX + HISTORY_BYTES_MAX + 16 * 1024
 """A plan, how it came about, and the signatures and the manifest around them."""
 PIPELINE_BYTES_MAX = 4 * 1024 * 1024
@@ -49,11 +44,6 @@ BLOB_BYTES_MAX = 16 * 1024**3
 RANGE_BYTES_MAX = 16 * 1024 * 1024
 """The first values in one answer: some of them fit the memory of whoever answers many."""
 BLOB_CHUNK_BYTES = 4 * 1024 * 1024
-
-NUMBER_MAX = 2**53
-"""What every reader of our JSON can count exactly."""
-NOTICE_SECONDS_MAX = 1e9
-"""What a step may have taken: thirty years, so that a screen can multiply it by the steps that are left."""
 
 PlanBytes = Annotated[bytes, msgspec.Meta(max_length=PLAN_BYTES_MAX)]
 
@@ -248,47 +238,14 @@ class LeaseBody(msgspec.Struct, frozen=True, array_like=True):
 LEASE_PURPOSE = "lease"
 
 
-class Notice(msgspec.Struct, frozen=True, tag="notice"):
-    """Committer to everybody else in the plan: what has happened. Nothing depends on its arrival."""
-
-    plan: Hash
-    event: StepCommitted | ReplicaDropped | RunEvaluated | RunResumed
-
-
 def check_step(message: object, steps: int) -> None:
     """Whether what a message says of a step can be so in a run of `steps`; else RemoteProtocolError."""
-    said = message.event if isinstance(message, Notice) else message
+    said = message.news if isinstance(message, Notice) else message
     done = getattr(said, "step", None)
-    if isinstance(said, StepCommitted):
+    if isinstance(said, StepNotice):
         done = said.step + 1
     if done is not None and done > steps:
         raise RemoteProtocolError(f"step {done} of a run of {steps}")
-
-
-def check_notice(notice: Notice) -> None:
-    """Numbers that a screen can show; else RemoteProtocolError. Most events are our own, so loosely typed."""
-    for name in notice.event.__struct_fields__:
-        field = getattr(notice.event, name)
-        if isinstance(field, tuple) and len(field) > max(METRICS_MAX, STAGES_MAX):
-            raise RemoteProtocolError(f"a notice with {len(field)} {name}")
-        for value in field if isinstance(field, tuple) else (field,):
-            _check_value(name, value)
-
-
-def _check_value(name: str, field: object) -> None:
-    match field:
-        case float(value) if not isfinite(value):
-            raise RemoteProtocolError(f"a notice whose {name} is not finite")
-        case float(value) if name == "seconds" and not 0 <= value <= NOTICE_SECONDS_MAX:
-            raise RemoteProtocolError(f"a notice whose {name} are impossible")
-        case int(value) if name == "step" and value > STEPS_MAX:
-            raise RemoteProtocolError(f"a notice whose {name} no run has")
-        case int(value) if not 0 <= value <= NUMBER_MAX:
-            raise RemoteProtocolError(f"a notice whose {name} is impossible")
-        case str(value) if len(value) > REASON_LENGTH_MAX:
-            raise RemoteProtocolError(f"a notice whose {name} is too long")
-        case bytes(value) if len(value) != PEER_ID_BYTES:
-            raise RemoteProtocolError(f"a notice whose {name} is no peer")
 
 
 class GroupPart(msgspec.Struct, frozen=True, tag="part"):

@@ -19,7 +19,8 @@ from crypto.identity import PeerId
 from node.checkpoints.weights import digest_of
 from node.events import RunRemembered
 from node.protocols.manifest import Run, run_text
-from node.protocols.runs import NUMBER_MAX, End, Stop
+from node.protocols.notices import NUMBER_MAX
+from node.protocols.runs import End, Stop
 from node.runs.progress import Shown
 from node.seams import Seams, Storage
 from partition.plan.plan import Hash, Peer

@@ -18,6 +18,7 @@ from node.pipeline.committer import CommitterShell
 from node.placement.leases import rounded
 from node.protocols import runs as wire
 from node.protocols.manifest import Run
+from node.protocols.notices import Notice
 from node.runs.asking import AskShell
 from node.runs.best import BestState
 from node.runs.chain import ChainShell, Entered
@@ -522,7 +523,7 @@ class RunMember:
         elif isinstance(message, Absent | Checkpointed | GivenUp | Leaving | Recut):
             self.core.receive(now, sender, message)
             self._act()
-        elif isinstance(message, wire.Notice | wire.Saved | wire.Revised):
+        elif isinstance(message, Notice | wire.Saved | wire.Revised):
             self._on_told(sender, message)
         else:
             self._to_roles(now, sender, message)
@@ -531,14 +532,14 @@ class RunMember:
         """Take the requester's word on the run; whether it is news. Raises RemoteProtocolError."""
         return self.steering.take(fact, self.state, self._committer, self.plan, self._me)
 
-    def _on_told(self, sender: PeerId, message: wire.Notice | wire.Saved | wire.Revised) -> None:
+    def _on_told(self, sender: PeerId, message: Notice | wire.Saved | wire.Revised) -> None:
         plan = self.plan
         if plan is None:
             return
         if isinstance(message, wire.Revised):
             self.revise(message.revision)
             return
-        if isinstance(message, wire.Notice):
+        if isinstance(message, Notice):
             check_sender(plan, sender, message)
             self._reports.hear(message)
             self.core.heard(self._now)

@@ -1,4 +1,4 @@
-"""What members of a run, and strangers, ask of this node on `/peerloom/runs/1`, and what it answers.
+"""What members of a run, and strangers, ask of this node on `/peerloom/runs/2`, and what it answers.
 
 One request a stream. Each is checked against the run and the plan it names before it changes anything; who
 may ask for what is said in `node.protocols.runs`.

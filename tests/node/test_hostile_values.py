@@ -28,7 +28,7 @@ from node.errors import UsageError
 from node.events import RunEnded, StepCommitted
 from node.pipeline.committer import _rounding
 from node.placement.leases import rounded
-from node.protocols import runs as wire
+from node.protocols.notices import Notice, RunEvent, event_of, news_of
 from node.runs.checkpointing import Keeping, newest_name
 from node.runtime import Node
 from node.state import event_document
@@ -116,12 +116,18 @@ NOTICE: dict[str, Any] = {
 }
 
 
+def told(event: RunEvent) -> RunEvent:
+    """The event as another member shows it. Raises RemoteProtocolError."""
+    notice: Notice = decode(encode(Notice(bytes(32), news_of(event))), Notice, bytes_max=10_000)
+    return event_of(notice.news, at=1.0, run="0" * 16)
+
+
 @pytest.mark.parametrize(
     "changes", [{"seconds": 1.7e308}, {"seconds": -1.0}, {"step": 2**53}, {"step": STEPS_MAX + 1}], ids=str
 )
 def test_a_notice_of_what_no_run_takes_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(RemoteProtocolError):
-        wire.check_notice(wire.Notice(bytes(32), StepCommitted(**(NOTICE | changes))))
+        told(StepCommitted(**(NOTICE | changes)))
 
 
 @pytest.mark.parametrize("seconds", [1e-320, 1e300, 1.7e308])
@@ -139,7 +145,7 @@ def test_a_step_beyond_the_runs_end_is_refused_and_the_run_goes_on(step: int) ->
 
             async def lie(a: Node, b: Node, plan: Plan) -> None:
                 event = StepCommitted(**(NOTICE | {"run": plan.run.hex()[:16], "step": step}))
-                a.runs.send(b.peer, wire.Notice(plan_hash(plan), event))
+                a.runs.send(b.peer, Notice(plan_hash(plan), news_of(event)))
                 a.runs.send(b.peer, Checkpointed(plan_hash(plan), step, bytes(32)))
 
             await disturbed(group, lie)
@@ -263,7 +269,7 @@ def test_whatever_rounding_a_replica_claims_a_step_can_be_told(pair: tuple[float
     rounding = _rounding([Work(rounding=(pair, (1.0, 4.0)))])
     assert rounding[1] == 0.5
     event = StepCommitted(**(NOTICE | {"rounding": rounding}))
-    wire.check_notice(wire.Notice(bytes(32), event))
+    assert told(event) == event
     assert EventScreen().lines(event_document(event))
 
 
@@ -276,4 +282,4 @@ def test_what_all_replicas_claim_to_have_sent_adds_up_to_a_number_for_the_wire(n
     with pytest.raises(RemoteProtocolError):
         taken(2**63 - 1)
     changes = {"sent_bytes": (REPLICAS_MAX * getattr(taken(2**46), name),)}
-    wire.check_notice(wire.Notice(bytes(32), StepCommitted(**(NOTICE | changes))))
+    told(StepCommitted(**(NOTICE | changes)))

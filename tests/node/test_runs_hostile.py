@@ -14,11 +14,11 @@ import trio
 
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
-from crypto.facts import Fact, Signer
+from crypto.facts import Fact, IdentitySigner, Signer
 from crypto.identity import Identity, PeerId
 from gossip.allreduce import CHUNK_BYTES, KEY_BYTES_MAX, Part
 from node.errors import StageFailed, StreamClosed, Unreachable
-from node.events import RunAccepted, RunEnded, RunPlanned, StepCommitted
+from node.events import Event, RunAccepted, RunEnded, RunPlanned, StepCommitted
 from node.pipeline.codec_choice import LinkCodecs
 from node.pipeline.links import Links
 from node.pipeline.replica import ReplicaShell
@@ -26,7 +26,8 @@ from node.pipeline.spans import Spans
 from node.placement.leases import PlacementFailed
 from node.protocols import calls
 from node.protocols import runs as wire
-from node.protocols.manifest import Run, make_run
+from node.protocols.manifest import MANIFEST_PURPOSE, Run, check_run, make_run
+from node.protocols.notices import NEWS, News, event_of, news_of
 from node.runs.runs import PIPELINE_IDLE_SECONDS_MAX
 from node.runs.server import RUNS_MAX
 from node.runtime import Node
@@ -149,6 +150,14 @@ def test_weights_by_a_name_that_is_none_are_refused(name: str) -> None:
         assert a.counters["protocol_errors"] == 1
 
     two_nodes(scenario)
+
+
+def test_a_manifest_of_another_version_is_refused_by_its_number() -> None:
+    signer = IdentitySigner(Identity(bytes(32)), "any")
+    version, *rest = msgspec.to_builtins(manifest())
+    for fields, said in ((rest, "version 1;"), ([version + 1, *rest], f"version {version + 1};")):
+        with pytest.raises(RemoteProtocolError, match=said):
+            check_run(signer, signer.sign(MANIFEST_PURPOSE, encode(fields)))
 
 
 def test_a_manifest_whose_names_are_not_names_is_refused() -> None:
@@ -389,7 +398,7 @@ def test_a_machine_that_cannot_start_a_process_is_planned_around(monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    "changes", [{"at": float("nan")}, {"loss": float("inf")}, {"step": 2**60}, {"samples": -1}]
+    "changes", [{"bubble": float("nan")}, {"loss": float("inf")}, {"step": 2**60}, {"samples": -1}]
 )
 def test_a_notice_with_impossible_numbers_is_refused(changes: dict[str, Any]) -> None:
     fields: dict[str, Any] = {
@@ -401,9 +410,15 @@ def test_a_notice_with_impossible_numbers_is_refused(changes: dict[str, Any]) ->
         "seconds": 1.0,
         "replicas": 1,
     }
-    wire.check_notice(wire.Notice(bytes(32), StepCommitted(**fields)))
+    good, bad = (encode(news_of(StepCommitted(**(fields | each)))) for each in ({}, changes))
+    assert event_of(decode(good, News, bytes_max=1_000), at=1.0, run="0" * 16) == StepCommitted(**fields)
     with pytest.raises(RemoteProtocolError):
-        wire.check_notice(wire.Notice(bytes(32), StepCommitted(**(fields | changes))))
+        decode(bad, News, bytes_max=1_000)
+
+
+@pytest.mark.parametrize(("event", "news"), NEWS.items(), ids=lambda kind: kind.__name__)
+def test_a_notice_has_all_that_its_event_shows(event: type[Event], news: type[msgspec.Struct]) -> None:
+    assert {*event.__struct_fields__} - {"at", "run"} == {*news.__struct_fields__}
 
 
 def one_stage(*replicas: PeerId) -> Plan:
