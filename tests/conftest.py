@@ -12,7 +12,9 @@ from hypothesis import settings
 
 from node.containment import strictness
 
-settings.register_profile("peerloom", derandomize=True, deadline=None, print_blob=True)
+EXAMPLES = int(os.environ.get("PEERLOOM_EXAMPLES", "50"))
+"""The examples of a property that does not say how many it wants."""
+settings.register_profile("peerloom", derandomize=True, deadline=None, print_blob=True, max_examples=EXAMPLES)
 settings.load_profile("peerloom")
 # Nodes in processes of their own would each keep a core busy for seconds, beside what is tested.
 os.environ.setdefault("PEERLOOM_CALIBRATE", "false")

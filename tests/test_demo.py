@@ -281,11 +281,11 @@ def program(folder: Path, *arguments: str) -> Iterator[Program]:
 @linux_only
 def test_a_demo_survives_the_death_of_a_replica_and_leaves_nothing_behind(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with program(tmp_path, "-m", "node", "demo", "--out", str(out), "--steps", "30") as demo:
+    with program(tmp_path, "-m", "node", "demo", "--out", str(out), "--steps", "20") as demo:
         printed, said = demo.process.communicate(timeout=120)
         left = demo.left()
     result = json.loads((out / "result.json").read_text())
-    # Thirty steps are too few for the accuracy; everything else must hold.
+    # Twenty steps are too few for the accuracy; everything else must hold.
     assert demo.process.returncode == (0 if result["accuracy"] >= ACCURACY_MIN else 5), said
     numbered = [line[:4] for line in printed.splitlines() if line[1:2] == "/"]
     assert numbered == ["1/5 ", "2/5 ", "3/5 ", "4/5 ", "5/5 "]
@@ -295,8 +295,8 @@ def test_a_demo_survives_the_death_of_a_replica_and_leaves_nothing_behind(tmp_pa
     assert result["detected_seconds"] > 0
     assert result["failover_seconds"] > 0
     assert result["microbatches_replayed"] > 0
-    assert result["steps_before_kill"] >= 12
-    assert result["steps_before_kill"] + result["steps_after_kill"] == 30
+    assert result["steps_before_kill"] >= 8
+    assert result["steps_before_kill"] + result["steps_after_kill"] == 20
     assert 0 < result["seconds"] < result["total_seconds"] < 60
     assert result["weights"]["fetched_from"] not in ("e", result["killed_name"])
     assert (out / "model.safetensors").stat().st_size == result["weights"]["size_bytes"]
