@@ -87,7 +87,7 @@ class MemoryStorage:
 
     @property
     def names(self) -> list[str]:
-        """Of all blobs that are there."""
+        """Return the names of all blobs that are there."""
         return list(self._blobs)
 
     def sizes(self, under: str) -> dict[str, int]:

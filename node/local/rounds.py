@@ -21,7 +21,7 @@ WINDOW_ROUNDS = 1.5
 """A group waits for those that are expected as long as so many rounds' worth of steps take here."""
 PATIENCE_SECONDS = 60.0
 LAST_ROUND_SECONDS = 20.0
-"""So long a federated run waits for the round that makes its result all members'."""
+"""How long a federated run waits for the round that makes its result all members'."""
 
 
 class Rounds:

@@ -106,8 +106,7 @@ class Runs:
         places: Places,
         own_data: Callable[[], Sequence[NamedData]],
     ) -> None:
-        """`observe` is told of every message of a run that this node sends; `machine` is what each of `slots`
-        gives to a stage now, `rate` its FLOP/s."""
+        """`observe` hears all that this node sends in runs; `machine` and `rate` (FLOP/s) are of one slot."""
         self.seams = seams
         self.signer = signer
         self.live = live

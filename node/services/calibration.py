@@ -60,7 +60,7 @@ class Wanted:
     dtype: str
     threads: int
     slots: int = 1
-    """So many stages compute here at once, each with so many threads."""
+    """How many stages compute here at once, each with so many threads."""
 
     @property
     def key(self) -> str:
