@@ -35,7 +35,7 @@ from node.events import Event, RunEnded, RunPlanned, StepCommitted, StrangerRefu
 from node.protocols import runs as wire
 from node.protocols.manifest import Run
 from node.protocols.notices import Notice, news_of
-from node.runs.runs import EARLY_BYTES_MAX, EARLY_MAX
+from node.runs.inbox import EARLY_BYTES_MAX, EARLY_MAX
 from node.runtime import REFUSALS_SHOWN, Node
 from node.seams import Network
 from node.services.capacity import Capacity
@@ -299,9 +299,9 @@ def outcome(events: Sequence[Event]) -> RunEnded:
 
 def assert_nothing_is_left(node: Node) -> None:
     """Of a run that is over, and of what strangers said of it."""
-    early = node.runs._early
+    early = node.runs.inbox.early
     assert not node.runs.members
-    assert not node.runs._plans
+    assert not node.runs.inbox.plans
     assert len(early) <= EARLY_MAX
     assert all(len(data) <= EARLY_BYTES_MAX for _, _, data in early)
 

@@ -1,19 +1,18 @@
 """All runs this node knows, and the part it plays in each: requester, planner, trainer, replica.
 
-Messages of a step come in here, are checked and go to the run they name; requests come in at
-`node.runs.server`. Who is gone comes from membership (`member_lost`), never from a timer of our own; only a
-run that nobody speaks of any more is given up by silence, so that a lease cannot be held for ever.
+Messages of a step come in at `node.runs.inbox`, requests at `node.runs.server`. Who is gone comes from
+membership (`member_lost`), never from a timer of our own; only a run that nobody speaks of any more is given
+up by silence, so that a lease cannot be held for ever.
 """
 
-from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import trio
 
-from crypto.encoding import decode, encode
+from crypto.encoding import encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
@@ -25,7 +24,7 @@ from node.containment import contain, failure_text, keep_running, place_of
 from node.content import datasets as datasets
 from node.content.dataset_store import DataFiles, Lanes
 from node.content.graphs import Models
-from node.errors import RunFailed, StreamClosed, Unreachable, UsageError
+from node.errors import RunFailed, Unreachable, UsageError
 from node.events import Event, RunChanged, RunReleased
 from node.local.own_data import OwnDataSets
 from node.local.service import LocalRuns
@@ -46,6 +45,7 @@ from node.runs.archive import ArchiveShell
 from node.runs.chain import Entered, chain_name, history_name
 from node.runs.checkpointing import newest_name
 from node.runs.context import Membership
+from node.runs.inbox import PipelineInbox
 from node.runs.kept import note_guests
 from node.runs.manifest_builder import fits
 from node.runs.member import RunMember
@@ -57,24 +57,13 @@ from node.runs.revising import Revising
 from node.runs.server import Requests
 from node.runs.stopping import Stopping
 from node.runs.traces import Traces
-from node.seams import Seams, Stream
+from node.seams import Seams
 from node.services.measurements import Measurements
 from node.storage.guests import Guests
 from partition.plan.history import History, first_history
-from partition.plan.paxos_messages import AGREEMENT_BYTES_MAX, AgreementMessage, ChainHead
-from partition.plan.plan import HASH_BYTES, Plan, plan_hash
+from partition.plan.plan import Plan, plan_hash
 from partition.run.decliners import Decliners
 from partition.run.messages import REASON_LENGTH_MAX
-from partition.run.timeouts import END_SECONDS_MAX
-from partition.steps.frames import PAYLOAD_BYTES_MAX, Frame, OpenedFrame, open_frame
-
-PIPELINE_IDLE_SECONDS_MAX = 120.0
-"""A stream that brings nothing for so long is closed, unless its peer is in a run with this node."""
-EARLY_MAX = 256
-"""Messages of committers whose plan is decided, but not yet on disk here, and who is absent by then."""
-EARLY_BYTES_MAX = 16 * 1024
-"""One of them, for anybody may send such: a committer begins with a Sync, and says all else again."""
-NO_PAYLOAD = memoryview(b"")
 
 
 class Runs:
@@ -132,15 +121,13 @@ class Runs:
         self.places = places
         self.provide = provide
         self._observe = observe
-        self._plans: dict[bytes, RunMember] = {}
+        self.inbox = PipelineInbox(self)
         self.archive = ArchiveShell(seams, signer.peer)
         self.own_data = OwnDataSets(seams, own_data)
         self.local = LocalRuns(self, self.archive)
         self.outside = RunsOutside(self, signer.peer)
         self.stopping = Stopping(self)
         self.revising = Revising(self)
-        self._telling: set[PeerId] = set()
-        self._early: deque[tuple[PeerId, bytes, bytes]] = deque(maxlen=EARLY_MAX)
         self.data = DataFiles(
             seams,
             checkpoints.store.blobs,
@@ -153,7 +140,7 @@ class Runs:
         self.links = Links(
             seams.network,
             wire.PIPELINE_PROTOCOL,
-            deliver=self._deliver,
+            deliver=self.inbox.deliver,
             on_reconnected=self._reconnected,
             on_stuck=suspect,
         )
@@ -175,7 +162,7 @@ class Runs:
                     self.publish(event)
                 # Not before it is known what is over.
                 network = self.seams.network
-                network.handle(wire.PIPELINE_PROTOCOL, self._serve_pipeline, wire.PIPELINE_STREAMS)
+                network.handle(wire.PIPELINE_PROTOCOL, self.inbox.serve, wire.PIPELINE_STREAMS)
                 network.handle(wire.RUNS_PROTOCOL, self._requests.serve)
                 self.data.exchange.serve()
                 task_status.started()
@@ -409,85 +396,6 @@ class Runs:
         """Bytes per second to a peer as frames were measured to take, None where that is not known."""
         return self.links.rate(peer)
 
-    async def _serve_pipeline(self, stream: Stream) -> None:
-        try:
-            while True:
-                received = None  # nor is the last payload's memory held while nothing comes
-                with trio.move_on_after(PIPELINE_IDLE_SECONDS_MAX):
-                    received = await stream.receive_with_payload(PAYLOAD_BYTES_MAX)
-                if received is not None:
-                    await self._deliver(stream.peer, *received)
-                elif not self._is_partner(stream.peer):
-                    return
-        except StreamClosed:
-            return
-
-    def _is_partner(self, peer: PeerId) -> bool:
-        """Return whether `peer` has a part in a plan that is in force here."""
-        return any(
-            member.plan is not None and peer in member.plan.members for member in self.members.values()
-        )
-
-    async def _deliver(self, sender: PeerId, data: bytes, payload: memoryview = NO_PAYLOAD) -> None:
-        try:
-            message: Any = decode(data, wire.PipelineMessage, bytes_max=wire.PIPELINE_BYTES_MAX)
-            if isinstance(message, Frame):
-                message = open_frame(self.signer, sender, message, payload)
-                plan = message.header.plan
-            elif payload:
-                raise RemoteProtocolError(f"{len(payload)} bytes beside a message that has none")
-            elif isinstance(message, wire.GroupPart):
-                message = message.part
-                plan = message.key[:HASH_BYTES]
-            elif isinstance(message, AgreementMessage):
-                if len(data) > AGREEMENT_BYTES_MAX:
-                    raise RemoteProtocolError(f"{len(data)} bytes about plans, at most {AGREEMENT_BYTES_MAX}")
-                self._about_plans(sender, message)
-                return
-            else:
-                plan = message.plan
-            member = self._plans.get(plan)
-            if member is not None and member.plan is not None and sender not in member.plan.roster:
-                raise RemoteProtocolError("a message of a run from a peer that is not in it")
-            if member is not None:
-                await self._hand_over(member, sender, message)
-            elif isinstance(message, wire.Early) and len(data) <= EARLY_BYTES_MAX:
-                self._early.append((sender, plan, bytes(data)))
-        except RemoteProtocolError as error:
-            self.refuse(sender, error)
-
-    async def _hand_over(self, member: RunMember, sender: PeerId, message: Any) -> None:
-        """Give a message to the run it is of. Raises RemoteProtocolError."""
-        refused = None
-        with self.containing(member.run, f"message {type(message).__name__}"):
-            try:
-                wire.check_step(message, member.steering.steps)
-                if isinstance(message, OpenedFrame):
-                    # The stream waits meanwhile, and so does its sender.
-                    message = await member.keep(sender, message)
-                if message is not None:
-                    member.receive(self.seams.clock.monotonic(), sender, message)
-            except RemoteProtocolError as error:
-                refused = error
-        if refused is not None:
-            raise refused
-
-    def _about_plans(self, sender: PeerId, message: AgreementMessage) -> None:
-        member = self.members.get(message.run)
-        if member is not None:
-            with self.containing(member.run, f"message {type(message).__name__}"):
-                member.receive(self.seams.clock.monotonic(), sender, message)
-        elif isinstance(message, ChainHead) and message.asks and sender not in self._telling:
-            # A member that was away when a run ended still believes in a plan, and asks how it went on.
-            self._telling.add(sender)
-            self.start_task(self._tell_end, sender, self.archive.told(message.run, message.plan), of=None)
-
-    async def _tell_end(self, peer: PeerId, end: wire.End | wire.Stop | None) -> None:
-        with suppress(Unreachable):
-            if end is not None:
-                await self.ask(peer, end, END_SECONDS_MAX)
-        self._telling.discard(peer)
-
     def _reconnected(self, peer: PeerId) -> None:
         for member in list(self.members.values()):
             with self.containing(member.run, "reconnected"):
@@ -501,35 +409,25 @@ class Runs:
 
     def following(self, plan: bytes) -> RunMember | None:
         """The member of the run in which this plan is in force."""
-        member = self._plans.get(plan)
+        member = self.inbox.plans.get(plan)
         return member if member is not None and member.plan_hash == plan else None
 
     def follow(self, plan: bytes, member: Membership) -> None:
         """Messages of this plan are for `member`, and of the one it followed before no more."""
-        self._plans = {key: other for key, other in self._plans.items() if other is not member}
+        self.inbox.forget(member)
         known = self.members.get(member.run.id)
         if known is None or known is not member:
             return
-        self._plans[plan] = known
         # Also what was promised for another plan after the last one: that one cannot come about any more.
         self.slots.release_run(member.run.id)
         self._keep_ready()
-        late = [row for row in self._early if row[1] == plan]
-        if late:
-            self._early = deque((row for row in self._early if row[1] != plan), maxlen=EARLY_MAX)
-            self.start_task(self._deliver_late, late, of=member.run)
+        self.inbox.follow(plan, known)
 
     def _keep_ready(self) -> None:
         """A witness is the first to be asked for a dead member's stage, which then is to open at once."""
         may_come = self.has_slot and any(member.is_witness for member in self.members.values())
         machine = (self.machine.threads, self.machine.device) if may_come else None
         self.seams.executor.keep_stage_ready(machine)
-
-    async def _deliver_late(self, late: Sequence[tuple[PeerId, bytes, bytes]]) -> None:
-        """What a committer said of a plan that had not come into force here yet."""
-        for sender, _, data in late:
-            await self._deliver(sender, data)
-        await trio.lowlevel.checkpoint()
 
     def accept(self, run: Run) -> RunMember:
         """This node's membership in a run, which begins if it has not."""
@@ -548,7 +446,7 @@ class Runs:
             self.outside.follow(known)
         elif not self.outside.has(member.run.id):
             forget_files(self.seams, member.run.text)
-        self._plans = {plan: other for plan, other in self._plans.items() if other is not member}
+        self.inbox.forget(member)
         self._keep_ready()
 
     def released(self, member: Membership) -> None:
@@ -575,7 +473,7 @@ class Runs:
         self.receipts.ended(member.run.id)
         self.stopping.over(member.run.text)
         self.seams.storage.delete(newest_name(member.run.text))
-        self._plans = {plan: other for plan, other in self._plans.items() if other is not member}
+        self.inbox.forget(member)
         self._keep_ready()
         if member.plan is not None:
             needed = {peer for other in self.members.values() if other.plan for peer in other.plan.members}

@@ -28,7 +28,7 @@ from node.protocols import calls
 from node.protocols import runs as wire
 from node.protocols.manifest import MANIFEST_PURPOSE, Run, check_run, make_run
 from node.protocols.notices import NEWS, News, event_of, news_of
-from node.runs.runs import PIPELINE_IDLE_SECONDS_MAX
+from node.runs.inbox import IDLE_SECONDS_MAX
 from node.runs.server import RUNS_MAX
 from node.runtime import Node
 from node.seams import Network, RealClock, make_core
@@ -590,7 +590,7 @@ def test_runs_that_are_over_do_not_fill_the_state() -> None:
 def test_a_silent_stream_of_a_stranger_is_closed_in_the_end() -> None:
     async def scenario(group: Swarm, honest: Node, stranger: Node) -> None:
         stream = await stranger.network.open(honest.peer, wire.PIPELINE_PROTOCOL)
-        with trio.fail_after(2 * PIPELINE_IDLE_SECONDS_MAX), pytest.raises(StreamClosed):
+        with trio.fail_after(2 * IDLE_SECONDS_MAX), pytest.raises(StreamClosed):
             await stream.receive()
 
     two_nodes(scenario)

@@ -1,0 +1,158 @@
+"""What arrives on `/peerloom/pipeline/2`: each message is checked, and handed to the run whose plan it names.
+
+Messages of a committer may come before its plan is in force here; some are kept until then. Who may send what
+is for the member to say.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from typing import Any, Protocol
+
+import trio
+
+from crypto.encoding import decode
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Signer
+from crypto.identity import PeerId
+from node.errors import StreamClosed, Unreachable
+from node.protocols import runs as wire
+from node.protocols.manifest import Run
+from node.runs.archive import ArchiveShell
+from node.runs.member import RunMember
+from node.seams import Seams, Stream
+from partition.plan.paxos_messages import AGREEMENT_BYTES_MAX, AgreementMessage, ChainHead
+from partition.plan.plan import HASH_BYTES
+from partition.run.timeouts import END_SECONDS_MAX
+from partition.steps.frames import PAYLOAD_BYTES_MAX, Frame, OpenedFrame, open_frame
+
+IDLE_SECONDS_MAX = 120.0
+"""A stream that brings nothing for so long is closed, unless its peer is in a run with this node."""
+EARLY_MAX = 256
+"""Messages of committers whose plan is decided, but not yet on disk here, and who is absent by then."""
+EARLY_BYTES_MAX = 16 * 1024
+"""One of them, for anybody may send such: a committer begins with a Sync, and says all else again."""
+NO_PAYLOAD = memoryview(b"")
+
+
+class Service(Protocol):
+    """What is needed of `node.runs.runs.Runs`."""
+
+    seams: Seams
+    signer: Signer
+    archive: ArchiveShell
+    members: dict[bytes, RunMember]
+    refuse: Callable[[PeerId, RemoteProtocolError], None]
+
+    def containing(self, run: Run, place: str) -> AbstractContextManager[None]: ...
+    def start_task(self, task: Callable[..., Any], *arguments: object, of: Run | None) -> None: ...
+    async def ask(self, peer: PeerId, request: wire.Request, seconds: float) -> wire.Reply: ...
+
+
+class PipelineInbox:
+    """One node's, over all its runs. `plans` has the member that messages are for, by the
+    plan's hash; `early` is what waits for its plan: sender, plan and message."""
+
+    def __init__(self, runs: Service) -> None:
+        self.plans: dict[bytes, RunMember] = {}
+        self._runs = runs
+        self._telling: set[PeerId] = set()
+        self.early: deque[tuple[PeerId, bytes, bytes]] = deque(maxlen=EARLY_MAX)
+
+    def forget(self, member: object) -> None:
+        """Hand nothing to this member any more."""
+        self.plans = {plan: other for plan, other in self.plans.items() if other is not member}
+
+    def follow(self, plan: bytes, member: RunMember) -> None:
+        """Hand messages of this plan to `member`, those first that came too early."""
+        self.plans[plan] = member
+        late = [row for row in self.early if row[1] == plan]
+        if late:
+            self.early = deque((row for row in self.early if row[1] != plan), maxlen=EARLY_MAX)
+            self._runs.start_task(self._deliver_late, late, of=member.run)
+
+    async def serve(self, stream: Stream) -> None:
+        """Take what a peer sends, until its stream ends."""
+        try:
+            while True:
+                received = None  # nor is the last payload's memory held while nothing comes
+                with trio.move_on_after(IDLE_SECONDS_MAX):
+                    received = await stream.receive_with_payload(PAYLOAD_BYTES_MAX)
+                if received is not None:
+                    await self.deliver(stream.peer, *received)
+                elif not self._is_partner(stream.peer):
+                    return
+        except StreamClosed:
+            return
+
+    def _is_partner(self, peer: PeerId) -> bool:
+        """Return whether `peer` has a part in a plan that is in force here."""
+        members = self._runs.members.values()
+        return any(member.plan is not None and peer in member.plan.members for member in members)
+
+    async def deliver(self, sender: PeerId, data: bytes, payload: memoryview = NO_PAYLOAD) -> None:
+        """Take one message; one that is none costs its sender."""
+        try:
+            message: Any = decode(data, wire.PipelineMessage, bytes_max=wire.PIPELINE_BYTES_MAX)
+            if isinstance(message, Frame):
+                message = open_frame(self._runs.signer, sender, message, payload)
+                plan = message.header.plan
+            elif payload:
+                raise RemoteProtocolError(f"{len(payload)} bytes beside a message that has none")
+            elif isinstance(message, wire.GroupPart):
+                message = message.part
+                plan = message.key[:HASH_BYTES]
+            elif isinstance(message, AgreementMessage):
+                if len(data) > AGREEMENT_BYTES_MAX:
+                    raise RemoteProtocolError(f"{len(data)} bytes about plans, at most {AGREEMENT_BYTES_MAX}")
+                self._about_plans(sender, message)
+                return
+            else:
+                plan = message.plan
+            member = self.plans.get(plan)
+            if member is not None and member.plan is not None and sender not in member.plan.roster:
+                raise RemoteProtocolError("a message of a run from a peer that is not in it")
+            if member is not None:
+                await self._hand_over(member, sender, message)
+            elif isinstance(message, wire.Early) and len(data) <= EARLY_BYTES_MAX:
+                self.early.append((sender, plan, bytes(data)))
+        except RemoteProtocolError as error:
+            self._runs.refuse(sender, error)
+
+    async def _deliver_late(self, late: list[tuple[PeerId, bytes, bytes]]) -> None:
+        for sender, _, data in late:
+            await self.deliver(sender, data)
+        await trio.lowlevel.checkpoint()
+
+    async def _hand_over(self, member: RunMember, sender: PeerId, message: Any) -> None:
+        """Give a message to the run it is of. Raises RemoteProtocolError."""
+        refused = None
+        with self._runs.containing(member.run, f"message {type(message).__name__}"):
+            try:
+                wire.check_step(message, member.steering.steps)
+                if isinstance(message, OpenedFrame):
+                    # The stream waits meanwhile, and so does its sender.
+                    message = await member.keep(sender, message)
+                if message is not None:
+                    member.receive(self._runs.seams.clock.monotonic(), sender, message)
+            except RemoteProtocolError as error:
+                refused = error
+        if refused is not None:
+            raise refused
+
+    def _about_plans(self, sender: PeerId, message: AgreementMessage) -> None:
+        runs = self._runs
+        member = runs.members.get(message.run)
+        if member is not None:
+            with runs.containing(member.run, f"message {type(message).__name__}"):
+                member.receive(runs.seams.clock.monotonic(), sender, message)
+        elif isinstance(message, ChainHead) and message.asks and sender not in self._telling:
+            # A member that was away when a run ended still believes in a plan, and asks how it went on.
+            self._telling.add(sender)
+            runs.start_task(self._tell_end, sender, runs.archive.told(message.run, message.plan), of=None)
+
+    async def _tell_end(self, peer: PeerId, end: wire.End | wire.Stop | None) -> None:
+        with suppress(Unreachable):
+            if end is not None:
+                await self._runs.ask(peer, end, END_SECONDS_MAX)
+        self._telling.discard(peer)
