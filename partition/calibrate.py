@@ -35,7 +35,7 @@ HELD_BYTES_MAX = 48 << 20
 """Results kept while more are made."""
 ENGINE_VIEWS = 32
 OWN_SHARE_MIN = 0.1
-"""Of a backward pass that is timed alone: so much of it is the operator's at least."""
+"""The share of a backward pass timed alone that is the operator's at least."""
 SHARE_SECONDS = 1.0
 """Ten periods of a CPU quota."""
 NODE_MESSAGES = 7

@@ -28,7 +28,7 @@ class Wanted:
     optimizer: str = "adam"
     constraints: Constraints = field(default_factory=lambda: Constraints(frame_bytes_max=FRAME_BYTES_MAX))
     sizes: tuple[int, ...] = ()
-    """Of the graph's symbols after the batch; none: as the graph was captured."""
+    """The sizes of the graph's symbols after the batch; none: as the graph was captured."""
     frames: Literal["exact", "auto"] = "exact"
     mode: Literal["exact", "auto"] = "exact"
     local_steps: int = 20

@@ -25,7 +25,7 @@ CONFIG_BYTES_MAX = 1 << 20
 LENGTH_MAX = 1024
 """Tokens in a sample, where neither the person nor the model says fewer."""
 BATCH = 2
-"""Of the examples; only shapes and types count."""
+"""The size of the examples; only shapes and types count."""
 IGNORED = -100
 """The label that does not count, in all of transformers."""
 

@@ -11,7 +11,7 @@ from partition.model.dataflow import flow_of
 from partition.model.graph import Entry, Graph
 
 RANGES_MAX = 16
-"""Of one run: its manifest has to stay small."""
+"""The ranges of one run: its manifest has to stay small."""
 Range = tuple[int, int]
 
 
