@@ -126,7 +126,7 @@ class Values:
             case types.IntType():
                 return self._integer(kind, name)
             case types.FloatType():
-                return self._float(name)
+                return self._float(kind, name)
             case types.StrType():
                 return self._text(kind, name)
             case types.BytesType() | types.MemoryViewType():
@@ -184,11 +184,16 @@ class Values:
             value = self._often(min(max(value, low), high), lambda: value)
         return min(max(value, -(2**63)), 2**64 - 1)
 
-    def _float(self, name: str) -> float:
+    def _float(self, kind: types.FloatType, name: str) -> float:
         heard = self.known.named(float, name, self.rng)
         if isinstance(heard, float) and self.rng.random() < LIMIT_PART:
             return heard
-        return self.rng.choice(FLOATS)
+        value = self.rng.choice(FLOATS)
+        low = -math.inf if kind.ge is None else kind.ge
+        high = math.inf if kind.le is None else kind.le
+        if (low, high) == (-math.inf, math.inf) or low <= value <= high:
+            return value
+        return self._often(self.rng.choice((low, high)), lambda: value)
 
     def _text(self, kind: types.StrType, name: str) -> str:
         rng = self.rng
