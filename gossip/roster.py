@@ -45,7 +45,7 @@ PEERS_PER_SECOND = 64
 SOON_SECONDS = 0.05
 """Between two reports at least, however much there is to say."""
 DISTANCE_BITS = 64
-"""Of the hashes by which participants are near to each other."""
+"""The length of the hashes by which participants are near to each other."""
 WHOLE_SHARE = 0.75
 """A list that others did not fit into is whole again once it is no fuller than this."""
 SILENT_SECONDS = 8.0
