@@ -37,7 +37,7 @@ MESSAGE_BYTES_MAX = 32 * 1024
 STREAMS = StreamLimits(message_bytes_max=MESSAGE_BYTES_MAX, streams_per_peer_max=4)
 MATES_MAX = 32
 HEADS_ASKED = 2
-"""How many other heads are asked each time that a stage is missing: one after another all come to be asked."""
+"""How many other heads are asked each time that a stage is missing: one after another, all are."""
 CALL_SECONDS_MAX = 60.0
 """A holder that owes an answer for so long is given up."""
 ATTACH_SECONDS_MAX = 5.0
