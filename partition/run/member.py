@@ -468,8 +468,8 @@ class Member:
         check_sender(plan, sender, message)
         match message:
             case Absent():
-                for peer in message.peers:
-                    life.proposer.exclude(now, PeerId(peer), message.reason)
+                answers = life.proposer.told_absent(now, sender, message)
+                self.sends += [(sender, answer) for answer in answers]
             case GivenUp():
                 self._leave(life.branches.farewell, is_branch=True)
             case Recut():
@@ -535,6 +535,7 @@ class Member:
         self.note_step(max(self.progress.step, self._roles.committed or 0))
         live = self._around.live()
         self.catch_up([peer for peer in life.chain.acquainted if peer in live])
+        self.sends += [(peer, absence) for absence in life.proposer.own_absence() for peer in self.others()]
         life.keepalive.wake(
             now,
             self.plan,

@@ -18,7 +18,7 @@ from partition.plan.plan import Plan, committee
 from partition.run import timeouts
 from partition.run.asks import Asks, Done, HoldStage, OpenStage, ReleaseStage, Reply, StartRun
 from partition.run.decliners import Decliners
-from partition.run.messages import Recut
+from partition.run.messages import REASON_LENGTH_MAX, Absent, Recut
 from partition.run.next_change import NoViablePlan, PlanInputs, next_change, ranked
 
 
@@ -144,6 +144,22 @@ class Proposer:
         """Have the next plan do without this member, which may be alive."""
         self.absent.setdefault(peer, reason)
         self.changed(now)
+
+    def told_absent(self, now: float, sender: PeerId, message: Absent) -> list[Absent]:
+        """Take it that the next plan must do without these. Return what to answer: one that was restarted
+        does not know who else is absent."""
+        is_news = any(peer not in self.absent for peer in message.peers)
+        for peer in message.peers:
+            self.exclude(now, PeerId(peer), message.reason)
+        return self.own_absence() if is_news and sender in message.peers else []
+
+    def own_absence(self) -> list[Absent]:
+        """Return what to say now and then where the next plan must do without this member.
+
+        Who proposes goes by who is absent: where two disagree on that, each waits for the other.
+        """
+        reason, plan = self.absent.get(self._me), self._chain.head_hash
+        return [] if reason is None else [Absent(plan, (self._me,), reason[:REASON_LENGTH_MAX])]
 
     def decided(self, now: float) -> None:
         """Note that a plan has come into force: members absent under the last one may have come back."""

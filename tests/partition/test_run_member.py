@@ -333,6 +333,23 @@ def test_a_member_that_was_restarted_says_that_its_stage_is_lost() -> None:
     assert not node.of(RolesGiven)
 
 
+def test_an_absent_member_tells_those_who_may_have_forgotten_it() -> None:
+    """Else each of two could take the other for the proposer."""
+    node = Node(ONE).begin()
+    plan = plan_hash(PLAN)
+    node.core.receive(0.0, REQUESTER, Absent(plan, (ONE,), "no answer"))
+    node.core.sends.clear()
+    node.core.receive(1.0, REQUESTER, Absent(plan, (REQUESTER,), "it was restarted"))
+    mine = Absent(plan, (ONE,), "no answer")
+    assert node.core.sends == [(REQUESTER, mine)]
+    node.core.sends.clear()
+    node.core.receive(1.0, REQUESTER, Absent(plan, (REQUESTER,), "it was restarted"))
+    assert node.core.sends == [], "two absent members do not answer each other for ever"
+    node.at(timeouts.RENEW_SECONDS + 1)
+    told = {peer for peer, message in node.core.sends if message == mine}
+    assert told == {peer for peer in PLAN.roster if peer != ONE}, "an answer may be lost"
+
+
 def test_a_member_that_is_off_the_roster_leaves_and_says_nothing_more() -> None:
     node = Node(TWO).begin()
     node.decided(Change(lost=(TWO,)))

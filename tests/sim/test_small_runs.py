@@ -16,6 +16,8 @@ from sim.seeds import seeded_rng
 from tests.sim.runs_world import BEGINS, Troubled, scenario, training
 
 SEEDS = int(os.environ.get("PEERLOOM_SMALL_SEEDS", "3"))
+FOUND = (46,)
+"""Of two that were absent in turn each waited for the other to propose."""
 STEPS = 40
 OPENS_AT = BEGINS + 12.7
 """When the idle node, number 7, opens the stage that 3 and 6 held until BEGINS + 10."""
@@ -55,7 +57,7 @@ def trial(seed: int, rule: str) -> Troubled:
 @pytest.mark.parametrize("rule", ["wait", "requester"])
 def test_small_runs_never_have_two_plans_at_one_height_and_end(rule: str) -> None:
     wrong = {}
-    for seed in range(1, SEEDS + 1):
+    for seed in dict.fromkeys((*FOUND, *range(1, SEEDS + 1))):
         played = trial(seed, rule).play()
         plans = Counter((row.event.height, row.event.plan) for row in played.story.of(PlanAdopted))
         assert len({height for height, _ in plans}) == len(plans), f"seed {seed}: two plans at one height"
