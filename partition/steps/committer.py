@@ -50,7 +50,7 @@ from partition.steps.frame_complaints import USELESS, FrameComplaints
 from partition.steps.ledger import Ledger, Place, places_of
 from partition.steps.loss_total import Losses, squared_norm
 from partition.steps.messages import SAMPLES_MAX, Apply, Open, Sends, StepMessage, Synced, Work
-from partition.steps.resume import Lacking, can_resume, check_synced, minority, resume_point
+from partition.steps.resume import Lacking, can_resume, check_synced, is_begun, minority, resume_point
 from partition.steps.routes import attempts, step_numbers
 from partition.steps.save_timer import SaveTimer
 from partition.steps.stall_detector import STUCK, StallDetector
@@ -298,7 +298,7 @@ class Committer:
         """All hold the same after `step` steps."""
         self._digests.clear()
         sends = self._save_now() if self.saves.is_due else []
-        if self._pausing:
+        if self._pausing and not is_begun(self.plan, self.step, self._synced.values()):
             self.phase = "paused"
             self.events.append(StepsPaused(self.step))
             return sends

@@ -1,7 +1,7 @@
 """Where a run goes on under a new plan, from what its replicas say they hold."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import isfinite
 
@@ -20,6 +20,14 @@ class Lacking:
 
     stage: int
     reason: str
+
+
+def is_begun(plan: Plan, step: int, rows: Collection[Synced]) -> bool:
+    """Return whether some of these have micro-batches of the step after `step` in hand or in their sums: it
+    was opened under an earlier plan."""
+    numbers = step_numbers(plan, step)
+    held = (number for row in rows if row.step == step for number in (*row.counted, *row.begun))
+    return any(number in numbers for number in held)
 
 
 def check_synced(plan: Plan, message: Synced) -> None:

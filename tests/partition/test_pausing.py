@@ -1,0 +1,25 @@
+"""Where a committer pauses: between two steps, also where the next was opened under another plan already."""
+
+from partition.steps.committer import StepsPaused
+from tests.partition.small_plan import synced
+from tests.partition.test_committer import REPLICAS, apply_all, committer, count, opens, reduce_all
+
+
+def test_a_step_that_was_begun_under_another_plan_is_finished_before_a_pause() -> None:
+    core = committer()
+    assert core.pause(0.0) == []
+    sends = [row for who in REPLICAS for row in core.receive(0.0, who, synced(0, begun=(0,)))]
+    assert opens(sends), "whoever leaves now would take its micro-batches along"
+    assert core.phase == "counting"
+    count(core, 0, 1)
+    reduce_all(core)
+    assert opens(apply_all(core)) == []
+    assert core.events[-1] == StepsPaused(1)
+
+
+def test_a_pause_waits_for_no_step_that_nobody_has_begun() -> None:
+    core = committer()
+    core.pause(0.0)
+    for who in REPLICAS:
+        core.receive(0.0, who, synced(0))
+    assert (core.phase, core.events[-1]) == ("paused", StepsPaused(0))
