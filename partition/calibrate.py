@@ -34,6 +34,8 @@ REPETITIONS_MIN, REPETITIONS_MAX = 3, 200
 HELD_BYTES_MAX = 48 << 20
 """Results kept while more are made."""
 ENGINE_VIEWS = 32
+CALL_FACTOR_MAX = 3.0
+"""Of a call beside others to one alone: more is a disturbance."""
 OWN_SHARE_MIN = 0.1
 """The share of a backward pass timed alone that is the operator's at least."""
 SHARE_SECONDS = 1.0
@@ -362,20 +364,34 @@ def _as_in_a_model(
             backward[sample.kind] += max(OWN_SHARE_MIN * spent, spent - engine)
         turns.append((forward, backward))
     found = []
-    for row in kinds:
+    calls = [1.0, 1.0]
+    # Views first, which are nothing but a call: how much dearer one is there holds for the others.
+    for row in sorted(kinds, key=lambda row: row.kind != "view"):
         own = [sample for sample in samples if sample.kind == row.kind]
-        ahead = sum(row.forward.picoseconds(sample.forward) for sample in own) / 1e12
-        back = sum(row.backward.picoseconds(sample.backward) for sample in own) / 1e12
-        slower = max(1.0, _typical([turn[0][row.kind] for turn in turns]) / max(1e-12, ahead))
-        slower_back = max(1.0, _typical([turn[1][row.kind] for turn in turns]) / max(1e-12, back))
-        found.append(KindPace(row.kind, _scaled(row.forward, slower), _scaled(row.backward, slower_back)))
+        ways = (
+            (row.forward, [sample.forward for sample in own]),
+            (row.backward, [sample.backward for sample in own]),
+        )
+        paces = []
+        for way, (pace, amounts) in enumerate(ways):
+            seconds = _typical([turn[way][row.kind] for turn in turns])
+            if row.kind == "view":
+                alone = sum(pace.picoseconds(amount) for amount in amounts) / 1e12
+                calls[way] = min(CALL_FACTOR_MAX, max(1.0, seconds / max(1e-12, alone)))
+            paces.append(_beside(pace, amounts, seconds, calls[way]))
+        found.append(KindPace(row.kind, *paces))
     return found
 
 
-def _scaled(pace: Pace, factor: float) -> Pace:
-    call, megaflop, mebibyte = (
-        min(2**53, round(value * factor)) for value in (pace.call, pace.megaflop, pace.mebibyte)
-    )
+def _beside(pace: Pace, amounts: Sequence[Amount], seconds: float, factor: float) -> Pace:
+    """The pace by which these amounts together take as long as they did beside others, a call so many times
+    as long as alone and the rest of it by what they do."""
+    call = min(2**53, round(pace.call * factor))
+    rest = sum(pace.picoseconds(amount) - pace.call * amount.calls for amount in amounts)
+    if rest <= 0:
+        return Pace(call, pace.megaflop, pace.mebibyte)
+    slower = max(1.0, (seconds * 1e12 - sum(call * amount.calls for amount in amounts)) / rest)
+    megaflop, mebibyte = (min(2**53, round(value * slower)) for value in (pace.megaflop, pace.mebibyte))
     return Pace(call, megaflop, mebibyte)
 
 
