@@ -235,7 +235,7 @@ def _processes(table: Table) -> list[str]:
     lines = [
         "`python -m node` in control groups with a quota of CPU time each, over loopback on two cores,",
         "generated images; seconds from the beginning of the first step to the end of the run, the same",
-        "samples in all. Nothing else had the machine meanwhile.",
+        "samples in all. One run each, with nothing else on the machine.",
         "",
         "| how | cores each | seconds | with start and capture | times as fast | accuracy |",
         "|---|---|---|---|---|---|",
