@@ -26,6 +26,9 @@ from tests.source import ROOT
 OVER = ("done", "failed", "stopped")
 RUN_SECONDS_MAX = 120.0
 """A run of six steps takes ten on a quiet machine."""
+WAIT = "20s"
+"""For peers: what a dead requester was promised for its first plan is held for ten seconds more, a slot that
+nobody gives back for minutes."""
 NAMES = "abc"
 RUN = """
 model = "model.peerloom"
@@ -57,7 +60,7 @@ class Command:
         with self._errors.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "node", "train", str(file), "--json", "--out", str(self.out),
-                 "--data-dir", str(data_dir)],
+                 "--data-dir", str(data_dir), "--wait", WAIT],
                 stdout=subprocess.PIPE, stderr=log, text=True, env=environment,
             )  # fmt: skip
         self._reader = threading.Thread(target=self._read, daemon=True)
