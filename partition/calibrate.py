@@ -35,7 +35,7 @@ HELD_BYTES_MAX = 48 << 20
 """Results kept while more are made."""
 ENGINE_VIEWS = 32
 CALL_FACTOR_MAX = 3.0
-"""Of a call beside others to one alone: more is a disturbance."""
+"""The most that a call beside others costs of one alone: more is a disturbance."""
 OWN_SHARE_MIN = 0.1
 """The share of a backward pass timed alone that is the operator's at least."""
 SHARE_SECONDS = 1.0

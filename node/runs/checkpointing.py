@@ -88,6 +88,15 @@ class Keeping:
         return self._rounds.newest
 
     @property
+    def can_restore(self) -> bool:
+        """Whether all of it is here, or may be at another that lives."""
+        if any(peer != self._service.signer.peer for peer in self._live()):
+            return True
+        newest = self.restorable
+        kept = None if newest is None else self._checkpoints.store.find(self._run.text, newest[1])
+        return kept is not None and kept.is_whole
+
+    @property
     def _now(self) -> float:
         return self._service.seams.clock.monotonic()
 

@@ -97,8 +97,7 @@ class RunMember:
         self._committer: CommitterShell | None = None
         self._past: CommitterShell | None = None
         self._training: Training | None = None
-        self._life = trio.CancelScope()
-        self._stall = StallClock(self._now)
+        self._life, self._stall = trio.CancelScope(), StallClock(self._now)
         self.stopped_by: Fact | None = None
         self.is_over_for_all = False
         self._reports = ProgressReports(service, run, self.core, self._stall, self._best)
@@ -107,8 +106,7 @@ class RunMember:
         self.prepare, self.unprepare = self.hosting.prepare, self.hosting.unprepare
         self.planner_lost = self.hosting.planner_lost
         self.keep, self.close_stage = self.hosting.keep, self.hosting.end
-        self._decided = trio.Event()
-        self._again = trio.Event()
+        self._decided, self._again = trio.Event(), trio.Event()
         self._is_acting, self._is_driven = False, True
 
     # What the core asks of its roles
@@ -134,6 +132,11 @@ class RunMember:
         """The newest checkpoint that is whole somewhere, and its step; under a final plan, the result's."""
         is_final = self.plan is not None and self.plan.is_final
         return self._best.checkpoint if is_final else self._keeping.restorable
+
+    @property
+    def can_restore(self) -> bool:
+        """Whether a copy of that is here, or may be at another member, of now or before, that lives."""
+        return self._keeping.can_restore
 
     @property
     def can_tell(self) -> bool:

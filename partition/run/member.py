@@ -519,9 +519,8 @@ class Member:
         if now >= self.recutting.deadline:
             self._give_up_recut(life)
         if now >= life.proposer.deadline:
-            roles, furthest = self._roles, self.progress.furthest
-            restorable = self._ways_back.find(roles.restorable, furthest)
-            change = life.proposer.think(now, restorable=restorable, can_tell=roles.can_tell)
+            restorable = self._ways_back.find(self._roles.restorable, self.progress.furthest)
+            change = life.proposer.think(now, self._roles, restorable)
             self.events.append(Proposed(change, life.chain.head_hash))
         self._follow(now, life)
 

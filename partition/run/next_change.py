@@ -16,8 +16,8 @@ class PlanInputs:
 
     `absent` are on the roster and dead, gone, failed, or without the memory of their stage; `leaving` will
     go and still help. `recut` is what the committer wants moved. `candidates` could take a stage, the best
-    first. `restorable` is the newest checkpoint and its step, if there is one. Only a member that `asks`
-    knows of candidates.
+    first. `restorable` is the newest checkpoint and its step, if there is one; nobody goes back to one of
+    which no copy can be reached (`can_restore`). Only a member that `asks` knows of candidates.
     """
 
     plan: Plan
@@ -26,6 +26,7 @@ class PlanInputs:
     candidates: tuple[tuple[PeerId, int], ...] = ()
     wanted: tuple[int, ...] = ()
     restorable: tuple[bytes, int] | None = None
+    can_restore: bool = True
     newcomers: tuple[PeerId, ...] = ()
     may_refill: bool = True
     asks: bool = True
@@ -55,6 +56,12 @@ def next_change(view: PlanInputs) -> Change | NoViablePlan | None:
         where = f"stage {empty[0] + 1} of {len(left)}"
         reason = f"{where} lost its last replica, and no checkpoint holds its parameters"
         return NoViablePlan(reason, timeouts.LOST_SECONDS_MAX, held[empty[0]])
+    if empty and not view.can_restore:
+        where = f"stage {empty[0] + 1} of {len(left)}"
+        reason = (
+            f"{where} has no replica left, and no member that is here has a copy of the newest checkpoint"
+        )
+        return NoViablePlan(reason, timeouts.PAUSE_SECONDS_MAX, lost=held[empty[0]])
     for number in empty:
         if not candidates:
             reason = f"stage {number + 1} of {len(left)} has no replica left"

@@ -14,12 +14,14 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, short_peer
 from partition.plan.change import Change, successor
 from partition.plan.paxos import PaxosChain
-from partition.plan.plan import Plan, committee
+from partition.plan.plan import FIRST_VALUES, Plan, committee
 from partition.run import timeouts
 from partition.run.asks import Asks, Done, HoldStage, OpenStage, ReleaseStage, Reply, StartRun
 from partition.run.decliners import Decliners
 from partition.run.messages import REASON_LENGTH_MAX, Absent, Recut
 from partition.run.next_change import NoViablePlan, PlanInputs, next_change, ranked
+from partition.run.roles import Roles
+from partition.run.way_back import WayBack
 
 
 @dataclass(frozen=True)
@@ -208,17 +210,15 @@ class Proposer:
 
     # What is proposed
 
-    def think(
-        self, now: float, *, restorable: tuple[bytes, int] | None, can_tell: bool = True
-    ) -> Change | None:
+    def think(self, now: float, roles: Roles, restorable: WayBack | None) -> Change | None:
         """Return what to propose now, None for nothing; newcomers are asked first.
 
         `restorable` is the checkpoint to go back to and its step. A newcomer can join only where this member
-        `can_tell` how its plan came about.
+        can tell how its plan came about.
         """
         self.deadline = now + timeouts.REFILL_SECONDS
         self._bring_first_plan(now)
-        view, pending = self._inputs(now, restorable, can_tell), self._pending
+        view, pending = self._inputs(now, roles, restorable), self._pending
         if pending is not None and not (self.has_majority(now) and self._still_fits(pending, view)):
             self._drop(pending)
             pending = None
@@ -341,13 +341,15 @@ class Proposer:
         if seconds >= timeouts.REFILL_SECONDS:
             self.events.append(NoWayFound(found.reason, seconds >= found.waits_seconds, found.lost))
 
-    def _inputs(self, now: float, restorable: tuple[bytes, int] | None, can_tell: bool) -> PlanInputs:
+    def _inputs(self, now: float, roles: Roles, restorable: WayBack | None) -> PlanInputs:
         plan, alive = self._chain.head, self.living(now)
         absent = frozenset(
             PeerId(peer) for peer in plan.roster if peer not in alive or PeerId(peer) in self.absent
         )
+        is_needed = restorable is not None and restorable[0] != FIRST_VALUES
+        is_needed &= any(absent.issuperset(map(PeerId, stage.replicas)) for stage in plan.stages)
         # Without a quorum no plan can come about: whoever agreed to one would be held back from others.
-        asks = self.is_proposer(now) and can_tell and self.has_majority(now)
+        asks = self.is_proposer(now) and roles.can_tell and self.has_majority(now)
         return PlanInputs(
             plan=plan,
             absent=absent,
@@ -355,6 +357,7 @@ class Proposer:
             candidates=self._candidates(plan, now) if asks else (),
             wanted=self.wanted,
             restorable=restorable,
+            can_restore=not is_needed or roles.can_restore,
             newcomers=(self._requester,) if asks and self._may_come(self._requester, now) else (),
             may_refill=asks and now >= self._settled_at + timeouts.REFILL_SECONDS,
             asks=asks,

@@ -24,5 +24,9 @@ class Roles(Protocol):
         """The newest checkpoint that is whole somewhere, and its step."""
 
     @property
+    def can_restore(self) -> bool:
+        """Whether a copy of `restorable` is here, or may be at a member, of now or before, that lives."""
+
+    @property
     def can_tell(self) -> bool:
         """Whether a newcomer can be told how the next plan came about."""

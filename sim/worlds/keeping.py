@@ -65,6 +65,14 @@ class Keeping:
         """The newest checkpoint that is whole, and its step."""
         return self._rounds.newest
 
+    def can_restore(self, stages: int) -> bool:
+        """Return whether copies of it are here, or may be at another that lives."""
+        newest = self.restorable
+        is_here = newest is not None and all(
+            self.copy(newest[1], stage) is not None for stage in range(stages)
+        )
+        return is_here or any(peer != self._me for peer in self._live())
+
     def forget(self) -> None:
         """Begin as a member that knows of no checkpoint; copies on the disk stay."""
         self._disk.forget_chain()

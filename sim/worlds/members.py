@@ -132,6 +132,11 @@ class Member(Turns):
         return self.keeping.restorable
 
     @property
+    def can_restore(self) -> bool:
+        """Whether copies of that are here, or may be at another that lives."""
+        return self.plan is None or self.keeping.can_restore(len(self.plan.stages))
+
+    @property
     def can_tell(self) -> bool:
         """Nobody has to be told how a plan came about."""
         return True

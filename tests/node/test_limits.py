@@ -40,6 +40,7 @@ upload = "10Mbit/s"
 download = "2.5MB/s"
 peers = []
 runs = []
+own_data = []
 """
 
 

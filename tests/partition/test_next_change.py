@@ -79,6 +79,18 @@ def test_a_stage_without_a_replica_goes_back_to_the_checkpoint_on_a_newcomer() -
     )
 
 
+def test_nobody_goes_back_to_a_checkpoint_of_which_no_copy_is_within_reach() -> None:
+    candidates = ((SPARE, 9),)
+    apart = next_change(
+        view((THIRD, FOURTH), candidates=candidates, restorable=CHECKPOINT, can_restore=False)
+    )
+    assert isinstance(apart, NoViablePlan)
+    assert "stage 2 of 2 has no replica left, and no member that is here has a copy" in apart.reason
+    assert apart.lost == (THIRD, FOURTH)
+    goes_on = view((SECOND,), candidates=candidates, restorable=CHECKPOINT, can_restore=False)
+    assert change_of(goes_on).lost == (SECOND,)
+
+
 def test_a_replica_without_its_memory_may_come_back_to_its_own_stage_empty() -> None:
     change = change_of(view((THIRD, FOURTH), candidates=((THIRD, 9),), restorable=CHECKPOINT))
     assert change.joined == (Joining(THIRD, 1, 9),)

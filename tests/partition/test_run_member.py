@@ -74,6 +74,7 @@ class Node:
     is_opening: bool = False
     committed: int | None = None
     restorable: tuple[bytes, int] | None = None
+    can_restore: bool = True
     can_tell: bool = True
     now: float = 0.0
     save_every: int = 0

@@ -16,8 +16,9 @@ from sim.seeds import seeded_rng
 from tests.sim.runs_world import BEGINS, Troubled, scenario, training
 
 SEEDS = int(os.environ.get("PEERLOOM_SMALL_SEEDS", "3"))
-FOUND = (46,)
-"""Of two that were absent in turn each waited for the other to propose."""
+FOUND = (46, 56)
+"""Of two that were absent in turn each waited for the other to propose; alone, a requester went back to a
+checkpoint of which it had no copy."""
 STEPS = 40
 OPENS_AT = BEGINS + 12.7
 """When the idle node, number 7, opens the stage that 3 and 6 held until BEGINS + 10."""
