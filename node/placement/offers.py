@@ -6,9 +6,15 @@ from crypto.identity import PeerId
 from dht.capabilities import device_kind
 from gossip.member import Member
 from node.placement.leases import Offer, cap_claims
+from node.protocols.runs import RUNS_WORD
 from node.services.capacity import Capacity
-from node.services.metadata import read_metadata
+from node.services.metadata import Metadata, read_metadata
 from partition.plan.observed import FLOPS_PER_SECOND_MAX, NOTHING, Knowledge
+
+
+def understands_runs(claim: Metadata) -> bool:
+    """Return whether a stage of this version can be placed there; what says nothing of itself is asked."""
+    return claim.standing is None or RUNS_WORD in claim.standing.capabilities
 
 
 def own_offer(peer: PeerId, capacity: Capacity, *, has_slot: bool) -> Offer:
@@ -24,7 +30,8 @@ def offers_of(own: Offer, members: Sequence[Member], knowledge: Knowledge = NOTH
     for member in members:
         claim = read_metadata(member.metadata)
         if member.live and member.peer != own.peer and claim is not None:
-            has_slot = claim.accepts_runs and claim.flops_per_second > 0
+            takes = claim.accepts_runs and understands_runs(claim)
+            has_slot = takes and claim.flops_per_second > 0
             rate = claim.flops_per_second
             found = knowledge.flops_per_second(member.peer, FLOPS_PER_SECOND_MAX)
             memory, device = claim.memory_free_bytes, device_kind(claim.device)

@@ -22,6 +22,7 @@ import msgspec
 
 from crypto.identity import PeerId, peer_text
 from node.errors import UsageError
+from node.protocols.runs import RUNS_WORD
 from node.suggest import did_you_mean
 from node.toml import read
 from partition.plan.observed import FLOPS_PER_SECOND_MAX, Knowledge
@@ -221,7 +222,7 @@ def live_peers(
                 calibration=calibration,
                 busy_milliwatts=calibration.busy_milliwatts if is_metered else BUSY_MILLIWATTS,
                 idle_milliwatts=calibration.idle_milliwatts if is_metered else IDLE_MILLIWATTS,
-                reason="" if rate else "takes no stages",
+                reason=_reason(row, rate),
                 location=(row.get("place") or {}).get("location") or capacity["location"],
                 device=capacity.get("device", "").partition(":")[0],
             )
@@ -236,6 +237,16 @@ def live_peers(
         if row["sender"] in names and row["receiver"] in names
     ]
     return Peers(tuple(found), tuple(links), is_measured=bool(links))
+
+
+def _reason(row: Mapping[str, Any], rate: int) -> str:
+    """Return why a peer takes no stage of this node's runs; "" where it does."""
+    if not rate:
+        return "takes no stages"
+    standing = row.get("standing")
+    if standing is not None and RUNS_WORD not in standing["capabilities"]:
+        return "understands runs of another version"
+    return ""
 
 
 def in_place(peers: Peers, place: str) -> Peers:

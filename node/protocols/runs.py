@@ -32,6 +32,8 @@ from partition.steps.frames import Frame
 from partition.steps.messages import CommitterMessage, ReplicaMessage
 
 RUNS_PROTOCOL = "/peerloom/runs/2"
+RUNS_WORD = RUNS_PROTOCOL.removeprefix("/peerloom/")
+"""Among the capabilities of a member: it understands runs as this version plans them."""
 PIPELINE_PROTOCOL = "/peerloom/pipeline/2"
 REQUEST_BYTES_MAX = PLAN_BYTES_MAX + HISTORY_BYTES_MAX + 16 * 1024
 """A plan, how it came about, and the signatures and the manifest around them."""

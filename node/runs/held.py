@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from crypto.identity import PeerId
+from node.protocols.runs import RUNS_WORD
 from node.runs.member import RunMember
 from node.runs.runs import Runs
 from node.services.capacity import Capacity
@@ -24,6 +25,7 @@ def standing_of(
     are free."""
     slots_free = (slots if runs is None else runs.slots.free) if words["stages"] else 0
     held = [] if runs is None else stages_held(runs.members.values(), me)
+    words = {RUNS_WORD: True, **words}
     return look_at(told, capacity, words, slots_free, held, is_measured=is_measured)
 
 

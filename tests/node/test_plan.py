@@ -33,6 +33,7 @@ from node.planning.planner import plan_model
 from node.planning.report import PlanReport, Wanted, plan_document
 from node.planning.request import graph_of
 from node.planning.screen import plan_lines
+from node.protocols.runs import RUNS_WORD
 from node.state import peers_document
 from partition.model.graph import Graph, encode_graph
 from partition.model.layers import with_layers
@@ -127,16 +128,23 @@ def test_live_peers_are_the_node_and_its_living_members(graph: Graph) -> None:
         capacity = {"memory_free_bytes": 8 * 10**9, "flops_per_second": rate, "location": "", "device": "cpu"}
         return {"name": name, "peer": f"12D3Koo{name}", "status": status, "capacity": capacity}
 
+    def of_version(name: str, *words: str) -> dict[str, object]:
+        return {**row(name, "alive", 1e12), "standing": {"capabilities": ["stages", *words]}}
+
     others = [
         row("a", "alive", 2e10),
         row("b", "dead", 1e12),
         row("watcher", "alive", 0.0),
         row("me", "alive", 1e9),
+        of_version("older", "runs/1"),
+        of_version("new", RUNS_WORD),
     ]
     peers = live_peers(row("me", "", 1e10), {"peers": others})
-    assert [peer.name for peer in peers.peers] == ["me", "a", "watcher", "me ...3Koome"]
+    assert [peer.name for peer in peers.peers] == ["me", "a", "watcher", "me ...3Koome", "older", "new"]
     document = plan_document(planned(graph, peers))
     assert {"peer": "watcher", "reason": "takes no stages"} in document["left_out"]
+    assert {"peer": "older", "reason": "understands runs of another version"} in document["left_out"]
+    assert "new" not in {row["peer"] for row in document["left_out"]}
 
 
 def test_losing_the_fast_peer_makes_a_plan_slower(graph: Graph, peers: Peers) -> None:

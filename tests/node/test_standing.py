@@ -7,8 +7,11 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
+from crypto.identity import PeerId
 from gossip.dissemination import CHANGE_INTERVALS
-from gossip.member import METADATA_BYTES_MAX
+from gossip.member import METADATA_BYTES_MAX, Member, Status
+from node.placement.offers import offers_of, own_offer
+from node.protocols.runs import RUNS_WORD
 from node.services.capacity import Capacity
 from node.services.metadata import (
     CHANGES_KEPT,
@@ -38,10 +41,21 @@ def test_every_member_reads_how_another_is_and_which_stages_it_holds() -> None:
                 standing = reader.state.members[other.peer].standing
                 assert standing is not None
                 assert standing.slots_free == 1
-                assert "stages" in standing.capabilities
+                assert {"stages", RUNS_WORD} <= set(standing.capabilities)
                 assert standing.stages == ()
 
     simulate(scenario)
+
+
+def test_who_understands_runs_of_another_version_offers_no_slot_for_ours() -> None:
+    def member(number: int, *words: str) -> Member:
+        metadata = encode_metadata(CAPACITY, accepts_runs=True, standing=Standing(words))
+        peer = PeerId(bytes([number]) * 32)
+        return Member(peer, "", (), metadata, Status.ALIVE, 1, 0.0, "", None, None)
+
+    own = own_offer(PeerId(bytes(32)), CAPACITY, has_slot=True)
+    offers = offers_of(own, [member(1, "stages", RUNS_WORD), member(2, "stages", "runs/1")])
+    assert [offer.has_slot for offer in offers] == [True, True, False]
 
 
 def test_only_a_change_by_a_whole_step_is_a_change() -> None:
