@@ -22,7 +22,7 @@ from _figures import Goal, arguments, leave, report
 
 from crypto.contact import parse_address
 from node import config
-from node.averaging.participation import Wanted
+from node.averaging.rounds import Wanted
 from node.averaging.signature import signature_of
 from node.library.sync import sync
 

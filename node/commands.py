@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -11,13 +11,9 @@ from typing import Any, Protocol
 
 import trio
 
-from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, peer_text
 from node import state as views
-from node import toml
-from node.checkpoints.replication import CheckpointReplicator
-from node.checkpoints.service import Checkpoints
-from node.checkpoints.store import document
+from node import state_documents, toml
 from node.checkpoints.weights import HASHED_BYTES, WEIGHTS_PURPOSE, fetch_weights, weights_name
 from node.content import datasets as datasets
 from node.control import CommandHandler, Emit
@@ -44,16 +40,12 @@ RUN_PURPOSE = "run"
 RUN_TEXT_LENGTH = 16
 NUMBER_MAX = 2**53
 """Whole numbers are exact up to here in JSON."""
-COUNTED_RUNS_MAX = 64
-"""Runs whose copies are looked up for one list."""
 
 
 class LocalNode(Protocol):
     """What commands need of `node.runtime.Node`."""
 
     peer: PeerId
-    state: views.State
-    history: EventHistory
     seams: Seams
     measurements: Measurements
     membership: Membership
@@ -63,6 +55,10 @@ class LocalNode(Protocol):
     handed_over: trio.Event
     signer: Any
 
+    @property
+    def state(self) -> views.State: ...
+    @property
+    def history(self) -> EventHistory: ...
     @property
     def dht(self) -> Directory: ...
     @property
@@ -75,7 +71,7 @@ WAIT_SECONDS_MAX = 7 * 24 * 3600.0
 """A run waits for peers that it lacks; the person who asked has forgotten it by then."""
 
 
-def _number(arguments: Mapping[str, Any], name: str, default: float) -> float:
+def number_argument(arguments: Mapping[str, Any], name: str, default: float) -> float:
     """A finite number that a client sent, or the default. Raises UsageError."""
     value = arguments.get(name)
     if value is None:
@@ -86,7 +82,7 @@ def _number(arguments: Mapping[str, Any], name: str, default: float) -> float:
     return float(value)
 
 
-def _texts(arguments: Mapping[str, Any], name: str) -> list[str]:
+def texts_argument(arguments: Mapping[str, Any], name: str) -> list[str]:
     """Texts that a client sent, or none. Raises UsageError."""
     values = arguments.get(name) or []
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
@@ -94,7 +90,7 @@ def _texts(arguments: Mapping[str, Any], name: str) -> list[str]:
     return values
 
 
-def _out(arguments: Mapping[str, Any]) -> Path:
+def out_argument(arguments: Mapping[str, Any]) -> Path:
     """The file that a client wants written. Raises UsageError."""
     value = arguments.get("out")
     if not isinstance(value, str) or not value or "\0" in value:
@@ -136,12 +132,12 @@ class Commands:
 
     async def _status(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
         node = self._node
-        document = views.status_document(node.state, node.seams.clock.wall(), node.counters)
+        document = state_documents.status_document(node.state, node.seams.clock.wall(), node.counters)
         place = node.runs.places.own_document()
         return document | {"contribution": node.runs.receipts.summary(), "place": place}
 
     async def _peers(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
-        document = views.peers_document(self._node.state, self._node.seams.clock.wall())
+        document = state_documents.peers_document(self._node.state, self._node.seams.clock.wall())
         return self._node.runs.places.told_of(self._node.runs.receipts.told_of(document))
 
     async def _measurements(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
@@ -156,13 +152,13 @@ class Commands:
 
     async def _events(self, arguments: dict[str, Any], emit: Emit) -> object:
         """Events since a time (unix seconds), then, with `follow`, every one until the client hangs up."""
-        since, kinds = arguments.get("since"), _texts(arguments, "kinds")
+        since, kinds = arguments.get("since"), texts_argument(arguments, "kinds")
         text = str(arguments.get("text", "")).lower()
 
         async def tell(event: Event) -> None:
             if kinds and type(event).__name__ not in kinds:
                 return
-            document = views.event_document(event)
+            document = state_documents.event_document(event)
             if text in json.dumps(document).lower():
                 await emit(document)
 
@@ -177,7 +173,7 @@ class Commands:
 
     async def _train(self, arguments: dict[str, Any], emit: Emit) -> object:
         node = self._node
-        seconds = min(max(0.0, _number(arguments, "wait_seconds", 0.0)), WAIT_SECONDS_MAX)
+        seconds = min(max(0.0, number_argument(arguments, "wait_seconds", 0.0)), WAIT_SECONDS_MAX)
         run = await self.make_run(arguments)
         if not arguments.get("follow", True):
             if seconds:
@@ -191,9 +187,9 @@ class Commands:
             async for event in events:
                 if getattr(event, "run", None) != run.text:
                     continue
-                await emit(views.event_document(event))
+                await emit(state_documents.event_document(event))
                 if isinstance(event, RunEnded):
-                    return views.run_document(node.state.runs[run.text])
+                    return state_documents.run_document(node.state.runs[run.text])
         raise PeerloomError("the node is stopping")
 
     async def _publish_run(self, run: Run) -> None:
@@ -243,7 +239,7 @@ class Commands:
         return {"key": key, "found": value is not None, "value": (value or b"").hex()}
 
     async def _dht_put(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
-        dht, seconds = self._node.dht, _number(arguments, "ttl_seconds", 3600.0)
+        dht, seconds = self._node.dht, number_argument(arguments, "ttl_seconds", 3600.0)
         try:
             value = bytes.fromhex(str(arguments.get("value", "")))
         except ValueError:
@@ -257,9 +253,9 @@ class Commands:
     async def _dht_find(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
         found = await self._node.dht.find(
             str(arguments.get("device", "")),
-            _number(arguments, "memory_bytes", 0),
+            number_argument(arguments, "memory_bytes", 0),
             str(arguments.get("near", "")),
-            int(_number(arguments, "count", 20)),
+            int(number_argument(arguments, "count", 20)),
         )
         return {"nodes": [asdict(node) for node in found]}
 
@@ -286,7 +282,7 @@ class Commands:
         """Return how a run is, as this node knows it or else as its members say. Raises RunFailed."""
         view = self._node.state.runs.get(run)
         if view is not None:
-            return views.run_document(view)
+            return state_documents.run_document(view)
         told = await self._node.runs.revising.ask(run)
         return {
             "run": run,
@@ -333,7 +329,7 @@ class Commands:
         return await self._node.runs.revising.revise(run, changes)
 
     async def _fetch(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
-        return await self.fetch(str(arguments.get("run", "")), str(_out(arguments)))
+        return await self.fetch(str(arguments.get("run", "")), str(out_argument(arguments)))
 
     async def fetch(self, name: str, file: str) -> dict[str, Any]:
         """Put the weights of a run into a file: from this node's own disk, or any peer that keeps them.
@@ -366,7 +362,7 @@ class Commands:
 
     async def _trace(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
         """The spans of a run's newest steps, from all of its members, on this node's clock."""
-        node, steps = self._node, int(min(_number(arguments, "steps", 4), STEPS_ASKED_MAX))
+        node, steps = self._node, int(min(number_argument(arguments, "steps", 4), STEPS_ASKED_MAX))
         run = find_run(node.state.runs, str(arguments.get("run", "")))
         plan = node.state.runs[run].plan if run in node.state.runs else None
         if plan is None:
@@ -415,100 +411,6 @@ def _copy_out(storage: Storage, run: str, out: Path) -> int | None:
         return file.tell()
 
 
-class CheckpointCommands:
-    """The handlers of `checkpoint`, by command name. `save` has a run's committer make one at the next step,
-    and returns that step; it raises PeerloomError where the run is not going on."""
-
-    def __init__(
-        self,
-        node: LocalNode,
-        checkpoints: Checkpoints,
-        copies: CheckpointReplicator,
-        save: Callable[[str], Awaitable[int]],
-    ) -> None:
-        self._node = node
-        self._checkpoints = checkpoints
-        self._copies = copies
-        self._save_run = save
-
-    @property
-    def handlers(self) -> Mapping[str, CommandHandler]:
-        """For `node.control.ControlServer`, beside those of `Commands`."""
-        return {
-            "checkpoint.list": self._list,
-            "checkpoint.save": self._save,
-            "checkpoint.export": self._export,
-            "checkpoint.fetch": self._fetch,
-        }
-
-    async def _list(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
-        found = await self._checkpoints.call(self._checkpoints.store.all)
-        named: Counter[bytes] = Counter()
-
-        async def count(run: str) -> None:
-            offers = await self._copies.holders(run)
-            named.update(offer.checkpoint for peer, offer in offers.items() if peer != self._node.peer)
-
-        async with trio.open_nursery() as nursery:
-            for run in list(dict.fromkeys(kept.run for kept in found))[-COUNTED_RUNS_MAX:]:
-                nursery.start_soon(count, run)
-        return {"checkpoints": [document(kept, named[kept.name] + 1) for kept in found]}
-
-    async def _save(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
-        run = await self._find(arguments)
-        return {"run": run, "step": await self._save_run(run)}
-
-    async def _export(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
-        run, step = await self._find(arguments), _step_of(arguments)
-        out = _out(arguments)
-        kept = await self._checkpoints.call(partial(self._checkpoints.store.find, run, step))
-        if kept is None:
-            raise checkpoint_not_found(run, step)
-        try:
-            holders = [] if kept.is_whole else await self._holders(run)
-            requester = PeerId(kept.checkpoint.manifest.author)
-            graph = await self._node.runs.models.get(kept.checkpoint.graph, [requester, *holders])
-            size = await self._checkpoints.export(kept, graph, out, holders)
-        except (Unreachable, RemoteProtocolError) as error:
-            raise RunFailed(f"the checkpoint of run {run[:8]} cannot be exported: {error}") from None
-        except OSError as error:
-            raise UsageError(f"--out {out}: {(error.strerror or str(error)).lower()}") from None
-        return {"run": run, "step": kept.checkpoint.step, "out": str(out), "size_bytes": size}
-
-    async def _fetch(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
-        run, step = await self._find(arguments), _step_of(arguments)
-        holders = [self._peer(text) for text in _texts(arguments, "from")]
-        try:
-            kept = await self._copies.fetch(run, step, holders or await self._holders(run))
-        except Unreachable as error:
-            raise RunFailed(f"no checkpoint of run {run[:8]} could be fetched: {error.detail}") from None
-        except OSError as error:
-            raise RunFailed(f"the checkpoint could not be kept: {error.strerror or error}") from None
-        return document(kept, None)
-
-    async def _find(self, arguments: Mapping[str, Any]) -> str:
-        here = await self._checkpoints.call(self._checkpoints.store.all)
-        known = {*self._node.state.runs, *(kept.run for kept in here)}
-        return find_run(sorted(known), str(arguments.get("run", "")))
-
-    async def _holders(self, run: str) -> list[PeerId]:
-        return [peer for peer in await self._copies.holders(run) if peer != self._node.peer]
-
-    def _peer(self, text: str) -> PeerId:
-        """A member by its name, its id, or how that ends. Raises UsageError."""
-        members = self._node.state.members
-        found = [
-            peer
-            for peer, member in members.items()
-            if text and (member.name == text or peer_text(peer).endswith(text.removeprefix("...")))
-        ]
-        if len(found) == 1:
-            return found[0]
-        if len(found) > 1:
-            raise UsageError(f"--from {text}: {len(found)} members are called so; give more of the id")
-        raise UsageError(f"--from {text}: no member is called so", "look: python -m node peers")
-
-
 def find_run(known: Iterable[str], prefix: str) -> str:
     """The one run whose id begins so, or a whole id of one that is not known. Raises UsageError."""
     found = [run for run in known if run.startswith(prefix)] if prefix else []
@@ -521,17 +423,3 @@ def find_run(known: Iterable[str], prefix: str) -> str:
     raise UsageError(
         f"run '{prefix[:40]}' is not known here", "look: python -m node runs, or give the whole id"
     )
-
-
-def checkpoint_not_found(run: str, step: int | None) -> RunFailed:
-    """Return what to say where a checkpoint is not."""
-    which = f"checkpoint of step {step}" if step is not None else "checkpoint"
-    return RunFailed(
-        f"no {which} of run {run[:8]} is here",
-        "look: python -m node checkpoint list          or: python -m node checkpoint fetch RUN",
-    )
-
-
-def _step_of(arguments: Mapping[str, Any]) -> int | None:
-    step = arguments.get("step")
-    return step if isinstance(step, int) else None

@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
-
-import msgspec
+from typing import Any
 
 from crypto.contact import ADDRESSES_MAX, NAME_LENGTH_MAX, Address, parse_address
 from node import eventlog, toml
+from node.config_file import AcceptRuns as AcceptRuns
+from node.config_file import ConfigFile, Scope
+from node.config_file import Preset as Preset
 from node.errors import UsageError
 from node.offering import (
     Offering,
-    OfferTable,
     read_bandwidth,
     read_hours,
     read_own_data,
@@ -33,7 +33,6 @@ from node.offering import (
 )
 from node.paths import ENVIRONMENT_PREFIX, default_data_dir
 from node.settings import (
-    CORES_MAX,
     GUEST_BYTES_MAX,
     label,
     one_of,
@@ -61,10 +60,6 @@ SEEDS_MAX = 256
 LABEL_LENGTH_MAX = 64
 SCRATCH_BYTES = 16 << 30
 """As much as is kept for others on the disk; a step of 16 GiB in frames is one that memory could not hold."""
-
-Preset = Literal["lan", "wan", "host", "local"]
-Scope = Literal["all", "neighbourhood"]
-AcceptRuns = Literal["swarm", "listed", "invited", "never"]
 
 
 @dataclass(frozen=True)
@@ -189,69 +184,6 @@ def default_name() -> str:
     """This machine's name, without its domain."""
     name = "".join(letter for letter in platform.node().partition(".")[0] if letter.isprintable())
     return name[:NAME_LENGTH_MAX] or "node"
-
-
-# What may stand in the file; None is "not given". Texts are read further by RULES.
-
-
-class _JoinTable(msgspec.Struct, frozen=True):
-    seeds: tuple[str, ...] | None = None
-    seed_files: tuple[str, ...] | None = None
-    remember: bool | None = None
-    lan: bool | None = None
-
-
-class _ListenTable(msgspec.Struct, frozen=True):
-    addresses: Annotated[tuple[str, ...], msgspec.Meta(min_length=1, max_length=ADDRESSES_MAX)] | None = None
-    announce: Annotated[tuple[str, ...], msgspec.Meta(max_length=ADDRESSES_MAX)] | None = None
-
-
-class _SwarmTable(msgspec.Struct, frozen=True):
-    name: str | None = None
-    preset: Preset | None = None
-    scope: Scope | None = None
-    key_file: str | None = None
-    work_bits: int | None = None
-
-
-class _ResourcesTable(msgspec.Struct, frozen=True):
-    device: str | None = None
-    memory: str | None = None
-    scratch: str | None = None
-    disk: str | None = None
-    cores: Annotated[int, msgspec.Meta(ge=0, le=CORES_MAX)] | None = None
-    location: str | None = None
-    accept_runs: AcceptRuns | None = None
-    allow_unfenced: bool | None = None
-    calibrate: bool | None = None
-
-
-class _WebTable(msgspec.Struct, frozen=True):
-    address: str | None = None
-
-
-class _AlertsTable(msgspec.Struct, frozen=True):
-    webhook: str | None = None
-    command: str | None = None
-
-
-class _LogTable(msgspec.Struct, frozen=True):
-    format: str | None = None
-    levels: str | None = None
-
-
-class _File(msgspec.Struct, frozen=True):
-    name: str | None = None
-    data_dir: str | None = None
-    observer: bool | None = None
-    join: _JoinTable = _JoinTable()
-    listen: _ListenTable = _ListenTable()
-    swarm: _SwarmTable = _SwarmTable()
-    resources: _ResourcesTable = _ResourcesTable()
-    offer: OfferTable = OfferTable()
-    web: _WebTable = _WebTable()
-    alerts: _AlertsTable = _AlertsTable()
-    log: _LogTable = _LogTable()
 
 
 # Readers: one text as a person writes it to a value, or ValueError with the reason.
@@ -417,11 +349,11 @@ def _check_environment(environ: Mapping[str, str]) -> None:
 
 def _read_file(
     flags: Mapping[str, Any], environ: Mapping[str, str]
-) -> tuple[toml.Document[_File] | None, Path]:
+) -> tuple[toml.Document[ConfigFile] | None, Path]:
     path = _from_flags(_CONFIG_RULE, flags) or _from_environment(_CONFIG_RULE, environ)
     if path is None:
         return None, Path()
-    return toml.read(path, _File), path.parent
+    return toml.read(path, ConfigFile), path.parent
 
 
 def _from_flags(rule: Rule, flags: Mapping[str, Any]) -> Any:
@@ -445,7 +377,7 @@ def _from_environment(rule: Rule, environ: Mapping[str, str]) -> Any:
     return read_setting(where, text, rule.read)
 
 
-def _from_file(rule: Rule, document: toml.Document[_File] | None, folder: Path) -> Any:
+def _from_file(rule: Rule, document: toml.Document[ConfigFile] | None, folder: Path) -> Any:
     if document is None:
         return None
     value: Any = document.value
@@ -460,7 +392,7 @@ def _from_file(rule: Rule, document: toml.Document[_File] | None, folder: Path) 
     return folder / value if isinstance(value, Path) else value
 
 
-def _from_file_text(rule: Rule, text: str, document: toml.Document[_File], *index: int) -> Any:
+def _from_file_text(rule: Rule, text: str, document: toml.Document[ConfigFile], *index: int) -> Any:
     where = f"{document.where(*rule.key, *index)}: {rule.key[-1]}"
     return read_setting(where, text, rule.read)
 

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from crypto.errors import RemoteProtocolError
 from node import state as views
+from node import state_documents
 from node.content import datasets as datasets
 from node.content.datasets import Dataset
 from node.errors import RunFailed, UsageError
@@ -35,12 +36,14 @@ from partition.run.messages import REASON_LENGTH_MAX
 class RequestingNode(Protocol):
     """What a request needs of `node.runtime.Node`."""
 
-    state: views.State
     seams: Seams
     measurements: Measurements
     membership: Membership
     runs: Runs
     signer: Any
+
+    @property
+    def state(self) -> views.State: ...
 
 
 async def make_signed_run(
@@ -97,8 +100,8 @@ async def _choose(
     """Fill in what the person left open; and why it is so. Raises UsageError, RunFailed."""
     now = node.seams.clock.wall()
     measured = await node.measurements.document(node.membership.live)
-    status = views.status_document(node.state, now, {})
-    peers = live_peers(status, views.peers_document(node.state, now), measured)
+    status = state_documents.status_document(node.state, now, {})
+    peers = live_peers(status, state_documents.peers_document(node.state, now), measured)
     least = graph.symbols[0].minimum if graph.symbols else 1
     sizes = bind_data(graph, dataset, max(1, least), name)[1:]
     try:

@@ -9,8 +9,8 @@ fold of all of them, and whoever wants to watch subscribes.
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -19,22 +19,21 @@ from types import TracebackType
 import trio
 
 from crypto.contact import Address, parse_address
-from crypto.errors import RemoteProtocolError
 from crypto.facts import IdentitySigner
 from crypto.identity import PeerId, peer_text
 from crypto.swarm import Swarm
 from dht.kademlia import Kademlia
 from gossip.member import Profile
 from gossip.swim import Swim
-from node import state as views
 from node.averaging.service import Averaging
 from node.changing import Parts, change, keep_limits
+from node.checkpoint_commands import CheckpointCommands
 from node.checkpoints.replication import CheckpointReplicator
 from node.checkpoints.service import Checkpoints
 from node.checkpoints.weights import WEIGHTS_PURPOSE
-from node.commands import CheckpointCommands, Commands
+from node.commands import Commands
 from node.config import AcceptRuns, Config
-from node.containment import cancelled_at_exit, contain, failures, keep_running, note
+from node.containment import cancelled_at_exit, contain, failures, keep_running
 from node.content.blobs import BlobServer
 from node.control import CommandHandler, ControlServer
 from node.events import (
@@ -46,10 +45,9 @@ from node.events import (
     NodeStopped,
     OfferChanged,
     ReachabilityFound,
-    StrangerRefused,
 )
 from node.executor import RealExecutor
-from node.history import EventHistory
+from node.journal import Journal
 from node.library.directory import Directory
 from node.library.surface import Surface
 from node.placement.leases import Offer
@@ -90,10 +88,6 @@ from node.transport.multicast import BEACON_PORT
 from node.transport.network import RealNetwork
 from partition.plan.rates import Calibration
 
-SUBSCRIBER_EVENTS_MAX = 10_000
-"""Events waiting for one watcher; one that reads nothing loses the newest, not the node its memory."""
-REFUSALS_SHOWN = (100, 1_000, 10_000, 100_000, 1_000_000)
-"""Garbage is counted; only at these counts does it become one line on screen."""
 INTERFACES_SECONDS = 20.0
 """How often this machine's addresses are looked at: a laptop that was carried away is found soon after."""
 
@@ -129,8 +123,6 @@ class Node(Surface):
         config = config or Config()
         seeds = (*config.join.seeds, *(parse_address(text) for text in join))
         self.config = config
-        self.state = views.State()
-        self.history = EventHistory()
         self.handlers: dict[str, CommandHandler] = {}
         self.stopping = trio.Event()
         self.handed_over = trio.Event()
@@ -145,13 +137,13 @@ class Node(Surface):
         self.provider = Provider(config, self._clock)
         self._storage = storage
         self._capacity = capacity
-        self._report = report
         self._observe = observe or (lambda _event: None)
         self._make_swim = swim
         self._make_kademlia = kademlia
         self._recorder = recorder
-        self._watchers: list[trio.MemorySendChannel[Event]] = []
-        self._refused: Counter[str] = Counter()
+        self.journal = Journal(self._clock, report, recorder)
+        self._publish, self._refuse = self.journal.publish, self.journal.refuse
+        self.watch, self._refused = self.journal.watch, self.journal.counts
         self._stack = AsyncExitStack()
 
     # Life
@@ -458,16 +450,6 @@ class Node(Surface):
         if not told:
             self.runs.start_task(vacate, self.runs, permission.reason, of_others(self.peer), of=None)
 
-    @contextmanager
-    def watch(self) -> Iterator[trio.MemoryReceiveChannel[Event]]:
-        """Events from now on."""
-        send, receive = trio.open_memory_channel[Event](SUBSCRIBER_EVENTS_MAX)
-        self._watchers.append(send)
-        try:
-            yield receive
-        finally:
-            self._watchers.remove(send)
-
     @property
     def counters(self) -> dict[str, int]:
         """What was refused and dropped, by reason, at every layer."""
@@ -477,33 +459,6 @@ class Node(Surface):
     def publish(self, event: Event) -> None:
         """Tell of what a part beside the node has done, such as its page."""
         self._publish(event)
-
-    def _publish(self, event: Event) -> None:
-        # What a screen makes of an event is no concern of the protocol that tells of it.
-        try:
-            self.state = views.apply(self.state, event)
-        except Exception as error:
-            note(error, f"the state at a {type(event).__name__}")
-        self.history.append(event)
-        if self._recorder is not None:
-            self._recorder.event(views.event_document(event))
-        try:
-            if self._report is not None:
-                self._report(event)
-        except Exception as error:
-            note(error, f"the screen at a {type(event).__name__}")
-        for watcher in self._watchers:
-            try:
-                watcher.send_nowait(event)
-            except trio.WouldBlock:
-                self._refused["events_lost_by_slow_watchers"] += 1
-
-    def _refuse(self, peer: PeerId, error: RemoteProtocolError) -> None:  # noqa: ARG002 - counted, not named
-        reason = "protocol_errors"
-        self._refused[reason] += 1
-        if self._refused[reason] in REFUSALS_SHOWN:
-            count = self._refused[reason]
-            self._publish(StrangerRefused(at=self._clock.wall(), reason=str(error)[:200], count=count))
 
     # Between the services
 

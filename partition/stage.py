@@ -52,9 +52,9 @@ SAMPLES_MAX = _NUMBER_MAX = 2**53
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=_NUMBER_MAX)]
 Sign = Literal[1, -1]
+"""The sign of a micro-batch in the sums: 1 adds it, -1 takes one out that they hold."""
 PayloadPart = Literal["input", "labels", "gradient"]
 """What of one micro-batch a stage is given."""
-"""The sign of a micro-batch in the sums: 1 adds it, -1 takes one out that they hold."""
 Reason = Annotated[str, msgspec.Meta(max_length=REASON_LENGTH_MAX)]
 
 
@@ -161,15 +161,13 @@ class StageSpecification(msgspec.Struct, frozen=True):
         check_sizes(self.graph.symbols, self.sizes_max)
         dtypes = {row.type.dtype for row in self.graph.parameters}
         if len(dtypes) > 1 or not dtypes <= {"float32", "float64"}:
-            raise ValueError(
-                f"a stage's parameters are all float32 or all float64, not {', '.join(sorted(dtypes))}"
-            )
-        if vector_bytes(self) > VECTOR_BYTES_MAX:
-            raise ValueError(f"a stage of {vector_bytes(self)} bytes, at most {VECTOR_BYTES_MAX} allowed")
-        if boundary_bytes(self) > MICROBATCH_BYTES_MAX:
-            raise ValueError(
-                f"a micro-batch of {boundary_bytes(self)} bytes, at most {MICROBATCH_BYTES_MAX} allowed"
-            )
+            found = ", ".join(sorted(dtypes))
+            raise ValueError(f"a stage's parameters are all float32 or all float64, not {found}")
+        vector, boundary = vector_bytes(self), boundary_bytes(self)
+        if vector > VECTOR_BYTES_MAX:
+            raise ValueError(f"a stage of {vector} bytes, at most {VECTOR_BYTES_MAX} allowed")
+        if boundary > MICROBATCH_BYTES_MAX:
+            raise ValueError(f"a micro-batch of {boundary} bytes, at most {MICROBATCH_BYTES_MAX} allowed")
 
     @property
     def dtype(self) -> Literal["float32", "float64"]:
@@ -212,9 +210,8 @@ def parameter_layout(specification: StageSpecification) -> tuple[Slot, ...]:
 
     slots: list[Slot] = []
     offset = 0
-    for row, parameter in sorted(
-        zip(graph.rows, graph.parameters, strict=True), key=lambda pair: order(*pair)
-    ):
+    pairs = zip(graph.rows, graph.parameters, strict=True)
+    for row, parameter in sorted(pairs, key=lambda pair: order(*pair)):
         shape = shape_of(parameter.type, ())
         slots.append(Slot(row, parameter, shape, offset, prod(shape), row in tied))
         offset += prod(shape)
@@ -252,9 +249,8 @@ def boundary_bytes(specification: StageSpecification) -> int:
         types = dict(entry.types)
         for ids in ((*entry.inputs, *entry.labels), entry.outputs):
             kinds = [graph.types[types[number]] for number in ids]
-            largest = max(
-                largest, sum(prod(shape_of(kind, values)) * ITEM_BYTES[kind.dtype] for kind in kinds)
-            )
+            taken = sum(prod(shape_of(kind, values)) * ITEM_BYTES[kind.dtype] for kind in kinds)
+            largest = max(largest, taken)
     return largest
 
 

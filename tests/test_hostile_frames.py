@@ -32,11 +32,12 @@ from gossip.allreduce import Part
 from node import config
 from node.checkpoints.weights import weights_name
 from node.events import Event, RunEnded, RunPlanned, StepCommitted, StrangerRefused
+from node.journal import REFUSALS_SHOWN
 from node.protocols import runs as wire
 from node.protocols.manifest import Run
 from node.protocols.notices import Notice, news_of
 from node.runs.inbox import EARLY_BYTES_MAX, EARLY_MAX
-from node.runtime import REFUSALS_SHOWN, Node
+from node.runtime import Node
 from node.seams import Network
 from node.services.capacity import Capacity
 from partition import stage as api

@@ -18,7 +18,8 @@ from node.cli.runs import runs_lines
 from node.cli.screen import EventScreen, rate_text
 from node.cli.status import status_lines
 from node.errors import UsageError
-from node.state import State, apply, event_document, peers_document, status_document
+from node.state import State, apply
+from node.state_documents import event_document, peers_document, status_document
 
 NOW = 1_700_000_000.0
 

@@ -2,7 +2,8 @@
 
 from node import events
 from node.cli.top import sparkline, top_lines
-from node.state import State, apply, event_document, peers_document, status_document
+from node.state import State, apply
+from node.state_documents import event_document, peers_document, status_document
 from tests.node.web.world import STARTED, capacity, joined, peer, run_events, started
 
 NOW = STARTED + 60

@@ -17,7 +17,8 @@ from node.events import Event, RunEnded, RunEvaluated, RunPlanned, StepCommitted
 from node.protocols.manifest import Manifest, Run, RunFile, TrainTable, check_run_file, make_run
 from node.runs.manifest_builder import make_manifest
 from node.runs.metrics import metric_rows
-from node.state import RunView, State, apply, event_document, run_document
+from node.state import RunView, State, apply
+from node.state_documents import event_document, run_document
 from node.web.charts import Charts
 from partition.stage import OptimizerSettings
 from partition.steps.messages import Apply, Synced

@@ -9,7 +9,7 @@ import trio
 from crypto.identity import PeerId, short_peer
 from node.cli.screen import EventScreen
 from node.events import CheckpointKept, RunChanged, RunPlanned, RunResumed
-from node.state import event_document
+from node.state_documents import event_document
 from partition.run.witnesses import PROMISES_MAX, PROMISES_PER_PEER_MAX, WitnessPromises
 from sim.executor import SimExecutor
 from tests.partition_world import World, standing

@@ -35,8 +35,9 @@ class LocalNode(Protocol):
 
     config: Config
     seams: Seams
-    history: EventHistory
 
+    @property
+    def history(self) -> EventHistory: ...
     @property
     def counters(self) -> dict[str, int]: ...
     def publish(self, event: Event) -> None: ...

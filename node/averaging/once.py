@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from crypto.identity import peer_text
 from gossip.averaging.group import is_weight
-from node.averaging.participation import Participation, Wanted
+from node.averaging.participation import Participation
+from node.averaging.rounds import Wanted
 from node.averaging.service import Averaging
 from node.averaging.signature import Row, signature_of
 from node.errors import UsageError

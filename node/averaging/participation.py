@@ -4,10 +4,10 @@ It belongs to the node's event loop. `node.library` and `node.optimizer` stand a
 """
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 import trio
@@ -18,17 +18,18 @@ from crypto.facts import Signer
 from crypto.identity import PeerId
 from gossip.averaging.arrivals import UploadRate
 from gossip.averaging.attempt import Attempt
-from gossip.averaging.codecs import Codec, codec_of, roundtrip
+from gossip.averaging.codecs import codec_of, roundtrip
 from gossip.averaging.grid import GROUP_SIZE_MIN
-from gossip.averaging.group import GROUP_MEMBERS_MAX, NONCE_BYTES, Group, Member, Terms
-from gossip.averaging.outcome import Averaged, Failed, Patience, Reason
+from gossip.averaging.group import NONCE_BYTES, Group, Member, Terms
+from gossip.averaging.outcome import Averaged, Failed, Reason
 from gossip.averaging.pace import Pace
 from gossip.averaging.reduction import Vector
 from gossip.averaging.walk import GridWalk, Spot
 from gossip.matchmaking import Formed, Matchmaking, NotFormed, Wish
 from gossip.matchmaking import Sends as MatchSends
-from gossip.roster import Report, Roster
+from gossip.roster import Roster
 from gossip.roster import Sends as RosterSends
+from node.averaging.rounds import Gate, Round, RunView, Wanted
 from node.averaging.runner import Runner
 from node.averaging.snapshot import Snapshot
 from node.averaging.transfer import OFFER_SECONDS_MAX, fetch_state
@@ -58,7 +59,6 @@ FOR_WANT_OF_TIME = (Reason.NO_HAVE_SETS, Reason.INCOMPLETE, Reason.TOO_FEW)
 SAMPLE_ITEMS = 1 << 14
 """A codec's rounding error is estimated from this many numbers."""
 
-Mode = Literal["butterfly", "exchange"]
 T = TypeVar("T")
 Dtype = Literal["float32", "float64"]
 
@@ -77,81 +77,6 @@ class Service:
     start: Callable[[Runner], None]
     declare: Callable[[bytes, float], Awaitable[None]]
     close: Callable[[], None]
-
-
-@dataclass(frozen=True)
-class RunView:
-    """The other participants of a run, and how far all are.
-
-    `step` is the newest global step of a peer that has a state, `samples` what all peers at this peer's step
-    have gathered, this one included, `strangers` peers under the same name that average other tensors,
-    `is_apart` whether most peers at this peer's step came to it by other steps.
-    """
-
-    peers: int = 0
-    step: int = 0
-    samples: int = 0
-    strangers: int = 0
-    is_apart: bool = False
-    reports: Sequence[Report] = field(default=(), repr=False)
-
-
-@dataclass(frozen=True)
-class Round:
-    """What came of one round here. With an `error` nothing was averaged, and the old tensors stand.
-
-    `shares` says whose tensors entered, by peer, and with which part of the total weight; a peer that came
-    too late gets the mean of the others, and is not in it. `digest` is equal at all that hold the same mean.
-    """
-
-    vector: Vector | None = field(repr=False)
-    shares: dict[PeerId, float]
-    members: int
-    seconds: float
-    sent_bytes: int
-    received_bytes: int
-    digest: bytes
-    error: str = ""
-    rounding: float = 0.0
-    """The relative error that a codec added to what this peer sent."""
-    attempt: bytes = b""
-    """The name of the attempt that succeeded: all that name it hold the same bytes."""
-
-    @property
-    def is_averaged(self) -> bool:
-        return not self.error
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """How a round is to be held.
-
-    `round` gives all peers that are in it one group under this number, which late ones cannot enter; None:
-    the next group that forms of those that want one. `window_seconds`: how long it waits for those that are
-    expected, `patience_seconds` for anybody. `rate` None: as it was measured; 0: this peer only sends. Its
-    vector is None where it only helps.
-    """
-
-    round: int | None = None
-    codec: str = "float32"
-    mode: Mode = "butterfly"
-    window_seconds: float = 5.0
-    patience_seconds: float = 60.0
-    size_min: int = 2
-    size_max: int = GROUP_MEMBERS_MAX
-    rate: int | None = None
-    patience: Patience | None = None
-    """None: by what earlier attempts took here."""
-    codecs: Mapping[str, Codec] = field(default_factory=dict)
-    """Those of this process's own, by name."""
-
-
-class Gate(Protocol):
-    """Says who may take part in a run, where not everybody may. `seen`: this peer claims to; what it says
-    counts once it is admitted, and `Participation.entered` was called."""
-
-    def admits(self, peer: PeerId) -> bool: ...
-    def seen(self, peer: PeerId) -> None: ...
 
 
 class Participation:

@@ -18,7 +18,8 @@ from crypto.identity import PeerId
 from gossip import matchmaking, roster
 from gossip.averaging.messages import CHUNK_BYTES_MAX
 from gossip.averaging.messages import PROTOCOL as ATTEMPT_PROTOCOL
-from node.averaging.participation import Gate, Participation, Service
+from node.averaging.participation import Participation, Service
+from node.averaging.rounds import Gate
 from node.averaging.runner import MESSAGE_BYTES_MAX, Runner, read_message
 from node.averaging.signature import run_key
 from node.averaging.snapshot import Snapshot

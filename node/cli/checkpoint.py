@@ -149,7 +149,8 @@ def _store(folder: Path) -> "CheckpointStore":
 
 def _export_offline(folder: Path, run: str, step: int | None, path: Path) -> dict[str, Any]:
     from crypto.errors import RemoteProtocolError
-    from node.commands import checkpoint_not_found, find_run
+    from node.checkpoint_commands import checkpoint_not_found
+    from node.commands import find_run
     from node.errors import Unreachable
 
     store = _store(folder)

@@ -1,6 +1,6 @@
 """Events as lines: what scrolls by on a node's screen and under `train --follow`.
 
-Works on event documents (`node.state.event_document`), because a client gets just these over the
+Works on event documents (`node.state_documents.event_document`), because a client gets just these over the
 control channel. It keeps only what a line needs from earlier events: names, and the pace of steps.
 """
 

@@ -26,7 +26,7 @@ def start(flags: Mapping[str, Any], *, require_join: str | None, record: str | N
 
     write_log(settings.data_dir)
 
-    from node import process, state  # after the settings: a mistyped flag need not wait for torch
+    from node import process, state_documents  # after the settings: a mistyped flag need not wait for torch
 
     screen = EventScreen(seeds=len(settings.join.seeds), environ=os.environ)
 
@@ -35,7 +35,7 @@ def start(flags: Mapping[str, Any], *, require_join: str | None, record: str | N
         log = EventLog(settings.data_dir, settings.log.format, settings.log.levels)
 
     def report(event: Any) -> None:
-        document = state.event_document(event)
+        document = state_documents.event_document(event)
         if log is not None:
             log.write(document)
         if as_json:

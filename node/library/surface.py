@@ -21,6 +21,7 @@ from crypto.contact import parse_address
 from crypto.errors import LocalProtocolError
 from crypto.identity import PeerId, peer_text
 from node import state as views
+from node import state_documents
 from node.averaging.once import Averaged, average_once
 from node.averaging.service import Averaging
 from node.commands import Commands, find_run
@@ -28,6 +29,7 @@ from node.config import read_setting
 from node.errors import JoinTimeout, UsageError
 from node.events import Event, JoinTried, NodeStopped
 from node.history import EventHistory
+from node.journal import Journal
 from node.library.directory import Directory, StoredEntry
 from node.library.handles import RunHandle
 from node.library.preparing import prepared
@@ -52,7 +54,7 @@ class Surface:
 
     peer: PeerId
     seams: Seams
-    state: views.State
+    journal: Journal
     joining: Joining
     membership: Membership
     averaging: Averaging
@@ -61,13 +63,22 @@ class Surface:
     counters: Any
     watch: Callable[[], AbstractContextManager[trio.MemoryReceiveChannel[Event]]]
     _found: Callable[[Sequence[PeerId]], None]
-    history: EventHistory
     _directory: Directory
     runs: Runs
     discovery: Discovery
     signer: Any
     handed_over: trio.Event
     set: Callable[[str, str], None]
+
+    @property
+    def state(self) -> views.State:
+        """What this node knows, as any screen may show it."""
+        return self.journal.state
+
+    @property
+    def history(self) -> EventHistory:
+        """The newest events, numbered."""
+        return self.journal.history
 
     @property
     def id(self) -> str:
@@ -120,7 +131,7 @@ class Surface:
 
     def status(self) -> dict[str, Any]:
         """Return what `python -m node status --json` prints, schema `peerloom/status/1`."""
-        return views.status_document(self.state, self.seams.clock.wall(), self.counters)
+        return state_documents.status_document(self.state, self.seams.clock.wall(), self.counters)
 
     async def join(self, addresses: Sequence[str]) -> tuple[JoinTried, ...]:
         """Dial these addresses now; return what became of each, in their order.
@@ -220,7 +231,7 @@ class Surface:
 
     def run_documents(self) -> tuple[dict[str, Any], ...]:
         """Return what `python -m node runs --json` prints of each run that this node knows."""
-        return tuple(views.run_document(view) for view in self.state.runs.values())
+        return tuple(state_documents.run_document(view) for view in self.state.runs.values())
 
     async def plan(
         self,
@@ -247,7 +258,7 @@ class Surface:
         """
         now = self.seams.clock.wall()
         measured = await self.measurements.document(self.membership.live)
-        peers = live_peers(self.status(), views.peers_document(self.state, now), measured)
+        peers = live_peers(self.status(), state_documents.peers_document(self.state, now), measured)
         ask = partial(
             plan_for,
             model,

@@ -12,7 +12,8 @@ from crypto.identity import PeerId
 from gossip.averaging.catalogue import EVERY_ROUND, OUTER, group_size, make_strategy
 from gossip.averaging.reduction import Vector
 from gossip.averaging.strategies import Delayed, Mean
-from node.averaging.participation import Participation, Round, Wanted
+from node.averaging.participation import Participation
+from node.averaging.rounds import Round, Wanted
 from node.local.trainer import LocalTrainer
 from partition.run.local_settings import LocalSettings
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from gossip.averaging.reduction import Vector
 from gossip.averaging.strategies import Mean, Strategy
-from node.averaging.participation import Participation, Round, RunView, Wanted
+from node.averaging.participation import Participation
+from node.averaging.rounds import Round, RunView, Wanted
 from node.averaging.snapshot import Array, Snapshot, make_snapshot
 from node.containment import contain
 from node.library.portal import Call, Portal, PortalClosed

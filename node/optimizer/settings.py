@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from gossip.averaging.catalogue import OUTER
-from node.averaging.participation import Round
+from node.averaging.rounds import Round
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from blake3 import blake3
 from gossip.averaging.catalogue import EVERY_ROUND, group_size
 from gossip.averaging.reduction import Vector
 from gossip.averaging.strategies import Strategy
-from node.averaging.participation import Round, Wanted
+from node.averaging.rounds import Round, Wanted
 from node.averaging.snapshot import Snapshot
 from node.optimizer.layout import Layout
 from node.optimizer.moments import keep_above_zero, moments_of

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import trio
 
-from node import state as states
+from node import state_documents
 from node.history import EventHistory
 from node.state import State
 from node.web import views
@@ -211,7 +211,7 @@ class Live:
 
 
 def _event_row(number: int, event: Any) -> dict[str, Any]:
-    return {"number": number, **states.event_document(event)}
+    return {"number": number, **state_documents.event_document(event)}
 
 
 def _same_node(before: State, state: State) -> bool:

@@ -22,7 +22,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 import trio
 
-from node import state as states
+from node import state_documents
 from node.config import Config
 from node.control import CommandHandler, Emit
 from node.errors import PeerloomError, UsageError
@@ -57,10 +57,12 @@ class LocalNode(Protocol):
 
     config: Config
     measurements: Measurements
-    state: State
     seams: Seams
-    history: EventHistory
 
+    @property
+    def state(self) -> State: ...
+    @property
+    def history(self) -> EventHistory: ...
     @property
     def runs(self) -> Runs: ...
     @property
@@ -257,7 +259,7 @@ class Page:
         kind, text = request.query.get("kind", ""), request.query.get("text", "").lower().encode()
         for number, event in self._node.history.after(after):
             if not kind or type(event).__name__ == kind:
-                row = msgspec.json.encode({"number": number, **states.event_document(event)})
+                row = msgspec.json.encode({"number": number, **state_documents.event_document(event)})
                 if text in row.lower():
                     yield number, row
 

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 import trio
 
-from node import state as states
 from node.errors import Unreachable, UsageError
 from node.placement.leases import constraints_of
 from node.planning.peers import Peers, live_peers
@@ -21,6 +20,7 @@ from node.runs.runs import Runs
 from node.seams import Seams
 from node.services.measurements import Measurements
 from node.state import State
+from node.state_documents import peers_document, status_document
 from node.web.views import KEY_LETTERS
 from partition.model.graph import Graph
 from partition.plan.problem import Infeasible
@@ -34,9 +34,10 @@ class PlannedNode(Protocol):
     """What a prediction needs of `node.runtime.Node`."""
 
     seams: Seams
-    state: State
     measurements: Measurements
 
+    @property
+    def state(self) -> State: ...
     @property
     def runs(self) -> Runs: ...
 
@@ -92,7 +93,10 @@ def wanted_of(manifest: Manifest) -> Wanted:
 
 
 def _alive(state: State, without: Set[str], measured: dict[str, Any]) -> Peers:
-    status, others = states.status_document(state, 0.0, {}), states.peers_document(state, 0.0)
+    status, others = (
+        status_document(state, 0.0, {}),
+        peers_document(state, 0.0),
+    )
     rows = [row for row in others["peers"] if row["peer"][-KEY_LETTERS:] not in without]
     if str(status["peer"])[-KEY_LETTERS:] in without:
         status = {**status, "capacity": None}

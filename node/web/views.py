@@ -9,8 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from crypto.identity import PeerId, peer_text
-from node import documents
-from node import state as views
+from node import documents, state_documents
 from node.state import MemberView, RunView, State
 
 KEY_LETTERS = 12
@@ -51,7 +50,7 @@ def member_row(member: MemberView) -> list[object]:
 
 def run_row(view: RunView) -> dict[str, Any]:
     """One run, with its plan by peer keys."""
-    document = views.run_document(view)
+    document = state_documents.run_document(view)
     document["requester"] = peer_key(view.requester)
     if view.plan is not None:
         document["plan"] |= {

@@ -2,6 +2,8 @@
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -30,21 +32,55 @@ from tests.node.test_energy import zone
 HERE = Wanted("cpu", "float32", 1)
 
 
-def test_every_class_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where what is measured here is kept."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@contextmanager
+def on_one_core(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One core for all processes that measure: each of two has half of it, whatever else runs on it."""
     monkeypatch.setattr(calibration, "CALIBRATION_SECONDS", 2.0)
     monkeypatch.setattr(calibration, "NICENESS", 0)  # beside other tests it would wait for long
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@pytest.fixture(scope="module")
+def alone(cache: Path) -> Calibration:
+    """What one process that measures alone finds, in a small while."""
     held = np.ones(100_000_000)  # what this process holds is none of the stage's
-    found = calibrate(HERE, tmp_path)
+    with pytest.MonkeyPatch.context() as patch, on_one_core(patch):
+        found = calibrate(HERE, cache)
     assert found is not None
     assert found.baseline_bytes < held.nbytes
-    assert {row.kind for row in found.kinds} == set(KINDS)
-    assert found.flops_per_second > 10**8
-    assert 1 <= found.share_permille <= 1000
-    assert found.baseline_bytes > 50 << 20
-    assert found.device == "cpu"
-    kept = decode_calibration((tmp_path / HERE.key).read_bytes())
-    assert kept.kinds == found.kinds
-    assert len(encode_calibration(found)) <= 900, "does not fit a record"
+    return found
+
+
+def test_every_class_is_measured_once_and_kept(alone: Calibration, cache: Path) -> None:
+    assert {row.kind for row in alone.kinds} == set(KINDS)
+    assert alone.flops_per_second > 10**8
+    assert 1 <= alone.share_permille <= 1000
+    assert alone.baseline_bytes > 50 << 20
+    assert alone.device == "cpu"
+    kept = decode_calibration((cache / HERE.key).read_bytes())
+    assert kept.kinds == alone.kinds
+    assert len(encode_calibration(alone)) <= 900, "does not fit a record"
+
+
+def test_several_slots_are_measured_as_busy_as_they_will_be_and_kept_apart(
+    alone: Calibration, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with on_one_core(monkeypatch):
+        beside = calibrate(Wanted("cpu", "float32", 1, slots=2), cache)
+    assert beside is not None
+    assert slowdown(alone, beside) > 1.2
+    assert len({path.name for path in cache.iterdir()}) == 3, "two, and the lock"
 
 
 def test_a_kept_one_is_used_as_it_is_but_for_the_share(
@@ -135,25 +171,6 @@ def test_what_a_busy_slot_costs_is_the_ratio_of_the_same_work() -> None:
     assert slowdown(paced(100, share_permille=500), paced(200, share_permille=500)) == pytest.approx(2.0)
     unlike = msgspec.structs.replace(paced(100), kinds=())
     assert slowdown(unlike, paced(100)) == 1.0
-
-
-def test_several_slots_are_measured_as_busy_as_they_will_be_and_kept_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One core for two: each has half of what one alone has, whatever else runs on it."""
-    core = min(os.sched_getaffinity(0))
-    before = os.sched_getaffinity(0)
-    monkeypatch.setattr(calibration, "CALIBRATION_SECONDS", 2.0)
-    os.sched_setaffinity(0, {core})
-    try:
-        alone = calibrate(HERE, tmp_path)
-        beside = calibrate(Wanted("cpu", "float32", 1, slots=2), tmp_path)
-    finally:
-        os.sched_setaffinity(0, before)
-    assert alone is not None
-    assert beside is not None
-    assert slowdown(alone, beside) > 1.2
-    assert len({path.name for path in tmp_path.iterdir()}) == 3, "two, and the lock"
 
 
 def test_each_of_several_slots_offers_what_was_measured_of_one() -> None:

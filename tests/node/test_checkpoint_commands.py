@@ -10,8 +10,8 @@ import pytest
 import safetensors.torch
 import trio
 
+from node.checkpoint_commands import CheckpointCommands
 from node.cli.main import run
-from node.commands import CheckpointCommands
 from node.content.graphs import graph_name
 from node.control import CommandHandler, Emit
 from node.errors import RunFailed, UsageError

@@ -19,7 +19,8 @@ from node.config import Config
 from node.control import CommandHandler, ControlServer, Emit
 from node.errors import JoinTimeout, UsageError
 from node.events import CapacityMeasured, NodeStarted
-from node.state import State, apply, peers_document, status_document
+from node.state import State, apply
+from node.state_documents import peers_document, status_document
 from node.storage.folder import FolderStorage, lock
 from node.storage.keys import load_keys
 
@@ -384,7 +385,7 @@ def test_help_and_version_are_no_errors(capsys: pytest.CaptureFixture[str]) -> N
 def test_capacity_may_be_known_before_the_node_has_started() -> None:
     # The order of the first two events is the runtime's business, not the screen's.
     from node.cli.screen import EventScreen
-    from node.state import event_document
+    from node.state_documents import event_document
 
     capacity = CapacityMeasured(
         at=1.0,

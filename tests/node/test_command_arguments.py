@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from node.commands import CheckpointCommands, Commands
+from node.checkpoint_commands import CheckpointCommands
+from node.commands import Commands
 from node.errors import UsageError
 from tests.stack import simulate, swarm
 

@@ -232,7 +232,7 @@ def test_a_screen_that_fails_never_reaches_a_protocol() -> None:
     async def scenario() -> None:
         async with swarm("ab") as group:
             for node in group.nodes.values():
-                node._report = _unprintable
+                node.journal.report = _unprintable
             _, events = await train(group, "a", manifest(stages=1, replicas=1, steps=2))
             assert isinstance(events[-1], RunEnded)
             assert events[-1].outcome == "done"

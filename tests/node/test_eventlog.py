@@ -10,7 +10,7 @@ from node import config, eventlog
 from node.errors import UsageError
 from node.eventlog import EventLog, area_of, read_levels
 from node.events import Event, MemberLost, RunEnded
-from node.state import event_document
+from node.state_documents import event_document
 from tests.node.web.world import STARTED, joined, peer, run_events, started
 
 HAPPENED = [

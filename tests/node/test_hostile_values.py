@@ -31,7 +31,7 @@ from node.placement.leases import rounded
 from node.protocols.notices import Notice, RunEvent, event_of, news_of
 from node.runs.checkpointing import Keeping, newest_name
 from node.runtime import Node
-from node.state import event_document
+from node.state_documents import event_document
 from node.storage.folder import FolderStorage
 from partition.plan.plan import (
     NO_HASH,

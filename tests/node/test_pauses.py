@@ -7,7 +7,8 @@ from crypto.identity import peer_text, short_peer
 from node import events
 from node.cli.runs import run_lines
 from node.cli.screen import EventScreen
-from node.state import RunView, State, apply, event_document, run_document
+from node.state import RunView, State, apply
+from node.state_documents import event_document, run_document
 from partition.plan.quorum import QuorumLost
 from partition.run.pauses import stage_missing, votes_missing
 from tests.test_screens import peer

@@ -34,7 +34,7 @@ from node.planning.report import PlanReport, Wanted, plan_document
 from node.planning.request import graph_of
 from node.planning.screen import plan_lines
 from node.protocols.runs import RUNS_WORD
-from node.state import peers_document
+from node.state_documents import peers_document
 from partition.model.graph import Graph, encode_graph
 from partition.model.layers import with_layers
 from partition.plan.cost import STAGE_BASELINE_BYTES

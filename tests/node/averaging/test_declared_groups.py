@@ -13,7 +13,8 @@ import trio
 
 from crypto.identity import PeerId
 from node import runtime
-from node.averaging.participation import Participation, Wanted
+from node.averaging.participation import Participation
+from node.averaging.rounds import Wanted
 from node.averaging.service import Averaging
 from sim.worlds.scheduling import run_virtually
 from tests.stack import swarm

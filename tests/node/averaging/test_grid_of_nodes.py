@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import trio
 
-from node.averaging.participation import Participation, Wanted
+from node.averaging.participation import Participation
+from node.averaging.rounds import Wanted
 from sim.worlds.scheduling import run_virtually
 from tests.stack import swarm
 

@@ -15,7 +15,7 @@ import pytest
 import trio
 
 from crypto.identity import PeerId
-from node.averaging.participation import Wanted
+from node.averaging.rounds import Wanted
 from node.runtime import Node
 from sim.worlds.scheduling import run_virtually
 from tests import stack

@@ -14,7 +14,8 @@ from crypto.facts import IdentitySigner
 from crypto.identity import Identity
 from gossip.averaging.reduction import Vector
 from node import toml
-from node.averaging.participation import Participation, Round, Wanted
+from node.averaging.participation import Participation
+from node.averaging.rounds import Round, Wanted
 from node.content.datasets import Dataset, load_digits, load_folder
 from node.errors import Unreachable, UsageError
 from node.events import AveragingEnded, RunEvaluated
@@ -108,6 +109,23 @@ def marks(path: Path) -> list[bytes]:
     return [image.tobytes()[64:192] for image in images if np.count_nonzero(image.ravel()[16:48]) > 12]
 
 
+def found_in(data: bytes, stretches: list[bytes]) -> int:
+    """Return how many of `stretches` are in `data`, which is gone through once: for two pixels of each."""
+    wanted: dict[bytes, list[tuple[int, bytes]]] = {}
+    for stretch in stretches:
+        at = next((at for at in range(48, 80, 4) if all(np.frombuffer(stretch[at : at + 8], np.float32))), 0)
+        wanted.setdefault(stretch[at : at + 8], []).append((at, stretch))
+    keys, found = np.frombuffer(b"".join(wanted), np.uint64), set()
+    for shift in range(min(8, len(data))):
+        values = np.frombuffer(data, np.uint64, (len(data) - shift) // 8, shift)
+        for place in np.flatnonzero(np.isin(values, keys)):
+            begin = shift + 8 * int(place)
+            for at, stretch in wanted[data[begin : begin + 8]]:
+                if begin >= at and data.startswith(stretch, begin - at):
+                    found.add(stretch)
+    return len(found)
+
+
 def test_each_trains_on_its_own_set_and_no_byte_of_one_is_sent_or_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,14 +146,13 @@ def test_each_trains_on_its_own_set_and_no_byte_of_one_is_sent_or_kept(
             assert max(len(event.averaged) for event in rounds) == 3
             for storage in group.storages.values():
                 for name in storage.names:
-                    kept = storage.read(name) or b""
-                    assert not any(mark in kept for mark in stretches), name
+                    assert found_in(storage.read(name) or b"", stretches) == 0, name
 
     with overheard(monkeypatch) as heard:
         run_virtually(play)
     said = b"\0".join(heard)
     assert len(said) > 1_000_000, "parameters travelled"
-    assert not any(mark in said for mark in stretches)
+    assert found_in(said, stretches) == 0
 
 
 def test_the_same_ear_hears_samples_where_data_travels(
@@ -166,7 +183,7 @@ def test_the_same_ear_hears_samples_where_data_travels(
     with overheard(monkeypatch) as heard:
         run_virtually(play)
     said = b"\0".join(heard)
-    assert sum(mark in said for mark in marks(path)) > 100
+    assert found_in(said, marks(path)) > 100
 
 
 def test_nobody_hands_over_a_set_of_its_own_to_whoever_knows_its_hash(tmp_path: Path) -> None:

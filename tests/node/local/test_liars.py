@@ -98,7 +98,7 @@ def test_a_stranger_that_knows_the_run_takes_no_part(monkeypatch: pytest.MonkeyP
             nursery.cancel_scope.cancel()
 
     async def average(part: Any, liar: Any) -> None:
-        from node.averaging.participation import Wanted
+        from node.averaging.rounds import Wanted
 
         del liar
         while True:

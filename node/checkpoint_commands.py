@@ -1,0 +1,128 @@
+"""Checkpoint commands of this machine's own clients, over the control channel."""
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any
+
+import trio
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId, peer_text
+from node.checkpoints.replication import CheckpointReplicator
+from node.checkpoints.service import Checkpoints
+from node.checkpoints.store import document
+from node.commands import LocalNode, find_run, out_argument, texts_argument
+from node.control import CommandHandler, Emit
+from node.errors import RunFailed, Unreachable, UsageError
+
+COUNTED_RUNS_MAX = 64
+"""Runs whose copies are looked up for one list."""
+
+
+class CheckpointCommands:
+    """The handlers of `checkpoint`, by command name. `save` has a run's committer make one at the next step,
+    and returns that step; it raises PeerloomError where the run is not going on."""
+
+    def __init__(
+        self,
+        node: LocalNode,
+        checkpoints: Checkpoints,
+        copies: CheckpointReplicator,
+        save: Callable[[str], Awaitable[int]],
+    ) -> None:
+        self._node = node
+        self._checkpoints = checkpoints
+        self._copies = copies
+        self._save_run = save
+
+    @property
+    def handlers(self) -> Mapping[str, CommandHandler]:
+        """For `node.control.ControlServer`, beside those of `Commands`."""
+        return {
+            "checkpoint.list": self._list,
+            "checkpoint.save": self._save,
+            "checkpoint.export": self._export,
+            "checkpoint.fetch": self._fetch,
+        }
+
+    async def _list(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
+        found = await self._checkpoints.call(self._checkpoints.store.all)
+        named: Counter[bytes] = Counter()
+
+        async def count(run: str) -> None:
+            offers = await self._copies.holders(run)
+            named.update(offer.checkpoint for peer, offer in offers.items() if peer != self._node.peer)
+
+        async with trio.open_nursery() as nursery:
+            for run in list(dict.fromkeys(kept.run for kept in found))[-COUNTED_RUNS_MAX:]:
+                nursery.start_soon(count, run)
+        return {"checkpoints": [document(kept, named[kept.name] + 1) for kept in found]}
+
+    async def _save(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
+        run = await self._find(arguments)
+        return {"run": run, "step": await self._save_run(run)}
+
+    async def _export(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
+        run, step = await self._find(arguments), _step_of(arguments)
+        out = out_argument(arguments)
+        kept = await self._checkpoints.call(partial(self._checkpoints.store.find, run, step))
+        if kept is None:
+            raise checkpoint_not_found(run, step)
+        try:
+            holders = [] if kept.is_whole else await self._holders(run)
+            requester = PeerId(kept.checkpoint.manifest.author)
+            graph = await self._node.runs.models.get(kept.checkpoint.graph, [requester, *holders])
+            size = await self._checkpoints.export(kept, graph, out, holders)
+        except (Unreachable, RemoteProtocolError) as error:
+            raise RunFailed(f"the checkpoint of run {run[:8]} cannot be exported: {error}") from None
+        except OSError as error:
+            raise UsageError(f"--out {out}: {(error.strerror or str(error)).lower()}") from None
+        return {"run": run, "step": kept.checkpoint.step, "out": str(out), "size_bytes": size}
+
+    async def _fetch(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
+        run, step = await self._find(arguments), _step_of(arguments)
+        holders = [self._peer(text) for text in texts_argument(arguments, "from")]
+        try:
+            kept = await self._copies.fetch(run, step, holders or await self._holders(run))
+        except Unreachable as error:
+            raise RunFailed(f"no checkpoint of run {run[:8]} could be fetched: {error.detail}") from None
+        except OSError as error:
+            raise RunFailed(f"the checkpoint could not be kept: {error.strerror or error}") from None
+        return document(kept, None)
+
+    async def _find(self, arguments: Mapping[str, Any]) -> str:
+        here = await self._checkpoints.call(self._checkpoints.store.all)
+        known = {*self._node.state.runs, *(kept.run for kept in here)}
+        return find_run(sorted(known), str(arguments.get("run", "")))
+
+    async def _holders(self, run: str) -> list[PeerId]:
+        return [peer for peer in await self._copies.holders(run) if peer != self._node.peer]
+
+    def _peer(self, text: str) -> PeerId:
+        """A member by its name, its id, or how that ends. Raises UsageError."""
+        members = self._node.state.members
+        found = [
+            peer
+            for peer, member in members.items()
+            if text and (member.name == text or peer_text(peer).endswith(text.removeprefix("...")))
+        ]
+        if len(found) == 1:
+            return found[0]
+        if len(found) > 1:
+            raise UsageError(f"--from {text}: {len(found)} members are called so; give more of the id")
+        raise UsageError(f"--from {text}: no member is called so", "look: python -m node peers")
+
+
+def checkpoint_not_found(run: str, step: int | None) -> RunFailed:
+    """Return what to say where a checkpoint is not."""
+    which = f"checkpoint of step {step}" if step is not None else "checkpoint"
+    return RunFailed(
+        f"no {which} of run {run[:8]} is here",
+        "look: python -m node checkpoint list          or: python -m node checkpoint fetch RUN",
+    )
+
+
+def _step_of(arguments: Mapping[str, Any]) -> int | None:
+    step = arguments.get("step")
+    return step if isinstance(step, int) else None

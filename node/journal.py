@@ -1,0 +1,75 @@
+"""What happens at this node: each event is applied to its state, kept, reported, and told to watchers."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import trio
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from node import state as views
+from node import state_documents
+from node.containment import note
+from node.events import Event, StrangerRefused
+from node.history import EventHistory
+from node.recording.recorder import Recorder
+from node.seams import Clock
+
+SUBSCRIBER_EVENTS_MAX = 10_000
+"""Events waiting for one watcher; one that reads nothing loses the newest, not the node its memory."""
+REFUSALS_SHOWN = (100, 1_000, 10_000, 100_000, 1_000_000)
+"""Garbage is counted; only at these counts does it become one line on screen."""
+
+
+class Journal:
+    """The events of one node, and `counts` of what was refused and dropped, by reason."""
+
+    def __init__(
+        self, clock: Clock, report: Callable[[Event], None] | None, recorder: Recorder | None
+    ) -> None:
+        self.state = views.State()
+        self.history = EventHistory()
+        self.counts: Counter[str] = Counter()
+        self._clock = clock
+        self.report = report
+        self._recorder = recorder
+        self._watchers: list[trio.MemorySendChannel[Event]] = []
+
+    def publish(self, event: Event) -> None:
+        """Take an event. What a screen makes of it is no concern of the protocol that tells of it."""
+        try:
+            self.state = views.apply(self.state, event)
+        except Exception as error:
+            note(error, f"the state at a {type(event).__name__}")
+        self.history.append(event)
+        if self._recorder is not None:
+            self._recorder.event(state_documents.event_document(event))
+        try:
+            if self.report is not None:
+                self.report(event)
+        except Exception as error:
+            note(error, f"the screen at a {type(event).__name__}")
+        for watcher in self._watchers:
+            try:
+                watcher.send_nowait(event)
+            except trio.WouldBlock:
+                self.counts["events_lost_by_slow_watchers"] += 1
+
+    @contextmanager
+    def watch(self) -> Iterator[trio.MemoryReceiveChannel[Event]]:
+        """Events from now on."""
+        send, receive = trio.open_memory_channel[Event](SUBSCRIBER_EVENTS_MAX)
+        self._watchers.append(send)
+        try:
+            yield receive
+        finally:
+            self._watchers.remove(send)
+
+    def refuse(self, peer: PeerId, error: RemoteProtocolError) -> None:  # noqa: ARG002 - counted, not named
+        """A peer broke a rule."""
+        reason = "protocol_errors"
+        self.counts[reason] += 1
+        if self.counts[reason] in REFUSALS_SHOWN:
+            count = self.counts[reason]
+            self.publish(StrangerRefused(at=self._clock.wall(), reason=str(error)[:200], count=count))

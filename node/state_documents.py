@@ -1,0 +1,172 @@
+"""The documents of `--json`, the page and the log: a node's `State`, and any event, as plain values.
+
+Each names its schema, and only grows. What machines offer is in `node.documents`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from crypto.identity import PeerId, peer_text
+from node import events
+from node.documents import (
+    capacity_document,
+    degraded_document,
+    fences_document,
+    join_document,
+    offer_document,
+    plan_document,
+    reachability_document,
+    revision_document,
+    rfc3339,
+    standing_document,
+    step_document,
+)
+from node.state import AveragingView, RunView, State
+
+
+def status_document(state: State, now: float, counters: Mapping[str, int]) -> dict[str, Any]:
+    """`status --json`, schema `peerloom/status/1`. It only grows."""
+    started = state.started
+    alive = [member for member in state.members.values() if member.status == "alive"]
+    return {
+        "schema": "peerloom/status/1",
+        "peer": peer_text(started.peer) if started else "",
+        "name": started.name if started else "",
+        "swarm": started.swarm if started else "",
+        "addresses": list(started.addresses) if started else [],
+        "data_dir": started.data_dir if started else "",
+        "started": rfc3339(started.at) if started else None,
+        "up_seconds": round(now - started.at, 3) if started else 0.0,
+        "capacity": capacity_document(state.capacity),
+        "fences": fences_document(state.fences),
+        "reachability": reachability_document(state.reachability),
+        "offer": offer_document(state.offer),
+        "page": state.page.address if state.page is not None else None,
+        "alerts": [
+            {"kind": raised.alert, "about": raised.about, "level": raised.level, "text": raised.text}
+            for raised in state.alerts.values()
+        ],
+        "joins": [join_document(join) for join in state.joins],
+        "members_alive": len(alive),
+        "members_known": len(state.members),
+        "runs": [run_document(view) for view in state.runs.values()],
+        "averaging": [averaging_document(view) for view in state.averaging.values()],
+        "dht": None if state.table is None else state.table.document,
+        "counters": dict(sorted(counters.items())),
+    }
+
+
+def peers_document(state: State, now: float) -> dict[str, Any]:
+    """`peers --json`, schema `peerloom/peers/1`."""
+    return {
+        "schema": "peerloom/peers/1",
+        "peers": [
+            {
+                "peer": peer_text(member.peer),
+                "name": member.name,
+                "status": member.status,
+                "reason": member.reason,
+                "noticed_by": peer_text(member.noticed_by) if member.noticed_by is not None else None,
+                "since": rfc3339(member.since),
+                "since_seconds": round(max(0.0, now - member.since), 3),
+                "found_through": member.found_through,
+                "addresses": list(member.addresses),
+                "capacity": capacity_document(member.capacity),
+                "standing": standing_document(member.standing),
+                "degraded": degraded_document(member.degraded),
+            }
+            for _, member in sorted(state.members.items())
+        ],
+    }
+
+
+def averaging_document(view: AveragingView) -> dict[str, Any]:
+    """One run of averaging, with its newest round here."""
+    last = view.last
+    return {
+        "run": view.run,
+        "peers": view.peers,
+        "step": view.step,
+        "rounds": view.rounds,
+        "rounds_failed": view.failed,
+        "last_round": None
+        if last is None
+        else {
+            "outcome": last.outcome,
+            "reason": last.reason,
+            "members": last.members,
+            "averaged": [peer_text(peer) for peer in last.averaged],
+            "seconds": last.seconds,
+            "sent_bytes": last.sent_bytes,
+            "received_bytes": last.received_bytes,
+        },
+    }
+
+
+def run_document(view: RunView) -> dict[str, Any]:
+    """One run, with its plan and its loss so far."""
+    evaluated, committed = view.evaluated, view.committed
+    return {
+        "run": view.run,
+        "model": view.model,
+        "data": view.data,
+        "requester": peer_text(view.requester),
+        "status": view.status,
+        "detail": view.detail,
+        "step": view.step,
+        "steps": view.steps,
+        "loss": view.losses[-1] if view.losses else None,
+        "accuracy": view.accuracy,
+        "loss_held_out": None if evaluated is None else evaluated.loss,
+        "metrics": {} if evaluated is None else _means(view, evaluated),
+        "validations": list({event.step: _validation(view, event) for event in view.validations}.values()),
+        "microbatches_replayed": view.microbatches_replayed,
+        "reason": view.reason,
+        "waits_for": [{"peer": peer_text(peer), "name": name} for peer, name in view.waits_for],
+        "revised": revision_document(view.revised),
+        "steps_lost": view.steps_lost,
+        "steps_skipped": view.steps_skipped,
+        "last_step": step_document(committed),
+        "weights": view.weights,
+        "result": view.result,
+        "plan": plan_document(view.plan),
+    }
+
+
+def _validation(view: RunView, event: events.RunEvaluated) -> dict[str, Any]:
+    row = {"step": event.step, "best_step": event.best_step, "loss": event.loss, "accuracy": event.accuracy}
+    return row | {"metrics": _means(view, event)}
+
+
+def _means(view: RunView, event: events.RunEvaluated) -> dict[str, float]:
+    return {n: value / max(1, event.samples) for n, value in zip(view.metrics, event.metrics, strict=False)}
+
+
+def event_document(event: events.Event) -> dict[str, Any]:
+    """Any event as JSON: its class name, its time, and its fields, peers as text.
+
+    Where `step` is the one that is meant, counted from 0, and not how many are done, `step_number` is the
+    same counted from 1, as screens show it.
+    """
+    document: dict[str, Any] = {"kind": type(event).__name__}
+    for name in event.__struct_fields__:
+        document[name] = _plain(getattr(event, name))
+    if isinstance(event, events.StepCommitted | events.ReplicaDropped | events.RunResumed):
+        document["step_number"] = event.step + 1
+    document["at"] = rfc3339(event.at)
+    document["at_seconds"] = event.at
+    return document
+
+
+def _plain(value: Any) -> Any:
+    match value:
+        case bytes():
+            return peer_text(PeerId(value))
+        case tuple():
+            return [_plain(item) for item in value]
+        case events.CapacityMeasured():
+            return capacity_document(value)
+        case events.Standing():
+            return standing_document(value)
+        case _:
+            return value
