@@ -59,10 +59,10 @@ def test_two_stages_of_two_replicas_equal_one_process(dtype: Precision) -> None:
     simulate(scenario)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("moment", [0.02, 0.4, 0.75, 0.97])
+@pytest.mark.parametrize(("stage", "moment"), [(0, 0.02), (1, 0.97)])
 def test_a_step_with_a_death_in_it_equals_the_undisturbed_step(stage: int, moment: float) -> None:
-    """`moment` is the share of a step that has passed when the replica is killed."""
+    """`moment` is the share of a step that has passed when the replica is killed; each phase of a step by its
+    name is tried in `tests.test_exactness`."""
     replayed: list[int] = []
 
     async def scenario() -> None:
@@ -209,8 +209,7 @@ async def train_with_a_death(group: Swarm, wanted: Manifest, stage: int) -> tupl
     return run, events
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-def test_tied_weights_and_clipping_over_three_stages_survive_a_death(stage: int, tmp_path: Path) -> None:
+def test_tied_weights_and_clipping_over_three_stages_survive_a_death(tmp_path: Path) -> None:
     model = tied_gpt()
     path, data = text(tmp_path)
     assert model.graph.symbols[0].name == "batch"
@@ -228,7 +227,7 @@ def test_tied_weights_and_clipping_over_three_stages_survive_a_death(stage: int,
     async def scenario() -> None:
         async with swarm("abcdefg") as group:
             await group.nodes["g"].runs.data.keep(data.digest, path, window=data.window)
-            run, events = await train_with_a_death(group, wanted, stage)
+            run, events = await train_with_a_death(group, wanted, 0)
             evaluated = next(event for event in events if isinstance(event, RunEvaluated))
             assert evaluated.samples == data.test_samples * WINDOW, "a sample is a token here"
             assert evaluated.accuracy == evaluated.metrics[0] / evaluated.samples

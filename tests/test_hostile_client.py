@@ -13,8 +13,8 @@ from tests.hostile.scene import Scene, scene
 GROWTH_BYTES_MAX = 50 * 2**20
 PART = 0.2
 """Of the rates of the attacks: a machine that has other things to do stands it."""
-ATTACK_SECONDS = 12.0
-"""More than twice as long as a stranger may take to shake hands."""
+ATTACK_SECONDS = 7.0
+"""Longer than a stranger may take to shake hands."""
 REFUSED = {
     "datagrams_refused_malformed",
     "datagrams_refused_index",

@@ -1,4 +1,4 @@
-"""Exactness with real processes: four nodes of their own, one of them killed with SIGKILL in a step.
+"""Exactness with real processes: two nodes of their own, one of them killed with SIGKILL in a step.
 
 The requester and trainer is a node in this process, on the same real seams; so the run is known
 to the reference.
@@ -24,7 +24,7 @@ from node.runtime import Node
 from node.storage.folder import FolderStorage
 from tests.stack import Model, assert_equal, manifest, prepare, reference, simple_cnn
 
-NAMES = "abcd"
+NAMES = "ab"
 SWARM = "processes"
 
 
@@ -36,7 +36,7 @@ def captured() -> Model:
 
 @pytest.fixture
 def processes(tmp_path: Path, captured: Model) -> Iterator[SwarmProcesses]:
-    """Four nodes of their own; also before the test's time begins, for a busy machine starts them slowly."""
+    """Two nodes of their own; also before the test's time begins, for a busy machine starts them slowly."""
     swarm = SwarmProcesses(tmp_path, SWARM, time.sleep)
     try:
         swarm.launch(NAMES)
@@ -63,7 +63,7 @@ async def test_a_sigkill_in_the_middle_of_a_step_changes_no_result(
     tmp_path: Path, captured: Model, processes: SwarmProcesses
 ) -> None:
     # Many small micro-batches: a step takes long beside the moment in which it is applied.
-    wanted = manifest(captured, microbatches=48, microbatch=2, steps=4, test_samples=60)
+    wanted = manifest(captured, stages=1, microbatches=48, microbatch=2, steps=4, test_samples=60)
     names = {parse_peer(node.peer): name for name, node in processes.nodes.items()}
     settings = _settings(tmp_path / "e")
     node = Node(settings, join=[processes.nodes[NAMES[0]].address])
@@ -77,7 +77,7 @@ async def test_a_sigkill_in_the_middle_of_a_step_changes_no_result(
                 event = await events.receive()
                 if isinstance(event, MemberJoined):
                     met.add(event.peer)
-            # These four need not have heard of each other yet; and should a busy machine make one of them
+            # These two need not have heard of each other yet; and should a busy machine make one of them
             # look dead, the result must not depend on that either.
             run = prepare(node, wanted)
             await node.runs.submit(run)

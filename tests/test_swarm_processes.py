@@ -1,4 +1,4 @@
-"""Real processes of one machine: one is killed, one stands still, and all are started again from their disks.
+"""Real processes of one machine: started again from their disks; one stands still, and one is killed.
 
 Four of them, or PEERLOOM_SWARM_PROCESSES (`make soak`: 16). The bounds hold on a machine that is busy with
 this suite; what was measured is printed.
@@ -8,7 +8,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,14 +27,25 @@ SLACK_SECONDS = 10.0
 RECORDS = 2 * COUNT
 
 
-@pytest.fixture
-def swarm(tmp_path: Path) -> Iterator[SwarmProcesses]:
-    processes = SwarmProcesses(tmp_path, "processes", time.sleep)
+@pytest.fixture(scope="module")
+def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SwarmProcesses]:
+    """All have stored records, were killed, and were started again."""
+    folder = tmp_path_factory.mktemp("swarm")
+    before, again = (SwarmProcesses(folder, "processes", time.sleep) for _ in range(2))
     try:
-        begin(processes)
-        yield processes
+        begin(before)
+        for number in range(RECORDS):
+            value = f"v{number}".encode().hex()
+            stored = dht(before, NAMES[number % COUNT], "put", key=f"k{number}", value=value)
+            assert stored["holders"] >= 3
+        pause(6.0)  # records go to the disk every 5 s
+        for name in NAMES:
+            before.kill(name)
+        begin(again)
+        yield again
     finally:
-        processes.close()
+        before.close()
+        again.close()
 
 
 def begin(processes: SwarmProcesses) -> None:
@@ -75,6 +85,14 @@ def events(processes: SwarmProcesses, name: str, *kinds: str) -> list[dict[str, 
     return found
 
 
+def test_every_record_is_found_after_all_processes_were_killed_and_started_again(
+    swarm: SwarmProcesses,
+) -> None:
+    for number in range(RECORDS):
+        found = dht(swarm, NAMES[(number + 1) % COUNT], "get", key=f"k{number}")
+        assert bytes.fromhex(found["value"]) == f"v{number}".encode()
+
+
 def test_a_frozen_process_is_dead_nowhere_and_a_killed_one_soon_everywhere(swarm: SwarmProcesses) -> None:
     frozen, killed, others = NAMES[-1], NAMES[-2], NAMES[:-2]
     stopped = swarm.nodes[frozen].process.pid
@@ -103,25 +121,6 @@ def test_a_frozen_process_is_dead_nowhere_and_a_killed_one_soon_everywhere(swarm
         took.append(event["at_seconds"] - at)
     took_text = f"lost after {min(took):.1f} to {max(took):.1f} s"
     print(f"{COUNT} processes: {took_text}; frozen one suspected by {suspected}")  # noqa: T201
-
-
-def test_every_record_is_found_after_all_processes_were_killed_and_started_again(
-    swarm: SwarmProcesses, tmp_path: Path
-) -> None:
-    for number in range(RECORDS):
-        stored = dht(swarm, NAMES[number % COUNT], "put", key=f"k{number}", value=f"v{number}".encode().hex())
-        assert stored["holders"] >= 3
-    pause(6.0)  # records go to the disk every 5 s
-    for name in NAMES:
-        swarm.kill(name)
-    again = SwarmProcesses(tmp_path, "processes", time.sleep)
-    try:
-        begin(again)
-        for number in range(RECORDS):
-            found = dht(again, NAMES[(number + 1) % COUNT], "get", key=f"k{number}")
-            assert bytes.fromhex(found["value"]) == f"v{number}".encode()
-    finally:
-        again.close()
 
 
 def dht(processes: SwarmProcesses, name: str, what: str, **arguments: object) -> dict[str, Any]:

@@ -34,6 +34,8 @@ from tests.stack import _live, prepare, swarm
 SAVE_EVERY = 3
 PASS_SECONDS = 0.1
 SEED = 1
+LATE_SECONDS = 120.0
+"""Longer than the run in which a stage is opened too late."""
 FREE_AGAIN_SECONDS = 8.0
 """From a planner's death until the run goes on, also where it had asked all idle nodes."""
 LEAVES = int(os.environ.get("PEERLOOM_LEAVES", "1"))
@@ -323,7 +325,7 @@ def test_a_newcomer_whose_plan_comes_too_late_is_free_again_when_the_run_has_end
         open_stage = newcomer.seams.executor.open_stage
 
         async def open_late(specification: bytes) -> Stage:
-            await trio.sleep(400)
+            await trio.sleep(LATE_SECONDS)
             return await open_stage(specification)
 
         newcomer.seams.executor.open_stage = open_late  # type: ignore[method-assign]  # a slow disk
@@ -333,7 +335,7 @@ def test_a_newcomer_whose_plan_comes_too_late_is_free_again_when_the_run_has_end
             RunReleased,
         ]
         assert newcomer.runs.has_slot
-        await trio.sleep(400)
+        await trio.sleep(LATE_SECONDS)
         assert newcomer.runs.has_slot
         assert newcomer.runs.members == {}
 

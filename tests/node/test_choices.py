@@ -16,7 +16,7 @@ from node.planning.choices import choose, has_open
 from node.planning.peers import Peers, PeerSpecification
 from node.protocols.manifest import PlanTable, RunFile, TrainTable, check_run_file
 from node.runs.manifest_builder import make_manifest
-from partition.model.graph import Graph
+from partition.model.graph import Graph, encode_graph
 from partition.model.layers import with_layers
 from partition.plan.problem import Infeasible, Link
 from partition.plan.rates import assumed
@@ -101,22 +101,28 @@ def test_the_choice_does_not_depend_on_hash_seeds_or_the_order_of_peers(graph: G
     here = choose(wanted, graph, (), Peers(unequal))
     assert choose(wanted, graph, (), Peers(unequal[::-1])) == here
     code = (
-        "from tests.node.test_choices import *\n"
-        "from dataclasses import replace\n"
-        "graph = with_layers(transformer(blocks=6))\n"
-        "wanted = asked(microbatch='auto', frames='auto', mode='auto', recompute='auto')\n"
-        "unequal = tuple(replace(peer, calibration=assumed((number + 1) * 10**10), "
-        "link=Link((number + 1) * 10**6, 10**6)) for number, peer in enumerate(peers(5).peers))\n"
-        "print(choose(wanted, graph, (), Peers(unequal)))"
+        "import sys\n"
+        "from node.planning.choices import choose\n"
+        "from node.planning.peers import Peers, PeerSpecification\n"
+        "from node.protocols.manifest import PlanTable, RunFile, TrainTable\n"
+        "from partition.model.graph import decode_graph\n"
+        "from partition.plan.problem import Link\n"
+        "from partition.plan.rates import assumed\n"
+        "graph = decode_graph(sys.stdin.buffer.read())\n"
+        "train = TrainTable(batch=64, microbatch='auto', frames='auto', mode='auto', recompute='auto')\n"
+        "wanted = RunFile(model='m', train=train, plan=PlanTable(stages=0, replicas=0))\n"
+        "peers = [PeerSpecification(f'p{n}', 8 << 30, assumed((n + 1) * 10**10), "
+        "Link((n + 1) * 10**6, 10**6)) for n in range(5)]\n"
+        "print(choose(wanted, graph, (), Peers(tuple(peers))))"
     )
     told = subprocess.run(
         [sys.executable, "-c", code],
+        input=encode_graph(graph),
         capture_output=True,
-        text=True,
         check=True,
         env={**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)},
     ).stdout
-    assert told.strip() == str(here)
+    assert told.decode().strip() == str(here)
 
 
 def test_what_is_still_open_makes_no_manifest(graph: Graph) -> None:

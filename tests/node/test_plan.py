@@ -423,9 +423,6 @@ def test_a_hugging_face_folder_is_planned_without_its_weights(
     document = json.loads(capsys.readouterr().out)
     assert document["model"] == str(model)
     assert document["tokens_per_second"] == pytest.approx(32 * document["samples_per_second"])
-    (model / "config.json").write_text('{"architectures": ["NoSuchModel"]}')
-    assert run(command) == 2
-    assert "has no model 'NoSuchModel'" in capsys.readouterr().err
 
 
 TINY_LLAMA = {

@@ -74,7 +74,7 @@ def test_it_goes_on_as_a_swarm_that_was_born() -> None:
 def test_who_lists_a_neighbourhood_knows_it_and_who_is_late_finds_it() -> None:
     crowd = acquainted(
         nodes=700,
-        seconds=15.0,
+        seconds=7.0,
         start=Start(spread_seconds=0, acquainted=True, late_share=0.01),
         membership=Membership(scope="neighbourhood"),
         events=(Event(at_seconds=2.0, kind="join", share=1.0, lasts_seconds=1.0),),
