@@ -49,6 +49,9 @@ class Kademlia:
     correct it at any time, as it sets `origins.host_of` and `estimate`, which says how long a round trip to
     given coordinates takes. Events are to be drained after each call, before its messages are sent: they tell
     the network where the receivers are.
+
+    Long because each message changes the table, the lookups and the requests under way together; what stands
+    alone (`routing`, `lookup`, `requests`, `records`) has files of its own.
     """
 
     __slots__ = (

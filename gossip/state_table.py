@@ -71,7 +71,10 @@ from gossip.view import Scope
 
 
 class MembershipState:
-    """The member list of one peer, kept by the facts it hears."""
+    """The member list of one peer, kept by the facts it hears.
+
+    Long because it is one table of beliefs: every kind of fact is weighed against what all others left there.
+    """
 
     __slots__ = (
         "_changes", "_credit", "_events", "_farewell", "_own", "_settings", "broadcasts", "candidates",

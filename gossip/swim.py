@@ -69,6 +69,8 @@ class Swim:
 
     `incarnation` must be higher than in any earlier life of this peer id (unix milliseconds do);
     where it is not, the core goes above the old one as soon as it hears of it.
+
+    Long because probes, suspicion, gossip and syncs share one list of members and one budget of messages.
     """
 
     __slots__ = (

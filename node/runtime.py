@@ -100,6 +100,8 @@ class Node(Surface):
     records as they learn it, and of every message of a run that is sent; `swim` and `kademlia` make these
     cores, for whoever tries out others; `recorder` writes down what comes in. Use it as an async context
     manager under trio.
+
+    Long because it is the composition root: it makes each service once, joins them, and holds no rule of any.
     """
 
     def __init__(

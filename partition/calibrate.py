@@ -4,6 +4,8 @@ A process of its own, prepared as a stage's is, because a node does not import t
 shapes, forward and backward; then call, FLOPs and bytes get the prices that fit best, none negative, by the
 relative error. On one thread the clock is that of the thread, so that what others do beside it does not
 count; how much of a processor it gets is measured by itself, over long enough to feel a quota.
+
+Long because it is one list: each class of operators has its samples, and how they are timed, beside it.
 """
 
 import platform

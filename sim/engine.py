@@ -117,6 +117,8 @@ class Engine:
     `trace` records everything (slow). `wires` names the protocols whose messages are encoded and
     decoded by the real codec; all others pass as structs. `publish(now, peer, event)` is called
     with every event a core learns. `count_bytes` has `traffic` tell bytes too.
+
+    Long because one calendar orders messages, timers and troubles of all peers; every call goes through it.
     """
 
     def __init__(

@@ -20,6 +20,8 @@ all; a core that lives by a drifting one can be had with `sim.network.clocks.Ske
 
 Streams are in memory (`sim.streams`). Not modelled: cookies, rekeying, and that a datagram too
 large for a packet travels by a stream.
+
+Long because the fabric and its networks know each other: apart, they would import each other in a circle.
 """
 
 from collections import Counter

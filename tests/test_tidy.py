@@ -11,6 +11,11 @@ from tests.source import PACKAGES, ROOT, SIDES, Source, sources
 
 FILE_LINES_MAX = 600
 """About 400 is where to stop and think; here it is no longer a question."""
+EXPLAINED_FILE_LINES_MAX = 620
+PRODUCT_FILE_LINES_MAX = 500
+CLASS_LINES_MAX = 350
+REASON = re.compile(r"\bLong because\s+\S")
+"""How a docstring says why a file or a class of the product is longer, each time with its own reason."""
 FUNCTION_LINES_MAX = 90
 LINE_LENGTH_MAX = 110
 TEST_NAME_WORDS_MIN = 3
@@ -131,7 +136,33 @@ def test_every_file_opens_by_saying_what_it_is() -> None:
 
 def test_files_are_short_enough_to_be_understood_alone() -> None:
     lengths = {source.place: source.text.count("\n") for source in EVERYTHING}
-    assert {place: length for place, length in lengths.items() if length > FILE_LINES_MAX} == {}
+    explained = {source.place for source in PROGRAM if REASON.search(source.text)}
+    assert {
+        place: length
+        for place, length in lengths.items()
+        if length > (EXPLAINED_FILE_LINES_MAX if place in explained else FILE_LINES_MAX)
+    } == {}
+
+
+def test_what_is_long_says_why() -> None:
+    wrong = []
+    for source in PROGRAM:
+        classes = [node for node in source.tree.body if isinstance(node, ast.ClassDef)]
+        long = [each for each in classes if (each.end_lineno or 0) - each.lineno >= CLASS_LINES_MAX]
+        wrong += [f"{source.place} {each.name}" for each in long if not gives_reason(each)]
+        is_long = source.text.count("\n") > PRODUCT_FILE_LINES_MAX
+        if is_long and not any(map(gives_reason, (source.tree, *long))):
+            wrong.append(source.place)
+        # A reason is for what is long: it goes when that does.
+        named = {each.name for each in classes if gives_reason(each)}
+        wrong += [f"{source.place} {name}: short" for name in sorted(named - {each.name for each in long})]
+        if gives_reason(source.tree) and not is_long:
+            wrong.append(f"{source.place}: short")
+    assert wrong == [], "find the seam, or have its docstring say: Long because ..."
+
+
+def gives_reason(node: ast.Module | ast.ClassDef) -> bool:
+    return REASON.search(ast.get_docstring(node) or "") is not None
 
 
 def test_docstrings_begin_with_their_subject_or_an_imperative() -> None:

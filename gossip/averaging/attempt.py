@@ -74,6 +74,8 @@ class Attempt:
     return; chunks are pulled, one a call, as fast as the stream to that peer takes them (`pull`, `ready`).
     `codecs` are the user's own, beside those of `gossip.averaging.codecs`. Raises ValueError for a group or
     vector that do not fit.
+
+    Long because it is one state machine: every message may come in every phase, and has an answer in each.
     """
 
     def __init__(

@@ -90,7 +90,10 @@ Event = PieceArrived | UploadDue | PeerDropped
 
 
 class PieceSwarm:
-    """One data set of `count` pieces at one peer, which `have` is of already."""
+    """One data set of `count` pieces at one peer, which `have` is of already.
+
+    Long because what is asked of one peer follows from what all others have, were asked and sent.
+    """
 
     def __init__(self, me: PeerId, data: bytes, count: int, have: Collection[int], rng: Random) -> None:
         self.me = me

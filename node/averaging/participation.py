@@ -80,7 +80,10 @@ class Service:
 
 
 class Participation:
-    """This peer's part in one run. `Averaging.open` makes it."""
+    """This peer's part in one run. `Averaging.open` makes it.
+
+    Long because a round, what is said of it and the state handed on all move with one step of the roster.
+    """
 
     def __init__(
         self, name: str, key: bytes, roster: Roster, service: Service, gate: Gate | None = None

@@ -61,7 +61,10 @@ GREETED_MAX = 32
 
 
 class LocalMember:
-    """One run on this node. `live` drives it until `ended` was called or it has left."""
+    """One run on this node. `live` drives it until `ended` was called or it has left.
+
+    Long because training, averaging, evaluating and catching up take turns at one copy of the parameters.
+    """
 
     def __init__(
         self,

@@ -53,7 +53,11 @@ STATE_SECONDS_MAX = 600.0
 
 
 class PeerOptimizer(torch.optim.Optimizer):
-    """See the module. Made by `node.sync(...).optimizer(...)`."""
+    """See the module. Made by `node.sync(...).optimizer(...)`.
+
+    Long because it is all of torch's interface, over two ways to step that share what is counted, averaged
+    and caught up with.
+    """
 
     def __init__(
         self, optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module | None, settings: Settings

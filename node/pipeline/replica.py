@@ -76,7 +76,10 @@ _SPAN_KINDS: dict[type, Kind] = {api.Forward: "forward", api.Backward: "backward
 
 
 class ReplicaShell:
-    """Hosts one stage of one run on this node."""
+    """Hosts one stage of one run on this node.
+
+    Long because one task owns the stage's process: its frames, sums, reductions and copies are in its order.
+    """
 
     def __init__(
         self,

@@ -57,7 +57,10 @@ STANDBY_TRAINERS = 2
 
 
 class RunMember:
-    """One run on this node, from its manifest to its end."""
+    """One run on this node, from its manifest to its end.
+
+    Long because it is the driver of one core: each of its events and roles is one short method here.
+    """
 
     def __init__(self, service: Service, run: Run) -> None:
         self.run = run

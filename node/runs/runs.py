@@ -67,7 +67,10 @@ from partition.run.messages import REASON_LENGTH_MAX
 
 
 class Runs:
-    """The service. `run` owns its tasks; everything it learns goes out by `publish`."""
+    """The service. `run` owns its tasks; everything it learns goes out by `publish`.
+
+    Long because it is the face of a service: what the node, its commands and other nodes ask of runs.
+    """
 
     def __init__(
         self,

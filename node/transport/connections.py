@@ -54,7 +54,10 @@ _REASONS = ("wrong key", "refused", "timeout", "unknown")
 
 
 class Connections:
-    """`run` must be running to serve, and to keep connections for another conversation."""
+    """`run` must be running to serve, and to keep connections for another conversation.
+
+    Long because who is dialled, kept, served or refused is decided over one table of connections.
+    """
 
     def __init__(
         self,

@@ -91,6 +91,8 @@ class StageExecutor:
     first parameters that have a recipe are written to it at once; stored ones stay zero until the node
     writes them and sends `Reload`.
 
+    Long because all requests work on the same arenas, and one that is refused must leave every one as it was.
+
     Raises:
         LocalProtocolError: an arena is missing or has another size.
         RemoteProtocolError: a graph that `partition.execute.admit` would have refused.

@@ -111,6 +111,8 @@ class PaxosChain:
     follows `genesis`, in a life that it has forgotten, must `abstain`: it votes from the next plan on.
     All members of a run must name the same `tie_breaker`.
 
+    Long because promises, votes and decisions of a height must go into one durable record before any is said.
+
     Raises:
         RemoteProtocolError: `durable` is damaged.
         ValueError: `durable` is another run's, or of a branch that `genesis` is not on.

@@ -87,6 +87,8 @@ class Member:
     """One run at one node. `plan` is the one in force, None before the first.
 
     `is_dropped`: this node takes no role any more. `is_over`: nothing is said or done for the run any more.
+
+    Long because it is one state machine: what a member proposes, follows, leaves and ends hangs on one plan.
     """
 
     def __init__(

@@ -62,7 +62,10 @@ __all__ += ["BestWanted", "StepsPaused", "TrainingEvaluated", "TrainingFailed", 
 
 
 class Committer:
-    """Commits the steps of one run under one plan, from whatever step its replicas have reached."""
+    """Commits the steps of one run under one plan, from whatever step its replicas have reached.
+
+    Long because it is one state machine: each report is judged by the phase that the step is in.
+    """
 
     def __init__(
         self,

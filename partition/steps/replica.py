@@ -73,7 +73,11 @@ _MOVING = (BackwardReady, SubtractReady, ForgetReady, ApplyReady, ReduceReady, F
 
 
 class Replica:
-    """One stage replica under one plan after another. `step` counts the steps applied; None: it has none."""
+    """One stage replica under one plan after another. `step` counts the steps applied; None: it has none.
+
+    Long because it is one state machine: what a message means hangs on the frames, sums, counts and the
+    reduction of the open step.
+    """
 
     deadline = inf
 

@@ -48,7 +48,10 @@ RATE = 1_000
 
 
 class Member(Turns):
-    """One run at one peer, in one of the peer's lives. `plan` is None while it is not in the run."""
+    """One run at one peer, in one of the peer's lives. `plan` is None while it is not in the run.
+
+    Long because it is the driver of one core: each of its events and roles is one short method here.
+    """
 
     def __init__(
         self,

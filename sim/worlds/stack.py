@@ -75,6 +75,8 @@ class StackWorld:
     """Plays `scenario` from `seed`; everything that happens goes to `publish`. A `sim.observers.World`.
 
     Of `cores` those of membership and records may be replaced. Raises UsageError: others are.
+
+    Long because it is a whole world: who lives, what befalls them and what is seen of it, at one clock.
     """
 
     def __init__(
