@@ -116,9 +116,12 @@ def found_in(data: bytes, stretches: list[bytes]) -> int:
         at = next((at for at in range(48, 80, 4) if all(np.frombuffer(stretch[at : at + 8], np.float32))), 0)
         wanted.setdefault(stretch[at : at + 8], []).append((at, stretch))
     keys, found = np.frombuffer(b"".join(wanted), np.uint64), set()
+    is_likely = np.zeros(1 << 16, bool)
+    is_likely[keys >> 48] = True  # a pixel has one of seventeen values, and parameters have others
     for shift in range(min(8, len(data))):
         values = np.frombuffer(data, np.uint64, (len(data) - shift) // 8, shift)
-        for place in np.flatnonzero(np.isin(values, keys)):
+        likely = np.flatnonzero(is_likely[values >> 48])
+        for place in likely[np.isin(values[likely], keys)]:
             begin = shift + 8 * int(place)
             for at, stretch in wanted[data[begin : begin + 8]]:
                 if begin >= at and data.startswith(stretch, begin - at):
