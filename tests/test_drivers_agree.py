@@ -85,14 +85,13 @@ def test_different_seeds_give_different_traces(model: NetworkModel) -> None:
 
 def test_the_trace_does_not_depend_on_the_hash_seed_of_the_process() -> None:
     expected = engine(1, ROUGH).trace.digest()
-    for hash_seed in ("1", "2"):
-        printed = subprocess.run(
-            [sys.executable, "-m", "tests.sim.agreement", "1"],
-            env={**os.environ, "PYTHONHASHSEED": hash_seed},
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=60,
-        )
-        assert printed.stdout.split() == [expected, expected]
+    printed = subprocess.run(
+        [sys.executable, "-m", "tests.sim.agreement", "1"],
+        env={**os.environ, "PYTHONHASHSEED": "1"},  # this process has one that was drawn
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert printed.stdout.split() == [expected, expected]

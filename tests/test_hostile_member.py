@@ -30,6 +30,7 @@ QUIET_SECONDS = 30.0
 """Hostile streams and their victims' deadlines take so long to end."""
 PARTED_SECONDS = 20.0
 HOSTILE_RUN_SECONDS = 120.0
+ROUNDS = 4
 TAKEN_IN_MIN = 2
 """Of the hostile peer's own runs so many begin, else it was no test."""
 
@@ -206,7 +207,7 @@ def test_no_node_ends_by_what_whoever_asked_for_its_run_says(seed: int) -> None:
             speaker = Speaker(group, bad, nursery)
             await train(group, "a", small(stages=1, replicas=1, steps=2))
             await speaker.speak()
-            for _ in range(8):
+            for _ in range(ROUNDS):
                 for victim in living(group):
                     with suppress(StreamClosed, Unreachable):
                         begun += await take_in(bad.insider, bad.values, bad.node.signer, victim)

@@ -65,12 +65,11 @@ async def parted(found: list[World]) -> None:
 
 
 def test_the_checker_finds_a_proposer_that_counts_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those who do not, it says nothing: the test above."""
     worlds: list[World] = []
-    repeatably(1, partial(parted, worlds))
-    assert faults(worlds[0]) == []
     monkeypatch.setattr(PaxosChain, "_is_quorum", lambda self, instance, votes: bool(votes))
     repeatably(1, partial(parted, worlds))
-    found = " ".join(faults(worlds[1]))
+    found = " ".join(faults(worlds[0]))
     assert "which its side could not decide" in found
     assert "height 1" in found
 

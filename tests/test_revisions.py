@@ -14,6 +14,7 @@ from node.protocols import runs as wire
 from node.protocols.manifest import Run
 from node.protocols.revision import RevisionBody, make_revision
 from partition.run.asks import Done
+from partition.run.timeouts import LOST_SECONDS_MAX
 from tests.stack import (
     STAGE_SECONDS,
     Swarm,
@@ -81,7 +82,7 @@ def test_a_paused_run_commits_nothing_until_it_is_resumed_and_loses_nothing() ->
             await trio.sleep(5)
             before = steps(group, "a")
             assert before < 6
-            await trio.sleep(200)  # longer than a member waits for a committer that is gone
+            await trio.sleep(LOST_SECONDS_MAX + 5)  # longer than a member waits for a committer that is gone
             assert steps(group, "a") == before
             views = [node.state.runs[run.text] for node in group.nodes.values()]
             assert {(view.status, view.reason) for view in views} == {("paused", "its requester paused it")}
@@ -100,7 +101,7 @@ def test_a_pause_outlives_the_committer() -> None:
             await trio.sleep(5)
             before = steps(group, "b")
             group.kill("a")
-            await trio.sleep(60)
+            await trio.sleep(30)
             others = [name for name in "bcdef" if group.nodes[name].runs.members]
             plan = group.nodes[others[0]].state.runs[run.text].plan
             assert plan is not None

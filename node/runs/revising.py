@@ -5,7 +5,6 @@ A revision is signed by the requester's key and told to every member; the commit
 the members it knows of how it is.
 """
 
-from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -14,18 +13,16 @@ from msgspec.structs import replace
 
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
-from crypto.facts import Fact, Signer
+from crypto.facts import Fact
 from crypto.identity import PeerId, short_peer
 from node.errors import RunFailed, Unreachable, UsageError
-from node.local.service import LocalRuns
 from node.protocols.manifest import Run
 from node.protocols.revision import PRIORITY, RevisionBody, check_revision, make_revision, read_revision
-from node.protocols.runs import Describe, Described, Reply, Request, Revise
-from node.runs.archive import ArchiveShell
+from node.protocols.runs import Describe, Described, Reply, Revise
 from node.runs.member import RunMember
 from node.runs.steering import revision_name
 from node.runs.stopping import STOP_SECONDS, Stopping
-from node.seams import Seams
+from node.runs.stopping import Service as StoppingService
 from partition.run.asks import Declined, Done
 from partition.run.messages import REASON_LENGTH_MAX
 
@@ -36,19 +33,10 @@ ASK_SECONDS_MAX = 3.0
 _FACT_BYTES_MAX = 512
 
 
-class Service(Protocol):
+class Service(StoppingService, Protocol):
     """What is needed of `node.runs.runs.Runs`."""
 
-    seams: Seams
-    signer: Signer
-    members: dict[bytes, RunMember]
-    archive: ArchiveShell
-    local: LocalRuns
     stopping: Stopping
-    live: Callable[[], Collection[PeerId]]
-
-    async def ask(self, peer: PeerId, request: Request, seconds: float) -> Reply: ...
-    def start_task(self, task: Callable[..., Any], *arguments: object, of: Run | None) -> None: ...
 
 
 class Revising:

@@ -22,6 +22,8 @@ from tests.stack import Swarm, swarm
 
 STEPS = 30
 LOCAL = LocalSettings(local_steps=3)
+STEPS = 36
+"""Of a run in which somebody dies after ten."""
 
 
 async def begin(
@@ -169,7 +171,7 @@ def test_as_many_microbatches_as_stages_are_under_way_at_once(monkeypatch: pytes
 def test_a_death_stops_only_its_own_column(dies: str) -> None:
     async def play() -> None:
         async with swarm("abcd", stage_seconds=SLOW) as group:
-            await begin(group, steps=60)
+            await begin(group, steps=STEPS)
             whole = await columns(group, 2, "abcd")
             head = next(name for name in whole if name != "a")
             victim = whole[head] if dies == "holder" else head
@@ -178,7 +180,7 @@ def test_a_death_stops_only_its_own_column(dies: str) -> None:
             group.kill(victim)
             (end,) = await ends(group, "a", 400.0)
             assert (end.outcome, end.is_here) == ("done", True)
-            assert max(steps_of(group.events["a"])) == 59
+            assert max(steps_of(group.events["a"])) == STEPS - 1
             others = await ends(group, left, 400.0)
             assert {event.weights for event in others} == {end.weights}
 
@@ -225,7 +227,7 @@ def test_a_free_node_becomes_the_head_of_a_holder_that_is_left_over() -> None:
 def test_a_head_that_never_had_a_column_ends_with_the_others() -> None:
     async def play() -> None:
         async with swarm("abcd", stage_seconds=SLOW) as group:
-            await begin(group, steps=150)
+            await begin(group, steps=80)
             whole = await columns(group, 1, "a")
             with trio.fail_after(60):
                 while list((held := stages_of(group)).values()).count(0) < 2:  # noqa: ASYNC110 - virtual time

@@ -73,8 +73,8 @@ class Told:
 
 cores = cache(lambda seed: Told(CoresWorld, MIXED, seed))
 stack = cache(lambda seed: Told(StackWorld, MIXED, seed))
-SEEDS = (11, 23)
-"""Each with peers of all kinds, and a first one that others can dial."""
+SEEDS = (11,)
+"""With peers of all kinds, and a first one that others can dial."""
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -172,7 +172,7 @@ def lookups(core: type[Counting]) -> tuple[float, float, float]:
     scenario = replace(
         MIXED,
         nodes=30,
-        seconds=400.0,
+        seconds=300.0,
         signatures="hash",
         membership=Membership(preset="wan"),
         network=replace(MIXED.network, access=(Access(share=0.4, nat="symmetric"),)),
