@@ -71,6 +71,14 @@ WAIT_SECONDS_MAX = 7 * 24 * 3600.0
 """A run waits for peers that it lacks; the person who asked has forgotten it by then."""
 
 
+def _of_run(names: Mapping[str, str], run: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names of the peers that a run's document tells of."""
+    stages = (run.get("plan") or {}).get("stages", ())
+    peers = {run["requester"], *(peer for stage in stages for peer in stage["replicas"])}
+    peers |= {row[key] for row in run["receipts"] for key in ("provider", "measurer", "requester")}
+    return {peer: names[peer] for peer in sorted(peers) if peer in names}
+
+
 def number_argument(arguments: Mapping[str, Any], name: str, default: float) -> float:
     """A finite number that a client sent, or the default. Raises UsageError."""
     value = arguments.get(name)
@@ -273,7 +281,12 @@ class Commands:
         """How a run is: as this node knows it, or else as its members say."""
         run = find_run(self._node.state.runs, str(arguments.get("run", "")))
         found = self._node.runs.receipts.document(run)
-        return await self.show(run) | {"receipts": [*found["issued"], *found["earned"]]}
+        state = self._node.state
+        names = {peer_text(peer): row.name for peer, row in state.members.items() if row.name}
+        if state.started is not None:
+            names[peer_text(state.started.peer)] = state.started.name
+        document = await self.show(run) | {"receipts": [*found["issued"], *found["earned"]]}
+        return document | {"names": _of_run(names, document)}
 
     async def _receipts(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
         return self._node.runs.receipts.document()

@@ -7,7 +7,7 @@ own complaints are put into our form. Exit codes are those of `node.errors`.
 import io
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import typer
@@ -19,7 +19,11 @@ from node.suggest import nearest
 DEBUG = "--debug"
 
 
-def dispatch(app: typer.Typer, arguments: Sequence[str], program: str) -> int:
+Keys = Mapping[str, Callable[[], Mapping[str, str]]]
+"""For a command that reads a file: its keys, as flags would be called, and where each stands there."""
+
+
+def dispatch(app: typer.Typer, arguments: Sequence[str], program: str, keys: Keys | None = None) -> int:
     """Do what the command line says; the exit code. Raises nothing."""
     # Taken out before parsing, so that it works behind any command and for errors of parsing too.
     rest = [argument for argument in arguments if argument != DEBUG]
@@ -35,41 +39,52 @@ def dispatch(app: typer.Typer, arguments: Sequence[str], program: str) -> int:
     except SystemExit as end:  # typer's own way out of a closed pipe
         return end.code if isinstance(end.code, int) else EXIT_UNEXPECTED
     except Exception as error:
-        return _fail(error, program, debug=debug)
+        return _fail(error, program, keys or {}, debug=debug)
     return code if isinstance(code, int) else EXIT_DONE
 
 
-def _fail(error: Exception, program: str, *, debug: bool) -> int:
+def _fail(error: Exception, program: str, keys: Keys, *, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
         sys.stderr.write(getattr(error, "trace", ""))
     while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
-    told = _told(error, program)
+    told = _told(error, program, keys)
     show_error(told)
     return told.exit_code
 
 
-def _told(error: Exception, program: str) -> PeerloomError:
+def _told(error: Exception, program: str, keys: Keys) -> PeerloomError:
     """Any error as one a person can use."""
     if isinstance(error, PeerloomError):
         return error
     if hasattr(error, "format_message"):
         # typer's errors of usage: only this method, not their module, is public.
-        return _parsing_error(error, program)
+        return _parsing_error(error, program, keys)
     what = "; ".join((f"unexpected {type(error).__name__}: {error}", *getattr(error, "__notes__", ())))
     return PeerloomError(what, f"the same again with {DEBUG} shows where; please report it")
 
 
-def _parsing_error(error: Any, program: str) -> UsageError:
+def _parsing_error(error: Any, program: str, keys: Keys) -> UsageError:
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else program
     option = getattr(error, "option_name", None)
     message = error.format_message().strip()
     if option is not None and message.startswith("No such option"):
-        known = [flag for parameter in context.command.params for flag in parameter.opts] if context else []
-        near = nearest(option, known)
-        message = f"unknown flag {option}" + (f"; did you mean {near}?" if near is not None else "")
+        command = context.command if context is not None else None
+        message = f"unknown flag {option}" + _meant(option, command, keys)
     else:
         message = message[:1].lower() + message[1:].rstrip(".").replace(". Did you", "; did you")
     return UsageError(message, f"{path} --help")
+
+
+def _meant(option: str, command: Any, keys: Keys) -> str:
+    """`; did you mean --join?`, or which key of a file that the command reads, or nothing."""
+    parameters = command.params if command is not None else ()
+    known = [flag for each in parameters for flag in (*each.opts, *each.secondary_opts)]
+    if (near := nearest(option, known)) is not None:
+        return f"; did you mean {near}?"
+    places = keys[command.name]() if command is not None and command.name in keys else {}
+    if (near := nearest(option, list(places))) is not None:
+        return f"; did you mean '{near.removeprefix('--').replace('-', '_')}' {places[near]}?"
+    return ""

@@ -158,4 +158,4 @@ def _show_version() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Do what the command line says; the exit code. Raises nothing."""
-    return dispatch(app, arguments, PROGRAM)
+    return dispatch(app, arguments, PROGRAM, {"train": train.keys_as_flags})

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +23,7 @@ from node.cli.render import (
     show_json,
     table,
 )
-from node.cli.screen import EventScreen, with_names
+from node.cli.screen import EventScreen, name_and_id, with_names
 from node.cli.trace import chrome_trace, send_otlp
 
 TRACE_SECONDS_MAX = 30.0
@@ -272,10 +273,11 @@ def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
 
 def run_lines(run: Mapping[str, Any]) -> list[str]:
     """The screen of a `peerloom/run/1` document: one run."""
-    lines = [run_text(run), f"  asked for by  {short_id(run['requester'])}"]
+    names = {row["peer"]: row["name"] for row in run.get("waits_for", ())} | run.get("names", {})
+    called = partial(name_and_id, names)
+    lines = [run_text(run), f"  asked for by  {called(run['requester'])}"]
     if run.get("detail") or run.get("reason"):
-        waits_for = {row["peer"]: row["name"] for row in run.get("waits_for", ())}
-        lines.append(f"  why           {with_names(run.get('detail') or run['reason'], waits_for)}")
+        lines.append(f"  why           {with_names(run.get('detail') or run['reason'], names)}")
     if run.get("accuracy") is not None:
         lines.append(f"  accuracy      {run['accuracy']:.3f}")
     if run.get("validations"):
@@ -289,11 +291,11 @@ def run_lines(run: Mapping[str, Any]) -> list[str]:
     plan = run.get("plan")
     for number, stage in enumerate(plan["stages"] if plan else (), 1):
         layers = f"layers {stage['layers'][0]}-{stage['layers'][1] - 1}"
-        lines.append(f"  stage {number:<7} {layers} on {', '.join(map(short_id, stage['replicas']))}")
+        lines.append(f"  stage {number:<7} {layers} on {', '.join(map(called, stage['replicas']))}")
     for row in run.get("receipts", ()):
         work = f"{flops_text(row['flops'])} in {row['microbatches']} micro-batches"
         lines.append(
-            f"  computed      {short_id(row['provider'])} {work}, measured by {short_id(row['measurer'])}"
+            f"  computed      {called(row['provider'])}: {work}, measured by {called(row['measurer'])}"
         )
     if run.get("result"):
         lines.append(f"  result        {run['result']}: python -m node runs fetch {run['run']} --out FILE")

@@ -127,7 +127,7 @@ class EventScreen:
         self._outcomes[event["address"]] = event["outcome"]
         detail = event["detail"]
         if event["outcome"] == "ok" and event["peer"] is not None:
-            detail = f"{_both(self._names, event['peer'])}  {seconds_text(event['seconds'])}"
+            detail = f"{name_and_id(self._names, event['peer'])}  {seconds_text(event['seconds'])}"
         if event.get("found_by") == "beacon":
             detail += "  (heard on the local network)"
         return [f"join  {event['outcome']:<10} {short_address(event['address'])}   {detail}"]
@@ -387,7 +387,8 @@ def _at(event: Event, text: str) -> str:
     return f"{clock}   {text}"
 
 
-def _both(names: Mapping[str, str], peer: str) -> str:
+def name_and_id(names: Mapping[str, str], peer: str) -> str:
+    """Return how screens call a peer: its name, where it has one, and its short id."""
     name = names.get(peer)
     return f"{name} {short_id(peer)}" if name else short_id(peer)
 
@@ -395,7 +396,7 @@ def _both(names: Mapping[str, str], peer: str) -> str:
 def with_names(text: str, names: Mapping[str, str]) -> str:
     """Return a text that names peers by short id with the name beside each, where there is one."""
     for peer in names:
-        text = text.replace(short_id(peer), _both(names, peer))
+        text = text.replace(short_id(peer), name_and_id(names, peer))
     return text
 
 

@@ -78,6 +78,21 @@ def train(
     _finish(folder, result, out, follow=follow, as_json=as_json)
 
 
+def keys_as_flags() -> dict[str, str]:
+    """Return what the keys of RUN.toml would be called as flags, and where each stands, for who types one."""
+    from node.protocols.manifest import PlanTable, RunFile, SplitsTable, TrainTable
+
+    tables = (
+        ("of RUN.toml", RunFile),
+        ("in [splits] of RUN.toml", SplitsTable),
+        ("in [plan] of RUN.toml", PlanTable),
+    )
+    found: dict[str, str] = {}
+    for where, table in (*tables, ("in [train] of RUN.toml", TrainTable)):
+        found |= {"--" + name.replace("_", "-"): where for name in table.__struct_fields__}
+    return found
+
+
 def unwatched(run: str, out: str) -> list[str]:
     """What a person is told that stops watching; `run` is empty where the node has not accepted it yet."""
     if not run:

@@ -97,8 +97,8 @@ class PlacementFailed(Exception):
     busy, by what their providers say; None where that is not known."""
 
     def __init__(self, reason: str, wait_seconds: int | None = None) -> None:
-        begins = "" if wait_seconds is None else f"; slots may be free in about {about(wait_seconds)}"
-        super().__init__(reason + begins)
+        free = "" if wait_seconds is None else f"; slots may be free in about {about(wait_seconds)}"
+        super().__init__(f"{reason}{free} (train --wait 10m waits for them)" if free else reason)
         self.reason = reason
         self.wait_seconds = wait_seconds
 

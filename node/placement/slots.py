@@ -71,6 +71,10 @@ class Slots:
         """Return the runs that have a slot, or the promise of one."""
         return self.core.taken(self.now)
 
+    def lapsing(self) -> dict[bytes, float]:
+        """Return the runs whose promise soon ends without a stage, and in how many seconds."""
+        return self.core.lapsing(self.now)
+
     async def promise(self, promise: Promise) -> None:
         """Hold a slot; only a free one is promised. Raises OSError: it cannot be kept."""
         self.core.promise(self.now, promise)

@@ -83,6 +83,8 @@ class Queue:
         self._turns.keep(now, self._runs.slots.taken())
         for member in self._runs.members.values():
             self._turns.progress(member.run.id, _seconds_left(member))
+        for run, seconds in self._runs.slots.lapsing().items():
+            self._turns.progress(run, seconds)
 
 
 def _seconds_left(member: RunMember) -> float | None:

@@ -258,7 +258,11 @@ class Member:
             return
         self._is_stuck = False
         cause = cause_of(plan, life.proposer.wanted)
-        usual = f"plan {plan.height}" if cause == "plan in force" else "fewer replicas than it began with"
+        usual = "fewer replicas than it began with"
+        if cause == "plan in force":
+            usual = (
+                f"it goes by its change of plan {plan.height}" if plan.height else "it goes by its first plan"
+            )
         self._change(cause, reason or usual)
 
     def catch_up(self, peers: Collection[PeerId]) -> None:

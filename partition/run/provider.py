@@ -7,6 +7,7 @@ disk) is decided by the driver, between `on_hold` and `promise`.
 
 from collections import deque
 from collections.abc import Callable, Collection
+from math import ceil
 from typing import NamedTuple, Protocol
 
 from crypto.errors import RemoteProtocolError
@@ -97,7 +98,8 @@ class StageProvider:
         if stage is not None and (waits := turn()) is not None:
             return waits
         if stage is not None and not self.slots.is_free_for(now, plan.run):
-            return Declined(BUSY)
+            lapsing = self.slots.lapsing(now).values()
+            return Declined(BUSY, ceil(min(lapsing)) if lapsing else None)
         if known.member is not None and known.member.is_behind(asker, plan):
             return Declined(BEHIND)
         if stage is None and self._witnesses_enough:

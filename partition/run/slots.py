@@ -51,6 +51,12 @@ class Slots:
         """Return how many slots are neither promised nor taken."""
         return max(0, self.count - len(self.taken(now)))
 
+    def lapsing(self, now: float) -> dict[bytes, float]:
+        """Return the runs whose promise ends within ORPHAN_SECONDS without a stage, and in how many."""
+        begun = set(self._hosted())
+        left = {row.run: row.until - now for row in self.live(now) if row.run not in begun}
+        return {run: seconds for run, seconds in left.items() if seconds <= ORPHAN_SECONDS}
+
     def is_free_for(self, now: float, run: bytes) -> bool:
         """Return whether a stage of this run may be placed here."""
         return run not in self.taken(now) and self.free(now) > 0

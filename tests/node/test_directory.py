@@ -3,10 +3,13 @@
 import pytest
 import trio
 
+from node.cli.dht import found_lines
+from node.cli.render import short_id
 from node.commands import Commands
 from node.errors import UsageError
 from node.events import Event, RecordShort
 from node.library.directory import NotStored
+from sim.network.model import NetworkModel
 from tests.stack import manifest, simulate, swarm, train
 
 
@@ -79,6 +82,36 @@ def test_a_search_by_capability_finds_the_other_nodes_and_the_status_knows_the_t
             assert stat["nodes_estimated"] == 4
             await group.nodes["a"].dht.put("key", b"value")
             assert (await asker.dht.stat("key"))["holders"] == 4
+
+    simulate(scenario)
+
+
+def test_a_search_names_the_nearest_first_by_measured_round_trips_in_a_place_too() -> None:
+    async def scenario() -> None:
+        apart = NetworkModel(nearest_seconds=0.005, farthest_seconds=0.15)
+        async with swarm("abcdefgh", network=apart) as group:
+            for name in "bdfh":
+                group.nodes[name].set("location", "eu-west")
+            await trio.sleep(60)
+            asker, links = group.nodes["a"], group.medium.links
+
+            def trip(name: str) -> float:
+                peers = asker.peer, group.nodes[name].peer
+                return links.latency_seconds(*peers) + links.latency_seconds(*reversed(peers))
+
+            for near, names in (("", "bcdefgh"), ("eu-west", "bdfh")):
+                wanted = sorted(names, key=trip)
+                assert wanted != sorted(wanted, key=lambda name: group.nodes[name].id), "by more than ids"
+                found = await asker.dht.find(near=near)
+                assert [node.peer for node in found] == [group.nodes[name].id for name in wanted]
+                assert [node.seconds for node in found] == pytest.approx(list(map(trip, wanted)), abs=2e-3)
+                shown = await Commands(asker).handlers["dht.find"]({"near": near}, ignore)
+                assert isinstance(shown, dict)
+                lines = found_lines(shown)[1:]
+                assert [line.split()[0] for line in lines] == [short_id(node.peer) for node in found]
+                few = await asker.dht.find(near=near, count=2)
+                assert [node.peer for node in few] == [group.nodes[name].id for name in wanted[:2]]
+            assert await asker.dht.find(near="mars") == ()
 
     simulate(scenario)
 

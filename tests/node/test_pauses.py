@@ -46,6 +46,24 @@ def test_a_pause_names_machines_in_runs_show_and_its_document_until_it_ends() ->
     assert run_document(apply(state, goes_on).runs[RUN])["waits_for"] == []
 
 
+def test_runs_show_calls_peers_by_name_and_short_id_and_gives_a_reason_in_words() -> None:
+    planned = events.RunPlanned(
+        at=1.0,
+        run=RUN,
+        plan="cd" * 8,
+        height=0,
+        trainer=KNOWN,
+        planner=KNOWN,
+        layers=((0, 3),),
+        stages=((KNOWN, UNKNOWN),),
+    )
+    document = run_document(RunView(RUN, "gpt", "text", 9, KNOWN, "running", plan=planned))
+    lines = run_lines(document | {"names": {peer_text(KNOWN): "lab-2"}})
+    known, unknown = short_peer(KNOWN), short_peer(UNKNOWN)
+    assert f"  asked for by  lab-2 {known}" in lines
+    assert f"  stage 1       layers 0-2 on lab-2 {known}, {unknown}" in lines
+
+
 def test_a_lost_stage_names_who_had_it() -> None:
     said = stage_missing("stage 2 of 2 has no replica left", (KNOWN, UNKNOWN))
     assert said.endswith(f"; it goes on when {short_peer(KNOWN)} or {short_peer(UNKNOWN)} is back")

@@ -14,6 +14,7 @@ from node.protocols.manifest import Run
 from node.runtime import Node
 from node.seams import Seams
 from partition.run.slots import ORPHAN_SECONDS, Promise
+from partition.run.timeouts import SILENCE_SECONDS_MAX
 from sim.storage import MemoryStorage
 from tests.stack import Swarm, assert_equal, manifest, prepare, reference, simulate, swarm, weights
 from tests.test_runs_end import all_ended
@@ -169,6 +170,40 @@ def test_two_runs_go_on_at_once_on_one_node_and_a_third_is_told_that_it_is_busy(
             assert c.runs.slots.free == 2
             for name, run in zip("ab", runs, strict=True):
                 assert_equal(weights(group, name, run), reference(run), "float64")
+
+    simulate(scenario)
+
+
+@pytest.mark.parametrize("is_queued", [True, False], ids=["queued", "restarted"])
+@pytest.mark.parametrize("wait_seconds", [0, 60])
+def test_who_comes_after_a_killed_first_plan_is_told_how_long_its_slot_is_held(
+    wait_seconds: int, is_queued: bool
+) -> None:
+    async def scenario() -> None:
+        async with swarm("abc") as group:
+            only(group, "c")
+            await trio.sleep(5)
+            a, c = group.nodes["a"], group.nodes["c"]
+            held = asked(a, 9)
+            promise = Promise(held.id, bytes(32), 0, PLANNER, c.runs.slots.now + SILENCE_SECONDS_MAX, 0)
+            await c.runs.slots.promise(promise)
+            if is_queued:
+                c.runs.queue.begin(held, None)
+            assert c.runs.slots.lapsing() == {}, "it may begin, and nobody knows for how long"
+            c.runs.slots.release_all(PLANNER)
+            run, begun = asked(a, 1), trio.current_time()
+            if not wait_seconds:
+                with pytest.raises(
+                    PlacementFailed, match=r"busy; slots may be free in about 10 s \(train --w"
+                ):
+                    await a.runs.submit(run)
+                return
+            await a.runs.submit(run, wait_seconds=wait_seconds)
+            assert trio.current_time() - begun <= ORPHAN_SECONDS + 5
+            await all_ended(group)
+            assert a.state.runs[run.text].status == "done"
+            said = [getattr(event, "reason", "") for _, event in a.history.after(0)]
+            assert any("it may begin in about 10 s" in reason for reason in said), said
 
     simulate(scenario)
 

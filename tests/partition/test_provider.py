@@ -9,7 +9,7 @@ from crypto.identity import PeerId
 from partition.plan.plan import NO_HASH, Plan, StagePlan, plan_hash
 from partition.run.asks import Declined, Done
 from partition.run.provider import BEHIND, BUSY, NO_LEASE, OVER, Hold, KnownRun, StageProvider
-from partition.run.slots import Slots
+from partition.run.slots import ORPHAN_SECONDS, Slots
 from partition.run.timeouts import SILENCE_SECONDS_MAX
 from partition.run.witnesses import WITNESSED_MAX
 
@@ -64,6 +64,15 @@ def test_a_stage_is_opened_and_begun_only_by_the_plan_it_was_promised_for() -> N
     assert one.on_start(0, ASKER, mine, STRANGE) is None
     assert one.on_open(0, ASKER, another, STRANGE) == Declined(NO_LEASE)
     assert one.on_start(SILENCE_SECONDS_MAX, ASKER, mine, STRANGE) == Declined(NO_LEASE), "it waited too long"
+
+
+def test_who_finds_a_slot_held_is_told_when_it_is_free_where_that_is_soon() -> None:
+    one = provider()
+    promised(one, plan())
+    assert held(one, plan(run=8), now=5.0) == Declined(BUSY)
+    assert one.slots.release_all(5.0, ASKER)
+    assert held(one, plan(run=8), now=6.5) == Declined(BUSY, 9)
+    assert isinstance(held(one, plan(run=8), now=5.0 + ORPHAN_SECONDS), Hold)
 
 
 def test_only_the_planner_releases_what_was_promised_to_it() -> None:
