@@ -31,6 +31,7 @@ from node.runs.runs import Runs
 from node.runs.traces import STEPS_ASKED_MAX, trace_document
 from node.seams import Seams, Storage
 from node.services.discovery import Discovery
+from node.services.energy import EnergyLog
 from node.services.measurements import Measurements
 from node.services.membership import Membership
 from node.storage.drafts import draft_beside
@@ -54,6 +55,7 @@ class LocalNode(Protocol):
     stopping: trio.Event
     handed_over: trio.Event
     signer: Any
+    energy: EnergyLog
 
     @property
     def state(self) -> views.State: ...
@@ -320,7 +322,7 @@ class Commands:
                 f"run {run[:8]} did not go on here, so nothing of it was seen", "look: python -m node runs"
             )
         events = (event for _, event in self._node.history.after(0))
-        return {"run": run, "rows": metric_rows(view, events)}
+        return {"run": run, "rows": metric_rows(view, events, self._node.energy.joules)}
 
     async def _revise(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
         run = self._going(arguments)

@@ -69,6 +69,7 @@ from node.services.bootstrap import Joining
 from node.services.calibration import Wanted, cache_folder, corrected
 from node.services.capacity import Capacity, measure
 from node.services.discovery import Discovery
+from node.services.energy import EnergyLog, keep_log
 from node.services.lan_discovery import Neighbours
 from node.services.links import LinkMeasuring
 from node.services.measurements import CALIBRATED, Measurements
@@ -137,6 +138,7 @@ class Node(Surface):
         self._scratch = ScratchBudget(config.resources.scratch, config.data_dir)
         self._executor = executor or RealExecutor(scratch=self._scratch)
         self.provider = Provider(config, self._clock)
+        self.energy = EnergyLog()
         self._storage = storage
         self._capacity = capacity
         self._observe = observe or (lambda _event: None)
@@ -225,6 +227,9 @@ class Node(Surface):
         if self._capacity is None and isinstance(self._executor, RealExecutor):
             nursery.start_soon(keep_running, "calibration", self._calibrate)
             self.provider.read = MachineState().read
+            nursery.start_soon(
+                keep_running, "energy", keep_log, self.energy, self._clock, self._executor, self.runs.known
+            )
         self.provider.changed = self._permitted
         nursery.start_soon(keep_running, "permission", self.provider.watch, self._executor)
         nursery.start_soon(keep_running, "remembering", self._remembered.run)

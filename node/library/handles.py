@@ -62,10 +62,11 @@ class RunHandle:
 
     @property
     def metrics(self) -> tuple[dict[str, Any], ...]:
-        """What was measured, a row a step, by name: loss, seconds, accuracy and the model's own metrics."""
+        """What was measured, a row a step, by name: loss, seconds, accuracy, the model's own metrics, and the
+        joules of this machine where its hardware counts them."""
         view = self._node.state.runs.get(self._run)
         events = (event for _, event in self._node.history.after(0))
-        return () if view is None else tuple(metric_rows(view, events))
+        return () if view is None else tuple(metric_rows(view, events, self._node.energy.joules))
 
     async def show(self) -> dict[str, Any]:
         """Return how the run is, as this node knows it or else as its members say.

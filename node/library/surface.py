@@ -41,6 +41,7 @@ from node.seams import Seams
 from node.services.bootstrap import Joining
 from node.services.broadcasts import Broadcast
 from node.services.discovery import Discovery
+from node.services.energy import EnergyLog
 from node.services.measurements import Measurements
 from node.services.membership import Membership
 from partition.model.graph import Graph
@@ -67,6 +68,7 @@ class Surface:
     runs: Runs
     discovery: Discovery
     signer: Any
+    energy: EnergyLog
     handed_over: trio.Event
     set: Callable[[str, str], None]
 

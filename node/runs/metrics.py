@@ -4,22 +4,30 @@ A function of events and of the view of the run: the newest events say all, and 
 alone is still known.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from node.events import Event, RunEvaluated, StepCommitted
 from node.state import RunView
 
+Joules = Callable[[float, float], float | None]
+"""What this machine used from one wall time to another; None where that is not known."""
 
-def metric_rows(view: RunView, events: Iterable[Event]) -> list[dict[str, Any]]:
+
+def metric_rows(
+    view: RunView, events: Iterable[Event], joules: Joules = lambda _begin, _end: None
+) -> list[dict[str, Any]]:
     """Return one row a step that is known, by `step` (how many are done then), with what was measured; what
-    was evaluated after a step stands in its row, what was validated as `validation_loss` and the like."""
+    was evaluated after a step stands in its row, what was validated as `validation_loss` and the like.
+    `joules` are those of this machine alone while the step went on, where its hardware counts them."""
     rows: dict[int, dict[str, Any]] = {}
     for event in events:
         if getattr(event, "run", None) != view.run:
             continue
         if isinstance(event, StepCommitted):
             rows[event.step + 1] = _step_row(event)
+            used = joules(event.at - event.seconds, event.at)
+            rows[event.step + 1] |= {} if used is None else {"joules": used}
         elif isinstance(event, RunEvaluated) and event.step is not None:
             rows.setdefault(event.step, {"step": event.step}).update(_validated(view, event))
         elif isinstance(event, RunEvaluated):

@@ -5,13 +5,21 @@ them) and NVIDIA's by way of NVML. They count the whole machine, other programs'
 estimated: a source that cannot be read is left out.
 """
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+
+import trio
+
+from node.seams import Clock, Executor
 
 POWERCAP = "sys/class/powercap"
 SOURCES_MAX = 64
 """Packages and cards of one machine."""
+SAMPLES_MAX = 8_192
+"""An energy log's samples: more than two hours, a second apart. Then every second one goes, and new ones are
+as far apart as those that are left."""
 _MICROJOULES = 1e-6
 _MILLIJOULES = 1e-3
 
@@ -51,6 +59,62 @@ class EnergyMeter:
                     (wraps_at or 0.0) * _MICROJOULES,
                 )
         return found
+
+
+class EnergyLog:
+    """What a meter has counted over time, and so what any span of time took. Times are wall times. Nothing is
+    read before the first sample is asked for."""
+
+    def __init__(
+        self, make_meter: Callable[[], EnergyMeter] = EnergyMeter, samples_max: int = SAMPLES_MAX
+    ) -> None:
+        self.interval_seconds = 1.0
+        self._samples_max = samples_max
+        self._make_meter = make_meter
+        self._meter: EnergyMeter | None = None
+        self._times: list[float] = []
+        self._totals: list[float] = []
+
+    def sample(self, at: float) -> bool:
+        """Note what was counted until now; whether this machine's hardware counts anything."""
+        self._meter = self._meter or self._make_meter()
+        found = self._meter.read()
+        if found:
+            self._note(at, sum(found.values()))
+        return bool(found)
+
+    def _note(self, at: float, total: float) -> None:
+        if self._times and at <= self._times[-1]:
+            return  # the clock was set back
+        self._times.append(at)
+        self._totals.append(total)
+        if len(self._times) > self._samples_max:
+            self._times, self._totals = self._times[::2], self._totals[::2]
+            self.interval_seconds *= 2
+
+    def joules(self, begin: float, end: float) -> float | None:
+        """Return what the machine used in a span of time, evenly between two samples; None where there are no
+        samples around it."""
+        first, last = self._until(begin), self._until(end)
+        return None if first is None or last is None else max(0.0, last - first)
+
+    def _until(self, at: float) -> float | None:
+        if not self._times or not self._times[0] <= at <= self._times[-1]:
+            return None
+        place = bisect_left(self._times, at)
+        if self._times[place] == at:
+            return self._totals[place]
+        since, span = at - self._times[place - 1], self._times[place] - self._times[place - 1]
+        before, after = self._totals[place - 1], self._totals[place]
+        return before + (after - before) * since / span
+
+
+async def keep_log(log: EnergyLog, clock: Clock, executor: Executor, is_wanted: Callable[[], object]) -> None:
+    """Sample while it `is_wanted`; end where nothing is counted."""
+    while True:
+        if is_wanted() and not await executor.run(lambda: log.sample(clock.wall())):
+            return
+        await trio.sleep(log.interval_seconds)
 
 
 def _number(file: Path) -> float | None:

@@ -2,9 +2,18 @@
 
 from pathlib import Path
 
+import pynvml
 import pytest
+import trio
 
-from node.services.energy import POWERCAP, EnergyMeter
+from crypto.identity import PeerId
+from node.events import StepCommitted
+from node.runs.metrics import metric_rows
+from node.services.energy import POWERCAP, EnergyLog, EnergyMeter, keep_log
+from node.state import RunView
+from sim.executor import SimExecutor
+from sim.seams import SimClock
+from sim.worlds.scheduling import run_virtually
 
 
 def zone(root: Path, name: str, microjoules: int) -> None:
@@ -29,3 +38,88 @@ def test_a_machine_that_does_not_tell_has_no_figure(tmp_path: Path) -> None:
     zone(tmp_path, "intel-rapl:0", 1)
     (tmp_path / POWERCAP / "intel-rapl:0" / "energy_uj").write_text("no number")
     assert EnergyMeter(tmp_path).read() == {}
+
+
+def test_a_log_says_what_any_span_of_time_took_and_nothing_of_times_it_did_not_see(tmp_path: Path) -> None:
+    zone(tmp_path, "intel-rapl:0", 1_000_000)
+    log = EnergyLog(lambda: EnergyMeter(tmp_path))
+    assert log.sample(100.0)
+    zone(tmp_path, "intel-rapl:0", 3_000_000)
+    assert log.sample(101.0)
+    assert log.sample(100.5), "a clock that is set back spoils nothing"
+    zone(tmp_path, "intel-rapl:0", 3_500_000)
+    assert log.sample(103.0)
+    assert log.joules(100.0, 103.0) == pytest.approx(2.5)
+    assert log.joules(100.5, 102.0) == pytest.approx(1.0 + 0.25)
+    assert log.joules(99.0, 101.0) is None
+    assert log.joules(102.0, 104.0) is None
+
+
+def test_a_log_keeps_all_of_a_long_run_with_fewer_samples(tmp_path: Path) -> None:
+    zone(tmp_path, "intel-rapl:0", 0)
+    log = EnergyLog(lambda: EnergyMeter(tmp_path), samples_max=30)
+    at = 0.0
+    for number in range(32):
+        zone(tmp_path, "intel-rapl:0", number % 10 * 1_000_000)  # a joule each; the counter wraps at ten
+        log.sample(at)
+        at += log.interval_seconds
+    assert log.interval_seconds == 2.0
+    assert log.joules(0.0, 30.0) == pytest.approx(30.0)
+
+
+def test_a_machine_without_counters_is_asked_once(tmp_path: Path) -> None:
+    log = EnergyLog(lambda: EnergyMeter(tmp_path))
+    asked: list[int] = []
+
+    def is_wanted() -> bool:
+        asked.append(1)
+        return len(asked) > 2
+
+    async def scenario() -> None:
+        with trio.fail_after(10):
+            await keep_log(log, SimClock(), SimExecutor(), is_wanted)
+
+    run_virtually(scenario)
+    assert len(asked) == 3, "twice no run went on"
+    assert log.joules(0.0, 1.0) is None
+
+
+def test_cards_are_counted_in_millijoules_and_one_that_does_not_tell_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVIDIA's library at its boundary: this machine may have no card."""
+    used = {"first": 5_000, "third": 7_000}
+
+    def energy(card: str) -> int:
+        if card not in used:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return used[card]
+
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 3)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", ["first", "second", "third"].__getitem__)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", energy)
+    zone(tmp_path, "intel-rapl:0", 1_000_000)
+    log = EnergyLog(lambda: EnergyMeter(tmp_path))
+    log.sample(0.0)
+    used |= {"first": 6_500, "third": 7_500}
+    zone(tmp_path, "intel-rapl:0", 4_000_000)
+    log.sample(1.0)
+    assert log.joules(0.0, 1.0) == pytest.approx(1.5 + 0.5 + 3.0), "cards and processor"
+    assert EnergyMeter(tmp_path).read().keys() == {"cpu:0", "gpu:0", "gpu:2"}
+
+
+def test_rows_of_metrics_have_joules_of_the_step_where_they_are_known(tmp_path: Path) -> None:
+    zone(tmp_path, "intel-rapl:0", 0)
+    log = EnergyLog(lambda: EnergyMeter(tmp_path))
+    log.sample(10.0)
+    zone(tmp_path, "intel-rapl:0", 8_000_000)
+    log.sample(14.0)
+    view = RunView("r", "m", "d", 9, PeerId(bytes(32)), "running", step=2)
+    seen = [
+        StepCommitted(at=at, run="r", step=step, loss=1.0, samples=8, seconds=2.0, replicas=1)
+        for step, at in enumerate((11.0, 13.5))
+    ]
+    first, second = metric_rows(view, seen, log.joules)
+    assert "joules" not in first, "it began before the log did"
+    assert second["joules"] == pytest.approx(4.0)
