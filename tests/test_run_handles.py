@@ -15,6 +15,7 @@ from node.errors import RunFailed, UsageError
 from node.events import RunEnded, StepCommitted
 from node.library.preparing import run_document, toml_text
 from node.protocols.manifest import RunFile
+from node.runs.archive import Archive
 from node.toml import parse
 from tests.stack import simple_cnn, simulate, swarm
 
@@ -113,6 +114,27 @@ def test_a_run_that_cannot_be_placed_says_so_to_the_program(model: str) -> None:
             await trio.sleep(5)
             with pytest.raises(RunFailed, match="was not placed"):
                 await group.nodes["a"].train(model, **SETTINGS)
+
+    simulate(scenario)
+
+
+def test_a_request_that_failed_is_listed_by_its_requester_alone_and_until_it_restarts(model: str) -> None:
+    async def scenario() -> None:
+        async with swarm("abc") as group:
+            a = group.nodes["a"]
+            await trio.sleep(5)
+            with pytest.raises(RunFailed, match="was not placed"):
+                await a.train(model, **SETTINGS | {"place": "nowhere"})
+            done = await a.train(model, **SETTINGS)
+            await done.result()
+            await trio.sleep(5)
+            assert sorted(view.status for view in a.state.runs.values()) == ["done", "failed"]
+            assert all(set(group.nodes[name].state.runs) <= {done.id} for name in "bc")
+            for name in "abc":
+                archive = Archive(group.storages[name], group.nodes[name].peer)
+                archive.load()
+                assert {record.text for record in archive.records} <= {done.id}
+                assert name != "a" or archive.records
 
     simulate(scenario)
 

@@ -142,10 +142,12 @@ class Archive:
         """The result of the run of this short id had to make room; how the run ended is still known."""
         self._results.discard(run)
 
-    def add(self, record: EndedRun) -> None:
-        """Remember how a run ended, and forget the oldest where there are too many; on the disk by `save`."""
+    def add(self, record: EndedRun, *, keeps: bool = True) -> None:
+        """Remember how a run ended, and forget the oldest where there are too many; where it `keeps` that, on
+        the disk by `save`."""
         self._records[record.text] = record
-        self._unsaved.add(record.text)
+        if keeps:
+            self._unsaved.add(record.text)
         if record.outcome == "done" and not record.detail:
             self._results.add(record.text)
         for is_own, limit in ((True, OWN_MAX), (False, OTHERS_MAX)):
@@ -232,8 +234,10 @@ class ArchiveShell:
         *,
         stop: Fact | None = None,
         for_all: bool = False,
+        keeps: bool = True,
     ) -> None:
-        """A run is over here; where the disk is full, that is known until the next start."""
+        """A run is over here; that is known until the next start where it is not to be kept, or the disk is
+        full."""
         committed, evaluated = shown.committed, shown.evaluated
         manifest = run.manifest
         await self._add(
@@ -252,7 +256,8 @@ class ArchiveShell:
                 accuracy=None if evaluated is None else evaluated.accuracy,
                 stop=stop,
                 for_all=for_all,
-            )
+            ),
+            keeps=keeps,
         )
 
     async def close(self, run: Run) -> None:
@@ -261,8 +266,8 @@ class ArchiveShell:
             digest = await self._seams.executor.run(partial(digest_of, self._seams.storage, run.text))
             await self.note(run, Shown(), "done", "", digest)
 
-    async def _add(self, record: EndedRun) -> None:
-        self._archive.add(record)
+    async def _add(self, record: EndedRun, *, keeps: bool = True) -> None:
+        self._archive.add(record, keeps=keeps)
         async with self._saving:
             with suppress(OSError):
                 await self._seams.executor.run(self._archive.save)

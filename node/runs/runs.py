@@ -471,6 +471,7 @@ class Runs:
             weights,
             stop=member.stopped_by,
             for_all=member.is_over_for_all,
+            keeps=member.plan is not None,  # one that was never placed was no run
         )
         forget_files(self.seams, member.run.text)
         self.receipts.ended(member.run.id)

@@ -100,6 +100,22 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]
     return document
 
 
+def test_a_model_of_torchs_own_parts_is_called_as_its_file_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sheep_counter.py").write_text(
+        "import torch\n"
+        "from partition.capture import Task\n"
+        "def net():\n"
+        "    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))\n"
+        "    return Task(model, (torch.zeros(2, 4),), labels=(torch.zeros(2, 2),),\n"
+        "                loss=lambda output, y: torch.nn.functional.mse_loss(output, y, reduction='sum'))\n"
+    )
+    out = str(tmp_path / "net.peerloom")
+    told(capsys, ["model", "capture", f"{tmp_path}/sheep_counter.py:net", "-o", out])
+    assert shown(capsys, out)["name"] == "sheep_counter"
+
+
 def test_a_captured_model_is_its_graph_and_its_values_in_two_files(folder: Path) -> None:
     data = (folder / "own.peerloom").read_bytes()
     graph = decode_graph(data)
