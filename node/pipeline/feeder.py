@@ -28,6 +28,9 @@ from partition.steps.messages import EVALUATIONS_IN_FLIGHT_MAX, Open
 
 AHEAD_BYTES_MAX = 64 << 20
 """How much of the next step's data is made before it is asked for: this node may also hold a stage."""
+TRIP_BYTES = 1 << 20
+"""Made in one trip to a thread, and somewhat more: some milliseconds. A trip for each small micro-batch took
+longer than making it."""
 READS_MAX = 3
 """How often one micro-batch's samples are read."""
 COMPARE_SECONDS_MAX = 30.0
@@ -53,6 +56,7 @@ class FeederShell:
         self._ahead: deque[int] = deque()
         self._ahead_of = -1
         self._ahead_bytes = 0
+        self._pair_bytes = TRIP_BYTES
         self._work: deque[Any] = deque()
         self._more = trio.Event()
 
@@ -66,7 +70,7 @@ class FeederShell:
                     case core.FramesDone() as event:
                         self._forget(event)
             if self._ahead:
-                await self._prepare(self._ahead.popleft())
+                await self._prepare()
                 continue
             self._more = trio.Event()
             if not self._work:
@@ -107,16 +111,26 @@ class FeederShell:
         mine = (n for n in range(first, first + count) if feeder_of(self._plan, True, n) == self.core.me)
         self._ahead = deque(mine)
 
-    async def _prepare(self, microbatch: int) -> None:
-        """Make the frames of a micro-batch that is not asked for yet."""
-        if (microbatch, True) in self._payloads or self._ahead_bytes >= AHEAD_BYTES_MAX:
+    async def _prepare(self) -> None:
+        """Make frames of the next micro-batches that are not asked for yet."""
+        if self._ahead_bytes >= AHEAD_BYTES_MAX:
+            self._ahead.clear()
             return
-        try:
-            pair = await self._executor.run(lambda: self._make(microbatch, train=True))
-        except DataMissing:
-            return  # it is waited for when it is asked for
-        self._payloads[microbatch, True] = pair
-        self._ahead_bytes += sum(len(payload.data) for payload in pair)
+        count = min(len(self._ahead), max(1, TRIP_BYTES // self._pair_bytes))
+        numbers = [self._ahead.popleft() for _ in range(count)]
+        wanted = [number for number in numbers if (number, True) not in self._payloads]
+        for number, pair in await self._executor.run(lambda: self._make_those_here(wanted)):
+            self._payloads[number, True] = pair
+            self._pair_bytes = max(1, sum(len(payload.data) for payload in pair))
+            self._ahead_bytes += self._pair_bytes
+
+    def _make_those_here(self, numbers: Sequence[int]) -> list[tuple[int, tuple[Payload, Payload]]]:
+        """Make frames to train on; samples that are not here are waited for when they are asked for."""
+        made = []
+        for number in numbers:
+            with suppress(DataMissing):
+                made.append((number, self._make(number, train=True)))
+        return made
 
     async def _feed(self, feed: core.FeedReady) -> None:
         key = (feed.microbatch, feed.train)

@@ -37,11 +37,23 @@ class Data:
         return [np.full((1, 2), microbatch, np.float32)], [np.zeros(1, np.int64)]
 
 
-async def fed(*steps: int) -> tuple[list[int], int]:
+class CountingExecutor(SimExecutor):
+    """Notes how often something is run in a thread."""
+
+    trips = 0
+
+    async def run(self, function: Any, **how: Any) -> Any:
+        self.trips += 1
+        return await super().run(function, **how)
+
+
+async def fed(*steps: int, executor: SimExecutor | None = None) -> tuple[list[int], int]:
     """What was made, and how many frames were sent, once these steps were opened."""
     data, sent = Data(), []
     manifest = SimpleNamespace(steps=STEPS, evaluations=0, sizes=())
-    seams = SimpleNamespace(core=lambda kind, *arguments: kind(*arguments), executor=SimExecutor())
+    seams = SimpleNamespace(
+        core=lambda kind, *arguments: kind(*arguments), executor=executor or SimExecutor()
+    )
     shell: Any = FeederShell
     feeds = shell(
         SIGNER,
@@ -69,3 +81,14 @@ async def test_the_next_steps_data_is_made_while_a_step_is_open_and_only_sent_wh
 async def test_no_more_than_a_bound_is_made_before_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feeder, "AHEAD_BYTES_MAX", 1)
     assert await fed(0) == ([0, 1, 2], 4)
+
+
+async def test_small_micro_batches_of_a_step_are_made_in_one_trip_to_a_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    executor = CountingExecutor()
+    await fed(0, executor=executor)
+    first, executor.trips = executor.trips, 0
+    monkeypatch.setitem(globals(), "STEPS", 3)
+    assert await fed(0, 1, executor=executor) == ([0, 1, 2, 3, 4, 5], 8)
+    assert executor.trips == first + 1, "how large they are is known by then"
