@@ -100,7 +100,7 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
     "lease": lambda data: decode(data, wire.LeaseBody, bytes_max=512),
     "manifest": lambda data: check_run(SIGNER, fact(data)),
     "plan": decode_plan,
-    "frame": lambda data: open_frame(SIGNER, IDENTITY.peer, Frame(fact(data)), memoryview(data)),
+    "frame": lambda data: open_frame(IDENTITY.peer, Frame(fact(data)), memoryview(data)),
     "payload": payload,
     "graph": decode_graph,
     "stage request": lambda data: decode(data, api.Request, bytes_max=1 << 20),

@@ -539,7 +539,7 @@ def test_whatever_a_header_claims_nothing_is_allocated_for_it(
     frame = Frame(ALICE.sign(FRAME_PURPOSE, encode(header)))
     with traced(peak=True) as allocated:
         with suppress(RemoteProtocolError):
-            opened = open_frame(BOB, ALICE.peer, frame, memoryview(data))
+            opened = open_frame(ALICE.peer, frame, memoryview(data))
             assert opened.header == header
             unpack(opened.payload, bytes_max=ROOM_BYTES)
         assert allocated() <= ALLOCATED_BYTES_MAX
@@ -566,5 +566,5 @@ def test_a_header_with_anything_in_one_field_is_refused_or_means_what_it_says(
     row[FrameHeader.__struct_fields__.index(field)] = value
     body = encode(row)
     with suppress(RemoteProtocolError):
-        opened = open_frame(BOB, ALICE.peer, Frame(ALICE.sign(FRAME_PURPOSE, body)), memoryview(b""))
+        opened = open_frame(ALICE.peer, Frame(ALICE.sign(FRAME_PURPOSE, body)), memoryview(b""))
         assert encode(opened.header) == body

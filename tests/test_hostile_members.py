@@ -8,10 +8,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 
-from crypto.encoding import encode
+from crypto.encoding import decode, encode
+from crypto.identity import SIGNATURE_BYTES
 from gossip.messages import DeadBody, Gossip, SuspectBody, sign_body
 from gossip.swim import PROTOCOL
 from node.errors import PayloadRefused
@@ -19,8 +21,9 @@ from node.events import Event, ReplicaDropped, StepCommitted
 from node.runtime import Node
 from node.services.metadata import encode_metadata
 from partition import stage as api
+from partition.steps.frames import HEADER_BYTES_MAX, Frame
 from tests.stack import Swarm, assert_equal, manifest, reference, simulate, swarm, train, weights
-from tests.test_hostile_frames import in_force, outcome, the_run
+from tests.test_hostile_frames import in_force, outcome, refusals, the_run
 
 
 def spoil(node: Node, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
@@ -31,6 +34,22 @@ def spoil(node: Node, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
         nonlocal left
         if payload and left:
             left -= 1
+            payload = (bytes(len(b"".join(payload))),)
+        _send(peer, message, *payload)
+
+    monkeypatch.setattr(node.runs.links, "send", send)
+
+
+def spoil_unsigned(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next payload that leaves this node does not fit its digest, and nobody has signed for it."""
+    left = 1
+
+    def send(peer: Any, message: bytes, *payload: Any, _send: Any = node.runs.links.send) -> None:
+        nonlocal left
+        if payload and left and peer != node.peer:
+            left -= 1
+            frame: Frame = decode(message, Frame, bytes_max=2 * HEADER_BYTES_MAX)
+            message = encode(Frame(msgspec.structs.replace(frame.header, signature=bytes(SIGNATURE_BYTES))))
             payload = (bytes(len(b"".join(payload))),)
         _send(peer, message, *payload)
 
@@ -58,7 +77,12 @@ def holder(group: Swarm, stage: int, replica: int) -> Node:
     return next(node for node in group.nodes.values() if node.peer == peer)
 
 
-def disturbed(stage: int, replica: int, disturb: Callable[[Node], None]) -> list[str]:
+def disturbed(
+    stage: int,
+    replica: int,
+    disturb: Callable[[Node], None],
+    look: Callable[[Swarm], None] = lambda _: None,
+) -> list[str]:
     """Return the members an exact run of five steps loses when one of them goes wrong after the second."""
     lost: list[str] = []
 
@@ -73,6 +97,7 @@ def disturbed(stage: int, replica: int, disturb: Callable[[Node], None]) -> list
 
             run, events = await train(group, "e", manifest(), watch)
             outcome(events)
+            look(group)
             assert [event.step for event in events if isinstance(event, StepCommitted)] == [0, 1, 2, 3, 4]
             assert_equal(weights(group, "e", run), reference(run), "float64")
             for event in events:
@@ -92,6 +117,20 @@ def test_a_member_whose_payloads_cannot_be_used_loses_its_place_and_its_receiver
 
 def test_a_member_that_calls_everything_useless_takes_nobody_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert disturbed(1, 0, lambda node: accuse(node, monkeypatch)) == ["the bad one"]
+
+
+def test_a_useless_frame_that_nobody_signed_is_counted_and_takes_no_member_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts: list[int] = []
+    lost = disturbed(
+        0,
+        1,
+        lambda node: spoil_unsigned(node, monkeypatch),
+        lambda group: counts.extend(refusals(node) for node in group.nodes.values()),
+    )
+    assert lost == []
+    assert sorted(counts) == [0, 0, 0, 0, 1]
 
 
 def hang(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from partition.run.failures import Failures
 from partition.run.timeouts import START_SECONDS_MAX
 from partition.run.verdicts import PeersLost, TrainingOver, Verdicts
 from partition.steps import committer as core
-from partition.steps.frames import FRAME_PURPOSE, FrameHeader, read_header
+from partition.steps.frames import FrameHeader, check_signed, read_header
 from partition.steps.messages import BadFrame, Counted, Open, Progress, Save, Work
 from partition.steps.routes import ATTEMPTS_PER_PLAN
 from partition.steps.save_interval import SaveInterval
@@ -186,7 +186,7 @@ class CommitterShell:
         if isinstance(message, Progress | Counted):
             self._witness.heard(now, sender, message)
         elif isinstance(message, BadFrame):
-            self._signer.check(FRAME_PURPOSE, message.frame)
+            check_signed(self._signer, message.frame)
             if message.of_values and len(self._to_vouch) < VOUCHES_MAX:
                 self._to_vouch.append((sender, message))
                 self._more.set()

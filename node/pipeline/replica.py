@@ -31,8 +31,15 @@ from partition import stage as api
 from partition.codec import Codec, Payload, Rounding
 from partition.plan.plan import FIRST_VALUES, Plan
 from partition.steps import replica as core
-from partition.steps.frames import PAYLOAD_BYTES_MAX, Direction, OpenedFrame, Outgoing, make_frame
-from partition.steps.messages import Work
+from partition.steps.frames import (
+    PAYLOAD_BYTES_MAX,
+    Direction,
+    OpenedFrame,
+    Outgoing,
+    check_signed,
+    make_frame,
+)
+from partition.steps.messages import BadFrame, Work
 from partition.steps.schedule import Schedule
 from partition.steps.shares import Share
 
@@ -91,6 +98,7 @@ class ReplicaShell:
         seams: Seams,
         send: Send,
         *,
+        refuse: Callable[[PeerId, RemoteProtocolError], None],
         step: int | None,
         in_flight_max: int,
         schedule: Schedule,
@@ -99,7 +107,8 @@ class ReplicaShell:
         restore: Restore,
         spans: Spans,
     ) -> None:
-        """`save` keeps a copy of the stage as it is after a step, `restore` brings it back to one."""
+        """`refuse` is told of a peer whose frame is of no use and no proof. `save` keeps a copy of the stage
+        as it is after a step, `restore` brings it back to one."""
         entry = specification.graph.entry(TRAIN)
         self.core: core.Replica = seams.core(
             core.Replica,
@@ -116,6 +125,7 @@ class ReplicaShell:
         self._stage = stage
         self._seams = seams
         self._send = send
+        self._refuse = refuse
         self._spans = spans
         self._save = save
         self._restore = restore
@@ -246,9 +256,19 @@ class ReplicaShell:
         for peer, message in sends:
             if isinstance(message, Outgoing):
                 self._send_frame(peer, message)
-            else:
+            elif not isinstance(message, BadFrame) or self._is_proof(message):
                 self._send(peer, message)
         self._more.set()
+
+    def _is_proof(self, message: BadFrame) -> bool:
+        """Return whether the frame complained of can be shown: one that nobody signed might as well not have
+        come."""
+        try:
+            check_signed(self._signer, message.frame)
+        except RemoteProtocolError as error:
+            self._refuse(PeerId(message.frame.author), error)
+            return False
+        return True
 
     # What the core asks for
 

@@ -13,7 +13,6 @@ import trio
 
 from crypto.encoding import decode
 from crypto.errors import RemoteProtocolError
-from crypto.facts import Signer
 from crypto.identity import PeerId
 from node.errors import StreamClosed, Unreachable
 from node.protocols import runs as wire
@@ -39,7 +38,6 @@ class Service(Protocol):
     """What is needed of `node.runs.runs.Runs`."""
 
     seams: Seams
-    signer: Signer
     archive: ArchiveShell
     members: dict[bytes, RunMember]
     refuse: Callable[[PeerId, RemoteProtocolError], None]
@@ -95,7 +93,7 @@ class PipelineInbox:
         try:
             message: Any = decode(data, wire.PipelineMessage, bytes_max=wire.PIPELINE_BYTES_MAX)
             if isinstance(message, Frame):
-                message = open_frame(self._runs.signer, sender, message, payload)
+                message = open_frame(sender, message, payload)
                 plan = message.header.plan
             elif payload:
                 raise RemoteProtocolError(f"{len(payload)} bytes beside a message that has none")

@@ -172,6 +172,7 @@ class Hosting:
             opened,
             service.seams,
             service.send,
+            refuse=service.refuse,
             step=wanted.step,
             in_flight_max=manifest.microbatches,
             schedule=manifest.pipeline,

@@ -1,7 +1,9 @@
 """Frames: activations, gradients, inputs and labels on their way between stages, signed.
 
 The signature is over the header, and the header holds the BLAKE3 digest of the payload, so that
-anyone can show later who sent what. Whether the digest fits the payload is checked where the
+anyone can show later who sent what. A frame comes over a stream that proves its sender, so its signature is
+checked only where it is to be shown to somebody (`check_signed`): most never are, and in a small run the
+check takes longer than all else about a frame. Whether the digest fits the payload is checked where the
 payload is unpacked (`partition.codec.unpack`, in the stage's process), not on the event loop.
 
 On the wire a Frame is a message, and the payload's data goes beside it as a payload of the stream, so that
@@ -73,7 +75,7 @@ NO_FACT = Fact(b"", b"", b"")
 
 
 class OpenedFrame(msgspec.Struct, frozen=True):
-    """A frame whose signature holds; the payload is still to be unpacked. `fact` is the header as signed."""
+    """A frame of its sender; the payload is still to be unpacked. `fact` is the header, said to be signed."""
 
     author: bytes
     header: FrameHeader
@@ -122,20 +124,22 @@ def make_frame(
     return Frame(signer.sign(FRAME_PURPOSE, encode(header)))
 
 
-def open_frame(signer: Signer, sender: PeerId, frame: Frame, data: memoryview) -> OpenedFrame:
+def open_frame(sender: PeerId, frame: Frame, data: memoryview) -> OpenedFrame:
     """Check a frame that came from `sender` with `data` beside it; else RemoteProtocolError. The payload has
-    the same memory, uncopied."""
+    the same memory, uncopied. Its signature is still to be checked."""
     if len(data) > PAYLOAD_BYTES_MAX:
         raise RemoteProtocolError(f"a frame of {len(data)} bytes, at most {PAYLOAD_BYTES_MAX}")
     header = read_header(frame.header)
     check_length(header.tensors, header.codec, len(data))
-    # What this peer says to itself has not left it; a signature takes longer to check than all the rest.
-    is_own = sender == signer.peer
-    author = PeerId(frame.header.author) if is_own else signer.check(FRAME_PURPOSE, frame.header)
-    if author != sender:
+    if frame.header.author != sender:
         raise RemoteProtocolError("a frame signed by another peer than the one that sent it")
     payload = Payload(header.sizes, header.tensors, header.codec, header.digest, data)
     return OpenedFrame(sender, header, payload, frame.header)
+
+
+def check_signed(signer: Signer, fact: Fact) -> None:
+    """Raise RemoteProtocolError unless a frame's header was signed by its author, as anybody can see."""
+    signer.check(FRAME_PURPOSE, fact)
 
 
 def read_header(fact: Fact) -> FrameHeader:

@@ -492,6 +492,7 @@ async def test_whoever_waits_for_the_parameters_of_a_broken_stage_hears_that_it_
             ),
         ),
         lambda *_: None,
+        refuse=lambda *_: None,
         step=0,
         in_flight_max=1,
         schedule="1f1b",
