@@ -30,7 +30,9 @@ class Reduction:
             members = tuple(peer for stage in share.stages for peer in work.members[stage])
             if members == (me,):
                 continue  # nobody else has anything to add
-            vector = np.concatenate([sums[begin:end] for begin, end in share.spans])
+            spans = [sums[begin:end] for begin, end in share.spans]
+            # Started at once, so that one span need not be copied.
+            vector = spans[0] if len(spans) == 1 else np.concatenate(spans)
             key = self._key_of(share)
             self._machines[key] = AllReduce(me, members, key, vector)
 
