@@ -2,19 +2,24 @@
 
 Until a link is measured its frames are as small as the run allows. Then the codec is the one with which a
 micro-batch is through soonest (`partition.codecs.choice`), so that compression is never the bottleneck. What
-a codec takes on this machine is measured once, on a frame of the run's own.
+a codec takes on this machine is measured once, on frames of the run's own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+
 from crypto.identity import PeerId
 from node.seams import Executor
 from partition.codec import Codec, Payload, unpack
+from partition.codecs.base import Array
 from partition.codecs.choice import Cost, Frames, allowed, choose, narrowest
-from partition.model.graph import FLOATING
 
 SAMPLE_BYTES = 1 << 18
-"""A shorter tensor tells little; frames that short are sent in no time anyway."""
+"""Shorter tensors tell little one by one: so much of them together is looked at."""
+SHORT_BYTES = 1 << 13
+"""A frame below this is not looked at, and not compressed where nothing may be lost: it is sent in less time
+than that takes."""
 SAMPLE_BYTES_MAX = 1 << 20
 
 
@@ -27,12 +32,16 @@ class LinkCodecs:
         self._executor = executor
         self._costs: Mapping[Codec, Cost] | None = None
         self._sizes: dict[bool, int] = {}
+        self._sample: list[Array] = []
+        self._sample_bytes = 0
 
     def codec(self, receivers: Sequence[PeerId], *, is_gradient: bool) -> Codec:
         """For what goes to one of these; the slowest of their links decides."""
         rates = [self._rate(peer) for peer in receivers]
         known = [rate for rate in rates if rate is not None]
         size = self._sizes.get(is_gradient)
+        if self._frames == "exact" and size is not None and size < SHORT_BYTES:
+            return "raw"
         if self._costs is None or size is None or not known or len(known) < len(rates):
             return narrowest(self._frames, is_gradient=is_gradient)
         codecs = allowed(self._frames, is_gradient=is_gradient)
@@ -44,10 +53,11 @@ class LinkCodecs:
         if self._costs is not None:
             return
         for place, tensor in enumerate(payload.tensors):
-            if tensor.dtype in FLOATING and tensor.size_bytes >= SAMPLE_BYTES:
+            if tensor.dtype in ("float32", "float64") and tensor.size_bytes >= SHORT_BYTES:
                 arrays = await self._executor.run(lambda: unpack(payload, bytes_max=payload.size_bytes))
-                kind, array = arrays[place]
-                if kind in ("float32", "float64"):
-                    sample = array.reshape(-1).astype("f4")[: SAMPLE_BYTES_MAX // 4]
-                    self._costs = await self._executor.calibrate(sample)
+                self._sample.append(arrays[place][1].reshape(-1).astype("f4")[: SAMPLE_BYTES_MAX // 4])
+                self._sample_bytes += tensor.size_bytes
+                if self._sample_bytes >= SAMPLE_BYTES:
+                    sample, self._sample = self._sample, []
+                    self._costs = await self._executor.calibrate(np.concatenate(sample))
                 return

@@ -396,8 +396,9 @@ class Runs:
         self.links.send(peer, encode(message), *payload)
 
     def link_rate(self, peer: PeerId) -> float | None:
-        """Bytes per second to a peer as frames were measured to take, None where that is not known."""
-        return self.links.rate(peer)
+        """Bytes per second to a peer as frames were measured to take, or else as the link was probed; None
+        where neither is known."""
+        return self.links.rate(peer) or self.measurements.links.core.sent_rate(peer) or None
 
     def _reconnected(self, peer: PeerId) -> None:
         for member in list(self.members.values()):

@@ -24,13 +24,14 @@ def shrink(data: Array, item_bytes: int) -> tuple[bytes, bool] | None:
     if len(data) > 2 * SAMPLE_BYTES:
         begin = len(data) // 2 // item_bytes * item_bytes
         sample = data[begin : begin + SAMPLE_BYTES]
-    found = [(len(_frame(sample, 1)), False)]
-    if item_bytes > 1:
-        found.append((len(_frame(sample, item_bytes)), True))
-    length, is_apart = min(found)
-    if length > PAYS * len(sample):
+    ways = (False, True) if item_bytes > 1 else (False,)
+    tried = {is_apart: _frame(sample, item_bytes if is_apart else 1) for is_apart in ways}
+    is_apart = min(ways, key=lambda way: (len(tried[way]), way))
+    frame = tried[is_apart]
+    if len(frame) > PAYS * len(sample):
         return None
-    frame = _frame(data, item_bytes if is_apart else 1)
+    if sample is not data:
+        frame = _frame(data, item_bytes if is_apart else 1)
     return (frame, is_apart) if len(frame) <= PAYS * len(data) else None
 
 

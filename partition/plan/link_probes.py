@@ -121,6 +121,11 @@ class LinkProbes:
             partner = self._partners.setdefault(peer, _Partner(due=now))
             partner.frames = _whole(bytes_per_second), is_saturated, now
 
+    def sent_rate(self, peer: PeerId) -> int:
+        """Return the bytes a second that probes to `peer` came to; 0 where there were none."""
+        partner = self._partners.get(peer)
+        return 0 if partner is None else _median(partner.sent)
+
     def rows(self, now: float) -> tuple[LinkRow, ...]:
         """Return what is known, by peer; at most LINKS_MAX, links that carried frames first."""
         found = []

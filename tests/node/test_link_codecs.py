@@ -9,10 +9,11 @@ import trio
 import trio.testing
 
 from crypto.identity import PeerId
-from node.pipeline.codec_choice import LinkCodecs
+from node.pipeline.codec_choice import SAMPLE_BYTES, LinkCodecs
 from node.pipeline.links import RATE_BYTES, Links
 from node.seams import Network
 from partition.codec import CODECS, pack, typed
+from partition.codecs.choice import narrowest
 from sim.executor import SimExecutor
 
 NEAR, FAR = PeerId(b"n" * 32), PeerId(b"f" * 32)
@@ -46,6 +47,26 @@ async def test_the_slowest_link_decides_within_what_is_allowed() -> None:
     assert (await learnt("int8", RATES)).codec([NEAR, FAR], is_gradient=False).startswith("int8")
     assert (await learnt("int4", RATES)).codec([FAR], is_gradient=True).startswith("int4")
     assert (await learnt("exact", RATES)).codec([FAR], is_gradient=True) in ("raw", "zstd")
+
+
+async def test_short_frames_are_looked_at_together() -> None:
+    codecs = LinkCodecs("exact", RATES.get, SimExecutor())
+    values = np.random.default_rng(1).standard_normal((4, 4096)).astype("f4")
+    chosen = []
+    for _ in range(SAMPLE_BYTES // values.nbytes):
+        chosen.append(codecs.codec([NEAR], is_gradient=False))
+        await codecs.learn(pack([typed(values)], "zstd"), is_gradient=False)
+    assert set(chosen) == {"zstd"}
+    assert codecs.codec([NEAR], is_gradient=False) == "raw"
+
+
+async def test_very_short_frames_are_compressed_only_where_the_run_lets_them_lose_something() -> None:
+    cases: tuple[tuple[Any, str], ...] = (("exact", "raw"), ("int8", "int8+zstd"))
+    for frames, wanted in cases:
+        codecs = LinkCodecs(frames, RATES.get, SimExecutor())
+        assert codecs.codec([FAR], is_gradient=False) == narrowest(frames, is_gradient=False)
+        await codecs.learn(pack([typed(np.zeros((4, 64), "f4"))], "raw"), is_gradient=False)
+        assert codecs.codec([FAR], is_gradient=False) == wanted
 
 
 async def test_every_codec_has_a_cost_in_the_simulator() -> None:
