@@ -187,7 +187,8 @@ class Machines(survival.Nodes):
 
     def _calibrates(self) -> bool:
         """Whether a node still finds out what classes of operators take, for which it has a process."""
-        return any("partition.calibrate" in _command(child) for child in self._children())
+        modules = {"partition.calibrate", "node.pipeline.own_work"}
+        return any(modules & set(_command(child)) for child in self._children())
 
     def _children(self) -> list[psutil.Process]:
         return [child for group in self._groups for child in psutil.Process(group).children(recursive=True)]

@@ -4,8 +4,6 @@ A process of its own, prepared as a stage's is, because a node does not import t
 shapes, forward and backward; then call, FLOPs and bytes get the prices that fit best, none negative, by the
 relative error. On one thread the clock is that of the thread, so that what others do beside it does not
 count; how much of a processor it gets is measured by itself, over long enough to feel a quota.
-
-Long because it is one list: each class of operators has its samples, and how they are timed, beside it.
 """
 
 import platform
@@ -19,14 +17,9 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from blake3 import blake3
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from torch import Tensor
 from torch.nn import functional
 
-from crypto.encoding import decode, encode
-from crypto.facts import Fact, IdentitySigner
-from crypto.identity import Identity
 from partition.execute.optimize import parts
 from partition.execute.process import keep_freed_memory, prepare_process
 from partition.plan.operations import Amount, Kind
@@ -42,9 +35,6 @@ OWN_SHARE_MIN = 0.1
 """The share of a backward pass timed alone that is the operator's at least."""
 SHARE_SECONDS = 1.0
 """Ten periods of a CPU quota."""
-NODE_MESSAGES = 7
-"""What a node takes for a micro-batch, in signed messages that are sent and taken: the tasks, queues and step
-messages around its four frames are most of it (measured: 1.3 to 2.7 ms beside messages of 0.25 ms)."""
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
@@ -336,7 +326,6 @@ def calibrate(device: str, dtype: str, threads: int, seconds: float) -> Calibrat
         frame=_frames(clock, each),
         step=_steps(where, clock, each),
         share_permille=share,
-        node=_node(clock, each),
     )
 
 
@@ -432,30 +421,6 @@ def _frames(clock: _Clock, seconds: float) -> Pace:
         amounts.append(Amount(1, 0, 4 * size))
         times.append(_repeated(cross, clock, seconds))
     return fit(amounts, times)
-
-
-def _node(clock: _Clock, seconds: float) -> Pace:
-    """What a node does for a micro-batch in a stage: of each size, a signed, hashed and sealed message, sent
-    and taken; and as many of them as its frames and step messages come to."""
-    signer = IdentitySigner(Identity(bytes(32)), "calibration")
-    cipher = AESGCM(bytes(16))
-    amounts: list[Amount] = []
-    times: list[float] = []
-    for size in (1 << 10, 1 << 16, 1 << 20):
-        data = bytes(size)
-
-        def cross(given: bytes = data) -> None:
-            fact = signer.sign("calibration", blake3(given).digest())
-            sealed = cipher.encrypt(bytes(12), given, None)
-            message: Fact = decode(encode(fact), Fact, bytes_max=4_096)
-            signer.check("calibration", message)
-            blake3(cipher.decrypt(bytes(12), sealed, None)).digest()
-
-        amounts.append(Amount(1, 0, size))
-        times.append(_repeated(cross, clock, seconds))
-    found = fit(amounts, times)
-    # One that is sent is not taken here, and the other way round.
-    return Pace(min(2**53, found.call * NODE_MESSAGES), 0, found.mebibyte // 2)
 
 
 def _steps(device: torch.device, clock: _Clock, seconds: float) -> Pace:

@@ -254,8 +254,14 @@ def _cost(offer: Offer, operations: Sequence[Operations], calibration: Calibrati
     else:
         device = calibration.scaled(rate * 1000 // equivalent_rate(calibration, operations))
     forward, backward = device.model_nanoseconds(operations)
-    node = device.node_nanoseconds
-    return PeerCost(offer.peer.hex(), offer.memory_bytes, forward, backward, node_nanoseconds=node)
+    return PeerCost(
+        offer.peer.hex(),
+        offer.memory_bytes,
+        forward,
+        backward,
+        node_nanoseconds=device.node_nanoseconds,
+        node_step_nanoseconds=device.node_step_nanoseconds,
+    )
 
 
 def _trainers(run: Run, replicas: Collection[bytes]) -> tuple[bytes, ...]:

@@ -12,7 +12,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,13 +25,13 @@ from crypto.errors import RemoteProtocolError
 from node.services.capacity import Capacity
 from node.services.energy import EnergyMeter
 from partition.plan.operations import Amount
-from partition.plan.rates import MEGA, Calibration, decode_calibration, encode_calibration
+from partition.plan.rates import MEGA, Calibration, Pace, decode_calibration, encode_calibration
 
 CALIBRATION_PURPOSE = "calibration"
 """The purpose of the signed record in the DHT."""
-FORMAT = "3"
+FORMAT = "4"
 """The format of what is kept: 2 has the node's own work, 3 was measured with a heap as a stage has, and
-without what autograd takes for each pass."""
+without what autograd takes for each pass, 4 has the node's own work by its own parts, and that for a step."""
 CALIBRATION_SECONDS = 8.0
 SHARE_SECONDS = 2.0
 """For how much of a processor is at hand, and the start of the process."""
@@ -107,6 +107,7 @@ def calibrate(wanted: Wanted, folder: Path, meter: EnergyMeter | None = None) ->
             if known is None:
                 found = _with_power(meter or EnergyMeter(), lambda: measure_now(wanted, CALIBRATION_SECONDS))
                 if found is not None:
+                    found = with_own_work(found)
                     _write(folder / wanted.key, msgspec.structs.replace(found, share_permille=1000))
                 return found
             found = measure_now(wanted, SHARE_SECONDS)
@@ -182,16 +183,34 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     process.communicate()
 
 
+def with_own_work(calibration: Calibration) -> Calibration:
+    """Return it with what a node takes beside the stage's process, as its own parts take it in a process of
+    theirs; unchanged where that cannot be measured."""
+    process = _spawn(["node.pipeline.own_work"])
+    try:
+        said, _ = process.communicate(timeout=PROCESS_SECONDS_MAX)
+        microbatch, mebibyte, step = (min(2**53, 1_000 * int(word)) for word in said.split())
+    except (subprocess.SubprocessError, ValueError):
+        return calibration
+    finally:
+        _end(process)
+    return msgspec.structs.replace(calibration, node=Pace(microbatch, 0, mebibyte), node_step=step)
+
+
 def _begin(wanted: Wanted, seconds: float) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-P", "-m", "partition.calibrate", wanted.device, wanted.dtype]
+    arguments = [wanted.device, wanted.dtype, str(wanted.threads), str(seconds)]
+    return _spawn(["partition.calibrate", *arguments], wanted.threads)
+
+
+def _spawn(module: Sequence[str], threads: int = 1) -> "subprocess.Popen[bytes]":
     environment = {
         **{key: value for key, value in os.environ.items() if key in ("PATH", "HOME", "LD_LIBRARY_PATH")},
         "PYTHONPATH": _SOURCE_ROOT,
-        "OMP_NUM_THREADS": str(wanted.threads),
+        "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
     }
-    return subprocess.Popen(  # noqa: S603 - our own module, a device name checked by the config
-        [*command, str(wanted.threads), str(seconds)],
+    return subprocess.Popen(  # noqa: S603 - our own modules, a device name checked by the config
+        [sys.executable, "-P", "-m", *module],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         stdin=subprocess.DEVNULL,

@@ -135,8 +135,10 @@ def _stages(problem: Problem, split: Split, tables: Tables) -> list[StageForecas
 def _step(tables: Tables, stage: StageForecast) -> int:
     layers = tables.problem.layers[stage.first_layer : stage.last_layer]
     size = sum(layer.parameter_bytes for layer in layers)
-    slowest = max(tables.problem.peers[place].step_nanoseconds_per_mebibyte for place in stage.peers)
-    return size * slowest >> 20
+    peers = [tables.problem.peers[place] for place in stage.peers]
+    return max(
+        (size * peer.step_nanoseconds_per_mebibyte >> 20) + peer.node_step_nanoseconds for peer in peers
+    )
 
 
 def _microjoules(problem: Problem, busy: dict[int, int], step: int, microbatches: int) -> int:

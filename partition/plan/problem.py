@@ -47,7 +47,8 @@ class PeerCost:
 
     `baseline_bytes` is what its stage process takes before it holds a model. `step_nanoseconds_per_mebibyte`
     is what its optimizer takes for a MiB of parameters; `node_nanoseconds` what its node does beside the
-    stage's process, for a micro-batch and for a MiB of its frames.
+    stage's process, for a micro-batch and for a MiB of its frames, and `node_step_nanoseconds` for a step
+    beside these.
     """
 
     name: str
@@ -57,6 +58,7 @@ class PeerCost:
     baseline_bytes: int = STAGE_BASELINE_BYTES
     step_nanoseconds_per_mebibyte: int = 0
     node_nanoseconds: tuple[int, int] = (0, 0)
+    node_step_nanoseconds: int = 0
     busy_milliwatts: int = BUSY_MILLIWATTS
     idle_milliwatts: int = IDLE_MILLIWATTS
 

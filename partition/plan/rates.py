@@ -19,6 +19,8 @@ CALIBRATION_BYTES_MAX = 8 * 1024
 KINDS_MAX = 64
 MEGA = 1_000_000
 MEBI_BITS = 20
+FRAMES_OF_BOTH_PASSES = 4
+"""Each way one in and one out."""
 
 Picoseconds = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Milliwatts = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -55,7 +57,8 @@ class Calibration(msgspec.Struct, frozen=True, array_like=True):
     `hardware` and `torch` say when a cached one no longer holds. `baseline_bytes` is what a stage's process
     takes before it holds a model, `frame` the pace of a bundle on its way in or out of a stage (a call, and
     bytes), `step` that of the optimizer's bytes. `node` is what the node itself takes for a micro-batch, for
-    which its stage waits: a call for both passes, and the bytes of frames that come and go. The paces are
+    which its stage waits: a call for both passes, and the bytes of frames that come and go; `node_step` what
+    it takes for a step beside its micro-batches. The paces are
     those of a processor that does nothing else; `share_permille` is how much of one a stage gets here.
     `busy_milliwatts` is what the machine draws while it computes, `idle_milliwatts` while it waits; 0 where
     no meter could be read.
@@ -74,6 +77,7 @@ class Calibration(msgspec.Struct, frozen=True, array_like=True):
     node: Pace = Pace(0, 0, 0)
     busy_milliwatts: Milliwatts = 0
     idle_milliwatts: Milliwatts = 0
+    node_step: Picoseconds = 0
 
     def layer_nanoseconds(self, operations: Operations) -> tuple[int, int]:
         """(forward, backward) of one layer for one micro-batch."""
@@ -91,8 +95,15 @@ class Calibration(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def node_nanoseconds(self) -> tuple[int, int]:
-        """Return the time of the node's own work: for a micro-batch, and for a MiB of its frames."""
-        return self.node.call // self.share_permille, self.node.mebibyte // self.share_permille
+        """Return the time beside computing, of a stage's frames and of the node's own work: for a micro-batch
+        in both passes, and for a MiB of its frames."""
+        call = self.node.call + FRAMES_OF_BOTH_PASSES * self.frame.call
+        return call // self.share_permille, (self.node.mebibyte + self.frame.mebibyte) // self.share_permille
+
+    @property
+    def node_step_nanoseconds(self) -> int:
+        """Return the time of the node's own work for a step, beside that for its micro-batches."""
+        return self.node_step // self.share_permille
 
     def model_nanoseconds(self, layers: Sequence[Operations]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Forward and backward of every layer."""
@@ -115,6 +126,7 @@ class Calibration(msgspec.Struct, frozen=True, array_like=True):
             frame=slower(self.frame),
             step=slower(self.step),
             node=slower(self.node),
+            node_step=min(2**53, self.node_step * 1000 // max(1, permille)),
         )
 
     @property

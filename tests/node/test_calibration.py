@@ -68,8 +68,10 @@ def test_every_class_is_measured_once_and_kept(alone: Calibration, cache: Path) 
     assert 1 <= alone.share_permille <= 1000
     assert alone.baseline_bytes > 50 << 20
     assert alone.device == "cpu"
+    assert 50 < alone.node_nanoseconds[0] / 1_000 < 50_000, "microseconds of the node for a micro-batch"
+    assert alone.node_step_nanoseconds < 50_000_000
     kept = decode_calibration((cache / HERE.key).read_bytes())
-    assert kept.kinds == alone.kinds
+    assert (kept.kinds, kept.node) == (alone.kinds, alone.node)
     assert len(encode_calibration(alone)) <= 900, "does not fit a record"
 
 
@@ -114,6 +116,7 @@ def test_what_the_machine_draws_is_measured_where_it_is_counted(
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(time, "sleep", lambda seconds: passes(seconds, 9.0))
     monkeypatch.setattr(calibration, "measure_now", measure)
+    monkeypatch.setattr(calibration, "with_own_work", lambda found: found)
     found = calibrate(HERE, tmp_path / "cache", EnergyMeter(tmp_path))
     assert found is not None
     assert (found.busy_milliwatts, found.idle_milliwatts) == (35_000, 9_000)
@@ -132,9 +135,17 @@ def test_where_nothing_can_be_measured_the_first_guess_stays(
     assert calibrate(HERE, tmp_path / "file" / "folder") is None
 
 
+def test_where_the_nodes_own_work_cannot_be_measured_nothing_is_added_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calibration, "PROCESS_SECONDS_MAX", 0.01)
+    assert calibration.with_own_work(REFERENCE) == REFERENCE
+
+
 def test_a_damaged_file_is_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / HERE.key).write_bytes(b"\x93damaged")
     monkeypatch.setattr(calibration, "measure_now", lambda wanted, seconds: REFERENCE)
+    monkeypatch.setattr(calibration, "with_own_work", lambda found: found)
     assert calibrate(HERE, tmp_path) == REFERENCE
     assert decode_calibration((tmp_path / HERE.key).read_bytes()) == REFERENCE
 

@@ -97,6 +97,9 @@ def test_the_own_work_of_nodes_slows_a_step_by_as_much() -> None:
     assert solve(busy).ranges == split.ranges
     more = forecast(busy, split).step_nanoseconds - forecast(plain, split).step_nanoseconds
     assert more == 8 * 3_000_000
+    once = replace(plain, peers=(replace(peer, node_step_nanoseconds=5_000_000),))
+    more = forecast(once, split).step_nanoseconds - forecast(plain, split).step_nanoseconds
+    assert more == 5_000_000
 
 
 def test_the_own_work_of_nodes_moves_layers_to_the_faster_peer() -> None:
@@ -123,12 +126,16 @@ def test_the_own_work_of_nodes_moves_layers_to_the_faster_peer() -> None:
 
 def test_a_calibration_without_own_work_and_power_is_still_read() -> None:
     given = msgspec.structs.replace(
-        REFERENCE, node=Pace(1, 2, 3), busy_milliwatts=40_000, idle_milliwatts=9_000
+        REFERENCE, node=Pace(1, 2, 3), busy_milliwatts=40_000, idle_milliwatts=9_000, node_step=4
     )
     assert decode_calibration(encode_calibration(given)) == given
     fields = msgspec.to_builtins(given)
-    without_power = decode_calibration(msgspec.msgpack.encode(fields[:-2]))
+    assert decode_calibration(msgspec.msgpack.encode(fields[:-1])).node_step == 0
+    without_power = decode_calibration(msgspec.msgpack.encode(fields[:-3]))
     assert (without_power.node, without_power.busy_milliwatts) == (given.node, 0)
-    assert decode_calibration(msgspec.msgpack.encode(fields[:-3])).node == Pace(0, 0, 0)
-    half = msgspec.structs.replace(given, share_permille=500, node=Pace(10**9, 0, 10**9))
-    assert half.node_nanoseconds == (2 * 10**6, 2 * 10**6)
+    assert decode_calibration(msgspec.msgpack.encode(fields[:-4])).node == Pace(0, 0, 0)
+    own = {"node": Pace(10**9, 0, 10**9), "node_step": 10**9, "frame": Pace(10**8, 0, 10**9)}
+    half = msgspec.structs.replace(given, share_permille=500, **own)
+    assert half.node_nanoseconds == (2_800_000, 4_000_000), "with four frames on their way in or out"
+    assert half.node_step_nanoseconds == 2 * 10**6
+    assert half.scaled(500).node_step_nanoseconds == 4 * 10**6
