@@ -1,4 +1,4 @@
-"""Models of others, from capture to stages: three kinds here, with PEERLOOM_CORPUS=sample twenty-five.
+"""Models of others, from capture to stages: two kinds here, with PEERLOOM_CORPUS=sample twenty-five.
 
 `benchmarks/corpus.py` examines all that are listed, and writes docs/corpus.md. Two nodes train each, too.
 """
@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import corpus
 
-SMALL = ("t5", "vit", "mixtral")
+SMALL = ("vit", "mixtral")
 """The last needs the remedy that its refusal names."""
 SAMPLED = corpus.SAMPLE.split() if os.environ.get("PEERLOOM_CORPUS") == "sample" else SMALL
 CASES = [

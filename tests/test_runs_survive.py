@@ -129,7 +129,7 @@ def test_a_requester_that_dies_while_it_places_a_run_leaves_nobody_waiting(
             # In a task of the node's, which dies with it.
             run = prepare(node, small(stages=1, replicas=1))
             node.runs.start_task(node.runs.submit, run, of=run)
-            await trio.sleep(5 * GIVEN_UP_SECONDS)
+            await trio.sleep(2 * GIVEN_UP_SECONDS)
             for name in "bcd":
                 assert group.nodes[name].runs.known() == []
                 assert group.nodes[name].runs.has_slot

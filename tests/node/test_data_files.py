@@ -261,7 +261,7 @@ async def test_a_person_s_own_folder_is_read_in_a_process_of_its_own(tmp_path: P
     found = await files.learn(tmp_path, window=0)
     assert found.digest == expected.digest
     np.testing.assert_array_equal(found.train["x"], expected.train["x"])
-    await trio.Path(tmp_path / "test.npz").write_bytes(NO_DATA["labels that are raw bytes"])
+    await trio.Path(tmp_path / "test.npz").write_bytes(NO_DATA["labels that are raw bytes"]())
     with pytest.raises(UsageError, match=r"test\.npz: want numbers"):
         await files.learn(tmp_path, window=0)
 

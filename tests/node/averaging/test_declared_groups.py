@@ -22,7 +22,7 @@ from tests.stack import swarm
 NAMES = "abcdefghijkl"
 KEPT = 6
 GROUP = 4
-ROUNDS = 8
+ROUNDS = 5
 SIGNATURE = bytes([7]) * 32
 
 
@@ -48,7 +48,7 @@ def test_peers_that_do_not_know_each_other_meet_by_the_key_of_their_group(
             unknown.update(set(made.shares) - known - {run.peer})
 
     async def main() -> None:
-        async with swarm(NAMES) as group:
+        async with swarm(NAMES, preset="lan") as group:
             runs = [group.nodes[name].averaging.open("large", SIGNATURE) for name in NAMES]
             with trio.fail_after(120):
                 while any(run.roster.is_whole for run in runs):  # noqa: ASYNC110 - virtual time
