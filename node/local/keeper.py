@@ -7,9 +7,20 @@ import trio
 
 from node.averaging.snapshot import Snapshot
 from node.local.context import Service
-from node.local.saved import SavedRun, load_state, save_run, save_state, state_bytes, state_name
+from node.local.rounds import Rounds
+from node.local.saved import (
+    MEMBERS_MAX,
+    SavedRun,
+    load_state,
+    save_run,
+    save_state,
+    state_bytes,
+    state_name,
+)
+from node.local.trainer import LocalTrainer
 from node.protocols.manifest import Run
 from node.storage.blobs import NoRoom
+from partition.run.admission import Admission
 
 PAUSE_SHARE = 50
 """A state that takes a second to put away is put away once in so many: at most 2 % of the time."""
@@ -18,11 +29,13 @@ PAUSE_SHARE = 50
 class Keeper:
     """Keeps checkpoints of one run on this node. `every` steps, 0 for never."""
 
-    def __init__(self, service: Service, run: Run) -> None:
+    def __init__(self, service: Service, run: Run, admission: Admission, stage: int) -> None:
         self.error = ""
         """Why the last state was not kept, where it was not."""
         self._service = service
         self._run = run
+        self._admission = admission
+        self._stage = stage
         self._every = run.manifest.save_every
         self._step = 0
         self._not_before = 0.0
@@ -36,6 +49,17 @@ class Keeper:
     def begin(self, step: int) -> None:
         """A state of this step is being kept, or there already."""
         self._step = step
+
+    async def keep(
+        self, trainer: LocalTrainer, rounds: Rounds, nursery: trio.Nursery, *, is_training: bool
+    ) -> None:
+        """Put the state away in the background, and who takes part."""
+        self.begin(trainer.step)
+        peers = tuple(self._admission.admitted)[-MEMBERS_MAX:]
+        saved = SavedRun(self._run.fact, self._admission.chain, is_training, peers, self._stage)
+        snapshot = await trainer.snapshot(rounds.count, self._run.id, rounds.outer)
+        nursery.start_soon(self.remember, saved)
+        nursery.start_soon(self.save, snapshot)
 
     async def remember(self, saved: SavedRun) -> None:
         """Keep what this node needs to be a member again. On a full disk it will not be one."""

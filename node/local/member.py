@@ -32,11 +32,11 @@ from node.local.column import (
 from node.local.context import Service, training_data
 from node.local.door import Door
 from node.local.due import Due
+from node.local.headless import HeadWatch, stranded_reason
 from node.local.keeper import Keeper
 from node.local.recruiter import Recruiter
 from node.local.results import Results
 from node.local.rounds import Rounds
-from node.local.saved import MEMBERS_MAX, SavedRun
 from node.local.stages import local_plan, stage_count
 from node.local.telling import Teller
 from node.local.trainer import LocalTrainer
@@ -112,7 +112,8 @@ class LocalMember:
         self.results = Results(service, run, ending, tell, self)
         self._first_loss = inf
         """The held-out loss of the values that all began with."""
-        self._keeper = Keeper(service, run)
+        self._keeper = Keeper(service, run, door.admission, stage)
+        self.heads = HeadWatch(is_holder=bool(stage))
         self._recruiter = Recruiter(service, run, door, self, self._stages)
         self._is_waiting = False
         """Whether the run is over for this member, which waits for the others."""
@@ -334,6 +335,9 @@ class LocalMember:
                 self._door.greet(list(self.admission.admitted)[-GREETED_MAX:])  # heads that look for a holder
                 async with server.lock:
                     await between()
+                if self.heads.is_stranded and self.ending.best is None:
+                    reason = stranded_reason(self._stage)
+                    self._propose(Conclusion(self.run.id, "failed", reason, self.step, "", self._me))
             await trio.sleep(LOOK_SECONDS)
 
     async def _begin(self, trainer: LocalTrainer, rounds: Rounds) -> None:
@@ -351,15 +355,6 @@ class LocalMember:
         if others:
             await self._catch_up()
 
-    async def _keep(self, trainer: LocalTrainer, rounds: Rounds, nursery: trio.Nursery) -> None:
-        """Put the state away, and who takes part."""
-        self._keeper.begin(trainer.step)
-        peers = tuple(self.admission.admitted)[-MEMBERS_MAX:]
-        saved = SavedRun(self.run.fact, self.admission.chain, self.is_training, peers, self._stage)
-        snapshot = await trainer.snapshot(rounds.count, self.run.id, rounds.outer)
-        nursery.start_soon(self._keeper.remember, saved)
-        nursery.start_soon(self._keeper.save, snapshot)
-
     async def _between_steps(self, trainer: LocalTrainer, rounds: Rounds, nursery: trio.Nursery) -> None:
         """Use a round that is over, begin the next, hand on the state, evaluate."""
         assert self._part is not None
@@ -376,7 +371,7 @@ class LocalMember:
             lineage = self.run.id
             self._part.offer(await trainer.snapshot(rounds.count, lineage, rounds.outer))
         if self._keeper.is_due(trainer.step) and not self._diverged:
-            await self._keep(trainer, rounds, nursery)
+            await self._keeper.keep(trainer, rounds, nursery, is_training=self.is_training)
         if not self._stage:
             await self._evaluate_if_due(trainer, rounds)
             await self._judge(trainer)
@@ -541,11 +536,16 @@ class LocalMember:
             others, training = self.others, self._training_others
             if training:
                 self.begun.set()
-            self.ending.can_go_on = self.has_state and not self._diverged
+            reports = {} if self._part is None else self._part.roster.reports
+            head = None if self.server is None else self.server.head
+            self.heads.follow(reports, head, is_training=self.is_training)
+            is_stranded = self.heads.is_stranded
+            self.ending.can_go_on = self.has_state and not (self._diverged or is_stranded)
             if self._trainer is not None:
                 self._trainer.shard.set_members([self._me, *training])
             trainers = [*training, *([self._me] * self.has_state)] if self.judges else None
-            peers = dict.fromkeys([*others, *self._column_peers])
+            far = {*self.admission.admitted, self.run.requester}.intersection(self._service.live())
+            peers = {*others, *self._column_peers, *(far if is_stranded else ())}
             self._tell(self.ending, partial(self.ending.set_peers, peers=peers, trainers=trainers))
             if self._part is not None:
                 self._door.show(self._part.roster.claims)

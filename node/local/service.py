@@ -225,6 +225,8 @@ class LocalRuns:
         )
         member = self.members.get(attach.run) if isinstance(attach, column.Attach) else None
         if member is not None and member.server is not None and isinstance(attach, column.Attach):
+            if member.admission.admits(stream.peer):
+                member.heads.seen()
             await member.server.serve(stream, attach)
             return
         refusal = column.Refusal("no stage of this run is held here")

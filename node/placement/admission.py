@@ -135,16 +135,28 @@ def needed_bytes(manifest: Manifest, graph: Graph, plan: Plan, stage: int) -> in
     row = plan.stages[stage]
     before = min(1, row.first_layer)
     layers = layer_costs(graph, manifest.sizes_max, row.first_layer - before, row.last_layer)
-    stages_left = len(plan.stages) - stage
-    whole_step = manifest.pipeline == "gpipe"
     return stage_memory_bytes(
         layers[before:],
-        manifest.microbatches if whole_step else min(manifest.microbatches, stages_left),
+        _microbatches_in_flight(manifest, len(plan.stages), stage),
         recompute=manifest.recompute,
         moments=manifest.optimizer.moments,
         input_bytes=layers[0].output_bytes if before else input_frame_bytes(manifest, graph),
         microbatches=manifest.microbatches,
     )
+
+
+def _microbatches_in_flight(manifest: Manifest, stages: int, stage: int) -> int:
+    """Return how many micro-batches a stage has at most between forward and backward.
+
+    A plan's schedule lets as many come to a stage as there are stages left. The head of a column has as many
+    under way as there are stages, and where a later one is slow they all wait between the two passes of an
+    earlier one.
+    """
+    if manifest.local is not None:
+        return min(manifest.microbatches, stages)
+    if manifest.pipeline == "gpipe":
+        return manifest.microbatches
+    return min(manifest.microbatches, stages - stage)
 
 
 def input_frame_bytes(manifest: Manifest, graph: Graph) -> int:

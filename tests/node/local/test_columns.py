@@ -7,12 +7,15 @@ import pytest
 import trio
 from msgspec.structs import replace
 
+from crypto.facts import IdentitySigner
+from crypto.identity import Identity
 from node.errors import UsageError
 from node.events import AveragingEnded, Event, StepCommitted
-from node.local import member, trainer
+from node.local import headless, member, trainer
 from node.local.shard import Shard
-from node.local.stages import check_columns, stage_ranges
-from node.protocols.manifest import Run
+from node.local.stages import check_columns, local_plan, stage_ranges
+from node.placement.admission import Machine, needed_bytes, rejection_reason
+from node.protocols.manifest import Run, make_run
 from partition.capture.model_spec import capture_built_in
 from partition.run.local_settings import LocalSettings
 from sim.worlds.scheduling import run_virtually
@@ -289,3 +292,57 @@ def test_what_cannot_be_in_columns_is_refused_when_it_is_submitted() -> None:
     many = stack.manifest(stages=64, local=LOCAL)
     with pytest.raises(UsageError, match="5 layers cannot be cut into 64 stages"):
         check_columns(many, stack.MODELS[many.graph].graph, "RUN.toml")
+
+
+def test_holders_that_no_head_comes_for_end_the_run_and_say_why() -> None:
+    """Each head held the only copy of the first stage: nobody can go on."""
+
+    async def play() -> None:
+        async with swarm("abcd", stage_seconds=SLOW) as group:
+            await begin(group, steps=400)
+            whole = await columns(group, 2, "abcd")
+            await reached(group, 10)
+            for head in whole:
+                group.kill(head)
+            holders = "".join(whole.values())
+            found = await ends(group, holders, headless.HEADLESS_SECONDS + 120.0)
+            assert {event.outcome for event in found} == {"failed"}
+            assert all("no head has come for stage 2" in event.detail for event in found)
+            assert not any(group.nodes[name].runs.local.members for name in holders), "their slots are free"
+
+    run_virtually(play)
+
+
+def test_a_requester_that_only_follows_hears_that_no_head_is_left() -> None:
+    async def play() -> None:
+        async with swarm("abc", stage_seconds=SLOW) as group:
+            group.nodes["a"].limit(accept_runs="never")
+            await begin(group, replicas=1, steps=400)
+            whole = await columns(group, 1, "bc")
+            await trio.sleep(20.0)
+            for head in whole:
+                group.kill(head)
+            (holder,) = whole.values()
+            found = await ends(group, "a" + holder, headless.HEADLESS_SECONDS + 120.0)
+            assert {event.outcome for event in found} == {"failed"}
+            assert all("no head has come for stage 2" in event.detail for event in found)
+
+    run_virtually(play)
+
+
+def test_memory_is_counted_for_all_microbatches_that_may_wait_at_a_stage() -> None:
+    """A column has as many under way as stages, in each of them; a plan's schedule fewer in later ones."""
+    alone = Identity(bytes(32)).peer
+    model = stack.simple_cnn("float32")
+    exact = stack.manifest(stages=3, dtype="float32", microbatch=64)
+    local = replace(exact, local=LOCAL)
+    run = make_run(IdentitySigner(Identity(bytes(32)), "s"), local)
+    plan = local_plan(run, model.graph, alone)
+    needed = [needed_bytes(local, model.graph, plan, stage) for stage in range(3)]
+    scheduled = [needed_bytes(exact, model.graph, plan, stage) for stage in range(3)]
+    assert needed[0] == scheduled[0]
+    assert needed[1] > scheduled[1]
+    assert needed[2] > scheduled[2]
+    small = Machine(1, "cpu", scheduled[2])
+    assert "of memory needed" in str(rejection_reason(run, model.graph, plan, 2, small))
+    assert rejection_reason(run, model.graph, plan, 2, Machine(1, "cpu", needed[2])) is None
