@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
+from dht.settings import Settings as DhtSettings
 from gossip import matchmaking
 from gossip.averaging.group import Group, Member, Terms
 from gossip.matchmaking import Closed, Declined, Formed, Matchmaking, NotFormed, Propose, Ready, Wish
@@ -247,3 +248,20 @@ def test_peers_that_are_introduced_later_hear_of_a_wish_and_are_bounded() -> Non
     many = [peer_of(number) for number in range(1, matchmaking.OTHERS_MAX + 100)]
     assert len(core.introduce(KEY, many)) == matchmaking.OTHERS_MAX
     assert core.introduce(KEY, [peer_of(10**6)]) == []
+
+
+def test_peers_whose_declarations_found_no_room_still_come_into_groups() -> None:
+    """A DHT key holds so many records. Those crowded out find the others there, and tell them their wish."""
+    count, declared = 96, DhtSettings().records_per_key_max
+    assert declared < count
+    world = World(count)
+    for number in range(count):
+        world.wish(number, expected=0, window_seconds=4.0, size_hoped=8, size_max=8, is_exclusive=False)
+        found = [peer_of(each) for each in range(declared)]
+        world.engine.call(1.0, peer_of(number), lambda core, _, found=found: core.introduce(KEY, found))  # type: ignore[misc]  # bound now
+    world.engine.run(30.0)
+    groups = world.groups()
+    crowded_out = {peer_of(number) for number in range(declared, count)}
+    assert len(crowded_out & groups.keys()) >= len(crowded_out) - 1, "one may be left over, alone"
+    assert len(groups) >= count - 1
+    assert {len(group.members) for group in groups.values()} <= set(range(2, 9))
