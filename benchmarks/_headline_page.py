@@ -166,7 +166,7 @@ def _page(table: Table, goals: list[Goal]) -> list[str]:
         "",
         "*Asynchronous*: in virtual time each member makes its steps at a pace of its own (0.8 to 1.25, drawn",
         "for each seed), averages with the next one that offers, and trains on while the round takes as long",
-        "as three steps; what comes of it is mixed in by how stale it is. All other rows wait for each other.",
+        "as three steps; what comes of it is mixed in by how stale it is. Members of other rows wait.",
         "",
         "| how | seeds | accuracy | over 1 machine |",
         "|---|---|---|---|",
