@@ -39,7 +39,8 @@ def record(
 
 
 class Swarm:
-    """Nodes by number; node `i` has the identity `signer(i)`. `tamper` may change what a node sends."""
+    """Nodes by number; node `i` has the identity `signer(i)`. `tamper` may change what a node sends, and
+    `far_seconds` puts a node farther away from all others."""
 
     def __init__(
         self,
@@ -60,6 +61,7 @@ class Swarm:
         self.refused: list[tuple[PeerId, str]] = []
         self.trace: list[tuple[float, PeerId, PeerId, bytes]] = []
         self.tamper: dict[PeerId, Callable[[Message], Message]] = {}
+        self.far_seconds: dict[PeerId, float] = {}
         self._heap: list[tuple[float, int, PeerId, PeerId, bytes | None]] = []
         self._sent = 0
 
@@ -90,7 +92,8 @@ class Swarm:
             data = encode(self.tamper[node.peer](message) if node.peer in self.tamper else message)
             self.trace.append((self.now, node.peer, peer, data))
             if self.rng.random() >= self.loss:
-                self._push(self.now + self.rng.uniform(0.02, 0.08), node.peer, peer, data)
+                far = self.far_seconds.get(node.peer, 0.0) + self.far_seconds.get(peer, 0.0)
+                self._push(self.now + self.rng.uniform(0.02, 0.08) + far, node.peer, peer, data)
         # One entry for each deadline it ever had; those that no longer hold wake nobody.
         if node.deadline < inf:
             self._push(node.deadline, node.peer, node.peer, None)

@@ -165,6 +165,27 @@ def test_those_with_near_coordinates_are_asked_first() -> None:
     assert {offer.advert.coordinates[0] for offer in found.offers} <= {1.0, 2.0, 3.0, 4.0, 5.0}
 
 
+def test_a_search_near_a_place_asks_the_estimated_nearest_and_lists_them_by_latency() -> None:
+    """Of one region five are near and nine are far; one of those claims to be the nearest, and its answer
+    tells."""
+    swarm = many(46, Settings(k=8, find_width=4))
+    nodes = swarm.grow(16)
+    near, liar, elsewhere = nodes[1:6], nodes[15], nodes[6]
+    for number, node in enumerate(nodes):
+        place = 0.0 if node is liar else 0.01 * number if node in near else 0.2
+        region = "us" if node is elsewhere else "eu"
+        offering(swarm, node, Advert(ADVERT_VERSION, "cpu", GB, 1e9, True, region, (), (place,)))
+        swarm.run(1)
+    swarm.run(10)
+    swarm.far_seconds = {node.peer: 0.1 for node in nodes[6:]}
+    nodes[0].estimate = lambda coordinates: coordinates[0]
+    found = hunt(swarm, nodes[0], Query("cpu", near="eu", count=6))
+    named = [offer.peer for offer in found.offers]
+    assert set(named[:5]) == {node.peer for node in near}
+    assert named[5:] == [liar.peer], "nobody that is farther by estimate is asked before it is needed"
+    assert [offer.seconds for offer in found.offers] == sorted({offer.seconds for offer in found.offers})
+
+
 def test_a_lone_node_finds_nobody_and_says_so_at_once() -> None:
     node = lone()
     node.advertise(0.0, advert())
