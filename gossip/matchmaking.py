@@ -266,7 +266,8 @@ class Wish:
         if self.group is not None or self.is_over:
             return []
         if not self._is_open:
-            is_whole = all(peer in self._ready for peer in self._expected)
+            # Alone it is not known who comes: the first to come must not shut out those right behind it.
+            is_whole = bool(self._ready) and all(peer in self._ready for peer in self._expected)
             if now < self._window_ends_at and not (is_whole and len(self._ready) + 1 >= self._size_hoped):
                 return []
             self._is_open = True

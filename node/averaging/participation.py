@@ -53,6 +53,8 @@ AGAIN_SECONDS = 4.0
 """Beyond its window, how long another attempt of a round waits for anybody."""
 DECLARED_SECONDS = 3.0
 """Added to a window where members find each other in the DHT: to store a record, and to find others'."""
+NEWCOMERS_SECONDS = 1.0
+"""Between two looks for peers that were not known, or not admitted, when a wish was made."""
 SPOT_SECONDS = 1.0
 """Beyond its window, how long a peer waits in its cell of the grid for anybody."""
 FOR_WANT_OF_TIME = (Reason.NO_HAVE_SETS, Reason.INCOMPLETE, Reason.TOO_FEW)
@@ -370,6 +372,9 @@ class Participation:
             async with trio.open_nursery() as nursery:
                 if is_declared:
                     nursery.start_soon(service.declare, key, patience)
+                else:
+                    is_numbered = wanted.round is not None
+                    nursery.start_soon(self._tell_newcomers, key, wanted.round, is_numbered or fits_all)
                 await formed.wait()
                 nursery.cancel_scope.cancel()
         finally:
@@ -386,6 +391,23 @@ class Participation:
         if isinstance(outcome, Formed):
             return outcome.group
         return outcome.reason if outcome is not None else "this peer takes no further part"
+
+    async def _tell_newcomers(self, key: bytes, round: int | None, are_expected: bool) -> None:  # noqa: A002 - the field's word
+        """Tell a wish to peers that become known after it was made, which it would not reach otherwise. Runs
+        until cancelled."""
+        matches, told = self._service.matches, set(self.roster.reports)
+        while True:
+            with trio.move_on_after(NEWCOMERS_SECONDS):
+                await self._stirred.wait()
+            new = [peer for peer in self.roster.reports if peer not in told]
+            if not new:
+                continue
+            told.update(new)
+            expected = set(self._expected(round)) if are_expected else set()
+            awaited = [peer for peer in new if peer in expected]
+            others = [peer for peer in new if peer not in expected]
+            self._service.match(lambda now, awaited=awaited: matches.expect(now, key, awaited))  # type: ignore[misc]  # bound now
+            self._service.match(lambda _, others=others: matches.introduce(key, others))  # type: ignore[misc]  # bound now
 
     def _shape(self, vector: Vector | None) -> tuple[int, Dtype]:
         if vector is None:

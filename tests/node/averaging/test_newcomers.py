@@ -1,0 +1,56 @@
+"""Peers that wish for a group before they know of each other. Virtual time."""
+
+import numpy as np
+import trio
+
+from node.averaging.participation import Participation
+from node.averaging.rounds import Round, Wanted
+from sim.worlds.scheduling import run_virtually
+from tests.stack import swarm
+
+SIGNATURE = bytes([7]) * 32
+WANTED = Wanted(window_seconds=4.0, patience_seconds=60.0)
+
+
+async def hold(run: Participation, value: float, wanted: Wanted, found: dict[str, Round], name: str) -> None:
+    found[name] = await run.average(np.full(8, value), 1.0, wanted)
+
+
+def test_a_wish_reaches_peers_that_become_known_after_it_was_made() -> None:
+    """All begin at once, so that nobody's wish has anybody to go to."""
+    found: dict[str, Round] = {}
+
+    async def play() -> None:
+        async with swarm("abcd") as group:
+            runs = {name: node.averaging.open("early", SIGNATURE) for name, node in group.nodes.items()}
+            assert not any(run.roster.reports for run in runs.values())
+            begun = trio.current_time()
+            async with trio.open_nursery() as nursery:
+                for value, (name, run) in enumerate(runs.items()):
+                    nursery.start_soon(hold, run, float(value), WANTED, found, name)
+            assert trio.current_time() - begun < WANTED.window_seconds + 5.0
+
+    run_virtually(play)
+    assert {name: made.error for name, made in found.items()} == dict.fromkeys("abcd", "")
+    assert {len(made.shares) for made in found.values()} == {4}, "the first to meet leave nobody out"
+    assert all(made.vector is not None and np.allclose(made.vector, 1.5) for made in found.values())
+
+
+def test_a_numbered_wish_reaches_a_peer_that_enters_the_run_later() -> None:
+    found: dict[str, Round] = {}
+    wanted = Wanted(round=1, window_seconds=2.0, patience_seconds=60.0)
+
+    async def play() -> None:
+        async with swarm("ab") as group:
+            first = group.nodes["a"].averaging.open("early", SIGNATURE)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(hold, first, 1.0, wanted, found, "a")
+                await trio.sleep(10.0)
+                second = group.nodes["b"].averaging.open("early", SIGNATURE)
+                begun = trio.current_time()
+                nursery.start_soon(hold, second, 3.0, wanted, found, "b")
+            assert trio.current_time() - begun < 10.0
+
+    run_virtually(play)
+    assert {name: made.error for name, made in found.items()} == {"a": "", "b": ""}
+    assert all(made.vector is not None and np.allclose(made.vector, 2.0) for made in found.values())
