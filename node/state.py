@@ -75,6 +75,9 @@ class RunView:
     committed: events.StepCommitted | None = None
     revised: events.RunRevised | None = None
     waits_for: tuple[tuple[PeerId, str], ...] = ()
+    rounds: int = 0
+    last_round: events.AveragingEnded | None = None
+    """In local mode: how many rounds of averaging this node has held in it, and the newest."""
 
 
 @dataclass(frozen=True)
@@ -380,6 +383,7 @@ def _(event: events.StateFetched, state: State) -> State:
 @_fold.register
 def _(event: events.AveragingEnded, state: State) -> State:
     view = state.averaging.get(event.run, AveragingView(event.run))
+    state = _with_round(state, event)
     rounds, failed = (1, 0) if event.outcome == "ok" else (0, 1)
     return _with_averaging(
         state,
@@ -389,6 +393,15 @@ def _(event: events.AveragingEnded, state: State) -> State:
         failed=view.failed + failed,
         last=event,
     )
+
+
+def _with_round(state: State, event: events.AveragingEnded) -> State:
+    """A run in local mode averages under its own id, with a stage's number behind it where it has several."""
+    kind, _, name = event.run.partition(":")
+    run = state.runs.get(name.partition(":")[0]) if kind == "run" else None
+    if run is None:
+        return state
+    return _with_run(state, replace(run, rounds=run.rounds + 1, last_round=event))
 
 
 def _with_averaging(state: State, run: str, **changed: Any) -> State:

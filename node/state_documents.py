@@ -127,9 +127,23 @@ def run_document(view: RunView) -> dict[str, Any]:
         "steps_lost": view.steps_lost,
         "steps_skipped": view.steps_skipped,
         "last_step": step_document(committed),
+        "last_round": None if view.last_round is None else round_document(view.last_round, view.rounds),
         "weights": view.weights,
         "result": view.result,
         "plan": plan_document(view.plan),
+    }
+
+
+def round_document(last: events.AveragingEnded, number: int) -> dict[str, Any]:
+    """A round of averaging in a run in local mode; `error` is empty where it averaged, `peers` are those
+    whose tensors entered, and `rounding` is what the codec added."""
+    return {
+        "round": number,
+        "step": last.step,
+        "peers": [peer_text(peer) for peer in last.averaged],
+        "error": last.reason if last.outcome != "ok" else "",
+        "rounding": last.rounding,
+        "seconds": last.seconds,
     }
 
 

@@ -284,6 +284,11 @@ def run_lines(run: Mapping[str, Any]) -> list[str]:
         last = run["validations"][-1]
         best = f"best after step {last['best_step']}"
         lines.append(f"  validation    loss {last['loss']:.4f} after step {last['step']}, {best}")
+    if run.get("last_round"):
+        last = run["last_round"]
+        whose = ", ".join(map(called, last["peers"]))
+        said = f"nothing averaged: {last['error']}" if last["error"] else f"averaged with {whose}"
+        lines.append(f"  last round    {last['round']}, at step {last['step']}: {said}")
     if run.get("revised"):
         revised = run["revised"]
         rate = "" if revised["learning_rate"] is None else f", learning rate {revised['learning_rate']:g}"

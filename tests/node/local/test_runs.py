@@ -8,8 +8,10 @@ import pytest
 import trio
 from blake3 import blake3
 
+from crypto.identity import peer_text
 from node.events import AveragingEnded, Event, RunEnded, RunEvaluated, StateFetched, StepCommitted
 from node.protocols.manifest import Run
+from node.state_documents import run_document
 from partition.run.local_settings import LocalSettings
 from partition.stage import OptimizerSettings
 from sim.worlds.scheduling import run_virtually
@@ -61,6 +63,11 @@ def test_members_average_and_end_with_one_model_on_all() -> None:
             rounds = [e for e in group.events["b"] if isinstance(e, AveragingEnded) and e.outcome == "ok"]
             assert rounds
             assert max(len(event.averaged) for event in rounds) == 3
+            last = run_document(group.nodes["b"].state.runs[run.text])["last_round"]
+            told = [e for e in group.events["b"] if isinstance(e, AveragingEnded)]
+            assert last["round"] == len(told)
+            assert last["peers"] == [peer_text(peer) for peer in told[-1].averaged]
+            assert last["error"] == told[-1].reason
             results = [stack.weights(group, name, run) for name in "abc"]
             for name, tensor in results[0].items():
                 assert all(np.array_equal(tensor, other[name]) for other in results[1:]), name

@@ -1,0 +1,73 @@
+"""A run in local mode says what came of its newest round of averaging: in `runs show` and in its document."""
+
+from dataclasses import replace
+from types import MappingProxyType
+
+import msgspec
+
+from crypto.identity import peer_text, short_peer
+from node import events
+from node.cli.runs import run_lines
+from node.state import RunView, State, apply
+from node.state_documents import run_document
+from tests.test_screens import peer
+
+RUN = "0123456789abcdef"
+ONE, OTHER = peer(1), peer(2)
+AVERAGED = events.AveragingEnded(
+    at=2.0,
+    run=f"run:{RUN}",
+    outcome="ok",
+    reason="",
+    step=40,
+    members=3,
+    averaged=(ONE, OTHER),
+    seconds=1.5,
+    sent_bytes=10,
+    received_bytes=20,
+    rounding=0.01,
+)
+
+
+def began() -> State:
+    view = RunView(RUN, "gpt", "text", 90, ONE, "running")
+    return replace(State(), runs=MappingProxyType({RUN: view}))
+
+
+def shown(state: State) -> list[str]:
+    return [line for line in run_lines(run_document(state.runs[RUN])) if line.startswith("  last round")]
+
+
+def test_a_run_names_its_last_round_with_its_peers_and_its_error() -> None:
+    state = began()
+    assert run_document(state.runs[RUN])["last_round"] is None
+    assert shown(state) == []
+    state = apply(state, AVERAGED)
+    assert run_document(state.runs[RUN])["last_round"] == {
+        "round": 1,
+        "step": 40,
+        "peers": [peer_text(ONE), peer_text(OTHER)],
+        "error": "",
+        "rounding": 0.01,
+        "seconds": 1.5,
+    }
+    (line,) = shown(state)
+    assert line.endswith(f"1, at step 40: averaged with {short_peer(ONE)}, {short_peer(OTHER)}")
+    failed = replace_event(AVERAGED, run=f"run:{RUN}:1", outcome="failed", reason="nobody else was ready")
+    state = apply(state, failed)
+    last = run_document(state.runs[RUN])["last_round"]
+    assert (last["round"], last["peers"], last["error"]) == (2, [], "nobody else was ready")
+    (line,) = shown(state)
+    assert line.endswith("2, at step 40: nothing averaged: nobody else was ready")
+
+
+def test_rounds_of_other_names_are_no_rounds_of_a_run() -> None:
+    state = began()
+    for name in (RUN, f"step:{RUN}", "run:fedcba9876543210", "run:"):
+        state = apply(state, replace_event(AVERAGED, run=name))
+    assert run_document(state.runs[RUN])["last_round"] is None
+
+
+def replace_event(event: events.AveragingEnded, **changed: str) -> events.AveragingEnded:
+    averaged = () if changed.get("outcome") == "failed" else event.averaged
+    return msgspec.structs.replace(event, averaged=averaged, **changed)
