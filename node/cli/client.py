@@ -90,6 +90,13 @@ def ask(
     raise AssertionError("request ends with a result or raises")
 
 
+def peer_names(data_dir: Path) -> dict[str, str]:
+    """Return what this node and those that it knows are called, by their ids. Raises as `request` does."""
+    own = ask(data_dir, "status")
+    rows = [own, *ask(data_dir, "peers")["peers"]]
+    return {row["peer"]: row["name"] for row in rows if row["name"]}
+
+
 def is_running(data_dir: Path) -> bool:
     """Return whether a node holds `data_dir` and listens, though it may be stopped or busy."""
     try:

@@ -5,11 +5,12 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
 
-from node.cli.client import ask, request
+from node.cli.client import ask, peer_names, request
 from node.cli.options import AsJson, DataDir, find_data_dir
 from node.cli.outputs import output_path
 from node.cli.render import (
@@ -49,12 +50,12 @@ def runs(context: typer.Context, data_dir: DataDir = "", as_json: AsJson = False
 @app.command("list")
 def list_runs(context: typer.Context, data_dir: DataDir = "", as_json: AsJson = False) -> None:
     """List the runs this node knows."""
-    status = ask(find_data_dir(context, data_dir), "status")
-    document = {"schema": "peerloom/runs/1", "runs": status["runs"]}
+    folder = find_data_dir(context, data_dir)
+    document = {"schema": "peerloom/runs/1", "runs": ask(folder, "status")["runs"]}
     if as_json or context.obj["as_json"]:
         show_json(document)
     else:
-        show(runs_lines(document))
+        show(runs_lines(document, peer_names(folder) if document["runs"] else {}))
 
 
 @app.command()
@@ -156,7 +157,7 @@ def _events(data_dir: Path, run: str, *, as_json: bool, follow: bool) -> None:
     document = ask(data_dir, "runs.show", {"run": run}, seconds=SHOW_SECONDS_MAX)
     is_going = document["status"] not in _OVER
     arguments = {"since": 0.0, "text": document["run"], "follow": follow and is_going}
-    screen = EventScreen()
+    screen = EventScreen(names=peer_names(data_dir))
     for reply in request(data_dir, "events", arguments):
         event = reply.get("event")
         if event is None or event.get("run") != document["run"]:
@@ -249,15 +250,15 @@ def fetch_weights(data_dir: Path, run: str, out: str) -> dict[str, Any]:
     return {"schema": "peerloom/fetch/1", "run": run, "out": path} | result
 
 
-def runs_lines(document: Mapping[str, Any]) -> list[str]:
-    """The screen of a `peerloom/runs/1` document."""
+def runs_lines(document: Mapping[str, Any], names: Mapping[str, str] = MappingProxyType({})) -> list[str]:
+    """The screen of a `peerloom/runs/1` document; `names` are of peers."""
     if not document["runs"]:
         return ["no run yet; start one: python -m node train RUN.toml"]
     header = ("RUN", "MODEL", "DATA", "STATUS", "STEP", "LOSS", "ACCURACY", "RESULT", "REQUESTER")
-    return table(header, [_row(run) for run in document["runs"]])
+    return table(header, [_row(run, names) for run in document["runs"]])
 
 
-def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
+def _row(run: Mapping[str, Any], names: Mapping[str, str]) -> tuple[str, ...]:
     return (
         run["run"],
         run["model"],
@@ -267,7 +268,7 @@ def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
         f"{run['loss']:.4f}" if run["loss"] is not None else "-",
         f"{run['accuracy']:.3f}" if run["accuracy"] is not None else "-",
         run["result"] or "-",
-        short_id(run["requester"]),
+        name_and_id(names, run["requester"]),
     )
 
 

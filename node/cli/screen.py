@@ -41,12 +41,19 @@ def rate_text(step: Mapping[str, Any]) -> str:
 
 
 class EventScreen:
-    """Turns events, in their order, into lines. `seeds` is the number of addresses to join through."""
+    """Turns events, in their order, into lines. `seeds` is the number of addresses to join through, `names`
+    what peers are called that no event has told of."""
 
-    def __init__(self, *, seeds: int = 0, environ: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        seeds: int = 0,
+        environ: Mapping[str, str] | None = None,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
         self._seeds = seeds
         self._environ = environ or {}
-        self._names: dict[str, str] = {}
+        self._names = dict(names or {})
         self._outcomes: dict[str, str] = {}
         self._steps: dict[str, int] = {}
         self._layers_of: dict[str, tuple[tuple[int, ...], ...]] = {}

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from node.cli.client import ask
+from node.cli.client import ask, peer_names
 from node.cli.options import AsJson, DataDir, find_data_dir
 from node.cli.outputs import output_path
 from node.cli.render import show, show_json
@@ -55,8 +55,8 @@ def train(
     text = _read(path)
     if order := read_devices(devices):
         text = _with_devices(text, order, run_file)
-    ask(folder, "status")  # capturing takes seconds, and without a node it would be in vain
-    screen = EventScreen()
+    # At once: capturing takes seconds, and without a node it would be in vain.
+    screen = EventScreen(names=peer_names(folder))
     begun: list[str] = []
 
     def on_event(event: Any) -> None:

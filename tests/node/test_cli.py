@@ -15,12 +15,13 @@ import trio
 import node
 from crypto.identity import Identity, peer_text
 from node.cli.main import run
+from node.cli.render import short_id
 from node.config import Config
 from node.control import CommandHandler, ControlServer, Emit
 from node.errors import JoinTimeout, UsageError
-from node.events import CapacityMeasured, NodeStarted
+from node.events import CapacityMeasured, NodeStarted, RunAccepted
 from node.state import State, apply
-from node.state_documents import peers_document, status_document
+from node.state_documents import event_document, peers_document, status_document
 from node.storage.folder import FolderStorage, lock
 from node.storage.keys import load_keys
 
@@ -307,6 +308,29 @@ async def test_train_follows_and_fetches_the_weights(
         assert (tmp_path / "again").read_bytes() == b"weights"
 
 
+async def test_train_and_the_list_of_runs_call_peers_by_their_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`train` sees no event in which a peer that is here already says its name."""
+    asked = RunAccepted(at=1.0, run="ab" * 8, model="cnn", data="digits", steps=4, requester=PEER)
+    state = apply(STATE, asked)
+
+    async def train(arguments: dict[str, Any], emit: Emit) -> object:
+        await emit(event_document(asked))
+        return await _train(arguments, emit)
+
+    async def status(_: dict[str, Any], emit: Emit) -> object:
+        return status_document(state, 2.0, {})
+
+    (tmp_path / "digits.peerloom").write_bytes(b"for the node to read")
+    (tmp_path / "RUN.toml").write_text(CAPTURED)
+    async with serving(tmp_path / "data", train=train, status=status):
+        assert await run_in_thread("train", "RUN.toml", "--data-dir", "data") == 0
+        assert "cnn on digits, 4 steps, from lab-1" in capsys.readouterr().err
+        assert await run_in_thread("runs", "list", "--data-dir", "data") == 0
+        assert f"lab-1 {short_id(peer_text(PEER))}" in capsys.readouterr().out
+
+
 async def test_a_result_that_could_not_be_written_is_kept_and_how_to_fetch_it_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -388,7 +412,6 @@ def test_help_and_version_are_no_errors(capsys: pytest.CaptureFixture[str]) -> N
 def test_capacity_may_be_known_before_the_node_has_started() -> None:
     # The order of the first two events is the runtime's business, not the screen's.
     from node.cli.screen import EventScreen
-    from node.state_documents import event_document
 
     capacity = CapacityMeasured(
         at=1.0,
