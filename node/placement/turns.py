@@ -2,18 +2,25 @@
 
 A requester that finds all slots taken waits: it asks again, and is told how many are before it and when a
 slot may be free. A slot that becomes free is kept for a moment for whoever is next. Next is the run with the
-highest priority; among equals that of the requester who has used the least for its weight, then the one with
-the earliest deadline, then the one that has waited longest. What is used at a high priority counts for more,
-so it is bought with one's own share; and a run that waits rises, so none waits for ever.
+highest priority; among equals that of the requester who will have used the least for its weight once it was
+served (a finish tag of start-time fair queueing), then the one with the earliest deadline, then the one that
+has waited longest. What is used at a high priority counts for more, so it is bought with one's own share; and
+a run that waits rises, so none waits for ever.
+
+Providers know nothing of each other's queues. Each counts another part of a run before it is served: so of
+requesters that few of them ever serve twice, each gets its share over all of them.
 
 It knows nothing of leases on disk (`slots`) nor of who gives the slot back when `Preempt` says so.
 """
 
 import heapq
+import struct
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from math import inf
+
+from blake3 import blake3
 
 AGE_SECONDS = 3_600.0
 """A run that waits rises by one priority in so long: above all that came after it within ten hours. Among
@@ -24,9 +31,12 @@ HOLD_SECONDS_MAX = 35.0
 """A free slot is kept so long at most for whoever is next: requesters ask again within half a minute."""
 HOLD_FACTOR = 1.5
 """The hold as a multiple of the time between two requests of the same requester."""
+USUAL_SECONDS = 60.0
+"""What a run is taken to need where none has ended yet."""
 HALF_LIFE_SECONDS = 24 * 3600.0
 """What was used counts half after a day: an absence is not saved up, nor is a feast held against one for
 ever."""
+_PHASE = struct.Struct(">d")
 WAITING_MAX = 1_024
 REQUESTERS_MAX = 4_096
 SERVED_MAX = 16
@@ -83,14 +93,16 @@ class _Serving:
 class _Account:
     used: float = 0.0
     weight: float = 1.0
+    phase: float = 0.0
     at: float = 0.0
 
 
 @dataclass
 class Turns:
-    """One provider's, with `slots` of them."""
+    """One provider's, with `slots` of them. `name` tells providers apart, no two alike."""
 
     slots: int
+    name: bytes = b""
     events: list[Preempt] = field(default_factory=list)
     _waiting: dict[bytes, _Waiting] = field(default_factory=dict)
     _serving: dict[bytes, _Serving] = field(default_factory=dict)
@@ -155,7 +167,9 @@ class Turns:
 
     def weigh(self, requester: bytes, weight: float) -> None:
         """Give a requester a share of so many times another's, for what it has done for this provider."""
-        self._account(requester).weight = max(1e-6, weight)
+        account = self._account(requester)
+        account.weight = max(1e-6, weight)
+        account.phase = self._phase(account.weight)
 
     # Shares
 
@@ -184,18 +198,29 @@ class Turns:
         if requester not in self._accounts:
             while len(self._accounts) >= REQUESTERS_MAX:
                 del self._accounts[min(self._accounts, key=lambda each: self._accounts[each].used)]
-            self._accounts[requester] = _Account()
+            self._accounts[requester] = _Account(phase=self._phase(1.0))
         return self._accounts[requester]
 
     # Order
 
     def _order(self, now: float) -> list[bytes]:
-        rows = self._waiting
-        return sorted(rows, key=lambda run: self._rank(now, rows[run]))
+        rows, usual = self._waiting, self._usual or USUAL_SECONDS
+        return sorted(rows, key=lambda run: self._rank(now, rows[run], usual))
 
-    def _rank(self, now: float, row: _Waiting) -> tuple[float, float, float, float, bytes]:
+    def _rank(self, now: float, row: _Waiting, usual: float) -> tuple[float, float, float, float, bytes]:
         wish, account = row.wish, self._account(row.wish.requester)
-        return (-self._risen(now, row), account.used / account.weight, wish.deadline, row.since, wish.run)
+        finish = (account.used + usual * account.phase) / account.weight
+        return (-self._risen(now, row), finish, wish.deadline, row.since, wish.run)
+
+    def _phase(self, weight: float) -> float:
+        """Return the part of a run, 0 to 1, that counts before it is served: the same for equal weights, so
+        that their deadlines decide, and another at each provider."""
+        digest = blake3(_PHASE.pack(weight) + self.name).digest(4)
+        return int.from_bytes(digest, "big") / 2**32
+
+    @property
+    def _usual(self) -> float | None:
+        return sorted(self._took)[len(self._took) // 2] if self._took else None
 
     @staticmethod
     def _risen(now: float, row: _Waiting) -> float:
@@ -219,7 +244,7 @@ class Turns:
     def _estimate(self, now: float, place: int) -> float | None:
         """Return when the waiting run at this place may have a slot: if what is served takes what it
         says is left, and each before it what runs here took lately. None where one of these is not known."""
-        usual = sorted(self._took)[len(self._took) // 2] if self._took else None
+        usual = self._usual
         free = [0.0] * (self.slots - len(self._serving))
         for row in self._serving.values():
             left = row.seconds_left

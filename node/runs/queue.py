@@ -39,7 +39,7 @@ class Queue:
 
     def __init__(self, runs: Service, slots: int) -> None:
         self._runs = runs
-        self._turns = Turns(slots)
+        self._turns = Turns(slots, runs.signer.peer)
 
     def ask(self, run: Run, revision: Fact | None) -> Declined | None:
         """Return None where the run may have a slot now, else how it waits.

@@ -5,6 +5,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from random import Random
 
 import pytest
@@ -15,6 +16,9 @@ from node.placement.turns import AGE_SECONDS, FORGET_SECONDS, Preempt, Turns, Wa
 
 SEEDS = int(os.environ.get("PEERLOOM_TURNS_SEEDS", "1"))
 """`make soak` takes 50."""
+SHARES_OFF_MAX = 0.1
+RUNS_OFF_MAX = 4
+"""Beside a tenth of its share: a run is whole, and no provider knows what another has served."""
 A, B, C = (bytes([number]) * 32 for number in (1, 2, 3))
 
 
@@ -241,9 +245,11 @@ class World:
     waited: dict[bytes, float] = field(default_factory=dict)
     got: Counter[bytes] = field(default_factory=Counter)
     calendar: list[tuple[float, int, bytes]] = field(default_factory=list)
+    served: list[tuple[bytes, float, float]] = field(default_factory=list)
+    all_want_until: float = inf
 
     def __post_init__(self) -> None:
-        self.turns = [Turns(1 + number % 2) for number in range(self.providers)]
+        self.turns = [Turns(1 + number % 2, bytes([number])) for number in range(self.providers)]
         self.leased = [{} for _ in self.turns]
 
     def play(self, submissions: int, requesters: int) -> float:
@@ -274,6 +280,54 @@ class World:
             heapq.heappush(self.calendar, (now + seconds, count, run))
         return now
 
+    def drain(self, weights: Mapping[bytes, float], submissions: int) -> dict[bytes, tuple[float, float]]:
+        """Have requesters submit runs of a minute, each for its weight, all at once; return the slot-seconds
+        that each got and those of its share, of what was served while all had runs that waited."""
+        for turns in self.turns:
+            for requester, weight in weights.items():
+                turns.weigh(requester, weight)
+        whole, wishes, left = sum(weights.values()), dict[bytes, Wish](), Counter[bytes]()
+        for requester, weight in weights.items():
+            for _ in range(round(submissions * weight / whole)):
+                run = run_id(len(wishes))
+                wishes[run] = Wish(run, requester)
+                left[requester] += 1
+                heapq.heappush(self.calendar, (self.rng.random(), len(wishes), run))
+        running, count = dict[bytes, int](), len(wishes)
+        while self.calendar:
+            now, _, run = heapq.heappop(self.calendar)
+            if (place := running.pop(run, None)) is not None:
+                self.turns[place].end(now, run)
+                continue
+            count += 1
+            place = self._one(now, wishes[run])
+            if place is None:
+                heapq.heappush(self.calendar, (now + self.rng.uniform(2.0, 30.0), count, run))
+                continue
+            running[run] = place
+            seconds, requester = self.rng.uniform(55.0, 65.0), wishes[run].requester
+            heapq.heappush(self.calendar, (now + seconds, count, run))
+            self.served.append((requester, now, now + seconds))
+            left[requester] -= 1
+            if not left[requester]:
+                self.all_want_until = min(self.all_want_until, now)
+        assert not +left, "all were served"
+        got = dict.fromkeys(weights, 0.0)
+        for requester, begun, ended in self.served:
+            got[requester] += max(0.0, min(ended, self.all_want_until) - begun)
+        total = sum(got.values())
+        return {r: (got[r], total * weight / whole) for r, weight in weights.items()}
+
+    def _one(self, now: float, wish: Wish) -> int | None:
+        """Ask all in some order until one serves the run."""
+        for place in self.rng.sample(range(self.providers), self.providers):
+            if self.turns[place].ask(now, wish) is None:
+                self.turns[place].begin(now, wish)
+                for turns in self.turns:
+                    turns.drop(wish.run)
+                return place
+        return None
+
     def _try(self, now: float, wish: Wish) -> list[int] | None:
         need = self.rng.choice([1, 1, 2])
         taken: list[int] = []
@@ -302,3 +356,16 @@ def test_of_a_hundred_submissions_to_twenty_nodes_each_has_its_turn(seed: int) -
     world.play(submissions=100, requesters=10)
     assert len(world.waited) == 100
     assert max(world.waited.values()) < 1_800
+
+
+@pytest.mark.parametrize("weights", [(1, 1), (1, 1, 1), (1, 2), (1, 2, 3)], ids=str)
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_a_queue_of_a_hundred_drains_by_the_shares_of_its_requesters(
+    seed: int, weights: tuple[int, ...]
+) -> None:
+    """20 nodes, 30 slots: each serves three or four runs, and nobody sees more than its own."""
+    world = World(Random(seed), 20)
+    off = world.drain(dict(zip((A, B, C), map(float, weights), strict=False)), 100)
+    total = sum(seconds for seconds, _ in off.values())
+    for seconds, fair in off.values():
+        assert abs(seconds - fair) <= SHARES_OFF_MAX * fair + RUNS_OFF_MAX * 60.0, f"{off} of {total:.0f} s"
