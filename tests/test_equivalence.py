@@ -49,7 +49,7 @@ CLIPPED = OptimizerSettings(
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_two_stages_of_two_replicas_equal_one_process(dtype: Precision) -> None:
     async def scenario() -> None:
-        async with swarm("abcde") as group:
+        async with swarm("abcde", preset="lan") as group:
             run, events = await train(group, "e", manifest(dtype=dtype))
             assert [e.step for e in events if isinstance(e, StepCommitted)] == [0, 1, 2, 3, 4]
             expected = reference(run)
@@ -66,7 +66,7 @@ def test_a_step_with_a_death_in_it_equals_the_undisturbed_step(stage: int, momen
     replayed: list[int] = []
 
     async def scenario() -> None:
-        async with swarm("abcde") as group:
+        async with swarm("abcde", preset="lan") as group:
 
             async def disturb(event: Event) -> None:
                 if isinstance(event, StepCommitted) and event.step == 1:
@@ -91,7 +91,7 @@ def test_with_int8_frames_a_replay_is_the_same_and_the_result_is_near() -> None:
 
     def with_deaths(deaths: int) -> Callable[[], Awaitable[None]]:
         async def scenario() -> None:
-            async with swarm("abcde") as group:
+            async with swarm("abcde", preset="lan") as group:
 
                 async def disturb(event: Event) -> None:
                     if deaths and isinstance(event, StepCommitted) and event.step == 1:
@@ -114,7 +114,7 @@ def test_with_int8_frames_a_replay_is_the_same_and_the_result_is_near() -> None:
 
 def test_a_dead_trainer_is_replaced_and_the_result_is_the_same() -> None:
     async def scenario() -> None:
-        async with swarm("abcdef") as group:
+        async with swarm("abcdef", preset="lan") as group:
 
             async def disturb(event: Event) -> None:
                 if isinstance(event, StepCommitted) and event.step == 1:
@@ -130,7 +130,7 @@ def test_a_dead_trainer_is_replaced_and_the_result_is_the_same() -> None:
 
 def test_a_stage_without_replicas_ends_the_run_and_says_what_was_lost() -> None:
     async def scenario() -> None:
-        async with swarm("abc") as group:
+        async with swarm("abc", preset="lan") as group:
 
             async def disturb(event: Event) -> None:
                 if isinstance(event, StepCommitted) and event.step == 1:
@@ -225,7 +225,7 @@ def test_tied_weights_and_clipping_over_three_stages_survive_a_death(tmp_path: P
     results: list[Tensors] = []
 
     async def scenario() -> None:
-        async with swarm("abcdefg") as group:
+        async with swarm("abcdefg", preset="lan") as group:
             await group.nodes["g"].runs.data.keep(data.digest, path, window=data.window)
             run, events = await train_with_a_death(group, wanted, 0)
             evaluated = next(event for event in events if isinstance(event, RunEvaluated))
@@ -248,7 +248,7 @@ def test_batch_statistics_and_fetched_first_values_survive_a_death() -> None:
     results: list[Tensors] = []
 
     async def scenario() -> None:
-        async with swarm("abcdefg") as group:
+        async with swarm("abcdefg", preset="lan") as group:
             wanted = manifest(model, model="cnn", recompute=True)
             run, _ = await train_with_a_death(group, wanted, 1)
             results.append(weights(group, "g", run))

@@ -75,7 +75,7 @@ def play(scenario: Callable[[], Awaitable[None]]) -> None:
 
 def test_a_paused_run_commits_nothing_until_it_is_resumed_and_loses_nothing() -> None:
     async def scenario() -> None:
-        async with swarm("abcde") as group:
+        async with swarm("abcde", preset="lan") as group:
             run = await begun(group, "a", steps=6)
             said = await revise(group, "a", run, is_paused=True)
             assert (said["told"], said["left"]) == (4, 0)
@@ -95,7 +95,7 @@ def test_a_paused_run_commits_nothing_until_it_is_resumed_and_loses_nothing() ->
 
 def test_a_pause_outlives_the_committer() -> None:
     async def scenario() -> None:
-        async with swarm("abcdef") as group:
+        async with swarm("abcdef", preset="lan") as group:
             run = await begun(group, "a", steps=6, trainers=2)
             await revise(group, "a", run, is_paused=True)
             await trio.sleep(5)
@@ -114,7 +114,7 @@ def test_a_pause_outlives_the_committer() -> None:
 
 def test_a_revised_learning_rate_is_the_same_on_all_replicas_though_the_committer_dies() -> None:
     async def scenario() -> None:
-        async with swarm("abcdef") as group:
+        async with swarm("abcdef", preset="lan") as group:
             run = await begun(group, "a", steps=8, trainers=2)
             await revise(group, "a", run, learning_rate=0.2)
             group.kill("a")
@@ -131,7 +131,7 @@ def test_a_revised_learning_rate_is_the_same_on_all_replicas_though_the_committe
 
 def test_a_run_ends_at_the_step_that_its_requester_says_meanwhile() -> None:
     async def scenario() -> None:
-        async with swarm("abcde") as group:
+        async with swarm("abcde", preset="lan") as group:
             for end in (9, 3):  # later than it was asked to, and sooner
                 run = await begun(group, "a", steps=6, created_milliseconds=end)
                 await revise(group, "a", run, steps=end)
@@ -166,7 +166,7 @@ def test_a_requester_that_was_restarted_may_still_change_its_run() -> None:
 
 def test_only_the_requester_changes_a_run_and_an_older_word_counts_for_nothing() -> None:
     async def scenario() -> None:
-        async with swarm("abcde") as group:
+        async with swarm("abcde", preset="lan") as group:
             run = await begun(group, "a", steps=100_000)
             a, b, c = (group.nodes[name] for name in "abc")
             with pytest.raises(UsageError, match="which alone may change it"):
@@ -190,7 +190,7 @@ def test_only_the_requester_changes_a_run_and_an_older_word_counts_for_nothing()
 
 def test_any_node_hears_how_a_run_is_from_its_members() -> None:
     async def scenario() -> None:
-        async with swarm("abcdefg") as group:
+        async with swarm("abcdefg", preset="lan") as group:
             run = await begun(group, "a", steps=4, stages=1, replicas=2)
             outside = next(node for node in group.nodes.values() if run.id not in node.runs.members)
             told = await outside.runs.revising.ask(run.text)
