@@ -3,20 +3,22 @@
 The stage is a whole small GPT with forward, backward and an optimizer's step, in processes that are set up as
 a stage's are (`node.stages.sandbox.environment`, niceness and all) and run the stage's executor. One chooses
 its threads as the node's do (`node.stages.threads`); the others have a fixed number of threads that wait for
-each other asleep (passive) or spinning (active). While each runs, first no, then one, then two other
-processes compute all the time at niceness 0. What a step takes counts from a second after each change on.
+each other asleep (passive) or spinning (active). All load side by side; then they take turns, and whoever has
+no turn waits between two steps. First no, then one, then two other processes compute all the time at
+niceness 0. What a step takes counts from a second after the beginning of a turn on; a turn in which fewer
+than two steps ended counts as the time of all of it.
 
 Niceness stays what a stage has: that the owner's work comes first is a promise, not a setting to tune. What
 niceness 0 would give is shown beside it.
 """
 
 import os
-import statistics
+import select
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,14 +31,14 @@ from node.stages.sandbox import NICE, environment
 
 ROOT = Path(__file__).parents[1]
 SHARE_GOAL = 0.85
-PHASE_SECONDS, PHASE_SECONDS_QUICK = 9.0, 3.4
-ROUNDS, ROUNDS_QUICK = 1, 1
+TURN_SECONDS, TURN_SECONDS_QUICK = 8.0, 3.0
 SETTLING_SECONDS = 1.0
-START_SECONDS_MAX = 60.0
+START_SECONDS_MAX, STEP_SECONDS_MAX = 120.0, 30.0
 BUSY = (0, 1, 2)
 LAYERS, HEADS, WIDTH, WINDOW, VOCABULARY = 4, 4, 64, 64, 128
 BATCH, MICROBATCH = 32, 8
 BURN = "while True: pass"
+WARM_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -80,34 +82,61 @@ def busy(count: int) -> Iterator[None]:
             process.wait()
 
 
-def measure(setting: Setting, seconds: float) -> list[float]:
-    """Steps a second with 0, 1 and 2 others, one after another in the life of one process."""
-    process = subprocess.Popen(
-        setting.command(), env=setting.environment(), stdout=subprocess.PIPE, text=True, bufsize=1
-    )
-    assert process.stdout is not None
-    found = []
-    try:
+class Computer:
+    """A stage's process that computes while it has its turn."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self._process = subprocess.Popen(
+            setting.command(), env=setting.environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self._process.stdout is not None
+        self._lines = b""
+        self._out = self._process.stdout.fileno()
+
+    def wait(self) -> None:
+        """Wait until it has loaded everything and computed a few steps."""
+        self._until(b"ready", START_SECONDS_MAX)
+
+    def turn(self, seconds: float) -> float:
+        """Let it compute for a while; steps a second."""
         begun = time.monotonic()
-        if not process.stdout.readline():
-            raise RuntimeError(f"{setting.name}: the process ended")
-        assert time.monotonic() - begun < START_SECONDS_MAX
-        for count in BUSY:
-            with busy(count):
-                begun = time.monotonic()
-                ended, steps = begun, []
-                while ended < begun + seconds:
-                    line = process.stdout.readline()
-                    if not line:
-                        raise RuntimeError(f"{setting.name}: the process ended")
-                    ended = float(line)
-                    if ended > begun + SETTLING_SECONDS:
-                        steps.append(ended)
-            found.append((len(steps) - 1) / (steps[-1] - steps[0]) if len(steps) > 1 else 0.0)
-    finally:
-        process.kill()
-        process.wait()
-    return found
+        self._say(b"go\n")
+        ended: list[float] = []
+        while (left := begun + seconds - time.monotonic()) > 0:
+            ended += [float(line) for line in self._read(left)]
+        self._say(b"stop\n")
+        self._until(b"stopped", STEP_SECONDS_MAX)
+        ended = [at for at in ended if at > begun + SETTLING_SECONDS]
+        if len(ended) < 2:
+            return len(ended) / (seconds - SETTLING_SECONDS)
+        return (len(ended) - 1) / (ended[-1] - ended[0])
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait()
+
+    def _say(self, word: bytes) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(word)
+        self._process.stdin.flush()
+
+    def _until(self, word: bytes, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while word not in self._read(until - time.monotonic()):
+            if time.monotonic() > until:
+                raise RuntimeError(f"{self.setting.name}: not {word.decode()} within {seconds:g} s")
+
+    def _read(self, seconds: float) -> list[bytes]:
+        """Whole lines that come within so many seconds."""
+        if not select.select([self._out], [], [], max(0.0, seconds))[0]:
+            return []
+        data = os.read(self._out, 1 << 16)
+        if not data:
+            raise RuntimeError(f"{self.setting.name}: the process ended")
+        *lines, self._lines = (self._lines + data).split(b"\n")
+        return lines
 
 
 def stage(threads: int, niceness: int) -> None:
@@ -161,22 +190,34 @@ def stage(threads: int, niceness: int) -> None:
             handle(Forward(step, number, True, inputs, labels))
         handle(Apply(step, BATCH))
         step += 1
-        if step > 2:
+        if step < WARM_STEPS:
+            continue
+        if step > WARM_STEPS:
             print(time.monotonic(), flush=True)
+        # Not through `sys.stdin`, which may have read a line that `select` then does not see.
+        if step == WARM_STEPS or select.select([0], [], [], 0)[0]:
+            print("ready" if step == WARM_STEPS else "stopped", flush=True)
+            if step > WARM_STEPS:
+                os.read(0, 16)
+            if not os.read(0, 16):
+                return
 
 
 def main() -> int:
     flags = arguments(__doc__ or "")
-    rounds, seconds = (ROUNDS_QUICK, PHASE_SECONDS_QUICK) if flags.quick else (ROUNDS, PHASE_SECONDS)
+    seconds = TURN_SECONDS_QUICK if flags.quick else TURN_SECONDS
     settings = [CHOSEN, *FIXED[:2]] if flags.quick else [CHOSEN, *FIXED, POLITE_NOT]
-    found: dict[str, list[list[float]]] = {setting.name: [] for setting in settings}
-    for _ in range(rounds):
-        for setting in settings:
-            found[setting.name].append(measure(setting, seconds))
-    rates = {
-        name: [statistics.mean(column) for column in zip(*values, strict=True)]
-        for name, values in found.items()
-    }
+    rates: dict[str, list[float]] = {setting.name: [] for setting in settings}
+    with ExitStack() as stack:
+        computers = [Computer(setting) for setting in settings]
+        for computer in computers:
+            stack.callback(computer.close)
+        for computer in computers:
+            computer.wait()
+        for count in BUSY:
+            with busy(count):
+                for computer in computers:
+                    rates[computer.setting.name].append(computer.turn(seconds))
     rows: list[dict[str, Any]] = [
         {"setting": name}
         | {f"steps a second, {count} busy": round(rate, 2) for count, rate in zip(BUSY, values, strict=True)}
@@ -186,7 +227,7 @@ def main() -> int:
     goals = []
     for place, count in enumerate(BUSY):
         best = max(values[place] for values in fixed)
-        share = rates[CHOSEN.name][place] / best
+        share = rates[CHOSEN.name][place] / max(best, 1e-9)
         goals.append(Goal(f"{count} busy beside it, of the best fixed setting", share, ">=", SHARE_GOAL))
     return report("busy", rows, goals, as_json=flags.json)
 
