@@ -233,13 +233,14 @@ class Nodes:
         assert found is not None, "no plan"
         return dict(found)
 
-    def node_seconds(self) -> dict[str, float]:
-        """CPU time of each node's own process, its stage not counted."""
-        times = {
-            name: psutil.Process(process.pid).cpu_times()
-            for name, process in zip(self.quotas, self._running, strict=True)
-        }
-        return {name: row.user + row.system for name, row in times.items()}
+    def cpu_seconds(self) -> dict[str, tuple[float, float]]:
+        """CPU time of each node's own process and of its stage's."""
+        found = {}
+        for name, process in zip(self.quotas, self._running, strict=True):
+            node = psutil.Process(process.pid)
+            stages = [child for child in node.children(recursive=True) if _is_stage(child)]
+            found[name] = _seconds(node), sum(map(_seconds, stages))
+        return found
 
     def _has_measured(self, name: str) -> bool:
         kept = (self._folder / "cache" / name / "peerloom").glob("*")
@@ -282,6 +283,24 @@ class Nodes:
                 process.wait()
 
 
+def _held(plan: dict[str, Any], names: dict[str, str]) -> list[list[Any]]:
+    """Each stage's nodes, first layer, and where it ends."""
+    stages = zip(plan["stages"], plan["layers"], strict=True)
+    return [[*(names.get(peer, peer) for peer in peers), *layers] for peers, layers in stages]
+
+
+def _is_stage(process: psutil.Process) -> bool:
+    try:
+        return "node.stages.process" in process.cmdline()
+    except psutil.Error:
+        return False  # it has just ended
+
+
+def _seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
 def _instant(at: Any) -> float:
     if isinstance(at, int | float):
         return float(at)
@@ -319,26 +338,29 @@ def measured(groups: Groups, steps: int, *, calibrated: bool, shaped: bool = Fal
         }
         if calibrated:
             predicted = three.predicted()
-        marks: list[dict[str, float]] = []
+        marks: list[dict[str, tuple[float, float]]] = []
 
         def on_step(step: int) -> None:
             if step in (STEPS_IGNORED, steps - 1):
-                marks.append(three.node_seconds())
+                marks.append(three.cpu_seconds())
 
+        names = {three.ask(name, "status")["peer"]: name for name in three.quotas}
         seconds, plans = three.train(steps, on_step)
     steady = statistics.median(seconds[STEPS_IGNORED:])
     row: dict[str, Any] = {
         "split": "planned" if calibrated else "even claims",
         "GFLOP/s": rates,
-        "layers": plans[0]["layers"] if plans else None,
+        "layers": _held(plans[0], names) if plans else None,
         "seconds a step": round(steady, 3),
         "samples a second": round(32 / steady, 2),
     }
     if len(marks) == 2:
         count = 16 * (steps - 1 - STEPS_IGNORED)
-        row["node's own ms a micro-batch"] = {
-            name: round(1000 * (marks[1][name] - marks[0][name]) / count, 2) for name in marks[0]
-        }
+        for place, whose in enumerate(("node's own", "its stage's")):
+            row[f"{whose} ms a micro-batch"] = {
+                name: round(1000 * (marks[1][name][place] - marks[0][name][place]) / count, 2)
+                for name in marks[0]
+            }
     if predicted is not None:
         row["Mbit/s"] = links
         row["predicted"] = round(predicted["samples_per_second"], 2)
