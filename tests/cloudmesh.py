@@ -262,6 +262,66 @@ ROWS = (
             "tests/test_runs_end.py::test_only_the_requester_may_stop_a_run"),
     ),
     Row(
+        "data", "not quoted", "Data of many kinds, which travels by itself",
+        ("python -m node train RUN.toml      # data = \"table.csv\"",),
+        {
+            TYPICAL: "a table, arrays, images, text or a URL of these; shards by hash go from peer to "
+                     "peer, and each trainer takes those it is dealt",
+            EXCEPTIONAL: "a cell that is no number is named, with its column, before anyone computes",
+            ALTERNATIVE: "the requester may be gone once it has handed out a copy: others share theirs",
+        },
+        (
+            PLAY,
+            "tests/node/test_sources.py::test_a_table_that_does_not_do_says_where",
+            "tests/node/test_bad_data.py::test_a_bad_file_is_one_error_with_its_name",
+            "tests/node/test_data_files.py::test_a_trainer_takes_the_shards_it_is_dealt_and_the_next",
+            "tests/gossip/test_pieces.py::test_a_swarm_is_four_times_as_quick_as_its_source_alone",
+        ),
+    ),
+    Row(
+        "validate", "not quoted", "Validation, an early end, the best state",
+        ("python -m node train RUN.toml      # [train] validate_every, patience, keep = \"best\"",),
+        {
+            TYPICAL: "every so many steps on samples of its own, told beside the steps",
+            EXCEPTIONAL: "no better for `patience` validations: the run ends",
+            ALTERNATIVE: "`keep = \"best\"`: the result is the state that validated best, not the last",
+        },
+        (
+            PLAY,
+            "tests/test_validation.py::test_a_run_stops_early_at_the_same_step_though_its_committer_dies",
+            "tests/test_validation.py::test_the_result_is_the_state_that_validated_best",
+        ),
+    ),
+    Row(
+        "predict", "not quoted", "Predictions on new samples",
+        ("python -m node predict RUN.toml --run RUN --out outputs.csv --picture confusion.svg",),
+        {
+            TYPICAL: "outputs, metrics by name and a confusion matrix, as a file and a picture",
+            EXCEPTIONAL: "weights of another model are refused",
+            ALTERNATIVE: "samples without labels: outputs alone, and a line that says so",
+        },
+        (
+            PLAY,
+            "tests/test_predict.py::test_outputs_are_those_of_the_model_and_are_compared_with_the_truth",
+            "tests/test_predict.py::test_what_cannot_be_predicted_is_said",
+        ),
+    ),
+    Row(
+        "shares", "not quoted", "Shares by what each has given",
+        ("python -m node receipts", "python -m node train RUN.toml      # [plan] priority, deadline_minutes"),
+        {
+            TYPICAL: "of requesters that always want more, each gets slots in proportion to what it gave, by "
+                     "receipts that both sides have signed",
+            EXCEPTIONAL: "a receipt for a run that was never here is not signed",
+            ALTERNATIVE: "a higher priority goes first, and is paid for with one's own share",
+        },
+        (
+            PLAY,
+            "tests/node/test_turns.py::test_requesters_that_always_want_more_get_shares_by_their_weights",
+            "tests/node/test_receipts.py::test_a_receipt_for_a_run_that_was_never_here_is_not_signed",
+        ),
+    ),
+    Row(
         "federated", "not quoted", "Data that stays with its owner",
         ("python -m node config set own_data scans=/data/scans",
          "python -m node train RUN.toml      # federated = true"),
@@ -292,7 +352,9 @@ KNOWLEDGE = (
     "The report's section 4 has 22 functions (4.1 to 4.22), its section 3 eight exceptions and eight "
     "variations. **Its text is not in this project.** Known are the numbers that the project's plan "
     "quotes, most of them in groups: a row then names the group. Rows without a number are functions "
-    "that the plan asks for by name. Of {} and of the sixteen exceptions and variations nothing is "
+    "that the plan asks for by name. Its experiment is known too: SimpleCNN on CIFAR-10, ten epochs, 74.52 % "
+    "in 10.3 minutes on one machine, 73.70 % in 8.8 on two; docs/headline.md repeats it on data that can be "
+    "had here. Of {} and of the sixteen exceptions and variations nothing is "
     "known here but how many there are: no row claims to be one of them."
 )
 DEFAULTS = (

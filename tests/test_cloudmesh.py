@@ -62,7 +62,7 @@ def play(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Play]:
 
 
 @pytest.mark.skipif(not IS_WRITING and "PEERLOOM_PROCESSES" not in os.environ, reason="PEERLOOM_PROCESSES=1")
-@pytest.mark.parametrize("part", ["looks", "peers", "many", "steering", "federated", "leaving"])
+@pytest.mark.parametrize("part", ["looks", "peers", "data", "many", "steering", "federated", "leaving"])
 def test_a_part_of_the_play_of_three_real_nodes(play: Play, part: str) -> None:
     """In this order; each may be played alone."""
     play.shown = {}
@@ -113,6 +113,46 @@ def _fewer_peers_and_other_devices(play: Play) -> None:
     play.show("watch", play.type("b", "runs", "show", run["run"]), "")
     csv = play.type("b", "runs", "metrics", run["run"], "--csv")
     play.show("watch", csv, "^step,", r"^1,")
+
+
+def _data_and_what_comes_of_it(play: Play) -> None:
+    """A table that does not do and one that does; validation, predictions, and receipts of the work."""
+    rows = [f"{n % 3}.{n % 7},{(n * 5) % 11}.5,{'odd' if n % 3 == 1 else 'even'}\n" for n in range(200)]
+    play.write("bad.csv", "".join(["width,height,label\n", *rows[:20], "wide,1.5,odd\n"]))
+    play.write("table.csv", "".join(["width,height,label\n", *rows]))
+    text = (
+        "import torch\nfrom torch import nn\nfrom partition.capture import Task\n\n\n"
+        "def net():\n"
+        "    model = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 2))\n"
+        "    loss = nn.CrossEntropyLoss(reduction='sum')\n"
+        "    labels = (torch.zeros(2, dtype=torch.long),)\n"
+        "    return Task(model, (torch.zeros(2, 2),), loss=loss, labels=labels)\n"
+    )
+    play.write("net.py", text)
+    run = (
+        'model = "net.py:net"\ndata = "{}"\n[splits]\nvalidation_share = 0.2\n'
+        "[train]\nsteps = 200\nbatch = 32\nlearning_rate = 0.05\nvalidate_every = 2\npatience = 4\n"
+        'keep = "best"\n[plan]\nstages = 1\nreplicas = 2\n'
+    )
+    file = play.write("bad.toml", run.format("bad.csv"))
+    play.show("data", play.type("a", "train", file, code=2), r"bad\.csv: column 'width', sample 21")
+    file = play.write("table.toml", run.format("table.csv"))
+    said = play.type("a", "train", file)
+    play.show("data", said, r"^run \w+ done")
+    lines = [line for line in said.splitlines() if "validation loss" in line]
+    play.show("validate", "\n".join(lines[-3:]), "validation loss")
+    done = play.ask("a", "runs", "list")["runs"][-1]
+    assert done["step"] < 200, "it ended early"
+    assert (done["model"], done["status"]) == ("net", "done")
+    play.show("validate", play.type("a", "runs", "show", done["run"]), r"^\w{16}", "validation")
+    written = ("--out", "outputs.csv", "--picture", "confusion.svg")
+    said = play.type("b", "predict", file, "--run", done["run"], *written)
+    play.show(
+        "predict", said, "samples", "accuracy", r"written to .*outputs\.csv", r"written to .*confusion\.svg"
+    )
+    assert (play.folder / "confusion.svg").read_text().startswith("<svg")
+    play.wait(lambda: "no receipt yet" not in play.type("b", "receipts"))
+    play.show("shares", play.type("b", "receipts"), "^RECEIPT", "measured|for others")
 
 
 def _held(play: Play, name: str) -> tuple[int, list[str]]:
@@ -218,6 +258,7 @@ def _a_requester_that_leaves(play: Play) -> None:
 PARTS: dict[str, Callable[[Play], None]] = {
     "looks": _first_looks,
     "peers": _fewer_peers_and_other_devices,
+    "data": _data_and_what_comes_of_it,
     "many": _many_at_once,
     "steering": _steering,
     "federated": _data_that_stays,
