@@ -243,13 +243,10 @@ class Member:
         over = over if self.commits else None
         self.events.append(RolesGiven(plan, change, lost_steps, over))
         if over is None:
-            self._start_newcomers(life, plan, change)
-
-    def _start_newcomers(self, life: _Life, plan: Plan, change: Change | None) -> None:
-        """The committer has newcomers start; where it is one of them, all others do."""
-        joined = () if change is None else (*(row.peer for row in change.joined), *change.admitted)
-        if self.commits or plan.committer in joined:
-            life.proposer.start(plan, [PeerId(peer) for peer in joined])
+            joined = () if change is None else (*(row.peer for row in change.joined), *change.admitted)
+            life.proposer.start(
+                plan, joined, is_new_committer=before is None or before.committer != plan.committer
+            )
 
     def _in_force(self, life: _Life, reason: str) -> None:
         """The run goes on, with all the replicas it began with or with fewer."""

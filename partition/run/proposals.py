@@ -134,6 +134,7 @@ class Proposer:
         self._no_way_since: float | None = None
         self._pending: _Pending | None = None
         self._starting: dict[int, tuple[Plan, PeerId]] = {}
+        self._newcomers: list[bytes] = []  # whom no answer of theirs shows to have begun
         self._has_brought = False
 
     # What is known
@@ -253,6 +254,7 @@ class Proposer:
         if number in self._starting:
             plan, peer = self._starting.pop(number)
             if isinstance(reply, Done):
+                self._newcomers = [other for other in self._newcomers if other != peer]
                 self.events.append(NewcomerStarted(plan, peer))
             else:
                 self.events.append(NewcomerFailed(plan, peer, reply.reason))
@@ -291,9 +293,20 @@ class Proposer:
         seconds = timeouts.BUSY_SECONDS_MIN if last is None else min(2 * last.seconds, timeouts.BUSY_SECONDS)
         self._busy[peer] = _Refusal(now + seconds, seconds)
 
-    def start(self, plan: Plan, peers: Collection[PeerId]) -> None:
-        """Have newcomers start with a plan that is in force."""
-        for peer in [peer for peer in peers if peer != self._me]:
+    def start(self, plan: Plan, joined: Collection[bytes], *, is_new_committer: bool) -> None:
+        """Have newcomers begin with a plan that is in force, by which these `joined`.
+
+        The committer does it; where it is one of them, all others do. One that follows another committer has
+        those begin too whom the other may not have told: it may have been cut off before.
+        """
+        everybody = dict.fromkeys((*joined, *self._newcomers))
+        self._newcomers = [peer for peer in everybody if peer in plan.roster]
+        if plan.committer == self._me or plan.committer in self._newcomers:
+            for peer in self._newcomers if is_new_committer else joined:
+                self._start(plan, PeerId(peer))
+
+    def _start(self, plan: Plan, peer: PeerId) -> None:
+        if peer != self._me:
             number = self.asks.put(peer, StartRun(plan), timeouts.LEASE_SECONDS_MAX)
             self._starting[number] = plan, peer
 

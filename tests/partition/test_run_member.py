@@ -561,3 +561,13 @@ def test_the_first_plan_is_not_brought_where_its_requester_lives_or_dies_later()
     node.die(REQUESTER)
     node.at(timeouts.NEW_MEMBER_GRACE_SECONDS)
     assert brought(node) == []
+
+
+def test_a_new_committer_has_those_begin_whom_the_last_one_may_not_have_told() -> None:
+    node = Node(ONE).begin()
+    node.decided(Change(lost=(TWO,)))
+    node.decided(Change(joined=(Joining(SPARE, 0, 9),)))
+    assert brought(node) == [], "its committer does"
+    plan = node.decided(Change(lost=(REQUESTER,)))
+    assert plan.committer == node.me
+    assert brought(node) == [SPARE]

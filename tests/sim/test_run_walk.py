@@ -20,6 +20,8 @@ from sim.seeds import seeded_rng
 from tests.sim.runs_world import BEGINS, Troubled, scenario, training
 
 EVENTS_WANTED = int(os.environ.get("PEERLOOM_RUN_WALK_EVENTS", "3000"))
+FOUND = (3_058,)
+"""A requester came back by a plan of which the committer never heard, and was made the next committer."""
 PEERS = 7
 TROUBLE_SECONDS = 40.0
 AWAY_SECONDS_MAX = 15.0
@@ -130,6 +132,13 @@ def test_every_run_ends_whatever_befalls_its_members(monkeypatch: pytest.MonkeyP
         outcomes += Counter(ends)
     print(f"{seed} walks, calls {dict(calls)}, troubles {dict(kinds)}, ends {dict(outcomes)}")  # noqa: T201
     assert outcomes["done"] > 0.9 * seed
+
+
+@pytest.mark.parametrize("seed", FOUND)
+def test_a_run_ends_that_once_did_not(seed: int) -> None:
+    played, _trouble = walk(seed)
+    played.play()
+    assert {row.event.outcome for row in played.story.of(RunEnded)} == {"done"}
 
 
 def test_every_cause_in_the_table_of_states_happens(monkeypatch: pytest.MonkeyPatch) -> None:
