@@ -11,6 +11,7 @@ from typing import Any
 from node import state as views
 from node.averaging.once import Averaged
 from node.events import Event, JoinTried
+from node.history import EventHistory
 from node.library.directory import Directory, Entry, FoundNode, StoredEntry
 from node.library.handles import RunHandle, RunResult
 from node.library.portal import Portal
@@ -42,7 +43,9 @@ class BlockingRunHandle:
 
     @property
     def metrics(self) -> tuple[dict[str, Any], ...]:
-        """What was measured, a row a step, by name: loss, seconds, accuracy and the model's own metrics."""
+        """What was measured, a row a step, by name: loss, seconds, accuracy, the model's own metrics, and the
+        joules of this machine where its hardware counts them.
+        """
         return self._portal.call_sync(lambda: self._of.metrics)
 
     def show(self) -> dict[str, Any]:
@@ -176,6 +179,16 @@ class BlockingSurface:
     def __init__(self, portal: Portal[Any], of: Surface) -> None:
         self._portal = portal
         self._of = of
+
+    @property
+    def state(self) -> views.State:
+        """What this node knows, as any screen may show it."""
+        return self._portal.call_sync(lambda: self._of.state)
+
+    @property
+    def history(self) -> EventHistory:
+        """The newest events, numbered."""
+        return self._portal.call_sync(lambda: self._of.history)
 
     @property
     def id(self) -> str:

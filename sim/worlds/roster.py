@@ -10,6 +10,7 @@ from crypto.contact import Address
 from crypto.facts import IdentitySigner, Signer
 from crypto.identity import PeerId
 from gossip.member import Profile
+from node.protocols.runs import RUNS_WORD
 from node.services.capacity import Capacity
 from node.services.metadata import encode_metadata
 from node.services.standing import look_at
@@ -67,6 +68,6 @@ class Roster:
 
 def _metadata(offered: Capacity) -> bytes:
     """What a whole node with this capacity says when it joins."""
-    words = {"stages": True, "fenced": True, "calibrated": False}
+    words = {RUNS_WORD: True, "stages": True, "fenced": True, "calibrated": False}
     standing = look_at(None, offered, words, 1, (), is_measured=False)
     return encode_metadata(offered, accepts_runs=True, standing=standing)
