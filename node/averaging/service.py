@@ -18,6 +18,7 @@ from crypto.identity import PeerId
 from gossip import matchmaking, roster
 from gossip.averaging.messages import CHUNK_BYTES_MAX
 from gossip.averaging.messages import PROTOCOL as ATTEMPT_PROTOCOL
+from node.averaging.declarations import Declarations
 from node.averaging.participation import Participation, Service
 from node.averaging.rounds import Gate
 from node.averaging.runner import MESSAGE_BYTES_MAX, Runner, read_message
@@ -176,13 +177,11 @@ class Averaging:
     async def _declare(self, run: Participation) -> None:
         """Say in the DHT that this node takes part, and ask it who else does."""
         pause = LOOK_SECONDS_MIN
-        is_declared = False
+        declared = Declarations(self._discovery, run.peer, PURPOSE, run.key)
         while True:
             if len(self._live()) > 1:  # alone, there is nobody to tell or to ask
-                if not is_declared:
-                    is_declared = await self._discovery.publish(PURPOSE, run.key, run.roster.signature) > 1
-                records = await self._discovery.find(PURPOSE, run.key)
-                peers = [record.publisher for record in records]
+                await declared.declare(run.roster.signature)
+                peers = await declared.look()
                 self._roster_driver.command(lambda now, peers=peers: run.roster.introduce(now, peers))  # type: ignore[misc]  # bound now
             await trio.sleep(pause)
             pause = min(2 * pause, LOOK_SECONDS_MAX)
@@ -191,12 +190,12 @@ class Averaging:
         """Say in the DHT, for so long, that this node wants a group under this key, and tell the wish of
         others that say so. Runs until cancelled."""
         with contain("declaring of a group"):
+            declared = Declarations(self._discovery, self._seams.network.peer, GROUP_PURPOSE, key)
+            until = trio.current_time() + seconds
             async with trio.open_nursery() as nursery:
-                publish = self._discovery.publish_for
-                nursery.start_soon(publish, GROUP_PURPOSE, key, b"", seconds)
                 while True:
-                    records = await self._discovery.find(GROUP_PURPOSE, key)
-                    peers = [record.publisher for record in records]
+                    nursery.start_soon(declared.declare, b"", max(1.0, until - trio.current_time()))
+                    peers = await declared.look()
                     self._match_driver.command(lambda _, peers=peers: self._matches.introduce(key, peers))  # type: ignore[misc]  # bound now
                     await trio.sleep(GROUP_LOOK_SECONDS)
 

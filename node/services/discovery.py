@@ -205,6 +205,11 @@ class Discovery:
         if len(self._sought) < SOUGHT_MAX:
             self._driver.command(begin)
 
+    @property
+    def publishers_max(self) -> int:
+        """How many publishers a node keeps records of under one key."""
+        return self._core.settings.records_per_key_max
+
     @staticmethod
     def key(purpose: str, name: bytes) -> Key:
         """Return where a record of this purpose and name stands."""

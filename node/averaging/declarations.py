@@ -1,0 +1,84 @@
+"""What peers declare under one name in the DHT, by more of them than one key holds.
+
+A node keeps records of so many publishers under one key and refuses the rest, and what peers declared that
+have gone since stays until it expires. So declarations stand in shards of their name: those of peers whose
+own keys begin with the same bits. All begin with the shard of no bits. Where one is nearly full, whoever
+looks goes on to its two halves, and whoever declares to the half of its own. Nobody decides when: all see
+how full it is.
+"""
+
+from functools import partial
+
+import trio
+
+from crypto.identity import PeerId
+from dht.capabilities import prefix_of
+from dht.keys import node_key
+from dht.records import Record
+from node.services.discovery import Discovery
+
+FULL_SHARE = 0.75
+"""A shard with so much of what a key holds is split: those that find it so may come all at once."""
+DEPTH_MAX = 16
+READS_MAX = 16
+"""Shards that one look reads: with 48 records in each, more than a peer can use."""
+
+
+class Declarations:
+    """Those under one name, and this node's own."""
+
+    def __init__(self, discovery: Discovery, peer: PeerId, purpose: str, name: bytes) -> None:
+        self._discovery = discovery
+        self._peer = peer
+        self._purpose = purpose
+        self._name = name
+        self._depth = 0
+        self._stored: set[int] = set()
+
+    async def declare(self, value: bytes, seconds: float | None = None) -> None:
+        """Store this node's record in the shard that the last look found for it, for so many seconds (None:
+        as long as the node runs), unless it stands there already."""
+        depth = self._depth
+        if depth in self._stored:
+            return
+        self._stored.add(depth)
+        name = self._shard(depth, self._own(depth))
+        stored = await self._discovery.publish_for(self._purpose, name, value, seconds)
+        if stored.acknowledged <= 1:  # kept by this node alone: there was no room, or nobody answered
+            self._stored.discard(depth)
+
+    async def look(self) -> list[PeerId]:
+        """Return who has declared, as far as READS_MAX shards tell."""
+        found: dict[PeerId, None] = {}
+        read, has_place = 0, False
+        shards = [(0, 0)]
+        while shards:
+            records: dict[tuple[int, int], tuple[Record, ...]] = {}
+            async with trio.open_nursery() as nursery:
+                for shard in shards:
+                    nursery.start_soon(partial(self._read, shard, records))
+            read += len(shards)
+            split: list[tuple[int, int]] = []
+            for (depth, prefix), there in records.items():
+                publishers = [record.publisher for record in there]
+                found.update(dict.fromkeys(publishers))
+                is_full = len(publishers) >= FULL_SHARE * self._discovery.publishers_max
+                is_full = is_full and depth < DEPTH_MAX
+                if prefix == self._own(depth) and not has_place:
+                    has_place = not is_full or self._peer in publishers
+                    self._depth = depth if has_place else depth + 1
+                if is_full:
+                    split += [(depth + 1, 2 * prefix), (depth + 1, 2 * prefix + 1)]
+            # Its own first: where it declares it must look.
+            split.sort(key=lambda shard: shard[1] != self._own(shard[0]))
+            shards = split[: READS_MAX - read]
+        return list(found)
+
+    async def _read(self, shard: tuple[int, int], records: dict[tuple[int, int], tuple[Record, ...]]) -> None:
+        records[shard] = await self._discovery.find(self._purpose, self._shard(*shard))
+
+    def _own(self, depth: int) -> int:
+        return prefix_of(node_key(self._peer), depth)
+
+    def _shard(self, depth: int, prefix: int) -> bytes:
+        return self._name + f"/{depth}/{prefix:x}".encode() if depth else self._name

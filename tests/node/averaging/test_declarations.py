@@ -1,0 +1,73 @@
+"""Declarations under one name by more peers than a key of the DHT holds. Virtual time, whole nodes."""
+
+from functools import partial
+
+import pytest
+import trio
+
+from crypto.identity import PeerId
+from dht.settings import Settings
+from node import runtime
+from node.averaging.declarations import Declarations
+from node.services.discovery import Discovery
+from sim.worlds.scheduling import run_virtually
+from tests.stack import Swarm, swarm
+
+KEPT = 4
+"""Publishers under one key: as 64 of them crowd out further ones, these do."""
+NAMES = "abcdefghijkl"
+NAME = bytes(32)
+
+
+@pytest.fixture(autouse=True)
+def small_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = Settings(records_per_key_max=KEPT)
+    monkeypatch.setattr(runtime, "Discovery", partial(Discovery, settings=small))
+
+
+def declarations(group: Swarm) -> dict[str, Declarations]:
+    nodes = group.nodes.items()
+    return {name: Declarations(node.discovery, node.peer, "test", NAME) for name, node in nodes}
+
+
+async def settle(found: list[Declarations], looks: int = 5) -> list[set[PeerId]]:
+    """Declare and look, all together, as participants do; what each sees at last."""
+    seen: dict[int, set[PeerId]] = {}
+
+    async def follow(place: int) -> None:
+        for _ in range(looks):
+            await found[place].declare(b"")
+            seen[place] = set(await found[place].look())
+            await trio.sleep(1.0)
+
+    async with trio.open_nursery() as nursery:
+        for place in range(len(found)):
+            nursery.start_soon(follow, place)
+    return [seen[place] for place in range(len(found))]
+
+
+def test_all_declarers_are_seen_where_a_key_holds_only_some_of_them() -> None:
+    async def play() -> None:
+        async with swarm(NAMES) as group:
+            seen = await settle(list(declarations(group).values()))
+            everybody = {node.peer for node in group.nodes.values()}
+            assert all(each == everybody for each in seen), [len(each) for each in seen]
+            for node in group.nodes.values():  # and no key was asked to hold more than it may
+                assert len(await node.discovery.find("test", NAME)) < len(NAMES)
+
+    run_virtually(play)
+
+
+def test_records_of_those_that_have_gone_hide_nobody() -> None:
+    async def play() -> None:
+        async with swarm(NAMES) as group:
+            all_of_them = declarations(group)
+            await settle([all_of_them[name] for name in NAMES[:KEPT]], 2)
+            for name in NAMES[:KEPT]:
+                group.kill(name)
+            late = NAMES[KEPT:]
+            seen = await settle([all_of_them[name] for name in late])
+            alive = {group.nodes[name].peer for name in late}
+            assert all(each >= alive for each in seen), [len(each & alive) for each in seen]
+
+    run_virtually(play)
