@@ -72,7 +72,7 @@ POLITE_NOT = Setting("1 thread, niceness 0", 1, niceness=0)
 
 @contextmanager
 def busy(count: int) -> Iterator[None]:
-    """So many processes that compute all the time."""
+    """Run `count` processes that compute all the time."""
     processes = [subprocess.Popen([sys.executable, "-c", BURN]) for _ in range(count)]
     try:
         yield

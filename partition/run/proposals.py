@@ -296,8 +296,8 @@ class Proposer:
     def start(self, plan: Plan, joined: Collection[bytes], *, is_new_committer: bool) -> None:
         """Have newcomers begin with a plan that is in force, by which these `joined`.
 
-        The committer does it; where it is one of them, all others do. One that follows another committer has
-        those begin too whom the other may not have told: it may have been cut off before.
+        The committer does it; where the committer is a newcomer itself, all others do. A new committer also
+        asks the newcomers of earlier plans that have not answered, for the one before may have been cut off.
         """
         everybody = dict.fromkeys((*joined, *self._newcomers))
         self._newcomers = [peer for peer in everybody if peer in plan.roster]
