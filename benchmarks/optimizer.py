@@ -1,10 +1,12 @@
 """What `me.optimizer` costs in a training loop: alone in its run, and while it averages with a peer.
 
-A perceptron of 10 million parameters. Alone, the wrapped optimizer and the plain one take turns of two steps
-in one process; compared are the turns of the lower quartile, so that what else the machine does falls out.
-The node runs, as in any script, in a thread of the same process. With a peer (a second process, each with a
-core), parameters are averaged every so many local steps; blocking is what `step` took beyond the wrapped
-optimizer's own step, in parts of the time of all steps.
+A perceptron of 10 million parameters. Alone, the wrapped optimizer and the plain one take turns of one step
+in one process, the plain one twice, in an order that changes; compared is each wrapped step with the two
+plain steps beside it, and the median of these ratios is the figure, for single steps differ by a third on a
+shared machine. The two plain steps compared with each other in the same way say how far the figure can be
+trusted. The node runs, as in any script, in a thread of the same process. With a peer (a second process,
+each with a core), parameters are averaged every so many local steps; blocking is what `step` took beyond
+the wrapped optimizer's own step, in parts of the time of all steps.
 """
 
 import multiprocessing
@@ -23,7 +25,7 @@ from node.library.sync import SyncNode, sync
 
 WIDTH = 2_200
 BATCH = 32
-TURN_STEPS, TURNS, TURNS_QUICK = 2, 100, 20
+TURNS, TURNS_QUICK = 150, 70
 LOCAL_STEPS, ROUNDS, ROUNDS_QUICK = 50, 4, 1
 ALONE_GOAL, BLOCKING_GOAL = 2.0, 5.0
 ANSWER_SECONDS = 240.0
@@ -77,18 +79,22 @@ def alone(turns: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, sync(settings(folder, "alone", "")) as me:
         script = Script(0)
         wrapped = me.optimizer(script.plain, run_id="overhead", local_steps=LOCAL_STEPS)
-        script.steps(wrapped, TURN_STEPS)
-        owns, plains = [], []
-        for _ in range(turns):
-            owns.append(script.steps(wrapped, TURN_STEPS))
-            plains.append(script.steps(script.plain, TURN_STEPS))
-        own, plain = (statistics.quantiles(each, n=4)[0] for each in (owns, plains))
+        script.steps(wrapped, 2)
+        arms = {"wrapped": wrapped, "plain": script.plain, "again": script.plain}
+        seconds: dict[str, list[float]] = {name: [] for name in arms}
+        for turn in range(turns):
+            for place in range(len(arms)):
+                name = list(arms)[(turn + place) % len(arms)]
+                seconds[name].append(script.steps(arms[name], 1))
+        pairs = list(zip(seconds["plain"], seconds["again"], strict=True))
+        ratios = [2 * own / sum(pair) for own, pair in zip(seconds["wrapped"], pairs, strict=True)]
         inside = wrapped.stats.blocked_seconds / wrapped.stats.global_step
     return {
         "case": "alone",
         "parameters": script.parameters,
-        "step_ms": round(1e3 * plain / TURN_STEPS, 2),
-        "overhead_percent": round(100 * (own / plain - 1), 2),
+        "step_ms": round(1e3 * statistics.median(seconds["plain"]), 2),
+        "overhead_percent": round(100 * (statistics.median(ratios) - 1), 2),
+        "plain_beside_itself_percent": round(100 * (statistics.median(b / a for a, b in pairs) - 1), 2),
         "inside_step_microseconds": round(1e6 * inside, 1),
     }
 
