@@ -77,7 +77,8 @@ soak: $(READY)
 	$(BIN)/python benchmarks/gossip_digits.py
 	$(BIN)/python benchmarks/gossip_digits.py --columns
 	PEERLOOM_PROCESSES=1 $(BIN)/python -m pytest -s tests/test_local_processes.py tests/test_links_processes.py \
-		tests/test_cloudmesh.py tests/test_demo.py tests/test_hostile_member_processes.py
+		tests/test_cloudmesh.py tests/test_demo.py tests/test_hostile_member_processes.py \
+		tests/node/test_calibration.py
 	PEERLOOM_TURNS_SEEDS=50 $(BIN)/python -m pytest -s tests/node/test_turns.py
 	PEERLOOM_STRESS_SECONDS=600 PEERLOOM_STRESS_PEERS=10 $(BIN)/python -m pytest -s tests/node/averaging/test_stress.py
 	PEERLOOM_GRID_PEERS=27 PEERLOOM_GRID_GROUP=3 $(BIN)/python -m pytest -s tests/node/averaging/test_grid_of_nodes.py

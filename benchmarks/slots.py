@@ -9,6 +9,7 @@ left is what they do to each other: memory bandwidth, caches, clocks.
 
 import argparse
 import sys
+import threading
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -31,7 +32,8 @@ def main() -> int:
     for slots in options.slots:
         threads = max(1, cores // slots)
         found = [
-            measure_now(Wanted("cpu", "float32", threads, count), seconds) for count in (1, slots, 1, slots)
+            measure_now(Wanted("cpu", "float32", threads, count), seconds, threading.Event())
+            for count in (1, slots, 1, slots)
         ]
         if any(each is None for each in found):
             raise SystemExit("torch computes nothing here")

@@ -109,7 +109,7 @@ class Playground:
     def __init__(self, folder: Path, model: bytes) -> None:
         self.folder = folder
         (folder / "model.peerloom").write_bytes(model)
-        self.swarm = SwarmProcesses(folder, "kills", time.sleep)
+        self.swarm = SwarmProcesses(folder, "kills", time.sleep, calibrate=False)
         self.killed: set[str] = set()
         self._stages: set[psutil.Process] = set()
         self._commands: list[Command] = []

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 def training(tmp_path: Path) -> Iterator[SwarmProcesses]:
     """Five nodes; the page is d's."""
     require()
-    swarm = SwarmProcesses(tmp_path, "browser", time.sleep, with_page="d")
+    swarm = SwarmProcesses(tmp_path, "browser", time.sleep, with_page="d", calibrate=False)
     try:
         swarm.launch("abcde")
         before = None

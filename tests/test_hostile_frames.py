@@ -435,6 +435,7 @@ async def real_nodes(folder: Path, names: str) -> AsyncIterator[list[Node]]:
                 swarm=config.Swarm(preset="lan"),
                 listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
                 join=config.Join(lan=False),
+                resources=config.Resources(calibrate=False),
             )
             node = Node(
                 settings,

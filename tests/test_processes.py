@@ -37,7 +37,7 @@ def captured() -> Model:
 @pytest.fixture
 def processes(tmp_path: Path, captured: Model) -> Iterator[SwarmProcesses]:
     """Two nodes of their own; also before the test's time begins, for a busy machine starts them slowly."""
-    swarm = SwarmProcesses(tmp_path, SWARM, time.sleep)
+    swarm = SwarmProcesses(tmp_path, SWARM, time.sleep, calibrate=False)
     try:
         swarm.launch(NAMES)
         first = swarm.start(NAMES[0], None)
@@ -56,6 +56,7 @@ def _settings(folder: Path) -> config.Config:
         swarm=config.Swarm(name=SWARM, preset="local"),
         listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
         join=config.Join(lan=False),
+        resources=config.Resources(calibrate=False),
     )
 
 
@@ -113,7 +114,7 @@ async def test_a_run_is_stopped_and_a_node_leaves_by_the_command_line(
         out = capsys.readouterr().out
         return code, json.loads(out) if out else {}
 
-    swarm = SwarmProcesses(tmp_path, SWARM, time.sleep)
+    swarm = SwarmProcesses(tmp_path, SWARM, time.sleep, calibrate=False)
     try:
         swarm.launch("a")
         other = swarm.start("a", None)

@@ -31,7 +31,7 @@ RECORDS = 2 * COUNT
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SwarmProcesses]:
     """All have stored records, were killed, and were started again."""
     folder = tmp_path_factory.mktemp("swarm")
-    before, again = (SwarmProcesses(folder, "processes", time.sleep) for _ in range(2))
+    before, again = (SwarmProcesses(folder, "processes", time.sleep, calibrate=False) for _ in range(2))
     try:
         begin(before)
         for number in range(RECORDS):

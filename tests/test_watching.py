@@ -18,7 +18,9 @@ from node.cli.main import run
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SwarmProcesses]:
     """a has a page, b has none."""
-    nodes = SwarmProcesses(tmp_path_factory.mktemp("nodes"), "watching", time.sleep, with_page="a")
+    nodes = SwarmProcesses(
+        tmp_path_factory.mktemp("nodes"), "watching", time.sleep, with_page="a", calibrate=False
+    )
     try:
         nodes.launch("ab")
         first = nodes.start("a", None)

@@ -11,12 +11,13 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 import msgspec
 from blake3 import blake3
@@ -44,6 +45,8 @@ BESIDE_FACTOR = 1.5
 """A process of another slot measures for so many times as long, so that it is busy until the end."""
 TYPICAL = Amount(1, 10 * MEGA, 1 << 20)
 """What one operator of a small model may do, to weigh the parts of a pace."""
+LOOK_SECONDS = 0.1
+"""How often whoever measures, or waits until it may, looks whether that is still wanted."""
 NICENESS = 5
 """As a stage's process, whose share of a processor is to be known."""
 
@@ -92,25 +95,32 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "peerloom"
 
 
-def calibrate(wanted: Wanted, folder: Path, meter: EnergyMeter | None = None) -> Calibration | None:
+def calibrate(
+    wanted: Wanted, folder: Path, meter: EnergyMeter | None = None, given_up: threading.Event | None = None
+) -> Calibration | None:
     """The calibration of this machine, from the cache or measured; None where it cannot be. Blocks for some
     seconds, and for as long as another node of this machine measures: call it in a thread.
 
-    `meter` reads what the machine draws; by default what its hardware counts, if that can be read.
+    `meter` reads what the machine draws; by default what its hardware counts, if that can be read. Once
+    `given_up` is set, it returns None soon, and leaves no process behind.
     """
+    given_up = given_up or threading.Event()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "calibration.lock").open("w") as lock:
             # Two that measure at once measure each other.
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not _locked(lock, given_up):
+                return None
             known = _read(folder / wanted.key)
             if known is None:
-                found = _with_power(meter or EnergyMeter(), lambda: measure_now(wanted, CALIBRATION_SECONDS))
+                found = _with_power(
+                    meter or EnergyMeter(), lambda: measure_now(wanted, CALIBRATION_SECONDS, given_up)
+                )
                 if found is not None:
-                    found = with_own_work(found)
+                    found = with_own_work(found, given_up)
                     _write(folder / wanted.key, msgspec.structs.replace(found, share_permille=1000))
                 return found
-            found = measure_now(wanted, SHARE_SECONDS)
+            found = measure_now(wanted, SHARE_SECONDS, given_up)
             share = known.share_permille if found is None else found.share_permille
             return msgspec.structs.replace(known, share_permille=share)
     except OSError:
@@ -163,7 +173,7 @@ def slowdown(alone: Calibration, beside: Calibration) -> float:
     return sum(ratios) / len(ratios) if ratios else 1.0
 
 
-def measure_now(wanted: Wanted, seconds: float) -> Calibration | None:
+def measure_now(wanted: Wanted, seconds: float, given_up: threading.Event) -> Calibration | None:
     """Measure in a process that ends with it; None where that fails. The other slots are as busy meanwhile:
     each measures too, for longer, and is not asked for what it found."""
     with ExitStack() as stack:
@@ -172,10 +182,32 @@ def measure_now(wanted: Wanted, seconds: float) -> Calibration | None:
                 stack.callback(_end, _begin(wanted, seconds * BESIDE_FACTOR))
             own = _begin(wanted, seconds)
             stack.callback(_end, own)
-            said, _ = own.communicate(timeout=PROCESS_SECONDS_MAX)
+            said = _said(own, given_up)
             return None if own.returncode else decode_calibration(bytes.fromhex(said.decode().strip()))
         except (subprocess.SubprocessError, OSError, ValueError, RemoteProtocolError):
             return None
+
+
+def _locked(lock: IO[str], given_up: threading.Event) -> bool:
+    """Wait until this node may measure; False if it is given up before."""
+    while not given_up.is_set():
+        with suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        given_up.wait(LOOK_SECONDS)
+    return False
+
+
+def _said(process: "subprocess.Popen[bytes]", given_up: threading.Event) -> bytes:
+    """All that a process says until it ends. Raises subprocess.TimeoutExpired where it takes too long, or is
+    given up."""
+    until = time.monotonic() + PROCESS_SECONDS_MAX
+    while True:
+        try:
+            return process.communicate(timeout=min(LOOK_SECONDS, PROCESS_SECONDS_MAX))[0]
+        except subprocess.TimeoutExpired:
+            if given_up.is_set() or time.monotonic() > until:
+                raise
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
@@ -183,12 +215,12 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     process.communicate()
 
 
-def with_own_work(calibration: Calibration) -> Calibration:
+def with_own_work(calibration: Calibration, given_up: threading.Event) -> Calibration:
     """Return it with what a node takes beside the stage's process, as its own parts take it in a process of
     theirs; unchanged where that cannot be measured."""
     process = _spawn(["node.pipeline.own_work"])
     try:
-        said, _ = process.communicate(timeout=PROCESS_SECONDS_MAX)
+        said = _said(process, given_up)
         microbatch, mebibyte, step = (min(2**53, 1_000 * int(word)) for word in said.split())
     except (subprocess.SubprocessError, ValueError):
         return calibration

@@ -4,6 +4,7 @@ Two records a peer: its calibration, and what it observed of others. They are as
 say they are calibrated, before a plan is made. Not here: how any of it is measured.
 """
 
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -91,7 +92,13 @@ class Measurements:
         """Find out what a stage's process does here, in a thread, say so by `calibrated`, and go on as `run`
         does once this node has `met` others. Returns where it cannot be found out; and where it was found out
         before, once it is told anew."""
-        found = await trio.to_thread.run_sync(partial(calibrate, wanted, folder), abandon_on_cancel=True)
+        given_up = threading.Event()
+        try:
+            found = await trio.to_thread.run_sync(
+                partial(calibrate, wanted, folder, given_up=given_up), abandon_on_cancel=True
+            )
+        finally:
+            given_up.set()
         if found is None:
             return
         is_new, self.calibration = self.calibration is None, found

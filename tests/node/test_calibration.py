@@ -1,10 +1,15 @@
 """Measuring what operators take here: once, kept for the machine, and without harm where it cannot be."""
 
+import fcntl
 import os
+import signal
+import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -75,6 +80,9 @@ def test_every_class_is_measured_once_and_kept(alone: Calibration, cache: Path) 
     assert len(encode_calibration(alone)) <= 900, "does not fit a record"
 
 
+@pytest.mark.skipif(
+    os.environ.get("PEERLOOM_PROCESSES") != "1", reason="three processes measure: PEERLOOM_PROCESSES=1"
+)
 def test_several_slots_are_measured_as_busy_as_they_will_be_and_kept_apart(
     alone: Calibration, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,7 +98,7 @@ def test_a_kept_one_is_used_as_it_is_but_for_the_share(
 ) -> None:
     (tmp_path / HERE.key).write_bytes(encode_calibration(REFERENCE))
     half = msgspec.structs.replace(REFERENCE, kinds=(), share_permille=500)
-    monkeypatch.setattr(calibration, "measure_now", lambda wanted, seconds: half)
+    monkeypatch.setattr(calibration, "measure_now", lambda *_: half)
     found = calibrate(HERE, tmp_path)
     assert found is not None
     assert found.kinds == REFERENCE.kinds
@@ -108,7 +116,7 @@ def test_what_the_machine_draws_is_measured_where_it_is_counted(
         joules[0] += seconds * watts
         zone(tmp_path, "intel-rapl:0", int(joules[0] * 1e6))
 
-    def measure(wanted: Wanted, seconds: float) -> Calibration:
+    def measure(*_: object) -> Calibration:
         passes(8.0, 35.0)
         return REFERENCE
 
@@ -116,7 +124,7 @@ def test_what_the_machine_draws_is_measured_where_it_is_counted(
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(time, "sleep", lambda seconds: passes(seconds, 9.0))
     monkeypatch.setattr(calibration, "measure_now", measure)
-    monkeypatch.setattr(calibration, "with_own_work", lambda found: found)
+    monkeypatch.setattr(calibration, "with_own_work", lambda found, _: found)
     found = calibrate(HERE, tmp_path / "cache", EnergyMeter(tmp_path))
     assert found is not None
     assert (found.busy_milliwatts, found.idle_milliwatts) == (35_000, 9_000)
@@ -135,17 +143,48 @@ def test_where_nothing_can_be_measured_the_first_guess_stays(
     assert calibrate(HERE, tmp_path / "file" / "folder") is None
 
 
+def test_a_node_that_ends_leaves_no_process_that_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_up = threading.Event()
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Started(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            super().__init__(*arguments, **settings)
+            started.append(self)
+            given_up.set()
+
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    assert calibrate(HERE, tmp_path, given_up=given_up) is None
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
+    assert [path.name for path in tmp_path.iterdir()] == ["calibration.lock"]
+
+
+def test_a_node_that_ends_waits_no_longer_for_one_that_measures(tmp_path: Path) -> None:
+    given_up = threading.Event()
+    found: list[Calibration | None] = []
+    with (tmp_path / "calibration.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waiting = threading.Thread(target=lambda: found.append(calibrate(HERE, tmp_path, given_up=given_up)))
+        waiting.start()
+        assert found == []
+        given_up.set()
+        waiting.join(30)
+        assert found == [None]
+
+
 def test_where_the_nodes_own_work_cannot_be_measured_nothing_is_added_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(calibration, "PROCESS_SECONDS_MAX", 0.01)
-    assert calibration.with_own_work(REFERENCE) == REFERENCE
+    assert calibration.with_own_work(REFERENCE, threading.Event()) == REFERENCE
 
 
 def test_a_damaged_file_is_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / HERE.key).write_bytes(b"\x93damaged")
-    monkeypatch.setattr(calibration, "measure_now", lambda wanted, seconds: REFERENCE)
-    monkeypatch.setattr(calibration, "with_own_work", lambda found: found)
+    monkeypatch.setattr(calibration, "measure_now", lambda *_: REFERENCE)
+    monkeypatch.setattr(calibration, "with_own_work", lambda found, _: found)
     assert calibrate(HERE, tmp_path) == REFERENCE
     assert decode_calibration((tmp_path / HERE.key).read_bytes()) == REFERENCE
 

@@ -99,6 +99,7 @@ async def test_a_node_with_a_key_file_is_met_by_members_only(
     path = key_file(tmp_path, KEYS[0].hex())
     environment = {"PEERLOOM_KEY_FILE": str(path), "PEERLOOM_DATA_DIR": str(tmp_path / "data")}
     environment |= {"PEERLOOM_LISTEN": "127.0.0.1:0", "PEERLOOM_SWARM": "test"}
+    environment["PEERLOOM_CALIBRATE"] = "false"
     async with Node(resolve({}, environment)) as node:
         member, outsider = make_network("m", keys=[KEYS[0]]), make_network("o", keys=[KEYS[1]])
         address = node.network.addresses[0]

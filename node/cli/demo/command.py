@@ -111,7 +111,10 @@ def _play(
     """
     stop, screen = StopFlag(), DemoScreen(stream)
     nodes_folder = Path(tempfile.mkdtemp(prefix="peerloom-demo-"))
-    swarm = SwarmProcesses(nodes_folder, f"demo-{secrets.token_hex(4)}", stop.pause, with_page=PAGE_NODE)
+    # Its run says how many stages there are; five nodes that calibrate would only hold it up.
+    swarm = SwarmProcesses(
+        nodes_folder, f"demo-{secrets.token_hex(4)}", stop.pause, with_page=PAGE_NODE, calibrate=False
+    )
     capturing = Capturing(folder / RUN_NAME, nodes_folder / GRAPH_NAME)
 
     def force() -> None:

@@ -66,15 +66,24 @@ class SwarmProcesses:
     """The nodes of one swarm, below `folder`. Use `close` in the end, whatever happened.
 
     The preset `host` notices a killed process in a second or two, at the price of five probes a second, and
-    holds none for dead that a busy machine lets stand for 3 s.
+    holds none for dead that a busy machine lets stand for 3 s. They need not `calibrate`, which
+    takes a core for some seconds a node, where nothing hangs on how they are planned for.
     """
 
     def __init__(
-        self, folder: Path, swarm: str, pause: Pause, *, preset: str = "host", with_page: str = ""
+        self,
+        folder: Path,
+        swarm: str,
+        pause: Pause,
+        *,
+        preset: str = "host",
+        with_page: str = "",
+        calibrate: bool = True,
     ) -> None:
         self.folder = folder
         self._preset = preset
         self._with_page = with_page
+        self._settings = _UNFENCED | {f"{ENVIRONMENT_PREFIX}CALIBRATE": str(calibrate).lower()}
         self.nodes: dict[str, Neighbour] = {}
         self._swarm = swarm
         self._pause = pause
@@ -93,7 +102,7 @@ class SwarmProcesses:
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=_environment(os.environ) | {"TMPDIR": str(temporary)} | _UNFENCED,
+                    env=_environment(os.environ) | {"TMPDIR": str(temporary)} | self._settings,
                     start_new_session=True,
                 )
 

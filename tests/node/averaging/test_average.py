@@ -28,6 +28,7 @@ def settings(folder: Path, name: str) -> config.Config:
         swarm=config.Swarm(name="averaging", preset="local"),
         listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
         join=config.Join(lan=False),
+        resources=config.Resources(calibrate=False),
     )
 
 

@@ -28,6 +28,7 @@ def me(tmp_path: Path) -> Iterator[SyncNode]:
         swarm=config.Swarm(name="frameworks", preset="local"),
         listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
         join=config.Join(lan=False),
+        resources=config.Resources(calibrate=False),
     )
     with node.sync(settings) as made:
         yield made

@@ -40,6 +40,7 @@ def nodes(tmp_path: Path) -> Iterator[Callable[[int], list[SyncNode]]]:
                     swarm=config.Swarm(name="optimizer", preset="local"),
                     listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
                     join=config.Join(lan=False, seeds=seeds),
+                    resources=config.Resources(calibrate=False),
                 )
                 found.append(stack.enter_context(node.sync(settings)))
             for each in found:
@@ -338,6 +339,7 @@ def test_training_goes_on_when_the_node_has_ended(tmp_path: Path) -> None:
         swarm=config.Swarm(name="optimizer", preset="local"),
         listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
         join=config.Join(lan=False),
+        resources=config.Resources(calibrate=False),
     )
     plain, model = model_of(), model_of()
     expected = adamw(plain)
