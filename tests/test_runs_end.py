@@ -344,7 +344,7 @@ def test_any_node_may_drop_a_run_and_the_others_go_on_without_it(replicas: int) 
             group.kill(name)
             await trio.sleep(1)
             await nursery.start(_live, group, name, "a", 1, SLOW, storage)
-            await trio.sleep(25)
+            await trio.sleep(10)
             assert is_free(group.nodes[name]), "nor does it come back after a restart"
             assert not group.nodes[name].runs.members
             nursery.cancel_scope.cancel()

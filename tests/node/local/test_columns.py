@@ -294,7 +294,14 @@ def test_what_cannot_be_in_columns_is_refused_when_it_is_submitted() -> None:
         check_columns(many, stack.MODELS[many.graph].graph, "RUN.toml")
 
 
-def test_holders_that_no_head_comes_for_end_the_run_and_say_why() -> None:
+@pytest.fixture
+def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two minutes less of training to be played."""
+    monkeypatch.setattr(headless, "HEADLESS_SECONDS", 120.0)
+    monkeypatch.setattr(headless, "FOLLOWING_SECONDS", 60.0)
+
+
+def test_holders_that_no_head_comes_for_end_the_run_and_say_why(short_patience: None) -> None:
     """Each head held the only copy of the first stage: nobody can go on."""
 
     async def play() -> None:
@@ -313,7 +320,7 @@ def test_holders_that_no_head_comes_for_end_the_run_and_say_why() -> None:
     run_virtually(play)
 
 
-def test_a_requester_that_only_follows_hears_that_no_head_is_left() -> None:
+def test_a_requester_that_only_follows_hears_that_no_head_is_left(short_patience: None) -> None:
     async def play() -> None:
         async with swarm("abc", stage_seconds=SLOW) as group:
             group.nodes["a"].limit(accept_runs="never")

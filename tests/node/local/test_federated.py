@@ -141,7 +141,7 @@ def test_each_trains_on_its_own_set_and_no_byte_of_one_is_sent_or_kept(
             for name in "bc":
                 group.nodes[name].set("own_data", f"{NAME}={paths[name]}")
             data = load_folder(paths["a"])
-            await submit(group, "a", wanted(paths["a"], steps=40), data)
+            await submit(group, "a", wanted(paths["a"], steps=20), data)
             found = await ends(group, "abc", 200)
             assert [event.outcome for event in found] == ["done"] * 3
             assert len({event.weights for event in found}) == 1

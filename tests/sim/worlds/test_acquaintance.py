@@ -73,7 +73,7 @@ def test_it_goes_on_as_a_swarm_that_was_born() -> None:
 
 def test_who_lists_a_neighbourhood_knows_it_and_who_is_late_finds_it() -> None:
     crowd = acquainted(
-        nodes=700,
+        nodes=500,
         seconds=7.0,
         start=Start(spread_seconds=0, acquainted=True, late_share=0.01),
         membership=Membership(scope="neighbourhood"),
