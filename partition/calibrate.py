@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import torch
@@ -291,13 +292,30 @@ def fit(amounts: Sequence[Amount], seconds: Sequence[float]) -> Pace:
 
 
 def calibrate(device: str, dtype: str, threads: int, seconds: float) -> Calibration:
-    """Time every class within about so many seconds. Raises RuntimeError: torch has no such device."""
+    """Time every class within about so many seconds; with none, only find out the share of a processor.
+
+    Raises RuntimeError: torch has no such device.
+    """
     keep_freed_memory()
     prepare_process(threads)
     torch.manual_seed(0)
     where, clock = torch.device(device), _Clock(torch.device(device), threads)
     # Not ru_maxrss, which counts the process that started this one as well (getrusage(2), over execve).
     baseline = psutil.Process().memory_info().rss
+    here = Calibration(
+        hardware=hardware(device)[:64],
+        torch=torch.__version__[:64],
+        device=device,
+        dtype=dtype,
+        threads=threads,
+        kinds=(),
+        baseline_bytes=baseline,
+        frame=Pace(0, 0, 0),
+        step=Pace(0, 0, 0),
+        share_permille=_share() if device == "cpu" else 1000,
+    )
+    if not seconds:
+        return here
     samples = list(_Shapes(DTYPES[dtype], where).all())
     each = max(0.004, (seconds - SHARE_SECONDS - 1.0) / (len(samples) + 8))
     engine = _engine(where, clock, each)
@@ -314,18 +332,8 @@ def calibrate(device: str, dtype: str, threads: int, seconds: float) -> Calibrat
     ]
     kinds = _as_in_a_model(kinds, samples, clock, 8 * each, engine)
     kinds.append(KindPace("accumulate", Pace(0, 0, 0), _accumulate(where, DTYPES[dtype], clock, each)))
-    share = _share() if device == "cpu" else 1000
-    return Calibration(
-        hardware=hardware(device)[:64],
-        torch=torch.__version__[:64],
-        device=device,
-        dtype=dtype,
-        threads=threads,
-        kinds=tuple(kinds),
-        baseline_bytes=baseline,
-        frame=_frames(clock, each),
-        step=_steps(where, clock, each),
-        share_permille=share,
+    return msgspec.structs.replace(
+        here, kinds=tuple(kinds), frame=_frames(clock, each), step=_steps(where, clock, each)
     )
 
 

@@ -35,7 +35,7 @@ FORMAT = "4"
 without what autograd takes for each pass, 4 has the node's own work by its own parts, and that for a step."""
 CALIBRATION_SECONDS = 8.0
 SHARE_SECONDS = 2.0
-"""For how much of a processor is at hand, and the start of the process."""
+"""The time that other slots are kept busy, while it is found out how much of a processor is at hand."""
 IDLE_SECONDS = 1.0
 """For what the machine draws while a stage waits."""
 MILLIWATTS_MAX = 2**31 - 1
@@ -120,7 +120,7 @@ def calibrate(
                     found = with_own_work(found, given_up)
                     _write(folder / wanted.key, msgspec.structs.replace(found, share_permille=1000))
                 return found
-            found = measure_now(wanted, SHARE_SECONDS, given_up)
+            found = measure_now(wanted, 0.0, given_up)
             share = known.share_permille if found is None else found.share_permille
             return msgspec.structs.replace(known, share_permille=share)
     except OSError:
@@ -174,12 +174,12 @@ def slowdown(alone: Calibration, beside: Calibration) -> float:
 
 
 def measure_now(wanted: Wanted, seconds: float, given_up: threading.Event) -> Calibration | None:
-    """Measure in a process that ends with it; None where that fails. The other slots are as busy meanwhile:
-    each measures too, for longer, and is not asked for what it found."""
+    """Measure in a process that ends with it, without `seconds` only the share; None where that fails. The
+    other slots are as busy meanwhile: each measures too, for longer, and is not asked for what it found."""
     with ExitStack() as stack:
         try:
             for _ in range(wanted.slots - 1):
-                stack.callback(_end, _begin(wanted, seconds * BESIDE_FACTOR))
+                stack.callback(_end, _begin(wanted, (seconds or SHARE_SECONDS) * BESIDE_FACTOR))
             own = _begin(wanted, seconds)
             stack.callback(_end, own)
             said = _said(own, given_up)
@@ -199,8 +199,11 @@ def _locked(lock: IO[str], given_up: threading.Event) -> bool:
 
 
 def _said(process: "subprocess.Popen[bytes]", given_up: threading.Event) -> bytes:
-    """All that a process says until it ends. Raises subprocess.TimeoutExpired where it takes too long, or is
-    given up."""
+    """Read all that a process says until it ends.
+
+    Raises:
+        subprocess.TimeoutExpired: it takes too long, or is given up.
+    """
     until = time.monotonic() + PROCESS_SECONDS_MAX
     while True:
         try:

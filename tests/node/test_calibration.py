@@ -93,6 +93,13 @@ def test_several_slots_are_measured_as_busy_as_they_will_be_and_kept_apart(
     assert len({path.name for path in cache.iterdir()}) == 3, "two, and the lock"
 
 
+def test_only_the_share_is_measured_again(alone: Calibration) -> None:
+    found = calibration.measure_now(HERE, 0.0, threading.Event())
+    assert found is not None
+    assert (found.kinds, found.hardware) == ((), alone.hardware)
+    assert 1 <= found.share_permille <= 1000
+
+
 def test_a_kept_one_is_used_as_it_is_but_for_the_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
