@@ -29,7 +29,7 @@ PASS_SECONDS = 0.3
 QUIET_SECONDS = 30.0
 """Hostile streams and their victims' deadlines take so long to end."""
 PARTED_SECONDS = 20.0
-HOSTILE_RUN_SECONDS = 120.0
+HOSTILE_RUN_SECONDS = 60.0
 ROUNDS = 4
 TAKEN_IN_MIN = 2
 """Of the hostile peer's own runs so many begin, else it was no test."""

@@ -45,7 +45,7 @@ from partition.plan.quorum import FORK_SECONDS, QUORUM_SECONDS, Instance, decide
 from tests.partition.agreement_world import RUN, genesis, walk
 from tests.partition.fake_stage import Broken, peer
 
-WALK_EVENTS = int(os.environ.get("PEERLOOM_WALK_EVENTS", "40000"))
+WALK_EVENTS = int(os.environ.get("PEERLOOM_WALK_EVENTS", "20000"))
 """Of each kind of walk; more by the environment, for a soak."""
 PLANTED_WALKS_MAX = 60
 ROUGH: dict[str, Any] = {"loss": 0.3, "slow_seconds": 2.0, "crashes": 0.02}

@@ -28,7 +28,7 @@ from tests.partition.steps_machine import Settings
 from tests.partition.steps_trouble import DISTURBANCES, kill
 from tests.partition.steps_world import World
 
-WALKS = 600
+WALKS = 300
 EVENTS_WANTED = int(os.environ.get("PEERLOOM_WALK_EVENTS", "0"))
 PLANTED_WALKS = 1_500
 """Walks allowed to find a planted bug; most are found in some dozens."""
