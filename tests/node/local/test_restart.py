@@ -14,7 +14,7 @@ from tests import stack
 from tests.node.local.test_runs import ADAM, QUICK, SLOW, ends
 from tests.stack import Swarm, swarm
 
-STEPS = 36
+STEPS = 60
 SAVE_EVERY = 4
 
 
@@ -87,7 +87,7 @@ def test_a_member_that_comes_back_takes_the_state_of_those_that_went_on() -> Non
             group.events["b"] = []
             at = group.nodes["a"].runs.local
             (member,) = at.members.values()
-            while member.step < 20:  # noqa: ASYNC110 - virtual time: waiting costs nothing
+            while member.step < 36:  # noqa: ASYNC110 - virtual time: waiting costs nothing
                 await trio.sleep(0.2)
             await nursery.start(stack._live, group, "b", "a", 1, SLOW, disk)
             found = await ends(group, "ab")
