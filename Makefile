@@ -58,6 +58,7 @@ soak: $(READY)
 	PEERLOOM_HOSTILE_CASES=10000 $(BIN)/python -m pytest -s tests/partition/test_hostile_graphs.py
 	PEERLOOM_PARTITION_SEEDS=50 $(BIN)/python -m pytest -s tests/test_partitions.py
 	PEERLOOM_EXACTNESS=full $(BIN)/python -m pytest -s tests/test_exactness.py
+	PEERLOOM_EXAMPLES=300 $(BIN)/python -m pytest -s tests/partition/test_cut_random.py tests/partition/test_steps_hostile.py
 	PEERLOOM_SWIM_EXAMPLES=300 $(BIN)/python -m pytest -s tests/gossip/test_machine.py
 	PEERLOOM_RECUT_STAGES=3 $(BIN)/python -m pytest -s tests/test_recut.py
 	PEERLOOM_STACK=full $(BIN)/python -m pytest -s tests/sim/test_stack_world.py

@@ -309,7 +309,11 @@ def hostile(draw: st.DrawFn) -> Graph:
     return replace(plain, operators=operators, types=types, expressions=expressions, entries=(entry,))
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=3 * settings().max_examples,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 @given(hostile(), st.data())
 def test_nothing_but_a_value_error_comes_out_of_a_graph_that_passed_the_check(
     graph: Graph, data: st.DataObject

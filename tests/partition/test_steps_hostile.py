@@ -209,7 +209,7 @@ def perform(replica: Replica) -> None:
 
 
 @given(st.sampled_from([FIRST, HERE, LAST]), arrivals, st.booleans())
-@settings(max_examples=300)
+@settings(max_examples=3 * settings().max_examples)
 def test_whatever_a_replica_is_sent_ends_in_nothing_worse_than_a_remote_protocol_error(
     me: PeerId, arrivals: list[tuple[PeerId, Any]], is_new: bool
 ) -> None:
@@ -227,7 +227,7 @@ def test_whatever_a_replica_is_sent_ends_in_nothing_worse_than_a_remote_protocol
 
 
 @given(arrivals, st.booleans(), st.integers(0, 2))
-@settings(max_examples=300)
+@settings(max_examples=3 * settings().max_examples)
 def test_whatever_a_committer_is_sent_ends_in_nothing_worse_than_a_remote_protocol_error(
     arrivals: list[tuple[PeerId, Any]], is_synced: bool, steps: int
 ) -> None:
@@ -245,7 +245,7 @@ def test_whatever_a_committer_is_sent_ends_in_nothing_worse_than_a_remote_protoc
 
 
 @given(st.lists(st.tuples(peers, st.one_of(openings, likely_openings)), max_size=20))
-@settings(max_examples=200)
+@settings(max_examples=2 * settings().max_examples)
 def test_whatever_a_feeder_is_sent_it_feeds_nobody_but_the_first_and_the_last_stage(
     arrivals: list[tuple[PeerId, Open]],
 ) -> None:
