@@ -52,7 +52,7 @@ def play(*steps_of_runs: int, lies: bool) -> list[list[dict[str, int]]]:
     found: list[list[dict[str, int]]] = []
 
     async def scenario() -> None:
-        async with swarm("abcd", executors=executors) as group:
+        async with swarm("abcd", preset="lan", executors=executors) as group:
             if lies:
                 claim(group.nodes["b"], LIE * group.nodes["b"].capacity.flops_per_second)
                 await trio.sleep(5)

@@ -32,7 +32,7 @@ SETTLE_SECONDS = 120
 
 def test_nearness_is_counted_from_the_requester_and_what_is_missing_is_said() -> None:
     async def scenario() -> None:
-        async with swarm("abcdefgh", network=TWO) as group:
+        async with swarm("abcdefgh", network=TWO, preset="lan") as group:
             await trio.sleep(SETTLE_SECONDS)
             a = group.nodes["a"]
             mine = group.medium.links.region(a.peer)

@@ -45,7 +45,7 @@ def test_a_provider_ranks_a_requester_it_never_met_by_what_that_gave_to_others()
     """b computed for a, a computed for c; b asks c, which has met neither b nor its work."""
 
     async def scenario() -> None:
-        async with swarm("abcd") as group:
+        async with swarm("abcd", preset="lan") as group:
             a, b, c, d = (group.nodes[name] for name in "abcd")
             for requester, provider, number in ((c, "a", 1), (a, "b", 2)):
                 for node in group.nodes.values():
