@@ -125,7 +125,7 @@ def test_a_run_that_diverges_ends_with_its_last_good_checkpoint(tmp_path: Path, 
     spoil(tmp_path, number=3e38)  # finite, until a convolution sums it
 
     async def scenario() -> None:
-        async with swarm("abcde") as group:
+        async with swarm("abcde", preset="lan") as group:
             digest = await learn(group, tmp_path)
             wanted = manifest(dtype="float32", data=digest, replicas=replicas, save_every=1, **FEW)
             run, reason = await end_of(group, wanted)
@@ -150,7 +150,7 @@ def test_steps_that_diverge_are_skipped_alike_by_all_where_the_run_says_so(
     spoil(tmp_path, image=3e38)
 
     async def scenario() -> None:
-        async with swarm("abcde") as group:
+        async with swarm("abcde", preset="lan") as group:
             digest = await learn(group, tmp_path)
             optimizer = OptimizerSettings(kind="sgd", learning_rate=0.05, momentum=0.9, clip_norm=1.0)
             settings: dict[str, Any] = {"on_divergence": "continue", "optimizer": optimizer, **FEW}
@@ -174,7 +174,7 @@ def test_steps_that_diverge_are_skipped_alike_by_all_where_the_run_says_so(
 
 def test_no_checkpoint_is_made_of_a_state_that_is_not_finite() -> None:
     async def scenario() -> None:
-        async with swarm("abc") as group:
+        async with swarm("abc", preset="lan") as group:
 
             async def on_event(event: Event) -> None:
                 """Spoil a stage after its third step, whoever holds it."""
@@ -241,7 +241,7 @@ async def begun(group: Swarm, requester: str, **changes: Any) -> Run:
 
 def test_a_stop_by_the_requester_ends_the_run_for_all_and_for_good() -> None:
     async def scenario() -> None:
-        async with swarm("abcde") as group:
+        async with swarm("abcde", preset="lan") as group:
             run = await begun(group, "a")
             a, members = group.nodes["a"], [name for name, node in group.nodes.items() if node.runs.members]
             assert len(members) == 5
@@ -354,7 +354,7 @@ def test_any_node_may_drop_a_run_and_the_others_go_on_without_it(replicas: int) 
 
 def test_a_run_may_be_stopped_while_it_is_placed() -> None:
     async def scenario() -> None:
-        async with swarm("abc") as group, trio.open_nursery() as nursery:
+        async with swarm("abc", preset="lan") as group, trio.open_nursery() as nursery:
             a = group.nodes["a"]
             run = prepare(a, manifest(replicas=1, **LONG))
             nursery.start_soon(a.runs.submit, run)

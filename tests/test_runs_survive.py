@@ -170,7 +170,7 @@ def test_a_lease_that_is_given_after_its_asker_died_holds_no_slot(monkeypatch: p
 
 def test_a_run_whose_steps_take_longer_than_a_silence_may_is_not_given_up() -> None:
     async def scenario() -> None:
-        async with swarm("abc", stage_seconds=60.0) as group:
+        async with swarm("abc", stage_seconds=60.0, preset="lan") as group:
             node = group.nodes["c"]
             run = prepare(node, small(steps=1, replicas=1, microbatches=1))
             await node.runs.submit(run)
@@ -185,7 +185,7 @@ def test_of_two_runs_asked_for_at_once_one_or_both_are_placed_and_every_slot_is_
     outcomes: list[str] = []
 
     async def scenario() -> None:
-        async with swarm("abcd") as group:
+        async with swarm("abcd", preset="lan") as group:
 
             async def ask_for(requester: str, seed: int) -> None:
                 node = group.nodes[requester]
@@ -272,7 +272,7 @@ def test_a_plan_that_comes_into_force_while_the_end_is_told_does_not_keep_the_ru
     finish = Member.finish
 
     async def scenario() -> None:
-        async with swarm("abcde") as group:
+        async with swarm("abcde", preset="lan") as group:
 
             def finish_and_go_on(core: Member, now: float, outcome: str, *rest: str) -> None:
                 finish(core, now, outcome, *rest)

@@ -65,7 +65,7 @@ def validations(events: list[Event]) -> dict[int, RunEvaluated]:
 
 def test_a_run_is_validated_between_steps_and_its_steps_stay_as_they_were(data: Any) -> None:
     async def scenario() -> None:
-        async with swarm("abcde") as group:
+        async with swarm("abcde", preset="lan") as group:
             run, events = await train(group, data, validation=ValidationSettings(5))
             found = validations(events)
             assert sorted(found) == [5, 10, 12]
@@ -84,7 +84,7 @@ def test_screens_and_the_curve_tell_each_validation_beside_the_steps(data: Any) 
     told: list[Event] = []
 
     async def scenario() -> None:
-        async with swarm("abcde") as group:
+        async with swarm("abcde", preset="lan") as group:
             _, events = await train(group, data, validation=ValidationSettings(5), metrics=("correct",))
             told.extend(events)
 
@@ -121,7 +121,7 @@ def test_a_validation_costs_its_forward_passes_and_hardly_more(data: Any) -> Non
         seconds: list[float] = []
 
         async def scenario() -> None:
-            async with swarm("abcde", stage_seconds=1.0) as group:
+            async with swarm("abcde", stage_seconds=1.0, preset="lan") as group:
                 _, events = await train(group, data, validation=validation, steps=4, replicas=1)
                 steps = [event for event in events if isinstance(event, StepCommitted)]
                 seconds.append(steps[-1].at - steps[0].at)
@@ -159,7 +159,7 @@ def test_a_run_stops_early_at_the_same_step_though_its_committer_dies(data: Any)
 
 def test_the_result_is_the_state_that_validated_best(data: Any) -> None:
     async def scenario() -> None:
-        async with swarm("abcde") as group:
+        async with swarm("abcde", preset="lan") as group:
             keep = ValidationSettings(2, keep="best")
             run, events = await train(group, data, validation=keep, optimizer=WILD, steps=16)
             found = validations(events)

@@ -205,7 +205,7 @@ class FailingCore:
 
 def test_a_core_that_fails_at_a_message_serves_the_next() -> None:
     async def scenario() -> None:
-        async with swarm("ab") as group:
+        async with swarm("ab", preset="lan") as group:
             a, b = group.nodes["a"], group.nodes["b"]
             core = FailingCore(a, at="receive")
             await trio.sleep(1)
@@ -220,7 +220,7 @@ def test_a_core_that_fails_at_a_message_serves_the_next() -> None:
 
 def test_a_core_whose_deadline_fails_is_not_woken_in_a_busy_loop() -> None:
     async def scenario() -> None:
-        async with swarm("ab") as group:
+        async with swarm("ab", preset="lan") as group:
             core = FailingCore(group.nodes["a"], at="wake")
             await trio.sleep(10)
             assert 1 <= core.failed <= 11
@@ -230,7 +230,7 @@ def test_a_core_whose_deadline_fails_is_not_woken_in_a_busy_loop() -> None:
 
 def test_a_screen_that_fails_never_reaches_a_protocol() -> None:
     async def scenario() -> None:
-        async with swarm("ab") as group:
+        async with swarm("ab", preset="lan") as group:
             for node in group.nodes.values():
                 node.journal.report = _unprintable
             _, events = await train(group, "a", manifest(stages=1, replicas=1, steps=2))
@@ -248,7 +248,7 @@ def _unprintable(event: Event) -> None:
 @pytest.mark.parametrize("victim", ["committer", "replica"])
 def test_a_run_task_that_fails_ends_its_run_and_frees_the_slot(victim: str) -> None:
     async def scenario() -> None:
-        async with swarm("abc") as group:
+        async with swarm("abc", preset="lan") as group:
             node = group.nodes["a"]
             run = prepare(node, manifest(stages=1, replicas=2, steps=20))
             with node.watch() as events:
@@ -287,7 +287,7 @@ def test_a_run_task_that_fails_ends_its_run_and_frees_the_slot(victim: str) -> N
 
 def test_an_end_that_fails_half_way_still_frees_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        async with swarm("a") as group:
+        async with swarm("a", preset="lan") as group:
             node = group.nodes["a"]
             run = prepare(node, manifest(stages=1, replicas=1, steps=20))
             with node.watch() as events:
@@ -332,7 +332,7 @@ def test_a_part_of_the_node_that_fails_is_begun_again_ever_more_slowly() -> None
 
 def test_a_full_disk_ends_no_node_and_no_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        async with swarm("ab") as group:
+        async with swarm("ab", preset="lan") as group:
             node = group.nodes["a"]
 
             def write(*_: object) -> None:
@@ -390,7 +390,7 @@ def test_a_provider_that_cannot_store_a_checkpoint_says_so_and_trains_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def scenario() -> None:
-        async with swarm("abc") as group:
+        async with swarm("abc", preset="lan") as group:
             node = group.nodes["c"]
             run = prepare(node, manifest(stages=1, replicas=1, steps=12, save_every=3))
 
@@ -425,7 +425,7 @@ def said(group: Swarm, name: str, kind: type[Event]) -> list[Any]:
 
 def test_a_link_that_fails_is_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        async with swarm("ab") as group:
+        async with swarm("ab", preset="lan") as group:
             links, left = group.nodes["a"].runs.links, 2
             again = links._keep_open
 
@@ -447,7 +447,7 @@ def test_a_link_that_fails_is_opened_again(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_an_end_that_fails_while_it_is_told_still_frees_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        async with swarm("abc") as group:
+        async with swarm("abc", preset="lan") as group:
             run = prepare(group.nodes["a"], manifest(stages=1, replicas=2, steps=4))
             b = group.nodes["b"]
 

@@ -96,7 +96,7 @@ async def columns(group: Swarm, count: int, names: str) -> dict[str, str]:
 
 def test_two_columns_of_two_stages_average_stage_by_stage_and_end_with_one_model() -> None:
     async def play() -> None:
-        async with swarm("abcd", stage_seconds=SLOW) as group:
+        async with swarm("abcd", stage_seconds=SLOW, preset="lan") as group:
             run = await begin(group)
             await columns(group, 2, "abcd")
             assert sorted(stages_of(group).values()) == [0, 0, 1, 1]
@@ -149,7 +149,7 @@ def test_as_many_microbatches_as_stages_are_under_way_at_once(monkeypatch: pytes
     """With eight in a step two equal stages take little more than half the time, for the same losses."""
 
     async def play(found: dict[str, list[Any]]) -> None:
-        async with swarm("ab", stage_seconds=SLOW) as group:
+        async with swarm("ab", stage_seconds=SLOW, preset="lan") as group:
             await begin(group, replicas=1, steps=6, microbatches=8, microbatch=4)
             await ends(group, "ab", 400.0)
             steps = [e for e in group.events["a"] if isinstance(e, StepCommitted)]

@@ -137,7 +137,7 @@ def test_each_trains_on_its_own_set_and_no_byte_of_one_is_sent_or_kept(
     assert len(stretches) > 500
 
     async def play() -> None:
-        async with swarm("abc", stage_seconds=SLOW) as group:
+        async with swarm("abc", stage_seconds=SLOW, preset="lan") as group:
             for name in "bc":
                 group.nodes[name].set("own_data", f"{NAME}={paths[name]}")
             data = load_folder(paths["a"])
@@ -165,7 +165,7 @@ def test_the_same_ear_hears_samples_where_data_travels(
     path = write_sets(tmp_path, "a")["a"]
 
     async def play() -> None:
-        async with swarm("ab", stage_seconds=SLOW) as group:
+        async with swarm("ab", stage_seconds=SLOW, preset="lan") as group:
             node = group.nodes["a"]
             data = await node.runs.data.learn(path, window=0)
             plain = stack.manifest(
@@ -193,7 +193,7 @@ def test_nobody_hands_over_a_set_of_its_own_to_whoever_knows_its_hash(tmp_path: 
     paths = write_sets(tmp_path, "ab")
 
     async def play() -> None:
-        async with swarm("ab", stage_seconds=SLOW) as group:
+        async with swarm("ab", stage_seconds=SLOW, preset="lan") as group:
             group.nodes["b"].set("own_data", f"{NAME}={paths['b']}")
             run = await submit(group, "a", wanted(paths["a"], steps=8), load_folder(paths["a"]))
             await ends(group, "ab", 200)
@@ -218,7 +218,7 @@ def test_only_nodes_that_offer_such_a_set_take_part(tmp_path: Path) -> None:
     np.savez(paths["d"] / "train.npz", x=images, y=labels)
 
     async def play() -> None:
-        async with swarm("abcd", stage_seconds=SLOW) as group:
+        async with swarm("abcd", stage_seconds=SLOW, preset="lan") as group:
             for name in "cd":
                 group.nodes[name].set("own_data", f"{NAME}={paths[name]}")
             manifest = wanted(paths["a"], steps=30)
@@ -250,7 +250,7 @@ def test_what_a_member_learnt_counts_by_its_samples(tmp_path: Path, monkeypatch:
         return await average(self, offered, weight, wanted)
 
     async def play() -> None:
-        async with swarm("ab", stage_seconds=SLOW) as group:
+        async with swarm("ab", stage_seconds=SLOW, preset="lan") as group:
             group.nodes["b"].set("own_data", f"{NAME}={paths['b']}")
             await submit(group, "a", wanted(paths["a"], steps=24), load_folder(paths["a"]))
             await ends(group, "ab", 200)
@@ -264,7 +264,7 @@ def test_a_requester_without_a_part_in_it_lends_only_the_shape(tmp_path: Path) -
     paths = write_sets(tmp_path, "abc")
 
     async def play() -> None:
-        async with swarm("abc", stage_seconds=SLOW) as group:
+        async with swarm("abc", stage_seconds=SLOW, preset="lan") as group:
             group.nodes["a"].set("accept_runs", "never")
             for name in "bc":
                 group.nodes[name].set("own_data", f"{NAME}={paths[name]}")

@@ -54,7 +54,7 @@ async def ends(group: Swarm, names: str, seconds: float = 60.0) -> list[RunEnded
 
 def test_members_average_and_end_with_one_model_on_all() -> None:
     async def play() -> None:
-        async with swarm("abc", stage_seconds=SLOW) as group:
+        async with swarm("abc", stage_seconds=SLOW, preset="lan") as group:
             run, _ = await train(group, QUICK, steps=16)
             found = await ends(group, "abc")
             assert [event.outcome for event in found] == ["done"] * 3
@@ -120,7 +120,7 @@ def test_a_late_member_begins_with_the_state_of_the_others_and_keeps_the_result(
 
 def test_a_run_ends_everywhere_once_its_evaluations_stop_improving() -> None:
     async def play() -> None:
-        async with swarm("abc", stage_seconds=SLOW) as group:
+        async with swarm("abc", stage_seconds=SLOW, preset="lan") as group:
             local = LocalSettings(local_steps=2, patience=2, improvement=0.5)
             _, events = await train(group, local, steps=10_000)
             found = await ends(group, "abc")
@@ -140,7 +140,7 @@ def test_a_run_ends_everywhere_once_its_evaluations_stop_improving() -> None:
 )
 def test_strategies_train_a_run(strategy: str, steps: int) -> None:
     async def play() -> None:
-        async with swarm("abc", stage_seconds=SLOW) as group:
+        async with swarm("abc", stage_seconds=SLOW, preset="lan") as group:
             local = LocalSettings(local_steps=3, strategy=strategy)  # type: ignore[arg-type]  # one of its names
             _, events = await train(group, local, steps=steps)
             losses = [event.loss for event in events if isinstance(event, RunEvaluated)]
@@ -155,7 +155,7 @@ def test_a_member_that_keeps_its_evaluations_to_itself_does_not_prevent_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def play() -> None:
-        async with swarm("abc", stage_seconds=SLOW) as group:
+        async with swarm("abc", stage_seconds=SLOW, preset="lan") as group:
             silenced: list[str] = []
 
             async def disturb(event: Event) -> None:
@@ -177,7 +177,7 @@ def test_a_member_that_keeps_its_evaluations_to_itself_does_not_prevent_the_end(
 
 def test_one_member_that_claims_all_steps_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     async def play() -> None:
-        async with swarm("abc", stage_seconds=SLOW) as group:
+        async with swarm("abc", stage_seconds=SLOW, preset="lan") as group:
             claimed: list[int] = []
 
             async def disturb(event: Event) -> None:
