@@ -21,6 +21,7 @@ from partition.plan.plan import Plan
 from partition.plan.problem import Link, Problem, Split
 from partition.plan.rebalance import measured, move_borders
 from partition.plan.tables import Tables
+from partition.run.quota_watch import QuotaWatch
 from partition.run.rate_watch import RateWatch
 from partition.steps.slowness import SlowReplicas
 
@@ -46,6 +47,7 @@ class Rebalancing:
         self._run = run
         self._recut = recut
         self._watch = RateWatch()
+        self._quotas = QuotaWatch()
         self._slow = SlowReplicas()
         self._base: tuple[Plan, Problem] | None = None
         self._cuts: tuple[int, ...] | None = None
@@ -92,7 +94,7 @@ class Rebalancing:
                 making = partial(base_problem, self._run, graph, plan, offers, knowledge)
                 self._base = plan, await run(making, apart=True)
             base = relinked(self._base[1], plan, knowledge)
-            paces = believed_paces(base, plan, said, seen)
+            paces = self._without_pauses(base, plan, believed_paces(base, plan, said, seen), knowledge)
             service.measurements.stages_found(found_rates(base, plan, paces))
             if len(plan.stages) < 2 or steps_left < 1:
                 return
@@ -103,6 +105,14 @@ class Rebalancing:
             return
         if self._cuts == _cuts(plan) and self._watch.found(cuts):
             self._recut(plan, cuts)
+
+    def _without_pauses(
+        self, problem: Problem, plan: Plan, paces: Mapping[PeerId, int], knowledge: Knowledge
+    ) -> dict[PeerId, int]:
+        shares = {peer.hex(): row.share_permille for peer, row in knowledge.calibrations.items()}
+        named = {peer.hex(): pace for peer, pace in paces.items()}
+        found = self._quotas.without_pauses(problem, split_of(problem, plan), named, shares)
+        return {peer: found[peer.hex()] for peer in paces}
 
 
 def _cuts(plan: Plan) -> tuple[int, ...]:
