@@ -7,7 +7,9 @@ served (a finish tag of start-time fair queueing), then the one with the earlies
 has waited longest. What is used at a high priority counts for more, so it is bought with one's own share; and
 a run that waits rises, so none waits for ever.
 
-Providers know nothing of each other's queues. Each counts another part of a run before it is served: so of
+Each provider has a queue of its own, and counts beside what it served itself what other members say that
+they serve, to whom (`heard`). Nobody vouches for what they say, so it puts a requester back by at most
+ELSEWHERE_RUNS_MAX, whoever says what. Each provider counts another part of a run before it is served: so of
 requesters that few of them ever serve twice, each gets its share over all of them.
 
 It knows nothing of leases on disk (`slots`) nor of who gives the slot back when `Preempt` says so.
@@ -16,11 +18,13 @@ It knows nothing of leases on disk (`slots`) nor of who gives the slot back when
 import heapq
 import struct
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
 from blake3 import blake3
+
+from node.services.metadata import PREFIX_BYTES
 
 AGE_SECONDS = 3_600.0
 """A run that waits rises by one priority in so long: above all that came after it within ten hours. Among
@@ -36,6 +40,11 @@ USUAL_SECONDS = 60.0
 HALF_LIFE_SECONDS = 24 * 3600.0
 """What was used counts half after a day: an absence is not saved up, nor is a feast held against one for
 ever."""
+ELSEWHERE_RUNS_MAX = 4.0
+"""What others say that they serve puts a requester back by the time of so many usual runs for its weight at
+most, against the one of whom they say the least: liars delay it once by as much, and starve nobody."""
+HEARD_SECONDS_MAX = 60.0
+"""What others said last counts for so long; they are looked at with each request."""
 _PHASE = struct.Struct(">d")
 WAITING_MAX = 1_024
 REQUESTERS_MAX = 4_096
@@ -98,6 +107,12 @@ class _Account:
 
 
 @dataclass
+class _Elsewhere:
+    used: float = 0.0
+    at: float = 0.0
+
+
+@dataclass
 class Turns:
     """One provider's, with `slots` of them. `name` tells providers apart, no two alike."""
 
@@ -107,6 +122,9 @@ class Turns:
     _waiting: dict[bytes, _Waiting] = field(default_factory=dict)
     _serving: dict[bytes, _Serving] = field(default_factory=dict)
     _accounts: dict[bytes, _Account] = field(default_factory=dict)
+    _held: dict[bytes, int] = field(default_factory=dict)
+    _elsewhere: dict[bytes, _Elsewhere] = field(default_factory=dict)
+    _heard_at: float = 0.0
     _took: deque[float] = field(default_factory=lambda: deque(maxlen=SERVED_MAX))
 
     # What a provider is asked
@@ -171,6 +189,24 @@ class Turns:
         account.weight = max(1e-6, weight)
         account.phase = self._phase(account.weight)
 
+    def heard(self, now: float, held: Mapping[bytes, int]) -> None:
+        """Note how many slots of other providers each requester holds, as those say; requesters by the first
+        PREFIX_BYTES of their keys, and who shares these with another is charged for both. It counts until the
+        next time."""
+        seconds = min(HEARD_SECONDS_MAX, max(0.0, now - self._heard_at))
+        for prefix, slots in self._held.items():
+            row = self._elsewhere.setdefault(prefix, _Elsewhere(0.0, now))
+            row.used = _halved(row.used, now - row.at) + slots * seconds
+            row.at = max(row.at, now)
+        self._held, self._heard_at = dict(held), now
+        while len(self._elsewhere) > REQUESTERS_MAX:
+            del self._elsewhere[min(self._elsewhere, key=lambda each: self._elsewhere[each].used)]
+
+    @property
+    def served(self) -> list[bytes]:
+        """Return the requesters who have a slot here, once for each slot, in their order."""
+        return sorted(row.wish.requester for row in self._serving.values())
+
     # Shares
 
     def used(self, now: float, requester: bytes) -> float:
@@ -190,7 +226,7 @@ class Turns:
 
     def _charge(self, now: float, wish: Wish, seconds: float) -> None:
         account = self._account(wish.requester)
-        account.used *= 0.5 ** (max(0.0, now - account.at) / HALF_LIFE_SECONDS)
+        account.used = _halved(account.used, now - account.at)
         account.at = max(account.at, now)
         account.used += seconds * 2.0 ** (wish.priority - PRIORITY)
 
@@ -205,11 +241,25 @@ class Turns:
 
     def _order(self, now: float) -> list[bytes]:
         rows, usual = self._waiting, self._usual or USUAL_SECONDS
-        return sorted(rows, key=lambda run: self._rank(now, rows[run], usual))
+        requesters = {row.wish.requester for row in rows.values()}
+        elsewhere = {requester: self._used_elsewhere(now, requester) for requester in requesters}
+        least = min(elsewhere.values(), default=0.0)
+        most = ELSEWHERE_RUNS_MAX * usual
+        behind = {requester: min(most, used - least) for requester, used in elsewhere.items()}
+        return sorted(rows, key=lambda run: self._rank(now, rows[run], usual, behind))
 
-    def _rank(self, now: float, row: _Waiting, usual: float) -> tuple[float, float, float, float, bytes]:
+    def _used_elsewhere(self, now: float, requester: bytes) -> float:
+        """Return the slot-seconds that others say they served a requester, for its weight."""
+        prefix, account = requester[:PREFIX_BYTES], self._account(requester)
+        row = self._elsewhere.get(prefix, _Elsewhere(0.0, now))
+        since = min(HEARD_SECONDS_MAX, max(0.0, now - self._heard_at))
+        return (_halved(row.used, now - row.at) + self._held.get(prefix, 0) * since) / account.weight
+
+    def _rank(
+        self, now: float, row: _Waiting, usual: float, behind: Mapping[bytes, float]
+    ) -> tuple[float, float, float, float, bytes]:
         wish, account = row.wish, self._account(row.wish.requester)
-        finish = (account.used + usual * account.phase) / account.weight
+        finish = (account.used + usual * account.phase) / account.weight + behind[wish.requester]
         return (-self._risen(now, row), finish, wish.deadline, row.since, wish.run)
 
     def _phase(self, weight: float) -> float:
@@ -274,3 +324,8 @@ class Turns:
     def _share(self, row: _Serving) -> float:
         account = self._account(row.wish.requester)
         return account.used / account.weight
+
+
+def _halved(used: float, seconds: float) -> float:
+    """Return what is left of what was used so long ago."""
+    return used * float(0.5 ** (max(0.0, seconds) / HALF_LIFE_SECONDS))

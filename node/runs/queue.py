@@ -1,10 +1,11 @@
 """The queue for this node's slots: the shell around `node.placement.turns.Turns`.
 
-It counts what each requester used here; what its node gave, by receipts, gives it a larger share. It says how
-long a run that is served will still take, and has one that is to make room handed over.
+It counts what each requester used here, and what other members tell that they serve; what its node gave, by
+receipts, gives it a larger share. It says how long a run that is served will still take, and has one that is
+to make room handed over.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import inf
 from typing import Any, Protocol
 
@@ -35,9 +36,10 @@ class Service(Protocol):
 
 
 class Queue:
-    """One node's, with so many slots."""
+    """One node's, with so many slots. `elsewhere` says how many of others' slots each requester has."""
 
-    def __init__(self, runs: Service, slots: int) -> None:
+    def __init__(self, runs: Service, slots: int, elsewhere: Callable[[], Mapping[bytes, int]]) -> None:
+        self._elsewhere = elsewhere
         self._runs = runs
         self._turns = Turns(slots, runs.signer.peer)
 
@@ -60,6 +62,11 @@ class Queue:
         self._runs.receipts.begun(run.id)
         self._turns.begin(self._now, self._wish(run, revision))
 
+    def served(self) -> list[bytes]:
+        """Return the requesters who have a slot here, once for each slot."""
+        self._look(self._now)
+        return self._turns.served
+
     def resize(self, slots: int) -> list[bytes]:
         """Have so many slots from now on; the runs that are served beyond them."""
         self._turns.slots = self._runs.slots.count = slots
@@ -81,6 +88,7 @@ class Queue:
     def _look(self, now: float) -> None:
         """Take in what has happened since the last time."""
         self._turns.keep(now, self._runs.slots.taken())
+        self._turns.heard(now, self._elsewhere())
         for member in self._runs.members.values():
             self._turns.progress(member.run.id, _seconds_left(member))
         for run, seconds in self._runs.slots.lapsing().items():
