@@ -56,12 +56,14 @@ PRIORITY_MAX = 9
 
 @dataclass(frozen=True)
 class Wish:
-    """What a run wants: one slot. `deadline` is in the clock of the caller, inf for none."""
+    """What a run wants: one slot. `deadline` is in the clock of the caller, inf for none; `asker` is the peer
+    that asks for it."""
 
     run: bytes
     requester: bytes
     priority: int = PRIORITY
     deadline: float = inf
+    asker: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,12 @@ class Turns:
     def drop(self, run: bytes) -> None:
         """The run wants no slot here any more."""
         self._waiting.pop(run, None)
+
+    def withdraw(self, asker: bytes, run: bytes | None = None) -> None:
+        """Drop a run, or all, for which `asker` asked last."""
+        for row in list(self._waiting.values()):
+            if row.wish.asker == asker and run in (None, row.wish.run):
+                self.drop(row.wish.run)
 
     def progress(self, run: bytes, seconds_left: float | None) -> None:
         """Note how long a run will still need its slot, as its steps go; None for not known."""

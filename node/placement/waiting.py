@@ -1,22 +1,55 @@
 """Placing a run again: for peers that gossip has not told of yet, or that a requester waits for."""
 
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from math import inf
 
 import trio
 
-from node.placement.leases import Offer, PlacementFailed, about
+from crypto.identity import PeerId
+from node.errors import Unreachable
+from node.placement.leases import Ask, Offer, PlacementFailed, about
 from node.placement.searching import merge_offers
+from node.protocols.runs import LeaseRequest, Reply, Request, Withdraw
 from node.seams import Clock
 from partition.plan.plan import Plan
+from partition.run.asks import Declined
 
 GOSSIP_GRACE_SECONDS = 1.0
 """News of a newcomer may reach the requester so much later than a person: some rounds of gossip."""
 
 NEWS_SECONDS = 10.0
 """Whoever waits is told why so often at most, but for the first time."""
+WITHDRAW_SECONDS_MAX = 5.0
 SEARCH_SECONDS = 60.0
 """A requester that waits looks through the swarm so often."""
+
+
+class Queued:
+    """The providers in whose queues a run may be, by what they answered to requests for leases."""
+
+    def __init__(self, run: bytes, ask: Ask) -> None:
+        self._run = run
+        self._ask = ask
+        self._peers: set[PeerId] = set()
+
+    async def ask(self, peer: PeerId, request: Request, seconds: float) -> Reply:
+        """Put a request. Raises Unreachable."""
+        reply = await self._ask(peer, request, seconds)
+        if isinstance(request, LeaseRequest) and request.stage is not None:
+            (self._peers.add if isinstance(reply, Declined) else self._peers.discard)(peer)
+        return reply
+
+    async def withdraw(self) -> None:
+        """Tell them that the run wants no slot there any more; who does not hear it forgets it in time."""
+
+        async def tell(peer: PeerId) -> None:
+            with suppress(Unreachable):
+                await self._ask(peer, Withdraw(self._run), WITHDRAW_SECONDS_MAX)
+
+        async with trio.open_nursery() as nursery:
+            for peer in sorted(self._peers):
+                nursery.start_soon(tell, peer)
 
 
 class _News:

@@ -71,6 +71,12 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
     plan: Hash
 
 
+class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
+    """Planner to a provider that told it to wait: the run wants no slot there any more. Answered by Done."""
+
+    run: Hash
+
+
 class Join(msgspec.Struct, frozen=True, tag="join"):
     """A member of a run in local mode to a node that is not in it: take part. Answered by Done when it will,
     or Declined. The chain of tickets makes it a member; its last is the asker's, and fresh. It
@@ -180,6 +186,7 @@ class FetchRange(msgspec.Struct, frozen=True, tag="range"):
 Request = (
     LeaseRequest
     | Release
+    | Withdraw
     | Join
     | Start
     | Prepare

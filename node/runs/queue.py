@@ -6,10 +6,12 @@ to make room handed over.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import inf
 from typing import Any, Protocol
 
 from crypto.facts import Fact, Signer
+from crypto.identity import PeerId
 from node.placement.slots import Slots
 from node.placement.turns import Turns, Wait, Wish
 from node.protocols.manifest import Run
@@ -43,12 +45,12 @@ class Queue:
         self._runs = runs
         self._turns = Turns(slots, runs.signer.peer)
 
-    def ask(self, run: Run, revision: Fact | None) -> Declined | None:
-        """Return None where the run may have a slot now, else how it waits.
+    def ask(self, asker: PeerId, run: Run, revision: Fact | None) -> Declined | None:
+        """Return None where the run may have a slot now, else how it waits, as long as `asker` is there.
 
         Raises RemoteProtocolError: a revision that is not its requester's.
         """
-        now, wish = self._now, self._wish(run, revision)
+        now, wish = self._now, replace(self._wish(run, revision), asker=asker)
         self._look(now)
         self._turns.weigh(run.requester, self._runs.receipts.weight(run.requester))
         found = self._turns.ask(now, wish)
@@ -61,6 +63,10 @@ class Queue:
         """A slot is promised to the run."""
         self._runs.receipts.begun(run.id)
         self._turns.begin(self._now, self._wish(run, revision))
+
+    def withdraw(self, asker: PeerId, run: bytes | None = None) -> None:
+        """Have a run, or all for which `asker` asked, wait no more: it gave up, has other slots, or is gone."""
+        self._turns.withdraw(asker, run)
 
     def served(self) -> list[bytes]:
         """Return the requesters who have a slot here, once for each slot."""

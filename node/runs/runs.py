@@ -35,7 +35,7 @@ from node.placement.admission import Machine
 from node.placement.leases import Offer, PlacementFailed, place, reduction, release, start
 from node.placement.places import Places
 from node.placement.slots import Slots
-from node.placement.waiting import place_in_time
+from node.placement.waiting import Queued, place_in_time
 from node.protocols import calls
 from node.protocols import runs as wire
 from node.protocols.manifest import Run, run_text
@@ -259,7 +259,8 @@ class Runs:
             raise PlacementFailed(error.detail if isinstance(error, Unreachable) else str(error)) from None
         if not fits(dataset, run.manifest, graph):
             raise PlacementFailed("the data this node has does not fit the run's manifest; has it changed?")
-        clock, ask, executor, asked = self.seams.clock, self.ask, self.seams.executor, self._decliners
+        queued = Queued(run.id, self.ask)
+        clock, ask, executor, asked = self.seams.clock, queued.ask, self.seams.executor, self._decliners
         attempt = partial(place, run, graph, self.signer, decliners=asked, revision=revision)
 
         def tell(reason: str) -> None:
@@ -269,15 +270,18 @@ class Runs:
             do = partial(attempt, knowledge=await self.measurements.learn([each.peer for each in offers]))
             return await do(offers, ask, executor, monotonic=clock.monotonic, may_reduce=is_last)
 
-        plan = await place_in_time(
-            self.places.keeping(run, try_once, tell),
-            self.offers,
-            self.search,
-            clock=clock,
-            wait_seconds=wait_seconds,
-            lacks=tell,
-            is_over=partial(self.is_over, run.id),
-        )
+        try:
+            plan = await place_in_time(
+                self.places.keeping(run, try_once, tell),
+                self.offers,
+                self.search,
+                clock=clock,
+                wait_seconds=wait_seconds,
+                lacks=tell,
+                is_over=partial(self.is_over, run.id),
+            )
+        finally:
+            self.start_task(queued.withdraw, of=None)
         if short := reduction(run.manifest, plan):
             tell(short)
         return plan
@@ -361,6 +365,7 @@ class Runs:
     def member_lost(self, peer: PeerId) -> None:
         """A member is dead or has left."""
         self.slots.release_all(peer)
+        self.queue.withdraw(peer)
         for member in list(self.members.values()):
             self.start_task(member.planner_lost, peer, of=member.run)
         self.members_changed()

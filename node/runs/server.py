@@ -149,6 +149,9 @@ class Requests:
                 return await self._on_lease(peer, request)
             case wire.Release():
                 return await self._on_release(peer, request)
+            case wire.Withdraw():
+                self._runs.queue.withdraw(peer, request.run)
+                return Done()
             case wire.Join():
                 return await self._runs.local.join(peer, request)
             case wire.Prepare():
@@ -188,7 +191,7 @@ class Requests:
         runs.slots.note(bool(superseded))
         for name in superseded:
             await self._unprepare(run.id, name)
-        turn = partial(runs.queue.ask, run, request.revision)
+        turn = partial(runs.queue.ask, peer, run, request.revision)
         hold = self._provider.on_hold(runs.slots.now, peer, plan, request.stage, self._known(run), turn)
         if isinstance(hold, Declined):
             return hold

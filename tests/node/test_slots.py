@@ -12,8 +12,10 @@ from node.placement.leases import PlacementFailed
 from node.placement.offers import served_by
 from node.placement.slots import Slots, share
 from node.protocols.manifest import Run
+from node.protocols.runs import Withdraw
 from node.runtime import Node
 from node.seams import Seams
+from partition.run.asks import Declined, Done
 from partition.run.slots import ORPHAN_SECONDS, Promise
 from partition.run.timeouts import SILENCE_SECONDS_MAX
 from sim.storage import MemoryStorage
@@ -232,6 +234,65 @@ def test_of_two_requesters_that_race_for_one_provider_one_gets_it(providers: str
             assert {group.nodes[name].runs.slots.free for name in providers} == {0}
             assert len(failures) == 2 - winners
             assert all("busy" in failure for failure in failures)
+
+    simulate(scenario)
+
+
+def waits(provider: Node, requester: Node, run: Run) -> str:
+    """What a provider tells one that asks for a slot."""
+    found = provider.runs.queue.ask(requester.peer, run, None)
+    assert isinstance(found, Declined)
+    return found.reason
+
+
+@pytest.mark.parametrize("ending", ["gives up", "is stopped", "dies"])
+def test_a_request_that_is_over_keeps_no_place_in_a_queue(ending: str) -> None:
+    async def scenario() -> None:
+        async with swarm("abcd") as group:
+            only(group, "c")
+            await trio.sleep(5)
+            a, b, c, d = (group.nodes[name] for name in "abcd")
+            held = prepare(a, manifest(stages=1, replicas=1, steps=20_000, microbatches=2))
+            await a.runs.submit(held)
+            first, second = asked(b, 1), asked(d, 2)
+            failures: list[PlacementFailed] = []
+
+            async def submit() -> None:
+                try:
+                    await b.runs.submit(first, wait_seconds=0 if ending == "gives up" else 600)
+                except PlacementFailed as error:
+                    failures.append(error)
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(submit)
+                await trio.sleep(10)
+                if ending != "gives up":
+                    assert waits(c, d, second) == "busy: 1 wait before it"
+                if ending == "is stopped":
+                    await b.runs.stopping.stop(first.text)
+                elif ending == "dies":
+                    group.kill("b")
+                    nursery.cancel_scope.cancel()
+                await trio.sleep(30 if ending == "dies" else 5)
+                assert waits(c, d, second) == "busy"
+            assert len(failures) == (ending != "dies")
+
+    simulate(scenario)
+
+
+def test_nobody_withdraws_the_request_of_another() -> None:
+    async def scenario() -> None:
+        async with swarm("abcd") as group:
+            only(group, "c")
+            await trio.sleep(5)
+            a, b, c, d = (group.nodes[name] for name in "abcd")
+            await a.runs.submit(prepare(a, manifest(stages=1, replicas=1, steps=20_000, microbatches=2)))
+            first, second = asked(b, 1), asked(d, 2)
+            assert waits(c, b, first) == "busy"
+            assert await d.runs.ask(c.peer, Withdraw(first.id), 5.0) == Done()
+            assert waits(c, d, second) == "busy: 1 wait before it"
+            assert await b.runs.ask(c.peer, Withdraw(first.id), 5.0) == Done()
+            assert waits(c, d, second) == "busy"
 
     simulate(scenario)
 
