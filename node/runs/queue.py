@@ -65,7 +65,7 @@ class Queue:
         self._turns.begin(self._now, self._wish(run, revision))
 
     def withdraw(self, asker: PeerId, run: bytes | None = None) -> None:
-        """Have a run, or all for which `asker` asked, wait no more: it gave up, has other slots, or is gone."""
+        """Drop a run, or all for which `asker` asked: it gave up, has other slots, or is gone."""
         self._turns.withdraw(asker, run)
 
     def served(self) -> list[bytes]:
