@@ -9,7 +9,8 @@ a run that waits rises, so none waits for ever.
 
 Each provider has a queue of its own, and counts beside what it served itself what other members say that
 they serve, to whom (`heard`). Nobody vouches for what they say, so it puts a requester back by at most
-ELSEWHERE_RUNS_MAX, whoever says what. Each provider counts another part of a run before it is served: so of
+ELSEWHERE_RUNS_MAX, whoever says what. What is served counts with the rest of
+a usual run as soon as it has begun. Each provider counts another part of a run before it is served: so of
 requesters that few of them ever serve twice, each gets its share over all of them.
 
 It knows nothing of leases on disk (`slots`) nor of who gives the slot back when `Preempt` says so.
@@ -257,17 +258,21 @@ class Turns:
         return sorted(rows, key=lambda run: self._rank(now, rows[run], usual, behind))
 
     def _used_elsewhere(self, now: float, requester: bytes) -> float:
-        """Return the slot-seconds that others say they served a requester, for its weight."""
+        """Return the slot-seconds that others say they served a requester and will, a run each, for its
+        weight."""
         prefix, account = requester[:PREFIX_BYTES], self._account(requester)
         row = self._elsewhere.get(prefix, _Elsewhere(0.0, now))
         since = min(HEARD_SECONDS_MAX, max(0.0, now - self._heard_at))
-        return (_halved(row.used, now - row.at) + self._held.get(prefix, 0) * since) / account.weight
+        coming = since + (self._usual or USUAL_SECONDS)
+        return (_halved(row.used, now - row.at) + self._held.get(prefix, 0) * coming) / account.weight
 
     def _rank(
         self, now: float, row: _Waiting, usual: float, behind: Mapping[bytes, float]
     ) -> tuple[float, float, float, float, bytes]:
         wish, account = row.wish, self._account(row.wish.requester)
-        finish = (account.used + usual * account.phase) / account.weight + behind[wish.requester]
+        rows = (each for each in self._serving.values() if each.wish.requester == wish.requester)
+        coming = sum(max(0.0, usual - (now - each.begun)) for each in rows)
+        finish = (account.used + coming + usual * account.phase) / account.weight + behind[wish.requester]
         return (-self._risen(now, row), finish, wish.deadline, row.since, wish.run)
 
     def _phase(self, weight: float) -> float:

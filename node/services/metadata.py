@@ -61,7 +61,7 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
         tuple[tuple[RunPrefix, StageNumber], ...], msgspec.Meta(max_length=STAGES_TOLD_MAX)
     ] = ()
     served: Annotated[tuple[KeyPrefix, ...], msgspec.Meta(max_length=STAGES_TOLD_MAX)] = ()
-    """Whose runs have a slot here, once for each slot."""
+    """Requesters that have a slot here, once for each slot."""
 
 
 class Metadata(msgspec.Struct, frozen=True, array_like=True):
