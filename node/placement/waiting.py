@@ -10,7 +10,7 @@ from crypto.identity import PeerId
 from node.errors import Unreachable
 from node.placement.leases import Ask, Offer, PlacementFailed, about
 from node.placement.searching import merge_offers
-from node.protocols.runs import LeaseRequest, Reply, Request, Withdraw
+from node.protocols.runs import LeaseRequest, Reply, Request, WithdrawRun
 from node.seams import Clock
 from partition.plan.plan import Plan
 from partition.run.asks import Declined
@@ -25,7 +25,7 @@ SEARCH_SECONDS = 60.0
 """A requester that waits looks through the swarm so often."""
 
 
-class Queued:
+class QueuePlaces:
     """The providers in whose queues a run may be, by what they answered to requests for leases."""
 
     def __init__(self, run: bytes, ask: Ask) -> None:
@@ -45,7 +45,7 @@ class Queued:
 
         async def tell(peer: PeerId) -> None:
             with suppress(Unreachable):
-                await self._ask(peer, Withdraw(self._run), WITHDRAW_SECONDS_MAX)
+                await self._ask(peer, WithdrawRun(self._run), WITHDRAW_SECONDS_MAX)
 
         async with trio.open_nursery() as nursery:
             for peer in sorted(self._peers):

@@ -71,7 +71,7 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
     plan: Hash
 
 
-class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
+class WithdrawRun(msgspec.Struct, frozen=True, tag="withdraw"):
     """Planner to a provider that told it to wait: the run wants no slot there any more. Answered by Done."""
 
     run: Hash
@@ -186,7 +186,7 @@ class FetchRange(msgspec.Struct, frozen=True, tag="range"):
 Request = (
     LeaseRequest
     | Release
-    | Withdraw
+    | WithdrawRun
     | Join
     | Start
     | Prepare

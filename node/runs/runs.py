@@ -35,7 +35,7 @@ from node.placement.admission import Machine
 from node.placement.leases import Offer, PlacementFailed, place, reduction, release, start
 from node.placement.places import Places
 from node.placement.slots import Slots
-from node.placement.waiting import Queued, place_in_time
+from node.placement.waiting import QueuePlaces, place_in_time
 from node.protocols import calls
 from node.protocols import runs as wire
 from node.protocols.manifest import Run, run_text
@@ -259,7 +259,7 @@ class Runs:
             raise PlacementFailed(error.detail if isinstance(error, Unreachable) else str(error)) from None
         if not fits(dataset, run.manifest, graph):
             raise PlacementFailed("the data this node has does not fit the run's manifest; has it changed?")
-        queued = Queued(run.id, self.ask)
+        queued = QueuePlaces(run.id, self.ask)
         clock, ask, executor, asked = self.seams.clock, queued.ask, self.seams.executor, self._decliners
         attempt = partial(place, run, graph, self.signer, decliners=asked, revision=revision)
 

@@ -149,7 +149,7 @@ class Requests:
                 return await self._on_lease(peer, request)
             case wire.Release():
                 return await self._on_release(peer, request)
-            case wire.Withdraw():
+            case wire.WithdrawRun():
                 self._runs.queue.withdraw(peer, request.run)
                 return Done()
             case wire.Join():

@@ -12,7 +12,7 @@ from node.placement.leases import PlacementFailed
 from node.placement.offers import served_by
 from node.placement.slots import Slots, share
 from node.protocols.manifest import Run
-from node.protocols.runs import Withdraw
+from node.protocols.runs import WithdrawRun
 from node.runtime import Node
 from node.seams import Seams
 from partition.run.asks import Declined, Done
@@ -289,9 +289,9 @@ def test_nobody_withdraws_the_request_of_another() -> None:
             await a.runs.submit(prepare(a, manifest(stages=1, replicas=1, steps=20_000, microbatches=2)))
             first, second = asked(b, 1), asked(d, 2)
             assert waits(c, b, first) == "busy"
-            assert await d.runs.ask(c.peer, Withdraw(first.id), 5.0) == Done()
+            assert await d.runs.ask(c.peer, WithdrawRun(first.id), 5.0) == Done()
             assert waits(c, d, second) == "busy: 1 wait before it"
-            assert await b.runs.ask(c.peer, Withdraw(first.id), 5.0) == Done()
+            assert await b.runs.ask(c.peer, WithdrawRun(first.id), 5.0) == Done()
             assert waits(c, d, second) == "busy"
 
     simulate(scenario)
