@@ -188,7 +188,7 @@ def test_clipping_acts_in_what_is_compared(tmp_path: Path) -> None:
     runs: list[Run] = []
 
     async def scenario() -> None:
-        async with swarm("a") as group:
+        async with swarm("a", preset="lan") as group:
             runs.append(prepare(group.nodes["a"], manifest(job.model, **job.fields)))
 
     simulate(scenario)

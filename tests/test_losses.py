@@ -145,7 +145,7 @@ def test_two_nodes_train_as_a_plain_loop(
     results: list[Mapping[str, Any]] = []
 
     async def scenario() -> None:
-        async with swarm("ab") as group:
+        async with swarm("ab", preset="lan") as group:
             await group.nodes["a"].runs.data.keep(dataset.digest, tmp_path)
             run, events = await train(group, "a", wanted)
             assert isinstance(events[-1], RunEnded)

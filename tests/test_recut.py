@@ -182,7 +182,7 @@ def test_a_peer_that_becomes_slow_gives_layers_to_its_neighbours_and_the_run_get
     found: list[tuple[Run, list[Event], Tensors]] = []
 
     async def scenario() -> None:
-        async with swarm("abc", executors=executors) as group:
+        async with swarm("abc", executors=executors, preset="lan") as group:
 
             async def on_event(event: Event) -> None:
                 if isinstance(event, StepCommitted) and event.step == SLOW_AT:

@@ -84,7 +84,7 @@ def test_a_handle_made_of_an_id_works_on_a_node_that_is_in_no_part_of_the_run(
 
 def test_a_handle_pauses_resumes_revises_and_stops(model: str) -> None:
     async def scenario() -> None:
-        async with swarm("abc") as group:
+        async with swarm("abc", preset="lan") as group:
             run = await group.nodes["a"].train(model, **{**SETTINGS, "steps": 100_000})
             assert (await run.pause())["is_paused"]
             assert run.status == "paused"
@@ -108,7 +108,7 @@ def test_a_handle_pauses_resumes_revises_and_stops(model: str) -> None:
 
 def test_a_run_that_cannot_be_placed_says_so_to_the_program(model: str) -> None:
     async def scenario() -> None:
-        async with swarm("ab") as group:
+        async with swarm("ab", preset="lan") as group:
             for node_ in group.nodes.values():
                 node_.limit(accept_runs="never")
             await trio.sleep(5)

@@ -142,7 +142,7 @@ def test_a_run_is_made_of_what_was_left_open_and_says_why(tmp_path: Path) -> Non
     events: list[Any] = []
 
     async def scenario() -> None:
-        async with swarm("ab") as group:
+        async with swarm("ab", preset="lan") as group:
             node = group.nodes["a"]
             arguments = {
                 "text": text,

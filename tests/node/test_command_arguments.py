@@ -30,7 +30,7 @@ async def ignore(value: object) -> None:
 
 def test_a_wrong_argument_of_a_command_is_a_mistake_in_use() -> None:
     async def scenario() -> None:
-        async with swarm("a") as group:
+        async with swarm("a", preset="lan") as group:
             node = group.nodes["a"]
             made = CheckpointCommands(node, node.checkpoints, node.runs.copies, node.runs.save)
             handlers = {**Commands(node).handlers, **made.handlers}

@@ -111,7 +111,7 @@ def test_bad_data_is_refused_before_anybody_hears_of_a_run(tmp_path: Path) -> No
     toml.parse(text, RunFile, name=NAME)
 
     async def scenario() -> None:
-        async with swarm("a") as group:
+        async with swarm("a", preset="lan") as group:
             node = group.nodes["a"]
             arguments = {"text": text, "name": NAME, "path": str(tmp_path / NAME), "graph": str(graph)}
 

@@ -15,7 +15,7 @@ from tests.stack import manifest, simulate, swarm, train
 
 def test_a_value_is_found_by_every_node_and_the_newest_wins() -> None:
     async def scenario() -> None:
-        async with swarm("abcd") as group:
+        async with swarm("abcd", preset="lan") as group:
             await trio.sleep(5)
             a, b, c = (group.nodes[name].dht for name in "abc")
             assert (await a.put("weather", b"rain")).holders == 4
@@ -35,7 +35,7 @@ def test_a_value_is_found_by_every_node_and_the_newest_wins() -> None:
 
 def test_a_value_too_large_for_a_record_travels_as_a_blob() -> None:
     async def scenario() -> None:
-        async with swarm("abc") as group:
+        async with swarm("abc", preset="lan") as group:
             await trio.sleep(5)
             value = bytes(range(256)) * 400
             await group.nodes["a"].dht.put("large", value)
@@ -58,7 +58,7 @@ def test_an_immutable_value_is_found_by_its_hash() -> None:
 
 def test_who_provides_content_is_found_by_its_hash() -> None:
     async def scenario() -> None:
-        async with swarm("abc") as group:
+        async with swarm("abc", preset="lan") as group:
             await trio.sleep(5)
             digest = bytes(32).hex()
             await group.nodes["a"].provide(digest)
@@ -71,7 +71,7 @@ def test_who_provides_content_is_found_by_its_hash() -> None:
 
 def test_a_search_by_capability_finds_the_other_nodes_and_the_status_knows_the_table() -> None:
     async def scenario() -> None:
-        async with swarm("abcd") as group:
+        async with swarm("abcd", preset="lan") as group:
             await trio.sleep(20)
             asker = group.nodes["d"]
             found = await asker.dht.find(device="cpu")
@@ -135,13 +135,13 @@ def test_a_value_that_nobody_else_keeps_is_said_to_be_lost() -> None:
 
 def test_all_nodes_stop_and_start_from_their_disks_and_every_record_is_found() -> None:
     async def scenario() -> None:
-        async with swarm("abcd") as group:
+        async with swarm("abcd", preset="lan") as group:
             await trio.sleep(5)
             for number, name in enumerate("abcd"):
                 await group.nodes[name].dht.put(f"key {number}", name.encode(), 7_200)
             await trio.sleep(10)
             storages = dict(group.storages)
-        async with swarm("abcd", storages=storages) as again:
+        async with swarm("abcd", storages=storages, preset="lan") as again:
             await trio.sleep(5)
             for number, name in enumerate("abcd"):
                 for node in again.nodes.values():
@@ -152,7 +152,7 @@ def test_all_nodes_stop_and_start_from_their_disks_and_every_record_is_found() -
 
 def test_commands_say_what_the_library_says() -> None:
     async def scenario() -> None:
-        async with swarm("ab") as group:
+        async with swarm("ab", preset="lan") as group:
             await trio.sleep(20)
             handlers = Commands(group.nodes["a"]).handlers
 
@@ -184,7 +184,7 @@ async def ignore(_: object) -> None:
 
 def test_a_run_that_the_listed_do_not_suffice_for_is_placed_on_nodes_found_by_what_they_offer() -> None:
     async def scenario() -> None:
-        async with swarm("abcd") as group:
+        async with swarm("abcd", preset="lan") as group:
             await trio.sleep(40)
             asker = group.nodes["a"]
             own = [offer for offer in asker._offers() if offer.peer == asker.peer]

@@ -15,7 +15,7 @@ from tests.stack import Swarm, manifest, simulate, swarm, train
 
 def test_every_node_finds_what_every_other_published_signed_by_its_owner() -> None:
     async def scenario() -> None:
-        async with swarm("abcd") as group:
+        async with swarm("abcd", preset="lan") as group:
             await trio.sleep(5)
             for owner in group.nodes.values():
                 metadata = encode_metadata(owner.capacity, accepts_runs=True)
@@ -46,7 +46,7 @@ def test_a_record_is_stored_by_others_and_counts_them() -> None:
 
 def test_the_routing_table_knows_whom_membership_watches_over() -> None:
     async def scenario() -> None:
-        async with swarm("ab") as group:
+        async with swarm("ab", preset="lan") as group:
             await trio.sleep(5)
             node, other = group.nodes["a"], group.nodes["b"].peer
             contact = node.discovery._core.table.get(other)
@@ -64,7 +64,7 @@ def test_records_are_signed_anew_well_before_they_expire() -> None:
 
 def test_a_node_outside_the_run_fetches_the_weights_that_most_holders_name(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with swarm("abcdefg") as group:
+        async with swarm("abcdefg", preset="lan") as group:
             run, _ = await train(group, "f", manifest(steps=1, replicas=1))
             await trio.sleep(5)
             outside = next(name for name in "abcdefg" if not keeps(group, name, run))

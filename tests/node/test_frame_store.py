@@ -217,7 +217,7 @@ def test_a_stage_that_finds_no_room_for_its_frames_says_so_and_the_run_goes_on_w
     monkeypatch.setattr(MemoryStorage, "spill", spill_where_there_is_room)
 
     async def scenario() -> None:
-        async with swarm("abcde") as group:
+        async with swarm("abcde", preset="lan") as group:
             run, events = await train(group, "e", manifest(steps=2))
             assert isinstance(events[-1], RunEnded)
             assert events[-1].outcome == "done", events[-1].detail

@@ -55,7 +55,7 @@ def test_a_node_leaves_within_bounds_where_nobody_can_take_its_part() -> None:
 
 def test_a_node_that_hands_its_part_over_says_so() -> None:
     async def scenario() -> None:
-        async with swarm("abcdef") as group:
+        async with swarm("abcdef", preset="lan") as group:
             run = prepare(group.nodes["a"], manifest(steps=100_000))
             with group.nodes["a"].watch() as events:
                 await group.nodes["a"].runs.submit(run)

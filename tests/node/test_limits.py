@@ -177,7 +177,7 @@ def test_planners_are_told_no_more_of_a_link_than_its_owner_gives() -> None:
 
 def test_bandwidth_and_disk_change_while_the_node_runs() -> None:
     async def scenario() -> None:
-        async with swarm("a") as group:
+        async with swarm("a", preset="lan") as group:
             node = group.nodes["a"]
             node.set("upload", "10Mbit/s")
             node.set("disk", "1GB")
@@ -224,7 +224,7 @@ def test_a_stage_that_its_owner_gives_too_little_for_is_handed_over_and_nothing_
 
 def test_a_node_refuses_to_change_what_it_cannot_while_it_runs() -> None:
     async def scenario() -> None:
-        async with swarm("a") as group:
+        async with swarm("a", preset="lan") as group:
             node: Node = group.nodes["a"]
             with pytest.raises(UsageError, match="cannot be changed while the node runs"):
                 node.set("name", "b")

@@ -32,7 +32,7 @@ def test_no_event_makes_a_list_of_all_members(monkeypatch: pytest.MonkeyPatch) -
         return tuple(map(counted_snapshot, table.rows.values()))
 
     async def scenario() -> None:
-        async with swarm("abc") as group:
+        async with swarm("abc", preset="lan") as group:
             node, other = group.nodes["a"], group.nodes["b"]
             monkeypatch.setattr(Row, "snapshot", counted_snapshot)
             monkeypatch.setattr(MemberTable, "snapshot", counted_list)

@@ -498,7 +498,7 @@ def test_a_persons_own_function_and_text_become_a_run_that_trains(tmp_path: Path
     seen: list[dict[str, Any]] = []
 
     async def scenario() -> None:
-        async with swarm("abc") as group:
+        async with swarm("abc", preset="lan") as group:
 
             async def emit(event: object) -> None:
                 seen.append(event)  # type: ignore[arg-type]  # documents of events

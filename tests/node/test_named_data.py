@@ -98,7 +98,7 @@ def test_a_run_over_named_arrays_equals_a_plain_loop(tmp_path: Path) -> None:
     results: list[Any] = []
 
     async def scenario() -> None:
-        async with swarm("abc") as group:
+        async with swarm("abc", preset="lan") as group:
             await group.nodes["a"].runs.data.keep(data.digest, tmp_path)
             run, _ = await train(group, "a", wanted)
             results.append(weights(group, "a", run))

@@ -158,7 +158,7 @@ async def until_over(group: Swarm) -> None:
 
 def test_rules_are_changed_while_the_node_runs() -> None:
     async def scenario() -> None:
-        async with swarm("ab") as group:
+        async with swarm("ab", preset="lan") as group:
             a, b = group.nodes["a"], group.nodes["b"]
             b.provider.read = lambda: Reading(600, on_mains=False)
             b.set("mains_only", "true")

@@ -73,7 +73,7 @@ def test_eight_members_that_claim_too_much_and_decline_stop_no_placement(flops_p
     planned: list[Sequence[str]] = []
 
     async def scenario() -> None:
-        async with swarm("abcdefghijk") as group:
+        async with swarm("abcdefghijk", preset="lan") as group:
             for name in "abcdefgh":
                 claim(group.nodes[name], flops_per_second)
                 decline(group.nodes[name], asked, name)

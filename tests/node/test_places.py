@@ -132,7 +132,7 @@ def test_devices_are_tried_in_their_order_and_what_comes_of_it_is_said(
         return Plan(bytes(32), bytes(32), 0, tuple(sorted(free[:2])), tuple(free[:1]), 1, stages)
 
     async def scenario() -> None:
-        async with swarm("a") as group:
+        async with swarm("a", preset="lan") as group:
             a = group.nodes["a"]
             run = prepare(a, manifest(place=PlaceWish(devices=devices) if devices else None))
             await a.runs.places.keeping(run, attempt, heard.append)(offered(kinds), False)
@@ -144,7 +144,7 @@ def test_devices_are_tried_in_their_order_and_what_comes_of_it_is_said(
 
 def test_a_run_for_a_gpu_fails_among_cpus_and_says_why_or_goes_on_the_cpu_where_it_may() -> None:
     async def scenario() -> None:
-        async with swarm("ab") as group:
+        async with swarm("ab", preset="lan") as group:
             a = group.nodes["a"]
             wish = PlaceWish(devices=("cuda", "mps"))
             run = prepare(a, manifest(stages=1, replicas=1, place=wish))
@@ -164,7 +164,7 @@ def test_in_local_mode_nodes_elsewhere_are_not_asked_to_take_part() -> None:
     """Nor does the requester train where its own device is not one of those that are wanted."""
 
     async def scenario() -> None:
-        async with swarm("ab") as group:
+        async with swarm("ab", preset="lan") as group:
             a = group.nodes["a"]
             local = LocalSettings(local_steps=2)
             fields: dict[str, Any] = {

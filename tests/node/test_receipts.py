@@ -69,7 +69,7 @@ def test_a_provider_ranks_a_requester_it_never_met_by_what_that_gave_to_others()
 
 def test_a_receipt_for_a_run_that_was_never_here_is_not_signed() -> None:
     async def scenario() -> None:
-        async with swarm("ab") as group:
+        async with swarm("ab", preset="lan") as group:
             a, b = group.nodes["a"], group.nodes["b"]
             body = encode(ReceiptBody(bytes(32), a.peer, b.peer, 5, 1, 1_000))
             offer = OfferReceipt(a.signer.sign(MEASURED_PURPOSE, body))

@@ -85,7 +85,7 @@ def test_a_plan_that_a_decliner_has_made_up_is_refused_by_the_requester(author: 
     """It was asked for a lease, so it knows the manifest and a plan; that is no part in the run."""
 
     async def scenario() -> None:
-        async with swarm("abc") as group:
+        async with swarm("abc", preset="lan") as group:
             victim, liar, other = (group.nodes[name] for name in "cab")
             run = prepare(victim, small())
             first = plan_of(run, other.peer)
@@ -135,7 +135,7 @@ def test_a_run_that_has_ended_is_still_listed_and_fetched_after_a_restart(tmp_pa
 
 def test_a_result_that_is_longer_than_its_model_is_not_fetched() -> None:
     async def scenario() -> None:
-        async with swarm("ab") as group:
+        async with swarm("ab", preset="lan") as group:
             victim, liar = group.nodes["a"], group.nodes["b"]
             run = prepare(liar, small())
             plan = plan_of(run, victim.peer)

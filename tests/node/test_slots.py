@@ -216,7 +216,7 @@ def test_of_two_requesters_that_race_for_one_provider_one_gets_it(providers: str
     """The other is told, and takes another where there is one."""
 
     async def scenario() -> None:
-        async with swarm("abcd") as group:
+        async with swarm("abcd", preset="lan") as group:
             only(group, *providers)
             await trio.sleep(5)
             failures: list[str] = []
@@ -321,7 +321,7 @@ def test_a_run_of_higher_priority_is_made_room_for_and_the_other_is_told_how_it_
     """One provider with one slot, so what is served cannot be handed over: it waits at its checkpoint."""
 
     async def scenario() -> None:
-        async with swarm("abc") as group:
+        async with swarm("abc", preset="lan") as group:
             only(group, "c")
             await trio.sleep(5)
             a, b, c = (group.nodes[name] for name in "abc")

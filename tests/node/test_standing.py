@@ -34,7 +34,7 @@ GIB = 2**30
 
 def test_every_member_reads_how_another_is_and_which_stages_it_holds() -> None:
     async def scenario() -> None:
-        async with swarm("abc") as group:
+        async with swarm("abc", preset="lan") as group:
             await trio.sleep(30)
             reader = group.nodes["a"]
             for other in (group.nodes["b"], group.nodes["c"]):

@@ -25,7 +25,7 @@ SPAN = Span(3, 1, 7, "forward", 1_000, 2_000, 1_500)
 
 def test_a_microbatch_is_seen_in_all_stages_of_all_machines() -> None:
     async def main() -> None:
-        async with swarm("abcde") as group:
+        async with swarm("abcde", preset="lan") as group:
             run, seen = await train(group, "a", manifest(steps=3))
             asker = group.nodes["a"]
             plan = next(event for event in seen if isinstance(event, RunPlanned))
@@ -55,7 +55,7 @@ def test_a_microbatch_is_seen_in_all_stages_of_all_machines() -> None:
 
 def test_who_is_not_in_a_run_gets_no_spans() -> None:
     async def main() -> None:
-        async with swarm("abcdef") as group:
+        async with swarm("abcdef", preset="lan") as group:
             run, seen = await train(group, "a", manifest(steps=1))
             plan = next(event for event in seen if isinstance(event, RunPlanned))
             inside = {peer for stage in plan.stages for peer in stage} | set(plan.trainers) | {plan.trainer}
@@ -69,7 +69,7 @@ def test_who_is_not_in_a_run_gets_no_spans() -> None:
 
 def test_a_hostile_request_is_refused_and_counted() -> None:
     async def main() -> None:
-        async with swarm("ab") as group:
+        async with swarm("ab", preset="lan") as group:
             a, b = group.nodes["a"], group.nodes["b"]
             stream = await a.network.open(b.peer, TRACES_PROTOCOL)
             await stream.send(b"\xc1")

@@ -21,7 +21,7 @@ def test_a_wish_reaches_peers_that_become_known_after_it_was_made() -> None:
     found: dict[str, Round] = {}
 
     async def play() -> None:
-        async with swarm("abcd") as group:
+        async with swarm("abcd", preset="lan") as group:
             runs = {name: node.averaging.open("early", SIGNATURE) for name, node in group.nodes.items()}
             assert not any(run.roster.reports for run in runs.values())
             begun = trio.current_time()
@@ -41,7 +41,7 @@ def test_a_numbered_wish_reaches_a_peer_that_enters_the_run_later() -> None:
     wanted = Wanted(round=1, window_seconds=2.0, patience_seconds=60.0)
 
     async def play() -> None:
-        async with swarm("ab") as group:
+        async with swarm("ab", preset="lan") as group:
             first = group.nodes["a"].averaging.open("early", SIGNATURE)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(hold, first, 1.0, wanted, found, "a")

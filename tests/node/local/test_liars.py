@@ -51,7 +51,7 @@ def test_a_stranger_that_knows_the_run_takes_no_part(monkeypatch: pytest.MonkeyP
     """It has announced itself with a state of more steps, and tells evaluations and a settled end."""
 
     async def play() -> None:
-        async with swarm("abx", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
+        async with swarm("abx", stage_seconds=SLOW, preset="lan") as group, trio.open_nursery() as nursery:
             liar, seen = group.nodes["x"], [False]
             for name in "ab":  # it has a free slot, and is not asked: it is not in this run
                 local = group.nodes[name].runs.local
@@ -109,7 +109,7 @@ def test_a_stranger_that_knows_the_run_takes_no_part(monkeypatch: pytest.MonkeyP
 
 def test_a_stranger_is_handed_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     async def play() -> None:
-        async with swarm("abx", stage_seconds=SLOW) as group:
+        async with swarm("abx", stage_seconds=SLOW, preset="lan") as group:
             refused: list[str] = []
 
             async def fetch(event: Event) -> None:
@@ -130,7 +130,7 @@ def test_a_stranger_is_handed_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", ["own", "old", "again"])
 def test_a_request_to_join_of_a_stranger_or_an_old_one_is_refused(kind: str) -> None:
     async def play() -> None:
-        async with swarm("abx", stage_seconds=SLOW) as group:
+        async with swarm("abx", stage_seconds=SLOW, preset="lan") as group:
             a, x = group.nodes["a"], group.nodes["x"]
             wanted = stack.manifest(
                 stages=1, microbatch=16, microbatches=2, dtype="float32", local=QUICK, steps=4

@@ -94,7 +94,7 @@ def test_others_hear_that_a_node_takes_no_more_stages() -> None:
     async def scenario() -> None:
         import trio
 
-        async with swarm("ab") as group:
+        async with swarm("ab", preset="lan") as group:
             group.nodes["a"].limit(accept_runs="never")
             await trio.sleep(10)
             of_a = next(each for each in group.nodes["b"].membership.members if each.name == "a")
