@@ -257,9 +257,7 @@ class Member:
         cause = cause_of(plan, life.proposer.wanted)
         usual = "fewer replicas than it began with"
         if cause == "plan in force":
-            usual = (
-                f"it goes by its change of plan {plan.height}" if plan.height else "it goes by its first plan"
-            )
+            usual = f"running by change of plan {plan.height}" if plan.height else "running as first planned"
         self._change(cause, reason or usual)
 
     def catch_up(self, peers: Collection[PeerId]) -> None:

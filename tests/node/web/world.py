@@ -78,7 +78,7 @@ def run_events(run: str = "ab" * 8, steps: int = 3) -> list[events.Event]:
             layers=((0, 3), (3, 5)),
             stages=((peer(1), peer(2)), (peer(3), peer(4))),
         ),
-        events.RunChanged(at=at, run=run, state="running", reason="it goes by its first plan"),
+        events.RunChanged(at=at, run=run, state="running", reason="running as first planned"),
     ]
     for step in range(steps):
         happened.append(
