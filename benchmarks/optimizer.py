@@ -38,6 +38,7 @@ def settings(folder: str, name: str, seed: str) -> config.Config:
         swarm=config.Swarm(name="benchmark", preset="local"),
         listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
         join=config.Join(lan=False, seeds=(parse_address(seed),) if seed else ()),
+        resources=config.Resources(calibrate=False),  # it would measure beside what is measured here
     )
 
 

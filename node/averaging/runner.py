@@ -2,7 +2,8 @@
 
 A stream per ordered pair of members, opened by the one that sends. Each message is a struct, the data of a
 chunk its payload, so tensors are not copied on the way. The core computes (it codes, hashes and reduces a
-chunk at a time), so every call into it goes through the executor, one at a time.
+chunk at a time), so every call into it goes through the executor, one at a time: those that have gathered
+while one was computed go together, since handing over to a thread costs as much as a small message.
 """
 
 from collections import deque
@@ -27,11 +28,32 @@ MESSAGE_BYTES_MAX = 64 * 1024
 QUEUE_MAX = 4_096
 """Small messages that wait for one stream; with more the peer counts as lost."""
 
+CALLS_MAX = 16
+"""Calls into the core at once: what they say to others waits for the last of them, some milliseconds."""
 IDLE_SECONDS = 0.5
 """After which a stream is closed that has nothing to send, once there is a result."""
 
 Sends = list[tuple[PeerId, AttemptMessage]]
 NO_DATA = memoryview(b"")
+
+
+class _Call:
+    """A call into the core that waits for its turn; `error` is what it raised, once it is over."""
+
+    def __init__(self, function: Callable[[], Sends]) -> None:
+        self.function = function
+        self.over = trio.Event()
+        self.error: RemoteProtocolError | None = None
+
+
+def _make(calls: list[_Call]) -> Sends:
+    sends: Sends = []
+    for call in calls:
+        try:
+            sends += call.function()
+        except RemoteProtocolError as error:
+            call.error = error
+    return sends
 
 
 class Runner:
@@ -50,12 +72,15 @@ class Runner:
         self._clock = clock
         self._executor = executor
         self._refuse = refuse
-        self._turn = trio.Lock()
+        self._calls: deque[_Call] = deque()
+        self._called = trio.Event()
+        self._has_ended = False
         self._queues: dict[PeerId, deque[AttemptMessage]] = {
             peer: deque() for peer in attempt.group.peers if peer != network.peer
         }
         self._changed: dict[PeerId, trio.Event] = {peer: trio.Event() for peer in self._queues}
         self._moved = trio.Event()
+        self._due = inf
         self._finished = trio.Event()
         self._closed = trio.Event()
 
@@ -63,6 +88,7 @@ class Runner:
         """Until the attempt is closed, which is some time after it has a result; or cancelled."""
         try:
             async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._compute)
                 await self._call(self.attempt.start)
                 for peer in self._queues:
                     nursery.start_soon(self._send_to, peer)
@@ -70,6 +96,9 @@ class Runner:
                 await self._closed.wait()
                 nursery.cancel_scope.cancel()
         finally:
+            self._has_ended = True
+            for call in self._calls:
+                call.over.set()
             self._finished.set()
 
     async def result(self) -> Averaged | Failed:
@@ -109,9 +138,31 @@ class Runner:
     async def _call(
         self, function: Callable[..., Sends], *arguments: object, not_before: float = 0.0
     ) -> None:
-        async with self._turn:
-            now = max(self._clock.monotonic(), not_before)
-            sends = await self._executor.run(partial(function, now, *arguments))
+        """Have the core called, and its answer passed on; nothing once the attempt is no longer driven.
+
+        Raises what the core raises.
+        """
+        if self._has_ended:
+            return
+        call = _Call(partial(function, max(self._clock.monotonic(), not_before), *arguments))
+        self._calls.append(call)
+        self._called.set()
+        await call.over.wait()
+        if call.error is not None:
+            raise call.error
+
+    async def _compute(self) -> None:
+        """Make the calls that wait, some at once, in their order."""
+        while True:
+            self._called = trio.Event()
+            if not self._calls:
+                await self._called.wait()
+            calls = [self._calls.popleft() for _ in range(min(CALLS_MAX, len(self._calls)))]
+            try:
+                sends = await self._executor.run(partial(_make, calls))
+            finally:
+                for call in calls:
+                    call.over.set()
             self._pass_on(sends)
 
     def _pass_on(self, sends: Sends) -> None:
@@ -119,8 +170,9 @@ class Runner:
             queue = self._queues[peer]
             if len(queue) < QUEUE_MAX:
                 queue.append(message)
+        ready = set(self.attempt.ready)
         for peer in self._queues:
-            if self._queues[peer] or peer in self.attempt.ready:
+            if self._queues[peer] or peer in ready:
                 self._changed[peer].set()
         if self.attempt.result is not None and not self._finished.is_set():
             self._finished.set()
@@ -130,11 +182,13 @@ class Runner:
             self._closed.set()
             for event in self._changed.values():
                 event.set()
-        self._moved.set()
+        if self.attempt.deadline < self._due:
+            self._moved.set()
 
     async def _wake(self) -> None:
         while True:
-            self._moved, due = trio.Event(), self.attempt.deadline
+            self._moved, self._due = trio.Event(), self.attempt.deadline
+            due = self._due
             pause = due - self._clock.monotonic()
             with trio.move_on_after(max(0.0, pause) if pause < inf else inf) as waiting:
                 await self._moved.wait()
