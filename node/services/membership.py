@@ -143,8 +143,9 @@ class Membership:
         self._driver.command(lambda now: order(self._swim, now))
 
     def update(self, profile: core.Profile) -> None:
-        """Tell others of another name, address or metadata."""
-        self._driver.command(lambda now: self._swim.update(now, profile))
+        """Tell others of another name, address or metadata; nothing once this node has said goodbye."""
+        if not self._has_left:
+            self._driver.command(lambda now: self._swim.update(now, profile))
 
     def join(self, peers: Sequence[PeerId]) -> None:
         """Exchange member lists with these peers."""

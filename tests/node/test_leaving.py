@@ -71,6 +71,20 @@ def test_a_node_that_hands_its_part_over_says_so() -> None:
     simulate(scenario)
 
 
+def test_a_node_that_has_said_goodbye_tells_no_more_of_itself() -> None:
+    async def scenario() -> None:
+        async with swarm("ab", preset="lan") as group:
+            node = group.nodes["a"]
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(node.leave)
+                await trio.sleep(0.01)
+                node.set("accept_runs", "never")
+            await trio.sleep(5)
+            assert group.nodes["b"].state.members[node.peer].status == "left"
+
+    simulate(scenario)
+
+
 def test_a_process_that_cannot_end_in_order_ends_all_the_same() -> None:
     program = (
         "import time; from node import process; process.END_SECONDS_MAX = 0.2\n"
