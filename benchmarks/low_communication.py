@@ -37,7 +37,9 @@ from gossip.averaging.strategies import (
 from tests.gossip.swarm import peer_of
 
 PEERS, STEPS, STEPS_QUICK, LOCAL_STEPS = 16, 1_000, 200, 50
-SEEDS, SEEDS_QUICK = 10, 2
+SEEDS = (3, 4, *range(8, 16))
+"""None of them took part in choosing how many rounds follow the last step."""
+SEEDS_QUICK = SEEDS[:2]
 BATCH, CONTEXT, VOCABULARY, EMBEDDING, HIDDEN = 32, 8, 64, 16, 128
 WIDTH = CONTEXT * EMBEDDING
 SHAPES = ((VOCABULARY, EMBEDDING), (WIDTH, HIDDEN), (1, HIDDEN), (HIDDEN, VOCABULARY), (1, VOCABULARY))
@@ -261,7 +263,7 @@ def main() -> int:
     sent: dict[str, float] = {}
     before: dict[str, float] = {}
     for case in CASES:
-        trainings = [Training(case, letters, seed) for seed in range(seeds)]
+        trainings = [Training(case, letters, seed) for seed in seeds]
         losses[case.name] = [training.run(steps) for training in trainings]
         before[case.name] = float(np.mean([training.before for training in trainings]))
         sent[case.name] = float(np.mean([training.bytes for training in trainings]))
@@ -272,7 +274,7 @@ def main() -> int:
             "loss": round(float(np.mean(found)), 4),
             "before the last rounds": round(before[name], 4),
             "beside DiLoCo": round(float(np.mean(np.array(found) - diloco)), 4),
-            "error": round(float(np.std(np.array(found) - diloco) / max(seeds - 1, 1) ** 0.5), 4),
+            "error": round(float(np.std(np.array(found) - diloco) / max(len(seeds) - 1, 1) ** 0.5), 4),
             "MB sent": round(sent[name] / 1e6, 3),
             "fewer bytes": round(sent["per-step averaging"] / sent[name], 1),
         }
