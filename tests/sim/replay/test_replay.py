@@ -134,7 +134,11 @@ def test_a_record_that_is_cut_off_is_played_as_far_as_it_goes(
 ) -> None:
     data = records["c"].read_bytes()
     copy = tmp_path / "cut"
-    copy.write_bytes(data[: len(data) * 2 // 3])
+    # A block may end right there, but none is one byte long.
+    ends = (len(data) * 2 // 3, len(data) * 2 // 3 + 1)
+    copy.write_bytes(
+        data[: next(end for end in ends if not isinstance([*read_blocks(data[:end])][-1], bytes))]
+    )
     played = play(copy)
     assert not played.diverged
     assert "is cut off" in played.damage
