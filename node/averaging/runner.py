@@ -43,15 +43,16 @@ class _Call:
     def __init__(self, function: Callable[[], Sends]) -> None:
         self.function = function
         self.over = trio.Event()
-        self.error: RemoteProtocolError | None = None
+        self.error: Exception | None = None
 
 
 def _make(calls: list[_Call]) -> Sends:
+    """Make them in order; what one raises is for whoever called, and the others go on."""
     sends: Sends = []
     for call in calls:
         try:
             sends += call.function()
-        except RemoteProtocolError as error:
+        except Exception as error:
             call.error = error
     return sends
 
