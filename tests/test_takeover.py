@@ -13,6 +13,7 @@ import pytest
 import trio
 
 from crypto.identity import Identity, PeerId
+from node import config
 from node.errors import StageFailed
 from node.events import (
     Event,
@@ -58,6 +59,7 @@ def play(
     pass_seconds: float = PASS_SECONDS,
     ends: bool = True,
     forks: bool = False,
+    preset: config.Preset = "lan",
 ) -> World:
     """A run that the last of `names` asks for and `scenario` disturbs; the world it left behind.
 
@@ -67,7 +69,7 @@ def play(
 
     async def run() -> None:
         async with (
-            swarm(names, seed=SEED, stage_seconds=pass_seconds) as group,
+            swarm(names, seed=SEED, stage_seconds=pass_seconds, preset=preset) as group,
             trio.open_nursery() as nursery,
         ):
             requester = group.nodes[names[-1]]
@@ -273,7 +275,7 @@ def test_what_a_newcomer_holds_for_a_planner_that_died_is_given_to_the_next_one(
                 await trio.sleep(0.2)
         assert world.now - died[0] < 15
 
-    play("abcde", small(stages=2, replicas=2, steps=60), scenario)
+    play("abcde", small(stages=2, replicas=2, steps=60), scenario, preset="local")
 
 
 def test_a_stage_that_is_lost_finds_the_idle_node_that_its_first_planner_held(
@@ -298,7 +300,7 @@ def test_a_stage_that_is_lost_finds_the_idle_node_that_its_first_planner_held(
         assert resumed - died[0] <= FREE_AGAIN_SECONDS
         assert {"x", "y"} <= set(holders(world))
 
-    play("abcde", small(stages=4, replicas=1, steps=60), scenario, ends=False)
+    play("abcde", small(stages=4, replicas=1, steps=60), scenario, ends=False, preset="local")
 
 
 def dying_once(world: World, name: str, ask: Any, died: list[float]) -> Any:

@@ -89,7 +89,7 @@ def test_a_search_by_capability_finds_the_other_nodes_and_the_status_knows_the_t
 def test_a_search_names_the_nearest_first_by_measured_round_trips_in_a_place_too() -> None:
     async def scenario() -> None:
         apart = NetworkModel(nearest_seconds=0.005, farthest_seconds=0.15)
-        async with swarm("abcdefgh", network=apart) as group:
+        async with swarm("abcdefgh", network=apart, preset="local") as group:
             for name in "bdfh":
                 group.nodes[name].set("location", "eu-west")
             await trio.sleep(60)

@@ -299,7 +299,7 @@ def test_nobody_withdraws_the_request_of_another() -> None:
 
 def test_every_member_hears_whose_runs_a_node_serves() -> None:
     async def scenario() -> None:
-        async with swarm("abcd") as group:
+        async with swarm("abcd", preset="local") as group:
             only(group, "c", "d")
             await trio.sleep(5)
             a, c, d = (group.nodes[name] for name in "acd")
