@@ -52,7 +52,7 @@ from node.library.directory import Directory
 from node.library.surface import Surface
 from node.placement.leases import Offer
 from node.placement.machine_state import MachineState
-from node.placement.offers import offers_of, own_offer, served_by
+from node.placement.offers import offers_of, own_offer
 from node.placement.permission import Permission
 from node.placement.places import Places
 from node.placement.provider import Provider
@@ -400,7 +400,6 @@ class Node(Surface):
             machine=lambda: self.provider.machine(self.capacity),
             rate=lambda: self.provider.of_a_slot(self.capacity).flops_per_second,
             slots=self.provider.rules.slots,
-            served=lambda: served_by(self.peer, self.membership.members),
         )
 
     def _make_measurements(self) -> Measurements:

@@ -34,9 +34,9 @@ from node.protocols.runs import (
 from node.seams import Executor
 from partition.model.graph import Graph
 from partition.plan.history import History
-from partition.plan.layer_costs import layer_costs
+from partition.plan.model_costs import ModelCosts
 from partition.plan.observed import NOTHING, Knowledge
-from partition.plan.operations import Operations, layer_operations
+from partition.plan.operations import Operations
 from partition.plan.plan import NO_HASH, Plan, StagePlan, encode_plan, plan_hash
 from partition.plan.problem import Constraints, Infeasible, PeerCost, Problem, Split
 from partition.plan.rates import Calibration, assumed, equivalent_rate
@@ -119,10 +119,12 @@ def make_plan(
     *,
     knowledge: Knowledge = NOTHING,
     may_reduce: bool = False,
+    costs: ModelCosts | None = None,
 ) -> Plan:
     """The first plan of a run, by what was measured of peers and links where anything was. The requester
     trains; it holds a stage only where peers are short. A run of two members takes an idle one as a witness.
-    With `may_reduce`, a run for which there are too few peers has fewer replicas, then fewer stages.
+    With `may_reduce`, a run for which there are too few peers has fewer replicas, then fewer stages. `costs`
+    are the graph's, where they are known.
 
     Raises:
         PlacementFailed: with what is missing for the run as it was asked for.
@@ -130,12 +132,13 @@ def make_plan(
     manifest = run.manifest
     providers = sorted((offer for offer in offers if offer.has_slot), key=lambda offer: offer.peer)
     shape = manifest.stages, manifest.replicas
+    costs = costs or ModelCosts(graph, manifest.sizes_max)
     try:
-        return _plan_as(run, graph, providers, shape, knowledge)
+        return _plan_as(run, graph, providers, shape, knowledge, costs)
     except PlacementFailed:
         for smaller in smaller_shapes(shape, len(providers)) if may_reduce else ():
             with suppress(PlacementFailed):
-                return _plan_as(run, graph, providers, smaller, knowledge)
+                return _plan_as(run, graph, providers, smaller, knowledge, costs)
         raise
 
 
@@ -158,7 +161,12 @@ def reduction(manifest: Manifest, plan: Plan) -> str:
 
 
 def _plan_as(
-    run: Run, graph: Graph, providers: Sequence[Offer], shape: tuple[int, int], knowledge: Knowledge
+    run: Run,
+    graph: Graph,
+    providers: Sequence[Offer],
+    shape: tuple[int, int],
+    knowledge: Knowledge,
+    costs: ModelCosts,
 ) -> Plan:
     """Return the first plan with this number of stages and of replicas, 0 for any. Raises PlacementFailed."""
     manifest = run.manifest
@@ -175,8 +183,8 @@ def _plan_as(
                 f"a micro-batch of inputs is {input_bytes / 1e6:.0f} MB, at most "
                 f"{FRAME_BYTES_MAX / 1e6:.0f} MB can be sent; a smaller train.microbatch is needed"
             )
-        chosen = rated_offers(chosen, knowledge, layer_operations(graph, manifest.sizes_max))
-        problem = problem_of(manifest, graph, chosen, knowledge)
+        chosen = rated_offers(chosen, knowledge, costs.operations)
+        problem = problem_of(manifest, graph, chosen, knowledge, costs)
         rules = replace(problem.constraints, stages=shape[0], replicas=shape[1])
         split = solve(replace(problem, constraints=rules))
     except (Infeasible, RemoteProtocolError, ValueError) as error:
@@ -214,16 +222,22 @@ def rated_offers(
 
 
 def problem_of(
-    manifest: Manifest, graph: Graph, offers: Sequence[Offer], knowledge: Knowledge = NOTHING
+    manifest: Manifest,
+    graph: Graph,
+    offers: Sequence[Offer],
+    knowledge: Knowledge = NOTHING,
+    costs: ModelCosts | None = None,
 ) -> Problem:
     """Return what the solver is asked for a run. Raises ValueError, RemoteProtocolError: sizes that do not
     fit."""
-    operations = layer_operations(graph, manifest.sizes_max)
+    costs = costs or ModelCosts(graph, manifest.sizes_max)
     peers = [offer.peer for offer in offers]
     links = knowledge.links(peers) if len(peers) <= LINKED_PEERS_MAX else {}
     return Problem(
-        layers=tuple(layer_costs(graph, manifest.sizes_max)),
-        peers=tuple(_cost(offer, operations, knowledge.calibrations.get(offer.peer)) for offer in offers),
+        layers=costs.layers,
+        peers=tuple(
+            _cost(offer, costs.operations, knowledge.calibrations.get(offer.peer)) for offer in offers
+        ),
         links={(one.hex(), other.hex()): link for (one, other), link in links.items()},
         microbatches=manifest.microbatches,
         pipeline=manifest.pipeline,
@@ -313,10 +327,11 @@ async def place(
     left = list(offers)
     reasons: list[str] = []
     waits: list[int] = []
+    costs = ModelCosts(graph, run.manifest.sizes_max)  # for as many plans as there are refusals
     until = monotonic() + PLACEMENT_SECONDS_MAX
     while monotonic() < until:
         try:
-            planning = partial(make_plan, run, graph, knowledge=knowledge, may_reduce=may_reduce)
+            planning = partial(make_plan, run, graph, knowledge=knowledge, may_reduce=may_reduce, costs=costs)
             plan = await _plan(planning, left, decliners.now(monotonic()), executor)
         except PlacementFailed as error:
             free = sum(offer.has_slot for offer in left)

@@ -1,6 +1,5 @@
 """What live members say they offer to runs: placement's first look at a swarm."""
 
-from collections import Counter
 from collections.abc import Sequence
 
 from crypto.identity import PeerId
@@ -22,17 +21,6 @@ def own_offer(peer: PeerId, capacity: Capacity, *, has_slot: bool) -> Offer:
     """Return what this node offers, a slot having this capacity."""
     rate, memory = capacity.flops_per_second, capacity.memory_free_bytes
     return Offer(peer, rate, memory, has_slot and rate > 0, device_kind(capacity.device))
-
-
-def served_by(me: PeerId, members: Sequence[Member]) -> Counter[bytes]:
-    """Return how many slots of other live members each requester has, as they say; requesters by the
-    beginning of their keys."""
-    served = Counter[bytes]()
-    for member in members:
-        claim = read_metadata(member.metadata) if member.live and member.peer != me else None
-        if claim is not None and claim.standing is not None:
-            served.update(claim.standing.served)
-    return served
 
 
 def offers_of(own: Offer, members: Sequence[Member], knowledge: Knowledge = NOTHING) -> list[Offer]:

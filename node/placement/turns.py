@@ -7,11 +7,11 @@ served (a finish tag of start-time fair queueing), then the one with the earlies
 has waited longest. What is used at a high priority counts for more, so it is bought with one's own share; and
 a run that waits rises, so none waits for ever.
 
-Each provider has a queue of its own, and counts beside what it served itself what other members say that
-they serve, to whom (`heard`). Nobody vouches for what they say, so it puts a requester back by at most
-ELSEWHERE_RUNS_MAX, whoever says what. What is served counts with the rest of
-a usual run as soon as it has begun. Each provider counts another part of a run before it is served: so of
-requesters that few of them ever serve twice, each gets its share over all of them.
+Each provider has a queue of its own, and counts beside what it served itself the runs that were served
+elsewhere, as their requesters tell. Who says nothing of it is not charged, and gains ELSEWHERE_RUNS_MAX runs
+by it once at most. What is served counts with the rest of a usual run as soon as it has begun. Each provider
+counts another part of a run before it is served: so of requesters that few of them ever serve twice, each
+gets its share over all of them.
 
 It knows nothing of leases on disk (`slots`) nor of who gives the slot back when `Preempt` says so.
 """
@@ -24,8 +24,6 @@ from dataclasses import dataclass, field
 from math import inf
 
 from blake3 import blake3
-
-from node.services.metadata import PREFIX_BYTES
 
 AGE_SECONDS = 3_600.0
 """A run that waits rises by one priority in so long: above all that came after it within ten hours. Among
@@ -42,10 +40,8 @@ HALF_LIFE_SECONDS = 24 * 3600.0
 """What was used counts half after a day: an absence is not saved up, nor is a feast held against one for
 ever."""
 ELSEWHERE_RUNS_MAX = 4.0
-"""What others say that they serve puts a requester back by the time of so many usual runs for its weight at
-most, against the one of whom they say the least: liars delay it once by as much, and starve nobody."""
-HEARD_SECONDS_MAX = 60.0
-"""What others said last counts for so long; they are looked at with each request."""
+"""What was served elsewhere puts a requester back by so many usual runs at most, against the one with the
+least of it for its weight: honest ones lose so much once to one that says nothing, and nobody starves."""
 _PHASE = struct.Struct(">d")
 WAITING_MAX = 1_024
 REQUESTERS_MAX = 4_096
@@ -107,12 +103,7 @@ class _Account:
     weight: float = 1.0
     phase: float = 0.0
     at: float = 0.0
-
-
-@dataclass
-class _Elsewhere:
-    used: float = 0.0
-    at: float = 0.0
+    elsewhere: float = 0.0
 
 
 @dataclass
@@ -125,9 +116,6 @@ class Turns:
     _waiting: dict[bytes, _Waiting] = field(default_factory=dict)
     _serving: dict[bytes, _Serving] = field(default_factory=dict)
     _accounts: dict[bytes, _Account] = field(default_factory=dict)
-    _held: dict[bytes, int] = field(default_factory=dict)
-    _elsewhere: dict[bytes, _Elsewhere] = field(default_factory=dict)
-    _heard_at: float = 0.0
     _took: deque[float] = field(default_factory=lambda: deque(maxlen=SERVED_MAX))
 
     # What a provider is asked
@@ -181,11 +169,18 @@ class Turns:
         """The run wants no slot here any more."""
         self._waiting.pop(run, None)
 
-    def withdraw(self, asker: bytes, run: bytes | None = None) -> None:
-        """Drop a run, or all, for which `asker` asked last."""
-        for row in list(self._waiting.values()):
-            if row.wish.asker == asker and run in (None, row.wish.run):
-                self.drop(row.wish.run)
+    def withdraw(
+        self, now: float, asker: bytes, run: bytes | None = None, *, is_served: bool = False
+    ) -> None:
+        """Drop a run, or all, for which `asker` asked last; one that `is_served` elsewhere is charged as a
+        usual run, to the asker where it did not wait here."""
+        rows = self._waiting.values()
+        gone = [row.wish for row in rows if row.wish.asker == asker and run in (None, row.wish.run)]
+        for wish in gone:
+            self.drop(wish.run)
+        if is_served and run is not None:
+            (wish,) = gone or [Wish(run, asker)]
+            self._charge(now, wish, 0.0, elsewhere=self._usual or USUAL_SECONDS)
 
     def progress(self, run: bytes, seconds_left: float | None) -> None:
         """Note how long a run will still need its slot, as its steps go; None for not known."""
@@ -197,24 +192,6 @@ class Turns:
         account = self._account(requester)
         account.weight = max(1e-6, weight)
         account.phase = self._phase(account.weight)
-
-    def heard(self, now: float, held: Mapping[bytes, int]) -> None:
-        """Note how many slots of other providers each requester holds, as those say; requesters by the first
-        PREFIX_BYTES of their keys, and who shares these with another is charged for both. It counts until the
-        next time."""
-        seconds = min(HEARD_SECONDS_MAX, max(0.0, now - self._heard_at))
-        for prefix, slots in self._held.items():
-            row = self._elsewhere.setdefault(prefix, _Elsewhere(0.0, now))
-            row.used = _halved(row.used, now - row.at) + slots * seconds
-            row.at = max(row.at, now)
-        self._held, self._heard_at = dict(held), now
-        while len(self._elsewhere) > REQUESTERS_MAX:
-            del self._elsewhere[min(self._elsewhere, key=lambda each: self._elsewhere[each].used)]
-
-    @property
-    def served(self) -> list[bytes]:
-        """Return the requesters who have a slot here, once for each slot, in their order."""
-        return sorted(row.wish.requester for row in self._serving.values())
 
     # Shares
 
@@ -233,11 +210,11 @@ class Turns:
         for run in [run for run, row in self._waiting.items() if now - row.asked > FORGET_SECONDS]:
             del self._waiting[run]
 
-    def _charge(self, now: float, wish: Wish, seconds: float) -> None:
-        account = self._account(wish.requester)
-        account.used = _halved(account.used, now - account.at)
+    def _charge(self, now: float, wish: Wish, seconds: float, *, elsewhere: float = 0.0) -> None:
+        account, price = self._account(wish.requester), 2.0 ** (wish.priority - PRIORITY)
+        account.used = _halved(account.used, now - account.at) + seconds * price
+        account.elsewhere = _halved(account.elsewhere, now - account.at) + elsewhere
         account.at = max(account.at, now)
-        account.used += seconds * 2.0 ** (wish.priority - PRIORITY)
 
     def _account(self, requester: bytes) -> _Account:
         if requester not in self._accounts:
@@ -251,20 +228,16 @@ class Turns:
     def _order(self, now: float) -> list[bytes]:
         rows, usual = self._waiting, self._usual or USUAL_SECONDS
         requesters = {row.wish.requester for row in rows.values()}
-        elsewhere = {requester: self._used_elsewhere(now, requester) for requester in requesters}
+        elsewhere = {requester: self._used_elsewhere(requester) for requester in requesters}
         least = min(elsewhere.values(), default=0.0)
         most = ELSEWHERE_RUNS_MAX * usual
         behind = {requester: min(most, used - least) for requester, used in elsewhere.items()}
         return sorted(rows, key=lambda run: self._rank(now, rows[run], usual, behind))
 
-    def _used_elsewhere(self, now: float, requester: bytes) -> float:
-        """Return the slot-seconds that others say they served a requester and will, a run each, for its
-        weight."""
-        prefix, account = requester[:PREFIX_BYTES], self._account(requester)
-        row = self._elsewhere.get(prefix, _Elsewhere(0.0, now))
-        since = min(HEARD_SECONDS_MAX, max(0.0, now - self._heard_at))
-        coming = since + (self._usual or USUAL_SECONDS)
-        return (_halved(row.used, now - row.at) + self._held.get(prefix, 0) * coming) / account.weight
+    def _used_elsewhere(self, requester: bytes) -> float:
+        """Return the slot-seconds that count as used at others, for a requester's weight."""
+        account = self._account(requester)
+        return account.elsewhere / account.weight
 
     def _rank(
         self, now: float, row: _Waiting, usual: float, behind: Mapping[bytes, float]

@@ -1,10 +1,11 @@
 """Placing a run again: for peers that gossip has not told of yet, or that a requester waits for."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from math import inf
 
 import trio
+from blake3 import blake3
 
 from crypto.identity import PeerId
 from node.errors import Unreachable
@@ -18,9 +19,15 @@ from partition.run.asks import Declined
 GOSSIP_GRACE_SECONDS = 1.0
 """News of a newcomer may reach the requester so much later than a person: some rounds of gossip."""
 
+AGAIN_SECONDS_MAX = 5.0
+AGAIN_SHARE = 0.05
+"""Whoever waits asks all providers again after so much of the time that it has waited: a hundred who wait
+would ask twenty providers two thousand times a second otherwise. A slot stays empty for as long at most."""
 NEWS_SECONDS = 10.0
 """Whoever waits is told why so often at most, but for the first time."""
 WITHDRAW_SECONDS_MAX = 5.0
+TOLD_MAX = 64
+"""Providers that hear of a run that is served."""
 SEARCH_SECONDS = 60.0
 """A requester that waits looks through the swarm so often."""
 
@@ -42,13 +49,21 @@ class QueuePlaces:
 
     async def withdraw(self) -> None:
         """Tell them that the run wants no slot there any more; who does not hear it forgets it in time."""
+        await self._tell(self._peers, WithdrawRun(self._run))
+
+    async def served(self, others: Iterable[PeerId]) -> None:
+        """Tell them, and some `others` that serve runs, that the run has its slots: each counts it."""
+        told = sorted(self._peers.union(others), key=lambda peer: blake3(self._run + peer).digest())
+        await self._tell(told[:TOLD_MAX], WithdrawRun(self._run, is_served=True))
+
+    async def _tell(self, peers: Iterable[PeerId], request: WithdrawRun) -> None:
 
         async def tell(peer: PeerId) -> None:
             with suppress(Unreachable):
-                await self._ask(peer, WithdrawRun(self._run), WITHDRAW_SECONDS_MAX)
+                await self._ask(peer, request, WITHDRAW_SECONDS_MAX)
 
         async with trio.open_nursery() as nursery:
-            for peer in sorted(self._peers):
+            for peer in sorted(peers):
                 nursery.start_soon(tell, peer)
 
 
@@ -90,7 +105,8 @@ async def place_in_time(
     Raises:
         PlacementFailed: of the last attempt.
     """
-    until, search_at = clock.monotonic() + wait_seconds, 0.0
+    begun, search_at = clock.monotonic(), 0.0
+    until = begun + wait_seconds
     news = _News(lacks, clock)
     found: Sequence[Offer] = ()
     while True:
@@ -101,7 +117,8 @@ async def place_in_time(
             waits = clock.monotonic() < until and not is_over()
             if waits:
                 news.tell(error.reason, error.wait_seconds)
-            await trio.sleep(GOSSIP_GRACE_SECONDS)
+            waited = clock.monotonic() - begun if waits else 0.0
+            await trio.sleep(max(GOSSIP_GRACE_SECONDS, min(AGAIN_SECONDS_MAX, AGAIN_SHARE * waited)))
             known = {offer.peer for offer in asked}
             if any(offer.peer not in known for offer in offers()):
                 continue

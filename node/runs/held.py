@@ -25,9 +25,8 @@ def standing_of(
     are free."""
     slots_free = (slots if runs is None else runs.slots.free) if words["stages"] else 0
     held = [] if runs is None else stages_held(runs.members.values(), me)
-    served = () if runs is None else runs.queue.served()
     words = {RUNS_WORD: True, **words}
-    return look_at(told, capacity, words, slots_free, held, is_measured=is_measured, served=served)
+    return look_at(told, capacity, words, slots_free, held, is_measured=is_measured)
 
 
 def stages_held(members: Iterable[RunMember], me: PeerId) -> list[tuple[str, int]]:

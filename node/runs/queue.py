@@ -1,11 +1,11 @@
 """The queue for this node's slots: the shell around `node.placement.turns.Turns`.
 
-It counts what each requester used here, and what other members tell that they serve; what its node gave, by
+It counts what each requester used here, and which of its runs were served elsewhere; what its node gave, by
 receipts, gives it a larger share. It says how long a run that is served will still take, and has one that is
 to make room handed over.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 from typing import Any, Protocol
@@ -38,10 +38,9 @@ class Service(Protocol):
 
 
 class Queue:
-    """One node's, with so many slots. `elsewhere` says how many of others' slots each requester has."""
+    """One node's, with so many slots."""
 
-    def __init__(self, runs: Service, slots: int, elsewhere: Callable[[], Mapping[bytes, int]]) -> None:
-        self._elsewhere = elsewhere
+    def __init__(self, runs: Service, slots: int) -> None:
         self._runs = runs
         self._turns = Turns(slots, runs.signer.peer)
 
@@ -64,14 +63,9 @@ class Queue:
         self._runs.receipts.begun(run.id)
         self._turns.begin(self._now, self._wish(run, revision))
 
-    def withdraw(self, asker: PeerId, run: bytes | None = None) -> None:
-        """Drop a run, or all for which `asker` asked: it gave up, has other slots, or is gone."""
-        self._turns.withdraw(asker, run)
-
-    def served(self) -> list[bytes]:
-        """Return the requesters who have a slot here, once for each slot."""
-        self._look(self._now)
-        return self._turns.served
+    def withdraw(self, asker: PeerId, run: bytes | None = None, *, is_served: bool = False) -> None:
+        """Drop a run, or all for which `asker` asked: it gave up, `is_served` elsewhere, or is gone."""
+        self._turns.withdraw(self._now, asker, run, is_served=is_served)
 
     def resize(self, slots: int) -> list[bytes]:
         """Have so many slots from now on; the runs that are served beyond them."""
@@ -94,7 +88,6 @@ class Queue:
     def _look(self, now: float) -> None:
         """Take in what has happened since the last time."""
         self._turns.keep(now, self._runs.slots.taken())
-        self._turns.heard(now, self._elsewhere())
         for member in self._runs.members.values():
             self._turns.progress(member.run.id, _seconds_left(member))
         for run, seconds in self._runs.slots.lapsing().items():

@@ -5,7 +5,7 @@ membership (`member_lost`), never from a timer of our own; only a run that nobod
 up by silence, so that a lease cannot be held for ever.
 """
 
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -97,10 +97,8 @@ class Runs:
         averaging: Averaging,
         places: Places,
         own_data: Callable[[], Sequence[NamedData]],
-        served: Callable[[], Mapping[bytes, int]] = dict,
     ) -> None:
-        """`observe` hears all that this node sends in runs; `machine` and `rate` (FLOP/s) are of one slot;
-        `served` is how many slots of others each requester has, as those tell."""
+        """`observe` hears all that this node sends in runs; `machine` and `rate` (FLOP/s) are of one slot."""
         self.seams = seams
         self.signer = signer
         self.live = live
@@ -118,7 +116,7 @@ class Runs:
         self.models = Models(seams, self._graphs_needed, guests)
         self.receipts = Receipts(seams, signer, self.models, rate=rate, refuse=refuse)
         self.slots = Slots(seams, slots, self._hosted)
-        self.queue = Queue(self, slots, served)
+        self.queue = Queue(self, slots)
         self.spans = Spans()
         self.traces = Traces(seams, self.spans, refuse)
         self.members: dict[bytes, RunMember] = {}
@@ -280,8 +278,11 @@ class Runs:
                 lacks=tell,
                 is_over=partial(self.is_over, run.id),
             )
-        finally:
+        except BaseException:
             self.start_task(queued.withdraw, of=None)
+            raise
+        others = {offer.peer for offer in self.offers() if offer.has_slot} - set(plan.members)
+        self.start_task(queued.served, others, of=None)
         if short := reduction(run.manifest, plan):
             tell(short)
         return plan

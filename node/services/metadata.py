@@ -1,9 +1,9 @@
 """What a node says of itself in its SWIM fact, beside name and addresses: what it offers, and how it is now.
 
 Two parts. The capacity is measured at the start and is what plans are made with. The standing is how the node
-is at the moment: what it can do, its load, free memory, free slots, the stages that it holds and for whom.
-It is in whole steps, and told anew when one has changed, for each change costs every member some sends. All
-of it is a claim; 300 bytes hold it, and what does not fit is left out, the stages first.
+is at the moment: what it can do, its load, free memory, free slots and the stages that it holds. It is in
+whole steps, and told anew when one has changed, for each change costs every member some sends. All of it is a
+claim; 300 bytes hold it, and what does not fit is left out, the stages first.
 """
 
 import os
@@ -29,8 +29,6 @@ FLOPS_PER_SECOND_MAX = 1e16
 CAPABILITIES_MAX = 8
 STAGES_TOLD_MAX = 4
 RUN_LETTERS = 8
-PREFIX_BYTES = 4
-"""Requesters are told by the beginning of their keys."""
 LOAD_PERCENT_MAX = 10_000
 LOAD_STEP_PERCENT = 25
 MEMORY_STEPS = 8
@@ -46,7 +44,6 @@ Text = Annotated[str, msgspec.Meta(max_length=64)]
 Word = Annotated[str, msgspec.Meta(max_length=16)]
 RunPrefix = Annotated[str, msgspec.Meta(max_length=RUN_LETTERS)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-KeyPrefix = Annotated[bytes, msgspec.Meta(min_length=PREFIX_BYTES, max_length=PREFIX_BYTES)]
 StageNumber = Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
 
 
@@ -60,8 +57,6 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
     stages: Annotated[
         tuple[tuple[RunPrefix, StageNumber], ...], msgspec.Meta(max_length=STAGES_TOLD_MAX)
     ] = ()
-    served: Annotated[tuple[KeyPrefix, ...], msgspec.Meta(max_length=STAGES_TOLD_MAX)] = ()
-    """Requesters that have a slot here, once for each slot."""
 
 
 class Metadata(msgspec.Struct, frozen=True, array_like=True):
@@ -95,9 +90,7 @@ def encode_metadata(capacity: Capacity, *, accepts_runs: bool, standing: Standin
         data = encode(metadata)
         if len(data) <= METADATA_BYTES_MAX or standing is None:
             return data
-        if not standing.stages and standing.served:
-            standing = msgspec.structs.replace(standing, served=standing.served[:-1])
-        elif standing.stages or standing.capabilities:
+        if standing.stages or standing.capabilities:
             standing = msgspec.structs.replace(
                 standing,
                 stages=standing.stages[:-1],
@@ -162,12 +155,10 @@ def standing_now(
     memory_bytes: tuple[int, int],
     slots_free: int,
     stages: Sequence[tuple[str, int]],
-    served: Sequence[bytes] = (),
 ) -> Standing:
     """Return how a node is, in steps; where nothing has moved by a whole step from what it `told`, that.
 
-    `memory_bytes` is (free, all); `stages` are (run, stage) pairs, the run in hexadecimal;
-    `served` are the requesters who have a slot, once for each.
+    `memory_bytes` is (free, all); `stages` are (run, stage) pairs, the run in hexadecimal.
     """
     free, total = memory_bytes
     before = Standing() if told is None else told
@@ -177,7 +168,6 @@ def standing_now(
         _stepped(before.memory_available_bytes, free, max(1, total // MEMORY_STEPS)),
         min(slots_free, 255),
         tuple((run[:RUN_LETTERS], stage) for run, stage in stages)[:STAGES_TOLD_MAX],
-        tuple(requester[:PREFIX_BYTES] for requester in served)[:STAGES_TOLD_MAX],
     )
 
 

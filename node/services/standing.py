@@ -75,16 +75,14 @@ def look_at(
     stages: Sequence[tuple[str, int]],
     *,
     is_measured: bool,
-    served: Sequence[bytes] = (),
 ) -> Standing:
     """Return how a node of this capacity is; where it is not to be measured, as if it were idle.
 
-    `words` are capabilities and whether it has them, `stages` (run, stage) of those that it holds,
-    `served` the requesters who have a slot here.
+    `words` are capabilities and whether it has them, `stages` (run, stage) of those that it holds.
     """
     load, memory_bytes = 0.0, (capacity.memory_free_bytes, capacity.memory_total_bytes)
     if is_measured:
         load, free, total = machine_now(capacity.device, capacity.cores)
         memory_bytes = free, total
     capabilities = [word for word, holds in words.items() if holds]
-    return standing_now(told, capabilities, load, memory_bytes, slots_free, stages, served)
+    return standing_now(told, capabilities, load, memory_bytes, slots_free, stages)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from crypto.identity import PeerId
 from gossip.dissemination import CHANGE_INTERVALS
 from gossip.member import METADATA_BYTES_MAX, Member, Status
-from node.placement.offers import offers_of, own_offer, served_by
+from node.placement.offers import offers_of, own_offer
 from node.protocols.runs import RUNS_WORD
 from node.services.capacity import Capacity
 from node.services.metadata import (
@@ -115,18 +115,6 @@ def test_a_reader_takes_metadata_of_either_version() -> None:
     assert isinstance(read_metadata(new), Metadata)
     assert claimed_standing(new) is not None
     assert read_metadata(new + b"x") is None
-
-
-def test_members_say_whose_runs_have_a_slot_with_them() -> None:
-    requester, other = bytes(range(32)), bytes(range(32, 64))
-    standing = standing_now(None, ("stages",), 0.0, (GIB, GIB), 0, (), [requester, requester, other])
-    data = encode_metadata(CAPACITY, accepts_runs=True, standing=standing)
-    told = [(data, Status.ALIVE), (data, Status.ALIVE), (data, Status.DEAD), (b"none", Status.ALIVE)]
-    members = [
-        Member(PeerId(bytes([number]) * 32), "", (), claim, status, 1, 0.0, "", None, None)
-        for number, (claim, status) in enumerate(told)
-    ]
-    assert served_by(members[1].peer, members) == {requester[:4]: 2, other[:4]: 1}
 
 
 class Virtual:

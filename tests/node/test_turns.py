@@ -3,7 +3,7 @@
 import heapq
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from random import Random
@@ -22,13 +22,12 @@ from node.placement.turns import (
     Wait,
     Wish,
 )
-from node.services.metadata import PREFIX_BYTES
 
 SEEDS = int(os.environ.get("PEERLOOM_TURNS_SEEDS", "1"))
 """`make soak` takes 50."""
 SHARES_OFF_MAX = 0.1
 RUNS_OFF_MAX = 2
-"""Beside a tenth of its share: a run is whole, and news of others is seconds old. Of 12 seeds of weights
+"""Beside a tenth of its share: a run is whole. Of 12 seeds of weights
 1:2:3 none needs it: the worst is 7.6 % off."""
 EARLY_MAX = 3
 """A slot is kept for who has asked twice; until then who is there gets it."""
@@ -91,29 +90,37 @@ def test_a_higher_priority_goes_first_makes_room_and_is_paid_for() -> None:
     assert turns.used(104.1, C) == pytest.approx(400, rel=0.01), "four times its time"
 
 
-def test_what_others_serve_a_requester_puts_it_back_here() -> None:
+def test_a_run_that_was_served_elsewhere_puts_its_requester_back_here() -> None:
     turns = Turns(1)
     turns.begin(0.0, Wish(run_id(1), C))
-    turns.progress(run_id(1), 30.0)
-    turns.heard(0.0, {A[:PREFIX_BYTES]: 2, b"else": 5})
-    first, second = Wish(run_id(2), A), Wish(run_id(3), B)
+    first, second, third = (Wish(run_id(2), A, asker=A), Wish(run_id(3), A, asker=A), Wish(run_id(4), B))
     for now in (1.0, 10.0):
-        turns.ask(now, first)
-        turns.ask(now, second)
-    turns.end(20.0, run_id(1))
-    assert turns.ask(20.0, first) == Wait(1, 20.0), "it has used 40 slot-seconds elsewhere, the other none"
-    assert turns.ask(20.0, second) is None
+        for wish in (first, second, third):
+            turns.ask(now, wish)
+    turns.withdraw(11.0, A, first.run)
+    assert turns.ask(11.0, third) == Wait(1, None), "it gave up, which costs nothing"
+    turns.ask(12.0, first)
+    turns.withdraw(13.0, B, first.run, is_served=True)
+    assert turns.ask(13.0, third) == Wait(2, None), "B says that it has another's run: B is charged, not A"
+    turns.withdraw(14.0, A, first.run, is_served=True)
+    turns.withdraw(14.0, A, run_id(9), is_served=True)
+    for wish in (second, third):
+        turns.ask(15.0, wish)
+    turns.end(17.0, run_id(1))
+    assert isinstance(turns.ask(17.0, second), Wait)
+    assert turns.ask(17.0, third) is None
 
 
-def test_lies_of_others_delay_a_requester_by_so_many_runs_once() -> None:
-    """All others say for hours that A has all their slots."""
+def test_one_that_hides_what_it_has_elsewhere_gains_so_many_runs_once() -> None:
+    """A and B have as many runs elsewhere; B says nothing of it."""
     turns, now, served = Turns(1), 0.0, list[bytes]()
     for number in range(100):
-        wishes = {A: Wish(run_id(2 * number), A), B: Wish(run_id(2 * number + 1), B)}
+        told = Wish(run_id(3 * number), A, asker=A)
+        wishes = {A: Wish(run_id(3 * number + 1), A), B: Wish(run_id(3 * number + 2), B)}
         for seconds in (0.0, 10.0, 20.0):
-            turns.heard(now + seconds, {A[:PREFIX_BYTES]: 10_000})
-            for wish in wishes.values():
+            for wish in (told, *wishes.values()):
                 turns.ask(now + seconds, wish)
+        turns.withdraw(now + 20.0, told.asker, told.run, is_served=True)
         wish = next(each for each in wishes.values() if turns.ask(now + 20.0, each) is None)
         turns.begin(now + 20.0, wish)
         served.append(wish.requester)
@@ -122,17 +129,8 @@ def test_lies_of_others_delay_a_requester_by_so_many_runs_once() -> None:
         now += 80.0
         turns.end(now, wish.run)
     early = int(ELSEWHERE_RUNS_MAX) + 2
-    assert A not in served[: int(ELSEWHERE_RUNS_MAX)]
+    assert A not in served[1 : int(ELSEWHERE_RUNS_MAX)]
     assert abs(served[early:].count(A) - served[early:].count(B)) <= 2
-
-
-@given(st.dictionaries(st.binary(min_size=PREFIX_BYTES, max_size=PREFIX_BYTES), st.integers(0, 10**6)))
-@settings(max_examples=30, deadline=None)
-def test_whatever_others_say_an_idle_slot_is_given(held: dict[bytes, int]) -> None:
-    turns = Turns(1)
-    for now in (0.0, 100.0, 1e9):
-        turns.heard(now, held)
-        assert turns.ask(now, Wish(run_id(1), A)) is None
 
 
 def test_an_estimate_is_what_runs_say_is_left_or_none() -> None:
@@ -302,11 +300,8 @@ class World:
     waited: dict[bytes, float] = field(default_factory=dict)
     got: Counter[bytes] = field(default_factory=Counter)
     calendar: list[tuple[float, int, bytes]] = field(default_factory=list)
-    told: dict[int, Counter[bytes]] = field(default_factory=dict)
     served: list[tuple[Wish, float, float, bool]] = field(default_factory=list)
     all_want_until: float = inf
-    news_seconds: tuple[float, float] = (5.0, 20.0)
-    """How often a node tells the others whom it serves."""
 
     def __post_init__(self) -> None:
         self.turns = [Turns(1 + number % 2, bytes([number])) for number in range(self.providers)]
@@ -351,15 +346,9 @@ class World:
                 turns.weigh(requester, weight)
         wishes = self._submit(weights, submissions, priorities)
         running, waiting, count = dict[bytes, tuple[int, int, float]](), dict(wishes), len(wishes)
-        for name in range(self.providers):
-            heapq.heappush(self.calendar, (self.rng.uniform(0.0, self.news_seconds[1]), -1 - name, b""))
         while waiting or running:
             now, number, run = heapq.heappop(self.calendar)
-            if number < 0:
-                serves = [wishes[each].requester for each, row in running.items() if row[0] == -1 - number]
-                self._tell(now, -1 - number, serves)
-                heapq.heappush(self.calendar, (now + self.rng.uniform(*self.news_seconds), number, b""))
-            elif run in waiting:
+            if run in waiting:
                 count += 1
                 place = self._one(now, wishes[run])
                 if place is None:
@@ -386,7 +375,8 @@ class World:
         for requester, weight in weights.items():
             for number in range(round(submissions * weight / whole)):
                 run = run_id(len(wishes))
-                wishes[run] = Wish(run, requester, priorities[number % len(priorities)])
+                priority = priorities[number % len(priorities)]
+                wishes[run] = Wish(run, requester, priority, asker=requester)
                 heapq.heappush(self.calendar, (self.rng.random(), len(wishes), run))
         return wishes
 
@@ -407,20 +397,13 @@ class World:
         self.turns[place].end(now, wish.run)
         self.served.append((wish, begun, now, is_whole))
 
-    def _tell(self, now: float, place: int, requesters: Iterable[bytes]) -> None:
-        """Have all others hear whom a node serves now."""
-        self.told[place] = Counter(requester[:PREFIX_BYTES] for requester in requesters)
-        for other, turns in enumerate(self.turns):
-            held = sum((told for at, told in self.told.items() if at != other), Counter[bytes]())
-            turns.heard(now, held)
-
     def _one(self, now: float, wish: Wish) -> int | None:
         """Ask all in some order until one serves the run."""
         for place in self.rng.sample(range(self.providers), self.providers):
             if self.turns[place].ask(now, wish) is None:
                 self.turns[place].begin(now, wish)
-                for turns in self.turns:
-                    turns.drop(wish.run)
+                for turns in self.turns[:place] + self.turns[place + 1 :]:
+                    turns.withdraw(now, wish.asker, wish.run, is_served=True)
                 return place
         return None
 

@@ -1,0 +1,73 @@
+"""Many runs submitted at once: who was served where and when, by what the providers themselves say."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a provider said: at this time it gave a slot to the run, or the run ended there."""
+
+    provider: str
+    run: str
+    at: float
+    is_end: bool
+
+
+@dataclass(frozen=True)
+class Served:
+    """A run had a slot of a provider for some time."""
+
+    run: str
+    provider: str
+    begun: float
+    ended: float
+
+    def seconds(self, until: float) -> float:
+        """Return how long, of what was before `until`."""
+        return max(0.0, min(self.ended, until) - self.begun)
+
+
+def served(told: Iterable[Told]) -> list[Served]:
+    """Return each time that a run had a slot. A run that was leased another slot of the same provider before
+    its end still has one."""
+    begun: dict[tuple[str, str], float] = {}
+    found = []
+    for each in sorted(told, key=lambda each: each.at):
+        key = each.run, each.provider
+        if not each.is_end:
+            begun.setdefault(key, each.at)
+        elif key in begun:
+            found.append(Served(each.run, each.provider, begun.pop(key), each.at))
+    assert not begun, f"these never ended where they were served: {sorted(begun)}"
+    return found
+
+
+def most_at_once(rows: Sequence[Served]) -> Mapping[str, int]:
+    """Return how many slots each provider gave at once at most; not where one ends as another begins."""
+    changes = defaultdict[str, list[tuple[float, int]]](list)
+    for row in rows:
+        changes[row.provider] += [(row.begun, 1), (row.ended, -1)]
+    most = dict[str, int]()
+    for provider, ordered in changes.items():
+        now = 0
+        for _, change in sorted(ordered):
+            now += change
+            most[provider] = max(most.get(provider, 0), now)
+    return most
+
+
+def shares(rows: Sequence[Served], requesters: Mapping[str, str]) -> Mapping[str, float]:
+    """Return what each requester got as a multiple of its equal share, of what was served while all had runs
+    that waited. `requesters` says whose each run is."""
+    last = dict[str, float]()
+    for row in rows:
+        whose = requesters[row.run]
+        last[whose] = max(last.get(whose, row.begun), row.begun)
+    until = min(last.values())
+    got = defaultdict[str, float](float)
+    for row in rows:
+        got[requesters[row.run]] += row.seconds(until)
+    fair = sum(got.values()) / len(last)
+    return {whose: got[whose] / fair for whose in sorted(last)}
