@@ -31,8 +31,14 @@ TOTAL_STEPS = 898
 EXACT_STEPS = 90
 EXACT = (("1 stage", "a", 1, 1), ("2 stages", "ab", 2, 1), ("4 stages", "abcd", 4, 1))
 REPLICATED = (("2 replicas", "ab", 1, 2), ("4 replicas", "abcd", 1, 4))
-LOCAL = (("1 node", "a", 10, 1), ("2 nodes", "ab", 10, 2), ("4 nodes", "abcd", 5, 3))
-"""Name, nodes, local steps, times the learning rate."""
+LOCAL = (
+    ("1 node", "a", 10, 1, "average"),
+    ("2 nodes", "ab", 10, 2, "average"),
+    ("2 nodes, asynchronous", "ab", 5, 2, "asynchronous"),
+    ("4 nodes", "abcd", 5, 3, "average"),
+    ("4 nodes, asynchronous", "abcd", 5, 3, "asynchronous"),
+)
+"""Name, nodes, local steps, times the learning rate, strategy."""
 LOCAL_SEEDS = 2
 STAGE_SECONDS = 1.0
 """A pass is modelled to take so long, so that a round of averaging takes about one."""
@@ -43,12 +49,14 @@ QUOTA, FOUR_QUOTA = 0.9, 0.4
 SAMPLES, EPOCHS, FOUR_EPOCHS = 1_000, 32, 16
 """A second node trains some eight seconds after the first, which has to be little of the whole."""
 PROCESSES = (
-    ("1 node", "a", QUOTA, EPOCHS, 10, 1),
-    ("2 nodes, every 10, rate x2", "ab", QUOTA, EPOCHS, 10, 2),
-    ("1 node", "a", FOUR_QUOTA, FOUR_EPOCHS, 10, 1),
-    ("4 nodes, every 5, rate x3", "abcd", FOUR_QUOTA, FOUR_EPOCHS, 5, 3),
+    ("1 node", "a", QUOTA, EPOCHS, 10, 1, "average"),
+    ("2 nodes, every 10, rate x2", "ab", QUOTA, EPOCHS, 10, 2, "average"),
+    ("2 nodes, asynchronous, every 5, rate x2", "ab", QUOTA, EPOCHS, 5, 2, "asynchronous"),
+    ("1 node", "a", FOUR_QUOTA, FOUR_EPOCHS, 10, 1, "average"),
+    ("4 nodes, every 5, rate x3", "abcd", FOUR_QUOTA, FOUR_EPOCHS, 5, 3, "average"),
+    ("4 nodes, asynchronous, every 5, rate x3", "abcd", FOUR_QUOTA, FOUR_EPOCHS, 5, 3, "asynchronous"),
 )
-"""Name, nodes, cores for each, epochs, local steps, times the learning rate."""
+"""Name, nodes, cores for each, epochs, local steps, times the learning rate, strategy."""
 START_SECONDS_MAX, RUN_SECONDS_MAX = 120.0, 600.0
 
 
@@ -61,10 +69,10 @@ def play_nodes(measure: Measure) -> None:
         key = {"how": f"exact, {name}", "seed": 1, "steps": EXACT_STEPS}
         measure(key, partial(_exact, nodes, stages, replicas))
     for seed in range(LOCAL_SEEDS):
-        for name, nodes, local_steps, times in LOCAL:
+        for name, nodes, local_steps, times, strategy in LOCAL:
             key = {"how": f"local, {name}, every {local_steps}, rate x{times}", "seed": seed}
             key["steps"] = TOTAL_STEPS // len(nodes)
-            measure(key, partial(_local, nodes, local_steps, times, seed))
+            measure(key, partial(_local, nodes, local_steps, times, seed, strategy))
 
 
 def _exact(nodes: str, stages: int, replicas: int) -> dict[str, Any]:
@@ -89,7 +97,7 @@ def _exact(nodes: str, stages: int, replicas: int) -> dict[str, Any]:
     return found
 
 
-def _local(nodes: str, local_steps: int, times: int, seed: int) -> dict[str, Any]:
+def _local(nodes: str, local_steps: int, times: int, seed: int, strategy: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     async def play() -> None:
@@ -103,7 +111,7 @@ def _local(nodes: str, local_steps: int, times: int, seed: int) -> dict[str, Any
                 microbatch=BATCH,
                 microbatches=1,
                 optimizer=OptimizerSettings(kind="adam", learning_rate=times * RATE),
-                local=LocalSettings(local_steps=local_steps, evaluate_every=20),
+                local=LocalSettings(local_steps=local_steps, evaluate_every=20, strategy=strategy),
             )
             _, events = await train(group, "a", wanted, seconds=LOCAL_SECONDS_MAX)
             found.update(_outcome(group, nodes, events))
@@ -127,9 +135,9 @@ def _outcome(group: Swarm, nodes: str, events: list[Any]) -> dict[str, Any]:
 
 def play_processes(measure: Measure, write_images: Callable[[Path, int, int], None]) -> None:
     """One node beside two and four, in local mode, each pair under the same quota."""
-    for how, names, quota, epochs, local_steps, times in PROCESSES:
+    for how, names, quota, epochs, local_steps, times, strategy in PROCESSES:
         key = {"how": how, "quota": quota}
-        measure(key, partial(_real, names, quota, epochs, local_steps, times, write_images))
+        measure(key, partial(_real, names, quota, epochs, local_steps, times, strategy, write_images))
 
 
 def _real(
@@ -138,6 +146,7 @@ def _real(
     epochs: int,
     local_steps: int,
     times: int,
+    strategy: str,
     write_images: Callable[[Path, int, int], None],
 ) -> dict[str, Any]:
     groups = Groups()
@@ -167,7 +176,7 @@ def _real(
                 status = _wait(folder / name, lambda status: bool(status["addresses"]))
                 join = ["--join", status["addresses"][0]]
             _wait(folder / "a", lambda status: status["members_alive"] >= len(names) - 1)
-            return _run(folder, names, epochs, local_steps, times, write_images, environment)
+            return _run(folder, names, epochs, local_steps, times, strategy, write_images, environment)
         finally:
             for process in running:
                 process.terminate()
@@ -197,6 +206,7 @@ def _run(
     epochs: int,
     local_steps: int,
     times: int,
+    strategy: str,
     write_images: Callable[[Path, int, int], None],
     environment: dict[str, str],
 ) -> dict[str, Any]:
@@ -206,7 +216,7 @@ def _run(
     (folder / "run.toml").write_text(
         f'model = "simple-cnn"\ndata = "images"\n[train]\nsteps = {steps}\nbatch = {BATCH}\n'
         f'microbatch = {BATCH}\nlearning_rate = {times * RATE}\nmode = "local"\nlocal_steps = {local_steps}\n'
-        "evaluate_every = 1000\n"
+        f'strategy = "{strategy}"\nevaluate_every = 1000\n'
     )
     begun = time.time()
     done = subprocess.run(

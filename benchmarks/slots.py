@@ -1,6 +1,6 @@
 """What a second busy slot costs the first: operators measured in one process, then in several at once.
 
-    python benchmarks/slots.py [--slots 2] [--seconds 8]
+    python benchmarks/slots.py [--slots 2] [--times 4]      half a minute each time
 
 As a node with `[offer] slots` measures itself at the start (`node.services.calibration`), so that plans count
 with what a slot does while the others are busy. The slots share the cores; with one core for each what is
@@ -11,6 +11,8 @@ import argparse
 import sys
 import threading
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -25,20 +27,21 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help="two seconds a measurement")
     parser.add_argument("--slots", type=int, nargs="+", default=[2])
+    parser.add_argument("--times", type=int, default=4, help="alone and beside the others, so often in turn")
     options = parser.parse_args()
     seconds = 2.0 if options.quick else CALIBRATION_SECONDS
     cores = psutil.cpu_count() or 1
-    rows = []
+    rows: list[dict[str, Any]] = []
     for slots in options.slots:
         threads = max(1, cores // slots)
         found = [
             measure_now(Wanted("cpu", "float32", threads, count), seconds, threading.Event())
-            for count in (1, slots, 1, slots)
+            for count in (1, slots) * options.times
         ]
-        if any(each is None for each in found):
+        measured = [each for each in found if each is not None]
+        if len(measured) < len(found):
             raise SystemExit("torch computes nothing here")
-        alone, beside, alone_again, beside_again = (each for each in found if each is not None)
-        for one, other in ((alone, beside), (alone_again, beside_again)):
+        for one, other in zip(measured[::2], measured[1::2], strict=True):
             rows.append(
                 {
                     "slots": slots,
@@ -49,6 +52,9 @@ def main() -> int:
                     "slowdown": round(slowdown(one, other), 3),
                 }
             )
+    for slots in options.slots:
+        found_slower = [row["slowdown"] for row in rows if row["slots"] == slots]
+        rows.append({"slots": slots, "median_slowdown": round(median(found_slower), 3)})
     return report("slots", rows, [], as_json=options.json)
 
 

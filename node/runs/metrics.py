@@ -19,15 +19,19 @@ def metric_rows(
 ) -> list[dict[str, Any]]:
     """Return one row a step that is known, by `step` (how many are done then), with what was measured; what
     was evaluated after a step stands in its row, what was validated as `validation_loss` and the like.
-    `joules` are those of this machine alone while the step went on, where its hardware counts them."""
+    `joules` are those of this machine alone while the step went on, where its hardware counts them; in local
+    mode, where few steps are told, those of all steps since the row before, and of what was between them."""
     rows: dict[int, dict[str, Any]] = {}
+    before: StepCommitted | None = None
     for event in events:
         if getattr(event, "run", None) != view.run:
             continue
         if isinstance(event, StepCommitted):
             rows[event.step + 1] = _step_row(event)
-            used = joules(event.at - event.seconds, event.at)
+            skips = before is not None and event.step > before.step + 1
+            used = joules(before.at if before and skips else event.at - event.seconds, event.at)
             rows[event.step + 1] |= {} if used is None else {"joules": used}
+            before = event
         elif isinstance(event, RunEvaluated) and event.step is not None:
             rows.setdefault(event.step, {"step": event.step}).update(_validated(view, event))
         elif isinstance(event, RunEvaluated):

@@ -11,9 +11,11 @@ from node.events import StepCommitted
 from node.runs.metrics import metric_rows
 from node.services.energy import POWERCAP, EnergyLog, EnergyMeter, keep_log
 from node.state import RunView
+from partition.run.local_settings import LocalSettings
 from sim.executor import SimExecutor
 from sim.seams import SimClock
 from sim.worlds.scheduling import run_virtually
+from tests.stack import manifest, simulate, swarm, train
 
 
 def zone(root: Path, name: str, microjoules: int) -> None:
@@ -123,3 +125,50 @@ def test_rows_of_metrics_have_joules_of_the_step_where_they_are_known(tmp_path: 
     first, second = metric_rows(view, seen, log.joules)
     assert "joules" not in first, "it began before the log did"
     assert second["joules"] == pytest.approx(4.0)
+
+
+def test_rows_of_steps_that_are_told_now_and_then_have_the_joules_since_the_row_before(
+    tmp_path: Path,
+) -> None:
+    """As in local mode: all that a machine used for its steps is in some row."""
+    zone(tmp_path, "intel-rapl:0", 0)
+    log = EnergyLog(lambda: EnergyMeter(tmp_path))
+    for second in range(21):
+        zone(tmp_path, "intel-rapl:0", second * 400_000)
+        log.sample(10.0 + second)
+    view = RunView("r", "m", "d", 30, PeerId(bytes(32)), "running", step=21)
+    seen = [
+        StepCommitted(at=at, run="r", step=step, loss=1.0, samples=8, seconds=0.5, replicas=1)
+        for step, at in ((0, 11.0), (10, 19.0), (11, 20.0), (20, 30.0))
+    ]
+    found = [row["joules"] for row in metric_rows(view, seen, log.joules) if "joules" in row]
+    assert found == pytest.approx([0.2, 3.2, 0.2, 4.0])
+
+
+def test_a_run_in_local_mode_says_what_all_its_steps_took_on_this_machine(tmp_path: Path) -> None:
+    """A whole node, on a machine that takes 4 W."""
+    zone(tmp_path, "intel-rapl:0", 0)
+    log, rows = EnergyLog(lambda: EnergyMeter(tmp_path)), list[dict[str, float]]()
+
+    async def count() -> None:
+        while True:
+            zone(tmp_path, "intel-rapl:0", int(4e6 * trio.current_time()) % 10_000_000)
+            await trio.sleep(0.1)
+
+    async def scenario() -> None:
+        wanted = manifest(steps=41, stages=1, replicas=0, microbatches=1, local=LocalSettings())
+        async with swarm("a") as group, trio.open_nursery() as nursery:
+            node = group.nodes["a"]
+            nursery.start_soon(count)
+            nursery.start_soon(keep_log, log, SimClock(), SimExecutor(), node.runs.known)
+            await trio.sleep(2)
+            run, events = await train(group, "a", wanted)
+            await trio.sleep(2)
+            rows.extend(metric_rows(node.state.runs[run.text], events, log.joules))
+            nursery.cancel_scope.cancel()
+        steps = [event for event in events if isinstance(event, StepCommitted)]
+        seconds = steps[-1].at - steps[0].at + steps[0].seconds
+        assert sum(row.get("joules", 0.0) for row in rows) == pytest.approx(4 * seconds, rel=0.1)
+
+    simulate(scenario)
+    assert [row["step"] for row in rows if "joules" in row] == [1, 11, 21, 31, 41]
