@@ -36,6 +36,9 @@ BLOCK_ITEMS = 1 << 14
 """Numbers that are added up at once: 128 KiB of float64, which stays in a core's cache. The sum of a chunk of
 a MiB from four members takes 1.1 ms so, and 3.8 ms as a whole."""
 
+MEMBERS_AT_ONCE = 4
+"""Members whose chunks are decoded at once: with all of a group of 64 they would take 64 MiB."""
+
 Reduction = Callable[[Sequence[Contribution]], Iterator[Vector]]
 """Takes the contributions in the order of members, yields each reduced chunk."""
 
@@ -46,22 +49,36 @@ def weighted_mean(parts: Sequence[Contribution]) -> Iterator[Vector]:
     So the mean of equal vectors is that vector, and all owners would round alike.
     """
     total = sum(part.weight for part in parts)
-    mean, term = np.empty(BLOCK_ITEMS, np.float64), np.empty(BLOCK_ITEMS, np.float64)
+    sums, term = np.empty(0, np.float64), np.empty(BLOCK_ITEMS, np.float64)
     for number in range(parts[0].chunk_count):
-        chunks = [part.chunk(number) for part in parts]
-        reduced = np.empty_like(chunks[0])
+        reduced = np.empty(0, np.float32)
         # Finite numbers may still overflow in the sum; the owner refuses to seal what is not finite.
         with np.errstate(over="ignore", invalid="ignore"):
-            for begin in range(0, len(reduced), BLOCK_ITEMS):
-                block = slice(begin, begin + BLOCK_ITEMS)
-                size = len(reduced[block])
-                np.copyto(mean[:size], chunks[0][block])
-                mean[:size] *= parts[0].weight
-                for part, chunk in zip(parts[1:], chunks[1:], strict=True):
-                    np.copyto(term[:size], chunk[block])
-                    term[:size] *= part.weight
-                    mean[:size] += term[:size]
-                mean[:size] /= total
-                reduced[block] = mean[:size]
+            for first in range(0, len(parts), MEMBERS_AT_ONCE):
+                some = parts[first : first + MEMBERS_AT_ONCE]
+                chunks = [part.chunk(number) for part in some]
+                if not first:
+                    reduced = np.empty_like(chunks[0])
+                    sums = sums if sums.size == reduced.size else np.empty(reduced.size, np.float64)
+                for begin in range(0, len(reduced), BLOCK_ITEMS):
+                    block = slice(begin, begin + BLOCK_ITEMS)
+                    _add(sums[block], some, [chunk[block] for chunk in chunks], term, is_first=not first)
+                    if first + MEMBERS_AT_ONCE >= len(parts):
+                        sums[block] /= total
+                        reduced[block] = sums[block]
+                del chunks  # before the next are decoded
         # Outside: numpy's error state belongs to a thread, and the next chunk may be computed in another.
         yield reduced
+
+
+def _add(
+    sums: Vector, parts: Sequence[Contribution], blocks: list[Vector], term: Vector, *, is_first: bool
+) -> None:
+    """Add weighted blocks of some members to the sums of those before; the first begin them."""
+    for part, block in zip(parts, blocks, strict=True):
+        if is_first:
+            np.multiply(block, part.weight, out=sums, dtype=np.float64)
+            is_first = False
+        else:
+            np.multiply(block, part.weight, out=term[: len(block)], dtype=np.float64)
+            sums += term[: len(block)]

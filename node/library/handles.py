@@ -9,7 +9,7 @@ run goes on when the handle is gone.
 """
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +27,26 @@ POLL_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
+class LastRound:
+    """The newest round of averaging of a run in local mode, as a member held it.
+
+    `number` counts the rounds of that member, and `step` is how many local steps it had made. `peers` are the
+    ids of those whose numbers entered; with an `error` nothing was averaged. `rounding` is the relative error
+    that the run's codec added, and the round took `seconds`.
+    """
+
+    number: int
+    step: int
+    peers: tuple[str, ...]
+    error: str
+    rounding: float
+    seconds: float
+
+
+@dataclass(frozen=True)
 class RunResult:
     """How a run ended. `out` is the file with its weights, where one was asked for; numbers that were not
-    measured are None."""
+    measured are None. `last_round` is None in exact mode, and where no member that was asked held one."""
 
     run: str
     status: str
@@ -37,6 +54,7 @@ class RunResult:
     loss: float | None
     accuracy: float | None
     out: str = ""
+    last_round: LastRound | None = None
 
 
 class RunHandle:
@@ -130,7 +148,7 @@ class RunHandle:
         if out:
             await Commands(self._node).fetch(self._run, out)
         numbers = document["step"], document["loss"], document["accuracy"]
-        return RunResult(self._run, "done", *numbers, out)
+        return RunResult(self._run, "done", *numbers, out, _last_round(document.get("last_round")))
 
     async def watch(self, show: Callable[[str], None] | None = None) -> RunResult:
         """Show one line that follows the run to its end, and return its result.
@@ -156,3 +174,17 @@ class RunHandle:
             if self._node.stopping.is_set():
                 raise PeerloomError("the node is stopping")
             await trio.sleep(POLL_SECONDS)
+
+
+def _last_round(document: Mapping[str, Any] | None) -> LastRound | None:
+    """Return a round as a run's document tells it (`node.state_documents.round_document`)."""
+    if document is None:
+        return None
+    return LastRound(
+        number=document["round"],
+        step=document["step"],
+        peers=tuple(document["peers"]),
+        error=document["error"],
+        rounding=document["rounding"],
+        seconds=document["seconds"],
+    )

@@ -325,7 +325,8 @@ async def _close(stream: Stream) -> None:
 class StageServer:
     """A member's stage that works for a head, one at a time. `stage` is opened, and nobody else's.
 
-    `between` is called after each step of the head, before it is told: the numbers may change there. While
+    `between` is called after each step of the head, before it is told: the numbers may change there. `settle`
+    is called before they are evaluated or handed over, where they are to be what the run ends with. While
     there is no head, `lock` keeps one from beginning.
     """
 
@@ -351,6 +352,7 @@ class StageServer:
         self._payload_bytes_max = payload_bytes_max
         self._scope = trio.CancelScope()
         self.between: Callable[[], Awaitable[None]] | None = None
+        self.settle: Callable[[], Awaitable[None]] | None = None
 
     async def serve(self, stream: Stream, attach: Attach) -> None:
         """Work for the head on the other side of `stream`, until it ends."""
@@ -412,6 +414,11 @@ class StageServer:
         if isinstance(request, api.Norm):
             totals, gradients = self._stage.vector("totals"), self._stage.vector("gradients")
             totals[:] = gradients
+        is_result = isinstance(request, api.Export) or (
+            isinstance(request, api.Forward) and not request.train
+        )
+        if is_result and self.settle is not None:
+            await self.settle()
         worked = await self._stage.call(request)
         if isinstance(request, api.Apply):
             self._apply(request.step + 1, request.samples)

@@ -1,7 +1,8 @@
 """Whether a member sees that some head trains: without one, those that hold other stages can do nothing.
 
 A head holds the first stage. When the last one is gone, so are the numbers of that stage, unless it comes
-back with its disk or its run asks another node. Members that have waited long enough end the run and say why.
+back with its disk or the requester has a copy of them for another node (`node.local.copies`). Members that
+have waited long enough end the run and say why.
 """
 
 from collections.abc import Mapping

@@ -30,6 +30,8 @@ from node.local.column import (
     StageServer,
 )
 from node.local.context import Service, training_data
+from node.local.copies import Copies
+from node.local.crew import Crew
 from node.local.door import Door
 from node.local.due import Due
 from node.local.headless import HeadWatch, stranded_reason
@@ -39,7 +41,7 @@ from node.local.results import Results
 from node.local.rounds import Rounds
 from node.local.stages import local_plan, stage_count
 from node.local.telling import Teller
-from node.local.trainer import LocalTrainer
+from node.local.trainer import LocalTrainer, state_bytes_max
 from node.local.verdict import Losses, fault_of, is_usable
 from node.placement.admission import build_stage_spec
 from node.protocols.manifest import Run
@@ -54,6 +56,8 @@ LOOK_SECONDS = 0.5
 """How often the shards and the end follow who takes part."""
 SETTLE_SECONDS = 5.0
 """A newcomer listens so long for those that train already."""
+MEET_SECONDS = 30.0
+"""And so long for the one that asked it, as long as that one is alive."""
 DIVERGED_MAX = 10
 """Steps in a row that are not finite, as in exact mode."""
 GREETED_MAX = 32
@@ -77,13 +81,15 @@ class LocalMember:
         is_training: bool,
         holders: Sequence[PeerId],
         tell: Callable[[Ending, Callable[[float], Sends]], None],
+        inviter: PeerId | None = None,
     ) -> None:
-        """`tell` lets a call act on the core of the end; `holders` may hand over what the run is made of."""
+        """`tell` lets a call act on the core of the end; `holders` may hand over what the run is made of.
+        `inviter` has asked this node to take part."""
         assert run.manifest.local is not None, "the run is in local mode"
         self.run = run
         self.ending = ending
         self._door = door
-        self.is_training = is_training
+        self.crew = Crew(service.signer.peer, run, ending, door.admission, is_training=is_training)
         self.teller = Teller(run, service.seams.clock, service.publish)
         self.stopped_by: Fact | None = None
         self.is_over = False
@@ -95,6 +101,7 @@ class LocalMember:
         self._settings: LocalSettings = run.manifest.local
         self._service = service
         self._me = service.signer.peer
+        self._inviter = inviter
         self._holders = list(dict.fromkeys([*holders, run.requester]))
         self._tell = tell
         self._life = trio.CancelScope()
@@ -105,30 +112,19 @@ class LocalMember:
         self._due = Due()
         self._stage = stage
         self._stages = stage_count(run)
-        self._column: ColumnStage | None = None
-        self.server: StageServer | None = None
-        """This member's stage, where it works for the head of a column."""
         self._graph: Graph | None = None
         self.results = Results(service, run, ending, tell, self)
         self._first_loss = inf
         """The held-out loss of the values that all began with."""
         self._keeper = Keeper(service, run, door.admission, stage)
         self.heads = HeadWatch(is_holder=bool(stage))
-        self._recruiter = Recruiter(service, run, door, self, self._stages)
+        self._recruiter = Recruiter(service, run, door, self.crew, self._stages)
         self._is_waiting = False
         """Whether the run is over for this member, which waits for the others."""
+        self._held_step, self._holds_still = -(2**53), False
+        """Whether the result is to be of this step, once it is averaged."""
 
     # What is known
-
-    @property
-    def others(self) -> tuple[PeerId, ...]:
-        """The other members in sight."""
-        return () if self._part is None else tuple(self._part.roster.reports)
-
-    @property
-    def _training_others(self) -> list[PeerId]:
-        reports = {} if self._part is None else self._part.roster.reports
-        return [peer for peer, report in reports.items() if report.has_state]
 
     @property
     def step(self) -> int:
@@ -140,8 +136,7 @@ class LocalMember:
         """Whether the steps are done: by most of the members, or here and by half of all, for one member may
         claim any step."""
         steps = self.run.manifest.steps
-        reports = () if self._part is None else self._part.roster.reports.values()
-        others = [report.step >= steps for report in reports if report.has_state]
+        others = [report.step >= steps for report in self.crew.reports.values() if report.has_state]
         count, done = len(others) + 1, sum(others)
         return 2 * done > count or (self.step >= steps and 2 * (done + 1) >= count)
 
@@ -160,7 +155,7 @@ class LocalMember:
                 self.reason = error.detail
             except (UsageError, OSError) as error:
                 self.reason = str(error)
-            had_others = bool(self._training_others)
+            had_others = bool(self.crew.training)
         with trio.CancelScope(shield=True):
             await self._close()
         self.begun.set()
@@ -175,9 +170,10 @@ class LocalMember:
         self.has_state = False
         if self._part is not None:
             self._part.close()
-            self._part = None
-        if self.server is not None:
-            self.server.close()
+            self._part = self.crew.part = None
+        if self.crew.server is not None:
+            self.crew.server.close()
+        self.crew.column = self.crew.server = None
         trainer, self._trainer = self._trainer, None
         if trainer is not None:
             await trainer.stage.aclose()
@@ -193,22 +189,27 @@ class LocalMember:
             specification, _, data = await service.seams.executor.run(build, apart=True)
         except (RemoteProtocolError, ValueError) as error:
             raise StageFailed(f"no stage can be made of this model: {error}") from None
-        if self.is_training:
+        if self.crew.is_training:
             await self._open(graph, specification, data)
         # The run's id names the model too, and how it is trained.
         place = "" if self._stages == 1 else f":{self._stage}"
         signature = signature_of(f"run in local mode {self.run.id.hex()}{place}", ())
         name = f"run:{self.run.text}{place}"
-        part = self._part = service.averaging.open(name, signature, self._door)
+        part = self._part = self.crew.part = service.averaging.open(name, signature, self._door)
         self.teller.running()
         failure: Exception | None = None
+        bytes_max = state_bytes_max(specification)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._look)
+            if self._trainer is None:
+                copies = Copies(self.run, self._keeper, self.crew, self.admission, bytes_max=bytes_max)
+                nursery.start_soon(copies.run, part)
             if not self._stage:
                 nursery.start_soon(self._recruiter.run)
             try:
                 if self._trainer is not None:
                     await part.settle(SETTLE_SECONDS)
+                    await self._meet_inviter()
                     await self._train(self._trainer, nursery)
                 await trio.sleep_forever()
             except (StageFailed, Unreachable, UsageError, OSError) as error:
@@ -216,6 +217,16 @@ class LocalMember:
                 nursery.cancel_scope.cancel()
         if failure is not None:
             raise failure
+
+    async def _meet_inviter(self) -> None:
+        """Wait for the word of whoever asked this node, which says whether there is a state to go on from: a
+        head that begins before it has heard of the others would begin with untrained numbers."""
+        inviter = self._inviter
+        if inviter is None or self._stage:  # those of another stage are in another roster
+            return
+        with trio.move_on_after(MEET_SECONDS):
+            while inviter not in self.crew.reports and inviter in self._service.live():  # noqa: ASYNC110 - membership has no event
+                await trio.sleep(LOOK_SECONDS)
 
     async def _open(self, graph: Graph, specification: StageSpecification, data: bytes) -> None:
         service, manifest = self._service, self.run.manifest
@@ -230,12 +241,12 @@ class LocalMember:
         executor, stage = service.seams.executor, opened
         bytes_max = max(payload_bytes_max(specification), export_bytes_max(graph))
         if self._stage:
-            self.server = StageServer(
+            self.crew.server = StageServer(
                 opened, self._stage, accept=self._accept, apply=self._applied, payload_bytes_max=bytes_max
             )
         elif self._stages > 1:
             network, count, metrics = service.seams.network, self._stages, len(manifest.metrics)
-            stage = self._column = ColumnStage(
+            stage = self.crew.column = ColumnStage(
                 self.run.id, opened, count, network, metrics=metrics, payload_bytes_max=bytes_max
             )
         self._trainer = LocalTrainer(
@@ -248,8 +259,8 @@ class LocalMember:
         assert self._part is not None
         rounds = self._rounds = Rounds(self._me, self._settings, trainer, self._part)
         await rounds.open()
-        if self.server is not None:
-            await self._work(self.server, trainer, rounds, nursery)
+        if self.crew.server is not None:
+            await self._work(self.crew.server, trainer, rounds, nursery)
         is_begun = False
         while True:
             try:
@@ -268,13 +279,13 @@ class LocalMember:
         """One step, and what is due before it. Raises ColumnBroken."""
         self._report()
         await self._between_steps(trainer, rounds, nursery)
-        if self._is_waiting or trainer.is_idle or self._is_at_end:
+        if self._is_waiting or self._holds_still or trainer.is_idle or self._is_at_end:
             await trio.sleep(LOOK_SECONDS)  # the end is being agreed on, or a stage is missing
             return
         begun = trio.current_time()
         stepped = await trainer.train_step()
         self._diverged = self._diverged + 1 if stepped.diverged else 0
-        replicas = 1 + len(self._training_others)
+        replicas = 1 + len(self.crew.training)
         self.teller.stepped(trainer.step, stepped, trio.current_time() - begun, replicas)
         if self._diverged >= DIVERGED_MAX:
             await self._recover(f"{DIVERGED_MAX} steps in a row were not finite")
@@ -284,11 +295,13 @@ class LocalMember:
     async def _mend(self, trainer: LocalTrainer) -> None:
         """Find holders for the stages that this head's column lacks; where there are none yet, others are
         asked to take part (`node.local.recruiter`)."""
-        column = self._column
+        column = self.crew.column
         if column is None:
             return
         if column.missing:
-            await column.mend(self.holders, self.others, trainer.step, self.admission.chain, self._door.check)
+            await column.mend(
+                self.crew.holders, self.crew.others, trainer.step, self.admission.chain, self._door.check
+            )
         trainer.is_waiting = bool(column.missing)
         if trainer.is_waiting and not self.has_state:
             await trio.sleep(LOOK_SECONDS)
@@ -296,11 +309,11 @@ class LocalMember:
 
     async def _broken(self, trainer: LocalTrainer, reason: str) -> None:
         """A stage is gone: drop the step everywhere, and begin it anew once the column is whole."""
-        assert self._column is not None
+        assert self.crew.column is not None
         if self.has_state and not trainer.is_waiting:
             self.teller.running(f"this column waits for a stage: {reason}")
         trainer.is_waiting = True
-        await self._column.let_go()
+        await self.crew.column.let_go()
         await trainer.drop_step()
 
     def _accept(self, peer: PeerId, attach: Attach) -> Attached | Refusal:
@@ -308,7 +321,7 @@ class LocalMember:
         self._door.check(peer, attach.chain)
         if not self.has_state:
             return Refusal("its state is not here yet")
-        return Attached(self.admission.chain, tuple(self._training_others[:MATES_MAX]))
+        return Attached(self.admission.chain, tuple(self.crew.training[:MATES_MAX]))
 
     def _applied(self, step: int, samples: int) -> None:
         assert self._trainer is not None
@@ -324,10 +337,16 @@ class LocalMember:
             self._report()
             await self._between_steps(trainer, rounds, nursery)
 
+        async def settle() -> None:
+            rounds.ending_for = self._due.waited("an end", self._is_at_end or self.ending.has_converged)
+            while rounds.ending_for >= 0 and rounds.lacks_mean(len(self.crew.training)):
+                await between()
+                await trio.sleep(LOOK_SECONDS)
+
         await self._begin(trainer, rounds)
         self.has_state = True
         self.begun.set()
-        server.between = between
+        server.between, server.settle = between, settle
         while True:
             if server.failure:
                 raise StageFailed(server.failure)
@@ -338,18 +357,21 @@ class LocalMember:
                 if self.heads.is_stranded and self.ending.best is None:
                     reason = stranded_reason(self._stage)
                     self._propose(Conclusion(self.run.id, "failed", reason, self.step, "", self._me))
+            elif trainer.is_idle or self.ending.has_converged:  # no step of the head calls for a round
+                async with server.lock:
+                    await between()
             await trio.sleep(LOOK_SECONDS)
 
     async def _begin(self, trainer: LocalTrainer, rounds: Rounds) -> None:
         """Go on from the state of the others, or from the own last one where nobody is further."""
         own = await self._keeper.load(trainer.state_bytes_max)
-        others = [report.step for report in self._part.roster.reports.values() if report.has_state]  # type: ignore[union-attr]  # it is open
+        others = [report.step for report in self.crew.reports.values() if report.has_state]
         likely = likely_step(self._part, self._settings.local_steps)  # type: ignore[arg-type]  # it is open
         if own is not None and own.table.step >= min(max(others, default=0), likely):
             with suppress(ValueError):
                 rounds.take_over(own.table.rounds, await trainer.take_over(own))
-                if self._column is not None:
-                    await self._column.let_go()
+                if self.crew.column is not None:
+                    await self.crew.column.let_go()
                 self._keeper.begin(trainer.step)
                 return
         if others:
@@ -361,9 +383,10 @@ class LocalMember:
         made = await rounds.use()
         if made is not None and made.error and self._is_behind(rounds):
             await self._catch_up()
+        rounds.ending_for = self._due.waited("an end", self._is_at_end or self.ending.has_converged)
         if self._is_waiting:
             pass  # what is proposed does not change any more
-        elif rounds.is_due and self._training_others:
+        elif rounds.is_due and self.crew.training:
             await rounds.begin(nursery)
         elif rounds.is_due:
             rounds.skip()
@@ -371,15 +394,14 @@ class LocalMember:
             lineage = self.run.id
             self._part.offer(await trainer.snapshot(rounds.count, lineage, rounds.outer))
         if self._keeper.is_due(trainer.step) and not self._diverged:
-            await self._keeper.keep(trainer, rounds, nursery, is_training=self.is_training)
+            await self._keeper.keep(trainer, rounds, nursery, is_training=self.crew.is_training)
         if not self._stage:
             await self._evaluate_if_due(trainer, rounds)
             await self._judge(trainer)
 
     def _is_behind(self, rounds: Rounds) -> bool:
         """Whether others held a round that this member had to be in."""
-        assert self._part is not None
-        others = [report.rounds for report in self._part.roster.reports.values() if report.has_state]
+        others = [report.rounds for report in self.crew.reports.values() if report.has_state]
         return rounds.needs_all and max(others, default=0) > rounds.count
 
     async def _catch_up(self) -> None:
@@ -404,12 +426,12 @@ class LocalMember:
         )
         if is_taken:
             self._diverged = 0
-            if self._column is not None:  # its holders are told the new step when they are attached
-                await self._column.let_go()
+            if self.crew.column is not None:  # its holders are told the new step when they are attached
+                await self.crew.column.let_go()
 
     async def _recover(self, reason: str) -> None:
         """The numbers here are not finite any more: take those of others, or end."""
-        if self._training_others:
+        if self.crew.training:
             await self._catch_up()
         elif self.ending.best is None:
             self._propose(Conclusion(self.run.id, "failed", reason, self.step, "", self._me))
@@ -417,24 +439,38 @@ class LocalMember:
     # Evaluations and the end
 
     async def _evaluate_if_due(self, trainer: LocalTrainer, rounds: Rounds) -> None:
+        self._holds_still = False
         if self.ending.best is not None:
             return
         self._is_waiting = False
         apart = self._apart
         is_last = self._is_at_end
         waited = max(
-            self._due.waited("an end", is_last or self.ending.has_converged),
+            rounds.ending_for,
             self._due.waited("an evaluation", trainer.step - self._evaluated_step >= apart),
         )
         self._tell(self.ending, lambda now: self.ending.set_due(now, waited))
-        if waited < 0 or not self.ending.evaluates(self._training_others, waited):
-            return
-        if is_last and rounds.lacks_mean(len(self._training_others), waited):
+        is_mine = waited >= 0 and self.ending.evaluates(self.crew.training, waited)
+        is_held = self._awaits_mean(rounds, is_mine=is_mine) if rounds.ending_for >= 0 else False
+        if is_held or not is_mine:
             return
         if not await self._evaluate(trainer):
             return
-        if is_last or self.ending.has_converged:
+        is_ending = is_last or self.ending.has_converged
+        if is_ending and not self._awaits_mean(rounds, is_mine=True):
             await self._conclude(trainer, "" if is_last else "its evaluations stopped improving")
+
+    def _awaits_mean(self, rounds: Rounds, *, is_mine: bool) -> bool:
+        """Whether the result waits for a last round, for which the numbers here stay as they are. Unless the
+        result is this member's to make, that is for one evaluation in as many steps as lie between two, for
+        another may claim any loss."""
+        is_new = self.step != self._held_step
+        if not rounds.lacks_mean(len(self.crew.training)):
+            return False
+        if is_new and not is_mine and self.step - self._held_step < self._apart:
+            return False
+        self._held_step, self._holds_still = self.step, True
+        return True
 
     @property
     def _apart(self) -> int:
@@ -465,7 +501,7 @@ class LocalMember:
     async def _conclude(self, trainer: LocalTrainer, reason: str) -> None:
         """Keep the model and propose it as the result."""
         assert self._graph is not None
-        exported = [await trainer.export(), *(await self._column.exports() if self._column else [])]
+        exported = [await trainer.export(), *(await self.crew.column.exports() if self.crew.column else [])]
         async with self.results.lock:
             digest = await self.results.keep(self._graph, exported)
             if digest is not None:
@@ -478,15 +514,15 @@ class LocalMember:
     @property
     def judges(self) -> bool:
         """Whether this member looks at a result before it holds it: heads do, in columns whole ones."""
-        return self.is_training and not self._stage and (self.has_state or self._stages == 1)
+        return self.crew.is_training and not self._stage and (self.has_state or self._stages == 1)
 
     @property
     def trusts(self) -> bool:
         """Whether this member's head holds the preferred conclusion, or half of those that train: who does
         not train has their word alone."""
-        if self.server is not None and self.server.head is not None:
-            return self.server.head in self.ending.holders
-        return bool(self._stage) or 2 * len(self.ending.holders) >= len(self._training_others)
+        if self.crew.head is not None:
+            return self.crew.head in self.ending.holders
+        return bool(self._stage) or 2 * len(self.ending.holders) >= len(self.crew.training)
 
     async def _judge(self, trainer: LocalTrainer) -> None:
         """Hold the result that another proposed, once the run may be over and it is as good as it should be;
@@ -533,60 +569,21 @@ class LocalMember:
     async def _look(self) -> None:
         """Follow who takes part."""
         while True:
-            others, training = self.others, self._training_others
+            training = self.crew.training
             if training:
                 self.begun.set()
-            reports = {} if self._part is None else self._part.roster.reports
-            head = None if self.server is None else self.server.head
-            self.heads.follow(reports, head, is_training=self.is_training)
+            self.heads.follow(self.crew.reports, self.crew.head, is_training=self.crew.is_training)
             is_stranded = self.heads.is_stranded
             self.ending.can_go_on = self.has_state and not (self._diverged or is_stranded)
             if self._trainer is not None:
                 self._trainer.shard.set_members([self._me, *training])
             trainers = [*training, *([self._me] * self.has_state)] if self.judges else None
             far = {*self.admission.admitted, self.run.requester}.intersection(self._service.live())
-            peers = {*others, *self._column_peers, *(far if is_stranded else ())}
+            peers = {*self.crew.others, *self.crew.column_peers, *(far if is_stranded else ())}
             self._tell(self.ending, partial(self.ending.set_peers, peers=peers, trainers=trainers))
             if self._part is not None:
                 self._door.show(self._part.roster.claims)
             await trio.sleep(LOOK_SECONDS)
-
-    @property
-    def _column_peers(self) -> tuple[PeerId, ...]:
-        """The other members of this one's column."""
-        if self._column is not None:
-            return self._column.peers
-        head = None if self.server is None else self.server.head
-        return () if head is None else (head,)
-
-    @property
-    def missing(self) -> tuple[int, ...]:
-        """The stages that this member's column lacks."""
-        return () if self._column is None or self.ending.best is not None else self._column.missing
-
-    def wanted(self, free: int) -> int:
-        """How many heads more the run can use, `free` nodes being there to ask."""
-        others = self.others
-        is_first = self.ending.is_evaluator(others) or not self._training_others
-        if not is_first or self.ending.best is not None:
-            return 0
-        heads = self.run.manifest.replicas
-        return heads - len(others) - self.is_training if heads else free
-
-    def joined(self, stage: int, peer: PeerId) -> None:
-        """A node will hold this stage."""
-        if stage and self._column is not None:
-            self._column.mates[stage][peer] = None
-
-    @property
-    def holders(self) -> list[PeerId]:
-        """The members that this head knows and that are none."""
-        return [peer for peer in self.admission.admitted if peer not in self.others]
-
-    @property
-    def known(self) -> set[PeerId]:
-        """Nodes that need not be asked."""
-        return {self._me, *self.others, *self._column_peers}
 
     # What is said
 

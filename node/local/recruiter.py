@@ -26,15 +26,15 @@ JOIN_SECONDS_MAX = 30.0
 class Asker(Protocol):
     """The member. `missing` are the stages that its own column lacks; `wanted` says how many heads more the
     run can use, so many nodes being free, 0 where another member sees to that; `known` are nodes that need
-    not be asked; `others` are the other heads, `holders` other members, also those that are gone. `joined`
-    hears of a node that will hold a stage."""
+    not be asked; `heads` counts those that there are, `holders` are other members, also those that are gone.
+    `joined` hears of a node that will hold a stage."""
 
     @property
     def missing(self) -> Sequence[int]: ...
     @property
     def known(self) -> Collection[PeerId]: ...
     @property
-    def others(self) -> Collection[PeerId]: ...
+    def heads(self) -> int: ...
     @property
     def holders(self) -> Collection[PeerId]: ...
     def wanted(self, free: int) -> int: ...
@@ -93,5 +93,4 @@ class Recruiter:
     def _spare(self, alive: Collection[PeerId]) -> int:
         """Return how many holders are left over: their heads are gone, and a new one can take them."""
         held = len(set(self._member.holders).intersection(alive))
-        heads = 1 + len(self._member.others)
-        return max(0, held - (self._stages - 1) * heads) if self._stages > 1 else 0
+        return max(0, held - (self._stages - 1) * self._member.heads) if self._stages > 1 else 0

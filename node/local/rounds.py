@@ -22,7 +22,9 @@ WINDOW_ROUNDS = 1.5
 """A group waits for those that are expected as long as so many rounds' worth of steps take here."""
 PATIENCE_SECONDS = 60.0
 LAST_ROUND_SECONDS = 20.0
-"""How long a federated run waits for the round that makes its result all members'."""
+"""How long the end of a run waits for the rounds that make its result the mean of its members."""
+LAST_WINDOW_SECONDS_MAX = LAST_ROUND_SECONDS / 4
+"""The window of such a round: whoever is expected and does not come must not use up all of that time."""
 
 
 class Rounds:
@@ -34,13 +36,15 @@ class Rounds:
         self.count = 0
         self.failed_count = 0
         self.error = ""
+        self.ending_for = -1.0
+        """For how long the run has been about to end, in seconds; below 0: it is not."""
         self._me = me
         self._settings = settings
         self._trainer = trainer
         self._part = part
         self._moments = settings.strategy not in OUTER
         self._begun_step = self._begun_samples = 0
-        self._mean_step = -1
+        self._mean_step, self._means = -1, 0
         self._begun_at = 0.0
         self._is_under_way = False
         self._made: Round | None = None
@@ -68,17 +72,22 @@ class Rounds:
     @property
     def is_due(self) -> bool:
         """Whether enough local steps have been made since the last round began, which is over. A member that
-        has made all takes part in the rounds of the others, which would wait for it."""
-        is_time = self._trainer.is_idle or (
-            self._trainer.step - self._begun_step >= self._settings.local_steps
+        has made all takes part in the rounds of the others, which would wait for it, and so does one whose
+        run is about to end."""
+        is_time = (
+            self._trainer.is_idle
+            or 0 <= self.ending_for < LAST_ROUND_SECONDS
+            or self._trainer.step - self._begun_step >= self._settings.local_steps
         )
         return is_time and not self._is_under_way and self._made is None
 
-    def lacks_mean(self, others: int, waited: float) -> bool:
-        """Return whether the numbers here are still this member's alone: a federated run ends with what all
-        its members averaged, unless they do not within LAST_ROUND_SECONDS."""
-        is_mean = self._mean_step == self._trainer.step
-        return self._settings.is_federated and others > 0 and not is_mean and waited < LAST_ROUND_SECONDS
+    def lacks_mean(self, others: int) -> bool:
+        """Return whether a result made now would be this member's numbers alone: a run ends with what its
+        members averaged after their last steps, a round for each axis of their grid, unless they do not
+        within LAST_ROUND_SECONDS."""
+        means = self._means if self._mean_step == self._trainer.step else 0
+        is_mean = means >= max(1, len(self._part.walk.axes))
+        return others > 0 and not is_mean and self.ending_for < LAST_ROUND_SECONDS
 
     def skip(self) -> None:
         """Nobody else is there: count anew."""
@@ -93,12 +102,13 @@ class Rounds:
         weight = float(self._samples) if self._settings.weighting == "samples" else 1.0
         lasted = trio.current_time() - self._begun_at
         self._restart()
+        longest = WINDOW_SECONDS_MAX if self.ending_for < 0 else LAST_WINDOW_SECONDS_MAX
         theta = await self._trainer.copy_out(moments=self._moments)
         offered = await self._part.compute(partial(self._delayed.offer, theta))
         wanted = Wanted(
             codec=self._strategy.codec,
             mode=self._strategy.mode,
-            window_seconds=min(max(WINDOW_SECONDS_MIN, WINDOW_ROUNDS * lasted), WINDOW_SECONDS_MAX),
+            window_seconds=min(max(WINDOW_SECONDS_MIN, WINDOW_ROUNDS * lasted), longest),
             patience_seconds=PATIENCE_SECONDS,
             size_max=group_size(self._strategy.grouping),
         )
@@ -139,6 +149,7 @@ class Rounds:
         else:
             await self._trainer.copy_in(taken)
             self.count, self.error = self.count + 1, ""
+            self._means = self._means + 1 if self._mean_step == self._begun_step else 1
             self._mean_step = self._begun_step
         return made
 
@@ -146,6 +157,7 @@ class Rounds:
         """Go on from the state of others, after so many rounds. A round under way is not used any more."""
         self.count = count
         self._life += 1
+        self._mean_step = -1
         self._made = None
         self._strategy.load(outer)
         self._delayed = Delayed(self._strategy)

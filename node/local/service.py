@@ -68,7 +68,7 @@ class LocalRuns:
     @property
     def hosts(self) -> bool:
         """Whether this node trains in a run in local mode."""
-        return any(member.is_training for member in self.members.values())
+        return any(member.crew.is_training for member in self.members.values())
 
     async def submit(self, run: Run, *, wait_seconds: float = 0.0) -> None:
         """Begin a run that this node asks for. Raises PlacementFailed: nobody trains in it within
@@ -148,7 +148,9 @@ class LocalRuns:
         """Take part, unless the slot was given to another while this run was looked at."""
         if not self._service.has_slot:
             return Declined("busy")
-        self._begin(run, is_training=True, holders=[peer], chain=request.chain, stage=request.stage)
+        self._begin(
+            run, is_training=True, holders=[peer], chain=request.chain, stage=request.stage, inviter=peer
+        )
         return Done()
 
     def _begin(
@@ -159,6 +161,7 @@ class LocalRuns:
         holders: list[PeerId],
         chain: Sequence[Fact] = (),
         stage: int = 0,
+        inviter: PeerId | None = None,
     ) -> LocalMember:
         service, manifest = self._service, run.manifest
         assert manifest.local is not None, "a run in local mode"
@@ -177,6 +180,7 @@ class LocalRuns:
             is_training=is_training,
             holders=holders,
             tell=self._command,
+            inviter=inviter,
         )
         service.note_guests()
         service.publish(
@@ -196,8 +200,8 @@ class LocalRuns:
     async def _live(self, member: LocalMember) -> None:
         is_own = member.run.requester == self._service.signer.peer
         had_others = await member.live()
-        if is_own and had_others and member.is_training and not member.is_over:
-            member.is_training = False  # the others train on, and this node follows
+        if is_own and had_others and member.crew.is_training and not member.is_over:
+            member.crew.is_training = False  # the others train on, and this node follows
             await member.live()
         if member.is_over or self.members.get(member.run.id) is not member:
             return
@@ -224,14 +228,14 @@ class LocalRuns:
             await stream.receive(), column.Question, bytes_max=column.MESSAGE_BYTES_MAX
         )
         member = self.members.get(attach.run) if isinstance(attach, column.Attach) else None
-        if member is not None and member.server is not None and isinstance(attach, column.Attach):
+        if member is not None and member.crew.server is not None and isinstance(attach, column.Attach):
             if member.admission.admits(stream.peer):
                 member.heads.seen()
-            await member.server.serve(stream, attach)
+            await member.crew.server.serve(stream, attach)
             return
         refusal = column.Refusal("no stage of this run is held here")
         if member is not None and member.admission.admits(stream.peer):
-            mates = [peer for peer in member.holders if peer != stream.peer]
+            mates = [peer for peer in member.crew.holders if peer != stream.peer]
             refusal = replace(refusal, mates=tuple(mates[-column.MATES_MAX :]))
         await stream.send(encode(refusal))
 

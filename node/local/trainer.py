@@ -43,6 +43,12 @@ class Stepped:
     diverged: str = ""
 
 
+def state_bytes_max(specification: StageSpecification) -> int:
+    """Return the most bytes that a snapshot of a stage has, with what a strategy adds."""
+    arenas = api.arena_bytes(specification)
+    return 4 * (arenas["parameters"] + arenas["moments"]) + (1 << 20)
+
+
 class LocalTrainer:
     """One member's model. One call at a time."""
 
@@ -285,8 +291,7 @@ class LocalTrainer:
     @property
     def state_bytes_max(self) -> int:
         """The most bytes that a snapshot of this model has."""
-        arenas = len(self.stage.vector("parameters")) + len(self.stage.vector("moments"))
-        return 4 * arenas + (1 << 20)
+        return state_bytes_max(self._specification)
 
     async def take_over(self, found: Snapshot) -> dict[str, Vector]:
         """Go on from the state of others; what it has for the strategy. Raises StageFailed: it is not of this

@@ -214,7 +214,7 @@ class Runs:
     def _hosted(self) -> list[bytes]:
         """Return the runs that have a slot here."""
         exact = [run for run, member in self.members.items() if member.hosting.core.occupies]
-        return exact + [run for run, member in self.local.members.items() if member.is_training]
+        return exact + [run for run, member in self.local.members.items() if member.crew.is_training]
 
     # The requester's side
 

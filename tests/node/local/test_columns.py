@@ -87,8 +87,8 @@ async def columns(group: Swarm, count: int, names: str) -> dict[str, str]:
             found = {}
             for name in names:
                 for each in group.nodes[name].runs.local.members.values():
-                    if each._column is not None and not each._column.missing and each.has_state:
-                        found[name] = group.name_of(each._column.peers[-1])
+                    if each.crew.column is not None and not each.crew.column.missing and each.has_state:
+                        found[name] = group.name_of(each.crew.column.peers[-1])
             if len(found) >= count:
                 return found
             await trio.sleep(0.2)

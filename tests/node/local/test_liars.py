@@ -195,7 +195,7 @@ def test_a_member_that_claims_a_settled_end_with_junk_ends_nothing() -> None:
             lied.append(blake3(bytes(junk)).hexdigest())
             said = Conclusion(run.id, "done", "", STEPS, lied[0], node.peer)
             member.ending.best, member.ending.holds, member.ending.is_settled = said, True, True
-            for peer in member.others:
+            for peer in member.crew.others:
                 node.network.send(peer, core.PROTOCOL, encode(Said(run.id, said, True, True)))
 
         found, events, _ = await lie_with("junk", QUICK, tell)

@@ -1,0 +1,90 @@
+"""A copy of the heads' state at a requester that only follows its run, for whoever trains after them.
+
+Members that train keep their own states. When the last head is gone, nobody else has the numbers of the first
+stage, and a node that is asked to take its place would begin with untrained ones. So the requester fetches
+them now and then, as often as members put theirs away, and hands them on while there is no head.
+"""
+
+import trio
+
+from node.averaging.participation import Participation
+from node.errors import Unreachable
+from node.local.catch_up import likely_step
+from node.local.crew import Crew
+from node.local.headless import HEADLESS_SECONDS
+from node.local.keeper import Keeper
+from node.local.saved import MEMBERS_MAX, SavedRun
+from node.protocols.manifest import Run
+from partition.run.admission import Admission
+
+LOOK_SECONDS = 1.0
+FETCH_SHARE = 10
+"""A state that takes a second to fetch, in which its owner may be computing, is fetched once in so many."""
+
+
+class Copies:
+    """Those of one requester. `crew.is_bereft` says whether the heads are gone and no copy is here."""
+
+    def __init__(self, run: Run, keeper: Keeper, crew: Crew, admission: Admission, *, bytes_max: int) -> None:
+        """`bytes_max` bounds a state of the first stage."""
+        self._run = run
+        self._keeper = keeper
+        self._crew = crew
+        self._admission = admission
+        self._bytes_max = bytes_max
+        self._trained_at: float | None = None
+        self._not_before = 0.0
+        self._is_lent = False
+
+    async def run(self, part: Participation) -> None:
+        """Until cancelled."""
+        while True:
+            steps = [report.step for report in self._crew.reports.values() if report.has_state]
+            now = trio.current_time()
+            if steps:
+                self._trained_at, self._crew.is_bereft = now, False
+                self._take_back(part)
+                if self._keeper.is_due(max(steps)) and now >= self._not_before:
+                    await self._copy(part)
+            elif not self._is_lent:
+                await self._lend(part)
+                self._crew.is_bereft = not self._is_lent and self._is_awaited(now)
+            await trio.sleep(LOOK_SECONDS)
+
+    def _is_awaited(self, now: float) -> bool:
+        """Whether a head that was there may come back with its disk. A run of one stage can begin anew after
+        that; in columns the others hold numbers that untrained ones do not fit."""
+        if self._trained_at is None:
+            return False
+        return self._run.manifest.stages > 1 or now - self._trained_at < HEADLESS_SECONDS
+
+    async def _copy(self, part: Participation) -> None:
+        """Fetch the newest state of the heads, and put it away."""
+        assert self._run.manifest.local is not None, "a run in local mode"
+        begun, manifest = trio.current_time(), self._run.manifest
+        likely = likely_step(part, self._run.manifest.local.local_steps)
+        try:
+            found = await part.fetch(0, manifest.steps, bytes_max=self._bytes_max, step_likely=likely)
+        except Unreachable:
+            return  # whoever had it is gone, or hands it over later
+        self._keeper.begin(found.table.step)
+        peers = tuple(self._admission.admitted)[-MEMBERS_MAX:]
+        await self._keeper.remember(SavedRun(self._run.fact, self._admission.chain, False, peers))
+        await self._keeper.save(found)
+        self._not_before = trio.current_time() + FETCH_SHARE * (trio.current_time() - begun)
+
+    async def _lend(self, part: Participation) -> None:
+        """Hand the copy on, where there is one."""
+        found = await self._keeper.load(self._bytes_max)
+        if found is None:
+            return
+        self._is_lent = True
+        part.offer(found)
+        step, rounds, lineage = found.table.step, found.table.rounds, self._run.id
+        part.tell(step=step, samples=0, rounds=rounds, lineage=lineage, has_state=True)
+
+    def _take_back(self, part: Participation) -> None:
+        """A head is there again."""
+        if self._is_lent:
+            self._is_lent = False
+            part.tell(step=0, samples=0, rounds=0, lineage=self._run.id, has_state=False)

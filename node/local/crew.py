@@ -1,0 +1,92 @@
+"""The members of a run in local mode, as one of them sees them, and the nodes that it can use beside them."""
+
+from collections.abc import Mapping
+
+from crypto.identity import PeerId
+from gossip.roster import Report
+from node.averaging.participation import Participation
+from node.local.column import ColumnStage, StageServer
+from node.protocols.manifest import Run
+from partition.run.admission import Admission
+from partition.run.ending import Ending
+
+
+class Crew:
+    """That of one member: `node.local.recruiter.Asker`. What the member has of the run is put into it as it
+    is opened."""
+
+    def __init__(
+        self, me: PeerId, run: Run, ending: Ending, admission: Admission, *, is_training: bool
+    ) -> None:
+        self.is_training = is_training
+        self.part: Participation | None = None
+        self.column: ColumnStage | None = None
+        self.server: StageServer | None = None
+        """This member's stage, where it works for the head of a column."""
+        self.is_bereft = False
+        """Whether the heads that were there are gone, and nobody here has a copy of their numbers."""
+        self._me = me
+        self._run = run
+        self._ending = ending
+        self._admission = admission
+
+    @property
+    def reports(self) -> Mapping[PeerId, Report]:
+        """What the others that hold the same stage say of themselves."""
+        return {} if self.part is None else self.part.roster.reports
+
+    @property
+    def others(self) -> tuple[PeerId, ...]:
+        """Those others."""
+        return tuple(self.reports)
+
+    @property
+    def training(self) -> list[PeerId]:
+        """Those of them that have a state."""
+        return [peer for peer, report in self.reports.items() if report.has_state]
+
+    @property
+    def head(self) -> PeerId | None:
+        """The head that this member works for."""
+        return None if self.server is None else self.server.head
+
+    @property
+    def column_peers(self) -> tuple[PeerId, ...]:
+        """The other members of this one's column."""
+        if self.column is not None:
+            return self.column.peers
+        return () if self.head is None else (self.head,)
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The stages that this member's column lacks."""
+        return () if self.column is None or self._ending.best is not None else self.column.missing
+
+    def wanted(self, free: int) -> int:
+        """How many heads more the run can use, `free` nodes being there to ask."""
+        others = self.others
+        is_first = self._ending.is_evaluator(others) or not self.training
+        if not is_first or self._ending.best is not None or self.is_bereft:
+            return 0
+        heads = self._run.manifest.replicas
+        return heads - len(others) - self.is_training if heads else free
+
+    @property
+    def heads(self) -> int:
+        """The heads that there are."""
+        return self.is_training + len(self.training)
+
+    def joined(self, stage: int, peer: PeerId) -> None:
+        """A node will hold this stage."""
+        if stage and self.column is not None:
+            self.column.mates[stage][peer] = None
+
+    @property
+    def holders(self) -> list[PeerId]:
+        """The members that this head knows and that are none."""
+        return [peer for peer in self._admission.admitted if peer not in self.reports]
+
+    @property
+    def known(self) -> set[PeerId]:
+        """Nodes that need not be asked."""
+        return {self._me, *self.others, *self.column_peers}

@@ -1,0 +1,85 @@
+"""Calls into an attempt that are handed over together: what one raises concerns its caller alone."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+import pytest
+import trio
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from gossip.averaging.attempt import Attempt, Sends
+from node.averaging.runner import Runner
+from sim.executor import SimExecutor
+from sim.network.links import Links
+from sim.network.model import NetworkModel
+from sim.seams import SimClock, SimNetworkFabric
+from sim.worlds.scheduling import run_virtually
+from tests.gossip.averaging.network import PATIENCE, group_of, members_of
+from tests.gossip.swarm import HashSigner, peer_of
+
+ITEMS = 64
+BROKEN, DEAD = peer_of(1), peer_of(2)
+T = TypeVar("T")
+
+
+class _Faulty(Attempt):
+    """Raises for one peer what nobody expects."""
+
+    def lost(self, now: float, peer: PeerId) -> Sends:
+        if peer == BROKEN:
+            raise ZeroDivisionError("a fault in the core")
+        return super().lost(now, peer)
+
+
+class _Busy(SimExecutor):
+    """Takes a second for each hand-over, in which further calls gather."""
+
+    handed_over = 0
+
+    async def run(self, function: Callable[[], T], *, seconds: float = 0.0, apart: bool = False) -> T:
+        self.handed_over += 1
+        await trio.sleep(1.0)
+        return await super().run(function, seconds=seconds, apart=apart)
+
+
+def test_a_call_that_fails_ends_its_caller_alone() -> None:
+    async def play() -> None:
+        fabric = SimNetworkFabric(Links(NetworkModel(), 1))
+        group = group_of(members_of(4), ITEMS)
+        clock, executor = SimClock(), _Busy()
+        vector = np.ones(ITEMS, np.float32)
+        attempt = _Faulty(HashSigner(peer_of(0)), group, vector, 1.0, clock.monotonic(), PATIENCE)
+        refused: list[RemoteProtocolError] = []
+        runner = Runner(
+            attempt, fabric.attach(peer_of(0)), clock, executor, lambda _, error: refused.append(error)
+        )
+        over: list[PeerId] = []
+
+        async def lose(peer: PeerId) -> None:
+            await runner.lose(peer)
+            over.append(peer)
+
+        async def lose_broken() -> None:
+            with pytest.raises(ZeroDivisionError, match="a fault in the core"):
+                await runner.lose(BROKEN)
+            over.append(BROKEN)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(runner.run)
+            await trio.sleep(0.5)  # the attempt is being started: what is called now goes together
+            nursery.start_soon(lose_broken)
+            nursery.start_soon(lose, DEAD)
+            await trio.sleep(1.0)
+            assert executor.handed_over == 2
+            assert over == []
+            await trio.sleep(1.0)
+            assert sorted(over) == sorted([BROKEN, DEAD])
+            assert not attempt.is_closed, "and the attempt goes on"
+            assert not refused
+            await runner.cancel()
+            assert (await runner.result()).reason  # type: ignore[union-attr]  # it was cancelled
+            nursery.cancel_scope.cancel()
+
+    run_virtually(play)

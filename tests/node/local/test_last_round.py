@@ -1,0 +1,140 @@
+"""A run in local mode ends with a mean of its members, not with what one of them learnt since the last."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+
+from crypto.identity import PeerId, peer_text
+from gossip.averaging.reduction import Vector
+from node.averaging.participation import Participation
+from node.averaging.rounds import Round, Wanted
+from node.events import AveragingEnded, StepCommitted
+from node.local.rounds import LAST_ROUND_SECONDS
+from partition.run.local_settings import LocalSettings
+from sim.worlds.scheduling import run_virtually
+from tests import stack
+from tests.node.local.test_columns import begin
+from tests.node.local.test_runs import SLOW, ends, train
+from tests.stack import Swarm, swarm
+
+LOCAL_STEPS, STEPS = 4, 15
+"""Three steps follow the last round that is due by itself."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """A round of one member: what it offered, and what came of it."""
+
+    run: str
+    peer: PeerId
+    offered: Vector
+    made: Round
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> list[_Held]:
+    """All rounds that are held."""
+    found: list[_Held] = []
+    average = Participation.average
+
+    async def listened(self: Participation, offered: Vector, weight: float, wanted: Wanted) -> Round:
+        made = await average(self, offered, weight, wanted)
+        found.append(_Held(self.name, self.peer, offered, made))
+        return made
+
+    monkeypatch.setattr(Participation, "average", listened)
+    return found
+
+
+def values_of(group: Swarm, name: str, run: Any) -> list[Vector]:
+    """The numbers of each tensor of the result."""
+    return [np.asarray(tensor).reshape(-1) for tensor in stack.weights(group, name, run).values()]
+
+
+def has_all(vector: Vector | None, values: Vector) -> bool:
+    return vector is not None and bool(np.isin(values, vector).all())
+
+
+@pytest.mark.parametrize("local", [{}, {"patience": 1, "improvement": 100.0}], ids=["steps", "convergence"])
+def test_the_result_is_a_mean_of_all(held: list[_Held], local: dict[str, Any]) -> None:
+    """By steps, and by evaluations, which are of numbers that have not been averaged either."""
+
+    async def play() -> None:
+        async with swarm("abc", stage_seconds=SLOW, preset="lan") as group:
+            settings = LocalSettings(local_steps=LOCAL_STEPS, **local)
+            run, _ = await train(group, settings, steps=STEPS if not local else 1_000)
+            assert [end.outcome for end in await ends(group, "abc")] == ["done"] * 3
+            values = np.concatenate(values_of(group, "a", run))
+            means = [each.made for each in held if has_all(each.made.vector, values)]
+            assert means, "no member averaged what is the result"
+            assert max(len(made.shares) for made in means) == 3
+            result = await group.nodes["a"].run(run.text).result()
+            told = [event for event in group.events["a"] if isinstance(event, AveragingEnded)][-1]
+            assert result.last_round is not None
+            assert (result.last_round.step, result.last_round.error) == (told.step, told.reason)
+            assert result.last_round.peers == tuple(peer_text(peer) for peer in told.averaged)
+
+    run_virtually(play)
+
+
+def test_pairs_average_until_all_have_met(held: list[_Held]) -> None:
+    """Four members in pairs stand in a grid of two axes, so the mean of all takes two rounds."""
+
+    async def play() -> None:
+        async with swarm("abcd", stage_seconds=SLOW, preset="lan") as group:
+            settings = LocalSettings(local_steps=LOCAL_STEPS, strategy="gossip")
+            run, _ = await train(group, settings, steps=STEPS)
+            await ends(group, "abcd")
+            values = np.concatenate(values_of(group, "a", run))
+            final = next(each.made.attempt for each in held if has_all(each.made.vector, values))
+            offered = {each.peer: each.offered for each in held if each.made.attempt == final}
+            met: set[PeerId] = set()
+            for each in held:
+                last = offered.get(each.peer)
+                if last is not None and each.made.vector is not None and np.allclose(each.made.vector, last):
+                    met |= each.made.shares.keys()
+            assert len(met) >= 3, "whoever made the result had averaged with another before"
+
+    run_virtually(play)
+
+
+def test_members_that_are_gone_do_not_keep_a_run_from_its_end() -> None:
+    async def play() -> None:
+        async with swarm("abc", stage_seconds=SLOW) as group:
+            died_at = 0.0
+
+            async def kill(event: Any) -> None:
+                nonlocal died_at
+                if isinstance(event, StepCommitted) and event.step == 10:
+                    died_at = trio.current_time()
+                    for name in "bc":
+                        group.kill(name)
+
+            settings = LocalSettings(local_steps=LOCAL_STEPS)
+            await train(group, settings, kill, steps=STEPS)
+            (end,) = await ends(group, "a")
+            assert (end.outcome, end.is_here) == ("done", True)
+            assert died_at
+            assert trio.current_time() - died_at < LAST_ROUND_SECONDS + 20 * SLOW * LOCAL_STEPS
+
+    run_virtually(play)
+
+
+def test_both_stages_of_columns_end_with_a_mean(held: list[_Held]) -> None:
+    async def play() -> None:
+        async with swarm("abcd", stage_seconds=SLOW, preset="lan") as group:
+            run = await begin(group, steps=14)
+            await ends(group, "abcd", 400.0)
+            means: dict[str, list[Vector]] = {each.run: [] for each in held}
+            for each in held:
+                if each.made.vector is not None and len(each.made.shares) == 2:
+                    means[each.run].append(each.made.vector)
+            assert len(means) == 2, "each stage averages"
+            for values in values_of(group, "a", run):
+                found = [name for name, vectors in means.items() if any(has_all(v, values) for v in vectors)]
+                assert found, f"{len(values)} numbers of one tensor are no mean"
+
+    run_virtually(play)

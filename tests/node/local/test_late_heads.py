@@ -1,0 +1,150 @@
+"""Members that are asked late to train a run in local mode begin with what the others have learnt."""
+
+import pytest
+import trio
+
+from node.events import StateFetched, StepCommitted
+from node.local import member
+from partition.run.local_settings import LocalSettings
+from sim.worlds.scheduling import run_virtually
+from tests import stack
+from tests.node.local.test_columns import LOCAL, columns, reached, steps_of
+from tests.node.local.test_columns import begin as begin_columns
+from tests.node.local.test_runs import ADAM, QUICK, SLOW
+from tests.stack import Swarm, swarm
+
+SAVE_EVERY = 4
+
+
+async def begin(group: Swarm, *, stages: int, local: LocalSettings) -> None:
+    """The first node asks for a run and only follows it."""
+    group.nodes["a"].limit(accept_runs="never")
+    wanted = stack.manifest(
+        stages=stages,
+        replicas=1,
+        microbatches=2,
+        microbatch=16,
+        test_samples=32,
+        dtype="float32",
+        optimizer=ADAM,
+        local=local,
+        steps=1_000,
+        save_every=SAVE_EVERY,
+    )
+    node = group.nodes["a"]
+    await node.runs.submit(stack.prepare(node, wanted), wait_seconds=60.0)
+
+
+def step_of(group: Swarm, name: str) -> int:
+    found = [each.step for each in group.nodes[name].runs.local.members.values() if each.has_state]
+    return found[0] if found else 0
+
+
+async def begun(group: Swarm, name: str, step: int = 1) -> list[int]:
+    """The steps that this member tells of, once it has made so many."""
+    with trio.fail_after(120):
+        while step_of(group, name) < step or not steps_of(group.events[name]):  # noqa: ASYNC110 - virtual time
+            await trio.sleep(0.2)
+    return steps_of(group.events[name])
+
+
+def losses_of(group: Swarm, name: str) -> list[float]:
+    return [event.loss for event in group.events[name] if isinstance(event, StepCommitted)]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_head_after_the_last_begins_with_what_that_one_learnt(stages: int) -> None:
+    """The requester, which trains nothing, has a copy."""
+
+    async def play() -> None:
+        names = "abc"[: 1 + stages]
+        async with swarm(names, stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
+            await begin(group, stages=stages, local=LOCAL if stages > 1 else QUICK)
+            head = "b" if stages == 1 else next(iter(await columns(group, 1, names)))
+            await begun(group, head, 40)
+            first = losses_of(group, head)[0]
+            group.kill(head)
+            await nursery.start(stack._live, group, "d", "a", 1, SLOW)
+            steps = await begun(group, "d", 40)
+            assert min(steps) >= 40 - 4 * SAVE_EVERY, "it does not begin anew"
+            assert [event.step for event in group.events["d"] if isinstance(event, StateFetched)]
+            assert losses_of(group, "d")[0] < 0.75 * first
+            nursery.cancel_scope.cancel()
+
+    run_virtually(play)
+
+
+def test_nobody_is_asked_where_the_last_head_is_gone_and_no_copy_is_here() -> None:
+    """It may come back with its disk, which is better than a first stage that has learnt nothing."""
+
+    async def play() -> None:
+        async with swarm("abc", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
+            group.nodes["a"].limit(accept_runs="never")
+            await begin_columns(group, replicas=1, steps=1_000)  # which keeps no states
+            (head,) = await columns(group, 1, "bc")
+            await begun(group, head, 20)
+            group.kill(head)
+            await nursery.start(stack._live, group, "d", "a", 1, SLOW)
+            await trio.sleep(60.0)
+            assert not group.nodes["d"].runs.local.members
+            nursery.cancel_scope.cancel()
+
+    run_virtually(play)
+
+
+def test_a_head_that_is_back_within_minutes_goes_on_from_its_disk() -> None:
+    """The holder of the other stage has waited for it."""
+
+    async def play() -> None:
+        async with swarm("abc", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
+            await begin(group, stages=2, local=LOCAL)
+            ((head, holder),) = (await columns(group, 1, "bc")).items()
+            await begun(group, head, 40)
+            first = losses_of(group, head)[0]
+            disk = group.storages[head]
+            group.kill(head)
+            group.events[head] = []
+            await trio.sleep(240.0)
+            await nursery.start(stack._live, group, head, "a", 1, SLOW, disk)
+            steps = await begun(group, head, 40)
+            assert min(steps) >= 40 - 2 * SAVE_EVERY
+            assert losses_of(group, head)[0] < 0.75 * first
+            assert await columns(group, 1, head) == {head: holder}
+            nursery.cancel_scope.cancel()
+
+    run_virtually(play)
+
+
+def test_a_head_beside_others_begins_with_their_state() -> None:
+    async def play() -> None:
+        async with swarm("abcd", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
+            await begin_columns(group, steps=400)
+            other = next(name for name in await columns(group, 2, "abcd") if name != "a")
+            await reached(group, 40)
+            group.kill(other)
+            await trio.sleep(5.0)
+            await nursery.start(stack._live, group, "e", "a", 1, SLOW)
+            assert min(await begun(group, "e", 40)) >= 40
+            nursery.cancel_scope.cancel()
+
+    run_virtually(play)
+
+
+def test_a_newcomer_waits_for_the_word_of_whoever_asked_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if none of the others is heard of at first."""
+    monkeypatch.setattr(member, "SETTLE_SECONDS", 0.0)
+
+    async def play() -> None:
+        async with swarm("ab", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
+            wanted = stack.manifest(
+                stages=1, replicas=0, microbatches=2, microbatch=16, test_samples=32, dtype="float32",
+                optimizer=ADAM, local=QUICK, steps=400, save_every=0,
+            )  # fmt: skip
+            node = group.nodes["a"]
+            await node.runs.submit(stack.prepare(node, wanted))
+            await reached(group, 20)
+            await nursery.start(stack._live, group, "c", "a", 1, SLOW)
+            assert min(await begun(group, "c", 20)) >= 20
+            nursery.cancel_scope.cancel()
+
+    run_virtually(play)
