@@ -143,7 +143,7 @@ def _stages(process: int) -> int:
 
 def _events(group: SwarmProcesses, name: str, *kinds: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    arguments = {"kinds": list(kinds), "since": 0.0}
+    arguments = {"kinds": list(kinds), "since": 0.0, "follow": False}
     with suppress(NoNode):  # busy: asked again
         ask(group.nodes[name].data_dir, "events", arguments, found.append, seconds=60.0)
     return found
