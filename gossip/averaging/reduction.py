@@ -36,8 +36,8 @@ BLOCK_ITEMS = 1 << 14
 """Numbers that are added up at once: 128 KiB of float64, which stays in a core's cache. The sum of a chunk of
 a MiB from four members takes 1.1 ms so, and 3.8 ms as a whole."""
 
-MEMBERS_AT_ONCE = 4
-"""Members whose chunks are decoded at once: with all of a group of 64 they would take 64 MiB."""
+MEMBERS_AT_ONCE = 8
+"""Members whose chunks are decoded at once, a usual group: all of a group of 64 would take 64 MiB."""
 
 Reduction = Callable[[Sequence[Contribution]], Iterator[Vector]]
 """Takes the contributions in the order of members, yields each reduced chunk."""
@@ -49,7 +49,9 @@ def weighted_mean(parts: Sequence[Contribution]) -> Iterator[Vector]:
     So the mean of equal vectors is that vector, and all owners would round alike.
     """
     total = sum(part.weight for part in parts)
-    sums, term = np.empty(0, np.float64), np.empty(BLOCK_ITEMS, np.float64)
+    # Sums of a block alone where all are added up at once: they stay in the cache then.
+    is_at_once = len(parts) <= MEMBERS_AT_ONCE
+    sums, term = np.empty(BLOCK_ITEMS, np.float64), np.empty(BLOCK_ITEMS, np.float64)
     for number in range(parts[0].chunk_count):
         reduced = np.empty(0, np.float32)
         # Finite numbers may still overflow in the sum; the owner refuses to seal what is not finite.
@@ -59,13 +61,14 @@ def weighted_mean(parts: Sequence[Contribution]) -> Iterator[Vector]:
                 chunks = [part.chunk(number) for part in some]
                 if not first:
                     reduced = np.empty_like(chunks[0])
-                    sums = sums if sums.size == reduced.size else np.empty(reduced.size, np.float64)
+                    sums = sums if is_at_once else np.empty(reduced.size, np.float64)
                 for begin in range(0, len(reduced), BLOCK_ITEMS):
                     block = slice(begin, begin + BLOCK_ITEMS)
-                    _add(sums[block], some, [chunk[block] for chunk in chunks], term, is_first=not first)
+                    so_far = sums[: len(reduced[block])] if is_at_once else sums[block]
+                    _add(so_far, some, [chunk[block] for chunk in chunks], term, is_first=not first)
                     if first + MEMBERS_AT_ONCE >= len(parts):
-                        sums[block] /= total
-                        reduced[block] = sums[block]
+                        so_far /= total
+                        reduced[block] = so_far
                 del chunks  # before the next are decoded
         # Outside: numpy's error state belongs to a thread, and the next chunk may be computed in another.
         yield reduced
@@ -75,10 +78,9 @@ def _add(
     sums: Vector, parts: Sequence[Contribution], blocks: list[Vector], term: Vector, *, is_first: bool
 ) -> None:
     """Add weighted blocks of some members to the sums of those before; the first begin them."""
-    for part, block in zip(parts, blocks, strict=True):
-        if is_first:
-            np.multiply(block, part.weight, out=sums, dtype=np.float64)
-            is_first = False
-        else:
-            np.multiply(block, part.weight, out=term[: len(block)], dtype=np.float64)
-            sums += term[: len(block)]
+    for number, (part, block) in enumerate(zip(parts, blocks, strict=True)):
+        into = sums if is_first and not number else term[: len(block)]
+        np.copyto(into, block)
+        into *= part.weight
+        if into is not sums:
+            sums += into
