@@ -81,8 +81,13 @@ def play(nodes: int, runs: int, steps: int) -> dict[str, Any]:
             for number in range(runs):
                 name = names[number % REQUESTERS]
                 text = RUN.format(steps=steps, seed=number)
-                arguments = {"text": text, "path": str(folder / "run.toml"), "graph": str(graph)}
-                arguments |= {"name": "run.toml", "follow": False, "wait_seconds": DRAIN_SECONDS_MAX}
+                arguments: dict[str, Any] = {"text": text, "path": str(folder / "run.toml")}
+                arguments |= {
+                    "graph": str(graph),
+                    "name": "run.toml",
+                    "follow": False,
+                    "wait_seconds": DRAIN_SECONDS_MAX,
+                }
                 found = ask(group.nodes[name].data_dir, "train", arguments, seconds=60.0)
                 whose[found["run"]] = name
             submitted = time.time() - begun

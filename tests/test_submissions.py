@@ -27,7 +27,7 @@ def test_ten_runs_submitted_at_once_to_four_nodes_are_all_served() -> None:
     drain(1, nodes="abcd", requesters="ab", submissions=10)
 
 
-@pytest.mark.skipif(not SEEDS, reason="a minute a seed: PEERLOOM_SUBMISSIONS=10")
+@pytest.mark.skipif(not SEEDS, reason="four minutes a seed: PEERLOOM_SUBMISSIONS=10")
 @pytest.mark.parametrize("seed", range(1, SEEDS + 1))
 def test_a_hundred_runs_submitted_at_once_to_twenty_nodes_are_served_by_their_shares(seed: int) -> None:
     off = drain(seed, nodes="abcdefghijklmnopqrst", requesters="abc", submissions=100)

@@ -27,8 +27,7 @@ SEEDS = int(os.environ.get("PEERLOOM_TURNS_SEEDS", "1"))
 """`make soak` takes 50."""
 SHARES_OFF_MAX = 0.1
 RUNS_OFF_MAX = 2
-"""Beside a tenth of its share: a run is whole. Of 12 seeds of weights
-1:2:3 none needs it: the worst is 7.6 % off."""
+"""Beside a tenth of its share: a run is whole."""
 EARLY_MAX = 3
 """A slot is kept for who has asked twice; until then who is there gets it."""
 A, B, C = (bytes([number]) * 32 for number in (1, 2, 3))
