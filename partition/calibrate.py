@@ -18,11 +18,12 @@ import msgspec
 import numpy as np
 import psutil
 import torch
+from blake3 import blake3
 from torch import Tensor
 from torch.nn import functional
 
 from partition.execute.optimize import parts
-from partition.execute.process import keep_freed_memory, prepare_process
+from partition.execute.process import keep_freed_memory, load_operators, prepare_process
 from partition.plan.operations import Amount, Kind
 from partition.plan.rates import MEBI_BITS, MEGA, Calibration, KindPace, Pace, encode_calibration
 
@@ -32,6 +33,9 @@ HELD_BYTES_MAX = 48 << 20
 ENGINE_VIEWS = 32
 CALL_FACTOR_MAX = 3.0
 """The most that a call beside others costs of one alone: more is a disturbance."""
+HEAP_BYTES = 48 << 20
+"""What a stage's heap keeps between its pieces, and what convolutions pack: the models of benchmarks/costs.py
+needed up to 41 MiB more than their formulas say."""
 OWN_SHARE_MIN = 0.1
 """The share of a backward pass timed alone that is the operator's at least."""
 SHARE_SECONDS = 1.0
@@ -300,8 +304,9 @@ def calibrate(device: str, dtype: str, threads: int, seconds: float) -> Calibrat
     prepare_process(threads)
     torch.manual_seed(0)
     where, clock = torch.device(device), _Clock(torch.device(device), threads)
+    load_operators(where)
     # Not ru_maxrss, which counts the process that started this one as well (getrusage(2), over execve).
-    baseline = psutil.Process().memory_info().rss
+    baseline = psutil.Process().memory_info().rss + HEAP_BYTES
     here = Calibration(
         hardware=hardware(device)[:64],
         torch=torch.__version__[:64],
@@ -432,16 +437,27 @@ def _frames(clock: _Clock, seconds: float) -> Pace:
 
 
 def _steps(device: torch.device, clock: _Clock, seconds: float) -> Pace:
-    """An optimizer's step, by the bytes of its parameters."""
+    """All that applying a step does with a parameter, as `StageExecutor` does it, by its bytes: the total is
+    looked at and divided, the optimizer steps, sums become zero, and the result is hashed."""
     amounts: list[Amount] = []
     times: list[float] = []
     for size in (1 << 10, 1 << 16, 1 << 21):
-        blocks = parts(torch.ones(size, device=device))
-        for block, gradient in zip(blocks, parts(torch.ones(size, device=device)), strict=True):
-            block.grad = gradient
+        value, total, gradient = (torch.ones(size, device=device) for _ in range(3))
+        blocks = parts(value)
+        for block, own in zip(blocks, parts(gradient), strict=True):
+            block.grad = own
         optimizer = torch.optim.Adam(blocks, foreach=False)
+
+        def apply(optimizer: Any = optimizer, value: Tensor = value, sums: Any = (total, gradient)) -> None:
+            bool(torch.isfinite(sums[0]).all())
+            torch.div(sums[0], 2, out=sums[1])
+            optimizer.step()
+            for each in sums:
+                each.zero_()
+            blake3(value.cpu().numpy().view(np.uint8).data).digest()
+
         amounts.append(Amount(1, 0, 4 * size))
-        times.append(_repeated(optimizer.step, clock, seconds))
+        times.append(_repeated(apply, clock, seconds))
     return fit(amounts, times)
 
 

@@ -273,6 +273,7 @@ def _cost(offer: Offer, operations: Sequence[Operations], calibration: Calibrati
         offer.memory_bytes,
         forward,
         backward,
+        step_nanoseconds=device.step_nanoseconds,
         node_nanoseconds=device.node_nanoseconds,
         node_step_nanoseconds=device.node_step_nanoseconds,
     )

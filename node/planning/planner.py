@@ -345,7 +345,7 @@ def _cost(peer: PeerSpecification, operations: Sequence[Operations]) -> PeerCost
         forward=forward,
         backward=backward,
         baseline_bytes=peer.calibration.baseline_bytes,
-        step_nanoseconds_per_mebibyte=peer.calibration.step.mebibyte // 1000,
+        step_nanoseconds=peer.calibration.step_nanoseconds,
         node_nanoseconds=peer.calibration.node_nanoseconds,
         node_step_nanoseconds=peer.calibration.node_step_nanoseconds,
         busy_milliwatts=peer.busy_milliwatts,

@@ -30,9 +30,10 @@ from partition.plan.rates import MEGA, Calibration, Pace, decode_calibration, en
 
 CALIBRATION_PURPOSE = "calibration"
 """The purpose of the signed record in the DHT."""
-FORMAT = "4"
+FORMAT = "5"
 """The format of what is kept: 2 has the node's own work, 3 was measured with a heap as a stage has, and
-without what autograd takes for each pass, 4 has the node's own work by its own parts, and that for a step."""
+without what autograd takes for each pass, 4 has the node's own work by its own parts, and that for a step,
+5 has a baseline with torch's code in memory, and all of what applying a step takes."""
 CALIBRATION_SECONDS = 8.0
 SHARE_SECONDS = 2.0
 """The time that other slots are kept busy, while it is found out how much of a processor is at hand."""

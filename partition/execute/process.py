@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 
 KEPT_BYTES = 128 << 20
 """Freed memory that the heap keeps. By itself glibc gives back what a micro-batch of megabytes has freed, and
@@ -19,6 +20,29 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 def load_late_modules() -> None:
     """Load what torch loads only at the first admission: as long again as torch itself takes."""
     FakeTensorMode()
+
+
+def load_operators(device: torch.device) -> None:
+    """Run a little of everything forward and back: the pages of torch's code that a stage needs come into
+    memory only when they are run, some 40 MiB."""
+    load_late_modules()
+    image, rows = (torch.randn(*sides, device=device, requires_grad=True) for sides in ((2, 3, 8, 8), (4, 8)))
+    weight = torch.randn(8, 8, device=device, requires_grad=True)
+    kernels = [torch.randn(3, count, 3, 3, device=device, requires_grad=True) for count in (3, 1)]
+    q, k, v = (torch.randn(1, 2, 4, 8, device=device, requires_grad=True) for _ in range(3))
+    numbers = torch.arange(4, device=device)
+    for made in (
+        functional.linear(rows, weight),
+        functional.conv2d(image, kernels[0]),
+        functional.conv2d(image, kernels[1], groups=3),
+        functional.scaled_dot_product_attention(q, k, v, is_causal=True),
+        functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1),
+        functional.layer_norm(functional.gelu(functional.dropout(rows, 0.1)), (8,)),
+        functional.batch_norm(functional.max_pool2d(image, 2), None, None, training=True),
+        functional.cross_entropy(functional.embedding(numbers, weight), numbers),
+    ):
+        made.sum().backward()  # type: ignore[no-untyped-call]  # torch's
+    torch.optim.Adam([weight], foreach=False).step()
 
 
 def prepare_process(threads: int) -> None:

@@ -27,7 +27,8 @@ KEPT_FRAMES_BYTES_MAX = 512 << 20
 class LayerCost:
     """One layer: parameter bytes; per micro-batch forward FLOPs, bytes kept for backward, output bytes.
 
-    `working_bytes` is what its largest operator has in hand while it runs, forward or back.
+    `working_bytes` is what its largest operator has in hand while it runs, forward or back; `parameters` is
+    how many tensors its optimizer steps.
     """
 
     parameter_bytes: int
@@ -35,6 +36,7 @@ class LayerCost:
     saved_bytes: int
     output_bytes: int
     working_bytes: int = 0
+    parameters: int = 0
 
 
 @dataclass(frozen=True)

@@ -134,10 +134,14 @@ def _stages(problem: Problem, split: Split, tables: Tables) -> list[StageForecas
 
 def _step(tables: Tables, stage: StageForecast) -> int:
     layers = tables.problem.layers[stage.first_layer : stage.last_layer]
+    count = sum(layer.parameters for layer in layers)
     size = sum(layer.parameter_bytes for layer in layers)
     peers = [tables.problem.peers[place] for place in stage.peers]
     return max(
-        (size * peer.step_nanoseconds_per_mebibyte >> 20) + peer.node_step_nanoseconds for peer in peers
+        count * peer.step_nanoseconds[0]
+        + (size * peer.step_nanoseconds[1] >> 20)
+        + peer.node_step_nanoseconds
+        for peer in peers
     )
 
 

@@ -57,6 +57,7 @@ def layer_costs(
                 forward_flops=sum(work.flops(entry.nodes[number]) for number in nodes),
                 saved_bytes=_saved_bytes(flow, work, roots, nodes) if flow.trains else 0,
                 output_bytes=sum(work.value_bytes(value) for value in values),
+                parameters=len(rows),
                 working_bytes=max((work.touched_bytes(entry.nodes[number]) for number in nodes), default=0),
             )
         )

@@ -45,10 +45,10 @@ class Link:
 class PeerCost:
     """What one peer offers for this model: `forward` and `backward` nanoseconds of each layer.
 
-    `baseline_bytes` is what its stage process takes before it holds a model. `step_nanoseconds_per_mebibyte`
-    is what its optimizer takes for a MiB of parameters; `node_nanoseconds` what its node does beside the
-    stage's process, for a micro-batch and for a MiB of its frames, and `node_step_nanoseconds` for a step
-    beside these.
+    `baseline_bytes` is what its stage process takes before it holds a model. `step_nanoseconds`
+    is what its optimizer takes for a parameter and for a MiB of them; `node_nanoseconds` what its node does
+    beside the stage's process, for a micro-batch and for a MiB of its frames, and `node_step_nanoseconds` for
+    a step beside these.
     """
 
     name: str
@@ -56,7 +56,7 @@ class PeerCost:
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     baseline_bytes: int = STAGE_BASELINE_BYTES
-    step_nanoseconds_per_mebibyte: int = 0
+    step_nanoseconds: tuple[int, int] = (0, 0)
     node_nanoseconds: tuple[int, int] = (0, 0)
     node_step_nanoseconds: int = 0
     busy_milliwatts: int = BUSY_MILLIWATTS

@@ -56,9 +56,9 @@ class Calibration(msgspec.Struct, frozen=True, array_like=True):
 
     `hardware` and `torch` say when a cached one no longer holds. `baseline_bytes` is what a stage's process
     takes before it holds a model, `frame` the pace of a bundle on its way in or out of a stage (a call, and
-    bytes), `step` that of the optimizer's bytes. `node` is what the node itself takes for a micro-batch, for
-    which its stage waits: a call for both passes, and the bytes of frames that come and go; `node_step` what
-    it takes for a step beside its micro-batches. The paces are
+    bytes), `step` that of a step of the optimizer: a call for each parameter, and bytes. `node` is what the
+    node itself takes for a micro-batch, for which its stage waits: a call for both passes, and the bytes of
+    frames that come and go; `node_step` what it takes for a step beside its micro-batches. The paces are
     those of a processor that does nothing else; `share_permille` is how much of one a stage gets here.
     `busy_milliwatts` is what the machine draws while it computes, `idle_milliwatts` while it waits; 0 where
     no meter could be read.
@@ -104,6 +104,11 @@ class Calibration(msgspec.Struct, frozen=True, array_like=True):
     def node_step_nanoseconds(self) -> int:
         """Return the time of the node's own work for a step, beside that for its micro-batches."""
         return self.node_step // self.share_permille
+
+    @property
+    def step_nanoseconds(self) -> tuple[int, int]:
+        """Return the time of the optimizer's step: for a parameter, and for a MiB of them."""
+        return self.step.call // self.share_permille, self.step.mebibyte // self.share_permille
 
     def model_nanoseconds(self, layers: Sequence[Operations]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Forward and backward of every layer."""

@@ -5,13 +5,15 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import trio
+from msgspec.structs import replace
 
 from crypto.facts import IdentitySigner
 from crypto.identity import Identity, PeerId
 from node.protocols.manifest import Run, make_run
-from node.runs.rebalancing import Rebalancing
-from partition.plan.observed import NOTHING
+from node.runs.rebalancing import PAUSE_NANOSECONDS, Rebalancing, pause_nanoseconds
+from partition.plan.observed import NOTHING, Knowledge
 from partition.plan.plan import Plan, StagePlan
+from partition.plan.rates import REFERENCE
 from partition.run.rate_watch import LOOK_STEPS
 from tests.partition.fake_stage import peer
 from tests.stack import manifest, simple_cnn
@@ -78,3 +80,12 @@ def test_a_look_that_ends_under_the_next_plan_leaves_it_nothing_of_its_own() -> 
             rebalancing.stepped(plan, step, 0.01, said, {})
         trio.run(tasks.pop())
     assert [set(rates) for rates in found] == [{A, B}, {A, C}]
+
+
+def test_a_pause_lasts_until_the_replica_with_the_least_of_a_processor_has_loaded_its_stage() -> None:
+    run = make_run(IdentitySigner(Identity(bytes(32)), "home"), manifest(simple_cnn()))
+    plan = plan_of(run, 3, A, B, height=0)
+    shares = {A: 600, B: 150, C: 50}  # C holds no stage
+    devices = {name: replace(REFERENCE, share_permille=share) for name, share in shares.items()}
+    assert pause_nanoseconds(plan, Knowledge(A, devices, {})) == PAUSE_NANOSECONDS * 1000 // 150
+    assert pause_nanoseconds(plan, NOTHING) == PAUSE_NANOSECONDS

@@ -102,6 +102,19 @@ def test_the_own_work_of_nodes_slows_a_step_by_as_much() -> None:
     assert more == 5_000_000
 
 
+def test_applying_a_step_is_as_slow_as_all_else_under_a_quota() -> None:
+    device = msgspec.structs.replace(REFERENCE, share_permille=150)
+    assert device.step_nanoseconds == tuple(1000 * value // 150 for value in REFERENCE.step_nanoseconds)
+    layers = tuple(LayerCost(3 << 20, 10**8, 1 << 20, 1 << 20, parameters=4) for _ in range(6))
+    (peer,) = uniform_peers(layers, [("a", 10**10, 8 << 30)])
+    plain = Problem(layers, (peer,), microbatches=8)
+    split = solve(plain)
+    stepping = replace(plain, peers=(replace(peer, step_nanoseconds=device.step_nanoseconds),))
+    more = forecast(stepping, split).step_nanoseconds - forecast(plain, split).step_nanoseconds
+    call, mebibyte = device.step_nanoseconds
+    assert more == 6 * (4 * call + 3 * mebibyte)
+
+
 def test_the_own_work_of_nodes_moves_layers_to_the_faster_peer() -> None:
     layers = tuple(LayerCost(1 << 20, 10**8, 1 << 20, 1 << 10) for _ in range(12))
     peers = uniform_peers(layers, [("a", 10**10, 8 << 30), ("b", 4 * 10**10, 8 << 30)])
