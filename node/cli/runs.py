@@ -40,7 +40,7 @@ app = typer.Typer(no_args_is_help=False, rich_markup_mode=None)
 
 @app.callback(invoke_without_command=True)
 def runs(context: typer.Context, data_dir: DataDir = "", as_json: AsJson = False) -> None:
-    """List the runs this node knows, or fetch the weights of one."""
+    """List, follow and steer the runs that this node knows."""
     before = context.obj or {}
     context.obj = {**before, "data_dir": data_dir or before.get("data_dir"), "as_json": as_json}
     if context.invoked_subcommand is None:

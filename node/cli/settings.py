@@ -8,7 +8,9 @@ from node.cli.client import ask
 from node.cli.options import AsJson, DataDir, find_data_dir
 from node.cli.render import show, show_json
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Change the rules by which the node serves others."
+)
 
 
 @app.command("set")
