@@ -142,7 +142,7 @@ def _validation(run_file: RunFile, dataset: Dataset, entry: Entry, name: str) ->
         if asked:
             raise UsageError(
                 f"{name}: train.{asked[0]}: the data has no validation samples",
-                "splits.validation_share = 0.1, or splits.validation",
+                f"leave {asked[0]} out; or splits.validation_share = 0.1, with a table, arrays or images",
             )
         return None
     metrics = [metric.name for metric in entry.metrics]
