@@ -23,7 +23,7 @@ FETCH_SHARE = 10
 
 
 class Copies:
-    """Those of one requester. `crew.is_bereft` says whether the heads are gone and no copy is here."""
+    """Those of one requester. `crew.awaits_head` says whether the heads are gone and no copy is here."""
 
     def __init__(self, run: Run, keeper: Keeper, crew: Crew, admission: Admission, *, bytes_max: int) -> None:
         """`bytes_max` bounds a state of the first stage."""
@@ -42,13 +42,13 @@ class Copies:
             steps = [report.step for report in self._crew.reports.values() if report.has_state]
             now = trio.current_time()
             if steps:
-                self._trained_at, self._crew.is_bereft = now, False
+                self._trained_at, self._crew.awaits_head = now, False
                 self._take_back(part)
                 if self._keeper.is_due(max(steps)) and now >= self._not_before:
                     await self._copy(part)
             elif not self._is_lent:
                 await self._lend(part)
-                self._crew.is_bereft = not self._is_lent and self._is_awaited(now)
+                self._crew.awaits_head = not self._is_lent and self._is_awaited(now)
             await trio.sleep(LOOK_SECONDS)
 
     def _is_awaited(self, now: float) -> bool:

@@ -23,7 +23,7 @@ class Crew:
         self.column: ColumnStage | None = None
         self.server: StageServer | None = None
         """This member's stage, where it works for the head of a column."""
-        self.is_bereft = False
+        self.awaits_head = False
         """Whether the heads that were there are gone, and nobody here has a copy of their numbers."""
         self._me = me
         self._run = run
@@ -66,7 +66,7 @@ class Crew:
         """How many heads more the run can use, `free` nodes being there to ask."""
         others = self.others
         is_first = self._ending.is_evaluator(others) or not self.training
-        if not is_first or self._ending.best is not None or self.is_bereft:
+        if not is_first or self._ending.best is not None or self.awaits_head:
             return 0
         heads = self._run.manifest.replicas
         return heads - len(others) - self.is_training if heads else free
