@@ -76,6 +76,23 @@ def test_a_persons_own_model_predicts_new_rows_of_a_table_by_their_words(tmp_pat
     assert [float(rows[0][f"output_{n}"]) for n in range(3)] == [1, 0, 5]
 
 
+def test_a_table_without_the_label_column_is_predicted_by_its_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "train.csv").write_text("a,b,kind\n1,2,cat\n2,1,dog\n3,3,ant\n")
+    (tmp_path / "new.csv").write_text("b,a\n1,5\n5,1\n")
+    (tmp_path / "run.toml").write_text(f'model = "own.py:build"\ndata = "{tmp_path}/train.csv"\n')
+    weights = {"weight": np.array([[0, 1], [0, 0], [1, 0]], np.float32), "bias": np.zeros(3, np.float32)}
+    safetensors.numpy.save_file(weights, tmp_path / "w.safetensors")
+    flags = ["--weights", str(tmp_path / "w.safetensors"), "--data", str(tmp_path / "new.csv")]
+    assert run(["predict", str(tmp_path / "run.toml"), *flags, "--out", str(tmp_path / "p.csv")]) == 0
+    assert "2 samples; no labels" in capsys.readouterr().out
+    rows = list(csv.DictReader((tmp_path / "p.csv").read_text().splitlines()))
+    assert [row["predicted"] for row in rows] == ["dog", "ant"]
+    assert "truth" not in rows[0]
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -83,10 +100,11 @@ def test_a_persons_own_model_predicts_new_rows_of_a_table_by_their_words(tmp_pat
         (["--weights", "none"], "no weights that can be read"),
         (["--weights", "other.safetensors"], "the weights have no"),
         (["--weights", "w.safetensors", "--out", "p.txt"], "want FILE.npz or FILE.csv"),
+        (["--weights", "w.safetensors", "--picture", "p.png"], "want FILE.svg"),
         (["--weights", "w.safetensors", "--data", "none.csv"], "no such file"),
         (["--weights", "w.safetensors", "--data", "wide.npz"], "the model fails on these samples"),
     ],
-    ids=["neither", "no file", "another model", "suffix", "no data", "shape"],
+    ids=["neither", "no file", "another model", "suffix", "no svg", "no data", "shape"],
 )
 def test_what_cannot_be_predicted_is_said(
     flags: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
@@ -143,3 +161,8 @@ def test_images_are_predicted_from_a_folder(tmp_path: Path) -> None:
     assert run(["predict", str(tmp_path / "run.toml"), *flags, "--out", str(tmp_path / "p.csv")]) == 0
     rows = list(csv.DictReader((tmp_path / "p.csv").read_text().splitlines()))
     assert [row["truth"] for row in rows] == ["ants"] * 3 + ["bees"] * 3
+    flags[3] = str(tmp_path / "pictures" / "bees")
+    assert run(["predict", str(tmp_path / "run.toml"), *flags, "--out", str(tmp_path / "q.csv")]) == 0
+    unlabelled = list(csv.DictReader((tmp_path / "q.csv").read_text().splitlines()))
+    assert [row["predicted"] for row in unlabelled] == [row["predicted"] for row in rows[3:]]
+    assert "truth" not in unlabelled[0]

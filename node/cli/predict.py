@@ -49,6 +49,8 @@ def predict(
     }
     if "out" in written and written["out"].suffix not in (".npz", ".csv"):
         raise UsageError(f"--out {out}: want FILE.npz or FILE.csv")
+    if "picture" in written and written["picture"].suffix != ".svg":
+        raise UsageError(f"--picture {picture}: want FILE.svg")
     with tempfile.TemporaryDirectory(prefix="peerloom-") as text:
         folder = Path(text)
         if run:
@@ -161,11 +163,11 @@ def _samples(
 
     from node.cli.capture import prepare_data
     from node.content import datasets as datasets
-    from node.content.sources import class_words, is_source, read_new
+    from node.content.sources import is_source, read_new, schema_of
     from node.runs.manifest_builder import WINDOW
     from partition.capture.models import BUILTIN
 
-    words = class_words(run_file.data, path.parent, folder)
+    schema = schema_of(run_file.data, path.parent, folder)
     is_built_in = run_file.model in BUILTIN
     shape: tuple[int, ...] = ()
     classes = 0
@@ -183,10 +185,10 @@ def _samples(
         found = dataset.test
     if data:
         if is_source(data, Path()) or Path(data).expanduser().is_dir():
-            found = read_new(data, Path(), folder, words)
+            found = read_new(data, Path(), folder, schema)
         else:
             found = datasets.load(data, Path(), window=window).test
-    return found, shape, classes, words
+    return found, shape, classes, schema.words
 
 
 def write_predictions(path: Path, found: Predictions) -> None:

@@ -23,6 +23,8 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +62,20 @@ _VALIDATION_SEED = 21
 _CHUNK_BYTES = 1 << 20
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _CIFAR_TEST = "test_batch.bin"
+_CIFAR_WORDS = "batches.meta.txt"
 _EXTRA = "pip install 'peerloom[data]'"
+
+
+@dataclass
+class Schema:
+    """What the training samples call things: the columns of a table, the classes in the order of their
+    numbers. The first source that is read fills it in, and later ones must keep to it."""
+
+    features: list[str] = field(default_factory=list)
+    label: str = ""
+    words: list[str] = field(default_factory=list)
+    needs_labels: bool = True
+    """False where samples are predicted from: those without labels will do."""
 
 
 def is_source(data: str, base: Path) -> bool:
@@ -82,8 +97,8 @@ def convert(
     Raises:
         UsageError: what is missing, cannot be read or does not fit together, with its file.
     """
-    words: list[str] = []
-    parts = _read_source(data, base, folder, words)
+    schema = Schema()
+    parts = _read_source(data, base, folder, schema)
     wanted: tuple[tuple[PartName, str | float], ...] = (("test", test), ("validation", validation))
     for part, source in wanted:
         if source and part in parts:
@@ -91,7 +106,7 @@ def convert(
                 f"splits.{part}: {data} has {part} samples of its own", f"leave splits.{part} out"
             )
         if isinstance(source, str) and source:
-            other = _read_source(source, base, folder, words, part=part)
+            other = _read_source(source, base, folder, schema, part=part)
             if len(other) > 1:
                 raise UsageError(f"splits.{part}: {source} has several parts of its own")
             parts[part] = other["train"]
@@ -109,22 +124,22 @@ def convert(
                 raise UsageError(f"{folder / name}.npz: {error.strerror or error}") from None
 
 
-def class_words(data: str, base: Path, folder: Path) -> list[str]:
-    """The classes of a source whose labels are words, in the order of their numbers. Raises UsageError."""
-    words: list[str] = []
+def schema_of(data: str, base: Path, folder: Path) -> Schema:
+    """What a source calls its columns and classes. Raises UsageError."""
+    schema = Schema()
     if is_source(data, base):
-        _read_source(data, base, folder, words)
-    return words
+        _read_source(data, base, folder, schema)
+    return schema
 
 
-def read_new(data: str, base: Path, folder: Path, words: list[str]) -> Arrays:
-    """Samples to predict from: a source's test part, or all of one that has no parts. `words` are as
-    `class_words`. Raises UsageError."""
-    parts = _read_source(data, base, folder, words)
+def read_new(data: str, base: Path, folder: Path, schema: Schema) -> Arrays:
+    """Samples to predict from: a source's test part, or all of one that has no parts. `schema` is that of the
+    training samples; labels may be missing. Raises UsageError."""
+    parts = _read_source(data, base, folder, replace(schema, needs_labels=False))
     return parts.get("test", parts["train"])
 
 
-def _read_source(data: str, base: Path, folder: Path, words: list[str], *, part: str = "") -> Parts:
+def _read_source(data: str, base: Path, folder: Path, schema: Schema, *, part: str = "") -> Parts:
     is_url = data.startswith(SCHEMES)
     path = _download(data, folder) if is_url else base / Path(data).expanduser()
     if not path.exists():
@@ -132,15 +147,14 @@ def _read_source(data: str, base: Path, folder: Path, words: list[str], *, part:
         raise UsageError(
             f"{where}{path}: no such file", "data, and what [splits] names, are files or folders"
         )
-    parts = _read(path, words)
+    parts = _read(path, schema)
     for name, arrays in parts.items():
         _count(arrays, path if len(parts) == 1 else path / name)
     return parts
 
 
-def _read(path: Path, words: list[str]) -> Parts:
-    """Arrays by name for each part. `words` are the labels that are words, in the order of their numbers:
-    found where there are none yet."""
+def _read(path: Path, schema: Schema) -> Parts:
+    """Arrays by name for each part."""
     try:
         if path.is_dir():
             if (path / "train.npz").exists():
@@ -149,13 +163,14 @@ def _read(path: Path, words: list[str]) -> Parts:
                     for name in PARTS
                     if name == "train" or (path / f"{name}.npz").exists()
                 }
-            return _read_cifar(path) if (path / _CIFAR_TEST).exists() else _read_images(path, words)
+            has_batches = (path / _CIFAR_TEST).exists()
+            return _read_cifar(path, schema) if has_batches else _read_images(path, schema)
         suffix = path.suffix.lower()
         if suffix in _ARCHIVES:
             return _from_named(_ARCHIVES[suffix](path), path)
         if suffix not in _READERS:
             raise UsageError(f"{path}: want {', '.join(sorted({*_READERS, *_ARCHIVES}))}, or a folder")
-        return {"train": _from_columns(_READERS[suffix](path), path, words)}
+        return {"train": _from_columns(_READERS[suffix](path), path, schema)}
     except OSError as error:
         raise UsageError(f"{path}: {(error.strerror or str(error)).lower()}") from None
 
@@ -228,15 +243,25 @@ def _read_parquet(path: Path) -> Mapping[str, Sequence[Any]]:
     return {name: table[name].to_pylist() for name in table.column_names}
 
 
-def _from_columns(columns: Mapping[str, Sequence[Any]], path: Path, words: list[str]) -> Arrays:
-    names = list(columns)
-    lower = {name.strip().lower(): name for name in names}
-    label = next((lower[name] for name in LABEL_COLUMNS if name in lower), names[-1])
-    features = [name for name in names if name != label]
-    if not features:
-        raise UsageError(f"{path}: only one column, '{label}'; want numbers and a column of labels")
-    x = np.stack([_numbers(columns[name], name, path) for name in features], axis=1)
-    return {"x": x, "y": _labels(columns[label], label, path, words)}
+def _from_columns(columns: Mapping[str, Sequence[Any]], path: Path, schema: Schema) -> Arrays:
+    if not schema.features:
+        names = list(columns)
+        lower = {name.strip().lower(): name for name in names}
+        schema.label = next((lower[name] for name in LABEL_COLUMNS if name in lower), names[-1])
+        schema.features = [name for name in names if name != schema.label]
+    if not schema.features:
+        raise UsageError(f"{path}: only one column, '{schema.label}'; want numbers and a column of labels")
+    needed = [*schema.features, *([schema.label] if schema.needs_labels else ())]
+    missing = [name for name in needed if name not in columns]
+    if missing:
+        raise UsageError(f"{path}: no column {_shown(missing[0])}, which the training samples have")
+    strange = [name for name in columns if name not in (*schema.features, schema.label)]
+    if strange:
+        raise UsageError(f"{path}: a column {_shown(strange[0])}, which the training samples do not have")
+    found = {"x": np.stack([_numbers(columns[name], name, path) for name in schema.features], axis=1)}
+    if schema.label in columns:
+        found["y"] = _labels(columns[schema.label], schema.label, path, schema.words)
+    return found
 
 
 def _numbers(column: Sequence[Any], name: str, path: Path) -> Array:
@@ -343,13 +368,16 @@ def _count(arrays: Arrays, path: Path) -> int:
 # Images
 
 
-def _read_images(folder: Path, words: list[str]) -> Parts:
+def _read_images(folder: Path, schema: Schema) -> Parts:
     parts: dict[PartName, Path] = {name: folder / name for name in PARTS if (folder / name).is_dir()}
     if parts and not {"train", "test"} <= set(parts):
         missing = " and no ".join(f"'{name}'" for name in ("train", "test") if name not in parts)
         raise UsageError(f"{folder}: has a folder '{next(iter(parts))}' and no {missing}")
     parts = parts or {"train": folder}
     classes = sorted({each.name for part in parts.values() for each in part.iterdir() if each.is_dir()})
+    if not classes and not schema.needs_labels and (images := _images_in(folder)):
+        return {"train": {"x": _read_pixels(images)}}
+    words = schema.words
     if len(classes) < 2 and not words:
         raise UsageError(
             f"{folder}: no train.npz, no data_batch_1.bin, and fewer than two folders of images",
@@ -363,46 +391,54 @@ def _read_images(folder: Path, words: list[str]) -> Parts:
 
 
 def _read_classes(folder: Path, classes: Sequence[str]) -> tuple[Array, Array]:
+    found = [
+        (path, number)
+        for number, name in enumerate(classes)
+        if (folder / name).is_dir()
+        for path in _images_in(folder / name)
+    ]
+    if not found:
+        raise UsageError(f"{folder}: no images ({', '.join(IMAGE_SUFFIXES)}) in the folders of its classes")
+    return _read_pixels([path for path, _ in found]), np.array([number for _, number in found], np.int64)
+
+
+def _images_in(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.iterdir()) if path.suffix.lower() in IMAGE_SUFFIXES]
+
+
+def _read_pixels(paths: Sequence[Path]) -> Array:
+    """Images of one size as float32 (N, 3, H, W) from 0 to 1. Raises UsageError."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
-        raise UsageError(f"{folder}: Pillow, which reads images, is not installed", _EXTRA) from None
+        raise UsageError(f"{paths[0]}: Pillow, which reads images, is not installed", _EXTRA) from None
     images: list[Array] = []
-    labels: list[int] = []
     first: tuple[Path, tuple[int, int]] | None = None
-    for number, name in enumerate(classes):
-        paths = sorted((folder / name).iterdir()) if (folder / name).is_dir() else []
-        for path in paths:
-            if path.suffix.lower() not in IMAGE_SUFFIXES:
-                continue
-            try:
-                with Image.open(path) as image:
-                    if image.width * image.height > IMAGE_PIXELS_MAX:
-                        raise UsageError(f"{path}: {image.width} x {image.height} pixels are too many")
-                    first = first or (path, image.size)
-                    if image.size != first[1]:
-                        raise UsageError(
-                            f"{path}: {image.width} x {image.height} pixels, but {first[0].name} has "
-                            f"{first[1][0]} x {first[1][1]}",
-                            "scale all images to one size first",
-                        )
-                    images.append(np.asarray(image.convert("RGB"), np.uint8))
-            except (
-                UnidentifiedImageError,
-                OSError,
-                SyntaxError,
-                ValueError,
-                EOFError,
-                struct.error,
-                Image.DecompressionBombError,
-                Image.DecompressionBombWarning,
-            ) as error:
-                raise UsageError(f"{path}: no image that can be read: {_first_line(error)}") from None
-            labels.append(number)
-    if not images:
-        raise UsageError(f"{folder}: no images ({', '.join(IMAGE_SUFFIXES)}) in the folders of its classes")
-    pixels = np.stack(images).transpose(0, 3, 1, 2)
-    return _scaled(pixels), np.array(labels, np.int64)
+    for path in paths:
+        try:
+            with Image.open(path) as image:
+                if image.width * image.height > IMAGE_PIXELS_MAX:
+                    raise UsageError(f"{path}: {image.width} x {image.height} pixels are too many")
+                first = first or (path, image.size)
+                if image.size != first[1]:
+                    raise UsageError(
+                        f"{path}: {image.width} x {image.height} pixels, but {first[0].name} has "
+                        f"{first[1][0]} x {first[1][1]}",
+                        "scale all images to one size first",
+                    )
+                images.append(np.asarray(image.convert("RGB"), np.uint8))
+        except (
+            UnidentifiedImageError,
+            OSError,
+            SyntaxError,
+            ValueError,
+            EOFError,
+            struct.error,
+            Image.DecompressionBombError,
+            Image.DecompressionBombWarning,
+        ) as error:
+            raise UsageError(f"{path}: no image that can be read: {_first_line(error)}") from None
+    return _scaled(np.stack(images).transpose(0, 3, 1, 2))
 
 
 def _scaled(pixels: Array) -> Array:
@@ -410,11 +446,14 @@ def _scaled(pixels: Array) -> Array:
     return np.ascontiguousarray(pixels, np.float32) / np.float32(255)
 
 
-def _read_cifar(folder: Path) -> Parts:
+def _read_cifar(folder: Path, schema: Schema) -> Parts:
     """CIFAR-10's binary version: of each sample a byte of label, then 3,072 bytes of pixels, C first."""
     batches = sorted(folder.glob("data_batch_*.bin"))
     if not batches:
         raise UsageError(f"{folder}: {_CIFAR_TEST} is there and no data_batch_1.bin")
+    with suppress(OSError, UnicodeDecodeError):
+        names = (folder / _CIFAR_WORDS).read_text().split()
+        schema.words = schema.words or (names if len(names) == CIFAR_CLASSES else [])
     train = [_read_batch(path) for path in batches]
     test_x, test_y = _read_batch(folder / _CIFAR_TEST)
     x, y = np.concatenate([x for x, _ in train]), np.concatenate([y for _, y in train])

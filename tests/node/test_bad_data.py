@@ -226,7 +226,8 @@ def test_words_are_numbered_alike_in_all_parts(tmp_path: Path) -> None:
     [
         ({"test": "none.csv"}, "splits.test: .*none.csv: no such file"),
         ({"validation": "none.csv"}, "splits.validation: .*no such file"),
-        ({"test": "wide.csv"}, "x of train holds samples of"),
+        ({"test": "wide.csv"}, "no column 'n', which the training samples have"),
+        ({"test": "wide.npz"}, "x of train holds samples of"),
         ({"test": 0.9, "validation": 0.9}, "1 samples; at least 2"),
         ({"test": "parts.npz"}, "several parts of its own"),
     ],
@@ -235,6 +236,7 @@ def test_words_are_numbered_alike_in_all_parts(tmp_path: Path) -> None:
 def test_a_split_that_cannot_be_had_is_said(splits: dict[str, Any], words: str, tmp_path: Path) -> None:
     table(tmp_path / "train.csv", 3)
     (tmp_path / "wide.csv").write_text("a,b,label\n1,2,a\n")
+    np.savez(tmp_path / "wide.npz", x=X, y=Y)
     np.savez(tmp_path / "parts.npz", train_x=X, train_y=Y, test_x=X, test_y=Y)
     with pytest.raises(UsageError, match=words):
         convert("train.csv", tmp_path, tmp_path / "train.csv", **splits)

@@ -85,6 +85,30 @@ def test_a_table_that_does_not_do_says_where(tmp_path: Path, text: str, reason: 
         converted(tmp_path / "t.csv", tmp_path / "out")
 
 
+def test_a_split_is_read_by_the_names_of_the_training_columns(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("a,b,label\n1,2,0\n3,4,1\n")
+    (tmp_path / "test.csv").write_text("label,b,a\n1,6,5\n")
+    (tmp_path / "out").mkdir()
+    convert("train.csv", tmp_path, tmp_path / "out", test="test.csv")
+    test = load_folder(tmp_path / "out").test
+    assert (test["x"].tolist(), test["y"].tolist()) == ([[5.0, 6.0]], [1])
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("a,label\n1,0\n", "no column 'b', which the training samples have"),
+        ("a,b,class\n1,2,0\n", "no column 'label', which the training samples have"),
+        ("a,b,c,label\n1,2,3,0\n", "a column 'c', which the training samples do not have"),
+    ],
+)
+def test_a_split_of_other_columns_is_refused(text: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("a,b,label\n1,2,0\n3,4,1\n")
+    (tmp_path / "test.csv").write_text(text)
+    with pytest.raises(UsageError, match=reason):
+        convert("train.csv", tmp_path, tmp_path, test="test.csv")
+
+
 def test_parquet_is_read_as_a_table(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
