@@ -136,7 +136,7 @@ def write_page(table: Table, goals: list[Goal]) -> None:
     if confusion is not None:
         drawn = picture(
             confusion=np.array(confusion),
-            x=None,
+            inputs=[],
             predicted=empty,
             truth=None,
             words=[str(n) for n in range(10)],

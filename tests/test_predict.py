@@ -12,6 +12,7 @@ import safetensors.numpy
 import torch
 
 from node.cli.main import run
+from node.cli.predict_svg import SAMPLES_SHOWN_MAX, picture
 from node.content.datasets import load_digits
 from node.content.metrics import judge
 from partition.capture.models import BUILTIN
@@ -115,6 +116,14 @@ def test_what_cannot_be_predicted_is_said(
     monkeypatch.chdir(tmp_path)
     assert run(["predict", "run.toml", *flags]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_samples_of_all_classes_are_drawn_where_data_is_in_their_order() -> None:
+    truth = np.repeat(np.arange(10), 40)
+    x = np.zeros((len(truth), 1, 8, 8), np.float32)
+    text = picture(confusion=None, inputs=[x], predicted=truth, truth=None, words=list("abcdefghij"))
+    assert text.count("<image") == SAMPLES_SHOWN_MAX
+    assert all(f">{word}<" in text for word in "abcdefghij")
 
 
 def test_metrics_are_those_of_scikit_learn() -> None:

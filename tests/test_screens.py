@@ -512,6 +512,17 @@ def test_a_rate_is_of_samples_and_of_tokens_where_the_loss_counts_those() -> Non
     assert rate_text(step | {"seconds": 0.0}) == "0 samples/s"
 
 
+@pytest.mark.parametrize(("counted", "what"), [(8, "samples"), (64, "tokens")])
+def test_a_result_counts_what_the_loss_counts(counted: int, what: str) -> None:
+    screen = EventScreen()
+    step = events.StepCommitted(
+        at=NOW, run="r", step=0, loss=1.0, samples=8, counted=counted, seconds=1.0, replicas=1
+    )
+    screen.lines(event_document(step))
+    result = events.RunEvaluated(at=NOW, run="r", accuracy=0.5, loss=1.0, samples=360)
+    assert screen.lines(event_document(result)) == [f"accuracy 0.500 on 360 unseen {what}"]
+
+
 def test_connections_used_again_are_traffic_and_broken_streams_no_refusals() -> None:
     counters = {"connections_used_again": 2, "streams_broken": 3, "streams_refused_busy": 4}
     lines = status_lines(status_document(state(), NOW, counters))

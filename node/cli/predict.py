@@ -64,9 +64,12 @@ def predict(
     if "picture" in written:
         from node.cli.predict_svg import picture as draw
 
-        x = found.inputs[0] if len(found.inputs) == 1 else None
         drawn = draw(
-            confusion=found.confusion, x=x, predicted=found.predicted, truth=found.truth, words=found.words
+            confusion=found.confusion,
+            inputs=found.inputs,
+            predicted=found.predicted,
+            truth=found.truth,
+            words=found.words,
         )
         written["picture"].write_text(drawn)
     document = {
@@ -91,7 +94,7 @@ class Predictions:
 
     outputs: Any
     predicted: Any
-    inputs: list[Any]
+    inputs: Sequence[Any]
     truth: Any
     metrics: dict[str, float]
     confusion: Any
@@ -135,11 +138,10 @@ def run_model(path: Path, weights: Path, data: str, folder: Path) -> Predictions
         raise UsageError(f"{path}: {error}") from None
     rest = [name for name in arrays if not any(arrays[name] is column for column in columns)]
     truth = np.asarray(arrays["y" if "y" in rest else rest[0]][:]) if rest else None
-    inputs = [np.asarray(column[:64]) for column in columns]
     if truth is None:
-        return Predictions(outputs, predicted_of(outputs, None), inputs, None, {}, None, words)
+        return Predictions(outputs, predicted_of(outputs, None), columns, None, {}, None, words)
     judged = judge(outputs, truth)
-    return Predictions(outputs, judged.predicted, inputs, truth, judged.metrics, judged.confusion, words)
+    return Predictions(outputs, judged.predicted, columns, truth, judged.metrics, judged.confusion, words)
 
 
 def _column(arrays: Mapping[str, Any], name: str, place: int, names: list[str], item: str) -> Any:

@@ -4,6 +4,7 @@ predicted and what is true, or predicted numbers against true ones."""
 import base64
 import struct
 import zlib
+from collections.abc import Sequence
 from html import escape
 from typing import Any
 
@@ -19,14 +20,22 @@ _STYLE = "font-family='sans-serif' font-size='11'"
 
 
 def picture(
-    *, confusion: Array | None, x: Array | None, predicted: Array, truth: Array | None, words: list[str]
+    *,
+    confusion: Array | None,
+    inputs: Sequence[Any],
+    predicted: Array,
+    truth: Array | None,
+    words: list[str],
 ) -> str:
-    """What there is to draw, one part below the other."""
+    """What there is to draw, one part below the other. `inputs` are the model's, each (N, ...); of their
+    samples some are drawn, evenly spread, for data is often in the order of its classes."""
     parts = []
     if confusion is not None and len(confusion) <= CLASSES_SHOWN_MAX:
         parts.append(_matrix(confusion, words))
-    if x is not None and predicted.ndim == 1 and (images := _images(x)) is not None:
-        parts.append(_samples(images, predicted, truth, words))
+    rows = np.unique(np.linspace(0, len(predicted) - 1, min(SAMPLES_SHOWN_MAX, len(predicted)), dtype=int))
+    x = np.stack([inputs[0][row] for row in rows]) if len(inputs) == 1 and predicted.ndim == 1 else None
+    if x is not None and (images := _images(x)) is not None:
+        parts.append(_samples(images, predicted[rows], None if truth is None else truth[rows], words))
     if confusion is None and truth is not None and predicted.size == truth.size:
         parts.append(_scatter(predicted.reshape(-1), truth.reshape(-1)))
     if not parts:
@@ -75,9 +84,9 @@ def _matrix(confusion: Array, words: list[str]) -> tuple[str, int, int]:
 def _images(x: Array) -> Array | None:
     """Samples as bytes (N, H, W, 3), where they can be seen as images."""
     if x.ndim == 4 and x.shape[1] in (1, 3) and min(x.shape[2:]) >= 4:
-        pixels = x[:SAMPLES_SHOWN_MAX].transpose(0, 2, 3, 1).astype(np.float64)
+        pixels = x.transpose(0, 2, 3, 1).astype(np.float64)
     elif x.ndim == 3 and min(x.shape[1:]) >= 4:
-        pixels = x[:SAMPLES_SHOWN_MAX][..., None].astype(np.float64)
+        pixels = x[..., None].astype(np.float64)
     else:
         return None
     low, high = pixels.min(), pixels.max()

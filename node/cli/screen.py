@@ -58,6 +58,7 @@ class EventScreen:
         self._steps: dict[str, int] = {}
         self._layers_of: dict[str, tuple[tuple[int, ...], ...]] = {}
         self._seconds: dict[str, deque[float]] = {}
+        self._counts_tokens: set[str] = set()
         self._capacity: Event | None = None
         self._fences: list[str] = []
         self._has_started = False
@@ -256,6 +257,8 @@ class EventScreen:
         steps = self._steps.get(event["run"], 0)
         seconds = self._seconds.setdefault(event["run"], deque(maxlen=PACE_STEPS))
         seconds.append(event["seconds"])
+        if event.get("counted", 0) > event["samples"]:
+            self._counts_tokens.add(event["run"])
         if step > FIRST_STEPS and step % STEPS_APART and step != steps:
             return []
         if event.get("diverged"):
@@ -277,12 +280,14 @@ class EventScreen:
                 else f"best after step {event['best_step']}"
             )
             return [f"step {event['step']:>5}  validation loss {event['loss']:.4f}{accuracy}  {best}"]
+        what = "tokens" if event["run"] in self._counts_tokens else "samples"
         if event["accuracy"] is None:
-            return [f"loss {event['loss']:.4f} on {event['samples']} unseen samples"]
-        return [f"accuracy {event['accuracy']:.3f} on {event['samples']} unseen samples"]
+            return [f"loss {event['loss']:.4f} on {event['samples']} unseen {what}"]
+        return [f"accuracy {event['accuracy']:.3f} on {event['samples']} unseen {what}"]
 
     def _ended(self, event: Event) -> list[str]:
         self._seconds.pop(event["run"], None)
+        self._counts_tokens.discard(event["run"])
         self._layers_of.pop(event["run"], None)
         detail = f": {event['detail']}" if event["detail"] else ""
         return [_at(event, f"run {event['run'][:8]} {event['outcome']}{detail}")]

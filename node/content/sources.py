@@ -62,7 +62,6 @@ _VALIDATION_SEED = 21
 _CHUNK_BYTES = 1 << 20
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _CIFAR_TEST = "test_batch.bin"
-_CIFAR_WORDS = "batches.meta.txt"
 _EXTRA = "pip install 'peerloom[data]'"
 
 
@@ -245,19 +244,18 @@ def _read_parquet(path: Path) -> Mapping[str, Sequence[Any]]:
 
 def _from_columns(columns: Mapping[str, Sequence[Any]], path: Path, schema: Schema) -> Arrays:
     if not schema.features:
-        names = list(columns)
-        lower = {name.strip().lower(): name for name in names}
-        schema.label = next((lower[name] for name in LABEL_COLUMNS if name in lower), names[-1])
-        schema.features = [name for name in names if name != schema.label]
+        lower = {name.strip().lower(): name for name in columns}
+        schema.label = next((lower[name] for name in LABEL_COLUMNS if name in lower), list(columns)[-1])
+        schema.features = [name for name in columns if name != schema.label]
     if not schema.features:
         raise UsageError(f"{path}: only one column, '{schema.label}'; want numbers and a column of labels")
-    needed = [*schema.features, *([schema.label] if schema.needs_labels else ())]
-    missing = [name for name in needed if name not in columns]
-    if missing:
-        raise UsageError(f"{path}: no column {_shown(missing[0])}, which the training samples have")
-    strange = [name for name in columns if name not in (*schema.features, schema.label)]
-    if strange:
-        raise UsageError(f"{path}: a column {_shown(strange[0])}, which the training samples do not have")
+    known = (*schema.features, schema.label)
+    for name in known if schema.needs_labels else schema.features:
+        if name not in columns:
+            raise UsageError(f"{path}: no column {_shown(name)}, which the training samples have")
+    for name in columns:
+        if name not in known:
+            raise UsageError(f"{path}: a column {_shown(name)}, which the training samples do not have")
     found = {"x": np.stack([_numbers(columns[name], name, path) for name in schema.features], axis=1)}
     if schema.label in columns:
         found["y"] = _labels(columns[schema.label], schema.label, path, schema.words)
@@ -391,19 +389,16 @@ def _read_images(folder: Path, schema: Schema) -> Parts:
 
 
 def _read_classes(folder: Path, classes: Sequence[str]) -> tuple[Array, Array]:
-    found = [
-        (path, number)
-        for number, name in enumerate(classes)
-        if (folder / name).is_dir()
-        for path in _images_in(folder / name)
-    ]
-    if not found:
+    found = [_images_in(folder / name) for name in classes]
+    if not any(found):
         raise UsageError(f"{folder}: no images ({', '.join(IMAGE_SUFFIXES)}) in the folders of its classes")
-    return _read_pixels([path for path, _ in found]), np.array([number for _, number in found], np.int64)
+    labels = np.repeat(np.arange(len(classes), dtype=np.int64), [len(paths) for paths in found])
+    return _read_pixels([path for paths in found for path in paths]), labels
 
 
 def _images_in(folder: Path) -> list[Path]:
-    return [path for path in sorted(folder.iterdir()) if path.suffix.lower() in IMAGE_SUFFIXES]
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [path for path in paths if path.suffix.lower() in IMAGE_SUFFIXES]
 
 
 def _read_pixels(paths: Sequence[Path]) -> Array:
@@ -452,7 +447,7 @@ def _read_cifar(folder: Path, schema: Schema) -> Parts:
     if not batches:
         raise UsageError(f"{folder}: {_CIFAR_TEST} is there and no data_batch_1.bin")
     with suppress(OSError, UnicodeDecodeError):
-        names = (folder / _CIFAR_WORDS).read_text().split()
+        names = (folder / "batches.meta.txt").read_text().split()
         schema.words = schema.words or (names if len(names) == CIFAR_CLASSES else [])
     train = [_read_batch(path) for path in batches]
     test_x, test_y = _read_batch(folder / _CIFAR_TEST)
