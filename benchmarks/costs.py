@@ -10,10 +10,12 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import trio
 
@@ -30,7 +32,7 @@ from partition.model.cut import cut, cut_layers
 from partition.plan.layer_costs import layer_costs
 from partition.plan.operations import layer_operations
 from partition.plan.problem import PeerCost, Problem
-from partition.plan.rates import Calibration
+from partition.plan.rates import Calibration, Pace
 from partition.plan.tables import Tables
 from partition.stage import (
     Apply,
@@ -106,17 +108,28 @@ def time_row(name: str, calibration: Calibration, seconds: float) -> dict[str, A
     case = ZOO[name]("bench")
     captured = captured_case(case, torch.float32)
     ranges, measured = stage_times(case, captured, seconds)
-    sizes = sizes_of(captured.graph, case.data(0, case.batch))
-    operations = layer_operations(captured.graph, sizes)
-    layers = [sum(calibration.layer_nanoseconds(layer)) / 1e9 for layer in operations]
-    share = calibration.share_permille / 1000  # what is measured is the processor's time
-    predicted = [share * sum(layers[first:last]) for first, last in ranges]
+    predicted = predictions(case, captured, calibration, ranges)
     return {
         "model": name,
         "measured_ms": round(1e3 * sum(measured), 2),
         "predicted": round(sum(predicted) / sum(measured), 3),
         "stages": [round(a / b, 3) for a, b in zip(predicted, measured, strict=True)],
     }
+
+
+def predictions(
+    case: Case, captured: Captured, calibration: Calibration, ranges: Sequence[tuple[int, int]]
+) -> list[float]:
+    """Seconds of a processor for each stage by the planner's tables, without a node's own work."""
+    alone = msgspec.structs.replace(calibration, node=Pace(0, 0, 0), share_permille=1000)
+    data = case.data(0, case.batch)
+    sizes = sizes_of(captured.graph, data)
+    layers = tuple(layer_costs(captured.graph, sizes))
+    forward, backward = alone.model_nanoseconds(layer_operations(captured.graph, sizes))
+    peer = PeerCost("one", 1 << 40, forward, backward, node_nanoseconds=alone.node_nanoseconds)
+    inputs, _ = payloads(captured.graph, data)
+    table = Tables(Problem(layers, (peer,), input_bytes=inputs.size_bytes)).segment(0)
+    return [int(table[first, last]) / 1e9 for first, last in ranges]
 
 
 async def memory_row(name: str, calibration: Calibration) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from partition.plan.rates import MEBI_BITS, MEGA, Calibration, KindPace, Pace, e
 
 REPETITIONS_MIN, REPETITIONS_MAX = 3, 200
 HELD_BYTES_MAX = 48 << 20
-"""Results kept while more are made."""
+"""Results kept while more are made: more than a cache holds, less than the heap keeps when it is freed."""
 ENGINE_VIEWS = 32
 CALL_FACTOR_MAX = 3.0
 """The most that a call beside others costs of one alone: more is a disturbance."""
@@ -98,7 +98,7 @@ class _Shapes:
     def _products(self) -> Iterator[Sample]:
         for rows, width, columns in (
             (4, 64, 64), (64, 128, 512), (256, 256, 256), (128, 768, 768), (512, 512, 2048),
-            (1024, 768, 3072),
+            (1024, 768, 3072), (16, 1024, 2048),
         ):  # fmt: skip
             leaves = self._leaf(rows, width), self._leaf(columns, width), self._leaf(columns)
             yield self._sample("matmul", functional.linear, leaves, 2 * rows * width * columns, shares=2)
@@ -188,7 +188,7 @@ class _Shapes:
             yield self._sample("reduction", entropy, (x,), x.numel(), read=(labels,))
 
     def _lookups(self) -> Iterator[Sample]:
-        for rows, width, count in ((64, 64, 16), (1024, 128, 256), (8192, 256, 1024), (16384, 512, 512)):
+        for rows, width, count in ((64, 64, 16), (1024, 128, 512), (8192, 256, 1024), (12288, 512, 512)):
             table = self._leaf(rows, width)
             ids = torch.randint(rows, (count,), device=table.device)
             out = count * width * self._item
@@ -355,17 +355,18 @@ def _as_in_a_model(
     while len(turns) < 2 or (time.perf_counter() < until and len(turns) < 20):
         forward: dict[str, float] = dict.fromkeys((row.kind for row in samples), 0.0)
         backward = dict.fromkeys(forward, 0.0)
-        made = []
-        for sample in samples:
-            begun = clock.now()
-            out = sample.run()
-            forward[sample.kind] += clock.now() - begun
-            made.append((sample, out, torch.ones_like(out)))
-        for sample, out, gradient in reversed(made):
-            begun = clock.now()
-            torch.autograd.grad(out, sample.leaves, gradient)
-            spent = clock.now() - begun
-            backward[sample.kind] += max(OWN_SHARE_MIN * spent, spent - engine)
+        for group in _groups(samples):
+            made = []
+            for sample in group:
+                begun = clock.now()
+                out = sample.run()
+                forward[sample.kind] += clock.now() - begun
+                made.append((sample, out, torch.ones_like(out)))
+            for sample, out, gradient in reversed(made):
+                begun = clock.now()
+                torch.autograd.grad(out, sample.leaves, gradient)
+                spent = clock.now() - begun
+                backward[sample.kind] += max(OWN_SHARE_MIN * spent, spent - engine)
         turns.append((forward, backward))
     found = []
     calls = [1.0, 1.0]
@@ -385,6 +386,22 @@ def _as_in_a_model(
             paces.append(_beside(pace, amounts, seconds, calls[way]))
         found.append(KindPace(row.kind, *paces))
     return found
+
+
+def _groups(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
+    """Samples in their order, whose results may be held at a time: beyond what the heap keeps, pages come and
+    go, which multiplies what an operator takes."""
+    group: list[Sample] = []
+    held_bytes = 0
+    for sample in samples:
+        size = 2 * sample.forward.touched_bytes
+        if group and held_bytes + size > HELD_BYTES_MAX:
+            yield group
+            group, held_bytes = [], 0
+        group.append(sample)
+        held_bytes += size
+    if group:
+        yield group
 
 
 def _beside(pace: Pace, amounts: Sequence[Amount], seconds: float, factor: float) -> Pace:
