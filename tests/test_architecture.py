@@ -73,7 +73,7 @@ IMPURE = {
 COMPUTING = {
     "partition/capture/": "the requester's side: from a module to a graph, in the command's own process",
     "partition/execute/": "the stage's side: admission and arithmetic, in the stage's process",
-    "partition/calibrate.py": "the calibration of a device, in a process that ends with it",
+    "partition/calibrate/": "the calibration of a device, in a process that ends with it",
     "node/optimizer/": "the optimizer wrapper, in a user's own process",
     "partition/measure.py": "the measuring of an accelerator, in a process that ends with it",
 }

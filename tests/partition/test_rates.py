@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from crypto.encoding import encode
 from crypto.errors import RemoteProtocolError
-from partition.calibrate import fit
+from partition.calibrate.fit import fit
 from partition.model.layers import with_layers
 from partition.plan.cost import LayerCost
 from partition.plan.forecast import forecast

@@ -1,0 +1,31 @@
+"""Prices of a class of operators from what some of them took."""
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import numpy as np
+
+from partition.plan.operations import Amount
+from partition.plan.rates import MEBI_BITS, MEGA, Pace
+
+
+def fit(amounts: Sequence[Amount], seconds: Sequence[float]) -> Pace:
+    """The prices of a call, a million FLOPs and a MiB whose largest relative errors are least, squared."""
+    rows = np.array(
+        [[row.calls, row.flops / MEGA, row.touched_bytes / (1 << MEBI_BITS)] for row in amounts], dtype=float
+    )
+    times = np.array(seconds, dtype=float)
+    scaled = rows / times[:, None]
+    best, prices = np.inf, np.zeros(3)
+    for count in (1, 2, 3):
+        for columns in combinations(range(3), count):
+            found, *_ = np.linalg.lstsq(scaled[:, columns], np.ones(len(times)), rcond=None)
+            if (found < 0).any():
+                continue
+            error = float(((scaled[:, columns] @ found - 1) ** 2).sum())
+            # A further price must earn its place: shapes of models lie beyond those that were timed.
+            if error < 0.98 * best:
+                best, prices = error, np.zeros(3)
+                prices[list(columns)] = found
+    call, megaflop, mebibyte = (min(2**53, round(float(price) * 1e12)) for price in prices)
+    return Pace(call, megaflop, mebibyte)
