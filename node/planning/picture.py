@@ -113,6 +113,8 @@ def _timeline(document: Mapping[str, Any], lanes: list[Mapping[str, Any]], top: 
     left, right = MARGIN + 92, WIDTH - MARGIN - 44
     scale = (right - left) / end
     parts = [_text(MARGIN, top - 10, f"a step of {seconds_text(document['step_seconds'])}", "quiet")]
+    for direction, x in (("forward", right - 138), ("backward", right - 70)):
+        parts += [_box(direction, x, top - 19, 10, 10), _text(x + 15, top - 10, direction, "quiet")]
     for number, lane in enumerate(lanes):
         y = top + LANE * number
         parts += [

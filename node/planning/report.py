@@ -130,6 +130,7 @@ def plan_document(report: PlanReport) -> dict[str, Any]:
     problem, played = report.problem, report.forecast
     names = [peer.name for peer in problem.peers]
     predicted = report.predicted
+    busy = dict(played.busy)
     return {
         "schema": SCHEMA,
         "model": report.model,
@@ -165,8 +166,9 @@ def plan_document(report: PlanReport) -> dict[str, Any]:
         "bubble": predicted.bubble,
         "slowest": {"stage": played.slowest + 1, "waits_for": played.waits_for},
         "utilisation": [
-            {"peer": names[place], "share": busy / max(1, played.step_nanoseconds)}
-            for place, busy in played.busy
+            {"peer": names[place], "share": busy[place] / max(1, played.step_nanoseconds)}
+            for row in played.stages
+            for place in row.peers
         ],
         "links": [
             {"sender": names[one], "receiver": names[other], "bytes": size}

@@ -117,6 +117,15 @@ def test_the_picture_is_well_formed_and_names_every_peer(graph: Graph, peers: Pe
         assert row["peer"] in told
 
 
+def test_a_step_is_drawn_in_the_order_of_the_stages(graph: Graph, peers: Peers) -> None:
+    from partition.plan.problem import Constraints
+
+    document = plan_document(planned(graph, peers, constraints=Constraints(stages=2)))
+    assert [row["peer"] for row in document["utilisation"]] == [
+        name for stage in document["stages"] for name in stage["peers"]
+    ]
+
+
 def test_a_hostile_name_cannot_break_out_of_the_picture(graph: Graph, peers: Peers) -> None:
     document = plan_document(planned(graph, peers))
     document["model"] = "<script>alert(1)</script>"
