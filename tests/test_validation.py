@@ -153,6 +153,8 @@ def test_a_run_stops_early_at_the_same_step_though_its_committer_dies(data: Any)
             (end,) = [e for e in events if isinstance(e, RunEnded)]
             assert end.outcome == "done"
             assert end.detail == "its validations stopped improving after step 2"
+            assert end.is_here, "why it ended early is no reason to look for its result elsewhere"
+            assert group.nodes["b"].runs.archive.result(run.id) == end.weights
 
     simulate(scenario)
 

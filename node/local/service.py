@@ -280,11 +280,18 @@ class LocalRuns:
         if not member.ending.is_settled:
             self._endings.close(run.id)
         member.cancel()
-        await self._archive.note(
-            run, member.teller.shown, outcome, detail, weights, stop=member.stopped_by, for_all=for_all
-        )
         storage = service.seams.storage
         is_here = bool(weights) and await service.seams.executor.run(partial(has_result, storage, run.text))
+        await self._archive.note(
+            run,
+            member.teller.shown,
+            outcome,
+            detail,
+            weights,
+            is_here=is_here,
+            stop=member.stopped_by,
+            for_all=for_all,
+        )
         service.publish(
             RunEnded(
                 at=service.seams.clock.wall(),

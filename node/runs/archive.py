@@ -111,7 +111,7 @@ class Archive:
         if record.stop is not None:
             return Stop(record.stop)
         if result := self.result(run):
-            return End(plan, "done", "", result)
+            return End(plan, "done", record.detail, result)
         if record.for_all and record.outcome == "failed":
             return End(plan, "failed", record.detail, "")
         return None
@@ -142,13 +142,13 @@ class Archive:
         """The result of the run of this short id had to make room; how the run ended is still known."""
         self._results.discard(run)
 
-    def add(self, record: EndedRun, *, keeps: bool = True) -> None:
-        """Remember how a run ended, and forget the oldest where there are too many; where it `keeps` that, on
-        the disk by `save`."""
+    def add(self, record: EndedRun, *, is_here: bool = False, keeps: bool = True) -> None:
+        """Remember how a run ended, and that its result `is_here`, and forget the oldest where there are too
+        many; where it `keeps` that, on the disk by `save`."""
         self._records[record.text] = record
         if keeps:
             self._unsaved.add(record.text)
-        if record.outcome == "done" and not record.detail:
+        if is_here:
             self._results.add(record.text)
         for is_own, limit in ((True, OWN_MAX), (False, OTHERS_MAX)):
             kind = [each for each in self.records if (each.requester == self._me) == is_own]
@@ -232,11 +232,12 @@ class ArchiveShell:
         detail: str,
         weights: str,
         *,
+        is_here: bool,
         stop: Fact | None = None,
         for_all: bool = False,
         keeps: bool = True,
     ) -> None:
-        """A run is over here; that is known until the next start where it is not to be kept, or the disk is
+        """A run is over here, its result too where that `is_here`; that is known until the next start where it is not to be kept, or the disk is
         full."""
         committed, evaluated = shown.committed, shown.evaluated
         manifest = run.manifest
@@ -257,6 +258,7 @@ class ArchiveShell:
                 stop=stop,
                 for_all=for_all,
             ),
+            is_here=is_here,
             keeps=keeps,
         )
 
@@ -264,10 +266,10 @@ class ArchiveShell:
         """A run is over that this node was in when it was stopped: note what it had no time to note."""
         if self.has_result(run.text) and not self.result(run.id):
             digest = await self._seams.executor.run(partial(digest_of, self._seams.storage, run.text))
-            await self.note(run, Shown(), "done", "", digest)
+            await self.note(run, Shown(), "done", "", digest, is_here=True)
 
-    async def _add(self, record: EndedRun, *, keeps: bool = True) -> None:
-        self._archive.add(record, keeps=keeps)
+    async def _add(self, record: EndedRun, *, is_here: bool, keeps: bool) -> None:
+        self._archive.add(record, is_here=is_here, keeps=keeps)
         async with self._saving:
             with suppress(OSError):
                 await self._seams.executor.run(self._archive.save)

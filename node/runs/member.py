@@ -449,17 +449,22 @@ class RunMember:
         self.core.finish(self._now, outcome, detail, weights)
         self._act()
 
-    async def end(self, outcome: str, detail: str, weights: str, *, source: PeerId | None = None) -> None:
-        """The run is over here: fetch the result from `source`, close the stage, say so."""
+    async def end(
+        self, outcome: str, detail: str, weights: str, *, source: PeerId | None = None, refusal: str = ""
+    ) -> None:
+        """The run is over here: fetch the result from `source`, unless for the reason `refusal`, close the
+        stage, say so. Without a source the result is here already."""
         if self.core.is_over:
             return
         self.core.is_over = True
         self.is_over_for_all = self.core.is_finishing or source is not None or self.stopped_by is not None
-        if outcome == "done" and source is not None:
-            detail = await fetch_result(self._service, self.run, source, weights) or detail
+        missing = refusal
+        if outcome == "done" and source is not None and not missing:
+            missing = await fetch_result(self._service, self.run, source, weights)
         await self.hosting.end()
         self.core.ended(outcome)
-        await self._service.ended(self, outcome, detail, weights)
+        is_here = outcome == "done" and not missing
+        await self._service.ended(self, outcome, missing or detail, weights, is_here=is_here)
         self._decided.set()
         self._life.cancel()
         self._stop_training()
@@ -496,7 +501,7 @@ class RunMember:
         await self._until_out(DROP_SECONDS_MAX)
         self.core.is_over = True
         self.core.ended("stopped")
-        await self._service.ended(self, "stopped", reason, "")
+        await self._service.ended(self, "stopped", reason, "", is_here=False)
         self._life.cancel()
 
     async def _until_out(self, seconds: float) -> bool:

@@ -359,7 +359,7 @@ class Runs:
             with contain("run closing after a failure"):
                 await member.close_stage()
             with contain("run ending after a failure"):
-                await self.ended(member, "failed", reason, "")
+                await self.ended(member, "failed", reason, "", is_here=False)
 
     # What membership says
 
@@ -466,8 +466,11 @@ class Runs:
         self.forgotten(member)
         self.publish(RunReleased(at=self.seams.clock.wall(), run=member.run.text))
 
-    async def ended(self, membership: Membership, outcome: str, detail: str, weights: str) -> None:
-        """A run is over here: remember how it ended, forget its plans, say so."""
+    async def ended(
+        self, membership: Membership, outcome: str, detail: str, weights: str, *, is_here: bool
+    ) -> None:
+        """A run is over here: remember how it ended, and whether its result `is_here`, forget its plans, say
+        so."""
         member = self.members.get(membership.run.id)
         if member is None or member is not membership:
             return  # it has ended otherwise meanwhile
@@ -478,6 +481,7 @@ class Runs:
             outcome,
             detail,
             weights,
+            is_here=is_here,
             stop=member.stopped_by,
             for_all=member.is_over_for_all,
             keeps=member.plan is not None,  # one that was never placed was no run
@@ -493,9 +497,9 @@ class Runs:
             for peer in member.plan.members:
                 if peer not in needed:
                     self.links.forget(peer)
-        is_here, at = self.archive.has_result(member.run.text), self.seams.clock.wall()
+        at = self.seams.clock.wall()
         self.publish(run_ended(at, member.run, outcome, detail, weights, is_here=is_here))
-        if outcome == "done" and not detail and self.nursery is not None:
+        if is_here and self.nursery is not None:
             self.start_task(self.provide, member.run.text, weights, of=None)
 
     def note_guests(self) -> None:

@@ -313,14 +313,13 @@ class Requests:
             return Declined("no such plan here")
         if request.outcome == "done" and not request.weights:
             raise RemoteProtocolError("a run that is done without a result")
-        detail = request.detail
-        source: PeerId | None = peer
+        refusal = ""
         why = runs.accepts(member.run) if member.run.requester != runs.signer.peer else None
         if runs.outside.recall(member.run.id) is not None and request.outcome == "done" and why is not None:
             # Its owner has this machine back: nothing is fetched any more for a run of others.
-            detail, source = f"the weights are not here: {why}", None
+            refusal = f"the weights are not here: {why}"
         with runs.containing(member.run, "end"):
-            await member.end(request.outcome, detail, request.weights, source=source)
+            await member.end(request.outcome, request.detail, request.weights, source=peer, refusal=refusal)
         return Done()
 
     async def _on_fetch(self, request: wire.FetchWeights) -> wire.Reply | Body:

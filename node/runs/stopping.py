@@ -137,7 +137,7 @@ class Stopping:
                 f"run {text[:8]} is this node's own", f"stop it for all: python -m node runs stop {text[:8]}"
             )
         # Before anything else: a restart must not bring it back.
-        await self._runs.archive.note(run, Shown(), "stopped", DROPPED, "")
+        await self._runs.archive.note(run, Shown(), "stopped", DROPPED, "", is_here=False)
         member = self._runs.members.get(run.id)
         if member is not None:
             await member.drop(DROPPED)
@@ -176,7 +176,9 @@ class Stopping:
         elif run.id in runs.local.members:
             await runs.local.stop(run.id, fact, STOPPED)
         else:
-            await runs.archive.note(run, Shown(), "stopped", STOPPED, "", stop=fact, for_all=True)
+            await runs.archive.note(
+                run, Shown(), "stopped", STOPPED, "", is_here=False, stop=fact, for_all=True
+            )
         self.over(run.text)
         return delivery
 
