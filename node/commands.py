@@ -297,10 +297,11 @@ class Commands:
         """Return how a run is, as this node knows it or else as its members say. Raises RunFailed."""
         view = self._node.state.runs.get(run)
         if view is not None:
-            return state_documents.run_document(view)
+            return state_documents.run_document(view) | {"is_followed": True}
         told = await self._node.runs.revising.ask(run)
         return {
             "run": run,
+            "is_followed": False,
             "model": told.model,
             "data": told.data,
             "requester": peer_text(PeerId(told.requester)),

@@ -99,6 +99,21 @@ def test_a_report_holds_what_helps_and_no_key(swarm: SwarmProcesses, tmp_path: P
     assert b"token" not in everything
 
 
+def test_a_run_is_watched_to_its_end_from_a_node_without_a_part(
+    swarm: SwarmProcesses, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["config", "set", "accept_runs", "never", "--data-dir", folder(swarm, "b")]) == 0
+    file = tmp_path / "run.toml"
+    file.write_text('model = "simple-cnn"\n[train]\nsteps = 60\n[plan]\nstages = 1\nreplicas = 1\n')
+    assert run(["train", str(file), "--detach", "--json", "--data-dir", folder(swarm, "a")]) == 0
+    asked = json.loads(capsys.readouterr().out.splitlines()[-1])["run"]
+    assert run(["runs", "watch", asked, "--data-dir", folder(swarm, "b")]) == 0
+    watched = capsys.readouterr()
+    assert f"{asked}  simple-cnn on digits  " in watched.out
+    assert "takes no part in the run" in watched.err
+    assert f"{asked}  simple-cnn on digits  done  step 60 of 60" in watched.err
+
+
 def test_a_report_is_made_where_no_node_runs(tmp_path: Path) -> None:
     out = tmp_path / "report.zip"
     assert run(["report", "--out", str(out), "--data-dir", str(tmp_path)]) == 0

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,8 @@ STOP_SECONDS_MAX = 30.0
 
 SHOW_SECONDS_MAX = 15.0
 """Members of a run that this node is not in are asked."""
+POLL_SECONDS = 2.0
+"""How often they are asked while a person watches."""
 _OVER = ("done", "failed", "stopped")
 
 app = typer.Typer(no_args_is_help=False, rich_markup_mode=None)
@@ -155,6 +158,8 @@ def watch(context: typer.Context, run: Run, data_dir: DataDir = "", as_json: AsJ
 
 def _events(data_dir: Path, run: str, *, as_json: bool, follow: bool) -> None:
     document = ask(data_dir, "runs.show", {"run": run}, seconds=SHOW_SECONDS_MAX)
+    if follow and not document["is_followed"]:
+        document = _poll(data_dir, document, as_json=as_json)
     is_going = document["status"] not in _OVER
     arguments = {"since": 0.0, "text": document["run"], "follow": follow and is_going}
     screen = EventScreen(names=peer_names(data_dir))
@@ -169,6 +174,24 @@ def _events(data_dir: Path, run: str, *, as_json: bool, follow: bool) -> None:
         if event["kind"] == "RunEnded":
             return
     show([run_text(document)], sys.stderr)
+
+
+def _poll(data_dir: Path, document: dict[str, Any], *, as_json: bool) -> dict[str, Any]:
+    """Show what the members of a run say while it goes on without this node, which hears none of its events;
+    how it is in the end, or once this node takes part."""
+    shown = None
+    if not as_json and document["status"] not in _OVER:
+        show(["this node takes no part in the run, so its members are asked"], sys.stderr)
+    while document["status"] not in _OVER and not document["is_followed"]:
+        now = document["status"], document["step"]
+        if now != shown and as_json:
+            show_json({"schema": "peerloom/run/1", **document})
+        elif now != shown:
+            show([run_text(document)])
+        shown = now
+        time.sleep(POLL_SECONDS)
+        document = ask(data_dir, "runs.show", {"run": document["run"]}, seconds=SHOW_SECONDS_MAX)
+    return document
 
 
 @app.command()

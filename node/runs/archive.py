@@ -237,8 +237,8 @@ class ArchiveShell:
         for_all: bool = False,
         keeps: bool = True,
     ) -> None:
-        """A run is over here, its result too where that `is_here`; that is known until the next start where it is not to be kept, or the disk is
-        full."""
+        """A run is over here, and its result `is_here` or not; that is known until the next start where it is
+        not to be kept, or the disk is full."""
         committed, evaluated = shown.committed, shown.evaluated
         manifest = run.manifest
         await self._add(
