@@ -26,7 +26,8 @@ from _headline_members import Data, Way, train
 from _headline_page import Table, ratios, write_page
 
 from node.content.datasets import load_digits
-from node.content.sources import CIFAR_CLASSES, CIFAR_SHAPE, convert
+from node.content.images import CIFAR_CLASSES, CIFAR_SHAPE
+from node.content.sources import convert
 
 OUT = Path(__file__).parents[1] / "headline-out"
 PARTS = ("members", "nodes", "processes", "page")

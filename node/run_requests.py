@@ -21,7 +21,7 @@ from node.local.own_data import own_data_like
 from node.local.stages import check_columns
 from node.planning.choices import choose, has_open
 from node.planning.peers import live_peers
-from node.protocols.manifest import Run, RunFile, make_run
+from node.protocols.manifest import Manifest, Run, RunFile, make_run
 from node.runs.data_check import check_values
 from node.runs.manifest_builder import bind_data, make_manifest, window_of
 from node.runs.runs import Runs
@@ -77,8 +77,7 @@ async def make_signed_run(
         run_file, graph, graph_hash, dataset, name=name, created=created, own_data=own_data
     )
     await node.seams.executor.run(partial(check_columns, manifest, graph, name), apart=True)
-    check = partial(check_values, graph, dataset, manifest.sizes_max, name, shown)
-    await node.seams.executor.run(check)
+    await node.seams.executor.run(partial(_check, graph, dataset, manifest, arguments, name, shown))
     if run_file.data != datasets.DIGITS_NAME and not is_own:
         try:
             path = datasets.path_of(run_file.data, base)
@@ -92,6 +91,15 @@ async def make_signed_run(
     if is_own:
         node.runs.own_data.hold(run.id, dataset)
     return run, chosen
+
+
+def _check(
+    graph: Graph, dataset: Dataset, manifest: Manifest, arguments: Mapping[str, Any], name: str, shown: str
+) -> None:
+    """Hold the data's values to the model. Raises UsageError."""
+    converted = arguments.get("data")
+    origins = datasets.read_origins(Path(str(converted))) if converted else {}
+    check_values(graph, dataset, manifest.sizes_max, name, shown, origins)
 
 
 async def _choose(

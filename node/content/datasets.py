@@ -38,6 +38,8 @@ VALIDATION: FileName = "validation.npz"
 """Not every folder has it."""
 
 DIGITS_NAME = "digits"
+ORIGINS_NAME = "origins.npz"
+"""Beside parts that were dealt from one source: see `read_origins`."""
 HELD_OUT = 5
 """One digit in five is kept from training."""
 TEXT_HELD_OUT = 10
@@ -168,6 +170,15 @@ def load_digits() -> Dataset:
     held_out = len(labels) // HELD_OUT + 1
     test, train = order[:held_out], order[held_out:]
     return labelled(DIGITS_NAME, (inputs[train], labels[train]), (inputs[test], labels[test]))
+
+
+def read_origins(folder: Path) -> dict[str, Array]:
+    """Return the numbers of each part's samples in the source that a person's command has dealt them from."""
+    path = folder / ORIGINS_NAME
+    if not path.exists():
+        return {}
+    with np.load(path, allow_pickle=False) as origins:
+        return dict(origins)
 
 
 def load_folder(folder: Path) -> Dataset:

@@ -17,13 +17,11 @@ every conversion. Equal sources make equal bytes, so that their hash names them.
 """
 
 import csv
-import struct
 import tempfile
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +29,8 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
+from node.content.datasets import ORIGINS_NAME
+from node.content.images import is_cifar, read_cifar, read_images
 from node.content.npz import BadArchive, unpack_here
 from node.content.shards import PARTS, PartName
 from node.errors import UsageError
@@ -40,19 +40,16 @@ Arrays = dict[str, Array]
 Parts = dict[PartName, Arrays]
 """What a source has of each part; `train` is there always."""
 
+_NUMBER = " number"
 SCHEMES = ("http://", "https://")
 LABEL_COLUMNS = ("label", "labels", "class", "target", "y")
 """A table's column of labels, by the first of these names that it has; else its last column."""
-IMAGE_SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
-IMAGE_PIXELS_MAX = 1 << 24
 DOWNLOAD_BYTES_MAX = 1 << 31
 DOWNLOAD_SECONDS = 60.0
 """Without a byte."""
 HELD_OUT = 5
 """One sample in five is held out where the source does not say which."""
 SAMPLES_MIN = 2
-CIFAR_SHAPE = (3, 32, 32)
-CIFAR_CLASSES = 10
 TABLE_NUMBERS_MAX = 1 << 29
 """The numbers in a Parquet file, whose few bytes may stand for many."""
 SHOWN_MAX = 40
@@ -61,7 +58,6 @@ _SPLIT_SEED = 20
 _VALIDATION_SEED = 21
 _CHUNK_BYTES = 1 << 20
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
-_CIFAR_TEST = "test_batch.bin"
 _EXTRA = "pip install 'peerloom[data]'"
 
 
@@ -98,6 +94,7 @@ def convert(
     """
     schema = Schema()
     parts = _read_source(data, base, folder, schema)
+    parts["train"][_NUMBER] = np.arange(len(next(iter(parts["train"].values()))))
     wanted: tuple[tuple[PartName, str | float], ...] = (("test", test), ("validation", validation))
     for part, source in wanted:
         if source and part in parts:
@@ -114,13 +111,15 @@ def convert(
             parts["train"], parts[part] = hold_out(parts["train"], source, data, part)
     if "test" not in parts:
         parts["train"], parts["test"] = hold_out(parts["train"], 1 / HELD_OUT, data, "test")
+    origins = {name: arrays.pop(_NUMBER) for name, arrays in parts.items() if _NUMBER in arrays}
     _check_parts(parts, data)
-    for name in PARTS:
-        if name in parts:
-            try:
-                np.savez(folder / f"{name}.npz", **parts[name])  # type: ignore[arg-type]  # numpy's own
-            except OSError as error:
-                raise UsageError(f"{folder / name}.npz: {error.strerror or error}") from None
+    try:
+        for name, arrays in parts.items():
+            np.savez(folder / f"{name}.npz", **arrays)  # type: ignore[arg-type]  # numpy's own
+        if len(origins) > 1:
+            np.savez(folder / ORIGINS_NAME, **origins)  # type: ignore[arg-type]  # numpy's own
+    except OSError as error:
+        raise UsageError(f"{folder}: {error.strerror or error}") from None
 
 
 def schema_of(data: str, base: Path, folder: Path) -> Schema:
@@ -162,8 +161,9 @@ def _read(path: Path, schema: Schema) -> Parts:
                     for name in PARTS
                     if name == "train" or (path / f"{name}.npz").exists()
                 }
-            has_batches = (path / _CIFAR_TEST).exists()
-            return _read_cifar(path, schema) if has_batches else _read_images(path, schema)
+            if is_cifar(path):
+                return read_cifar(path, schema.words)
+            return read_images(path, schema.words, needs_labels=schema.needs_labels)
         suffix = path.suffix.lower()
         if suffix in _ARCHIVES:
             return _from_named(_ARCHIVES[suffix](path), path)
@@ -361,115 +361,6 @@ def _count(arrays: Arrays, path: Path) -> int:
     if not next(iter(lengths.values())):
         raise UsageError(f"{path}: no samples: {told}")
     return next(iter(lengths.values()))
-
-
-# Images
-
-
-def _read_images(folder: Path, schema: Schema) -> Parts:
-    parts: dict[PartName, Path] = {name: folder / name for name in PARTS if (folder / name).is_dir()}
-    if parts and not {"train", "test"} <= set(parts):
-        missing = " and no ".join(f"'{name}'" for name in ("train", "test") if name not in parts)
-        raise UsageError(f"{folder}: has a folder '{next(iter(parts))}' and no {missing}")
-    parts = parts or {"train": folder}
-    classes = sorted({each.name for part in parts.values() for each in part.iterdir() if each.is_dir()})
-    if not classes and not schema.needs_labels and (images := _images_in(folder)):
-        return {"train": {"x": _read_pixels(images)}}
-    words = schema.words
-    if len(classes) < 2 and not words:
-        raise UsageError(
-            f"{folder}: no train.npz, no data_batch_1.bin, and fewer than two folders of images",
-            "a folder for each class, such as cats/ and dogs/, with the images in it",
-        )
-    unknown = [name for name in classes if words and name not in words]
-    if unknown:
-        raise UsageError(f"{folder}: no training sample is of the class {_shown(unknown[0])}")
-    words[:] = words or classes
-    return {name: dict(zip("xy", _read_classes(part, words), strict=True)) for name, part in parts.items()}
-
-
-def _read_classes(folder: Path, classes: Sequence[str]) -> tuple[Array, Array]:
-    found = [_images_in(folder / name) for name in classes]
-    if not any(found):
-        raise UsageError(f"{folder}: no images ({', '.join(IMAGE_SUFFIXES)}) in the folders of its classes")
-    labels = np.repeat(np.arange(len(classes), dtype=np.int64), [len(paths) for paths in found])
-    return _read_pixels([path for paths in found for path in paths]), labels
-
-
-def _images_in(folder: Path) -> list[Path]:
-    paths = sorted(folder.iterdir()) if folder.is_dir() else []
-    return [path for path in paths if path.suffix.lower() in IMAGE_SUFFIXES]
-
-
-def _read_pixels(paths: Sequence[Path]) -> Array:
-    """Images of one size as float32 (N, 3, H, W) from 0 to 1. Raises UsageError."""
-    try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError:
-        raise UsageError(f"{paths[0]}: Pillow, which reads images, is not installed", _EXTRA) from None
-    images: list[Array] = []
-    first: tuple[Path, tuple[int, int]] | None = None
-    for path in paths:
-        try:
-            with Image.open(path) as image:
-                if image.width * image.height > IMAGE_PIXELS_MAX:
-                    raise UsageError(f"{path}: {image.width} x {image.height} pixels are too many")
-                first = first or (path, image.size)
-                if image.size != first[1]:
-                    raise UsageError(
-                        f"{path}: {image.width} x {image.height} pixels, but {first[0].name} has "
-                        f"{first[1][0]} x {first[1][1]}",
-                        "scale all images to one size first",
-                    )
-                images.append(np.asarray(image.convert("RGB"), np.uint8))
-        except (
-            UnidentifiedImageError,
-            OSError,
-            SyntaxError,
-            ValueError,
-            EOFError,
-            struct.error,
-            Image.DecompressionBombError,
-            Image.DecompressionBombWarning,
-        ) as error:
-            raise UsageError(f"{path}: no image that can be read: {_first_line(error)}") from None
-    return _scaled(np.stack(images).transpose(0, 3, 1, 2))
-
-
-def _scaled(pixels: Array) -> Array:
-    """Bytes (N, C, H, W) as float32 from 0 to 1."""
-    return np.ascontiguousarray(pixels, np.float32) / np.float32(255)
-
-
-def _read_cifar(folder: Path, schema: Schema) -> Parts:
-    """CIFAR-10's binary version: of each sample a byte of label, then 3,072 bytes of pixels, C first."""
-    batches = sorted(folder.glob("data_batch_*.bin"))
-    if not batches:
-        raise UsageError(f"{folder}: {_CIFAR_TEST} is there and no data_batch_1.bin")
-    with suppress(OSError, UnicodeDecodeError):
-        names = (folder / "batches.meta.txt").read_text().split()
-        schema.words = schema.words or (names if len(names) == CIFAR_CLASSES else [])
-    train = [_read_batch(path) for path in batches]
-    test_x, test_y = _read_batch(folder / _CIFAR_TEST)
-    x, y = np.concatenate([x for x, _ in train]), np.concatenate([y for _, y in train])
-    return {"train": {"x": x, "y": y}, "test": {"x": test_x, "y": test_y}}
-
-
-def _read_batch(path: Path) -> tuple[Array, Array]:
-    try:
-        raw = np.frombuffer(path.read_bytes(), np.uint8)
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror or error}") from None
-    size = 1 + int(np.prod(CIFAR_SHAPE))
-    if not len(raw) or len(raw) % size:
-        raise UsageError(f"{path}: {len(raw)} bytes are no whole number of samples of {size}")
-    rows = raw.reshape(-1, size)
-    if rows[:, 0].max() >= CIFAR_CLASSES:
-        wrong = int((rows[:, 0] >= CIFAR_CLASSES).argmax())
-        raise UsageError(
-            f"{path}: sample {wrong} has the label {rows[wrong, 0]}; want 0 to {CIFAR_CLASSES - 1}"
-        )
-    return _scaled(rows[:, 1:].reshape(-1, *CIFAR_SHAPE)), rows[:, 0].astype(np.int64)
 
 
 # From elsewhere

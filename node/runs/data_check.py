@@ -4,6 +4,9 @@ Shapes and kinds of numbers are `node.runs.manifest_builder.bind_data`'s. A rang
 (`partition.model.ranges`) is found by the stage that cannot use a value, and ends the run with its reason.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import numpy as np
 
 from node.content.datasets import Array, Dataset
@@ -17,10 +20,18 @@ CHUNK_BYTES = 16 * 1024 * 1024
 """Looked at together: as much again, and their masks, is memory for a moment."""
 
 
-def check_values(graph: Graph, dataset: Dataset, sizes: tuple[int, ...], name: str, where: str) -> None:
+def check_values(
+    graph: Graph,
+    dataset: Dataset,
+    sizes: tuple[int, ...],
+    name: str,
+    where: str,
+    origins: Mapping[str, Array] = MappingProxyType({}),
+) -> None:
     """Raise UsageError for the first value that the model cannot take: its file, sample, place and value.
 
-    `name` is RUN.toml's in errors, `where` the data's. `sizes` are the graph's symbols.
+    `name` is RUN.toml's in errors, `where` the data's. `sizes` are the graph's symbols. `origins` are the
+    numbers in the data that the samples of a part had before they were dealt out.
     """
     entry = train_entry(graph)
     found = bounds(graph, entry, sizes)
@@ -28,13 +39,16 @@ def check_values(graph: Graph, dataset: Dataset, sizes: tuple[int, ...], name: s
     ports = list(enumerate(zip((*inputs, *labels), (*entry.inputs, *entry.labels), strict=True)))
     for part, arrays in dataset.parts.items():
         for number, (what, port) in ports:
-            file = where if dataset.window else f"{where}/{part}.npz"
+            origin = origins.get(part)
+            file = where if dataset.window or origin is not None else f"{where}/{part}.npz"
             held_out = " held out" if dataset.window and part != "train" else ""
             kind = graph.types[port.type].dtype
-            _check(arrays[what], kind, found.get(number), f"{name}: {file}: {what}", held_out)
+            _check(arrays[what], kind, found.get(number), f"{name}: {file}: {what}", held_out, origin)
 
 
-def _check(array: Array, dtype: str, bound: Bound | None, what: str, held_out: str) -> None:
+def _check(
+    array: Array, dtype: str, bound: Bound | None, what: str, held_out: str, origin: Array | None
+) -> None:
     if array.dtype.kind == "f" and not dtype.startswith("float"):
         raise UsageError(f"{what} are {array.dtype}; the model takes {dtype}")
     step = max(1, CHUNK_BYTES // max(1, array[:1].nbytes))
@@ -45,8 +59,11 @@ def _check(array: Array, dtype: str, bound: Bound | None, what: str, held_out: s
             continue
         place = np.unravel_index(int(wrong.argmax()), chunk.shape)
         inner = f" at {[int(side) for side in place[1:]]}" if len(place) > 1 else ""
+        row = first + int(place[0])
+        # As its file has it: parts are dealt at random.
+        sample = row if origin is None else f"{origin[row]} (from 0)"
         raise UsageError(
-            f"{what} of sample {first + int(place[0])}{held_out}{inner} is {chunk[place]}; {want}",
+            f"{what} of sample {sample}{held_out}{inner} is {chunk[place]}; {want}",
             "mend the data, or leave that sample out",
         )
 

@@ -9,7 +9,8 @@ import pytest
 
 from node import toml
 from node.commands import Commands
-from node.content.datasets import Dataset, labelled, load_digits, load_text
+from node.content.datasets import Dataset, labelled, load_digits, load_folder, load_text, read_origins
+from node.content.sources import convert
 from node.errors import UsageError
 from node.events import RunAccepted
 from node.protocols.manifest import RunFile
@@ -38,6 +39,20 @@ def tokens(rows: int, head: int) -> Graph:
 
 def check(graph: Graph, data: Dataset) -> None:
     check_values(graph, data, bind_data(graph, data, 2, NAME), NAME, "folder")
+
+
+def test_a_value_is_named_by_its_number_before_samples_were_dealt_out(tmp_path: Path) -> None:
+    x = np.arange(12, dtype=np.float32).reshape(6, 2)
+    for wrong in range(len(x)):
+        y = np.arange(6) % 3
+        y[wrong] = 9
+        np.savez(tmp_path / "all.npz", x=x, y=y)
+        convert("all.npz", tmp_path, tmp_path, validation=0.2)
+        data, origins = load_folder(tmp_path), read_origins(tmp_path)
+        graph = classifier(2)
+        sizes = bind_data(graph, data, 2, NAME)
+        with pytest.raises(UsageError, match=rf"all.npz: y of sample {wrong} \(from 0\) is 9"):
+            check_values(graph, data, sizes, NAME, "all.npz", origins)
 
 
 def data(x: Any, y: Any, test_x: Any = None, test_y: Any = None) -> Dataset:
