@@ -3,6 +3,8 @@ simulator's report are made of (ARCHITECTURE law 5).
 
 Shells emit them; `node.state.apply` folds them. An event is past tense, carries `at` (unix seconds)
 and plain values, and is never changed once it has happened. New kinds may be added; none is renamed.
+
+Long because there is one list of all that can happen.
 """
 
 import msgspec
@@ -344,9 +346,22 @@ class RunEnded(Event, frozen=True, kw_only=True):
     is_here: bool = False
 
 
+RESULTS_SHOWN_MAX = 8
+"""Members with another result that are shown for one run."""
+
+
+class ResultDiffers(Event, frozen=True, kw_only=True):
+    """A run in local mode is over here, and `peer`, which was in it, says that it ended otherwise: with the
+    result `weights` (hex), empty where it failed. They lost sight of each other, or one of them lies."""
+
+    run: str
+    peer: PeerId
+    weights: str
+
+
 class RunRemembered(Event, frozen=True, kw_only=True):
     """A run that ended in an earlier life of this node, as its disk tells; `ended_at` is when (unix
-    seconds)."""
+    seconds), `others` what other members said of it (`ResultDiffers`)."""
 
     run: str
     model: str
@@ -361,6 +376,7 @@ class RunRemembered(Event, frozen=True, kw_only=True):
     weights: str
     is_here: bool
     ended_at: float
+    others: tuple[tuple[PeerId, str], ...] = ()
 
 
 class ResultEvicted(Event, frozen=True, kw_only=True):

@@ -69,6 +69,8 @@ class RunView:
     detail: str = ""
     weights: str = ""
     result: str = ""
+    others: tuple[tuple[PeerId, str], ...] = ()
+    """Members for which the run ended otherwise, and their result (`ResultDiffers`)."""
     reason: str = ""
     steps_lost: int = 0
     steps_skipped: int = 0
@@ -344,8 +346,17 @@ def _(event: events.RunRemembered, state: State) -> State:
         detail=event.detail,
         weights=event.weights,
         result=_result(event),
+        others=event.others,
     )
     return _with_run(state, view)
+
+
+@_fold.register
+def _(event: events.ResultDiffers, state: State) -> State:
+    view = state.runs.get(event.run)
+    if view is None or len(view.others) >= events.RESULTS_SHOWN_MAX:
+        return state
+    return _with_run(state, replace(view, others=(*view.others, (event.peer, event.weights))))
 
 
 @_fold.register

@@ -130,6 +130,7 @@ def run_document(view: RunView) -> dict[str, Any]:
         "last_round": None if view.last_round is None else round_document(view.last_round, view.rounds),
         "weights": view.weights,
         "result": view.result,
+        "other_results": [{"peer": peer_text(peer), "weights": weights} for peer, weights in view.others],
         "plan": plan_document(view.plan),
     }
 

@@ -84,6 +84,7 @@ HISTORY: list[events.Event] = [
         ended_at=NOW - 90_000,
     ),
     events.ResultEvicted(at=NOW - 7380, run="fedcba9876543210"),
+    events.ResultDiffers(at=NOW - 7380, run="fedcba9876543210", peer=peer(2), weights="ef" * 32),
     events.ReachabilityFound(
         at=NOW - 7380, reachable=False, asked=3, of=3, addresses=("/ip4/192.168.1.20/tcp/9747",)
     ),
@@ -283,6 +284,7 @@ def test_the_screen_of_a_node() -> None:
           On another machine:  python -m node --join 192.168.1.20:9747
           On this machine:     python -m node status --data-dir /data/lab-1
           dashboard   http://127.0.0.1:40500   (port 9748 was taken)
+        20:10:20   run fedcba98 ended with another result, efefefefefef, for ...2NASuq
         20:10:20   3 others could not reach this node: python -m node doctor
         20:10:20   others reach this node now
         join  refused    old-box:9747   10.0.0.6 is up, but no node listens on port 9747
@@ -397,9 +399,9 @@ def test_the_screen_of_runs() -> None:
     document = status_document(state(), NOW, {})
     assert shown(runs_lines(document)) == snapshot(
         """
-        RUN               MODEL       DATA    STATUS  STEP        LOSS    ACCURACY  RESULT     REQUESTER
-        fedcba9876543210  gpt         digits  done    100 of 100  0.2500  -         elsewhere  ...SUKPH5
-        0123456789abcdef  simple-cnn  digits  done    12 of 200   0.1917  0.975     here       ...2NASuq
+        RUN               MODEL       DATA    STATUS       STEP        LOSS    ACCURACY  RESULT     REQUESTER
+        fedcba9876543210  gpt         digits  done, split  100 of 100  0.2500  -         elsewhere  ...SUKPH5
+        0123456789abcdef  simple-cnn  digits  done         12 of 200   0.1917  0.975     here       ...2NASuq
         """
     )
 

@@ -286,13 +286,18 @@ def _row(run: Mapping[str, Any], names: Mapping[str, str]) -> tuple[str, ...]:
         run["run"],
         run["model"],
         data_text(run["data"]),
-        run["status"] + (f": {run['detail']}" if run["detail"] else ""),
+        _status_text(run),
         f"{run['step']} of {run['steps']}",
         f"{run['loss']:.4f}" if run["loss"] is not None else "-",
         f"{run['accuracy']:.3f}" if run["accuracy"] is not None else "-",
         run["result"] or "-",
         name_and_id(names, run["requester"]),
     )
+
+
+def _status_text(run: Mapping[str, Any]) -> str:
+    detail = f": {run['detail']}" if run["detail"] else ""
+    return f"{run['status']}{detail}{', split' if run.get('other_results') else ''}"
 
 
 def run_lines(run: Mapping[str, Any]) -> list[str]:
@@ -326,9 +331,15 @@ def run_lines(run: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"  computed      {called(row['provider'])}: {work}, measured by {called(row['measurer'])}"
         )
+    for row in run.get("other_results", ()):
+        lines.append(f"  differs       {called(row['peer'])} has {_other_text(row['weights'])}")
     if run.get("result"):
         lines.append(f"  result        {run['result']}: python -m node runs fetch {run['run']} --out FILE")
     return lines
+
+
+def _other_text(weights: str) -> str:
+    return f"another result, {weights[:12]}" if weights else "no result: the run failed there"
 
 
 def run_text(run: Mapping[str, Any]) -> str:

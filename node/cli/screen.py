@@ -292,6 +292,10 @@ class EventScreen:
         detail = f": {event['detail']}" if event["detail"] else ""
         return [_at(event, f"run {event['run'][:8]} {event['outcome']}{detail}")]
 
+    def _differs(self, event: Event) -> list[str]:
+        other = f"another result, {event['weights'][:12]}" if event["weights"] else "no result"
+        return [_at(event, f"run {event['run'][:8]} ended with {other}, for {self._name(event['peer'])}")]
+
     def _released(self, event: Event) -> list[str]:
         return [_at(event, f"run {event['run'][:8]} goes on without this node")]
 
@@ -382,6 +386,7 @@ _RENDERERS = {
     "StepCommitted": EventScreen._committed,
     "RunEvaluated": EventScreen._evaluated,
     "RunEnded": EventScreen._ended,
+    "ResultDiffers": EventScreen._differs,
     "RunReleased": EventScreen._released,
     "AveragingJoined": EventScreen._peer_averages,
     "AveragingLeft": EventScreen._peer_stopped,

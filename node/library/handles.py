@@ -44,9 +44,19 @@ class LastRound:
 
 
 @dataclass(frozen=True)
+class OtherResult:
+    """A member of a run in local mode for which it ended otherwise: `weights` is the hash (hex) of its
+    result, empty where the run failed there."""
+
+    peer: str
+    weights: str
+
+
+@dataclass(frozen=True)
 class RunResult:
     """How a run ended. `out` is the file with its weights, where one was asked for; numbers that were not
-    measured are None. `last_round` is None in exact mode, and where no member that was asked held one."""
+    measured are None. `last_round` is None in exact mode, and where no member that was asked held one.
+    `others` is empty but where members could not agree (`partition.run.ending`)."""
 
     run: str
     status: str
@@ -55,6 +65,7 @@ class RunResult:
     accuracy: float | None
     out: str = ""
     last_round: LastRound | None = None
+    others: tuple[OtherResult, ...] = ()
 
 
 class RunHandle:
@@ -148,7 +159,8 @@ class RunHandle:
         if out:
             await Commands(self._node).fetch(self._run, out)
         numbers = document["step"], document["loss"], document["accuracy"]
-        return RunResult(self._run, "done", *numbers, out, _last_round(document.get("last_round")))
+        others = tuple(OtherResult(**row) for row in document.get("other_results", ()))
+        return RunResult(self._run, "done", *numbers, out, _last_round(document.get("last_round")), others)
 
     async def watch(self, show: Callable[[str], None] | None = None) -> RunResult:
         """Show one line that follows the run to its end, and return its result.

@@ -48,7 +48,8 @@ from node.protocols.manifest import Run
 from node.runs.manifest_builder import make_batches
 from partition.model.graph import Graph
 from partition.run.admission import Admission
-from partition.run.ending import Conclusion, Ending, Evaluated, Sends
+from partition.run.conclusions import Conclusion, Evaluated, Sends
+from partition.run.ending import Ending
 from partition.run.local_settings import LocalSettings
 from partition.stage import StageSpecification, payload_bytes_max
 
@@ -121,6 +122,8 @@ class LocalMember:
         self._recruiter = Recruiter(service, run, door, self.crew, self._stages)
         self._is_waiting = False
         """Whether the run is over for this member, which waits for the others."""
+        self._passed_step = -(2**53)
+        """The step of the last result that was given up."""
         self._held_step, self._holds_still = -(2**53), False
         """Whether the result is to be of this step, once it is averaged."""
 
@@ -440,11 +443,15 @@ class LocalMember:
 
     async def _evaluate_if_due(self, trainer: LocalTrainer, rounds: Rounds) -> None:
         self._holds_still = False
+        apart, is_last = self._apart, self._is_at_end
+        ended = self._due.waited("the end of the steps", is_last)
+        self._tell(self.ending, lambda now: self.ending.set_end(now, ended))
         if self.ending.best is not None:
             return
-        self._is_waiting = False
-        apart = self._apart
-        is_last = self._is_at_end
+        if self._is_waiting:  # what was proposed is given up: train on, and do not propose the same again
+            self._is_waiting, self._passed_step = False, trainer.step
+        if not is_last and 0 <= trainer.step - self._passed_step < apart:
+            return
         waited = max(
             rounds.ending_for,
             self._due.waited("an evaluation", trainer.step - self._evaluated_step >= apart),
@@ -550,7 +557,7 @@ class LocalMember:
         self._is_waiting = not fault
         if fault:
             self.teller.running(f"a result that a member proposed is passed over: {fault}")
-            self._tell(ending, lambda _: ending.give_up(conclusion))
+            self._tell(ending, lambda now: ending.give_up(now, conclusion))
         else:
             self._tell(ending, lambda now: ending.hold(now, conclusion))
 
@@ -578,9 +585,13 @@ class LocalMember:
             if self._trainer is not None:
                 self._trainer.shard.set_members([self._me, *training])
             trainers = [*training, *([self._me] * self.has_state)] if self.judges else None
+            head = self.crew.head
+            voters = training if not self._stage else [] if head is None else [head]
             far = {*self.admission.admitted, self.run.requester}.intersection(self._service.live())
             peers = {*self.crew.others, *self.crew.column_peers, *(far if is_stranded else ())}
-            self._tell(self.ending, partial(self.ending.set_peers, peers=peers, trainers=trainers))
+            self._tell(
+                self.ending, partial(self.ending.set_peers, peers=peers, trainers=trainers, voters=voters)
+            )
             if self._part is not None:
                 self._door.show(self._part.roster.claims)
             await trio.sleep(LOOK_SECONDS)

@@ -11,7 +11,8 @@ from node.local.context import Service
 from node.protocols.manifest import Run
 from node.runs.completion import fetch_result
 from partition.model.graph import Graph
-from partition.run.ending import Conclusion, Ending, Sends
+from partition.run.conclusions import Conclusion, Sends
+from partition.run.ending import Ending
 
 FETCHES_MIN = 5
 FETCH_SECONDS = 120.0
@@ -73,15 +74,15 @@ class Results:
         is_here = conclusion.outcome != "done"
         while conclusion == ending.best and not ending.holds and not self._member.is_over:
             is_here = is_here or await self._fetch_once(conclusion)
-            if is_here and self._member.judges and conclusion.weights:
+            if is_here and self._member.judges and conclusion.weights and not ending.is_decided:
                 self._tell(ending, lambda _: ending.fetched(conclusion))
                 return
-            if is_here and (self._member.judges or self._member.trusts):
+            if is_here and (self._member.judges or self._member.trusts or ending.is_decided):
                 self._tell(ending, lambda now: ending.hold(now, conclusion))
                 return
             attempts += 1
             if attempts >= FETCHES_MIN and trio.current_time() - begun >= FETCH_SECONDS:
-                self._tell(ending, lambda _: ending.give_up(conclusion))
+                self._tell(ending, lambda now: ending.give_up(now, conclusion, is_missing=True))
             await trio.sleep(1.0)
 
     async def _fetch_once(self, conclusion: Conclusion) -> bool:

@@ -15,7 +15,7 @@ from crypto.facts import Fact
 from crypto.identity import PeerId
 from node.checkpoints.weights import has_result
 from node.errors import Unreachable
-from node.events import RunAccepted, RunChanged, RunEnded, RunReleased
+from node.events import ResultDiffers, RunAccepted, RunChanged, RunEnded, RunReleased
 from node.local import column
 from node.local.context import Service
 from node.local.door import Door
@@ -25,13 +25,15 @@ from node.local.stages import local_plan, stage_count
 from node.placement.lease_checks import LeaseChecks
 from node.placement.leases import PlacementFailed
 from node.protocols import runs as wire
-from node.protocols.manifest import Run, check_run
+from node.protocols.manifest import Run, check_run, run_text
 from node.runs.archive import ArchiveShell
 from node.seams import Stream
 from node.services.driver import Driver
-from partition.run import ending as core
+from partition.run import conclusions as core
 from partition.run.admission import Admission, Joins
 from partition.run.asks import Declined, Done
+from partition.run.ending import Ending
+from partition.run.endings import Endings
 from partition.run.messages import REASON_LENGTH_MAX
 
 GREETINGS = 10
@@ -50,7 +52,7 @@ class LocalRuns:
         self._archive = archive
         seams = service.seams
         self._checks = LeaseChecks(service.signer.peer, seams.executor, seams.clock, lambda: service.machine)
-        self._endings = core.Endings()
+        self._endings = Endings()
         self._joins = Joins()
         self._driver = Driver(
             self._endings,
@@ -165,7 +167,7 @@ class LocalRuns:
     ) -> LocalMember:
         service, manifest = self._service, run.manifest
         assert manifest.local is not None, "a run in local mode"
-        ending = core.Ending(service.signer.peer, run.id, manifest.local, manifest.steps)
+        ending = Ending(service.signer.peer, run.id, manifest.local, manifest.steps, run.requester)
         admission = Admission(service.signer, run.id, run.requester, chain)
         now = service.seams.clock.monotonic()
         self._endings.open(now, ending, admission)
@@ -241,7 +243,7 @@ class LocalRuns:
 
     # The end
 
-    def _command(self, ending: core.Ending, order: Callable[[float], core.Sends]) -> None:
+    def _command(self, ending: Ending, order: Callable[[float], core.Sends]) -> None:
         self._driver.command(lambda now: self._endings.drained(ending, order(now)))
 
     def _show(self, admission: Admission, peers: Collection[PeerId]) -> None:
@@ -249,6 +251,9 @@ class LocalRuns:
         self._driver.command(lambda now: self._endings.admitted(admission, admission.show(now, peers)))
 
     def _on_event(self, event: core.Event) -> None:
+        if isinstance(event, core.Differs):
+            self._service.start_task(self._differs, event, of=None)
+            return
         member = self.members.get(event.run)
         if member is None or member.is_over:
             return
@@ -265,6 +270,12 @@ class LocalRuns:
                 member.admitted(event.peer)
             case core.Voided():
                 pass
+
+    async def _differs(self, event: core.Differs) -> None:
+        run, weights = run_text(event.run), event.other.weights
+        await self._archive.differ(run, event.peer, weights)
+        at = self._service.seams.clock.wall()
+        self._service.publish(ResultDiffers(at=at, run=run, peer=event.peer, weights=weights))
 
     async def end(
         self, member: LocalMember, outcome: str, detail: str, weights: str, *, for_all: bool = False

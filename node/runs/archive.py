@@ -11,13 +11,14 @@ from typing import Annotated
 
 import msgspec
 import trio
+from msgspec.structs import replace
 
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact
 from crypto.identity import PeerId
 from node.checkpoints.weights import digest_of
-from node.events import RunRemembered
+from node.events import RESULTS_SHOWN_MAX, RunRemembered
 from node.protocols.manifest import Run, run_text
 from node.protocols.notices import NUMBER_MAX
 from node.protocols.runs import End, Stop
@@ -40,7 +41,8 @@ Number = Annotated[int, msgspec.Meta(ge=0, le=NUMBER_MAX)]
 
 class EndedRun(msgspec.Struct, frozen=True, kw_only=True):
     """How a run ended. `weights` is the BLAKE3 hash (hex) of its result, `loss` that of the last step. `stop`
-    is its requester's word, where that ended it; `for_all`: it is over on every other member too."""
+    is its requester's word, where that ended it; `for_all`: it is over on every other member too. It ended
+    otherwise for `others` (`node.events.ResultDiffers`)."""
 
     run: Hash
     requester: Peer
@@ -56,6 +58,7 @@ class EndedRun(msgspec.Struct, frozen=True, kw_only=True):
     accuracy: float | None = None
     stop: Fact | None = None
     for_all: bool = False
+    others: Annotated[tuple[tuple[Peer, str], ...], msgspec.Meta(max_length=RESULTS_SHOWN_MAX)] = ()
 
     @property
     def text(self) -> str:
@@ -81,6 +84,8 @@ class Archive:
         self._records: dict[str, EndedRun] = {}
         self._results: set[str] = set()
         self._unsaved: set[str] = set()
+        self._others: dict[str, tuple[tuple[Peer, str], ...]] = {}
+        """What was said of runs whose end is not noted yet."""
 
     @property
     def records(self) -> tuple[EndedRun, ...]:
@@ -145,7 +150,7 @@ class Archive:
     def add(self, record: EndedRun, *, is_here: bool = False, keeps: bool = True) -> None:
         """Remember how a run ended, and that its result `is_here`, and forget the oldest where there are too
         many; where it `keeps` that, on the disk by `save`."""
-        self._records[record.text] = record
+        self._records[record.text] = replace(record, others=self._others.pop(record.text, record.others))
         if keeps:
             self._unsaved.add(record.text)
         if is_here:
@@ -155,6 +160,18 @@ class Archive:
             for old in kind[: max(0, len(kind) - limit)]:
                 del self._records[old.text]
                 self._unsaved.add(old.text)
+
+    def differ(self, run: str, peer: PeerId, weights: str) -> None:
+        """Remember that a run ended with another result for this member."""
+        record = self._records.get(run)
+        known = self._others.get(run, ()) if record is None else record.others
+        others = dict(known) | {peer: weights}
+        found = tuple(others.items())[:RESULTS_SHOWN_MAX]
+        if record is None:
+            self._others[run] = found
+        else:
+            self._records[run] = replace(record, others=found)
+            self._unsaved.add(run)
 
     def save(self) -> None:
         """Have what was added survive a restart. Raises OSError."""
@@ -202,6 +219,7 @@ class ArchiveShell:
                 weights=record.weights,
                 is_here=self.has_result(record.text),
                 ended_at=record.ended_milliseconds / 1000,
+                others=tuple((PeerId(peer), weights) for peer, weights in record.others),
             )
 
     def is_over(self, run: bytes) -> bool:
@@ -262,6 +280,11 @@ class ArchiveShell:
             keeps=keeps,
         )
 
+    async def differ(self, run: str, peer: PeerId, weights: str) -> None:
+        """See `Archive.differ`; where the end is not noted yet, it is kept with that."""
+        self._archive.differ(run, peer, weights)
+        await self._save()
+
     async def close(self, run: Run) -> None:
         """A run is over that this node was in when it was stopped: note what it had no time to note."""
         if self.has_result(run.text) and not self.result(run.id):
@@ -270,6 +293,9 @@ class ArchiveShell:
 
     async def _add(self, record: EndedRun, *, is_here: bool, keeps: bool) -> None:
         self._archive.add(record, is_here=is_here, keeps=keeps)
+        await self._save()
+
+    async def _save(self) -> None:
         async with self._saving:
             with suppress(OSError):
                 await self._seams.executor.run(self._archive.save)

@@ -3,47 +3,78 @@
 There is no plan to decide on. One member evaluates: of those that have a state, the one nearest to the hash
 of the run, so that its death makes the next one evaluate, as its silence does after a while. When the series
 has converged, or the steps are done, it keeps the model and proposes a conclusion, which names that model by
-its hash.
+its hash. Members that have a state have a vote (`partition.run.votes`); the others follow.
 
-1. Who hears of a conclusion from one that holds its result prefers it to a worse one (`_rank`), fetches that
-result, and says so to all.
-2. Once every member in sight says that it holds the same conclusion, it is settled here. A settled member
-never changes its mind, and a member that hears of a settled conclusion takes it.
-3. A conclusion whose author and holders are all gone before anybody else held the result is void, and so is
-one whose result nobody hands over; those who say that they hold it are not listened to any more.
-4. A failure is no conclusion for a member that can go on by itself (`can_go_on`).
-5. Nobody's word is taken for a result: before a member holds one, its shell evaluates it itself. An
-evaluation counts only from the member whose turn it is, and the series is continued here from its loss.
+1. A member prefers the conclusion that most voters hold, or a better one (`rank`) that hardly less do. It
+fetches the result and tries it (its shell does: nobody's word is taken for a result), then says to all that
+it holds the conclusion, or refuses it.
+2. A voter that has held a conclusion for `STABLE_SECONDS` commits to it, once and for good, when a quorum
+holds it, or after `PATIENCE_SECONDS` a majority of those that answer, unless more than may lie hold another.
+A conclusion that can find no majority any more is given up, by its author too.
+3. A run is settled for a member by commitments of as many. It waits for the others to hold the result too,
+for `PATIENCE_SECONDS`. A settled member never changes its mind, and tells those that were in the run.
+4. A conclusion that a quorum has committed to, that more members than may lie say is settled, or the
+requester, is taken without trying it, also where it was refused.
+5. A conclusion whose holders are all gone before anybody else has its result is void, and so is one whose
+result nobody hands over; whoever said it held that one introduces no conclusions any more. A failure is none
+for a member that can go on by itself (`can_go_on`).
 
-So members that see one another settle one conclusion. Two sides of a partition that lasts beyond the patience
-settle two; each keeps its own, and the difference is counted. Not here: what a model is, and fetching it.
+What follows. Members that see one another settle one result, whatever they refuse: two quorums share a member
+that commits once. No member chooses a result alone, but the requester where votes are even: it is its run.
+One that refuses everything or is silent costs `PATIENCE_SECONDS`. Where no majority is found for
+`STALEMATE_SECONDS` after the last step, or after a commitment, a member settles what it holds alone, so that
+every run ends. So there are two results where two members refuse each other's and neither is the requester;
+where a liar, which is one of three at least, tells each something else of results that the others would take;
+and on two sides of a partition, for nobody can tell the lost from the dead, and a side that waited for a
+majority would train for nothing where the others are dead. Then each side keeps its own, and all learn
+within `LINGER_SECONDS` of seeing each other that another one differs (`Differs`). A member that is restarted
+forgets what it had committed to. Not here: what a model is, and fetching it.
 """
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
 from math import inf, isfinite
-from typing import Annotated, Literal, assert_never
+from typing import assert_never
 
 import msgspec
 from blake3 import blake3
 
 from crypto.errors import RemoteProtocolError
-from crypto.identity import PEER_ID_BYTES, PeerId
-from partition.run import admission as admissions
-from partition.run.admission import Admission, Present, Vouch
+from crypto.identity import PeerId
+from partition.run.conclusions import (
+    Conclusion,
+    Differs,
+    Evaluated,
+    EvaluationHeard,
+    Event,
+    Preferred,
+    Refused,
+    Said,
+    Sends,
+    Settled,
+    Told,
+    Voided,
+    rank,
+)
 from partition.run.convergence import Progress, advance, has_converged
 from partition.run.local_settings import LocalSettings
-from partition.run.messages import REASON_LENGTH_MAX
-from partition.stage import METRICS_MAX
+from partition.run.votes import Electorate
 
-PROTOCOL = "/peerloom/local/1"
-MESSAGE_BYTES_MAX = 16_384
-"""A full chain of tickets takes some 7 KiB; all else fits a datagram."""
 SAY_SECONDS = 0.5
 """Between two tellings of a conclusion to members that have not answered with it."""
+SAY_OVER_SECONDS = 20.0
+"""Between two tellings of a conclusion that has been settled for `PATIENCE_SECONDS`."""
+STALE_SECONDS = 10.0
+"""What was not said again for so long does not stand for a conclusion any more."""
+STABLE_SECONDS = 3.0
+"""A member holds a conclusion for so long before it commits to it, so that it hears of a better one."""
 PATIENCE_SECONDS = 30.0
 """A member that holds a conclusion waits so long at most for the others to hold it too."""
+LOOK_SECONDS = 150.0
+"""A member that is fetching or trying a result is waited for so much longer."""
+STALEMATE_SECONDS = 300.0
+"""After so long without a majority, at the end of the steps, each settles what it holds. Longer than most
+turns take, so that every member had its own."""
 GRACE_SECONDS = 12.0
 """A member that fell out of sight is still waited for so long: on a busy machine the living look dead too."""
 TURN_SECONDS = 60.0
@@ -54,154 +85,120 @@ LINGER_SECONDS = 600.0
 TURN_SLACK_SECONDS = 10.0
 """What members may differ in since when an evaluation has been due."""
 REFUSED_MAX = 64
-"""Conclusions, and peers, that a member does not listen to any more."""
-RUNS_MAX = 64
-
-Hash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-Subject = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
-Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
-
-
-class Evaluated(msgspec.Struct, frozen=True, array_like=True, tag="evaluated"):
-    """The held-out loss of the sender's model at a step, and the series up to there."""
-
-    run: Hash
-    step: Count
-    samples: Count
-    loss: float
-    metrics: Annotated[tuple[float, ...], msgspec.Meta(max_length=METRICS_MAX)]
-    best: float
-    since: Count
+"""Conclusions that a member remembers as refused."""
+STRIKES_MAX = 8
+"""A member introduces so many results that are refused here, then it is heard on those of others alone."""
+LURES_MAX = 2
+"""A member makes another leave a result that it holds for one of its own so often at most."""
+KNOWN_MAX = 1_024
+"""Peers that were in the run, whose word on its end is heard."""
 
 
-class Conclusion(msgspec.Struct, frozen=True, array_like=True):
-    """The end of a run. `weights` is the BLAKE3 hash (hex) of the result, "" for a run that failed."""
+@dataclass
+class _Preferred:
+    """The conclusion that is preferred here, and what the others say of it. `refusing` are those that do not
+    take it."""
 
-    run: Hash
-    outcome: Literal["done", "failed"]
-    reason: Annotated[str, msgspec.Meta(max_length=REASON_LENGTH_MAX)]
-    step: Count
-    weights: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
-    author: Subject
-
-
-class Said(msgspec.Struct, frozen=True, array_like=True, tag="said"):
-    """The conclusion that the sender prefers; whether it holds its result, and is settled there."""
-
-    run: Hash
     conclusion: Conclusion
-    holds: bool
-    is_settled: bool
+    is_here: bool = False
+    held_at: float = inf
+    refusing: set[PeerId] = field(default_factory=set)
 
-
-Told = Evaluated | Said
-Message = Told | admissions.Message
-Sends = list[tuple[PeerId, Told]]
-AllSends = list[tuple[PeerId, Message]]
-
-
-@dataclass(frozen=True)
-class EvaluationHeard:
-    """Another member has evaluated."""
-
-    run: bytes
-    evaluated: Evaluated
-
-
-@dataclass(frozen=True)
-class Preferred:
-    """This conclusion is the best known. Its result is at the `holders`: fetch it, then call `hold`."""
-
-    run: bytes
-    conclusion: Conclusion
-
-
-@dataclass(frozen=True)
-class Voided:
-    """Nobody is left who holds the result of the conclusion that was preferred: the run goes on."""
-
-    run: bytes
-
-
-@dataclass(frozen=True)
-class Settled:
-    """The run is over by this conclusion."""
-
-    run: bytes
-    conclusion: Conclusion
-
-
-@dataclass(frozen=True)
-class Admitted:
-    """This peer is a member of the run."""
-
-    run: bytes
-    peer: PeerId
-
-
-Event = EvaluationHeard | Preferred | Voided | Settled | Admitted
-
-
-def _rank(conclusion: Conclusion) -> tuple[bool, int, bytes, str]:
-    """Lower is better: a result, of the most steps, then by author."""
-    return conclusion.outcome != "done", -conclusion.step, conclusion.author, conclusion.weights
+    @property
+    def patient_until(self) -> float:
+        return self.held_at + PATIENCE_SECONDS
 
 
 class Ending:
-    """One run, as one member sees it."""
+    """One run, as one member sees it.
 
-    def __init__(self, me: PeerId, run: bytes, settings: LocalSettings, steps: int = 2**53 - 1) -> None:
+    Long because whatever is heard may change what is preferred, committed to and settled.
+    """
+
+    def __init__(
+        self,
+        me: PeerId,
+        run: bytes,
+        settings: LocalSettings,
+        steps: int = 2**53 - 1,
+        requester: PeerId | None = None,
+    ) -> None:
         """`steps` are those of the run: nobody has made more."""
         self.run = run
         self.progress = Progress()
-        self.best: Conclusion | None = None
-        self.holds = False
         self.is_settled = False
-        self.differing = 0
-        """Other conclusions that were settled elsewhere."""
-        self.is_here = False
-        """Whether the result of the preferred conclusion has been fetched, though it is not held yet."""
+        self.is_decided = False
+        """Whether the preferred conclusion is to be taken without trying it."""
         self.can_go_on = False
         """Whether this member trains and its numbers are finite."""
         self.events: list[Event] = []
+        self.forget_at = inf
         self._me = me
         self._settings = settings
         self._steps = steps
+        self._requester = requester
         self._trainers: frozenset[PeerId] | None = None
         self._due_at = inf
+        self._ended_at = inf
+        self._passed = 0
+        """Own results that were given up at the end of the steps: others have their turn before the next."""
         self._peers: frozenset[PeerId] = frozenset()
         self._unseen: dict[PeerId, float] = {}
-        self._said: dict[PeerId, Said] = {}
-        self._refused: set[Conclusion] = set()
-        self._liars: set[PeerId] = set()
+        self._known: dict[PeerId, None] = {}
+        self._voters = frozenset({me})
+        self._preferred: _Preferred | None = None
+        self._committed: Conclusion | None = None
+        self._committed_at = inf
+        self._said: dict[PeerId, tuple[Said, float]] = {}
+        self._claims: dict[PeerId, Conclusion] = {}
+        """What members say is settled there, the first that each has said."""
+        self._refused: dict[Conclusion, None] = {}
+        self._strikes: dict[PeerId, int] = {}
         self._say_at = inf
-        self._settle_at = inf
-        self.forget_at = inf
+
+    @property
+    def best(self) -> Conclusion | None:
+        """The conclusion that is preferred here."""
+        return None if self._preferred is None else self._preferred.conclusion
+
+    @property
+    def holds(self) -> bool:
+        """Whether this member has the result of that conclusion, and takes it."""
+        return self._preferred is not None and self._preferred.held_at < inf
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the result of that conclusion has been fetched, though it is not held yet."""
+        return self._preferred is not None and self._preferred.is_here
 
     @property
     def deadline(self) -> float:
-        if self.best is None or self.is_settled:
+        if self._preferred is None or (self.is_settled and not self._untold):
             return inf
-        return min(self._say_at, self._settle_at)
+        return inf if self._say_at >= self.forget_at else self._say_at
 
     @property
     def has_converged(self) -> bool:
         """Whether the series has stopped improving by the manifest's rule."""
         return has_converged(self.progress, self._settings.patience)
 
+    # Turns
+
     def is_evaluator(self, others: Iterable[PeerId]) -> bool:
         """Return whether this member is the first to evaluate, `others` being those that have a state."""
-        return self.evaluates(others, 0.0)
+        return self._turn(self._me, others) == 0
 
-    def evaluates(self, others: Iterable[PeerId], waited_seconds: float) -> bool:
+    def evaluates(self, others: Collection[PeerId], waited_seconds: float) -> bool:
         """Return whether this member evaluates, what is due having been due for so long.
 
         The nearest to the hash of the run does at once, each of the others `TURN_SECONDS` after the one
-        before: a member that is there and does not evaluate delays the end, and cannot prevent it.
+        before: a member that is there and does not evaluate delays the end, and cannot prevent it. At the end
+        of the steps a member whose result was given up has its next turn after all others.
         """
-        return waited_seconds >= TURN_SECONDS * self._rank(self._me, others)
+        turn = self._turn(self._me, others) + self._passed * (len(others) + 1)
+        return waited_seconds >= TURN_SECONDS * turn
 
-    def _rank(self, peer: PeerId, others: Iterable[PeerId]) -> int:
+    def _turn(self, peer: PeerId, others: Iterable[PeerId]) -> int:
         own = blake3(self.run + peer).digest()
         return sum(blake3(self.run + other).digest() < own for other in others)
 
@@ -209,32 +206,54 @@ class Ending:
         """Return whether it may be another member's turn to evaluate."""
         if self._trainers is None:
             return True
-        rank = self._rank(sender, self._trainers)
-        return rank == 0 or now - self._due_at >= TURN_SECONDS * rank - TURN_SLACK_SECONDS
+        turn = self._turn(sender, self._trainers)
+        return turn == 0 or now - self._due_at >= TURN_SECONDS * turn - TURN_SLACK_SECONDS
+
+    # What the shell tells
 
     def set_due(self, now: float, waited_seconds: float) -> Sends:
         """An evaluation has been due here for so long; below 0: none is."""
         self._due_at = inf if waited_seconds < 0 else now - waited_seconds
         return []
 
+    def set_end(self, now: float, waited_seconds: float) -> Sends:
+        """The steps have been done for so long; below 0: they are not."""
+        self._ended_at = inf if waited_seconds < 0 else now - waited_seconds
+        if waited_seconds < 0:
+            self._passed = 0
+        return []
+
     def set_peers(
-        self, now: float, peers: Collection[PeerId], trainers: Collection[PeerId] | None = None
+        self,
+        now: float,
+        peers: Collection[PeerId],
+        trainers: Collection[PeerId] | None = None,
+        voters: Collection[PeerId] | None = None,
     ) -> Sends:
         """These take part, this member not counted; `trainers` are those that have a state, this member
-        too where it has one. None: whoever evaluates is believed that it is its turn."""
-        if trainers is not None:
-            self._trainers = frozenset(trainers)
+        too where it has one, and they vote. None: this member tries no result, and whoever evaluates is
+        believed that it is its turn; then the `voters` are given, or all vote."""
         found = frozenset(peers) - {self._me}
+        if trainers is not None:
+            self._trainers = voters = frozenset(trainers)
         self._unseen |= dict.fromkeys(self._peers - found, now)
         self._unseen = {
             peer: at for peer, at in self._unseen.items() if peer not in found and now - at < GRACE_SECONDS
         }
+        # Who has settled has left, and has its vote still; who fell out of sight keeps it for a while.
+        kept = self._voters.intersection({*self._unseen, *self._claims})
+        self._voters = kept | frozenset({*found, self._me} if voters is None else voters)
         self._peers = found
-        self._said = {
-            peer: said for peer, said in self._said.items() if peer in found or peer in self._unseen
-        }
+        self._known |= dict.fromkeys(found)
+        for peer in [peer for peer in self._known if peer not in found][
+            : max(0, len(self._known) - KNOWN_MAX)
+        ]:
+            del self._known[peer]
+            self._said.pop(peer, None)
+            self._claims.pop(peer, None)
+            self._strikes.pop(peer, None)
         self._void()
-        return self._settle(now)
+        return self._advance(now)
 
     def evaluate(self, step: int, samples: int, loss: float, metrics: tuple[float, ...]) -> Sends:
         """Add this member's own evaluation to the series, and tell all."""
@@ -244,36 +263,45 @@ class Ending:
 
     def propose(self, now: float, conclusion: Conclusion) -> Sends:
         """As the evaluator, which holds the result."""
-        if self.best is not None:
+        if self._preferred is not None:
             return []
-        self.best, self.holds = conclusion, True
-        self._say_at, self._settle_at = now, now + PATIENCE_SECONDS
+        if now >= self._alone_from:
+            self._refused.pop(conclusion, None)
+        if conclusion in self._refused:
+            self._passed += self._ended_at < inf
+            return []
+        self._preferred = _Preferred(conclusion, is_here=True, held_at=now)
+        self._say_at = now
         return self.wake(now)
 
     def hold(self, now: float, conclusion: Conclusion) -> Sends:
         """The result of a preferred conclusion is here now, or needs none, or cannot be had at all."""
-        if conclusion != self.best or self.holds:
+        if self._preferred is None or conclusion != self.best or self.holds:
             return []
-        self.holds = True
-        self._say_at, self._settle_at = now, now + PATIENCE_SECONDS
+        self._preferred.held_at = self._say_at = now
         return self.wake(now)
 
     def fetched(self, conclusion: Conclusion) -> Sends:
         """The result of a preferred conclusion is here, and will be looked at."""
-        self.is_here = self.is_here or conclusion == self.best
+        if self._preferred is not None and conclusion == self.best:
+            self._preferred.is_here = True
         return []
 
-    def give_up(self, conclusion: Conclusion) -> Sends:
-        """Nobody hands the result of a preferred conclusion over, or it is none: go on without it."""
-        if conclusion == self.best and not self.holds:
-            if len(self._refused) < REFUSED_MAX:
-                self._refused.add(conclusion)
-                said = (
-                    peer for peer, said in self._said.items() if said.holds and said.conclusion == conclusion
-                )
-                self._liars.update(islice(said, REFUSED_MAX - len(self._liars)))
-            self._drop()
-        return []
+    def give_up(self, now: float, conclusion: Conclusion, *, is_missing: bool = False) -> Sends:
+        """The result of a preferred conclusion is none, or nobody hands it over (`is_missing`): go on without
+        it. One that is decided on ends the run here too, without its result."""
+        if conclusion != self.best or self.holds or self.is_settled:
+            return []
+        if self.is_decided:
+            return self._settle(now) if is_missing else []
+        holders = [peer for peer, (said, _) in self._said.items() if _holds(said, conclusion)]
+        author = PeerId(conclusion.author)
+        for peer in holders if is_missing or author not in holders else [author]:
+            strikes = STRIKES_MAX if is_missing else 1
+            self._strikes[peer] = self._strikes.get(peer, 0) + strikes
+        return self._refuse(now)
+
+    # What others say
 
     def receive(self, now: float, sender: PeerId, message: Told) -> Sends:
         """Take one message. Raises RemoteProtocolError for numbers that are none."""
@@ -282,17 +310,22 @@ class Ending:
                 return self._take_evaluation(now, sender, message)
             case Said():
                 return self._take_conclusion(now, sender, message)
+            case Refused():
+                return self._take_refusal(now, sender, message.conclusion)
             case _:
                 assert_never(message)
 
     def wake(self, now: float) -> Sends:
-        """Say what is to be said again, and settle when the patience is over."""
-        sends: Sends = []
-        if self.best is not None and not self.is_settled and now >= self._say_at:
-            self._say_at = now + SAY_SECONDS
-            own = self._own()
-            sends = [(peer, own) for peer in self._awaited(now)]
-        return sends + self._settle(now)
+        """Say what is to be said again, and go on where time has passed."""
+        if self._preferred is None or now < self._say_at:
+            return self._advance(now)
+        own = self.said
+        if self.is_settled:
+            is_new = now < self.forget_at - LINGER_SECONDS + PATIENCE_SECONDS
+            self._say_at = now + (SAY_SECONDS if is_new else SAY_OVER_SECONDS)
+            return [(peer, own) for peer in self._untold]
+        self._say_at = now + SAY_SECONDS
+        return [(peer, own) for peer in self._awaited(now)] + self._advance(now)
 
     def _take_evaluation(self, now: float, sender: PeerId, message: Evaluated) -> Sends:
         if not all(isfinite(number) for number in (message.loss, message.best, *message.metrics)):
@@ -300,7 +333,7 @@ class Ending:
         if message.step > self._steps:
             raise RemoteProtocolError("an evaluation of a step that the run does not have")
         if self.is_settled:
-            return [(sender, self._own())]
+            return [(sender, self.said)]
         if sender not in self._peers or message.step < self.progress.step or not self._is_turn(now, sender):
             return []
         if self.progress.step < 0:  # whoever came late goes on with the series as it is told
@@ -311,153 +344,277 @@ class Ending:
         return []
 
     def _take_conclusion(self, now: float, sender: PeerId, message: Said) -> Sends:
-        if message.conclusion.run != self.run or (message.conclusion.outcome == "done") != bool(
-            message.conclusion.weights
-        ):
+        new = message.conclusion
+        if new.run != self.run or (new.outcome == "done") != bool(new.weights):
             raise RemoteProtocolError("a conclusion of another run, or without its result")
-        if message.conclusion.step > self._steps:
+        if new.step > self._steps:
             raise RemoteProtocolError("a conclusion at a step that the run does not have")
+        if sender not in self._known:  # who takes no part here, or is not known to yet, says it again
+            return [(sender, self.said)] if self.is_settled and not message.is_settled else []
+        if message.is_settled and not message.holds:
+            message = msgspec.structs.replace(message, is_settled=False)
+        if message.is_settled and self._claims.get(sender, new) != new:
+            return []  # it changes its mind
         if self.is_settled:
-            if message.conclusion != self.best:
-                self.differing += message.is_settled
-            return [] if message.is_settled else [(sender, self._own())]
-        if sender not in self._peers and sender not in self._unseen:
-            return []  # who takes no part here, or is not known to yet, says it again
-        if sender in self._liars or message.conclusion in self._refused:
+            return self._hear_of_another(sender, message)
+        if new.outcome == "failed" and self.can_go_on:
             return []
-        if message.conclusion.outcome == "failed" and self.can_go_on:
+        if message.is_settled:
+            self._claims[sender] = new
+        self._said[sender] = (message, now)
+        if self._preferred is not None and new != self.best:
+            self._preferred.refusing.discard(sender)  # it says of each of two what it thinks
+        self._decide(now)
+        self._choose(now)
+        is_refused = new in self._refused and new != self.best and not message.is_settled
+        return [(sender, Refused(self.run, new))] * is_refused + self._advance(now)
+
+    def _take_refusal(self, now: float, sender: PeerId, conclusion: Conclusion) -> Sends:
+        if sender not in self._known or self.is_settled:
             return []
-        self._said[sender] = message
-        best, new = self.best, message.conclusion
-        is_better = best is None or (new != best and (message.is_settled or _rank(new) < _rank(best)))
-        sends: Sends = []
-        if is_better and not message.holds:
-            pass  # whoever holds it says so: only those who do answer for it
-        elif is_better:
-            self.best, self.holds, self.is_here = new, False, False
-            self._say_at, self._settle_at = now + SAY_SECONDS, inf
-            self.events.append(Preferred(self.run, new))
-        elif new != best:
-            sends = [(sender, self._own())]
-        return sends + self._settle(now)
+        if sender in self._said and self._said[sender][0].conclusion == conclusion:
+            del self._said[sender]
+        if self._preferred is not None and conclusion == self.best:
+            self._preferred.refusing.add(sender)
+        return self._advance(now)
+
+    def _hear_of_another(self, sender: PeerId, message: Said) -> Sends:
+        """The run is over here: answer, and notice where it is by another conclusion."""
+        if not message.is_settled:
+            return [(sender, self.said)]
+        if sender not in self._claims:
+            self._claims[sender] = message.conclusion
+            self._compare(sender)
+        return []
+
+    def _compare(self, peer: PeerId) -> None:
+        other, best = self._claims[peer], self.best
+        if best is not None and (other.outcome, other.weights) != (best.outcome, best.weights):
+            self.events.append(Differs(self.run, best, other, peer))
+
+    # What is preferred
+
+    def _choose(self, now: float) -> None:
+        """Prefer the conclusion that most voters hold, or a better one that hardly less do."""
+        if self.is_decided or self._committed is not None:
+            return
+        supported: dict[Conclusion, set[PeerId]] = {}
+        for peer, (said, at) in self._said.items():
+            if said.holds and (said.is_settled or now - at < STALE_SECONDS):
+                supported.setdefault(said.conclusion, set()).add(peer)
+        candidates = {
+            conclusion: holders
+            for conclusion, holders in supported.items()
+            if conclusion not in self._refused
+            and (conclusion == self.best or any(self._strikes.get(p, 0) < STRIKES_MAX for p in holders))
+        }
+        if self.best is not None:
+            candidates.setdefault(self.best, set()).update({self._me} if self.holds else ())
+        # A liar tells each something else: what depends on so few as may lie is left to the rank.
+        votes = {conclusion: len(holders & self._voters) for conclusion, holders in candidates.items()}
+        enough = max(votes.values(), default=0) - self._electorate.liars_max
+        chosen = min((each for each in candidates if votes[each] >= enough), key=rank, default=None)
+        if chosen is None or chosen == self.best:
+            return
+        if self.holds and len(candidates[chosen]) == 1:  # one member must not have the others change for ever
+            (peer,) = candidates[chosen]
+            self._strikes[peer] = self._strikes.get(peer, 0) + STRIKES_MAX // LURES_MAX
+        self._prefer(now, chosen)
+
+    def _prefer(self, now: float, conclusion: Conclusion) -> None:
+        self._preferred = _Preferred(conclusion)
+        self._say_at = now + SAY_SECONDS
+        self.events.append(Preferred(self.run, conclusion))
 
     @property
     def holders(self) -> tuple[PeerId, ...]:
-        """The members that have the result of the preferred conclusion, in sight or just fallen out of it."""
+        """The members that have the result of the preferred conclusion, in sight or just fallen out of it, or
+        gone with a run that is over for them."""
         if self.best is None:
             return ()
-        said = (peer for peer, said in self._said.items() if said.holds and said.conclusion == self.best)
+        said = (peer for peer, (said, _) in self._said.items() if _holds(said, self.best))
         found = dict.fromkeys((PeerId(self.best.author), *said))
-        return tuple(peer for peer in found if peer in self._peers or peer in self._unseen)
+        return tuple(
+            peer for peer in found if peer in self._peers or peer in self._unseen or peer in self._claims
+        )
 
     def _void(self) -> None:
         """Give a conclusion up whose result went with its author."""
         if self.best is None or self.holds or self.is_here or self.is_settled or self.holders:
             return
-        self._drop()
+        if not self.is_decided:
+            self._drop()
 
     def _drop(self) -> None:
-        self.best, self.is_here = None, False
-        self._say_at = self._settle_at = inf
-        self._said.clear()
+        self._preferred = None
+        self._say_at = inf
         self.events.append(Voided(self.run))
+
+    def _refuse(self, now: float) -> Sends:
+        """Go on without the preferred conclusion, for good."""
+        assert self.best is not None, "there is a conclusion"
+        refused = Refused(self.run, self.best)
+        self._refused[self.best] = None
+        for old in list(self._refused)[:-REFUSED_MAX]:
+            del self._refused[old]
+        if self.best.author == self._me:
+            self._passed += self._ended_at < inf
+        self._drop()
+        return [(peer, refused) for peer in self._awaited(now)]
+
+    # Votes
+
+    def _advance(self, now: float) -> Sends:
+        """Commit, settle, or give up, where what was said and the time that has passed call for it."""
+        gone = {peer for peer, at in self._unseen.items() if now - at >= GRACE_SECONDS}
+        self._voters -= gone.difference(self._claims)
+        self._decide(now)
+        preferred = self._preferred
+        if preferred is None or self.is_settled:
+            return []
+        if self.is_decided:
+            return self._settle(now) if self.holds else []
+        if self._is_hopeless(now):
+            return self._refuse(now)
+        if not self.holds:
+            return []
+        if self._committed is None and self._me in self._voters and self._may_commit(now):
+            self._committed, self._committed_at = preferred.conclusion, now
+            if not self._may_settle(now):
+                own = self.said
+                return [(peer, own) for peer in self._awaited(now)]
+        return self._settle(now) if self._may_settle(now) else []
+
+    def _decide(self, now: float) -> None:
+        """Take a conclusion that others have settled, or a quorum has committed to, whatever was thought of
+        it here."""
+        if self.is_settled or self.is_decided:
+            return
+        backers: dict[Conclusion, set[PeerId]] = {}
+        for peer, conclusion in self._claims.items():
+            backers.setdefault(conclusion, set()).add(peer)
+        said = dict.fromkeys(said.conclusion for said, _ in self._said.values())
+        decided = next((each for each in said if self._is_decision(each, backers.get(each, set()))), None)
+        if decided is None and self._me not in self._voters and self._voters <= self._claims.keys():
+            # A follower takes what most settled on, where they could not agree.
+            decided = min(backers, key=lambda each: (-len(backers[each]), rank(each)), default=None)
+        if decided is None:
+            return
+        self.is_decided = True
+        if self._preferred is None or decided != self.best:
+            self._prefer(now, decided)
+        elif self.is_here and not self.holds:
+            self._preferred.held_at = now
+
+    def _is_decision(self, conclusion: Conclusion, settled: set[PeerId]) -> bool:
+        """Return whether a conclusion that is `settled` for these is one for all."""
+        electorate = self._electorate
+        if len(settled) > electorate.liars_max or self._requester in settled:
+            return True
+        return electorate.is_quorum(self._backing(conclusion, _commits))
+
+    @property
+    def _electorate(self) -> Electorate:
+        return Electorate(self._voters, self._requester)
+
+    def _backing(self, conclusion: Conclusion, backs: Callable[[Said, Conclusion], bool]) -> set[PeerId]:
+        """The others that back a conclusion by what they have said last."""
+        return {peer for peer, (said, _) in self._said.items() if backs(said, conclusion)}
+
+    def _may_commit(self, now: float) -> bool:
+        preferred = self._preferred
+        assert preferred is not None
+        holding = self._backing(preferred.conclusion, _holds) | {self._me}
+        if self._voters == {self._me} or self._is_stalemate(now):
+            return True
+        return now - preferred.held_at >= STABLE_SECONDS and self._carries(now, holding)
+
+    def _may_settle(self, now: float) -> bool:
+        preferred = self._preferred
+        assert preferred is not None
+        if self._is_stalemate(now):
+            return True
+        said = [self._said.get(peer) for peer in self._awaited(now)]
+        agree = all(each is not None and _holds(each[0], preferred.conclusion) for each in said)
+        if not agree and now < preferred.patient_until:
+            return False
+        own = {self._me} if self._committed == preferred.conclusion else set()
+        backing = self._backing(preferred.conclusion, _commits) | own
+        return not self._voters or self._carries(now, backing)
+
+    def _carries(self, now: float, backing: set[PeerId]) -> bool:
+        """Return whether these are enough: a quorum, or after a while a majority of those that answer, with
+        no more against them than may lie."""
+        preferred, electorate = self._preferred, self._electorate
+        assert preferred is not None
+        if electorate.is_quorum(backing):
+            return True
+        if now < preferred.patient_until:
+            return False
+        best = preferred.conclusion
+        against = {peer for peer, (said, _) in self._said.items() if said.holds and said.conclusion != best}
+        if len(against & self._voters - backing) > electorate.liars_max:
+            return False
+        asked = backing | against | preferred.refusing
+        if now < preferred.patient_until + LOOK_SECONDS:
+            asked |= self._said.keys()  # those that are looking at a result too
+        return electorate.is_majority(backing, asked)
+
+    def _is_hopeless(self, now: float) -> bool:
+        """Return whether the preferred conclusion finds no majority any more, or has not for too long."""
+        preferred = self._preferred
+        if preferred is None or self._committed is not None or (self.holds and now >= self._alone_from):
+            return False
+        if not self._electorate.is_majority(self._voters - preferred.refusing, self._voters):
+            return bool(self._voters)
+        is_voter = self._me in self._voters
+        return is_voter and now >= preferred.patient_until + LOOK_SECONDS and not self._may_commit(now)
+
+    @property
+    def _alone_from(self) -> float:
+        """From when on a member settles what it holds alone, once it has had patience."""
+        if self._me in self._voters:
+            return min(self._ended_at, self._committed_at) + STALEMATE_SECONDS
+        return (inf if self._preferred is None else self._preferred.held_at) + STALEMATE_SECONDS
+
+    def _is_stalemate(self, now: float) -> bool:
+        """Return whether a member may settle what it holds alone."""
+        preferred = self._preferred
+        return preferred is not None and now >= max(self._alone_from, preferred.patient_until)
 
     def _settle(self, now: float) -> Sends:
         best = self.best
-        if best is None or self.is_settled or not self.holds:
-            return []
-        said = [self._said.get(peer) for peer in self._awaited(now)]
-        agree = all(each is not None and each.conclusion == best and each.holds for each in said)
-        if not agree and now < self._settle_at:
-            return []
+        assert best is not None, "there is a conclusion"
         self.is_settled = True
-        self._say_at = self._settle_at = inf
+        self._committed = best
+        self._say_at = now + SAY_SECONDS
         self.forget_at = now + LINGER_SECONDS
         self.events.append(Settled(self.run, best))
-        own = self._own()
-        return [(peer, own) for peer in self._awaited(now)]
+        for peer in self._claims:
+            self._compare(peer)
+        own = self.said
+        return [(peer, own) for peer in self._untold]
 
     def _awaited(self, now: float) -> list[PeerId]:
         """The members whose word counts: those in sight, and those that just fell out of it."""
         unseen = (peer for peer, at in self._unseen.items() if now - at < GRACE_SECONDS)
-        return sorted({*self._peers, *unseen} - self._liars)
+        return sorted({*self._peers, *unseen})
+
+    @property
+    def _untold(self) -> list[PeerId]:
+        """Those that were in the run and have not said that it is over by this conclusion."""
+        return [peer for peer in self._known if self._claims.get(peer) != self.best]
 
     @property
     def said(self) -> Said:
         """What this member says of the end; there is a conclusion."""
-        return self._own()
-
-    def _own(self) -> Said:
         assert self.best is not None, "there is a conclusion"
-        return Said(self.run, self.best, self.holds, self.is_settled)
+        return Said(self.run, self.best, self.holds, self.is_settled, self._committed == self.best)
 
 
-def _forgotten_at(ending: Ending) -> float:
-    return ending.forget_at
+def _holds(said: Said, conclusion: Conclusion) -> bool:
+    return said.holds and said.conclusion == conclusion
 
 
-class Endings:
-    """All runs in local mode of one node, behind one protocol; those that are over too, for a while.
-
-    What is said of an end goes to its `Ending`, tickets to its `Admission`.
-    """
-
-    def __init__(self) -> None:
-        self._endings: dict[bytes, Ending] = {}
-        self._admissions: dict[bytes, Admission] = {}
-        self.events: list[Event] = []
-
-    @property
-    def deadline(self) -> float:
-        return min((ending.deadline for ending in self._endings.values()), default=inf)
-
-    def open(self, now: float, ending: Ending, admission: Admission | None = None) -> None:
-        """Take part. Of runs that are over, those that ended first make room. Raises ValueError: in too many
-        runs that are not."""
-        over = sorted((other for other in self._endings.values() if other.is_settled), key=_forgotten_at)
-        for other in over:
-            if other.forget_at <= now or len(self._endings) >= RUNS_MAX:
-                self.close(other.run)
-        if len(self._endings) >= RUNS_MAX:
-            raise ValueError(f"a node remembers {RUNS_MAX} runs in local mode at most")
-        self._endings[ending.run] = ending
-        if admission is not None:
-            self._admissions[ending.run] = admission
-
-    def close(self, run: bytes) -> None:
-        """Forget a run: this node takes no part any more."""
-        self._endings.pop(run, None)
-        self._admissions.pop(run, None)
-
-    def receive(self, now: float, sender: PeerId, message: Message) -> AllSends:
-        """Take one message; one of a run that is not known here is passed over."""
-        ending, admission = self._endings.get(message.run), self._admissions.get(message.run)
-        if ending is None:
-            return []
-        if isinstance(message, Present | Vouch):
-            if admission is None:
-                return []
-            sends = self.admitted(admission, admission.receive(sender, message))
-            # A member that comes back to a run that is over hears of it.
-            return sends + ([(sender, ending.said)] if sends and ending.is_settled else [])
-        return self.drained(ending, ending.receive(now, sender, message))
-
-    def admitted(self, admission: Admission, sends: admissions.Sends) -> AllSends:
-        """Return `sends`, with who was found to be a member put among the events."""
-        self.events += [Admitted(admission.run, peer) for peer in admission.events]
-        admission.events.clear()
-        return [*sends]
-
-    def wake(self, now: float) -> AllSends:
-        """Wake those that are due."""
-        sends: AllSends = []
-        for ending in self._endings.values():
-            if ending.deadline <= now:
-                sends += self.drained(ending, ending.wake(now))
-        return sends
-
-    def drained(self, ending: Ending, sends: Sends) -> AllSends:
-        """Return `sends`, with what a call to one ending taught put among the events."""
-        self.events += ending.events
-        ending.events.clear()
-        return [*sends]
+def _commits(said: Said, conclusion: Conclusion) -> bool:
+    return (said.commits or said.is_settled) and _holds(said, conclusion)

@@ -39,7 +39,7 @@ from partition.plan.history import FIRST_PLAN_PURPOSE, SEGMENT_PURPOSE, Segment
 from partition.plan.observed import Observed
 from partition.plan.plan import Plan
 from partition.plan.rates import Calibration
-from partition.run import ending
+from partition.run import conclusions
 from partition.run.admission import TICKET_PURPOSE, Ticket
 from partition.run.receipts import MEASURED_PURPOSE, ReceiptBody
 from partition.steps.frames import FRAME_PURPOSE, FrameHeader
@@ -75,7 +75,7 @@ PROTOCOLS = (
     Protocol(replication.COPIES_PROTOCOL, replication.Request, replication.Reply),
     Protocol(roster.PROTOCOL, None, datagrams=roster.Message),
     Protocol(matchmaking.PROTOCOL, None, datagrams=matchmaking.Message),
-    Protocol(ending.PROTOCOL, None, datagrams=ending.Message),
+    Protocol(conclusions.PROTOCOL, None, datagrams=conclusions.Message),
     Protocol(averaging.PROTOCOL, averaging.Message, payloads=True, limits=averaging_service.STREAMS),
     Protocol(column.PROTOCOL, column.Question, column.Answer, payloads=True, limits=column.STREAMS),
     Protocol(transfer.PROTOCOL, transfer.Question, transfer.Answer, limits=transfer.STREAMS),
@@ -116,7 +116,7 @@ FACTS: Mapping[str, tuple[type, ...]] = {
     dht.messages.PROTOCOL: (dht.records.RecordBody,),
     runs.RUNS_PROTOCOL: (manifest.Manifest, runs.LeaseBody, Plan, Segment, StopBody, RevisionBody, Ticket),
     receipts.RECEIPTS_PROTOCOL: (ReceiptBody,),
-    ending.PROTOCOL: (Ticket,),
+    conclusions.PROTOCOL: (Ticket,),
     column.PROTOCOL: (Ticket,),
     runs.PIPELINE_PROTOCOL: (FrameHeader, RevisionBody),
     averaging.PROTOCOL: (averaging.CommitmentBody, averaging.HaveBody, averaging.SealBody),

@@ -8,6 +8,7 @@ import pytest
 import trio
 from blake3 import blake3
 
+from crypto.identity import PeerId
 from node.checkpoints.weights import weights_name
 from node.commands import Commands
 from node.events import RunAccepted, RunEnded
@@ -204,3 +205,16 @@ def test_the_records_of_strangers_runs_do_not_drive_out_those_of_our_own() -> No
         assert not known.is_over(oldest.run)
         assert len(known.records) == 1 + OTHERS_MAX
     assert OTHERS_MAX < OWN_MAX
+
+
+def test_other_results_of_a_run_are_remembered_whenever_they_are_told() -> None:
+    storage, me = MemoryStorage(), bytes(32)
+    archive, ended = Archive(storage, me), record(1, me)
+    early, late = PeerId(bytes([2]) * 32), PeerId(bytes([3]) * 32)
+    archive.differ(ended.text, early, "ab" * 32)
+    archive.add(ended)
+    archive.differ(ended.text, late, "cd" * 32)
+    archive.save()
+    again = Archive(storage, me)
+    again.load()
+    assert again.records[0].others == ((early, "ab" * 32), (late, "cd" * 32))

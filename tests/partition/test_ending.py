@@ -11,22 +11,10 @@ from hypothesis import strategies as st
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
+from partition.run.conclusions import Conclusion, Evaluated, Preferred, Said, Sends, Settled, Told, Voided
 from partition.run.convergence import Progress, advance, has_converged
-from partition.run.ending import (
-    GRACE_SECONDS,
-    PATIENCE_SECONDS,
-    RUNS_MAX,
-    TURN_SECONDS,
-    Conclusion,
-    Ending,
-    Endings,
-    Evaluated,
-    Preferred,
-    Said,
-    Sends,
-    Settled,
-    Voided,
-)
+from partition.run.ending import GRACE_SECONDS, PATIENCE_SECONDS, TURN_SECONDS, Ending
+from partition.run.endings import RUNS_MAX, Endings
 from partition.run.local_settings import LocalSettings
 
 RUN = bytes(32)
@@ -38,7 +26,7 @@ def peer(number: int) -> PeerId:
 
 
 def conclusion(author: int, step: int = 10) -> Conclusion:
-    return Conclusion(RUN, "done", "", step, f"{author:064x}", peer(author))
+    return Conclusion(RUN, "done", "", step, f"{author:032x}{step:032x}", peer(author))
 
 
 @dataclass
@@ -50,7 +38,7 @@ class World:
     loss: float = 0.0
     now: float = 0.0
     members: dict[PeerId, Ending] = field(default_factory=dict)
-    moving: list[tuple[PeerId, PeerId, Evaluated | Said]] = field(default_factory=list)
+    moving: list[tuple[PeerId, PeerId, Told]] = field(default_factory=list)
     fetches: list[tuple[PeerId, Conclusion]] = field(default_factory=list)
     settled: dict[PeerId, Conclusion] = field(default_factory=dict)
 
@@ -276,7 +264,7 @@ def test_a_result_that_nobody_hands_over_holds_no_run() -> None:
     assert member.events == []
     member.receive(0.0, liar, Said(RUN, lie, holds=True, is_settled=True))
     assert member.events == [Preferred(RUN, lie)]
-    member.give_up(lie)
+    member.give_up(0.5, lie, is_missing=True)
     member.receive(1.0, liar, Said(RUN, other, holds=True, is_settled=False))
     member.receive(1.0, honest, Said(RUN, lie, holds=False, is_settled=False))
     assert member.events[1:] == [Voided(RUN)]
@@ -314,7 +302,7 @@ def test_an_evaluation_counts_only_from_the_member_whose_turn_it_is() -> None:
     member = Ending(own, RUN, LocalSettings(patience=2))
     order = sorted(peers, key=lambda each: blake3(RUN + each).digest())
     order.remove(own)
-    ranks = {each: member._rank(each, peers) for each in order}
+    ranks = {each: member._turn(each, peers) for each in order}
     first = next((each for each in order if ranks[each] == 0), None)
     last = order[-1]
     member.set_peers(0.0, peers[1:], trainers=peers)
@@ -356,5 +344,5 @@ def test_a_result_that_is_fetched_outlives_its_author_until_it_is_looked_at() ->
     for now in (0.0, GRACE_SECONDS + 1):
         member.set_peers(now, [])
     assert member.best == conclusion(2)
-    member.give_up(conclusion(2))
+    member.give_up(GRACE_SECONDS + 1, conclusion(2))
     assert member.best is None

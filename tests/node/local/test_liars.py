@@ -16,9 +16,10 @@ from node.errors import Unreachable
 from node.events import AveragingEnded, AveragingJoined, Event, RunEnded, StepCommitted
 from node.protocols.calls import ask
 from node.protocols.runs import Join
-from partition.run import ending as core
+from partition.run import conclusions as core
 from partition.run.admission import Present, make_ticket
-from partition.run.ending import Conclusion, Evaluated, Said
+from partition.run.conclusions import Conclusion, Evaluated, Said, Sends, Told
+from partition.run.ending import Ending
 from partition.run.local_settings import LocalSettings
 from sim.worlds.scheduling import run_virtually
 from tests import stack
@@ -176,6 +177,32 @@ async def lie_with(
         return found, group.events, told[0]
 
 
+class _Liar(Ending):
+    """Whatever it hears, it says that the run is settled by its own lie."""
+
+    def __init__(self, me: PeerId, run: bytes, settings: LocalSettings, lie: Said) -> None:
+        super().__init__(me, run, settings)
+        self.lie = lie
+
+    @property
+    def said(self) -> Said:
+        return self.lie
+
+    @property
+    def best(self) -> Conclusion:
+        return self.lie.conclusion
+
+    @property
+    def holds(self) -> bool:
+        return True
+
+    def receive(self, now: float, sender: PeerId, message: Told) -> Sends:
+        return [(sender, self.lie)]
+
+    def wake(self, now: float) -> Sends:
+        return []
+
+
 def test_a_member_that_claims_a_settled_end_with_junk_ends_nothing() -> None:
     async def play() -> None:
         lied: list[str] = []
@@ -194,9 +221,10 @@ def test_a_member_that_claims_a_settled_end_with_junk_ends_nothing() -> None:
             storage.write(weights_name(run.text), bytes(junk))
             lied.append(blake3(bytes(junk)).hexdigest())
             said = Conclusion(run.id, "done", "", STEPS, lied[0], node.peer)
-            member.ending.best, member.ending.holds, member.ending.is_settled = said, True, True
+            liar = member.ending = _Liar(node.peer, run.id, QUICK, Said(run.id, said, True, True, True))
+            node.runs.local._endings.open(0.0, liar, member.admission)
             for peer in member.crew.others:
-                node.network.send(peer, core.PROTOCOL, encode(Said(run.id, said, True, True)))
+                node.network.send(peer, core.PROTOCOL, encode(liar.said))
 
         found, events, _ = await lie_with("junk", QUICK, tell)
         assert {event.outcome for event in found} == {"done"}

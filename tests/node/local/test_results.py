@@ -17,7 +17,8 @@ from node.local.door import Door
 from node.local.member import LocalMember
 from node.protocols.manifest import make_run
 from partition.run.admission import Admission
-from partition.run.ending import Conclusion, Ending, Said, Sends
+from partition.run.conclusions import Conclusion, Said, Sends
+from partition.run.ending import Ending
 from partition.run.local_settings import LocalSettings
 from sim.seams import SimClock
 from sim.storage import MemoryStorage

@@ -1,0 +1,126 @@
+"""What members of a run in local mode say of its end, and what their cores report of that.
+
+How they agree is for `partition.run.ending`.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import msgspec
+
+from crypto.identity import PEER_ID_BYTES, PeerId
+from partition.run import admission as admissions
+from partition.run.messages import REASON_LENGTH_MAX
+from partition.stage import METRICS_MAX
+
+PROTOCOL = "/peerloom/local/1"
+MESSAGE_BYTES_MAX = 16_384
+"""A full chain of tickets takes some 7 KiB; all else fits a datagram."""
+Hash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Subject = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+
+
+class Evaluated(msgspec.Struct, frozen=True, array_like=True, tag="evaluated"):
+    """The held-out loss of the sender's model at a step, and the series up to there."""
+
+    run: Hash
+    step: Count
+    samples: Count
+    loss: float
+    metrics: Annotated[tuple[float, ...], msgspec.Meta(max_length=METRICS_MAX)]
+    best: float
+    since: Count
+
+
+class Conclusion(msgspec.Struct, frozen=True, array_like=True):
+    """The end of a run. `weights` is the BLAKE3 hash (hex) of the result, "" for a run that failed."""
+
+    run: Hash
+    outcome: Literal["done", "failed"]
+    reason: Annotated[str, msgspec.Meta(max_length=REASON_LENGTH_MAX)]
+    step: Count
+    weights: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
+    author: Subject
+
+
+class Said(msgspec.Struct, frozen=True, array_like=True, tag="said"):
+    """The conclusion that the sender prefers; whether it holds its result, is settled there, and whether the
+    sender commits to it, which it does to one alone."""
+
+    run: Hash
+    conclusion: Conclusion
+    holds: bool
+    is_settled: bool
+    commits: bool = False
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
+    """The sender does not take this conclusion: its result is none, or nobody hands it over, or too few take
+    it."""
+
+    run: Hash
+    conclusion: Conclusion
+
+
+Told = Evaluated | Said | Refused
+Message = Told | admissions.Message
+Sends = list[tuple[PeerId, Told]]
+AllSends = list[tuple[PeerId, Message]]
+
+
+@dataclass(frozen=True)
+class EvaluationHeard:
+    """Another member has evaluated."""
+
+    run: bytes
+    evaluated: Evaluated
+
+
+@dataclass(frozen=True)
+class Preferred:
+    """This conclusion is the best known. Its result is at the `holders`: fetch it, then call `hold`."""
+
+    run: bytes
+    conclusion: Conclusion
+
+
+@dataclass(frozen=True)
+class Voided:
+    """Nobody is left who holds the result of the conclusion that was preferred: the run goes on."""
+
+    run: bytes
+
+
+@dataclass(frozen=True)
+class Settled:
+    """The run is over by this conclusion."""
+
+    run: bytes
+    conclusion: Conclusion
+
+
+@dataclass(frozen=True)
+class Differs:
+    """The run is over here, and `peer` says that it is by `other`."""
+
+    run: bytes
+    conclusion: Conclusion
+    other: Conclusion
+    peer: PeerId
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """This peer is a member of the run."""
+
+    run: bytes
+    peer: PeerId
+
+
+Event = EvaluationHeard | Preferred | Voided | Settled | Differs | Admitted
+
+
+def rank(conclusion: Conclusion) -> tuple[bool, int, bytes, str]:
+    """Lower is better: a result, of the most steps, then by author."""
+    return conclusion.outcome != "done", -conclusion.step, conclusion.author, conclusion.weights

@@ -1,0 +1,82 @@
+"""All runs in local mode of one node, behind one protocol: each has its `partition.run.ending.Ending`."""
+
+from math import inf
+
+from crypto.identity import PeerId
+from partition.run import admission as admissions
+from partition.run.admission import Admission, Present, Vouch
+from partition.run.conclusions import Admitted, AllSends, Event, Message, Sends
+from partition.run.ending import Ending
+
+RUNS_MAX = 64
+
+
+def _forgotten_at(ending: Ending) -> float:
+    return ending.forget_at
+
+
+class Endings:
+    """All runs in local mode of one node, behind one protocol; those that are over too, for a while.
+
+    What is said of an end goes to its `Ending`, tickets to its `Admission`.
+    """
+
+    def __init__(self) -> None:
+        self._endings: dict[bytes, Ending] = {}
+        self._admissions: dict[bytes, Admission] = {}
+        self.events: list[Event] = []
+
+    @property
+    def deadline(self) -> float:
+        return min((ending.deadline for ending in self._endings.values()), default=inf)
+
+    def open(self, now: float, ending: Ending, admission: Admission | None = None) -> None:
+        """Take part. Of runs that are over, those that ended first make room. Raises ValueError: in too many
+        runs that are not."""
+        over = sorted((other for other in self._endings.values() if other.is_settled), key=_forgotten_at)
+        for other in over:
+            if other.forget_at <= now or len(self._endings) >= RUNS_MAX:
+                self.close(other.run)
+        if len(self._endings) >= RUNS_MAX:
+            raise ValueError(f"a node remembers {RUNS_MAX} runs in local mode at most")
+        self._endings[ending.run] = ending
+        if admission is not None:
+            self._admissions[ending.run] = admission
+
+    def close(self, run: bytes) -> None:
+        """Forget a run: this node takes no part any more."""
+        self._endings.pop(run, None)
+        self._admissions.pop(run, None)
+
+    def receive(self, now: float, sender: PeerId, message: Message) -> AllSends:
+        """Take one message; one of a run that is not known here is passed over."""
+        ending, admission = self._endings.get(message.run), self._admissions.get(message.run)
+        if ending is None:
+            return []
+        if isinstance(message, Present | Vouch):
+            if admission is None:
+                return []
+            sends = self.admitted(admission, admission.receive(sender, message))
+            # A member that comes back to a run that is over hears of it.
+            return sends + ([(sender, ending.said)] if sends and ending.is_settled else [])
+        return self.drained(ending, ending.receive(now, sender, message))
+
+    def admitted(self, admission: Admission, sends: admissions.Sends) -> AllSends:
+        """Return `sends`, with who was found to be a member put among the events."""
+        self.events += [Admitted(admission.run, peer) for peer in admission.events]
+        admission.events.clear()
+        return [*sends]
+
+    def wake(self, now: float) -> AllSends:
+        """Wake those that are due."""
+        sends: AllSends = []
+        for ending in self._endings.values():
+            if ending.deadline <= now:
+                sends += self.drained(ending, ending.wake(now))
+        return sends
+
+    def drained(self, ending: Ending, sends: Sends) -> AllSends:
+        """Return `sends`, with what a call to one ending taught put among the events."""
+        self.events += ending.events
+        ending.events.clear()
+        return [*sends]

@@ -1,0 +1,43 @@
+"""How many members it takes to end a run in local mode: arithmetic on sets of members, and nothing else.
+
+Not here: who says what, and when (`partition.run.ending`).
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from crypto.identity import PeerId
+
+
+def liars_max(count: int) -> int:
+    """Return how many of `count` members may lie: a third of them, rounded down, and one at least; of one
+    member alone none."""
+    return max(1, (count - 1) // 3) if count > 1 else 0
+
+
+def quorum(count: int) -> int:
+    """Return how many of `count` members are so many that two such sets share one that does not lie."""
+    return (count + liars_max(count)) // 2 + 1
+
+
+@dataclass(frozen=True)
+class Electorate:
+    """The members that have a vote, as one of them sees it. The run's requester breaks a tie."""
+
+    voters: frozenset[PeerId]
+    requester: PeerId | None = None
+
+    def is_quorum(self, members: Collection[PeerId]) -> bool:
+        """Return whether these are a quorum."""
+        return len(self.voters.intersection(members)) >= quorum(len(self.voters))
+
+    def is_majority(self, members: Collection[PeerId], among: Collection[PeerId]) -> bool:
+        """Return whether `members` are more than half of those `among` which have a vote, or half of them
+        and the requester one of these."""
+        found = self.voters.intersection(members)
+        return 2 * len(found) + (self.requester in found) > len(self.voters.intersection(among))
+
+    @property
+    def liars_max(self) -> int:
+        """How many of them may lie."""
+        return liars_max(len(self.voters))

@@ -1,0 +1,98 @@
+"""Runs in local mode of whole nodes that refuse results: they end with one, or say that they do not."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import trio
+
+from node.cli.runs import run_lines
+from node.commands import Commands
+from node.events import ResultDiffers
+from node.local import member as module
+from node.local.rounds import Rounds
+from node.local.verdict import fault_of
+from sim.worlds.scheduling import run_virtually
+from tests import stack
+from tests.node.local.test_runs import QUICK, SLOW, ends, train
+from tests.stack import swarm
+
+MINUTES_SECONDS = 900.0
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, is_refused: Callable[[int], bool]) -> list[str]:
+    """Have the members refuse those results, counted as they are tried; return the verdicts."""
+    verdicts: list[str] = []
+
+    def judge(*arguments: Any, **named: Any) -> str:
+        verdicts.append("refused here" if is_refused(len(verdicts)) else fault_of(*arguments, **named))
+        return verdicts[-1]
+
+    monkeypatch.setattr(module, "fault_of", judge)
+    return verdicts
+
+
+def test_a_result_that_the_others_refuse_is_not_settled_by_its_author(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both others refuse the first one: then another member has its turn."""
+
+    async def play() -> None:
+        verdicts = refuse(monkeypatch, lambda number: number < 2)
+        async with swarm("abc", stage_seconds=SLOW, preset="lan") as group:
+            await train(group, QUICK, steps=8)
+            found = await ends(group, "abc", MINUTES_SECONDS)
+            assert {event.outcome for event in found} == {"done"}
+            assert len({event.weights for event in found}) == 1
+            assert all(event.is_here for event in found)
+            assert verdicts[:2] == ["refused here"] * 2
+
+    run_virtually(play)
+
+
+def test_the_requester_breaks_a_tie_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play() -> None:
+        refuse(monkeypatch, lambda number: True)
+        async with swarm("ab", stage_seconds=SLOW, preset="lan") as group:
+            await train(group, QUICK, steps=8)
+            found = await ends(group, "ab", MINUTES_SECONDS)
+            assert [event.outcome for event in found] == ["done"] * 2
+            assert len({event.weights for event in found}) == 1
+            await trio.sleep(30.0)
+            assert not [
+                each for name in "ab" for each in group.events[name] if isinstance(each, ResultDiffers)
+            ]
+
+    run_virtually(play)
+
+
+def test_members_that_never_agree_end_apart_and_show_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The requester follows without training, so nobody breaks the tie of the two that train."""
+
+    async def play() -> None:
+        refuse(monkeypatch, lambda number: True)
+        # Without rounds their models differ, and the last one is waited for in vain.
+        monkeypatch.setattr(Rounds, "is_due", False)
+        async with swarm("abc", stage_seconds=SLOW, preset="lan") as group:
+            group.nodes["a"].limit(accept_runs="never")
+            node = group.nodes["a"]
+            wanted = stack.manifest(
+                stages=1, microbatch=16, replicas=0, dtype="float32", local=QUICK, steps=30
+            )
+            run = stack.prepare(node, wanted)
+            await node.runs.submit(run, wait_seconds=60.0)
+            found = await ends(group, "abc", MINUTES_SECONDS)
+            assert [event.outcome for event in found] == ["done"] * 3
+            own = {name: event.weights for name, event in zip("abc", found, strict=True)}
+            assert own["b"] != own["c"]
+            await trio.sleep(60.0)
+            for name, other in ("bc", "cb"):
+                told = [each for each in group.events[name] if isinstance(each, ResultDiffers)]
+                assert (group.nodes[other].peer, own[other]) in {(each.peer, each.weights) for each in told}
+            document = await Commands(group.nodes["b"]).show(run.text)
+            assert own["c"] in {row["weights"] for row in document["other_results"]}
+            assert any(line.lstrip().startswith("differs") for line in run_lines(document))
+            result = await group.nodes["b"].run(run.text).result()
+            assert own["c"] in {each.weights for each in result.others}
+
+    run_virtually(play)
