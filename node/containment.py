@@ -163,6 +163,13 @@ class _OneLine(logging.Formatter):
         return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
+def is_alone(error: BaseException, group: BaseException) -> bool:
+    """Return whether an error is all that a group holds, however deep."""
+    while group is not error and isinstance(group, BaseExceptionGroup) and len(group.exceptions) == 1:
+        group = group.exceptions[0]
+    return group is error
+
+
 @asynccontextmanager
 async def cancelled_at_exit() -> AsyncIterator[trio.Nursery]:
     """Yield a nursery whose tasks end with the block."""

@@ -33,7 +33,7 @@ from node.checkpoints.service import Checkpoints
 from node.checkpoints.weights import WEIGHTS_PURPOSE
 from node.commands import Commands
 from node.config import AcceptRuns, Config
-from node.containment import cancelled_at_exit, contain, failures, keep_running
+from node.containment import cancelled_at_exit, contain, failures, is_alone, keep_running
 from node.content.blobs import BlobServer
 from node.control import CommandHandler, ControlServer
 from node.events import (
@@ -166,7 +166,12 @@ class Node(Surface):
     ) -> bool | None:
         if error is None:
             await self.leave()
-        return await self._stack.__aexit__(kind, error, trace)
+        try:
+            return await self._stack.__aexit__(kind, error, trace)
+        except BaseExceptionGroup as group:
+            if error is None or not is_alone(error, group):
+                raise
+            return None  # the body's own error, without the nursery that it need not know of
 
     async def _start(self, stack: AsyncExitStack) -> None:
         storage = self._storage

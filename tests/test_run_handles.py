@@ -17,6 +17,10 @@ from node.library.preparing import run_document, toml_text
 from node.protocols.manifest import RunFile
 from node.runs.archive import Archive
 from node.toml import parse
+from sim.network.links import Links
+from sim.network.model import NetworkModel
+from sim.seams import SimNetworkFabric
+from tests.node.simulated import simulated_node
 from tests.stack import simple_cnn, simulate, swarm
 
 SETTINGS: dict[str, Any] = {
@@ -139,6 +143,16 @@ def test_a_request_that_failed_is_listed_by_its_requester_alone_and_until_it_res
     simulate(scenario)
 
 
+def test_an_error_in_a_programs_block_comes_out_as_it_was_raised() -> None:
+    async def scenario() -> None:
+        fabric = SimNetworkFabric(Links(NetworkModel(), 1))
+        with pytest.raises(UsageError, match="of the program's own"):
+            async with simulated_node(fabric, 1):
+                raise UsageError("of the program's own")
+
+    simulate(scenario)
+
+
 def test_settings_stand_in_the_tables_that_have_them(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text('model = "gpt"\n[train]\nsteps = 7\nbatch = 16\n[plan]\nstages = 2\n')
@@ -174,5 +188,7 @@ def test_a_script_trains_a_built_in_model_and_is_shown_a_line(tmp_path: Path) ->
         assert shown[-1].startswith(f"{run.id[:8]} done     {'#' * 24} 4/4  loss ")
         assert me.run(run.id[:6]).id == run.id
         assert list(run) == [], "it is over"
-        with pytest.raises(UsageError, match=r"no model is called 'simple-cn'"):
+        with pytest.raises(UsageError, match=r"^train\(\): model: no model is called 'simple-cn'") as refused:
             me.train("simple-cn")
+        assert refused.value.do is not None
+        assert refused.value.do.startswith("gpt, resnet18, simple-cnn;")

@@ -28,6 +28,7 @@ GRAPH_SUFFIX = ".peerloom"
 VALUES_SUFFIX = ".safetensors"
 NAME = "train()"
 _LINES_SHOWN = 3
+_LENGTH_SHOWN = 500
 
 
 def run_document(model: str, data: str, settings: Mapping[str, Any]) -> tuple[dict[str, Any], Path, str]:
@@ -160,7 +161,7 @@ async def _by_command(text: str, path: Path, name: str) -> AsyncIterator[dict[st
                 if line:
                     nursery.cancel_scope.cancel()
             if not line:
-                raise UsageError(f"{name}: {_said(errors)}")
+                raise refusal(errors, name)
             yield {**json.loads(line), "name": name}
         finally:
             with trio.CancelScope(shield=True):
@@ -190,6 +191,9 @@ async def _read_all(pipe: Any, into: bytearray) -> None:
         into += data
 
 
-def _said(errors: bytes | bytearray) -> str:
-    lines = errors.decode(errors="replace").strip().splitlines()
-    return " ".join(lines[-_LINES_SHOWN:])[:500].removeprefix("error: ") or "the model could not be captured"
+def refusal(errors: bytes | bytearray, name: str) -> UsageError:
+    """Return what a command's lines of errors say, the last ones, as the error of the call `name`."""
+    lines = errors.decode(errors="replace").strip().splitlines()[-_LINES_SHOWN:]
+    advice = lines.pop().strip().removeprefix("do: ") if lines and lines[-1].startswith("  do: ") else None
+    what = " ".join(lines)[:_LENGTH_SHOWN].removeprefix("error: ").removeprefix(f"{name}: ")
+    return UsageError(f"{name}: {what or 'the model could not be captured'}", advice)
