@@ -5,12 +5,18 @@ Each process runs a node (encrypted and authenticated streams, commitments, chec
 take turns on the same vectors; a ratio is the median of the ratios of the turns, so that what else the
 machine does falls out. Seconds are those from the trigger to the last process that is done, a group's forming
 included. Peak memory is the growth of a process within a round, with the vector itself counted, in vectors.
-gloo sends plain numbers over plain sockets: it is the floor, and no rival.
+gloo sends plain numbers over plain sockets: it is the floor, and no rival. hivemind has its turns too where
+PEERLOOM_HIVEMIND names the folders that it and the numpy it needs are installed in (see `dht_sockets.py`):
+from its `step()`, and from the trigger of a group that was formed before.
 """
 
+import json
 import multiprocessing
+import os
 import resource
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from multiprocessing.connection import Connection
@@ -30,7 +36,11 @@ FULL = [(processes, millions) for processes in (4, 8) for millions in (1, 10, 50
 QUICK = [(4, 1), (4, 4)]
 CODECS = ("float32", "bfloat16", "int8", "int4")
 GLOO = "gloo"
+HIVEMIND = os.environ.get("PEERLOOM_HIVEMIND", "")
+RIVALS = {"hivemind": False, "hivemind, group formed": True}
+"""Whether the group is formed before the trigger."""
 RATIO_GOALS = {10: 2.5, 50: 2.0}
+RIVAL_GOAL = 5.0
 MEMORY_GOAL, INT8_GOAL = 3.3, 0.01
 TURNS = 3
 ANSWER_SECONDS = 300.0
@@ -117,15 +127,74 @@ def turn(pipes: list[Connection], kind: str, items: int) -> tuple[float, float, 
     if errors:
         raise RuntimeError(f"{kind}: {errors[0]}")
     shown = min(items, 100_000)
-    truth = np.mean(
-        [
-            np.random.default_rng(n).standard_normal(items, np.float32)[:shown].astype(np.float64)
-            for n in range(len(pipes))
-        ],
-        axis=0,
-    )
-    rms = float(np.sqrt(np.mean((results[0][2] - truth) ** 2)))
+    rms = float(np.sqrt(np.mean((results[0][2] - truth(len(pipes), items, shown)) ** 2)))
     return max(result[0] for result in results), max(result[1] for result in results), rms
+
+
+class Hivemind:
+    """As many of hivemind's averagers, for vectors of one size."""
+
+    def __init__(self, processes: int, millions: int) -> None:
+        script = Path(__file__).with_name("_hivemind_averager.py")
+        command = [sys.executable, str(script)]
+        self._processes = [
+            subprocess.Popen(
+                [*command, str(number), str(processes), str(millions)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                env=os.environ | {"PYTHONPATH": HIVEMIND},
+            )
+            for number in range(processes)
+        ]
+        self._items = millions * 10**6
+        seeds: list[str] = []
+        for process in self._processes:
+            self._tell(process, seeds=seeds)
+            addresses = self._answer(process)["addresses"]
+            seeds = seeds or addresses
+
+    def turn(self, *, is_grouped: bool) -> tuple[float, float, float]:
+        """One averaging, as `turn`; memory is not measured."""
+        for process in self._processes:
+            self._tell(process, is_grouped=is_grouped)
+        for process in self._processes:
+            self._answer(process)
+        for process in self._processes:
+            self._tell(process)
+        results = [self._answer(process) for process in self._processes]
+        if any(result["group"] != len(self._processes) for result in results):
+            raise RuntimeError("hivemind: not all were in one group")
+        shown = np.array(results[0]["shown"])
+        rms = float(np.sqrt(np.mean((shown - truth(len(results), self._items, len(shown))) ** 2)))
+        return max(result["seconds"] for result in results), 0.0, rms
+
+    def close(self) -> None:
+        """End its processes, which do not always by themselves."""
+        for process in self._processes:
+            process.stdin.close()  # type: ignore[union-attr]  # it has pipes
+        for process in self._processes:
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+    def _tell(self, process: "subprocess.Popen[str]", **order: Any) -> None:
+        process.stdin.write(json.dumps(order) + "\n")  # type: ignore[union-attr]  # it has pipes
+        process.stdin.flush()  # type: ignore[union-attr]  # it has pipes
+
+    def _answer(self, process: "subprocess.Popen[str]") -> Any:
+        return json.loads(process.stdout.readline())  # type: ignore[union-attr]  # it has pipes
+
+
+def truth(processes: int, items: int, shown: int) -> Any:
+    """The first numbers of the mean."""
+    vectors = [
+        np.random.default_rng(number).standard_normal(items, np.float32)[:shown].astype(np.float64)
+        for number in range(processes)
+    ]
+    return np.mean(vectors, axis=0)
 
 
 def measure(processes: int, sizes: list[int], turns: int, rows: list[dict[str, Any]]) -> None:
@@ -149,9 +218,15 @@ def measure(processes: int, sizes: list[int], turns: int, rows: list[dict[str, A
             seed = seed or address
         for millions in sizes:
             found: dict[str, list[tuple[float, float, float]]] = {}
+            rival = Hivemind(processes, millions) if HIVEMIND else None
             for _ in range(turns):
                 for kind in (GLOO, *CODECS):
                     found.setdefault(kind, []).append(turn(pipes, kind, millions * 10**6))
+                if rival is not None:
+                    for kind, is_grouped in RIVALS.items():
+                        found.setdefault(kind, []).append(rival.turn(is_grouped=is_grouped))
+            if rival is not None:
+                rival.close()
             for kind, taken in found.items():
                 ratios = [ours[0] / floor[0] for ours, floor in zip(taken, found[GLOO], strict=True)]
                 seconds = statistics.median(each[0] for each in taken)
@@ -187,14 +262,25 @@ def goals_of(rows: list[dict[str, Any]]) -> list[Goal]:
             goals.append(Goal(f"{where}, RMS error", row["rms_error"], "<=", 1e-6))
         if row["codec"] == "int8":
             goals.append(Goal(f"{where}, RMS error", row["rms_error"], "<=", INT8_GOAL))
+    seconds = {(row["processes"], row["millions"], row["codec"]): row["seconds"] for row in rows}
+    for (processes, millions, codec), theirs in seconds.items():
+        if codec in RIVALS:
+            ratio = round(theirs / seconds[processes, millions, "float32"], 2)
+            goals.append(
+                Goal(f"{processes} x {millions}M, times faster than {codec}", ratio, ">=", RIVAL_GOAL)
+            )
     return goals
 
 
 def main() -> None:
     """Run it."""
-    options = arguments("averaging by whole nodes beside gloo")
+    numbers = {"processes": "these numbers of processes alone", "millions": "these sizes alone, in millions"}
+    options = arguments("averaging by whole nodes beside gloo", numbers)
     rows: list[dict[str, Any]] = []
     shapes = QUICK if options.quick else FULL
+    if options.processes or options.millions:
+        counts, sizes = options.processes or (4, 8), options.millions or (1, 10, 50)
+        shapes = [(count, size) for count in counts for size in sizes]
     for processes in sorted({count for count, _ in shapes}):
         sizes = [millions for count, millions in shapes if count == processes]
         measure(processes, sizes, 1 if options.quick else TURNS, rows)
