@@ -329,11 +329,14 @@ async def place(
     reasons: list[str] = []
     waits: list[int] = []
     costs = ModelCosts(graph, run.manifest.sizes_max)  # for as many plans as there are refusals
+    planning = partial(make_plan, run, graph, knowledge=knowledge, may_reduce=may_reduce, costs=costs)
     until = monotonic() + PLACEMENT_SECONDS_MAX
+    others_do = True
     while monotonic() < until:
         try:
-            planning = partial(make_plan, run, graph, knowledge=knowledge, may_reduce=may_reduce, costs=costs)
-            plan = await _plan(planning, left, decliners.now(monotonic()), executor)
+            last = decliners.now(monotonic()) if others_do else ()
+            plan, is_without_last = await _plan(planning, left, last, executor)
+            others_do = others_do and is_without_last  # there will be fewer of them yet
         except PlacementFailed as error:
             free = sum(offer.has_slot for offer in left)
             seconds = expected_wait(run.manifest, free, waits)
@@ -364,14 +367,15 @@ async def _plan(
     offers: Sequence[Offer],
     last: Collection[PeerId],
     executor: Executor,
-) -> Plan:
-    """Plan without those who come `last`, with them where that is not possible. Raises PlacementFailed."""
+) -> tuple[Plan, bool]:
+    """Plan without those who come `last`, with them where that is not possible; and whether it was.
+    Raises PlacementFailed."""
     first = [offer for offer in offers if offer.peer not in last]
     # Among many peers, an infeasible run takes the solver seconds to find out.
     if len(first) < len(offers):
         with suppress(PlacementFailed):
-            return await executor.run(partial(planning, tuple(first)))
-    return await executor.run(partial(planning, tuple(offers)))
+            return await executor.run(partial(planning, tuple(first))), True
+    return await executor.run(partial(planning, tuple(offers))), len(first) == len(offers)
 
 
 async def lease_all(

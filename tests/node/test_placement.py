@@ -1,10 +1,11 @@
 """The first plan of a run among members that claim too much and then decline: whole nodes in virtual time."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
+from typing import Any
 
 import msgspec
 import pytest
@@ -170,6 +171,34 @@ def test_no_number_of_refusals_ends_a_placement_while_others_are_free() -> None:
     )  # fmt: skip
     assert {peer for stage in plan.stages for peer in stage.replicas} == {signer.peer for signer in free}
     assert sorted(peer for peer in asked if peer in busy) == sorted(busy)
+
+
+def test_a_placement_plans_once_for_each_refusal_where_all_declined_lately() -> None:
+    captured = simple_cnn("float64")
+    requester = IdentitySigner(Identity(bytes(32)), "test")
+    run = make_run(requester, manifest(captured, stages=1, replicas=2))
+    offers = [Offer(peer, 1e9, 10**10, has_slot=True) for peer in PEERS[1:9]]
+    decliners, plans = Decliners(), 0
+    for offer in offers:
+        decliners.note(offer.peer, time.monotonic())
+
+    class Counting(RealExecutor):
+        async def run(self, function: Callable[[], Any], **options: Any) -> Any:
+            nonlocal plans
+            plans += 1
+            return await super().run(function, **options)
+
+    async def ask(_peer: PeerId, _request: Request, _seconds: float) -> Reply:
+        return Declined("busy")
+
+    with pytest.raises(PlacementFailed, match="1 offer a slot"):
+        trio.run(
+            partial(
+                place, run, captured.graph, requester, offers, ask, Counting(),
+                decliners=decliners, monotonic=time.monotonic,
+            )
+        )  # fmt: skip
+    assert plans == len(offers) + 1, "the first without those that declined"
 
 
 def test_a_plan_keeps_neighbours_apart_whose_link_was_found_to_be_slow() -> None:
