@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import trio
@@ -104,7 +105,7 @@ async def _serve_until_told(
 ) -> None:
     """Serve until the node was told to leave, and let it; from then on `stack` bounds it."""
     async with Node(config, report=report, recorder=recorder) as node, trio.open_nursery() as nursery:
-        nursery.start_soon(_leave_on_signal, node.stopping)
+        stack.enter_context(_stopped_by_signals(node.stopping))
         nursery.start_soon(keep_running, "alerts", Alerts(node).run)
         if config.web.address is not None:
             page = Page(node)
@@ -137,13 +138,26 @@ def _end_now() -> None:
     os._exit(EXIT_UNEXPECTED)
 
 
-async def _leave_on_signal(stopping: trio.Event) -> None:
-    """The first Ctrl-C leaves gracefully, the second ends the process at once."""
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        async for _ in signals:
-            if stopping.is_set():
-                os._exit(EXIT_FORCED)
-            stopping.set()
+@contextmanager
+def _stopped_by_signals(stopping: trio.Event) -> Iterator[None]:
+    """Set `stopping` at the first Ctrl-C; the second ends the process at once, also while the node leaves."""
+    token = trio.lowlevel.current_trio_token()
+    is_told = False
+
+    def on_signal(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a handler's shape
+        nonlocal is_told
+        if is_told or stopping.is_set():
+            os._exit(EXIT_FORCED)
+        is_told = True
+        token.run_sync_soon(stopping.set)
+
+    signals = signal.SIGINT, signal.SIGTERM
+    before = [signal.signal(number, on_signal) for number in signals]
+    try:
+        yield
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
 
 
 async def _require_join(node: Node, seconds: float) -> None:

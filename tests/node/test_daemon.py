@@ -1,8 +1,11 @@
 """The daemon's process around a node: what holds for it before anything is served."""
 
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
+from node.errors import EXIT_FORCED
 from tests.source import ROOT
 
 COLLECTED_MAX = 2_000
@@ -22,3 +25,31 @@ def test_no_collection_of_garbage_looks_through_what_was_imported() -> None:
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
     )
     assert int(printed.stdout) <= COLLECTED_MAX
+
+
+def test_a_second_signal_ends_a_node_that_is_leaving(tmp_path: Path) -> None:
+    program = f"""
+import pathlib, trio
+from node import config, process
+
+async def announce(self): print("ready", flush=True)
+
+async def hang(self):
+    print("leaving", flush=True)
+    await trio.sleep_forever()
+
+process.Alerts.run, process.Node.leave = announce, hang
+listen = config.Listen(addresses=(config.read_listen("127.0.0.1:0"),))
+resources = config.Resources(calibrate=False)
+process.main(config.Config(
+    data_dir=pathlib.Path({str(tmp_path)!r}), listen=listen, resources=resources,
+    join=config.Join(lan=False), web=config.Web(None),
+))
+"""
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == b"leaving\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == EXIT_FORCED
