@@ -307,6 +307,11 @@ class ColumnStage:
         for stage in list(self._streams):
             await self._break(stage)
 
+    def holder(self, stage: int) -> PeerId | None:
+        """Return the peer that holds a stage of this column, None where it is missing."""
+        stream = self._streams.get(stage)
+        return None if stream is None else stream.peer
+
     def vector(self, name: str) -> memoryview:
         """Return a vector of the head's own stage."""
         return self._own.vector(name)

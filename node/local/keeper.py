@@ -11,12 +11,14 @@ from node.local.rounds import Rounds
 from node.local.saved import (
     MEMBERS_MAX,
     SavedRun,
+    forget,
     load_state,
     save_run,
     save_state,
     state_bytes,
     state_name,
 )
+from node.local.stages import stage_count
 from node.local.trainer import LocalTrainer
 from node.protocols.manifest import Run
 from node.storage.blobs import NoRoom
@@ -29,13 +31,17 @@ PAUSE_SHARE = 50
 class Keeper:
     """Keeps checkpoints of one run on this node. `every` steps, 0 for never."""
 
-    def __init__(self, service: Service, run: Run, admission: Admission, stage: int) -> None:
+    def __init__(
+        self, service: Service, run: Run, admission: Admission, stage: int, *, copy_of: int = 0
+    ) -> None:
+        """`stage` is this member's; what is kept is the state of that, or of the stage of another."""
         self.error = ""
         """Why the last state was not kept, where it was not."""
         self._service = service
         self._run = run
         self._admission = admission
         self._stage = stage
+        self._copy_of = copy_of
         self._every = run.manifest.save_every
         self._step = 0
         self._not_before = 0.0
@@ -74,10 +80,11 @@ class Keeper:
         begun = trio.current_time()
         try:
             if run.requester != service.signer.peer:
-                label, size = f"{run.text}.state", state_bytes(snapshot)
-                admit = partial(service.guests.admit, label, [state_name(run.text)], size)
-                await service.seams.executor.run(admit)
-            await service.seams.executor.run(partial(save_state, service.seams.storage, run.text, snapshot))
+                label, size = _label(run, self._copy_of), state_bytes(snapshot)
+                names = [state_name(run.text, self._copy_of)]
+                await service.seams.executor.run(partial(service.guests.admit, label, names, size))
+            save = partial(save_state, service.seams.storage, run.text, snapshot, self._copy_of)
+            await service.seams.executor.run(save)
             self.error = ""
         except NoRoom as error:
             self.error = str(error)
@@ -90,4 +97,15 @@ class Keeper:
     async def load(self, bytes_max: int) -> Snapshot | None:
         """Return the state that was kept last, None where there is none."""
         work, storage = self._service.seams.executor.run, self._service.seams.storage
-        return await work(partial(load_state, storage, self._run.text, bytes_max))
+        return await work(partial(load_state, storage, self._run.text, bytes_max, self._copy_of))
+
+
+def release(service: Service, run: Run) -> None:
+    """Forget all that was kept of a run, which is over for this node."""
+    forget(service.seams.storage, run.text)
+    for stage in range(stage_count(run)):
+        service.guests.release(_label(run, stage))
+
+
+def _label(run: Run, copy_of: int) -> str:
+    return f"{run.text}.state" + (f".{copy_of}" if copy_of else "")

@@ -16,7 +16,6 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact
 from crypto.identity import PeerId
 from node.averaging.participation import Participation
-from node.averaging.signature import signature_of
 from node.checkpoints.weights import export_bytes_max, weights_name
 from node.errors import StageDiverged, StageFailed, Unreachable, UsageError
 from node.local.catch_up import catch_up, likely_step
@@ -39,7 +38,8 @@ from node.local.keeper import Keeper
 from node.local.recruiter import Recruiter
 from node.local.results import Results
 from node.local.rounds import Rounds
-from node.local.stages import local_plan, stage_count
+from node.local.stage_copies import StageCopies, state_sizes
+from node.local.stages import local_plan, roster_of, stage_count
 from node.local.telling import Teller
 from node.local.trainer import LocalTrainer, state_bytes_max
 from node.local.verdict import Losses, fault_of, is_usable
@@ -194,10 +194,7 @@ class LocalMember:
             raise StageFailed(f"no stage can be made of this model: {error}") from None
         if self.crew.is_training:
             await self._open(graph, specification, data)
-        # The run's id names the model too, and how it is trained.
-        place = "" if self._stages == 1 else f":{self._stage}"
-        signature = signature_of(f"run in local mode {self.run.id.hex()}{place}", ())
-        name = f"run:{self.run.text}{place}"
+        name, signature = roster_of(self.run, self._stage)
         part = self._part = self.crew.part = service.averaging.open(name, signature, self._door)
         self.teller.running()
         failure: Exception | None = None
@@ -209,6 +206,14 @@ class LocalMember:
                 nursery.start_soon(copies.run, part)
             if not self._stage:
                 nursery.start_soon(self._recruiter.run)
+            if self.crew.column is not None:
+                sizes = await service.seams.executor.run(
+                    partial(state_sizes, self.run, graph, plan, service.machine), apart=True
+                )
+                kept = StageCopies(
+                    service, self.run, self.crew, self._door, step=lambda: self.step, bytes_max=sizes
+                )
+                nursery.start_soon(kept.run)
             try:
                 if self._trainer is not None:
                     await part.settle(SETTLE_SECONDS)
@@ -225,9 +230,11 @@ class LocalMember:
         """Wait for the word of whoever asked this node, which says whether there is a state to go on from: a
         head that begins before it has heard of the others would begin with untrained numbers."""
         inviter = self._inviter
-        if inviter is None or self._stage:  # those of another stage are in another roster
+        if inviter is None:
             return
-        with trio.move_on_after(MEET_SECONDS):
+        # A head is in the roster of another stage only if it has a copy of that (`node.local.stage_copies`).
+        seconds = SETTLE_SECONDS if self._stage else MEET_SECONDS
+        with trio.move_on_after(0 if self._stage and self.crew.training else seconds):
             while inviter not in self.crew.reports and inviter in self._service.live():  # noqa: ASYNC110 - membership has no event
                 await trio.sleep(LOOK_SECONDS)
 

@@ -50,9 +50,9 @@ def run_name(run: str) -> str:
     return f"{FOLDER}/{run}/{RUN_FILE}"
 
 
-def state_name(run: str) -> str:
-    """Return where the last state of a run is kept."""
-    return f"{FOLDER}/{run}/{STATE_FILE}"
+def state_name(run: str, copy_of: int = 0) -> str:
+    """Return where the last state of a run is kept; with `copy_of` that of another's stage."""
+    return f"{FOLDER}/{run}/{STATE_FILE}" + (f".{copy_of}" if copy_of else "")
 
 
 def save_run(storage: Storage, run: Run, saved: SavedRun) -> None:
@@ -60,10 +60,10 @@ def save_run(storage: Storage, run: Run, saved: SavedRun) -> None:
     storage.write(run_name(run.text), encode(saved))
 
 
-def save_state(storage: Storage, run: str, snapshot: Snapshot) -> None:
+def save_state(storage: Storage, run: str, snapshot: Snapshot, copy_of: int = 0) -> None:
     """Put a state in place of the one before. Raises OSError; the one before stays then."""
     table = encode(snapshot.table)
-    draft = storage.draft(state_name(run))
+    draft = storage.draft(state_name(run, copy_of))
     try:
         draft.write(len(table).to_bytes(LENGTH_BYTES, "big") + table)
         for number in range(len(snapshot.table.chunks)):
@@ -78,9 +78,9 @@ def state_bytes(snapshot: Snapshot) -> int:
     return LENGTH_BYTES + len(encode(snapshot.table)) + snapshot.table.size_bytes
 
 
-def load_state(storage: Storage, run: str, bytes_max: int) -> Snapshot | None:
+def load_state(storage: Storage, run: str, bytes_max: int, copy_of: int = 0) -> Snapshot | None:
     """Return the last state of a run; None where there is none, or it is damaged."""
-    name = state_name(run)
+    name = state_name(run, copy_of)
     head = storage.read_part(name, 0, LENGTH_BYTES)
     if head is None or len(head) != LENGTH_BYTES:
         return None
@@ -105,8 +105,9 @@ def load_state(storage: Storage, run: str, bytes_max: int) -> Snapshot | None:
 
 
 def forget(storage: Storage, run: str) -> None:
-    """Forget a run and its state."""
-    for name in (run_name(run), state_name(run)):
+    """Forget a run, its state, and copies of others' stages."""
+    copies = [name for name in storage.sizes(f"{FOLDER}/{run}") if name.startswith(state_name(run) + ".")]
+    for name in (run_name(run), state_name(run), *copies):
         storage.delete(name)
 
 

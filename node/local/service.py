@@ -19,6 +19,7 @@ from node.events import ResultDiffers, RunAccepted, RunChanged, RunEnded, RunRel
 from node.local import column
 from node.local.context import Service
 from node.local.door import Door
+from node.local.keeper import release
 from node.local.member import LocalMember
 from node.local.saved import forget, saved_runs
 from node.local.stages import local_plan, stage_count
@@ -217,8 +218,7 @@ class LocalRuns:
         run, wall = member.run, self._service.seams.clock.wall()
         self.members.pop(run.id, None)
         self._service.own_data.release(run.id)
-        forget(self._service.seams.storage, run.text)
-        self._service.guests.release(f"{run.text}.state")
+        release(self._service, run)
         self._endings.close(run.id)
         changed = RunChanged(at=wall, run=run.text, state="failed", reason=member.reason[:REASON_LENGTH_MAX])
         self._service.publish(changed)
@@ -286,8 +286,7 @@ class LocalRuns:
             return
         del self.members[run.id]
         service.own_data.release(run.id)
-        forget(service.seams.storage, run.text)
-        service.guests.release(f"{run.text}.state")
+        release(service, run)
         if not member.ending.is_settled:
             self._endings.close(run.id)
         member.cancel()

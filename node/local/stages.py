@@ -3,6 +3,7 @@
 from itertools import accumulate, pairwise
 
 from crypto.identity import PeerId
+from node.averaging.signature import signature_of
 from node.errors import UsageError
 from node.protocols.manifest import Manifest, Run
 from partition.model.cut import cut_layers
@@ -41,6 +42,13 @@ def stage_ranges(manifest: Manifest, graph: Graph) -> list[tuple[int, int]]:
     ranges = list(pairwise(ends))
     _check_ties(manifest, graph, ranges)
     return ranges
+
+
+def roster_of(run: Run, stage: int) -> tuple[str, bytes]:
+    """Return the name under which the holders of a stage average, and its signature. The run's id names the
+    model too, and how it is trained."""
+    place = "" if stage_count(run) == 1 else f":{stage}"
+    return f"run:{run.text}{place}", signature_of(f"run in local mode {run.id.hex()}{place}", ())
 
 
 def local_plan(run: Run, graph: Graph, me: PeerId) -> Plan:

@@ -5,7 +5,9 @@ import trio
 
 from node.events import StateFetched, StepCommitted
 from node.local import member
+from node.local.saved import forget, state_name
 from partition.run.local_settings import LocalSettings
+from sim.storage import MemoryStorage
 from sim.worlds.scheduling import run_virtually
 from tests import stack
 from tests.node.local.test_columns import LOCAL, columns, reached, steps_of
@@ -148,3 +150,32 @@ def test_a_newcomer_waits_for_the_word_of_whoever_asked_it(monkeypatch: pytest.M
             nursery.cancel_scope.cancel()
 
     run_virtually(play)
+
+
+def test_a_holder_after_the_only_one_begins_with_what_that_one_learnt() -> None:
+    """The head of the column has a copy of every stage that nobody else holds."""
+
+    async def play() -> None:
+        async with swarm("abc", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
+            await begin(group, stages=2, local=LOCAL)
+            ((head, holder),) = (await columns(group, 1, "bc")).items()
+            await begun(group, head, 40)
+            group.kill(holder)
+            made, told = step_of(group, head), losses_of(group, head)
+            await nursery.start(stack._live, group, "d", "a", 1, SLOW)
+            await begun(group, head, made + 5)
+            assert losses_of(group, head)[len(told)] < 0.9 * told[0]
+            fetched = [event.step for event in group.events["d"] if isinstance(event, StateFetched)]
+            assert min(fetched) >= made - 4 * SAVE_EVERY
+            nursery.cancel_scope.cancel()
+
+    run_virtually(play)
+
+
+def test_copies_of_other_stages_are_forgotten_with_their_run() -> None:
+    storage, run = MemoryStorage(), "0123456789abcdef"
+    for stage in (0, 1, 2):
+        storage.write(state_name(run, stage), b"a state")
+    storage.write(state_name("fedcba9876543210"), b"of another run")
+    forget(storage, run)
+    assert list(storage.sizes("runs")) == [state_name("fedcba9876543210")]
