@@ -81,7 +81,7 @@ CAPTURED = "model = 'digits.peerloom'\n"
 async def _train(arguments: dict[str, Any], emit: Emit) -> object:
     assert arguments["text"] == CAPTURED
     assert arguments["graph"].endswith("/digits.peerloom")
-    await emit({"kind": "RunEvaluated", "accuracy": 0.975, "samples": 360})
+    await emit({"kind": "RunEvaluated", "run": "ab" * 8, "accuracy": 0.975, "samples": 360})
     return {"run": "ab" * 8, "status": "failed" if "fail" in arguments["path"] else "done", "accuracy": 0.975}
 
 
