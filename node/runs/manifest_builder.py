@@ -70,6 +70,12 @@ def make_manifest(
     microbatch, recompute, frames = train.microbatch, train.recompute, train.frames
     if microbatch == "auto" or recompute == "auto" or frames == "auto" or train.mode == "auto":
         raise UsageError(f'{name}: what is "auto" has to be chosen before a manifest is made')
+    stages, layers = run_file.plan.stages, len(graph.layers)
+    if stages > layers:  # no peers that come would change that
+        raise UsageError(
+            f"{name}: plan.stages {stages}: the model has {layers} layers to cut between",
+            f"plan.stages = {layers} at most; 0 is as many as pay off",
+        )
     sizes = bind_data(graph, dataset, microbatch, name)
     entry = train_entry(graph)
     manifest = Manifest(

@@ -306,6 +306,13 @@ def test_data_that_fits_tells_the_sizes() -> None:
     assert (wanted.model, wanted.sizes_max, wanted.metrics) == ("linear", (16,), ("correct",))
 
 
+def test_more_stages_than_layers_are_refused_before_anyone_is_asked() -> None:
+    model, data = simple_cnn("float32"), load_digits()
+    wanted = run_file("[plan]\nstages = 6")
+    with pytest.raises(UsageError, match=r"plan\.stages 6: the model has 5 layers to cut between"):
+        make_manifest(wanted, model.graph, model.hash, data, name=NAME, created=1.5)
+
+
 def test_layers_to_be_kept_together_are_ranges_in_the_manifest() -> None:
     model, data = simple_cnn("float32"), load_digits()
 
