@@ -7,7 +7,7 @@ nothing that runs a stranger's graph imports it.
 from partition.capture.capture import Captured, capture
 from partition.capture.errors import CaptureRefused
 from partition.capture.skeleton import skeleton
-from partition.capture.task import Task
+from partition.capture.task import Task, correct
 from partition.capture.trees import own_loss
 
-__all__ = ["CaptureRefused", "Captured", "Task", "capture", "own_loss", "skeleton"]
+__all__ = ["CaptureRefused", "Captured", "Task", "capture", "correct", "own_loss", "skeleton"]
