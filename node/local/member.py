@@ -235,7 +235,8 @@ class LocalMember:
         # A head is in the roster of another stage only if it has a copy of that (`node.local.stage_copies`).
         seconds = SETTLE_SECONDS if self._stage else MEET_SECONDS
         with trio.move_on_after(0 if self._stage and self.crew.training else seconds):
-            while inviter not in self.crew.reports and inviter in self._service.live():  # noqa: ASYNC110 - membership has no event
+            while inviter not in self.crew.reports and inviter in self._service.live():
+                self._door.greet([inviter])  # it answers where the run is over
                 await trio.sleep(LOOK_SECONDS)
 
     async def _open(self, graph: Graph, specification: StageSpecification, data: bytes) -> None:

@@ -124,3 +124,13 @@ Event = EvaluationHeard | Preferred | Voided | Settled | Differs | Admitted
 def rank(conclusion: Conclusion) -> tuple[bool, int, bytes, str]:
     """Lower is better: a result, of the most steps, then by author."""
     return conclusion.outcome != "done", -conclusion.step, conclusion.author, conclusion.weights
+
+
+def says_held(said: Said, conclusion: Conclusion) -> bool:
+    """Return whether whoever said this holds the result of the conclusion."""
+    return said.holds and said.conclusion == conclusion
+
+
+def says_committed(said: Said, conclusion: Conclusion) -> bool:
+    """Return whether whoever said this is committed to the conclusion, or done by it."""
+    return (said.commits or said.is_settled) and says_held(said, conclusion)

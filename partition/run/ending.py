@@ -55,10 +55,12 @@ from partition.run.conclusions import (
     Told,
     Voided,
     rank,
+    says_committed,
+    says_held,
 )
 from partition.run.convergence import Progress, advance, has_converged
 from partition.run.local_settings import LocalSettings
-from partition.run.votes import Electorate
+from partition.run.votes import Electorate, liars_max
 
 SAY_SECONDS = 0.5
 """Between two tellings of a conclusion to members that have not answered with it."""
@@ -255,6 +257,11 @@ class Ending:
         self._void()
         return self._advance(now)
 
+    def know(self, peer: PeerId) -> None:
+        """Hear what this member says of the end, though it is not in sight: the run may be over for it."""
+        if len(self._known) < KNOWN_MAX:
+            self._known[peer] = None
+
     def evaluate(self, step: int, samples: int, loss: float, metrics: tuple[float, ...]) -> Sends:
         """Add this member's own evaluation to the series, and tell all."""
         self.progress = advance(self.progress, step, loss, self._settings.improvement)
@@ -294,7 +301,7 @@ class Ending:
             return []
         if self.is_decided:
             return self._settle(now) if is_missing else []
-        holders = [peer for peer, (said, _) in self._said.items() if _holds(said, conclusion)]
+        holders = [peer for peer, (said, _) in self._said.items() if says_held(said, conclusion)]
         author = PeerId(conclusion.author)
         for peer in holders if is_missing or author not in holders else [author]:
             strikes = STRIKES_MAX if is_missing else 1
@@ -432,7 +439,7 @@ class Ending:
         gone with a run that is over for them."""
         if self.best is None:
             return ()
-        said = (peer for peer, (said, _) in self._said.items() if _holds(said, self.best))
+        said = (peer for peer, (said, _) in self._said.items() if says_held(said, self.best))
         found = dict.fromkeys((PeerId(self.best.author), *said))
         return tuple(
             peer for peer in found if peer in self._peers or peer in self._unseen or peer in self._claims
@@ -508,10 +515,10 @@ class Ending:
 
     def _is_decision(self, conclusion: Conclusion, settled: set[PeerId]) -> bool:
         """Return whether a conclusion that is `settled` for these is one for all."""
-        electorate = self._electorate
-        if len(settled) > electorate.liars_max or self._requester in settled:
+        liars = liars_max(len(self._voters | settled))  # of a member that is left alone the other may lie
+        if len(settled) > liars or self._requester in settled:
             return True
-        return electorate.is_quorum(self._backing(conclusion, _commits))
+        return self._electorate.is_quorum(self._backing(conclusion, says_committed))
 
     @property
     def _electorate(self) -> Electorate:
@@ -524,7 +531,7 @@ class Ending:
     def _may_commit(self, now: float) -> bool:
         preferred = self._preferred
         assert preferred is not None
-        holding = self._backing(preferred.conclusion, _holds) | {self._me}
+        holding = self._backing(preferred.conclusion, says_held) | {self._me}
         if self._voters == {self._me} or self._is_stalemate(now):
             return True
         return now - preferred.held_at >= STABLE_SECONDS and self._carries(now, holding)
@@ -535,11 +542,11 @@ class Ending:
         if self._is_stalemate(now):
             return True
         said = [self._said.get(peer) for peer in self._awaited(now)]
-        agree = all(each is not None and _holds(each[0], preferred.conclusion) for each in said)
+        agree = all(each is not None and says_held(each[0], preferred.conclusion) for each in said)
         if not agree and now < preferred.patient_until:
             return False
         own = {self._me} if self._committed == preferred.conclusion else set()
-        backing = self._backing(preferred.conclusion, _commits) | own
+        backing = self._backing(preferred.conclusion, says_committed) | own
         return not self._voters or self._carries(now, backing)
 
     def _carries(self, now: float, backing: set[PeerId]) -> bool:
@@ -610,11 +617,3 @@ class Ending:
         """What this member says of the end; there is a conclusion."""
         assert self.best is not None, "there is a conclusion"
         return Said(self.run, self.best, self.holds, self.is_settled, self._committed == self.best)
-
-
-def _holds(said: Said, conclusion: Conclusion) -> bool:
-    return said.holds and said.conclusion == conclusion
-
-
-def _commits(said: Said, conclusion: Conclusion) -> bool:
-    return (said.commits or said.is_settled) and _holds(said, conclusion)

@@ -59,6 +59,8 @@ class Endings:
             sends = self.admitted(admission, admission.receive(sender, message))
             # A member that comes back to a run that is over hears of it.
             return sends + ([(sender, ending.said)] if sends and ending.is_settled else [])
+        if admission is not None and admission.admits(sender):
+            ending.know(sender)
         return self.drained(ending, ending.receive(now, sender, message))
 
     def admitted(self, admission: Admission, sends: admissions.Sends) -> AllSends:

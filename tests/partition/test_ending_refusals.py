@@ -217,6 +217,31 @@ def test_a_settled_claim_of_one_that_changes_its_mind_counts_once() -> None:
     assert member.best == conclusion(2)
 
 
+def test_one_left_alone_does_not_take_the_word_of_another_that_has_left() -> None:
+    own, liar = peer(1), peer(2)
+    member = Ending(own, RUN, LocalSettings())
+    member.set_peers(0.0, [liar], trainers=[own, liar])
+    for now in (1.0, 1.0 + GRACE_SECONDS):
+        member.set_peers(now, [], trainers=[own])
+    member.receive(20.0, liar, Said(RUN, conclusion(2), holds=True, is_settled=True, commits=True))
+    assert member.best == conclusion(2)
+    assert not member.is_decided, "it is tried first"
+
+
+def test_a_newcomer_hears_of_an_end_from_a_member_that_it_never_saw_take_part() -> None:
+    own, inviter = peer(1), peer(2)
+    member = Ending(own, RUN, LocalSettings())
+    member.set_peers(0.0, [], trainers=[])
+    settled = Said(RUN, conclusion(2), holds=True, is_settled=True, commits=True)
+    member.receive(1.0, inviter, settled)
+    assert member.best is None, "a stranger"
+    member.know(inviter)
+    member.receive(2.0, inviter, settled)
+    assert member.is_decided
+    member.hold(3.0, conclusion(2))
+    assert member.is_settled
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     seed=st.integers(0, 2**32),

@@ -12,6 +12,9 @@ from node.events import ResultDiffers
 from node.local import member as module
 from node.local.rounds import Rounds
 from node.local.verdict import fault_of
+from node.protocols.calls import ask
+from node.protocols.runs import Join
+from partition.run.admission import make_ticket
 from sim.worlds.scheduling import run_virtually
 from tests import stack
 from tests.node.local.test_runs import QUICK, SLOW, ends, train
@@ -94,5 +97,26 @@ def test_members_that_never_agree_end_apart_and_show_it(monkeypatch: pytest.Monk
             assert any(line.lstrip().startswith("differs") for line in run_lines(document))
             result = await group.nodes["b"].run(run.text).result()
             assert own["c"] in {each.weights for each in result.others}
+
+    run_virtually(play)
+
+
+def test_a_node_that_is_asked_as_the_run_ends_hears_of_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its members have left when it looks for them, and never knew it."""
+
+    async def play() -> None:
+        async with swarm("abx", stage_seconds=SLOW, preset="lan") as group:
+            asker, late = group.nodes["a"], group.nodes["x"]
+            late.limit(accept_runs="never")
+            run, _ = await train(group, QUICK, steps=8)
+            await ends(group, "ab")
+            wall = asker.seams.clock.wall()
+            ticket = make_ticket(asker.signer, run.id, late.peer, wall)
+            late.limit(accept_runs="swarm")
+            await trio.sleep(20.0)  # its members do not tell of it all the time any more
+            await ask(asker.network, late.peer, Join(run.fact, (ticket,)), seconds=20)
+            (found,) = await ends(group, "x")
+            assert found.outcome == "done"
+            assert found.weights == (await ends(group, "a"))[0].weights
 
     run_virtually(play)
