@@ -65,7 +65,7 @@ class Crew:
     def wanted(self, free: int) -> int:
         """How many heads more the run can use, `free` nodes being there to ask."""
         others = self.others
-        is_first = self._ending.is_evaluator(others) or not self.training
+        is_first = self._ending.turns.is_first(others) or not self.training
         if not is_first or self._ending.best is not None or self.awaits_head:
             return 0
         heads = self._run.manifest.replicas

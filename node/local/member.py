@@ -465,7 +465,7 @@ class LocalMember:
             self._due.waited("an evaluation", trainer.step - self._evaluated_step >= apart),
         )
         self._tell(self.ending, lambda now: self.ending.set_due(now, waited))
-        is_mine = waited >= 0 and self.ending.evaluates(self.crew.training, waited)
+        is_mine = waited >= 0 and self.ending.turns.is_mine(self.crew.training, waited)
         is_held = self._awaits_mean(rounds, is_mine=is_mine) if rounds.ending_for >= 0 else False
         if is_held or not is_mine:
             return

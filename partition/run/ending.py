@@ -31,13 +31,12 @@ within `LINGER_SECONDS` of seeing each other that another one differs (`Differs`
 forgets what it had committed to. Not here: what a model is, and fetching it.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import assert_never
 
 import msgspec
-from blake3 import blake3
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
@@ -60,6 +59,7 @@ from partition.run.conclusions import (
 )
 from partition.run.convergence import Progress, advance, has_converged
 from partition.run.local_settings import LocalSettings
+from partition.run.turns import Turns
 from partition.run.votes import Electorate, liars_max
 
 SAY_SECONDS = 0.5
@@ -79,13 +79,8 @@ STALEMATE_SECONDS = 300.0
 turns take, so that every member had its own."""
 GRACE_SECONDS = 12.0
 """A member that fell out of sight is still waited for so long: on a busy machine the living look dead too."""
-TURN_SECONDS = 60.0
-"""An evaluation that is due is another member's to make after so long. Longer than most take: one made twice
-costs its time and no more."""
 LINGER_SECONDS = 600.0
 """A run that is over answers members that were away for so long."""
-TURN_SLACK_SECONDS = 10.0
-"""What members may differ in since when an evaluation has been due."""
 REFUSED_MAX = 64
 """Conclusions that a member remembers as refused."""
 STRIKES_MAX = 8
@@ -133,17 +128,14 @@ class Ending:
         """Whether the preferred conclusion is to be taken without trying it."""
         self.can_go_on = False
         """Whether this member trains and its numbers are finite."""
+        self.turns = Turns(me, run)
         self.events: list[Event] = []
         self.forget_at = inf
         self._me = me
         self._settings = settings
         self._steps = steps
         self._requester = requester
-        self._trainers: frozenset[PeerId] | None = None
-        self._due_at = inf
         self._ended_at = inf
-        self._passed = 0
-        """Own results that were given up at the end of the steps: others have their turn before the next."""
         self._peers: frozenset[PeerId] = frozenset()
         self._unseen: dict[PeerId, float] = {}
         self._known: dict[PeerId, None] = {}
@@ -184,45 +176,18 @@ class Ending:
         """Whether the series has stopped improving by the manifest's rule."""
         return has_converged(self.progress, self._settings.patience)
 
-    # Turns
-
-    def is_evaluator(self, others: Iterable[PeerId]) -> bool:
-        """Return whether this member is the first to evaluate, `others` being those that have a state."""
-        return self._turn(self._me, others) == 0
-
-    def evaluates(self, others: Collection[PeerId], waited_seconds: float) -> bool:
-        """Return whether this member evaluates, what is due having been due for so long.
-
-        The nearest to the hash of the run does at once, each of the others `TURN_SECONDS` after the one
-        before: a member that is there and does not evaluate delays the end, and cannot prevent it. At the end
-        of the steps a member whose result was given up has its next turn after all others.
-        """
-        turn = self._turn(self._me, others) + self._passed * (len(others) + 1)
-        return waited_seconds >= TURN_SECONDS * turn
-
-    def _turn(self, peer: PeerId, others: Iterable[PeerId]) -> int:
-        own = blake3(self.run + peer).digest()
-        return sum(blake3(self.run + other).digest() < own for other in others)
-
-    def _is_turn(self, now: float, sender: PeerId) -> bool:
-        """Return whether it may be another member's turn to evaluate."""
-        if self._trainers is None:
-            return True
-        turn = self._turn(sender, self._trainers)
-        return turn == 0 or now - self._due_at >= TURN_SECONDS * turn - TURN_SLACK_SECONDS
-
     # What the shell tells
 
     def set_due(self, now: float, waited_seconds: float) -> Sends:
         """An evaluation has been due here for so long; below 0: none is."""
-        self._due_at = inf if waited_seconds < 0 else now - waited_seconds
+        self.turns.set_due(now, waited_seconds)
         return []
 
     def set_end(self, now: float, waited_seconds: float) -> Sends:
         """The steps have been done for so long; below 0: they are not."""
         self._ended_at = inf if waited_seconds < 0 else now - waited_seconds
         if waited_seconds < 0:
-            self._passed = 0
+            self.turns.passed = 0
         return []
 
     def set_peers(
@@ -237,12 +202,12 @@ class Ending:
         believed that it is its turn; then the `voters` are given, or all vote."""
         found = frozenset(peers) - {self._me}
         if trainers is not None:
-            self._trainers = voters = frozenset(trainers)
+            self.turns.trainers = voters = frozenset(trainers)
         self._unseen |= dict.fromkeys(self._peers - found, now)
         self._unseen = {
             peer: at for peer, at in self._unseen.items() if peer not in found and now - at < GRACE_SECONDS
         }
-        # Who has settled has left, and has its vote still; who fell out of sight keeps it for a while.
+        # A member that has settled and left keeps its vote; one that is out of sight, for a while.
         kept = self._voters.intersection({*self._unseen, *self._claims})
         self._voters = kept | frozenset({*found, self._me} if voters is None else voters)
         self._peers = found
@@ -275,7 +240,7 @@ class Ending:
         if now >= self._alone_from:
             self._refused.pop(conclusion, None)
         if conclusion in self._refused:
-            self._passed += self._ended_at < inf
+            self.turns.passed += self._ended_at < inf
             return []
         self._preferred = _Preferred(conclusion, is_here=True, held_at=now)
         self._say_at = now
@@ -341,7 +306,11 @@ class Ending:
             raise RemoteProtocolError("an evaluation of a step that the run does not have")
         if self.is_settled:
             return [(sender, self.said)]
-        if sender not in self._peers or message.step < self.progress.step or not self._is_turn(now, sender):
+        if (
+            sender not in self._peers
+            or message.step < self.progress.step
+            or not self.turns.may_be(now, sender)
+        ):
             return []
         if self.progress.step < 0:  # whoever came late goes on with the series as it is told
             self.progress = Progress(message.step, min(message.best, message.loss), message.since)
@@ -465,7 +434,7 @@ class Ending:
         for old in list(self._refused)[:-REFUSED_MAX]:
             del self._refused[old]
         if self.best.author == self._me:
-            self._passed += self._ended_at < inf
+            self.turns.passed += self._ended_at < inf
         self._drop()
         return [(peer, refused) for peer in self._awaited(now)]
 

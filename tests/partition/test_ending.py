@@ -13,9 +13,10 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from partition.run.conclusions import Conclusion, Evaluated, Preferred, Said, Sends, Settled, Told, Voided
 from partition.run.convergence import Progress, advance, has_converged
-from partition.run.ending import GRACE_SECONDS, PATIENCE_SECONDS, TURN_SECONDS, Ending
+from partition.run.ending import GRACE_SECONDS, PATIENCE_SECONDS, Ending
 from partition.run.endings import RUNS_MAX, Endings
 from partition.run.local_settings import LocalSettings
+from partition.run.turns import TURN_SECONDS
 
 RUN = bytes(32)
 TICK_SECONDS = 0.25
@@ -217,7 +218,8 @@ def test_exactly_one_of_those_in_sight_evaluates() -> None:
     world = World(5, Random(1))
     assert (
         sum(
-            member.is_evaluator(p for p in world.members if p != own) for own, member in world.members.items()
+            member.turns.is_first(p for p in world.members if p != own)
+            for own, member in world.members.items()
         )
         == 1
     )
@@ -288,7 +290,7 @@ def test_members_take_turns_at_an_evaluation_that_nobody_makes() -> None:
 
     def evaluators(seconds: float) -> int:
         return sum(
-            member.evaluates([other for other in peers if other != own], seconds)
+            member.turns.is_mine([other for other in peers if other != own], seconds)
             for own, member in zip(peers, members, strict=True)
         )
 
@@ -302,7 +304,7 @@ def test_an_evaluation_counts_only_from_the_member_whose_turn_it_is() -> None:
     member = Ending(own, RUN, LocalSettings(patience=2))
     order = sorted(peers, key=lambda each: blake3(RUN + each).digest())
     order.remove(own)
-    ranks = {each: member._turn(each, peers) for each in order}
+    ranks = {each: member.turns.place(each, peers) for each in order}
     first = next((each for each in order if ranks[each] == 0), None)
     last = order[-1]
     member.set_peers(0.0, peers[1:], trainers=peers)

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from crypto.identity import PeerId
 from partition.run.conclusions import Conclusion, Differs, Preferred, Refused, Said, Sends, Settled, Told
-from partition.run.ending import GRACE_SECONDS, PATIENCE_SECONDS, STALEMATE_SECONDS, TURN_SECONDS, Ending
+from partition.run.ending import GRACE_SECONDS, PATIENCE_SECONDS, STALEMATE_SECONDS, Ending
 from partition.run.local_settings import LocalSettings
+from partition.run.turns import TURN_SECONDS
 from tests.partition.test_ending import RUN, conclusion, peer
 
 TICK_SECONDS = 0.5
@@ -119,7 +120,7 @@ class World:
             self.tick()
             for own, member in self.members.items() if turns else ():
                 others = [each for each in self.everyone if each != own]
-                if not member.is_settled and member.best is None and member.evaluates(others, self.now):
+                if not member.is_settled and member.best is None and member.turns.is_mine(others, self.now):
                     step = 10 + int(self.now)
                     self.post(own, member.propose(self.now, conclusion(own[0], step)))
 

@@ -164,7 +164,7 @@ def test_a_member_that_keeps_its_evaluations_to_itself_does_not_prevent_the_end(
                     name = min("abc", key=lambda each: blake3(run_id + group.nodes[each].peer).digest())
                     silenced.append(name)
                     ending = group.nodes[name].runs.local.members[run_id].ending
-                    monkeypatch.setattr(ending, "evaluates", lambda *_: False)
+                    monkeypatch.setattr(ending.turns, "is_mine", lambda *_: False)
 
             await train(group, QUICK, disturb, steps=16)
             assert silenced
