@@ -273,9 +273,9 @@ class LocalRuns:
 
     async def _differs(self, event: core.Differs) -> None:
         run, weights = run_text(event.run), event.other.weights
-        await self._archive.differ(run, event.peer, weights)
-        at = self._service.seams.clock.wall()
-        self._service.publish(ResultDiffers(at=at, run=run, peer=event.peer, weights=weights))
+        if await self._archive.differ(run, event.peer, weights):
+            at = self._service.seams.clock.wall()
+            self._service.publish(ResultDiffers(at=at, run=run, peer=event.peer, weights=weights))
 
     async def end(
         self, member: LocalMember, outcome: str, detail: str, weights: str, *, for_all: bool = False

@@ -161,17 +161,22 @@ class Archive:
                 del self._records[old.text]
                 self._unsaved.add(old.text)
 
-    def differ(self, run: str, peer: PeerId, weights: str) -> None:
-        """Remember that a run ended with another result for this member."""
+    def differ(self, run: str, peer: PeerId, weights: str) -> bool:
+        """Remember that a run ended with another result for this member; whether that is to be shown."""
         record = self._records.get(run)
         known = self._others.get(run, ()) if record is None else record.others
-        others = dict(known) | {peer: weights}
-        found = tuple(others.items())[:RESULTS_SHOWN_MAX]
-        if record is None:
-            self._others[run] = found
-        else:
-            self._records[run] = replace(record, others=found)
+        if len(known) >= RESULTS_SHOWN_MAX or peer in dict(known):
+            return False
+        others = (*known, (peer, weights))
+        if record is not None:
+            self._records[run] = replace(record, others=others)
             self._unsaved.add(run)
+            return True
+        self._others.pop(run, None)
+        self._others[run] = others
+        for old in list(self._others)[:-OTHERS_MAX]:  # of runs that were forgotten before their end was heard
+            del self._others[old]
+        return True
 
     def save(self) -> None:
         """Have what was added survive a restart. Raises OSError."""
@@ -280,10 +285,12 @@ class ArchiveShell:
             keeps=keeps,
         )
 
-    async def differ(self, run: str, peer: PeerId, weights: str) -> None:
+    async def differ(self, run: str, peer: PeerId, weights: str) -> bool:
         """See `Archive.differ`; where the end is not noted yet, it is kept with that."""
-        self._archive.differ(run, peer, weights)
-        await self._save()
+        is_shown = self._archive.differ(run, peer, weights)
+        if is_shown:
+            await self._save()
+        return is_shown
 
     async def close(self, run: Run) -> None:
         """A run is over that this node was in when it was stopped: note what it had no time to note."""

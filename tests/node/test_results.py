@@ -11,7 +11,7 @@ from blake3 import blake3
 from crypto.identity import PeerId
 from node.checkpoints.weights import weights_name
 from node.commands import Commands
-from node.events import RunAccepted, RunEnded
+from node.events import RESULTS_SHOWN_MAX, RunAccepted, RunEnded
 from node.protocols import runs as wire
 from node.protocols.manifest import Run
 from node.runs.archive import OTHERS_MAX, OWN_MAX, Archive, EndedRun, ended_name
@@ -218,3 +218,12 @@ def test_other_results_of_a_run_are_remembered_whenever_they_are_told() -> None:
     again = Archive(storage, me)
     again.load()
     assert again.records[0].others == ((early, "ab" * 32), (late, "cd" * 32))
+
+
+def test_what_many_members_say_of_a_result_is_bounded() -> None:
+    archive, ended = Archive(MemoryStorage(), bytes(32)), record(1, bytes(32))
+    archive.add(ended)
+    shown = [archive.differ(ended.text, PeerId(bytes([n]) * 32), f"{n:064x}") for n in range(1, 20)]
+    assert shown == [True] * RESULTS_SHOWN_MAX + [False] * (19 - RESULTS_SHOWN_MAX)
+    assert len(archive.records[0].others) == RESULTS_SHOWN_MAX
+    assert not archive.differ(ended.text, PeerId(bytes([1]) * 32), "ef" * 32), "it changes its mind"
