@@ -75,4 +75,5 @@ def main() -> None:
     dht.shutdown()
 
 
-main()
+if __name__ == "__main__":
+    main()

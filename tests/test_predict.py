@@ -63,16 +63,21 @@ def test_outputs_are_those_of_the_model_and_are_compared_with_the_truth(
     assert "data:image/png" in text
 
 
-def test_a_persons_own_model_predicts_new_rows_of_a_table_by_their_words(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(OWN)
-    (tmp_path / "train.csv").write_text("a,b,kind\n1,2,cat\n2,1,dog\n3,3,ant\n")
-    (tmp_path / "new.csv").write_text("a,b,kind\n5,1,dog\n1,5,cat\n")
-    (tmp_path / "run.toml").write_text(f'model = "own.py:build"\ndata = "{tmp_path}/train.csv"\n')
+def predicted_rows(folder: Path, table: str) -> list[dict[str, str]]:
+    """What `predict` writes of a table, by a person's own model that was trained on another."""
+    (folder / "own.py").write_text(OWN)
+    (folder / "train.csv").write_text("a,b,kind\n1,2,cat\n2,1,dog\n3,3,ant\n")
+    (folder / "new.csv").write_text(table)
+    (folder / "run.toml").write_text(f'model = "own.py:build"\ndata = "{folder}/train.csv"\n')
     weights = {"weight": np.array([[0, 1], [0, 0], [1, 0]], np.float32), "bias": np.zeros(3, np.float32)}
-    safetensors.numpy.save_file(weights, tmp_path / "w.safetensors")
-    flags = ["--weights", str(tmp_path / "w.safetensors"), "--data", str(tmp_path / "new.csv")]
-    assert run(["predict", str(tmp_path / "run.toml"), *flags, "--out", str(tmp_path / "p.csv")]) == 0
-    rows = list(csv.DictReader((tmp_path / "p.csv").read_text().splitlines()))
+    safetensors.numpy.save_file(weights, folder / "w.safetensors")
+    flags = ["--weights", str(folder / "w.safetensors"), "--data", str(folder / "new.csv")]
+    assert run(["predict", str(folder / "run.toml"), *flags, "--out", str(folder / "p.csv")]) == 0
+    return list(csv.DictReader((folder / "p.csv").read_text().splitlines()))
+
+
+def test_a_persons_own_model_predicts_new_rows_of_a_table_by_their_words(tmp_path: Path) -> None:
+    rows = predicted_rows(tmp_path, "a,b,kind\n5,1,dog\n1,5,cat\n")
     assert [(row["predicted"], row["truth"]) for row in rows] == [("dog", "dog"), ("ant", "cat")]
     assert [float(rows[0][f"output_{n}"]) for n in range(3)] == [1, 0, 5]
 
@@ -80,16 +85,8 @@ def test_a_persons_own_model_predicts_new_rows_of_a_table_by_their_words(tmp_pat
 def test_a_table_without_the_label_column_is_predicted_by_its_names(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "own.py").write_text(OWN)
-    (tmp_path / "train.csv").write_text("a,b,kind\n1,2,cat\n2,1,dog\n3,3,ant\n")
-    (tmp_path / "new.csv").write_text("b,a\n1,5\n5,1\n")
-    (tmp_path / "run.toml").write_text(f'model = "own.py:build"\ndata = "{tmp_path}/train.csv"\n')
-    weights = {"weight": np.array([[0, 1], [0, 0], [1, 0]], np.float32), "bias": np.zeros(3, np.float32)}
-    safetensors.numpy.save_file(weights, tmp_path / "w.safetensors")
-    flags = ["--weights", str(tmp_path / "w.safetensors"), "--data", str(tmp_path / "new.csv")]
-    assert run(["predict", str(tmp_path / "run.toml"), *flags, "--out", str(tmp_path / "p.csv")]) == 0
+    rows = predicted_rows(tmp_path, "b,a\n1,5\n5,1\n")
     assert "2 samples; no labels" in capsys.readouterr().out
-    rows = list(csv.DictReader((tmp_path / "p.csv").read_text().splitlines()))
     assert [row["predicted"] for row in rows] == ["dog", "ant"]
     assert "truth" not in rows[0]
 
