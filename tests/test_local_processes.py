@@ -32,6 +32,6 @@ def test_two_columns_of_processes_train_on_after_one_is_killed(monkeypatch: pyte
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import gossip_digits
 
-    row = gossip_digits.play(peers=4, killed=1, patience=6, stages=2)
+    row = gossip_digits.play(peers=4, killed=1, patience=gossip_digits.PATIENCE_COLUMNS, stages=2)
     assert (row["outcomes"], row["reason"]) == (["done"], [gossip_digits.CONVERGED])
     assert row["accuracy"] > 0.93
