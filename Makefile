@@ -68,6 +68,7 @@ soak: $(READY)
 	PEERLOOM_REPLAYS=20 PEERLOOM_RECORD_CHANGES=2000 $(BIN)/python -m pytest -s tests/sim/replay
 	PEERLOOM_KILLS=full $(BIN)/python -m pytest -s tests/test_kills.py tests/test_owner_back.py
 	PEERLOOM_LEAVES=12 $(BIN)/python -m pytest -s tests/test_takeover.py -k takes_nothing
+	PEERLOOM_LAB=full $(BIN)/python -m pytest -s tests/lab
 	PEERLOOM_SWARM_PROCESSES=16 $(BIN)/python -m pytest -s tests/test_swarm_processes.py
 	$(BIN)/python benchmarks/swim.py
 	$(BIN)/python benchmarks/dht_churn.py

@@ -53,7 +53,10 @@ from node.settings import (
 from node.suggest import nearest
 
 DEFAULT_PORT = 9747
-DEFAULT_LISTEN = Address("ip4", "0.0.0.0", DEFAULT_PORT)  # noqa: S104 - a node is there to be reached
+DEFAULT_LISTEN = (
+    Address("ip4", "0.0.0.0", DEFAULT_PORT),  # noqa: S104 - a node is there to be reached
+    Address("ip6", "::", DEFAULT_PORT),
+)
 DEFAULT_WEB = Address("ip4", "127.0.0.1", 9748)
 SEEDS_MAX = 256
 """Seeds from all sources together. Each is dialled at the start; more would be a scan, not a join."""
@@ -92,7 +95,7 @@ class Listen:
     """Where this node is reached, by TCP and UDP: port 0 takes any free one; `announce` replaces what others
     are told. Where `may_move`, one of the next ten ports does as well: nobody asked for this one."""
 
-    addresses: tuple[Address, ...] = (DEFAULT_LISTEN,)
+    addresses: tuple[Address, ...] = DEFAULT_LISTEN
     announce: tuple[Address, ...] = ()
     may_move: bool = True
 

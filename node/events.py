@@ -20,7 +20,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class NodeStarted(Event, frozen=True, kw_only=True):
     """This node listens and serves. A swarm with keys `is_private`. `moved`: (port wanted, port taken
-    instead) of each that others held. `is_open`: on all of this machine's networks, whoever reaches it."""
+    instead) of each that others held. `is_open`: on all of this machine's networks, whoever reaches it.
+    `join_address` is what to type on another machine; where there is none, `join_hint` says why."""
 
     peer: PeerId
     name: str
@@ -33,6 +34,8 @@ class NodeStarted(Event, frozen=True, kw_only=True):
     port: int
     moved: tuple[tuple[int, int], ...] = ()
     is_open: bool = False
+    join_address: str | None = None
+    join_hint: str = ""
 
 
 class CapacityMeasured(Event, frozen=True, kw_only=True):

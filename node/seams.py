@@ -152,6 +152,12 @@ class Network(Protocol):
     def learn(self, peer: PeerId, addresses: Sequence[Address]) -> None:
         """Remember where a peer may be reached (a hint until it answers)."""
 
+    def known_addresses(self, peer: PeerId) -> tuple[Address, ...]:
+        """Return where a peer has answered, the latest first, and then where it is said to be."""
+
+    def is_own(self, address: Address) -> bool:
+        """Whether this very node listens at an address."""
+
     def host_of(self, peer: PeerId) -> str | None:
         """The host at which a peer was seen, which it cannot choose; None if it was not."""
 
@@ -167,11 +173,24 @@ class Network(Protocol):
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled; `addresses` are known once it has started."""
 
+    def paths(self, peer: PeerId) -> tuple[Address, ...]:
+        """Return an address of the peer for each network that this machine shares with it; none where it is
+        on one network."""
+
+    def prefer(self, peer: PeerId, address: Address) -> None:
+        """Open streams to the peer at this one of its addresses from now on, as long as it answers there."""
+
     async def open(
-        self, peer: PeerId, protocol: str, *others: str, message_bytes_max: int = MESSAGE_BYTES_USUAL
+        self,
+        peer: PeerId,
+        protocol: str,
+        *others: str,
+        message_bytes_max: int = MESSAGE_BYTES_USUAL,
+        at: Address | None = None,
     ) -> Stream:
         """Open a stream to a known peer, by the first of the names that it speaks: several are versions of
         one protocol, the newest first. A longer message than `message_bytes_max` that comes back ends it.
+        `at` is one of its `paths` to be taken; else the best that is known.
         Raises `node.errors.Unreachable`."""
 
     async def identify(self, address: Address) -> PeerId:

@@ -49,6 +49,7 @@ from sim.network.links import Links, Sender
 from sim.network.pace import Pace
 from sim.network.places import RIGHT
 from sim.network.queues import LinkQueue, Parcel
+from sim.network.single_homed import SingleHomed
 from sim.network.sizes import Traffic, envelope_bytes
 from sim.seeds import seeded_entropy, seeded_rng
 from sim.storage import MemoryStorage
@@ -260,7 +261,7 @@ class SimNetworkFabric:
             self._carrier.advance(_now())
 
 
-class SimNetwork:
+class SimNetwork(SingleHomed):
     """`node.seams.Network` of one simulated peer. Made by `SimNetworkFabric.attach`; streams need `run`."""
 
     def __init__(self, medium: SimNetworkFabric, peer: PeerId, home: Home) -> None:
@@ -350,6 +351,13 @@ class SimNetwork:
             self._known[peer] = None
         elif impostors := [each for each in there if each is not None]:
             self._impostors[peer] = impostors[0]
+
+    def known_addresses(self, peer: PeerId) -> tuple[Address, ...]:
+        home = self._medium.homes.outside(peer)
+        return () if home is None or peer not in self._known else (home,)
+
+    def is_own(self, address: Address) -> bool:
+        return self._medium.homes.peer_at(address) == self._peer
 
     def host_of(self, peer: PeerId) -> str | None:
         address = self._medium.homes.outside(peer)
@@ -448,11 +456,18 @@ class SimNetwork:
         self._handlers.add(protocol, handler, limits)
 
     async def open(
-        self, peer: PeerId, protocol: str, *others: str, message_bytes_max: int = MESSAGE_BYTES_USUAL
+        self,
+        peer: PeerId,
+        protocol: str,
+        *others: str,
+        message_bytes_max: int = MESSAGE_BYTES_USUAL,
+        at: Address | None = None,
     ) -> SimStream:
         if peer not in self._known:
             await self._meet_impostor(peer)
         target = await self._meet(peer)
+        if at is not None and self._medium.homes.peer_at(at) != peer:
+            raise Unreachable("refused", f"{short_peer(peer)} is not at {at.short}")
         names = (protocol, *others)
         chosen = target._handlers.first_of(names)
         if not self.alive or target._nursery is None or chosen is None:

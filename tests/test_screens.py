@@ -59,6 +59,7 @@ STARTED = events.NodeStarted(
     data_dir="/data/lab-1",
     port_wanted=9747,
     port=9747,
+    join_address="/ip4/192.168.1.20/tcp/9747",
 )
 HISTORY: list[events.Event] = [
     capacity(NOW - 7381),
@@ -414,7 +415,8 @@ def test_every_kind_of_event_has_its_lines_or_is_silent() -> None:
 
 
 def test_a_taken_port_and_another_swarm_are_said_where_they_matter() -> None:
-    event = event_document(STARTED) | {"port": 40123, "swarm": "lab", "addresses": ["/ip6/fd00::1/tcp/40123"]}
+    event = event_document(STARTED) | {"port": 40123, "swarm": "lab"}
+    event |= {"addresses": ["/ip6/fd00::1/tcp/40123"], "join_address": "[fd00::1]:40123"}
     text = "\n".join(EventScreen().lines(event))
     assert "[fd00::1]:40123   (port 9747 was taken)" in text
     assert "python -m node --join [fd00::1]:40123 --swarm lab" in text

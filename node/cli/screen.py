@@ -95,15 +95,17 @@ class EventScreen:
         kind = ", private" if event["is_private"] else ""
         swarm = f"{event['swarm']}{kind}; {joining}".replace(" 1 addresses", " 1 address")
         lines.append(labelled("swarm", swarm))
-        if event["addresses"]:
-            join = f"--join {short_address(event['addresses'][0])}"
+        if not event["join_address"]:
+            lines.append(f"  On another machine:  {event['join_hint']}")
+        else:
+            join = f"--join {short_address(event['join_address'])}"
             if event["swarm"] != "default":
                 join += f" --swarm {event['swarm']}"
             # There the key file, copied, may have any name.
             key = "PEERLOOM_KEY_FILE=FILE " if event["is_private"] else ""
             lines.append(f"  On another machine:  {key}python -m node {join}")
-            if Path(event["data_dir"]) != default_data_dir(self._environ):
-                lines.append(f"  On this machine:     python -m node status --data-dir {event['data_dir']}")
+        if Path(event["data_dir"]) != default_data_dir(self._environ):
+            lines.append(f"  On this machine:     python -m node status --data-dir {event['data_dir']}")
         return lines
 
     def _alert(self, event: Event) -> list[str]:

@@ -16,6 +16,7 @@ from crypto.identity import PeerId
 from node.errors import Unreachable
 from node.events import JoinTried
 from node.seams import Clock, Network
+from node.transport.racing import race
 
 RETRY_SECONDS_MIN = 2.0
 RETRY_SECONDS_MAX = 60.0
@@ -28,13 +29,14 @@ HEARD_ADDRESSES_MAX = 3
 
 
 class Joining:
-    """Tries `addresses` until somebody answered; `found` is told of every peer that did."""
+    """Tries `addresses` until somebody answered; `found` is told of every peer that did. Addresses that stand
+    together are those of one peer, of which the first that answers will do."""
 
     def __init__(
         self,
         network: Network,
         clock: Clock,
-        addresses: Sequence[Address],
+        addresses: Sequence[Sequence[Address]],
         *,
         publish: Callable[[JoinTried], None],
         found: Callable[[Sequence[PeerId]], None],
@@ -44,7 +46,7 @@ class Joining:
     ) -> None:
         self._network = network
         self._clock = clock
-        self._addresses = tuple(addresses)
+        self._addresses = tuple(tuple(each) for each in addresses)
         self._publish = publish
         self._found = found
         self._is_alone = is_alone
@@ -55,8 +57,8 @@ class Joining:
 
     def add(self, address: Address) -> None:
         """Try this one too, from the next round on."""
-        if address not in self._addresses:
-            self._addresses = (*self._addresses, address)
+        if (address,) not in self._addresses:
+            self._addresses = (*self._addresses, (address,))
 
     async def run(self) -> None:
         """Until cancelled: one round at once, more while this node is alone."""
@@ -83,10 +85,8 @@ class Joining:
                 peer, addresses = self._heard.popitem(last=False)
                 if self._is_member(peer):
                     continue  # somebody else has told of it in the meantime
-                for address in addresses:
-                    if await self._try(address, found_by="beacon") is not None:
-                        self._found([peer])
-                        break
+                if await self._try(addresses, found_by="beacon") is not None:
+                    self._found([peer])
             self._stirred = trio.Event()
             await self._stirred.wait()
 
@@ -97,34 +97,38 @@ class Joining:
         answers: dict[int, PeerId] = {}
         limit = trio.CapacityLimiter(ATTEMPTS_MAX)
 
-        async def attempt(index: int, address: Address) -> None:
+        async def attempt(index: int, addresses: Sequence[Address]) -> None:
             async with limit:
-                peer = await self._try(address)
+                peer = await self._try(addresses)
             if peer is not None:
                 answers[index] = peer
                 self._found([peer])
 
         async with trio.open_nursery() as nursery:
-            for index, address in enumerate(self._addresses):
-                nursery.start_soon(attempt, index, address)
+            for index, addresses in enumerate(self._addresses):
+                nursery.start_soon(attempt, index, addresses)
         return list(dict.fromkeys(answers[index] for index in sorted(answers)))
 
     async def try_one(self, address: Address) -> JoinTried:
         """Dial an address once, and tell of it; what became of it. The peer of an address that led here is
         None."""
-        return await self._dial(address, "")
+        return await self._dial((address,), "")
 
-    async def _try(self, address: Address, *, found_by: str = "") -> PeerId | None:
-        return (await self._dial(address, found_by)).peer
+    async def _try(self, addresses: Sequence[Address], *, found_by: str = "") -> PeerId | None:
+        return (await self._dial(addresses, found_by)).peer
 
-    async def _dial(self, address: Address, found_by: str) -> JoinTried:
+    async def _dial(self, addresses: Sequence[Address], found_by: str) -> JoinTried:
+        """Dial one peer at its addresses; what became of it."""
         begun = self._clock.monotonic()
-        peer, outcome, detail = None, "ok", ""
+        address, peer, outcome, detail = addresses[0], None, "ok", ""
+        others = [each for each in addresses if not self._network.is_own(each)]
         try:
-            peer = await self._network.identify(address)
+            if others:
+                address = others[0]
+                address, peer = (await race(others, self._identify))[0]
         except Unreachable as error:
             outcome, detail = error.reason, error.detail
-        if peer == self._network.peer:
+        if peer == self._network.peer or not others:
             peer, outcome, detail = None, "self", "this is this node's own address"
         elif peer is not None:
             self._network.learn(peer, [address.of(peer)])
@@ -143,3 +147,6 @@ class Joining:
         else:
             self._publish(tried)
         return tried
+
+    async def _identify(self, address: Address) -> tuple[Address, PeerId]:
+        return address, await self._network.identify(address)

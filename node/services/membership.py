@@ -129,10 +129,10 @@ class Membership:
         """Where this node is in round trips."""
         return self._swim.coordinates
 
-    def live_addresses(self) -> list[tuple[Address, ...]]:
-        """Where each other live member is."""
+    def live_addresses(self) -> dict[PeerId, tuple[Address, ...]]:
+        """Where each other live member says it is."""
         others = [member for member in self._swim.members if member.live and member.peer != self._swim.peer]
-        return [tuple(address.of(member.peer) for address in member.addresses) for member in others]
+        return {member.peer: member.addresses for member in others}
 
     def round_trip_seconds(self, peer: PeerId) -> float | None:
         """Return how long a datagram to `peer` and back took lately; None where it was not asked."""

@@ -1,42 +1,71 @@
-"""Peers met before: where to begin the next time, kept on the disk."""
+"""Peers met before: where to begin the next time, kept on the disk.
 
-from collections.abc import Callable, Sequence
+They are saved as soon as a first peer is known, for a swarm may lose its power a moment later, and then ever
+more rarely. Peers of earlier lives are kept behind those that live now, as far as there is room.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 
 import trio
 
 from crypto.contact import Address
+from crypto.identity import PeerId
 from node.config import Join
 from node.seams import Seams
-from node.storage.known_peers import read_remembered, write_remembered
+from node.storage.known_peers import REMEMBERED_MAX, read_remembered, write_remembered
 
-REMEMBER_SECONDS = 60.0
+SAVE_SECONDS_MIN = 2.0
+"""From the first save to the next: a swarm that starts is complete soon after."""
+SAVE_SECONDS_MAX = 60.0
+"""Between two saves in the long run; the pause doubles from one to the other."""
 
 
 class RememberedPeers:
-    """The service. `live_addresses` says where each live member is now."""
+    """The service. `live` names each other live member with the addresses that it tells; `is_met` is set once
+    there is one."""
 
     def __init__(
-        self, seams: Seams, join: Join, live_addresses: Callable[[], Sequence[tuple[Address, ...]]]
+        self,
+        seams: Seams,
+        join: Join,
+        live: Callable[[], Mapping[PeerId, Sequence[Address]]],
+        is_met: trio.Event,
     ) -> None:
         self._seams = seams
         self._join = join
-        self._live_addresses = live_addresses
+        self._live = live
+        self._is_met = is_met
+        self._saved: tuple[tuple[Address, ...], ...] = ()
+        if join.remember:
+            self._saved = read_remembered(seams.storage)
 
-    def addresses_to_try(self) -> list[Address]:
-        """Return the seeds, and one address of each peer that was met before."""
-        remembered = read_remembered(self._seams.storage) if self._join.remember else []
-        first = [address for peer in remembered for address in peer[:1]]
-        return list(dict.fromkeys([*self._join.seeds, *first]))
+    def addresses_to_try(self) -> list[tuple[Address, ...]]:
+        """Return the seeds, each by itself, and the addresses of each peer that was met before, without this
+        node's own: on another machine the same bridge may have had them."""
+        network = self._seams.network
+        seeds: list[tuple[Address, ...]] = [(seed,) for seed in self._join.seeds]
+        known = [tuple(each for each in peer if not network.is_own(each)) for peer in self._saved]
+        return list(dict.fromkeys([*seeds, *filter(None, known)]))
 
     async def run(self) -> None:
-        """Save now and then, until cancelled."""
+        """Save when a first peer is known, then now and then, until cancelled."""
+        await self._is_met.wait()
+        pause = SAVE_SECONDS_MIN
         while True:
-            await trio.sleep(REMEMBER_SECONDS)
             await self.save()
+            await trio.sleep(pause)
+            pause = min(2 * pause, SAVE_SECONDS_MAX)
 
     async def save(self) -> None:
-        """Keep who is alive now."""
-        live = self._live_addresses()
-        if live and self._join.remember:
+        """Keep who is alive now, and behind them who was known before."""
+        live = self._live()
+        if not live or not self._join.remember:
+            return
+        known = self._seams.network.known_addresses
+        found = {peer: tuple(each.of(peer) for each in known(peer) or told) for peer, told in live.items()}
+        before = [peer for peer in self._saved if peer[0].peer not in found]
+        peers = (*filter(None, found.values()), *before)[:REMEMBERED_MAX]
+        if peers != self._saved:
             # A disk may take its time to make a write durable.
-            await self._seams.executor.run(lambda: write_remembered(self._seams.storage, live))
+            await self._seams.executor.run(lambda: write_remembered(self._seams.storage, peers))
+            self._saved = peers

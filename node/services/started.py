@@ -1,15 +1,24 @@
 """What a node says of itself once it has a place in the network."""
 
+from crypto.contact import Address
 from crypto.identity import PeerId
 from node.config import Config
 from node.events import NodeStarted
 from node.seams import Network
 from node.transport.network import RealNetwork
 
+LOOPBACK_ONLY = "none: this node listens on this machine alone; --listen 0.0.0.0:9747 lets others in"
+NO_NETWORK = "none: this machine is on no network (its addresses are loopback or of its own containers)"
+LINK_LOCAL_ONLY = (
+    "none to type: this machine has IPv6 addresses of its link alone; nodes there find each other"
+)
+
 
 def node_started(at: float, config: Config, peer: PeerId, network: Network, *, is_new: bool) -> NodeStarted:
     """Return the event; `is_new` is whether the identity was made just now."""
     wanted = config.listen.addresses[0].port
+    real = network if isinstance(network, RealNetwork) else None
+    join = real.address_for_others if real is not None else next(iter(network.addresses), None)
     return NodeStarted(
         at=at,
         peer=peer,
@@ -21,6 +30,15 @@ def node_started(at: float, config: Config, peer: PeerId, network: Network, *, i
         data_dir=str(config.data_dir),
         port_wanted=wanted,
         port=network.addresses[0].port if network.addresses else wanted,
-        moved=network.moved if isinstance(network, RealNetwork) else (),
-        is_open=isinstance(network, RealNetwork) and config.listen.is_open,
+        moved=real.moved if real is not None else (),
+        is_open=real is not None and config.listen.is_open,
+        join_address=None if join is None else join.short,
+        join_hint="" if join is not None else _hint(config, network.addresses),
     )
+
+
+def _hint(config: Config, told: tuple[Address, ...]) -> str:
+    """Why there is no address for another machine."""
+    if not told:
+        return LINK_LOCAL_ONLY
+    return NO_NETWORK if config.listen.is_open else LOOPBACK_ONLY

@@ -2,20 +2,23 @@
 
 An *observed* address is the source of an authentic datagram, a *proved* one answered a handshake
 with that peer's key, a *claimed* one is hearsay. An observation grows stale, since the peer may have
-moved without a word; then datagrams go to the other addresses as well.
+moved without a word; then datagrams go to the other addresses as well, a few at a time and other ones each
+time, so that no order of a long list hides the one that works.
 
 Hearsay can name any number of peers, so it pushes out only hearsay. Peers that answered from an address push
-out those of the source that has most of them.
+out those of the source that has most of them. Which claims are tried at all, and in what order, is said by
+`address_policy`; each is tried a few times, then ever more rarely.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from crypto.contact import ADDRESSES_MAX, Address
 from crypto.crowds import Crowd
 from crypto.identity import PeerId
-from crypto.token_buckets import prefix_of
+from crypto.token_buckets import Buckets, prefix_of
+from node.transport.address_policy import AddressPolicy
 
 PEERS_MAX = 4_096
 """Peers remembered that have answered: a full SWIM scope, a routing table and room for lookups."""
@@ -27,23 +30,63 @@ REORDER_SECONDS = OBSERVED_SECONDS / 4
 """A peer goes behind the others of its source no more often: at each packet that would cost too much."""
 UNPROVEN_ADDRESSES_MAX = 3
 """A datagram goes to at most so many unproven addresses, so we never amplify more than threefold."""
+PROVED_MAX = 4
+"""Addresses kept at which a peer answered: two networks, two families."""
+ROTATE_SECONDS = 0.4
+"""Datagrams go to other unproven addresses after so long: a burst has one answer, and a handshake is repeated
+after 0.5 s, so that each repetition tries others."""
+TRIES_MAX = 6
+"""Bursts of datagrams to one claimed address before each further one waits, twice as long each time."""
+TRY_AGAIN_SECONDS = 1.0
+TRY_AGAIN_SECONDS_MAX = 64.0
+TRIED_MAX = 16
+"""Addresses of one peer of which is known how often they were tried: its claims, and those before."""
+HOST_TRIES_PER_SECOND = 20.0
+HOST_TRIES_BURST = 60.0
+"""Datagrams to claimed addresses of one host, for all the peers that are said to be there: a crowd of
+invented peers must not aim this node at somebody. A lecture hall behind one router is through in seconds."""
+HOSTS_TRIED_MAX = 4_096
+
+
+@dataclass(slots=True)
+class _Tries:
+    """Bursts of datagrams sent to an address that has not answered, the last one when."""
+
+    count: int = 0
+    at: float = 0.0
+
+    def is_due(self, now: float) -> bool:
+        over, since = self.count - TRIES_MAX, now - self.at
+        return (
+            over < 0
+            or since < ROTATE_SECONDS
+            or since >= min(TRY_AGAIN_SECONDS_MAX, TRY_AGAIN_SECONDS * 2.0 ** min(over, 16))
+        )
 
 
 @dataclass(slots=True)
 class _Entry:
     claimed: tuple[Address, ...] = ()
-    proved: Address | None = None
+    # The latest first.
+    proved: tuple[Address, ...] = ()
+    preferred: Address | None = None
     observed: Address | None = None
     observed_at: float = 0.0
+    turn: int = 0
+    turned_at: float = -ROTATE_SECONDS
+    tries: dict[Address, _Tries] = field(default_factory=dict)
 
 
 _NOTHING = _Entry()
+_UNTRIED = _Tries()
 
 
 class AddressBook:
     """Addresses by peer, bounded; `now` is monotonic seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: AddressPolicy | None = None) -> None:
+        self.policy = policy or AddressPolicy()
+        self._hosts = Buckets[str](HOST_TRIES_PER_SECOND, HOST_TRIES_BURST, HOSTS_TRIED_MAX)
         self._met: dict[PeerId, _Entry] = {}
         self._crowd: Crowd[PeerId] = Crowd()
         self._hearsay: OrderedDict[PeerId, _Entry] = OrderedDict()
@@ -61,39 +104,120 @@ class AddressBook:
 
     def prove(self, peer: PeerId, address: Address) -> None:
         """The peer's key answered at this address."""
-        entry = self._met.get(peer) or self._meet(peer, address)
-        entry.proved = address.of(None)
+        entry, place = self._met.get(peer) or self._meet(peer, address), address.of(None)
+        if entry.proved[:1] != (place,):
+            entry.proved = _distinct(place, *entry.proved)[:PROVED_MAX]
+            self.policy.met(place.host)
+            entry.turn = 0
+        entry.tries.pop(place, None)
 
     def observe(self, peer: PeerId, address: Address, now: float) -> None:
         """The peer's newest authentic datagram came from this address."""
         entry = self._met.get(peer) or self._meet(peer, address)
         if entry.observed is None or now - entry.observed_at > REORDER_SECONDS:
             self._crowd.add(peer, _source(address))
-        entry.observed, entry.observed_at = address.of(None), now
+        place = address.of(None)
+        if entry.observed != place:
+            self.policy.met(place.host)
+            entry.turn = 0
+            entry.tries.pop(place, None)
+        entry.observed, entry.observed_at = place, now
+
+    def failed(self, peer: PeerId, address: Address) -> None:
+        """The peer did not answer a handshake there: its other addresses come first from now on."""
+        entry, place = self._entry(peer), address.of(None)
+        if entry.preferred == place:
+            entry.preferred = None
+        if entry is not _NOTHING and len(entry.proved) > 1 and place in entry.proved:
+            entry.proved = (*(each for each in entry.proved if each != place), place)
+
+    def known(self, peer: PeerId) -> tuple[Address, ...]:
+        """Return where the peer has answered, the latest first, and then what it claims."""
+        entry = self._entry(peer)
+        return _distinct(*entry.proved, entry.observed, *entry.claimed)
 
     def host_of(self, peer: PeerId) -> str | None:
         """Return the host where the peer was seen last; None if it was not."""
         entry = self._met.get(peer, _NOTHING)
-        seen = entry.observed or entry.proved
-        return None if seen is None else seen.host
+        if entry.observed is not None:
+            return entry.observed.host
+        return entry.proved[0].host if entry.proved else None
 
     def at(self, address: Address) -> list[PeerId]:
         """Those whose packets came from there last."""
         place = address.of(None)
         return [peer for peer, entry in self._met.items() if entry.observed == place]
 
+    def paths(self, peer: PeerId) -> tuple[Address, ...]:
+        """Return the likeliest address of the peer on each network that this machine shares with it, without
+        those of containers; none where this machine is on one network."""
+        found: dict[str, Address] = {}
+        if len(self.policy.networks) < 2:
+            return ()
+        for address in self.for_stream(peer):
+            network = self.policy.network_of(address)
+            if network is not None:
+                found.setdefault(network, address)
+        return tuple(found.values())
+
+    def prefer(self, peer: PeerId, address: Address) -> None:
+        """Dial the peer there first, until it fails: its streams were the fastest by this address."""
+        entry = self._entry(peer)
+        if entry is not _NOTHING:
+            entry.preferred = address.of(None)
+
+    def preferred(self, peer: PeerId) -> Address | None:
+        """Return the address that was preferred last, and has not failed since."""
+        return self._entry(peer).preferred
+
+    def knows(self, peer: PeerId) -> bool:
+        """Whether there is any address of a peer."""
+        return self._entry(peer) is not _NOTHING
+
     def for_stream(self, peer: PeerId) -> tuple[Address, ...]:
         """Addresses to dial, the likeliest first; empty for a peer never heard of."""
         entry = self._entry(peer)
-        return _distinct(entry.proved, entry.observed, *entry.claimed)
+        return _distinct(entry.preferred, *entry.proved, entry.observed, *self._claimed(entry))
 
     def for_datagram(self, peer: PeerId, now: float) -> tuple[Address, ...]:
-        """Return where one datagram goes: a fresh observation alone, else a few addresses at once."""
+        """Return where one datagram goes: a fresh observation alone, else a few addresses at once.
+
+        Where the peer was seen comes first and always; the others take turns."""
         entry = self._entry(peer)
         if entry.observed is not None and now - entry.observed_at <= OBSERVED_SECONDS:
             return (entry.observed,)
-        everywhere = _distinct(entry.observed, entry.proved, *entry.claimed)
-        return everywhere[:UNPROVEN_ADDRESSES_MAX]
+        seen = _distinct(entry.observed, *entry.proved)
+        claimed = [each for each in self._claimed(entry) if each not in seen]
+        claimed = [each for each in claimed if entry.tries.get(each, _UNTRIED).is_due(now)]
+        first, others = seen[:1], [*seen[1:], *claimed]
+        room = UNPROVEN_ADDRESSES_MAX - len(first)
+        if len(others) > room:
+            if now - entry.turned_at >= ROTATE_SECONDS:
+                entry.turn, entry.turned_at = entry.turn + room, now
+            begin = (entry.turn - room) % len(others)
+            others = [*others[begin:], *others[:begin]][:room]
+        return (*first, *self._try(entry, others, now))
+
+    def _try(self, entry: _Entry, addresses: Iterable[Address], now: float) -> tuple[Address, ...]:
+        """Note that these are written to, and leave out those of hosts that were written to too often."""
+        tried = []
+        for address in addresses:
+            tries = entry.tries.get(address)
+            is_of_burst = tries is not None and now - tries.at < ROTATE_SECONDS
+            if address not in entry.proved and not is_of_burst:
+                if not self.policy.is_near(address) and not self._hosts.of(address.host, now).take(now):
+                    continue
+                tries = entry.tries.pop(address, None) or _Tries()
+                tries.count, tries.at = tries.count + 1, now
+                entry.tries[address] = tries
+                if len(entry.tries) > TRIED_MAX:
+                    del entry.tries[next(iter(entry.tries))]
+            tried.append(address)
+        return tuple(tried)
+
+    def _claimed(self, entry: _Entry) -> list[Address]:
+        """What may be tried of its claims, in the order in which it should be."""
+        return sorted(filter(self.policy.admits, entry.claimed), key=self.policy.closeness)
 
     def _entry(self, peer: PeerId) -> _Entry:
         return self._met.get(peer) or self._hearsay.get(peer, _NOTHING)

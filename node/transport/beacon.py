@@ -234,7 +234,8 @@ class _Neighbour:
 
 
 def _likely(texts: Sequence[str], source: str, peer: PeerId) -> tuple[Address, ...]:
-    """Return where to dial who says so: first at the address the packet came from, if that is named.
+    """Return where to dial who says so: first at the address the packet came from, named or not. It is the
+    only one of which we know that it works on this link.
 
     A packet that came over loopback may name loopback; no other may. An address of one link counts where the
     packet came from one, and is that one; it comes last, for the others hold on every link.
@@ -254,6 +255,9 @@ def _likely(texts: Sequence[str], source: str, peer: PeerId) -> tuple[Address, .
         addresses.append(address.of(peer))
     if not _is_loopback(source):
         addresses = [address for address in addresses if not _is_loopback(address.host)]
+        if addresses and all(address.host != source for address in addresses):
+            seen = make_address(source, addresses[0].port, peer)
+            addresses += [] if seen.is_link_local else [seen]
     return tuple(sorted(addresses, key=lambda address: (address.is_link_local, address.host != source)))
 
 

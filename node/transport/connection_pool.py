@@ -5,6 +5,7 @@ They save the next conversation with that peer a handshake; what they cost is bo
 
 from collections import OrderedDict
 
+from crypto.contact import Address
 from crypto.identity import PeerId
 from node.transport.tcp import Connection
 
@@ -48,14 +49,14 @@ class IdleConnections:
         if len(self._since) > self._number_max:
             next(iter(self._since)).end("more idle connections than needed")
 
-    def take(self, peer: PeerId) -> Connection | None:
-        """One to `peer` that still stands, as far as can be seen from here."""
-        while of_peer := self._by_peer.get(peer):
-            connection = of_peer[-1]
-            if connection.is_quiet:
+    def take(self, peer: PeerId, at: Address | None = None) -> Connection | None:
+        """One to `peer`, if asked for to its address `at`, that still stands as far as can be seen here."""
+        for connection in reversed(tuple(self._by_peer.get(peer, ()))):
+            if not connection.is_quiet:
+                connection.end("the other side closed it while it was idle")
+            elif at is None or connection.source == at:
                 self.forget(connection)
                 return connection
-            connection.end("the other side closed it while it was idle")
         return None
 
     def drop(self, peer: PeerId) -> None:

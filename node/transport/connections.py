@@ -7,7 +7,9 @@ ended in order on both sides carries the next to that peer. Which addresses a pe
 import itertools
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import trio
@@ -26,6 +28,7 @@ from node.transport.connection_pool import IDLE_SECONDS, IdleConnections
 from node.transport.half_open import HalfOpenQueue
 from node.transport.handshake import HANDSHAKE_SECONDS, Credentials, accept, dial
 from node.transport.pace import Paces
+from node.transport.racing import ATTEMPT_DELAY_SECONDS, race
 from node.transport.router import Hello, Router, greet
 from node.transport.sockets import address_of
 from node.transport.streams import SecureStream
@@ -41,6 +44,8 @@ REFUSALS_MAX = 16
 """Wrong questions in a row on one connection: more than a peer of another version has protocols to try."""
 OPEN_SECONDS = 20.0
 """All addresses of a peer together."""
+PREFERRED_DELAY_SECONDS = 2.0
+"""What the path that was measured as the fastest gets before others are tried: it may be full of our data."""
 INBOUND_IDLE_SECONDS = 2 * IDLE_SECONDS
 """Twice what its opener keeps it for: who is left waiting longer has been forgotten."""
 LOOK_SECONDS = 10.0
@@ -49,8 +54,26 @@ has borrowed since."""
 GRACE_SECONDS = 0.5
 """What handlers get to finish their answers when the node leaves, and streams to end in order."""
 
-_REASONS = ("wrong key", "refused", "timeout", "unknown")
-"""The reasons of failures, the most telling first."""
+
+@dataclass(frozen=True)
+class SecuredTransport:
+    """A connection on which hands were shaken, and nothing more was said."""
+
+    address: Address
+    transport: trio.SocketStream
+    session: Session
+
+
+async def _first(
+    addresses: Sequence[Address],
+    attempt: Callable[[Address], Awaitable[SecuredTransport]],
+    delay_seconds: float = ATTEMPT_DELAY_SECONDS,
+) -> SecuredTransport:
+    """Race, and end those that came in beside the first. Raises Unreachable."""
+    first, *others = await race(addresses, attempt, delay_seconds)
+    for other in others:
+        other.transport.socket.close()
+    return first
 
 
 class Connections:
@@ -143,10 +166,16 @@ class Connections:
     # --- out ---------------------------------------------------------------------------------------
 
     async def open(
-        self, peer: PeerId, *protocols: str, message_bytes_max: int = MESSAGE_BYTES_USUAL
+        self,
+        peer: PeerId,
+        *protocols: str,
+        message_bytes_max: int = MESSAGE_BYTES_USUAL,
+        at: Address | None = None,
     ) -> SecureStream:
-        """A stream by the first of the names that the peer speaks. Raises Unreachable."""
-        connection, protocol = await self._greet_peer(peer, Hello("stream", protocols), message_bytes_max)
+        """A stream by the first of the names that the peer speaks, if need be to its address `at`. Raises
+        Unreachable."""
+        hello = Hello("stream", protocols)
+        connection, protocol = await self._greet_peer(peer, hello, message_bytes_max, at)
         self._counters["streams_opened"] += 1
         stream = self._open[connection] = SecureStream(connection, protocol, self._closed)
         return stream
@@ -166,10 +195,10 @@ class Connections:
         raise Unreachable("timeout", f"{address.short} did not answer in {OPEN_SECONDS:g} s")
 
     async def _greet_peer(
-        self, peer: PeerId, hello: Hello, message_bytes_max: int = 0
+        self, peer: PeerId, hello: Hello, message_bytes_max: int = 0, at: Address | None = None
     ) -> tuple[Connection, str]:
         with trio.move_on_after(OPEN_SECONDS):
-            connection = self._idle.take(peer)
+            connection = self._idle.take(peer, at or self._book.preferred(peer))
             if connection is not None:
                 try:
                     protocol = await self._greet(connection, hello, message_bytes_max)
@@ -179,40 +208,69 @@ class Connections:
                     # Nothing but a hello can have come there: to ask again does nothing twice.
                     self._counters["connections_stale"] += 1
                     self._idle.drop(peer)
+            if at is not None:
+                return await self._dial(at.of(peer), hello, message_bytes_max)
             return await self._dial_peer(peer, hello, message_bytes_max)
         raise Unreachable("timeout", f"{short_peer(peer)} did not answer in {OPEN_SECONDS:g} s")
 
     async def _dial_peer(self, peer: PeerId, hello: Hello, message_bytes_max: int) -> tuple[Connection, str]:
-        """Try one address after the other; the failure that says most is the one that is raised."""
+        """Try the peer's addresses, side by side where they are slow. Raises Unreachable, as says most."""
         addresses: Sequence[Address] = self._book.for_stream(peer)
         if not addresses:
             raise Unreachable("unknown", f"no address of {short_peer(peer)} is known")
-        failures: list[Unreachable] = []
-        for address in addresses:
+
+        async def attempt(address: Address) -> SecuredTransport:
+            # A name that a peer claims for itself may stand for an address that it may not claim.
+            there = await self._look_up(address) if address.kind.startswith("dns") else (address,)
             try:
-                return await self._dial(address.of(peer), hello, message_bytes_max)
-            except Unreachable as failure:
-                failures.append(failure)
-        raise min(failures, key=lambda failure: _REASONS.index(failure.reason))
+                return await _first([each.of(peer) for each in there], self._shake_hands_with)
+            except Unreachable:
+                self._book.failed(peer, address)
+                raise
+
+        is_preferred = self._book.preferred(peer) is not None
+        delay_seconds = PREFERRED_DELAY_SECONDS if is_preferred else ATTEMPT_DELAY_SECONDS
+        dialled = await _first(addresses, attempt, delay_seconds)
+        return await self._introduce(dialled, hello, message_bytes_max)
+
+    async def _look_up(self, name: Address) -> list[Address]:
+        """Return what a claimed name stands for, as far as it may be tried. Raises Unreachable."""
+        try:
+            found = await trio.socket.getaddrinfo(name.host, name.port, type=socket.SOCK_STREAM)
+        except OSError:
+            raise Unreachable("unknown", f"no machine is known by the name {name.host}") from None
+        addresses = dict.fromkeys(address_of(each[4]) for each in found)
+        return [each for each in addresses if self._book.policy.admits(each)]
 
     async def _dial(
         self, address: Address, hello: Hello, message_bytes_max: int = 0
     ) -> tuple[Connection, str]:
         """One address: connect, shake hands, be welcomed."""
-        transport, session = await dial(address, self._credentials)
-        try:
-            place = transport.socket.getpeername()
-        except OSError:
-            place = None  # it has hung up, as the greeting will tell
+        return await self._introduce(await self._shake_hands_with(address), hello, message_bytes_max)
+
+    async def _shake_hands_with(self, address: Address) -> "SecuredTransport":
+        return SecuredTransport(address, *await dial(address, self._credentials))
+
+    async def _introduce(
+        self, dialled: "SecuredTransport", hello: Hello, message_bytes_max: int
+    ) -> tuple[Connection, str]:
+        """Say what the connection is for, once hands were shaken."""
+        address, transport, session = dialled.address, dialled.transport, dialled.session
         connection = self._make(transport, session)
-        if place is not None:
-            self._book.prove(session.peer, address_of(place))
+        if connection.source is not None:  # else it has hung up, as the greeting will tell
+            self._book.prove(session.peer, connection.source)
+            self._note_way(transport, connection.source)
         try:
             return connection, await self._greet(connection, hello, message_bytes_max)
         except trio.TooSlowError:
             raise Unreachable("timeout", f"{address.short} shook hands, then fell silent") from None
         except StreamClosed:
             raise Unreachable("refused", f"{address.short} hung up after the handshake") from None
+
+    def _note_way(self, transport: trio.SocketStream, there: Address) -> None:
+        """A connection shows by which of its addresses this machine is reached."""
+        with suppress(OSError):
+            self._book.policy.reached(address_of(transport.socket.getsockname()).host, there.host)
 
     async def _greet(self, connection: Connection, hello: Hello, message_bytes_max: int) -> str:
         understood = False
@@ -317,7 +375,10 @@ class Connections:
         try:
             with stranger.scope as scope:
                 session = await accept(transport, stranger.handshake, stranger.came)
-                return self._enter(self._make(transport, session), stranger.source)
+                connection = self._make(transport, session)
+                if connection.source is not None:
+                    self._note_way(transport, connection.source)
+                return self._enter(connection, stranger.source)
             is_late = trio.current_time() >= scope.deadline
             self._counters["handshakes_timed_out" if is_late else "handshakes_displaced"] += 1
         except RemoteProtocolError:

@@ -1,16 +1,17 @@
 """Sockets to listen on, TCP and UDP on one port number each, and the addresses others should dial."""
 
 import errno
-import ipaddress
 import socket
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import psutil
 import trio
 
-from crypto.contact import ADDRESSES_MAX, PORT_MAX, Address, make_address
+from crypto.contact import PORT_MAX, Address, make_address
 from node.errors import UsageError
+from node.transport.address_policy import AddressPolicy, Place
+from node.transport.interfaces import read_interfaces
 from node.transport.sockets import socket_name, source_of_name
 
 PORT_ATTEMPTS = 11
@@ -19,18 +20,21 @@ BACKLOG = 1_024
 """Connections that the kernel holds until we take them: a burst from strangers must not push out who comes
 next, whose own kernel tries again only after a second. (Linux takes the least of this and `somaxconn`.)"""
 
-Place = tuple[str, int]
-"""Where to listen: an IP literal or a name of this machine, and a port, 0 for any."""
+_MTU_DISCOVER, _NEVER_DISCOVER = 10, 0
+"""Linux's IP_MTU_DISCOVER and IP_PMTUDISC_DONT, which Python does not name."""
+_NO_FAMILY = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.EPROTONOSUPPORT)
+"""A kernel without IPv6, or one where it is turned off."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Both sockets of one place; another port than the wanted one where others held that."""
+    """Both sockets of one place; another port than the `wanted` one where others held that."""
 
     tcp: socket.socket
     udp: socket.socket
     host: str
     port: int
+    wanted: int
 
     def close(self) -> None:
         self.tcp.close()
@@ -38,24 +42,37 @@ class Bound:
 
 
 async def bind_all(places: Sequence[Place], *, may_move: bool = True) -> tuple[Bound, ...]:
-    """Listen on every place, as `bind` does; on all or on none. Unless they `may_move`, at these ports alone.
+    """Listen on every place, on all or on none. Unless they `may_move`, at these ports alone; places that
+    want one port move together, so that a node has one number for both families.
 
-    `[::]` takes IPv4 too, unless an IPv4 address is among the places: then each family has its own.
+    `[::]` takes IPv4 too, unless an IPv4 address is among the places: then each family has its own. Beside
+    another place `[::]` is left out on a machine without IPv6.
+
+    Raises:
+        UsageError: no such address here, or all the ports are taken.
     """
     found = [await _look_up(host, port) for host, port in places]
-    both_families = all(family == socket.AF_INET6 for family, _ in found)
-    bound: list[Bound] = []
+    sockets = [
+        _Wanted(family, literal, host) for (family, literal), (host, _) in zip(found, places, strict=True)
+    ]
+    both_families = all(each.family == socket.AF_INET6 for each in sockets)
+    by_port: dict[int | tuple[int, int], list[int]] = {}
+    for index, (_, port) in enumerate(places):
+        # Of 0 each takes its own.
+        by_port.setdefault(port or (0, index), []).append(index)
+    bound: dict[int, Bound] = {}
     try:
-        for (family, literal), (host, port) in zip(found, places, strict=True):
+        for indices in by_port.values():
+            port = places[indices[0]][1]
             attempts = PORT_ATTEMPTS if may_move or port == 0 else 1
-            bound.append(
-                _bind(family, literal, port, host=host, both_families=both_families, attempts=attempts)
-            )
+            group = [sockets[index] for index in indices]
+            made = _bind_group(group, port, both_families=both_families, attempts=attempts)
+            bound.update((index, each) for index, each in zip(indices, made, strict=True) if each is not None)
     except UsageError:
-        for each in bound:
+        for each in bound.values():
             each.close()
         raise
-    return tuple(bound)
+    return tuple(bound[index] for index in sorted(bound))
 
 
 async def bind(host: str, port: int) -> Bound:
@@ -75,25 +92,58 @@ async def _look_up(host: str, port: int) -> tuple[int, str]:
     return int(found[0][0]), source_of_name(found[0][4])[0]
 
 
-def _bind(family: int, literal: str, port: int, *, host: str, both_families: bool, attempts: int) -> Bound:
-    if "%" not in literal and make_address(literal, port).is_link_local:
-        raise UsageError(f"cannot listen on {host}: of which link?", f"--listen '[{host}%eth0]:PORT'")
-    wanted = [0] * attempts if port == 0 else range(port, min(port + attempts, PORT_MAX + 1))
-    taken = []
-    for number in wanted:
-        try:
-            tcp, udp = _bind_pair(family, literal, number, both_families=both_families)
-        except OSError as error:
-            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-                raise UsageError(f"cannot listen on {host}:{number}: {error.strerror}") from None
-            taken.append(number)
-            continue
-        return Bound(tcp, udp, literal, tcp.getsockname()[1])
+@dataclass(frozen=True)
+class _Wanted:
+    """A place as the system names it; `host` is what the person said."""
+
+    family: int
+    literal: str
+    host: str
+
+
+def _bind_group(
+    wanted: Sequence[_Wanted], port: int, *, both_families: bool, attempts: int
+) -> "list[Bound | None]":
+    """Listen on all of these places at one port, `port` or one of the next; None for a place whose family
+    this machine does not have."""
+    for each in wanted:
+        if "%" not in each.literal and make_address(each.literal, port).is_link_local:
+            raise UsageError(
+                f"cannot listen on {each.host}: of which link?", f"--listen '[{each.host}%eth0]:PORT'"
+            )
+    numbers = [0] * attempts if port == 0 else range(port, min(port + attempts, PORT_MAX + 1))
+    host = wanted[0].host
+    for number in numbers:
+        made = _bind_at(wanted, number, port, both_families=both_families)
+        if made is not None:
+            return made
     if attempts == 1:
         raise UsageError(
             f"cannot listen on {host}:{port}: the port is taken", f"--listen {host}:0 for any free"
         )
-    raise UsageError(f"cannot listen: ports {taken[0]} to {taken[-1]} are taken", "--listen HOST:PORT")
+    raise UsageError(f"cannot listen: ports {numbers[0]} to {numbers[-1]} are taken", "--listen HOST:PORT")
+
+
+def _bind_at(
+    wanted: Sequence[_Wanted], number: int, port: int, *, both_families: bool
+) -> "list[Bound | None] | None":
+    """All of these at port `number`, in place of `port`; None where it is taken at one of them."""
+    made: list[Bound | None] = []
+    for each in wanted:
+        try:
+            tcp, udp = _bind_pair(each.family, each.literal, number, both_families=both_families)
+        except OSError as error:
+            if error.errno in _NO_FAMILY and each.literal == "::" and len(wanted) > 1:
+                made.append(None)
+                continue
+            for other in made:
+                if other is not None:
+                    other.close()
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise UsageError(f"cannot listen on {each.host}:{number}: {error.strerror}") from None
+            return None
+        made.append(Bound(tcp, udp, each.literal, tcp.getsockname()[1], port))
+    return made
 
 
 def _bind_pair(
@@ -111,6 +161,7 @@ def _bind_pair(
             each.setblocking(False)
             if family == socket.AF_INET6:
                 each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not both_families)
+        _allow_fragments(udp, family)
         tcp.bind(socket_name(host, port))
         udp.bind(socket_name(host, tcp.getsockname()[1]))
         tcp.listen(BACKLOG)
@@ -121,39 +172,19 @@ def _bind_pair(
     return tcp, udp
 
 
+def _allow_fragments(udp: socket.socket, family: int) -> None:
+    """Let routers cut datagrams where a link's MTU is smaller: a VPN's may be, and many firewalls drop what
+    would tell us of it. Linux only; elsewhere that is the default."""
+    if sys.platform == "linux" and family == socket.AF_INET:
+        udp.setsockopt(socket.IPPROTO_IP, _MTU_DISCOVER, _NEVER_DISCOVER)
+
+
 def dialable(places: Sequence[Place], announce: Sequence[Address] = ()) -> tuple[Address, ...]:
-    """Return where others reach what listens at `places` (IP literals): as announced, or each place, or for
-    one that is every interface, the addresses of this machine.
+    """Return where others should dial what listens at `places` (IP literals), best first: as announced, or
+    each place, or for one that is every interface, the addresses of this machine (`AddressPolicy.own`).
 
-    IPv4 comes first; loopback only where there is nothing else. Link-local addresses mean nothing
-    to another machine and are left out, so there may be none: see `Multicast.addresses`.
+    There may be none on a machine that has only link-local IPv6: see `Multicast.addresses`.
     """
-    if announce:
-        return tuple(announce)[:ADDRESSES_MAX]
-    found: dict[Address, None] = {}
-    for host, port in places:
-        for each in _hosts(host, alone=len(places) == 1):
-            found[make_address(each, port)] = None
-    usable = [address for address in found if not ipaddress.ip_address(address.host).is_loopback]
-    usable = usable or list(found)
-    usable.sort(key=lambda address: address.kind)
-    return tuple(usable[:ADDRESSES_MAX])
-
-
-def _hosts(host: str, *, alone: bool) -> list[str]:
-    """The addresses that one place stands for; `alone`, the IPv6 one stands for both families."""
-    listening = ipaddress.ip_address(host)
-    if not listening.is_unspecified:
-        return [] if make_address(host, 0).is_link_local else [host]
-    families = [socket.AF_INET] if listening.version == 4 else [socket.AF_INET6]
-    if listening.version == 6 and alone:
-        families.insert(0, socket.AF_INET)
-    found = [
-        ipaddress.ip_address(entry.address.partition("%")[0])
-        for _, entries in sorted(psutil.net_if_addrs().items())
-        for family in families
-        for entry in entries
-        if entry.family == family
-    ]
-    loopback = "::1" if listening.version == 6 and not alone else "127.0.0.1"
-    return [str(each) for each in found if not each.is_link_local] or [loopback]
+    policy = AddressPolicy()
+    policy.look(places, read_interfaces())
+    return policy.own(announce)

@@ -15,12 +15,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import psutil
 import trio
 
 from crypto.contact import ADDRESSES_MAX, Address, make_address
+from node.transport.address_policy import Place
 from node.transport.beacon import BEACON_BYTES_MAX, HERE
-from node.transport.listen import Place, dialable
+from node.transport.interfaces import InterfaceAddress, read_interfaces
+from node.transport.listen import dialable
 from node.transport.sockets import FAULT_PAUSE_SECONDS, source_of_name
 
 BEACON_PORT = 9746
@@ -61,30 +62,22 @@ class Interface:
 def interfaces_of(hosts: Sequence[str]) -> tuple[Interface, ...]:
     """The interfaces on which a node that listens on `hosts` (IP literals) is near to others: that of each
     host, or all but loopback for an unspecified one; loopback where there is no other."""
-    wanted = [ipaddress.ip_address(host) for host in hosts]
-    running = {name for name, state in psutil.net_if_stats().items() if state.isup}
     found: dict[tuple[str, int], Interface] = {}
-    for name, entries in sorted(psutil.net_if_addrs().items()):
-        for entry in entries:
-            if name not in running or entry.family not in (socket.AF_INET, socket.AF_INET6):
-                continue
-            here = ipaddress.ip_address(entry.address)
-            if any(_stands_for(each, here, alone=len(wanted) == 1) for each in wanted):
-                interface = Interface(name, _index(name), str(here).partition("%")[0])
-                found.setdefault((name, interface.family), interface)
+    for each in read_interfaces():
+        if any(_stands_for(place, each, alone=len(hosts) == 1) for place in hosts):
+            interface = Interface(each.name, _index(each.name), str(each.host))
+            found.setdefault((each.name, interface.family), interface)
     others = [each for each in found.values() if not ipaddress.ip_address(each.host).is_loopback]
     return tuple((others or list(found.values()))[:LINES_MAX])
 
 
-def _stands_for(
-    listening: ipaddress.IPv4Address | ipaddress.IPv6Address,
-    here: ipaddress.IPv4Address | ipaddress.IPv6Address,
-    *,
-    alone: bool,
-) -> bool:
+def _stands_for(place: str, each: InterfaceAddress, *, alone: bool) -> bool:
+    """Whether who listens at `place` is near to others on the interface of this address."""
+    host, _, zone = place.partition("%")
+    listening = ipaddress.ip_address(host)
     if listening.is_unspecified:
-        return listening.version == here.version or (alone and listening.version == 6)
-    return listening == here
+        return listening.version == each.host.version or (alone and listening.version == 6)
+    return listening == each.host and zone in ("", each.name)
 
 
 def _index(name: str) -> int:

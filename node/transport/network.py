@@ -21,10 +21,12 @@ from node.containment import note
 from node.errors import StreamClosed, Unreachable
 from node.seams import MESSAGE_BYTES_USUAL, USUAL_STREAMS, Clock, Handler, StreamLimits
 from node.transport.address_book import AddressBook
+from node.transport.address_policy import AddressPolicy, Place
 from node.transport.connections import Connections
 from node.transport.handshake import Credentials, default_suites
 from node.transport.inbox import QueueInbox
-from node.transport.listen import Place, bind_all, dialable
+from node.transport.interfaces import read_interfaces
+from node.transport.listen import Bound, bind_all
 from node.transport.multicast import Multicast
 from node.transport.pace import Paces
 from node.transport.router import ONE_SHOT_BYTES_MAX, ONE_SHOT_SECONDS, Router
@@ -75,14 +77,15 @@ class RealNetwork:
         self._local: Multicast | None = None
         self._counters: Counter[str] = Counter()
         self._router = Router(self._counters)
-        self._book = AddressBook()
+        self._policy = AddressPolicy()
+        self._book = AddressBook(self._policy)
         self.paces = Paces()
         self._connections = Connections(
             self._credentials, self._book, self._router, self._counters, self.paces
         )
         self._addresses: tuple[Address, ...] = ()
-        self._places: tuple[Place, ...] = ()
-        self._dialable: tuple[Address, ...] = ()
+        self._bound: tuple[Bound, ...] = ()
+        self._confirmed: tuple[Address, ...] = ()
         self._datagrams: Datagrams | None = None
         self._one_shots, self._one_shots_out = trio.open_memory_channel[tuple[PeerId, str, bytes]](
             ONE_SHOT_QUEUE_MAX
@@ -108,8 +111,8 @@ class RealNetwork:
     @property
     def moved(self) -> tuple[tuple[int, int], ...]:
         """(port wanted, port taken instead) of each that others held."""
-        pairs = zip((port for _, port in self._listen), self.ports, strict=False)
-        return tuple((wanted, port) for wanted, port in pairs if wanted not in (0, port))
+        pairs = ((each.wanted, each.port) for each in self._bound if each.wanted not in (0, each.port))
+        return tuple(dict.fromkeys(pairs))
 
     @property
     def counters(self) -> Mapping[str, int]:
@@ -124,22 +127,43 @@ class RealNetwork:
         return None
 
     def look(self) -> bool:
-        """Look at this machine's interfaces again; whether `addresses` are others than before. What others
-        had confirmed was of the old network, and is forgotten."""
-        found = tuple(address.of(self.peer) for address in dialable(self._places, self._announce))
-        if found == self._dialable:
-            return False
-        self._addresses = self._dialable = found
-        return True
+        """Look at this machine's interfaces again, and at which addresses were used; whether it has others
+        than before, and not just in another order. What others had confirmed was of the old network then,
+        and is forgotten."""
+        before = set(self._policy.own(self._announce))
+        self._policy.look(self._places, read_interfaces())
+        has_moved = set(self._policy.own(self._announce)) != before
+        if has_moved:
+            self._confirmed = ()
+        self._tell()
+        return has_moved
 
     def announce(self, address: Address) -> None:
-        """As the seam says, unless a person has said what to tell, or there are too many, or it is of one
-        link only, where beacons tell it."""
-        address = address.of(self.peer)
-        if address.is_link_local:
+        """As the seam says, unless a person has said what to tell, or it is of one link only, where beacons
+        tell it."""
+        if address.is_link_local or address.of(self.peer) in self._addresses:
             return
-        if not self._announce and address not in self._addresses and len(self._addresses) < ADDRESSES_MAX:
-            self._addresses = (*self._addresses, address)
+        self._confirmed = (*self._confirmed, address.of(None))[:ADDRESSES_MAX]
+        self._tell()
+
+    def _tell(self) -> None:
+        told = self._policy.own(self._announce, self._confirmed)
+        self._addresses = tuple(address.of(self.peer) for address in told)
+
+    @property
+    def _places(self) -> tuple[Place, ...]:
+        return tuple((each.host, each.port) for each in self._bound)
+
+    @property
+    def address_for_others(self) -> Address | None:
+        """The address that a person can use on another machine; None where there is none."""
+        return self._policy.for_others(self._addresses)
+
+    def is_own(self, address: Address) -> bool:
+        return self._policy.is_own(address)
+
+    def known_addresses(self, peer: PeerId) -> tuple[Address, ...]:
+        return self._book.known(peer)
 
     def learn(self, peer: PeerId, addresses: Sequence[Address]) -> None:
         if peer != self.peer:
@@ -162,18 +186,32 @@ class RealNetwork:
             self._counters["messages_while_not_running"] += 1
             return
         now = self._clock.monotonic()
-        if not (addresses := self._book.for_datagram(peer, now)):
+        if not self._book.knows(peer):
             self._counters["messages_without_address"] += 1
         elif len(message) > payload_bytes_max(protocol):
             self._queue_one_shot(peer, protocol, message)
+        elif not (addresses := self._book.for_datagram(peer, now)):
+            self._counters["messages_held_back"] += 1
         elif not self._datagrams.send(now, peer, protocol, message, addresses):
             # Only names to look up, or only the other address family: TCP knows both.
             self._queue_one_shot(peer, protocol, message)
 
+    def paths(self, peer: PeerId) -> tuple[Address, ...]:
+        return self._book.paths(peer)
+
+    def prefer(self, peer: PeerId, address: Address) -> None:
+        self._book.prefer(peer, address)
+
     async def open(
-        self, peer: PeerId, protocol: str, *others: str, message_bytes_max: int = MESSAGE_BYTES_USUAL
+        self,
+        peer: PeerId,
+        protocol: str,
+        *others: str,
+        message_bytes_max: int = MESSAGE_BYTES_USUAL,
+        at: Address | None = None,
     ) -> SecureStream:
-        return await self._connections.open(peer, protocol, *others, message_bytes_max=message_bytes_max)
+        names = (protocol, *others)
+        return await self._connections.open(peer, *names, message_bytes_max=message_bytes_max, at=at)
 
     async def identify(self, address: Address) -> PeerId:
         return await self._connections.identify(address)
@@ -184,7 +222,7 @@ class RealNetwork:
             raise LocalProtocolError("this network runs already")
         bound = await bind_all(self._listen, may_move=self._may_move)
         self.ports = tuple(each.port for each in bound)
-        self._places = places = tuple((each.host, each.port) for each in bound)
+        self._bound = bound
         self.look()
         sockets = UdpSockets([each.udp for each in bound], self._counters, self._found_closed)
         sessions = Sessions(
@@ -217,7 +255,7 @@ class RealNetwork:
                         for _ in range(ONE_SHOT_SENDERS):
                             nursery.start_soon(self._send_one_shots)
                         if self._beacon_port is not None:
-                            self._local = Multicast(places, self._counters, port=self._beacon_port)
+                            self._local = Multicast(self._places, self._counters, port=self._beacon_port)
                             await nursery.start(self._local.run)
                         task_status.started()
                 finally:

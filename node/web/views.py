@@ -75,6 +75,7 @@ def node_document(state: State, counters: Mapping[str, int], limits: Mapping[str
         "swarm": started.swarm if started else "",
         "is_private": started.is_private if started else False,
         "addresses": list(started.addresses) if started else [],
+        "join_address": started.join_address if started else None,
         "data_dir": started.data_dir if started else "",
         "started": started.at if started else None,
         "capacity": documents.capacity_document(state.capacity),

@@ -12,7 +12,7 @@ import trio.testing
 from crypto.contact import Address, make_address
 from crypto.identity import Identity, PeerId
 from node.seams import USUAL_STREAMS, Handler, Network, RealClock, Stream, StreamLimits
-from node.transport.listen import Place
+from node.transport.address_policy import Place
 from node.transport.network import RealNetwork
 from node.transport.streams import SecureStream
 

@@ -38,6 +38,7 @@ STATE = apply(
         data_dir="/data",
         port_wanted=9747,
         port=9747,
+        join_address="/ip4/192.168.1.20/tcp/9747",
     ),
 )
 

@@ -113,7 +113,8 @@ def test_every_key_has_the_line_it_stands_on(pairs: list[tuple[str, str]], windo
 def test_nothing_given_is_a_whole_config() -> None:
     config = resolve({}, {})
     assert config.join.seeds == ()
-    assert [str(address) for address in config.listen.addresses] == ["/ip4/0.0.0.0/tcp/9747"]
+    listen = [str(address) for address in config.listen.addresses]
+    assert listen == ["/ip4/0.0.0.0/tcp/9747", "/ip6/::/tcp/9747"]
     assert (config.swarm.name, config.swarm.preset, config.resources.device) == ("default", "lan", "auto")
     assert config.data_dir.parts[-2:] == ("peerloom", "default")
     assert 1 <= len(config.name) <= 40

@@ -332,7 +332,7 @@ def test_a_part_of_the_node_that_fails_is_begun_again_ever_more_slowly() -> None
 
 def test_a_full_disk_ends_no_node_and_no_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        async with swarm("ab", preset="lan") as group:
+        async with swarm("abcd", preset="lan") as group:
             node = group.nodes["a"]
 
             def write(*_: object) -> None:
@@ -340,11 +340,13 @@ def test_a_full_disk_ends_no_node_and_no_goodbye(monkeypatch: pytest.MonkeyPatch
 
             for name in ("write", "write_soon", "copy_in"):
                 monkeypatch.setattr(group.storages["a"], name, write)
+            # Who dies comes behind those that live in what is remembered, which is to be written then.
+            group.kill(min("cd", key=lambda name: group.nodes[name].peer))
             await trio.sleep(300)
-            run = prepare(group.nodes["b"], manifest(stages=1, replicas=2, steps=2))
+            run = prepare(group.nodes["b"], manifest(stages=1, replicas=3, steps=2))
             await group.nodes["b"].runs.submit(run)
             reasons = [event.reason for event in group.events["b"] if isinstance(event, RunChanged)]
-            assert "reduced to 1 x 1 for want of peers: 1 stages x 2 were asked for" in reasons
+            assert "reduced to 1 x 2 for want of peers: 1 stages x 3 were asked for" in reasons
             assert node.runs.members == {}
             assert node.runs.has_slot
             with trio.fail_after(120):

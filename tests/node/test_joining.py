@@ -31,7 +31,7 @@ async def test_a_seed_that_says_nothing_does_not_delay_one_that_answers() -> Non
         joining = Joining(
             alice,
             RealClock(),
-            addresses,
+            [(address,) for address in addresses],
             publish=tried.append,
             found=on_found,
             is_alone=lambda: not found,

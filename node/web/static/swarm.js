@@ -25,7 +25,7 @@ export function Swarm() {
       ["offered speed", flops(alive.reduce((sum, member) => sum + member.flops_per_second, 0))],
     ]} />
     ${members.length ? "" : html`<${Notice}>No other member yet. On another machine: <code>python -m node --join
-      ${" "}${store.node.addresses[0] || "ADDRESS"}</code><//>`}
+      ${" "}${store.node.join_address || "ADDRESS"}</code><//>`}
     <${Topology} />
     <p class="quiet">Lines: peers that this node has heard prove who they are. Drag or arrows move, wheel or + - zoom, 0 fits.</p>
     <div class="tools">

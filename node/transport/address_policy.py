@@ -1,0 +1,249 @@
+"""Which addresses to tell others, which to try and in what order: evidence before guesses. No I/O.
+
+An address at which a peer has really reached this node, or from which this node reached a peer, comes before
+all that the names and carriers of interfaces suggest. Of what others claim, the addresses of a network that
+this machine shares come first, and those of its own container bridges last.
+
+What a peer claims of itself must not make this node a scanner: a claimed address is tried only at a port of
+1024 or above, never on loopback or on the link-local network of a machine that has a better one, and in a
+private network only where this machine has an address in it or has met a peer there.
+"""
+
+import ipaddress
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+from crypto.contact import ADDRESSES_MAX, Address, make_address
+from node.transport.interfaces import InterfaceAddress, Ip, Network, Use
+
+Place = tuple[str, int]
+"""Where a node listens: an IP literal and a port."""
+
+CLAIMED_PORT_MIN = 1_024
+"""Ports below belong to system services, which a stranger must not have us write to."""
+CONFIRMED_FIRST = 2
+"""Addresses confirmed by others that come before the other own ones: one of each family."""
+EVIDENCE_MAX = 16
+"""Own addresses kept as reached: more than a machine usually has in use."""
+
+PRIVATE = tuple(
+    ipaddress.ip_network(text)
+    for text in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")
+)
+"""RFC 1918, the shared space of carriers and of some VPNs (RFC 6598), and unique local IPv6 (RFC 4193)."""
+_NEVER = tuple(
+    ipaddress.ip_network(text) for text in ("0.0.0.0/8", "224.0.0.0/4", "240.0.0.0/4", "::/128", "ff00::/8")
+)
+_SHARED, _ROUTED, _VPN, _OTHER_FAMILY, _BRIDGED, _UNUSED = range(6)
+_CLOSENESS = {
+    Use.DEFAULT_ROUTE: _SHARED,
+    Use.CABLE: _SHARED,
+    Use.LOOPBACK: _SHARED,
+    Use.TUNNEL: _VPN,
+    Use.CONTAINERS: _BRIDGED,
+    Use.LINK_LOCAL: _BRIDGED,
+    Use.NO_CARRIER: _UNUSED,
+}
+
+
+@lru_cache(maxsize=4_096)
+def ip_of(host: str) -> Ip | None:
+    """The IP address that a host is, IPv4 within IPv6 as IPv4; None for a name."""
+    try:
+        found = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return None
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return found if mapped is None else mapped
+
+
+class AddressPolicy:
+    """`places` are where this node listens. Before the first `look` no interface is known."""
+
+    def __init__(self) -> None:
+        self.places: tuple[Place, ...] = ()
+        self._interfaces: tuple[InterfaceAddress, ...] = ()
+        self._uses: dict[Ip, Use] = {}
+        # Own addresses that peers reached or were reached from, the latest last; a dict for its order.
+        self._reached: dict[Ip, None] = {}
+        self._routed: set[Network] = set()
+
+    def look(self, places: Sequence[Place], interfaces: Sequence[InterfaceAddress]) -> None:
+        """Take note of where this node listens and what interfaces the machine has now."""
+        self.places = tuple(places)
+        self._interfaces = tuple(interfaces)
+        self._uses = {each.host: each.use for each in interfaces}
+        self._reached = {host: None for host in self._reached if host in self._uses}
+
+    # --- evidence ----------------------------------------------------------------------------------
+
+    def reached(self, own: str, other: str) -> None:
+        """A peer at the host `other` and this node, at its own host `own`, have reached each other."""
+        here, there = ip_of(own), ip_of(other)
+        if here is None or there is None or there in self._uses or here not in self._uses:
+            return
+        self._reached[here] = None
+        if len(self._reached) > EVIDENCE_MAX:
+            del self._reached[next(iter(self._reached))]
+
+    def met(self, host: str) -> None:
+        """A peer has proved itself at this host. If it is in a private network that is not ours, packets find
+        their way to such networks from here."""
+        there = ip_of(host)
+        if there is not None and self._shares(there) is None:
+            self._routed.update(_blocks_of(there))
+
+    # --- own addresses -----------------------------------------------------------------------------
+
+    def own(
+        self, announced: Sequence[Address] = (), confirmed: Sequence[Address] = ()
+    ) -> tuple[Address, ...]:
+        """Return the addresses to tell others, best first, at most ADDRESSES_MAX: as `announced`, or those of
+        each place, and behind the best of them what others have `confirmed`.
+
+        Loopback is told only where there is nothing else, link-local IPv6 never: it means nothing elsewhere.
+        """
+        if announced:
+            return tuple(announced)[:ADDRESSES_MAX]
+        found = [make_address(str(host), port) for host, port in self._listening()]
+        usable = [each for each in found if not _is_loopback(each)] or found
+        first, others = confirmed[:CONFIRMED_FIRST], confirmed[CONFIRMED_FIRST:]
+        return tuple(dict.fromkeys((*usable[:1], *first, *usable[1:], *others)))[:ADDRESSES_MAX]
+
+    def for_others(self, told: Iterable[Address]) -> Address | None:
+        """Return the first of `told` that a person can use on another machine; None where only loopback,
+        bridges of containers and interfaces without a carrier are there."""
+        for address in told:
+            host = ip_of(address.host)
+            if host is None or host in self._reached:
+                return address
+            if self._uses.get(host, Use.CABLE) <= Use.TUNNEL and not host.is_loopback:
+                return address
+        return None
+
+    def _listening(self) -> list[tuple[Ip, int]]:
+        """Each host and port at which this node listens: those that were used first, then by the use of
+        their interfaces.
+
+        The second address of an interface and family comes behind the first ones of all others of its use:
+        an interface with a dozen IPv6 addresses must not push out another one's only address.
+        """
+        found: list[tuple[tuple[bool, Use, int], Ip, int]] = []
+        for host, port in self.places:
+            place = ip_of(host)
+            assert place is not None
+            seen: Counter[tuple[str, int]] = Counter()
+            present = [each for each in self._interfaces if self._stands_for(place, each.host)]
+            for each in present:
+                if not (each.host.version == 6 and each.host.is_link_local):
+                    kind = each.name, each.host.version
+                    rank = each.host not in self._reached, each.use, seen[kind]
+                    found.append((rank, each.host, port))
+                    seen[kind] += 1
+            if not present and not place.is_unspecified and not (place.version == 6 and place.is_link_local):
+                use = Use.LOOPBACK if place.is_loopback else Use.CABLE
+                found.append(((True, use, 0), place, port))
+        found.sort(key=lambda each: (each[0], each[1].version, int(each[1])))
+        return [(host, port) for _, host, port in found]
+
+    def _stands_for(self, place: Ip, host: Ip) -> bool:
+        """Whether listening at `place` is listening at `host`; where it is the only place, `::` stands for
+        both families."""
+        if not place.is_unspecified:
+            return place == host
+        return place.version == host.version or (place.version == 6 and len(self.places) == 1)
+
+    # --- addresses of others -----------------------------------------------------------------------
+
+    def is_own(self, address: Address) -> bool:
+        """Whether this very node listens there."""
+        there = ip_of(address.host)
+        if there is None:
+            return False
+        for host, port in self.places:
+            place = ip_of(host)
+            if port != address.port or place is None:
+                continue
+            if place == there:
+                return True
+            if self._stands_for(place, there) and (there in self._uses or there.is_loopback):
+                return True
+        return False
+
+    def admits(self, address: Address) -> bool:
+        """Whether to write to an address of which a peer says that another, or it, is there."""
+        if not self.places:
+            return True  # before the start nothing is sent
+        if address.port < CLAIMED_PORT_MIN or self.is_own(address):
+            return False
+        there = ip_of(address.host)
+        if there is None:
+            return True  # a name; what it stands for is looked at when it is known
+        if any(there in block for block in _NEVER if block.version == there.version):
+            return False
+        if there.is_loopback:
+            return self._is_of_one_machine
+        if there.is_link_local:
+            return there.version == 4 and self._has_only_link_local
+        blocks = _blocks_of(there)
+        return not blocks or self.is_near(address) or any(block in self._routed for block in blocks)
+
+    def is_near(self, address: Address) -> bool:
+        """Whether an address is of this machine, or of a network that it shares."""
+        there = ip_of(address.host)
+        return there is not None and self._shares(there) is not None
+
+    @property
+    def networks(self) -> frozenset[str]:
+        """The interfaces on which other machines may be."""
+        return frozenset(each.name for each in self._interfaces if each.use <= Use.TUNNEL)
+
+    def network_of(self, address: Address) -> str | None:
+        """Return the name of the interface whose network an address is in; None for one of containers, or of
+        no network that this machine shares."""
+        there = ip_of(address.host)
+        near = [each for each in self._interfaces if there is not None and there in each.network]
+        return next((each.name for each in near if each.use <= Use.TUNNEL), None)
+
+    def closeness(self, address: Address) -> int:
+        """Return how likely it is that an address can be reached from here: the lower the likelier."""
+        there = ip_of(address.host)
+        if there is None:
+            return _ROUTED
+        use = self._shares(there)
+        if use is not None:
+            return _CLOSENESS[use]
+        return _ROUTED if there.version in self._families else _OTHER_FAMILY
+
+    def _shares(self, there: Ip) -> Use | None:
+        """Return the use of the network of this machine that an address is in; None where it is in none."""
+        uses = [each.use for each in self._interfaces if there in each.network]
+        for each in self._interfaces:
+            # A point-to-point VPN gives its machines addresses of one block, each a network of its own.
+            if each.use is Use.TUNNEL and set(_blocks_of(there)) & set(_blocks_of(each.host)):
+                uses.append(Use.TUNNEL)
+        return min(uses, default=None)
+
+    @property
+    def _is_of_one_machine(self) -> bool:
+        """Whether this node tells others nothing but loopback: then so may they."""
+        return all(host.is_loopback for host, _ in self._listening())
+
+    @property
+    def _has_only_link_local(self) -> bool:
+        others = [each.use for each in self._interfaces if each.host.version == 4]
+        return Use.LINK_LOCAL in others and not any(use <= Use.TUNNEL for use in others)
+
+    @property
+    def _families(self) -> set[int]:
+        return {each.host.version for each in self._interfaces if each.use < Use.LINK_LOCAL}
+
+
+def _blocks_of(host: Ip) -> list[Network]:
+    return [block for block in PRIVATE if block.version == host.version and host in block]
+
+
+def _is_loopback(address: Address) -> bool:
+    host = ip_of(address.host)
+    return host is not None and host.is_loopback

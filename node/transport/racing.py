@@ -1,0 +1,70 @@
+"""Trying several addresses of one peer: one after the other, soon side by side; whichever works first wins.
+
+RFC 8305 ("happy eyeballs"), section 5: an attempt that has neither succeeded nor failed after a short delay
+does not hold up the next one, so an address that swallows packets costs a fraction of a second.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+import trio
+
+from crypto.contact import Address
+from node.errors import Unreachable
+
+ATTEMPT_DELAY_SECONDS = 0.25
+"""From one attempt to the next, as RFC 8305 recommends; a failure brings it forward."""
+AT_ONCE_MAX = 4
+"""Attempts in flight. One more begins when the oldest ends, or has had several times a usual round trip."""
+CROWDED_DELAY_SECONDS = 1.0
+"""The delay once so many are in flight: all addresses of a contact are begun within some seconds."""
+REASONS = ("wrong key", "refused", "timeout", "unknown")
+"""The reasons of failures, the most telling first."""
+
+T = TypeVar("T")
+
+
+async def race(
+    addresses: Sequence[Address],
+    attempt: Callable[[Address], Awaitable[T]],
+    first_delay_seconds: float = ATTEMPT_DELAY_SECONDS,
+) -> list[T]:
+    """Return what the first attempt that succeeded came to; more than one result where several succeeded at
+    the same instant, of which the caller releases all but the first. The others are cancelled. The second
+    attempt begins `first_delay_seconds` after the first.
+
+    Raises:
+        Unreachable: all failed; the failure that says most.
+    """
+    won: list[T] = []
+    failures: list[Unreachable] = []
+    stirred = trio.Event()
+    in_flight = 0
+
+    async def run(address: Address) -> None:
+        nonlocal in_flight, stirred
+        in_flight += 1
+        try:
+            won.append(await attempt(address))
+            nursery.cancel_scope.cancel()
+        except Unreachable as failure:
+            failures.append(failure)
+        finally:
+            in_flight -= 1
+            stirred.set()
+
+    async with trio.open_nursery() as nursery:
+        for index, address in enumerate(addresses[:-1]):
+            stirred = trio.Event()
+            nursery.start_soon(run, address)
+            delay_seconds = ATTEMPT_DELAY_SECONDS if in_flight < AT_ONCE_MAX - 1 else CROWDED_DELAY_SECONDS
+            delay_seconds = delay_seconds if index else first_delay_seconds
+            with trio.move_on_after(delay_seconds):
+                await stirred.wait()
+        if addresses:
+            nursery.start_soon(run, addresses[-1])
+    if won:
+        return won
+    if not failures:
+        raise Unreachable("unknown", "there is no address to try")
+    raise min(failures, key=lambda failure: REASONS.index(failure.reason))

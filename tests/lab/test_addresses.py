@@ -1,0 +1,124 @@
+"""Machines with many interfaces: whoever dies, everybody alive finds everybody alive.
+
+Each plan is played to its end: all join through the first, the first is killed, another one is killed and
+comes back, all are killed and come back. Nobody sends beacons, and after the first start nobody is told an
+address.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.lab.network import DOCKER, FULL, LAPTOP, STORAGE, Host, laboratory
+from tests.lab.nodes import PORT, LabSwarm, swarm
+
+FOUND_SECONDS_MAX = 15.0
+"""From the last start until all agree again."""
+DEATH_SECONDS_MAX = 40.0
+"""SWIM's longest suspicion in a swarm of this size, and a margin for a busy machine."""
+STEADY_SECONDS = 4.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The machines of a laboratory; `has_router`: their segments are joined by a router."""
+
+    hosts: tuple[Host, ...]
+    mtu: int = 1_500
+    has_router: bool = False
+
+
+SAMPLE = Plan(
+    (
+        Host("a", "eth0", extras=DOCKER),
+        Host("b", "wlan0", extras=LAPTOP),
+        Host("c", "zz0", extras=DOCKER),
+        Host("d", "aa9", extras=STORAGE, families=(4, 6)),
+        Host("e", "eth0", extras=DOCKER, families=(4, 6)),
+        Host("f", "enp3s0"),
+    )
+)
+PLANS = {
+    "docker on all of three": Plan(tuple(Host(name, "eth0", extras=DOCKER) for name in "abc")),
+    "laptops on Wi-Fi": Plan(tuple(Host(name, "wlan0", extras=LAPTOP) for name in "abc")),
+    "every order of names": Plan(
+        tuple(
+            Host(name, interface, extras=(*DOCKER[:2], *STORAGE[:2]))
+            for name, interface in (("a", "aa00"), ("b", "brz"), ("c", "eth0"), ("d", "zz0"))
+        )
+    ),
+    "more networks than a contact holds": Plan(
+        tuple(Host(name, "zz0", extras=(*STORAGE, *DOCKER, *LAPTOP[1:])) for name in "abc")
+    ),
+    "IPv6 alone": Plan(tuple(Host(name, "eth0", families=(6,)) for name in "abc")),
+    "both families": Plan(tuple(Host(name, "eth0", extras=DOCKER, families=(4, 6)) for name in "abc")),
+    "two subnets and a router": Plan(
+        (
+            *(Host(name, "eth0", 0, extras=DOCKER) for name in "ab"),
+            *(Host(name, "eth0", 1, extras=DOCKER) for name in "cd"),
+        ),
+        has_router=True,
+    ),
+    "three subnets of both families": Plan(
+        tuple(Host(name, "eth0", segment, families=(4, 6)) for segment, name in enumerate("abc")),
+        has_router=True,
+    ),
+    "an MTU of 700": Plan(tuple(Host(name, "eth0", extras=DOCKER) for name in "abc"), mtu=700),
+}
+
+
+def test_everybody_alive_finds_everybody_alive_on_six_unlike_machines(tmp_path: Path) -> None:
+    play(SAMPLE, tmp_path)
+
+
+@pytest.mark.parametrize("name", list(PLANS))
+@pytest.mark.skipif(not FULL, reason="PEERLOOM_LAB=full plays every plan")
+def test_everybody_alive_finds_everybody_alive_in_every_network(name: str, tmp_path: Path) -> None:
+    print(name, {what: round(seconds, 1) for what, seconds in play(PLANS[name], tmp_path).items()})  # noqa: T201
+
+
+@pytest.mark.skipif(not FULL, reason="PEERLOOM_LAB=full plays every plan")
+def test_a_machine_that_changes_its_address_is_found_after_the_first_has_died(tmp_path: Path) -> None:
+    plan = Plan(tuple(Host(name, "eth0", extras=DOCKER) for name in "abc"))
+    with laboratory(plan.hosts) as lab, swarm(lab, tmp_path) as nodes:
+        join(nodes)
+        lab.machines["b"].run(
+            "ip address delete 10.77.0.2/24 dev eth0; ip address add 10.77.0.102/24 dev eth0"
+        )
+        nodes.stay(STEADY_SECONDS)
+        nodes["a"].kill()
+        nodes.converge(DEATH_SECONDS_MAX)
+        nodes["c"].kill()
+        nodes.start(["c"])
+        nodes.converge(FOUND_SECONDS_MAX)
+        # All come back where nobody has seen the other one start: only what was saved tells where.
+        nodes.kill()
+        nodes.start(["b", "c"])
+        nodes.converge(FOUND_SECONDS_MAX)
+
+
+def play(plan: Plan, folder: Path) -> dict[str, float]:
+    """Return how many seconds it took to agree after each step."""
+    with laboratory(plan.hosts, mtu=plan.mtu, has_router=plan.has_router) as lab, swarm(lab, folder) as nodes:
+        names = list(nodes.nodes)
+        took = {"joined": join(nodes)}
+        nodes[names[0]].kill()
+        took["the first dead"] = nodes.converge(DEATH_SECONDS_MAX)
+        nodes.stay(STEADY_SECONDS)
+        nodes[names[-1]].kill()
+        nodes.start(names[-1:])
+        took["one back"] = nodes.converge(FOUND_SECONDS_MAX)
+        nodes.kill()
+        nodes.start(names)
+        took["all back"] = nodes.converge(FOUND_SECONDS_MAX)
+        return took
+
+
+def join(nodes: LabSwarm) -> float:
+    """All join through the first; how long it took them to agree."""
+    first, *others = nodes.nodes
+    nodes.start([first])
+    here = next(iter(nodes[first].machine.hosts.values()))
+    nodes.start(others, JOIN=f"[{here}]:{PORT}" if ":" in here else f"{here}:{PORT}")
+    return nodes.converge(FOUND_SECONDS_MAX)

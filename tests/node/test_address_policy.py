@@ -1,0 +1,271 @@
+"""Which addresses are told, tried and in what order: the rules without any network."""
+
+import ipaddress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crypto.contact import ADDRESSES_MAX, Address, make_address
+from crypto.identity import PeerId
+from node.transport.address_book import (
+    HOST_TRIES_BURST,
+    OBSERVED_SECONDS,
+    ROTATE_SECONDS,
+    TRIES_MAX,
+    UNPROVEN_ADDRESSES_MAX,
+    AddressBook,
+)
+from node.transport.address_policy import AddressPolicy, Place
+from node.transport.interfaces import InterfaceAddress, Use, read_interfaces, use_of
+
+PORT = 9747
+EVERYWHERE: tuple[Place, ...] = (("0.0.0.0", PORT), ("::", PORT))  # as a node listens by default
+LOOPBACK = (("lo", "127.0.0.1/8", Use.LOOPBACK), ("lo", "::1/128", Use.LOOPBACK))
+PEER = PeerId(bytes(31) + b"p")
+
+
+def interface(name: str, text: str, use: Use) -> InterfaceAddress:
+    found = ipaddress.ip_interface(text)
+    return InterfaceAddress(name, found.ip, found.network, use)
+
+
+def policy(*interfaces: tuple[str, str, Use], places: tuple[Place, ...] = EVERYWHERE) -> AddressPolicy:
+    made = AddressPolicy()
+    made.look(places, [interface(*each) for each in (*interfaces, *LOOPBACK)])
+    return made
+
+
+def docker() -> AddressPolicy:
+    """A machine on a LAN with Docker and a VPN."""
+    return policy(
+        ("docker0", "172.17.0.1/16", Use.NO_CARRIER),
+        ("br-0f1e2d3c4b5a", "172.18.0.1/16", Use.CONTAINERS),
+        ("tailscale0", "100.101.102.3/32", Use.TUNNEL),
+        ("wlan0", "192.168.1.5/24", Use.DEFAULT_ROUTE),
+    )
+
+
+def at(host: str, port: int = PORT) -> Address:
+    return make_address(host, port)
+
+
+def hosts(addresses: "tuple[Address, ...] | list[Address]") -> list[str]:
+    return [address.host for address in addresses]
+
+
+# --- what this node tells ----------------------------------------------------------------------------
+
+
+def test_addresses_of_cables_are_told_before_tunnels_and_bridges() -> None:
+    assert hosts(docker().own()) == ["192.168.1.5", "100.101.102.3", "172.18.0.1", "172.17.0.1"]
+
+
+def test_an_address_by_which_a_peer_came_is_told_first() -> None:
+    here = docker()
+    here.reached("100.101.102.3", "100.101.102.9")
+    assert hosts(here.own())[:2] == ["100.101.102.3", "192.168.1.5"]
+    # A connection between two nodes of this machine shows nothing.
+    here.reached("172.17.0.1", "192.168.1.5")
+    assert hosts(here.own())[0] == "100.101.102.3"
+
+
+def test_many_addresses_of_one_interface_do_not_push_out_another_interface() -> None:
+    crowded = [("eth0", f"2001:db8::{number:x}/64", Use.CABLE) for number in range(1, 20)]
+    here = policy(*crowded, ("eth1", "10.0.0.5/24", Use.CABLE))
+    assert "10.0.0.5" in hosts(here.own())
+    assert len(here.own()) == ADDRESSES_MAX
+
+
+def test_loopback_is_told_only_where_there_is_nothing_else() -> None:
+    assert hosts(policy().own()) == ["127.0.0.1", "::1"]
+    assert hosts(policy(("eth0", "10.0.0.5/24", Use.CABLE)).own()) == ["10.0.0.5"]
+    assert hosts(policy(places=(("127.0.0.2", PORT), ("127.0.0.1", PORT))).own()) == [
+        "127.0.0.1",
+        "127.0.0.2",
+    ]
+
+
+def test_a_confirmed_address_is_told_and_no_number_of_them_hides_the_best_own_one() -> None:
+    confirmed = [at(f"198.51.100.{number}") for number in range(1, 10)]
+    told = docker().own(confirmed=confirmed)
+    assert hosts(told)[:2] == ["192.168.1.5", "198.51.100.1"]
+    assert len(told) == ADDRESSES_MAX
+    assert "100.101.102.3" in hosts(told)
+
+
+@pytest.mark.parametrize(
+    ("here", "expected"),
+    [
+        (docker(), "192.168.1.5"),
+        (policy(("docker0", "172.17.0.1/16", Use.NO_CARRIER)), None),
+        (policy(("br-0f1e2d3c4b5a", "172.18.0.1/16", Use.CONTAINERS)), None),
+        (policy(("eth0", "fd00::5/64", Use.CABLE)), "fd00::5"),
+        (policy(), None),
+    ],
+)
+def test_a_person_is_told_only_an_address_that_another_machine_can_use(
+    here: AddressPolicy, expected: str | None
+) -> None:
+    found = here.for_others(here.own())
+    assert (None if found is None else found.host) == expected
+
+
+# --- what is tried of others' claims ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        at("127.0.0.1"),
+        at("::1"),
+        at("169.254.3.4"),
+        at("fe80::3"),
+        at("10.1.2.3"),
+        at("192.168.2.7"),
+        at("fd12::7"),
+        at("0.0.0.0"),
+        at("224.0.0.1"),
+        at("255.255.255.255"),
+        at("ff02::1"),
+        at("::ffff:127.0.0.1"),
+        at("192.168.1.7", 22),
+        at("203.0.113.5", 443),
+    ],
+)
+def test_claims_do_not_make_this_node_a_scanner(address: Address) -> None:
+    assert not docker().admits(address)
+
+
+@pytest.mark.parametrize(
+    "address", [at("192.168.1.7"), at("100.64.9.9"), at("203.0.113.5"), at("2001:db8::7"), at("host.example")]
+)
+def test_claims_on_shared_and_public_networks_are_tried(address: Address) -> None:
+    assert docker().admits(address)
+
+
+def test_a_private_network_is_tried_once_a_peer_was_met_there() -> None:
+    here = docker()
+    assert not here.admits(at("10.2.0.7"))
+    here.met("192.168.1.9")  # a neighbour says nothing of what is behind the router
+    assert not here.admits(at("192.168.2.7"))
+    here.met("10.9.0.1")
+    assert here.admits(at("10.2.0.7"))
+    assert not here.admits(at("192.168.2.7"))
+
+
+def test_nodes_of_one_machine_try_each_other_on_loopback() -> None:
+    assert policy(places=(("127.0.0.1", PORT),)).admits(at("127.0.0.1", PORT + 1))
+
+
+def test_this_node_never_tries_its_own_addresses() -> None:
+    here = docker()
+    for host in ("172.17.0.1", "192.168.1.5", "127.0.0.1"):
+        assert here.is_own(at(host))
+        assert not here.admits(at(host))
+    assert not here.is_own(at("172.17.0.1", PORT + 1))
+    assert not here.is_own(at("172.17.0.2"))
+    assert not policy(places=(("127.0.0.1", PORT),)).is_own(at("127.0.0.2"))
+
+
+def test_claims_on_a_shared_cable_are_tried_first_and_own_bridges_last() -> None:
+    claims = [at("172.18.0.9"), at("2001:db8::9"), at("100.101.102.9"), at("203.0.113.9"), at("192.168.1.9")]
+    found = hosts(sorted(claims, key=docker().closeness))
+    assert found[:2] == ["192.168.1.9", "203.0.113.9"]
+    assert found[-1] == "172.18.0.9"
+
+
+# --- datagrams to a peer that was not seen -------------------------------------------------------------
+
+
+@given(st.integers(1, ADDRESSES_MAX), st.booleans())
+def test_every_claimed_address_gets_a_datagram_within_some_repetitions(count: int, is_proved: bool) -> None:
+    book = AddressBook(docker())
+    claims = [at(f"203.0.113.{number}") for number in range(1, count + 1)]
+    book.claim(PEER, claims)
+    if is_proved:
+        book.prove(PEER, at("203.0.113.99"))
+    tried: set[Address] = set()
+    for repetition in range(8):
+        sent = book.for_datagram(PEER, repetition * 2 * ROTATE_SECONDS)
+        assert len(sent) <= UNPROVEN_ADDRESSES_MAX
+        assert not is_proved or sent[0] == at("203.0.113.99")
+        tried.update(sent)
+    assert tried >= set(claims)
+
+
+def test_an_address_that_never_answers_is_tried_ever_more_rarely() -> None:
+    book = AddressBook(docker())
+    book.claim(PEER, [at("203.0.113.1")])
+    sent = sum(bool(book.for_datagram(PEER, float(second))) for second in range(600))
+    assert TRIES_MAX <= sent <= TRIES_MAX + 16
+    # What answers is no claim any more.
+    book.observe(PEER, at("203.0.113.1"), 600.0)
+    late = 601.0 + OBSERVED_SECONDS
+    assert all(book.for_datagram(PEER, late + second) for second in range(100))
+
+
+def test_a_crowd_of_invented_peers_does_not_aim_this_node_at_one_host() -> None:
+    book = AddressBook(docker())
+    crowd = [PeerId(number.to_bytes(32, "big")) for number in range(1_000)]
+    for peer in crowd:
+        book.claim(peer, [at("203.0.113.1", 20_000)])
+    assert sum(bool(book.for_datagram(peer, 0.0)) for peer in crowd) == HOST_TRIES_BURST
+
+
+def test_an_address_that_failed_comes_behind_those_that_answered() -> None:
+    book = AddressBook(docker())
+    one, other = at("192.168.1.7"), at("100.101.102.9")
+    book.prove(PEER, other)
+    book.prove(PEER, one)
+    assert book.for_stream(PEER) == (one, other)
+    book.failed(PEER, one)
+    assert book.for_stream(PEER) == (other, one)
+
+
+def test_the_preferred_of_two_paths_is_dialled_first_until_it_fails() -> None:
+    here = policy(("eth0", "10.0.0.1/24", Use.CABLE), ("eth1", "10.0.1.1/24", Use.CABLE))
+    book = AddressBook(here)
+    slow, fast = at("10.0.0.2"), at("10.0.1.2")
+    book.claim(PEER, [slow, fast, at("172.17.0.1")])
+    assert book.paths(PEER) == (slow, fast)
+    book.prove(PEER, slow)
+    book.prefer(PEER, fast)
+    assert book.for_stream(PEER) == (fast, slow)
+    book.failed(PEER, fast)
+    assert book.for_stream(PEER) == (slow, fast)
+
+
+# --- what an interface is for ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "host", "has_carrier", "is_default", "use"),
+    [
+        ("eth0", "192.168.1.5", True, True, Use.DEFAULT_ROUTE),
+        ("br0", "192.168.1.5", True, True, Use.DEFAULT_ROUTE),
+        ("br0", "192.168.9.1", True, False, Use.CABLE),
+        ("wlp3s0", "192.168.1.5", True, False, Use.CABLE),
+        ("en0", "192.168.1.5", True, False, Use.CABLE),
+        ("docker0", "172.17.0.1", True, False, Use.CONTAINERS),
+        ("br-0f1e2d3c4b5a", "172.18.0.1", True, False, Use.CONTAINERS),
+        ("docker0", "172.17.0.1", False, False, Use.NO_CARRIER),
+        ("virbr0", "192.168.122.1", True, False, Use.CONTAINERS),
+        ("wg0", "10.8.0.2", True, True, Use.TUNNEL),
+        ("utun4", "100.64.0.2", True, False, Use.TUNNEL),
+        ("eth0", "169.254.3.4", True, False, Use.LINK_LOCAL),
+        ("eth0", "fe80::1", True, False, Use.LINK_LOCAL),
+        ("lo", "127.0.0.1", True, False, Use.LOOPBACK),
+    ],
+)
+def test_an_interface_is_judged_by_name_carrier_and_route(
+    name: str, host: str, has_carrier: bool, is_default: bool, use: Use
+) -> None:
+    assert use_of(name, ipaddress.ip_address(host), has_carrier=has_carrier, is_default=is_default) is use
+
+
+def test_this_machine_has_loopback_and_its_addresses_lie_in_their_networks() -> None:
+    found = read_interfaces()
+    assert any(each.host.is_loopback for each in found)
+    assert all(each.host in each.network for each in found)
+    assert [each.use for each in found] == sorted(each.use for each in found)
