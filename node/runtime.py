@@ -75,6 +75,7 @@ from node.services.links import LinkMeasuring
 from node.services.measurements import CALIBRATED, Measurements
 from node.services.membership import Membership
 from node.services.metadata import Standing, encode_metadata
+from node.services.paths import PathComparison
 from node.services.remembering import RememberedPeers
 from node.services.standing import StandingKeeper
 from node.services.started import node_started
@@ -221,6 +222,8 @@ class Node(Surface):
             nursery.start_soon(keep_running, "echo", self.reach.echo)
             if isinstance(self.network, RealNetwork):
                 nursery.start_soon(keep_running, "interfaces", self._watch_interfaces, self.network)
+                paths = PathComparison(self.network, self._clock, refuse=self._refuse, counters=self._refused)
+                nursery.start_soon(keep_running, "paths", paths.run, lambda: self.membership.live)
             nursery.start_soon(
                 keep_running,
                 "reach",

@@ -16,6 +16,7 @@ from typing import Annotated
 import msgspec
 import trio
 
+from crypto.contact import Address
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
@@ -80,7 +81,7 @@ ProbeQuestion = LinkProbe | ProbeChunk
 ProbeAnswer = ProbeAdmitted | ProbeRefused | ProbeTaken | ProbeChunk
 
 
-class _Refused(Exception):
+class MeasurementRefused(Exception):
     """Not now."""
 
     def __init__(self, seconds: float) -> None:
@@ -88,22 +89,24 @@ class _Refused(Exception):
         self.seconds = seconds
 
 
-async def measure_link(network: Network, clock: Clock, peer: PeerId) -> tuple[float, float]:
-    """Return the bytes a second that `peer` took of this node, and this node of it.
+async def measure_link(
+    network: Network, clock: Clock, peer: PeerId, at: Address | None = None
+) -> tuple[float, float]:
+    """Return the bytes a second that `peer` took of this node, and this node of it; `at` one of its `paths`.
 
     Raises:
         Unreachable, StreamClosed: it could not be asked. RemoteProtocolError: nonsense came back.
-        _Refused: not now.
+        MeasurementRefused: not now.
     """
     sent, taken = 0.0, 0.0
     for size in PROBE_BYTES:
         with trio.move_on_after(PROBE_SECONDS_MAX):
-            stream = await network.open(peer, LINKS_PROTOCOL)
+            stream = await network.open(peer, LINKS_PROTOCOL, at=at)
             try:
                 began = clock.monotonic()
                 try:
                     sent, taken = await _measure(stream, clock, size)
-                except _Refused:
+                except MeasurementRefused:
                     if not sent:
                         raise
                     return sent, taken  # the short burst is better than none
@@ -124,7 +127,7 @@ async def _measure(stream: Stream, clock: Clock, size: int) -> tuple[float, floa
     answer = _read(await stream.receive())
     round_trip = clock.monotonic() - asked
     if isinstance(answer, ProbeRefused):
-        raise _Refused(answer.seconds)
+        raise MeasurementRefused(answer.seconds)
     if not isinstance(answer, ProbeAdmitted):
         raise RemoteProtocolError(f"a {type(answer).__name__} in answer to a probe")
     began = clock.monotonic()
@@ -222,7 +225,7 @@ class LinkMeasuring:
     async def _probe(self, peer: PeerId) -> bool:
         try:
             sent, taken = await measure_link(self._network, self._clock, peer)
-        except _Refused as refused:
+        except MeasurementRefused as refused:
             self.core.failed(self._clock.monotonic(), peer, refused.seconds)
             return False
         except (Unreachable, StreamClosed):

@@ -35,8 +35,8 @@ SAMPLES_MAX = 5
 FRAMES_SECONDS = 1_800.0
 """For so long what frames took corrects an estimate."""
 
-PEER_PROBES_PER_SECOND, PEER_PROBES_MAX = 1 / 30, 4
-"""The bursts of one peer, each way; the first two of a meeting, and two again."""
+PEER_PROBES_PER_SECOND, PEER_PROBES_MAX = 1 / 30, 8
+"""The bursts of one peer, each way: two of a meeting and two again, and two by each of two networks."""
 PROBES_PER_SECOND, PROBES_MAX = 1.0, 8
 """The bursts of all peers together: 1.1 MiB/s each way at most in the long run."""
 SOURCES_MAX = 1_024
