@@ -1,7 +1,7 @@
 """Machines with many interfaces: whoever dies, everybody alive finds everybody alive.
 
-Each plan is played to its end: all join through the first, the first is killed, another one is killed and
-comes back, all are killed and come back. Nobody sends beacons, and after the first start nobody is told an
+Each plan is played to its end: all join through the first, all are killed and come back, the first is killed,
+another one is killed and comes back. Nobody sends beacons, and after the first start nobody is told an
 address.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.lab.network import DOCKER, FULL, LAPTOP, STORAGE, Host, laboratory
-from tests.lab.nodes import PORT, LabSwarm, swarm
+from tests.lab.nodes import PORT, LabNode, LabSwarm, swarm
 
 FOUND_SECONDS_MAX = 15.0
 """From the last start until all agree again."""
@@ -72,6 +72,17 @@ def test_everybody_alive_finds_everybody_alive_on_six_unlike_machines(tmp_path: 
     play(SAMPLE, tmp_path)
 
 
+def test_a_machine_that_nobody_can_reach_says_so_in_place_of_an_address(tmp_path: Path) -> None:
+    with laboratory([Host("a", "eth0", extras=DOCKER)]) as lab, swarm(lab, tmp_path) as nodes:
+        lab.machines["a"].run("ip link set eth0 down")
+        nodes.start(["a"])
+        assert "On another machine:  none: this machine is on no network" in nodes["a"].said
+        nodes.kill()
+        lab.machines["a"].run("ip link set eth0 up")
+        nodes.start(["a"], LISTEN=f"127.0.0.1:{PORT}")
+        assert "On another machine:  none: this node listens on this machine alone" in nodes["a"].said
+
+
 @pytest.mark.parametrize("name", list(PLANS))
 @pytest.mark.skipif(not FULL, reason="PEERLOOM_LAB=full plays every plan")
 def test_everybody_alive_finds_everybody_alive_in_every_network(name: str, tmp_path: Path) -> None:
@@ -103,15 +114,18 @@ def play(plan: Plan, folder: Path) -> dict[str, float]:
     with laboratory(plan.hosts, mtu=plan.mtu, has_router=plan.has_router) as lab, swarm(lab, folder) as nodes:
         names = list(nodes.nodes)
         took = {"joined": join(nodes)}
+        for node in nodes.nodes.values():
+            assert f"--join {typed(node)}\n" in node.said
+        # All lose their power as soon as they have met.
+        nodes.kill()
+        nodes.start(names)
+        took["all back"] = nodes.converge(FOUND_SECONDS_MAX)
         nodes[names[0]].kill()
         took["the first dead"] = nodes.converge(DEATH_SECONDS_MAX)
         nodes.stay(STEADY_SECONDS)
         nodes[names[-1]].kill()
         nodes.start(names[-1:])
         took["one back"] = nodes.converge(FOUND_SECONDS_MAX)
-        nodes.kill()
-        nodes.start(names)
-        took["all back"] = nodes.converge(FOUND_SECONDS_MAX)
         return took
 
 
@@ -119,6 +133,11 @@ def join(nodes: LabSwarm) -> float:
     """All join through the first; how long it took them to agree."""
     first, *others = nodes.nodes
     nodes.start([first])
-    here = next(iter(nodes[first].machine.hosts.values()))
-    nodes.start(others, JOIN=f"[{here}]:{PORT}" if ":" in here else f"{here}:{PORT}")
+    nodes.start(others, JOIN=typed(nodes[first]))
     return nodes.converge(FOUND_SECONDS_MAX)
+
+
+def typed(node: LabNode) -> str:
+    """What a person types to join through it: its first address on the switch."""
+    here = next(iter(node.machine.hosts.values()))
+    return f"[{here}]:{PORT}" if ":" in here else f"{here}:{PORT}"
