@@ -158,6 +158,10 @@ class Network(Protocol):
     def is_own(self, address: Address) -> bool:
         """Whether this very node listens at an address."""
 
+    def admits(self, address: Address) -> bool:
+        """Whether an address of which somebody says that a peer is there may be tried: see
+        `node.transport.address_policy`."""
+
     def host_of(self, peer: PeerId) -> str | None:
         """The host at which a peer was seen, which it cannot choose; None if it was not."""
 

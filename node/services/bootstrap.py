@@ -75,8 +75,10 @@ class Joining:
         """A beacon says that a peer is near."""
         if self._is_member(peer) or (peer not in self._heard and len(self._heard) >= HEARD_MAX):
             return
-        self._heard[peer] = tuple(address.of(peer) for address in addresses[:HEARD_ADDRESSES_MAX])
-        self._stirred.set()
+        admitted = [address.of(peer) for address in addresses if self._network.admits(address)]
+        if admitted:
+            self._heard[peer] = tuple(admitted[:HEARD_ADDRESSES_MAX])
+            self._stirred.set()
 
     async def try_heard(self) -> None:
         """Until cancelled: dial those that beacons told of, one after the other."""

@@ -68,6 +68,8 @@ class AddressPolicy:
         # Own addresses that peers reached or were reached from, the latest last; a dict for its order.
         self._reached: dict[Ip, None] = {}
         self._routed: set[Network] = set()
+        # Whether this node tells others nothing but loopback: then so may they.
+        self._is_of_one_machine = True
 
     def look(self, places: Sequence[Place], interfaces: Sequence[InterfaceAddress]) -> None:
         """Take note of where this node listens and what interfaces the machine has now."""
@@ -75,6 +77,7 @@ class AddressPolicy:
         self._interfaces = tuple(interfaces)
         self._uses = {each.host: each.use for each in interfaces}
         self._reached = {host: None for host in self._reached if host in self._uses}
+        self._is_of_one_machine = all(host.is_loopback for host, _ in self._listening())
 
     # --- evidence ----------------------------------------------------------------------------------
 
@@ -185,7 +188,8 @@ class AddressPolicy:
         if there.is_loopback:
             return self._is_of_one_machine
         if there.is_link_local:
-            return there.version == 4 and self._has_only_link_local
+            # With a zone it is where a beacon was heard to come from; peers cannot claim one.
+            return self._has_only_link_local if there.version == 4 else "%" in address.host
         blocks = _blocks_of(there)
         return not blocks or self.is_near(address) or any(block in self._routed for block in blocks)
 
@@ -224,11 +228,6 @@ class AddressPolicy:
             if each.use is Use.TUNNEL and set(_blocks_of(there)) & set(_blocks_of(each.host)):
                 uses.append(Use.TUNNEL)
         return min(uses, default=None)
-
-    @property
-    def _is_of_one_machine(self) -> bool:
-        """Whether this node tells others nothing but loopback: then so may they."""
-        return all(host.is_loopback for host, _ in self._listening())
 
     @property
     def _has_only_link_local(self) -> bool:

@@ -162,6 +162,9 @@ class RealNetwork:
     def is_own(self, address: Address) -> bool:
         return self._policy.is_own(address)
 
+    def admits(self, address: Address) -> bool:
+        return self._policy.admits(address)
+
     def known_addresses(self, peer: PeerId) -> tuple[Address, ...]:
         return self._book.known(peer)
 

@@ -113,7 +113,7 @@ class Machine:
 
 class Lab:
     """Machines by name. Each segment is a switch with the networks 10.77.SEGMENT.0/24 and
-    fd77:SEGMENT::/64; where there are several, a router joins them and is everybody's default route."""
+    fd77:SEGMENT+1::/64; where there are several, a router joins them and is everybody's default route."""
 
     def __init__(self, holder: "subprocess.Popen[str]") -> None:
         self._holder = holder
@@ -166,7 +166,7 @@ def _machine_lines(machine: Machine, mtu: int) -> list[str]:
             f"ip link set {end} master sw{segment} up",
         ]
         for family in host.families:
-            here = f"10.77.{segment}.{number}" if family == 4 else f"fd77:{segment}::{number:x}"
+            here = f"10.77.{segment}.{number}" if family == 4 else f"fd77:{segment + 1:x}::{number:x}"
             machine.hosts.setdefault(family, here)
             suffix = "/24" if family == 4 else "/64 nodad"
             lines.append(f"ip -n {name} address add {here}{suffix} dev {interface}")
@@ -198,7 +198,7 @@ def _router_lines(segments: Sequence[int], mtu: int) -> list[str]:
             f"ip link add r{segment} netns router mtu {mtu} type veth peer name to-r{segment} mtu {mtu}",
             f"ip link set to-r{segment} master sw{segment} up",
             f"ip -n router address add 10.77.{segment}.254/24 dev r{segment}",
-            f"ip -n router address add fd77:{segment}::fe/64 dev r{segment} nodad",
+            f"ip -n router address add fd77:{segment + 1:x}::fe/64 dev r{segment} nodad",
             f"ip -n router link set r{segment} up",
         ]
     return lines
@@ -211,7 +211,7 @@ def _route_lines(machines: Iterable[Machine]) -> list[str]:
         if 4 in machine.host.families:
             lines.append(f"ip -n {machine.name} route add default via 10.77.{segment}.254")
         if 6 in machine.host.families:
-            lines.append(f"ip -6 -n {machine.name} route add default via fd77:{segment}::fe")
+            lines.append(f"ip -6 -n {machine.name} route add default via fd77:{segment + 1:x}::fe")
     return lines
 
 

@@ -83,6 +83,13 @@ def test_a_machine_that_nobody_can_reach_says_so_in_place_of_an_address(tmp_path
         assert "On another machine:  none: this node listens on this machine alone" in nodes["a"].said
 
 
+def test_machines_with_nothing_but_ipv6_find_each_other(tmp_path: Path) -> None:
+    hosts = [Host(name, "eth0", extras=DOCKER[:1], families=(6,)) for name in "ab"]
+    with laboratory(hosts) as lab, swarm(lab, tmp_path) as nodes:
+        join(nodes)
+        assert f"--join {typed(nodes['a'])}\n" in nodes["a"].said
+
+
 @pytest.mark.parametrize("name", list(PLANS))
 @pytest.mark.skipif(not FULL, reason="PEERLOOM_LAB=full plays every plan")
 def test_everybody_alive_finds_everybody_alive_in_every_network(name: str, tmp_path: Path) -> None:
@@ -126,6 +133,8 @@ def play(plan: Plan, folder: Path) -> dict[str, float]:
         nodes[names[-1]].kill()
         nodes.start(names[-1:])
         took["one back"] = nodes.converge(FOUND_SECONDS_MAX)
+        # 172.17.0.1 of another machine is this machine itself, or a node of its own that is somebody else.
+        assert all("wrong key" not in node.said for node in nodes.nodes.values())
         return took
 
 
