@@ -53,7 +53,8 @@ async def bind_all(places: Sequence[Place], *, may_move: bool = True) -> tuple[B
     """
     found = [await _look_up(host, port) for host, port in places]
     sockets = [
-        _Wanted(family, literal, host) for (family, literal), (host, _) in zip(found, places, strict=True)
+        _Wanted(family, literal, host, literal == "::" and len(places) > 1)
+        for (family, literal), (host, _) in zip(found, places, strict=True)
     ]
     both_families = all(each.family == socket.AF_INET6 for each in sockets)
     by_port: dict[int | tuple[int, int], list[int]] = {}
@@ -75,15 +76,6 @@ async def bind_all(places: Sequence[Place], *, may_move: bool = True) -> tuple[B
     return tuple(bound[index] for index in sorted(bound))
 
 
-async def bind(host: str, port: int) -> Bound:
-    """Listen on `host`, at `port` or one of the next ten that is free.
-
-    Raises:
-        UsageError: no such address here, or all the ports are taken.
-    """
-    return (await bind_all([(host, port)]))[0]
-
-
 async def _look_up(host: str, port: int) -> tuple[int, str]:
     try:
         found = await trio.socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -94,11 +86,13 @@ async def _look_up(host: str, port: int) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A place as the system names it; `host` is what the person said."""
+    """A place as the system names it; `host` is what the person said. One that `may_lack` is left out where
+    this machine does not have its family."""
 
     family: int
     literal: str
     host: str
+    may_lack: bool
 
 
 def _bind_group(
@@ -133,7 +127,7 @@ def _bind_at(
         try:
             tcp, udp = _bind_pair(each.family, each.literal, number, both_families=both_families)
         except OSError as error:
-            if error.errno in _NO_FAMILY and each.literal == "::" and len(wanted) > 1:
+            if error.errno in _NO_FAMILY and each.may_lack:
                 made.append(None)
                 continue
             for other in made:

@@ -31,7 +31,7 @@ from node.storage.folder import FOLDER_MARKS, IDENTITY_NAME, FolderStorage
 from node.storage.keys import STATIC_BYTES, STATIC_NAME, read_key
 from node.storage.ownership import close_folder, open_own
 from node.storage.swarm_keys import load_swarm_keys
-from node.transport.listen import bind, dialable
+from node.transport.listen import bind_all, dialable
 from node.transport.multicast import BEACON_PORT, GROUP_4, GROUP_6, Multicast, interfaces_of
 
 DISK_FREE_BYTES_MIN = 2**30
@@ -199,8 +199,15 @@ async def _port(scene: Scene, address: Address) -> str:
         if held or address.port == 0:
             scene.ports[address] = address.port
             return "held by this node"
-    bound = await bind(address.host, address.port)
-    bound.close()
+    # All together, as the node does: both families take the same port.
+    places = [(each.host, each.port) for each in scene.config.listen.addresses]
+    every = await bind_all(places)
+    for each in every:
+        each.close()
+    host = "" if address.kind.startswith("dns") else address.host
+    bound = next((each for each in every if each.wanted == address.port and host in ("", each.host)), None)
+    if bound is None:
+        raise Skipped("this machine does not have IPv6")
     scene.ports[address] = bound.port
     if address.port in (0, bound.port):
         return f"TCP and UDP {bound.port} are free"
