@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: demo test types tests format bench corpus headline soak clean
 
 demo: $(READY)
-	$(BIN)/python -m node demo
+	$(BIN)/peerloom demo
 
 test: $(READY)
 	$(BIN)/ruff format --check .
@@ -89,7 +89,7 @@ soak: $(READY)
 	PEERLOOM_SCRIPTS=3 $(BIN)/python -m pytest -s tests/test_pytorch_script.py
 	PEERLOOM_CHURN_SECONDS=600 $(BIN)/python -m pytest -s tests/gossip/averaging/test_churn.py
 	PEERLOOM_MEMBER_SEEDS=50 $(BIN)/python -m pytest -s tests/test_hostile_member.py
-	$(BIN)/python -m sim churn --seeds 100 --jobs 2 --out soak-out
+	$(BIN)/peerloom sim churn --seeds 100 --jobs 2 --out soak-out
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info demo-out soak-out headline-out

@@ -3,7 +3,7 @@
 async with node.Node(join=["10.0.0.5:9747"]) as me: ...      under trio
 with node.sync(join=["10.0.0.5:9747"]) as me: ...            blocking: scripts, notebooks
 node.plan("gpt2", "PEERS.toml")                              who would hold what; no node is needed
-node.run(node.Config.load("node.toml"))                      the daemon, = python -m node
+node.run(node.Config.load("node.toml"))                      the daemon, = peerloom
 """
 
 from typing import TYPE_CHECKING, Any

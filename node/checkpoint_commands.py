@@ -111,7 +111,7 @@ class CheckpointCommands:
             return found[0]
         if len(found) > 1:
             raise UsageError(f"--from {text}: {len(found)} members are called so; give more of the id")
-        raise UsageError(f"--from {text}: no member is called so", "look: python -m node peers")
+        raise UsageError(f"--from {text}: no member is called so", "look: `peerloom peers`")
 
 
 def checkpoint_not_found(run: str, step: int | None) -> RunFailed:
@@ -119,7 +119,7 @@ def checkpoint_not_found(run: str, step: int | None) -> RunFailed:
     which = f"checkpoint of step {step}" if step is not None else "checkpoint"
     return RunFailed(
         f"no {which} of run {run[:8]} is here",
-        "look: python -m node checkpoint list          or: python -m node checkpoint fetch RUN",
+        "look: `peerloom checkpoint list`          or: `peerloom checkpoint fetch RUN`",
     )
 
 

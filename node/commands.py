@@ -320,7 +320,7 @@ class Commands:
         view = self._node.state.runs.get(run)
         if view is None:
             raise RunFailed(
-                f"run {run[:8]} did not go on here, so nothing of it was seen", "look: python -m node runs"
+                f"run {run[:8]} did not go on here, so nothing of it was seen", "look: `peerloom runs`"
             )
         events = (event for _, event in self._node.history.after(0))
         return {"run": run, "rows": metric_rows(view, events, self._node.energy.joules)}
@@ -436,6 +436,4 @@ def find_run(known: Iterable[str], prefix: str) -> str:
         raise UsageError(f"run {prefix}: {len(found)} runs begin so; give more of the id")
     if len(prefix) == RUN_TEXT_LENGTH and all(letter in "0123456789abcdef" for letter in prefix):
         return prefix
-    raise UsageError(
-        f"run '{prefix[:40]}' is not known here", "look: python -m node runs, or give the whole id"
-    )
+    raise UsageError(f"run '{prefix[:40]}' is not known here", "look: `peerloom runs`, or give the whole id")

@@ -156,7 +156,7 @@ def _listen(folder: Path) -> socket.socket:
         reason = (error.strerror or str(error)).lower()
         raise UsageError(
             f"control socket {short_path(path)}: {reason}",
-            "give the node a folder of its own, on a disk that takes sockets: python -m node --data-dir DIR",
+            "give the node a folder of its own, on a disk that takes sockets: `peerloom --data-dir DIR`",
         ) from None
     return listener
 
@@ -211,7 +211,8 @@ async def _read_line(stream: trio.SocketStream) -> bytes | None:
 
 def _error(error: PeerloomError, trace: str = "") -> dict[str, object]:
     exit_code = error.exit_code or EXIT_UNEXPECTED
-    return {"error": {"what": error.what, "do": error.do, "exit_code": exit_code, "trace": trace}}
+    what, do = error.written  # the client shows commands in its own reader's form
+    return {"error": {"what": what, "do": do, "exit_code": exit_code, "trace": trace}}
 
 
 def _line(message: dict[str, object]) -> bytes:

@@ -20,6 +20,7 @@ Garbage from a peer is `crypto.errors.RemoteProtocolError`, never one of these.
 from typing import Literal
 
 from crypto.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
+from node.invocation import shown
 
 __all__ = [
     "CheckFailed",
@@ -46,14 +47,29 @@ EXIT_FORCED = 130
 
 
 class PeerloomError(Exception):
-    """`what` happened and where, and optionally what to `do`; printed in at most three lines."""
+    """`what` happened and where, and optionally what to `do`; printed in at most three lines.
+
+    Both name commands as `node.invocation` says, and read as this process's reader types them; `written` has
+    them as they were given, for a process that passes them on to another one's reader.
+    """
 
     exit_code = EXIT_UNEXPECTED
 
     def __init__(self, what: str, do: str | None = None) -> None:
         super().__init__(what)
-        self.what = what
-        self.do = do
+        self.written = (what, do)
+
+    @property
+    def what(self) -> str:
+        return shown(self.written[0])
+
+    @property
+    def do(self) -> str | None:
+        do = self.written[1]
+        return None if do is None else shown(do)
+
+    def __str__(self) -> str:
+        return self.what
 
 
 class UsageError(PeerloomError):

@@ -146,11 +146,11 @@ def read_bandwidth(text: str) -> int:
 
 
 def read_peer_id(text: str) -> PeerId:
-    """A peer id as `python -m node id` prints it."""
+    """A peer id as `peerloom id` prints it."""
     try:
         return parse_peer(text)
     except ValueError:
-        raise ValueError("want a peer id such as 12D3KooW...: python -m node id") from None
+        raise ValueError("want a peer id such as 12D3KooW...: `peerloom id`") from None
 
 
 def read_run_id(text: str) -> str:

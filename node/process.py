@@ -1,4 +1,4 @@
-"""The daemon, `python -m node`: the process around one node, from its start to its end, which is bounded.
+"""The daemon, `peerloom`: the process around one node, from its start to its end, which is bounded.
 
 Not here: the node itself (`node.runtime`).
 """

@@ -1,7 +1,7 @@
 """The composition root: one node, from its six seams to its services, and the process around it.
 
     async with Node(Config(...)) as me: ...        embedded, under trio
-    main(config, ...)                              the daemon, `python -m node`
+    main(config, ...)                              the daemon, `peerloom`
 
 A node given no seams takes the real ones. Everything that happens becomes an event; `state` is the
 fold of all of them, and whoever wants to watch subscribes.

@@ -1,4 +1,4 @@
-"""`python -m sim`: see `sim.cli`."""
+"""The entry of `sim` run as a module: see `sim.cli`."""
 
 import sys
 

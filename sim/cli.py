@@ -1,4 +1,4 @@
-"""`python -m sim`: play a scenario and say what it showed. `python -m node sim` is the very same.
+"""`peerloom sim`: play a scenario and say what it showed; the module `sim`, run by itself, is the very same.
 
 Results on stdout, talk on stderr. Exit codes are those of `node.errors`: 2 where a flag or a scenario is
 wrong, 6 where an invariant broke, 130 where it was stopped. Many runs at once are in `sim.sweep`.
@@ -16,13 +16,13 @@ from node.cli.options import AsJson
 from node.cli.render import show, show_json, table
 from node.cli.signals import StopFlag
 from node.errors import EXIT_DONE, EXIT_FORCED, CheckFailed, UsageError
+from node.invocation import simulator
 from node.paths import short_path
 from sim.command import Wanted
 
 if TYPE_CHECKING:
     from sim.experiment import InvariantViolation, Progress, Result
 
-PROGRAM = "python -m sim"
 DEFAULT = "lan"
 """The scenario of whoever names none: small, calm, and over within seconds."""
 SEEDS_MAX = 10_000
@@ -92,7 +92,7 @@ def main(
 
 def run(arguments: Sequence[str]) -> int:
     """Do what the command line says; the exit code. Raises nothing."""
-    chosen, rest, program = _chosen(arguments, PROGRAM)
+    chosen, rest, program = _chosen(arguments, simulator())
     return dispatch(chosen, rest, program)
 
 

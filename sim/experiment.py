@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from node.cli.signals import Stopped
+from node.invocation import simulator
 from sim.checkers import checkers_for
 from sim.measures.measures import Measures
 from sim.measures.rows import Row
@@ -306,7 +307,7 @@ def _repeat(scenario: Scenario | str | Path, seed: int, folder: Path | None, own
 
         place = str(folder / SCENARIO_NAME) if folder is not None else ""
     if place and not own:
-        return f"python -m sim {shlex.quote(place)} --seed {seed}"
+        return f"{simulator()} {shlex.quote(place)} --seed {seed}"
     cores = "".join(f", {name}={getattr(make, '__name__', make)}" for name, make in own.items())
     return f"sim.run({repr(place) if place else 'scenario'}, seed={seed}{cores})"
 

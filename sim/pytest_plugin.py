@@ -32,6 +32,7 @@ def simulate(request: pytest.FixtureRequest) -> "Callable[..., Result]":
 
     def play(scenario: str = "lan", *, values: Mapping[str, Any] | None = None, **keywords: Any) -> "Result":
         # Only here: whoever does not simulate should not wait for the simulator to load.
+        from node.invocation import simulator
         from sim.experiment import run
         from sim.scenario import load, with_values
 
@@ -45,7 +46,7 @@ def simulate(request: pytest.FixtureRequest) -> "Callable[..., Result]":
         else:
             words = [scenario, "--seed", str(given.get("seed", 1))]
             words += [word for name, text in texts.items() for word in ("--set", f"{name}={text}")]
-            repeat = f"python -m sim {shlex.join(words)}"
+            repeat = f"{simulator()} {shlex.join(words)}"
         result = run(with_values(load(scenario), texts, source="simulate"), repeat=repeat, **given)
         if result.broken is not None:
             request.node.add_report_section("call", "simulation", str(result.broken))

@@ -1,8 +1,8 @@
 """Many experiments: each combination of values with each of some seeds, several processes at once, resumable.
 
-    python -m sim churn --sweep nodes=100,300,1000 --seeds 5 --jobs 2 --out out
+    peerloom sim churn --sweep nodes=100,300,1000 --seeds 5 --jobs 2 --out out
 
-Each run is the command `python -m sim` in a process and a folder of its own, `out/nodes=300/seed=4`. What has
+Each run is the command `peerloom sim` in a process and a folder of its own, `out/nodes=300/seed=4`. What has
 a whole summary of the same scenario is not run again. In the end a table, and the same as sweep.csv.
 """
 
@@ -216,7 +216,7 @@ def _start(wanted: Wanted, run: Run) -> tuple[subprocess.Popen[bytes], IO[bytes]
     flags = ["--quiet", "--plots" if wanted.plots else "--no-plots"]
     if wanted.events_max is not None:
         flags += ["--events", str(wanted.events_max)]
-    words = ["-m", "sim", *wanted.words(run.values, run.seed), "--out", str(run.folder), *flags]
+    words = ["-P", "-m", "sim", *wanted.words(run.values, run.seed), "--out", str(run.folder), *flags]
     # The process finds this very code, wherever it is started from.
     path = os.pathsep.join(
         (str(Path(__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep))

@@ -90,9 +90,7 @@ def captured(run_file: RunFile, path: Path, name: str) -> Iterator[dict[str, str
     if run_file.model.endswith(GRAPH_SUFFIX):
         graph = path.parent / Path(run_file.model).expanduser()
         if not graph.is_file():
-            raise UsageError(
-                f"{name}: model: there is no file {graph}", "make it: python -m node model capture"
-            )
+            raise UsageError(f"{name}: model: there is no file {graph}", "make it: `peerloom model capture`")
         with command_folder() as folder:
             yield _arguments(graph) | _regrouped(graph, run_file, folder, name)
         return

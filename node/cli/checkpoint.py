@@ -1,4 +1,4 @@
-"""`python -m node checkpoint`: a run's checkpoints on this machine: list, save, export, fetch.
+"""`peerloom checkpoint`: a run's checkpoints on this machine: list, save, export, fetch.
 
 `list` and `export` work without a running node too, from what lies in its data folder; with one they know,
 and bring, what other peers keep.
@@ -115,7 +115,7 @@ def fetch(
 def checkpoint_lines(found: Sequence[Mapping[str, Any]]) -> list[str]:
     """The screen of a list of checkpoint documents."""
     if not found:
-        return ["no checkpoint here; bring one: python -m node checkpoint fetch RUN"]
+        return ["no checkpoint here; bring one: `peerloom checkpoint fetch RUN`"]
     return table(
         ("RUN", "MODEL", "STEP", "SAMPLES", "SIZE", "HERE", "COPIES", "MADE"), [_row(each) for each in found]
     )
@@ -158,7 +158,7 @@ def _export_offline(folder: Path, run: str, step: int | None, path: Path) -> dic
     kept = store.find(name, step)
     if kept is None:
         raise checkpoint_not_found(name, step)
-    start = "start the node, which brings it: python -m node, then this again"
+    start = "start the node, which brings it: `peerloom`, then this again"
     if not kept.is_whole:
         stages = ", ".join(str(stage + 1) for stage in kept.stages_here) or "none"
         count = len(kept.checkpoint.stages)

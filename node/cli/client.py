@@ -19,7 +19,7 @@ ANSWER_SECONDS_MAX = 10.0
 """For commands that only look: a node answers them in milliseconds unless it is stopped."""
 _LOOK_SECONDS = 0.01
 _PROCESS_LENGTH_MAX = 20
-_START = "python -m node, or name its data folder: --data-dir DIR"
+_START = "`peerloom`, or name its data folder: --data-dir DIR"
 
 Reply = dict[str, Any]
 

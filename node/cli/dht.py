@@ -1,4 +1,4 @@
-"""`python -m node dht`: the swarm's record table from the command line: get, put, find, stat."""
+"""`peerloom dht`: the swarm's record table from the command line: get, put, find, stat."""
 
 import sys
 from collections.abc import Mapping
@@ -64,7 +64,7 @@ def put(
     if immutable and not value:
         key, value = "-", key
     if not value:
-        raise UsageError("dht put: the value is missing", "python -m node dht put KEY VALUE")
+        raise UsageError("dht put: the value is missing", "`peerloom dht put KEY VALUE`")
     data = sys.stdin.buffer.read() if value == "-" else value.encode()
     arguments = {"key": key, "value": data.hex(), "ttl_seconds": seconds, "immutable": immutable}
     result = ask(find_data_dir(context, data_dir), "dht.put", arguments, seconds=ASK_SECONDS_MAX)

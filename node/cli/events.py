@@ -1,4 +1,4 @@
-"""`python -m node events`: what happened to the node on this machine, and what happens."""
+"""`peerloom events`: what happened to the node on this machine, and what happens."""
 
 import time
 from typing import Annotated, Any

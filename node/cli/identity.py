@@ -1,4 +1,4 @@
-"""`python -m node id`: who this node is, whether it runs or not."""
+"""`peerloom id`: who this node is, whether it runs or not."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ def identity(context: typer.Context, data_dir: DataDir = "", as_json: AsJson = F
         seed = read_key(storage, IDENTITY_NAME, SEED_BYTES)
     if seed is None:
         raise UsageError(
-            f"no identity in {short_path(folder)} yet", "start it once, which makes one: python -m node"
+            f"no identity in {short_path(folder)} yet", "start it once, which makes one: `peerloom`"
         )
     document: dict[str, Any] = {
         "schema": "peerloom/id/1",

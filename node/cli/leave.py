@@ -1,4 +1,4 @@
-"""`python -m node leave`: the node on this machine says goodbye to its swarm and ends."""
+"""`peerloom leave`: the node on this machine says goodbye to its swarm and ends."""
 
 import contextlib
 import sys

@@ -35,8 +35,7 @@ from node.cli.options import AsJson, DataDir
 from node.cli.plan import plan
 from node.cli.render import show
 from node.errors import EXIT_DONE, UsageError
-
-PROGRAM = "python -m node"
+from node.invocation import command_span, program
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 app.command("demo")(demo)
@@ -142,7 +141,7 @@ def _refuse_start_flags(flags: dict[str, Any], context: typer.Context) -> None:
     for key, value in flags.items():
         if value not in (None, []) and key not in _ALSO_BEFORE_A_COMMAND:
             flag = "--no-lan" if key == "lan" else "--" + key.replace("_", "-")
-            do = f"{PROGRAM} {command} --json" if key == "json" else f"{PROGRAM} {command} --help"
+            do = command_span(command or "", "--json" if key == "json" else "--help")
             raise UsageError(f"{flag} before '{command}': it belongs to starting a node", do)
 
 
@@ -158,4 +157,4 @@ def _show_version() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Do what the command line says; the exit code. Raises nothing."""
-    return dispatch(app, arguments, PROGRAM, {"train": train.keys_as_flags})
+    return dispatch(app, arguments, program(), {"train": train.keys_as_flags})

@@ -1,4 +1,4 @@
-"""`python -m node model`: capture a model into a file, show what is in one, verify one.
+"""`peerloom model`: capture a model into a file, show what is in one, verify one.
 
 A captured model is FILE.peerloom, the graph as it travels, and where it has values of its own the safetensors
 file beside it. `show` needs neither torch nor the model's code. `capture` and `verify` load torch, and run
@@ -20,6 +20,7 @@ from node.cli.options import GRAPH_SUFFIX, VALUES_SUFFIX, AsJson
 from node.cli.outputs import output_path
 from node.cli.render import bytes_text, labelled, seconds_text, show, show_json
 from node.errors import UsageError
+from node.invocation import command_span
 from node.suggest import did_you_mean
 
 if TYPE_CHECKING:
@@ -120,7 +121,8 @@ def capture(
         return
     if proven is not None:
         show([_proof_text(proven)], sys.stderr)
-    show([*portrait_lines(document), "", f"written to {target}; look: python -m node model show {target}"])
+    look = command_span("model", "show", str(target))
+    show([*portrait_lines(document), "", f"written to {target}; look: {look}"])
 
 
 def _explain(wanted: "_Wanted", *, as_json: bool) -> None:
@@ -259,7 +261,7 @@ class _Wanted:
             if not self.sample or self.classes < 1:
                 raise UsageError(
                     f"{self.source} needs --sample and --classes",
-                    f"python -m node model capture {self.source} --sample 3,32,32 --classes 10",
+                    command_span("model", "capture", self.source, "--sample", "3,32,32", "--classes", "10"),
                 )
             with skeleton():
                 made = task_of(BUILTIN[self.source], _sides(self.sample), self.classes, **options)

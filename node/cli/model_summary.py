@@ -62,7 +62,7 @@ def read_graph(file: Path) -> tuple[Graph, bytes]:
         check_graph(graph)
     except RemoteProtocolError as error:
         raise UsageError(
-            f"{file}: not a captured model: {error}", "python -m node model capture makes one"
+            f"{file}: not a captured model: {error}", "`peerloom model capture` makes one"
         ) from None
     return graph, graph_hash(data)
 

@@ -1,4 +1,4 @@
-"""`python -m node page`: the link to this node's page, with the token that its actions ask for."""
+"""`peerloom page`: the link to this node's page, with the token that its actions ask for."""
 
 import typer
 

@@ -1,4 +1,4 @@
-"""`python -m node peers`: the members this node knows, the lost ones with their reason."""
+"""`peerloom peers`: the members this node knows, the lost ones with their reason."""
 
 from collections.abc import Mapping
 from typing import Any

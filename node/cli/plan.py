@@ -1,4 +1,4 @@
-"""`python -m node plan MODEL`: who would hold what, how fast that would be, and why, before anything runs."""
+"""`peerloom plan MODEL`: who would hold what, how fast that would be, and why, before anything runs."""
 
 import sys
 from pathlib import Path

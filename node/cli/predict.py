@@ -1,4 +1,4 @@
-"""`python -m node predict RUN.toml --run RUN`: what a trained model says of samples, against the truth.
+"""`peerloom predict RUN.toml --run RUN`: what a trained model says of samples, against the truth.
 
 It all happens in this command's process: the model is made by what RUN.toml names (a person's own code, on
 their own machine), gets the run's weights, and computes. Nothing of the data leaves the machine.
@@ -43,7 +43,7 @@ def predict(
 ) -> None:
     """Have a trained model predict, and compare with the ground truth where there is one."""
     if bool(run) == bool(weights):
-        raise UsageError("give --run RUN or --weights FILE", "runs: python -m node runs")
+        raise UsageError("give --run RUN or --weights FILE", "runs: `peerloom runs`")
     written = {
         name: output_path(text, f"--{name}") for name, text in (("out", out), ("picture", picture)) if text
     }

@@ -1,4 +1,4 @@
-"""`python -m node receipts`: what this node computed for others' runs and others for those it committed."""
+"""`peerloom receipts`: what this node computed for others' runs and others for those it committed."""
 
 from collections.abc import Mapping
 from typing import Any

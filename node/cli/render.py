@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 from node.errors import PeerloomError
+from node.invocation import SPAN_BEGINS, shown, shown_values
 from node.text import bytes_text as bytes_text
 from node.text import seconds_text as seconds_text
 from node.text import table as table
@@ -36,7 +37,7 @@ _COLOURS = {"good": "green", "bad": "red", "doubt": "yellow", "dim": "dim"}
 def show(lines: Iterable[str], stream: TextIO | None = None) -> None:
     """Write lines to `stream` (stdout): plain without a terminal or with NO_COLOR, else coloured."""
     target = stream if stream is not None else sys.stdout
-    clean = [_printable(line) for line in lines]
+    clean = [_printable(shown(line)) for line in lines]
     if not clean:
         return
     if not target.isatty() or os.environ.get("NO_COLOR"):
@@ -48,7 +49,10 @@ def show(lines: Iterable[str], stream: TextIO | None = None) -> None:
 
 def show_json(document: Mapping[str, Any]) -> None:
     """One document on stdout, one line."""
-    sys.stdout.write(json.dumps(document) + "\n")
+    text = json.dumps(document)
+    if SPAN_BEGINS in text:
+        text = json.dumps(shown_values(document))
+    sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 

@@ -1,4 +1,4 @@
-"""`python -m node report`: one file for a bug report, without secrets.
+"""`peerloom report`: one file for a bug report, without secrets.
 
 Versions, the status with its counters, members, the newest events and the end of `errors.log`. Keys, tokens,
 the environment and the contents of any other file are never in it: what is packed is named here. Names and

@@ -1,4 +1,4 @@
-"""`python -m node runs`: the runs this node knows, each in detail, and what its requester does to one."""
+"""`peerloom runs`: the runs this node knows, each in detail, and what its requester does to one."""
 
 import json
 import sys
@@ -276,7 +276,7 @@ def fetch_weights(data_dir: Path, run: str, out: str) -> dict[str, Any]:
 def runs_lines(document: Mapping[str, Any], names: Mapping[str, str] = MappingProxyType({})) -> list[str]:
     """The screen of a `peerloom/runs/1` document; `names` are of peers."""
     if not document["runs"]:
-        return ["no run yet; start one: python -m node train RUN.toml"]
+        return ["no run yet; start one: `peerloom train RUN.toml`"]
     header = ("RUN", "MODEL", "DATA", "STATUS", "STEP", "LOSS", "ACCURACY", "RESULT", "REQUESTER")
     return table(header, [_row(run, names) for run in document["runs"]])
 
@@ -334,7 +334,7 @@ def run_lines(run: Mapping[str, Any]) -> list[str]:
     for row in run.get("other_results", ()):
         lines.append(f"  differs       {called(row['peer'])} has {_other_text(row['weights'])}")
     if run.get("result"):
-        lines.append(f"  result        {run['result']}: python -m node runs fetch {run['run']} --out FILE")
+        lines.append(f"  result        {run['result']}: `peerloom runs fetch {run['run']} --out FILE`")
     return lines
 
 

@@ -20,6 +20,7 @@ from node.cli.render import (
     short_address,
     short_id,
 )
+from node.invocation import command_span, elsewhere
 from node.paths import default_data_dir, short_path
 
 Event = Mapping[str, Any]
@@ -103,9 +104,10 @@ class EventScreen:
                 join += f" --swarm {event['swarm']}"
             # There the key file, copied, may have any name.
             key = "PEERLOOM_KEY_FILE=FILE " if event["is_private"] else ""
-            lines.append(f"  On another machine:  {key}python -m node {join}")
+            lines.append(f"  On another machine:  {key}{elsewhere()} {join}")
         if Path(event["data_dir"]) != default_data_dir(self._environ):
-            lines.append(f"  On this machine:     python -m node status --data-dir {event['data_dir']}")
+            status = command_span("status", "--data-dir", event["data_dir"])
+            lines.append(f"  On this machine:     {status}")
         return lines
 
     def _alert(self, event: Event) -> list[str]:
@@ -127,7 +129,7 @@ class EventScreen:
         if event["unfenced"]:
             taken = "takes stages of others all the same" if event["is_allowed"] else "takes none of others"
             missing = "; ".join(event["unfenced"])
-            self._fences = [labelled("fences", f"incomplete, {taken}: {missing}   (python -m node doctor)")]
+            self._fences = [labelled("fences", f"incomplete, {taken}: {missing}   (`peerloom doctor`)")]
         return self._fences if self._has_started else []
 
     def _join_tried(self, event: Event) -> list[str]:
@@ -146,7 +148,7 @@ class EventScreen:
         # Only a change is news, and that others get through is what everybody expects.
         before, self._reachable = self._reachable, event["reachable"]
         if event["reachable"] is False and before is not False:
-            return [_at(event, f"{event['asked']} others could not reach this node: python -m node doctor")]
+            return [_at(event, f"{event['asked']} others could not reach this node: `peerloom doctor`")]
         if event["reachable"] and before is False:
             return [_at(event, "others reach this node now")]
         return []

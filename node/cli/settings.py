@@ -1,4 +1,4 @@
-"""`python -m node config`: what the node on this machine gives to others; `config set` changes it at once."""
+"""`peerloom config`: what the node on this machine gives to others; `config set` changes it at once."""
 
 from typing import Annotated
 

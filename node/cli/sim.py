@@ -1,4 +1,4 @@
-"""`python -m node sim`: the simulator's own command line, under this name too.
+"""`peerloom sim`: the simulator's own command line, under this name too.
 
 The simulator stands above the node and is loaded by its name when asked for: nothing here imports it.
 """
@@ -15,7 +15,7 @@ PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opt
 
 
 def simulate(context: typer.Context) -> None:
-    """Try a whole swarm in virtual time: python -m node sim --list."""
+    """Try a whole swarm in virtual time; `sim --list` names the scenarios."""
     try:
         command_line = import_module(COMMAND_LINE)
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""`python -m node` without a command: start a node and show what happens to it."""
+"""`peerloom` without a command: start a node and show what happens to it."""
 
 import os
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""`python -m node status`: what the node on this machine is doing."""
+"""`peerloom status`: what the node on this machine is doing."""
 
 from collections.abc import Mapping
 from typing import Any

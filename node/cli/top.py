@@ -1,4 +1,4 @@
-"""`python -m node top`: the page in a terminal, for machines without a browser.
+"""`peerloom top`: the page in a terminal, for machines without a browser.
 
 It asks the node once a second, as `status` and `peers` do; the lines are made by one pure function.
 """

@@ -1,6 +1,5 @@
-"""`python -m node train RUN.toml`: capture a model, hand the run to this machine's node, and watch it."""
+"""`peerloom train RUN.toml`: capture a model, hand the run to this machine's node, and watch it."""
 
-import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from node.cli.render import show, show_json
 from node.cli.runs import fetch_weights
 from node.cli.screen import EventScreen
 from node.errors import PeerloomError, RunFailed, UsageError
+from node.invocation import command_span
 
 DEVICE_WORDS = "cuda", "mps", "cpu"
 
@@ -42,7 +42,7 @@ def train(
     if out and not follow:
         raise UsageError(
             "--out needs the end of the run, and --detach does not wait for it",
-            "leave --detach away, or later: python -m node runs fetch RUN --out FILE",
+            "leave --detach away, or later: `peerloom runs fetch RUN --out FILE`",
         )
     if out:
         output_path(out)  # now, and not when the training is over
@@ -96,11 +96,11 @@ def keys_as_flags() -> dict[str, str]:
 def unwatched(run: str, out: str) -> list[str]:
     """What a person is told that stops watching; `run` is empty where the node has not accepted it yet."""
     if not run:
-        return ["stopped watching before the run began; whether it does: python -m node runs"]
-    look = f"python -m node runs watch {run[:8]}"
+        return ["stopped watching before the run began; whether it does: `peerloom runs`"]
+    look = command_span("runs", "watch", run[:8])
     if not out:
         return [f"stopped watching; the run goes on: {look}"]
-    fetch = f"python -m node runs fetch {run[:8]} --out {shlex.quote(out)}"
+    fetch = command_span("runs", "fetch", run[:8], "--out", out)
     return [f"stopped watching; the run goes on: {look}", f"  its result, once it is done: {fetch}"]
 
 
@@ -188,14 +188,14 @@ def _finish(folder: Path, result: dict[str, Any], out: str, *, follow: bool, as_
     elif follow:
         show([f"run {run[:8]} done{_result_text(result)}"])
     else:
-        show([f"run {run} handed over; look: python -m node runs"])
+        show([f"run {run} handed over; look: `peerloom runs`"])
 
 
 def _not_written(error: PeerloomError, run: str) -> PeerloomError:
     """The run is done, and its result is kept: say how to come by it."""
     found = PeerloomError(
         f"run {run[:8]} is done and its weights are kept, but not written: {error.what}",
-        f"python -m node runs fetch {run} --out FILE",
+        f"`peerloom runs fetch {run} --out FILE`",
     )
     found.exit_code = error.exit_code
     return found

@@ -234,7 +234,7 @@ class BlockingSurface:
         return self._portal.call_sync(self._of.members)
 
     def status(self) -> dict[str, Any]:
-        """Return what `python -m node status --json` prints, schema `peerloom/status/1`."""
+        """Return what `peerloom status --json` prints, schema `peerloom/status/1`."""
         return self._portal.call_sync(self._of.status)
 
     def join(self, addresses: Sequence[str]) -> tuple[JoinTried, ...]:
@@ -298,7 +298,7 @@ class BlockingSurface:
         return BlockingRunHandle(self._portal, self._portal.call_sync(self._of.run, run))
 
     def run_documents(self) -> tuple[dict[str, Any], ...]:
-        """Return what `python -m node runs --json` prints of each run that this node knows."""
+        """Return what `peerloom runs --json` prints of each run that this node knows."""
         return self._portal.call_sync(self._of.run_documents)
 
     def plan(

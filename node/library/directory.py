@@ -230,7 +230,7 @@ def _told(key: Key, holders: int, wanted: int) -> StoredEntry:
     if holders < wanted:
         raise NotStored(
             f"dht: {holders} nodes keep it, {wanted} at least have to",
-            "is this node connected? look: python -m node status",
+            "is this node connected? look: `peerloom status`",
         )
     return StoredEntry(key.hex(), holders, wanted)
 

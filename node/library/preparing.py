@@ -6,6 +6,7 @@ object of torch, is captured here, in the program's own process, which has torch
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ import trio
 
 from node import toml
 from node.errors import UsageError
+from node.invocation import KEEPS_SPANS
 from node.protocols.manifest import RunFile, check_run_file
 from node.seams import Executor
 from node.suggest import did_you_mean
@@ -152,6 +154,7 @@ async def _by_command(text: str, path: Path, name: str) -> AsyncIterator[dict[st
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            env={**os.environ, KEEPS_SPANS: "1"},
         )
         errors = bytearray()
         try:

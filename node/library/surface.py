@@ -132,7 +132,7 @@ class Surface:
         return self.state.alive()
 
     def status(self) -> dict[str, Any]:
-        """Return what `python -m node status --json` prints, schema `peerloom/status/1`."""
+        """Return what `peerloom status --json` prints, schema `peerloom/status/1`."""
         return state_documents.status_document(self.state, self.seams.clock.wall(), self.counters)
 
     async def join(self, addresses: Sequence[str]) -> tuple[JoinTried, ...]:
@@ -232,7 +232,7 @@ class Surface:
         return RunHandle(self, find_run(self.state.runs, run))
 
     def run_documents(self) -> tuple[dict[str, Any], ...]:
-        """Return what `python -m node runs --json` prints of each run that this node knows."""
+        """Return what `peerloom runs --json` prints of each run that this node knows."""
         return tuple(state_documents.run_document(view) for view in self.state.runs.values())
 
     async def plan(

@@ -40,7 +40,7 @@ class SyncNode(BlockingSurface):
         self._is_closed = False
 
     def open(self) -> Self:
-        """Start the node; return it. Raises UsageError, as `python -m node` does."""
+        """Start the node; return it. Raises UsageError, as `peerloom` does."""
         portal, node = self._open()
         super().__init__(portal, node)
         atexit.register(self.close)
@@ -127,7 +127,7 @@ def sync(
     """Return a node in blocking form, to be entered by `with` or `open()`.
 
     `config` is as for `node.Node`; without one, the environment (`PEERLOOM_*`) and these arguments say what
-    differs from the defaults, each as its flag of `python -m node`. Without a data folder the node takes the
+    differs from the defaults, each as its flag of `peerloom`. Without a data folder the node takes the
     first of the folders `scripts/1`, `scripts/2`, ... beside the default one that no other script holds, so
     that several scripts run side by side on one machine and one that is started again keeps its identity.
     `report` is told of every event, in the node's thread. Raises UsageError.

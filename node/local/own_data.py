@@ -97,7 +97,7 @@ class OwnDataSets:
         if named is None:
             raise UsageError(
                 f"no data set is called {own.name} here",
-                f"python -m node config set own_data {own.name}=/PATH",
+                f"`peerloom config set own_data {own.name}=/PATH`",
             )
         async with self._turn:
             found = await self._read(named, own.window)

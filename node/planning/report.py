@@ -113,15 +113,15 @@ class PlanReport:
         return tuple(self.problem.peers[place].name for place in self.split.groups[stage])
 
     def explain(self) -> str:
-        """Return the screen of `python -m node plan --explain`: a table of stages, what is predicted, why."""
+        """Return the screen of `peerloom plan --explain`: a table of stages, what is predicted, why."""
         return "\n".join(plan_lines(plan_document(self), explain=True))
 
     def to_json(self) -> str:
-        """Return the `peerloom/plan/1` document of `python -m node plan --json`."""
+        """Return the `peerloom/plan/1` document of `peerloom plan --json`."""
         return json.dumps(plan_document(self))
 
     def to_svg(self) -> str:
-        """Return the picture of `python -m node plan --svg`."""
+        """Return the picture of `peerloom plan --svg`."""
         return plan_svg(plan_document(self))
 
 

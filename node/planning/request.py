@@ -4,6 +4,7 @@
 asks never imports torch here.
 """
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from typing import NamedTuple, get_args
 
 from crypto.errors import RemoteProtocolError
 from node.errors import RunFailed, UsageError
+from node.invocation import KEEPS_SPANS
 from node.planning.peers import Peers, in_place, on_devices, read_peers
 from node.planning.peers import what_if as changed
 from node.planning.planner import plan_model
@@ -185,10 +187,15 @@ def graph_of(model: Graph | str | Path) -> Graph:
         return _read(Path(text).expanduser())
     with tempfile.TemporaryDirectory(prefix="peerloom-plan-") as folder:
         file = Path(folder) / f"model{GRAPH_SUFFIX}"
-        command = [sys.executable, "-m", "node", "model", "capture", "--out", str(file), *_words(text)]
+        command = [sys.executable, "-P", "-m", "node", "model", "capture", "--out", str(file), *_words(text)]
         try:
             done = subprocess.run(  # noqa: S603 - our own command; the model is its user's own code
-                command, capture_output=True, text=True, timeout=CAPTURE_SECONDS_MAX, stdin=subprocess.DEVNULL
+                command,
+                capture_output=True,
+                text=True,
+                timeout=CAPTURE_SECONDS_MAX,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, KEEPS_SPANS: "1"},
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise UsageError(f"{text}: it could not be captured: {error}") from None
@@ -224,9 +231,7 @@ def _read(file: Path) -> Graph:
             graph = decode_graph(source.read(GRAPH_BYTES_MAX + 1))
         check_graph(graph)
     except OSError as error:
-        raise UsageError(
-            f"{file}: {error.strerror or error}", "make it: python -m node model capture"
-        ) from None
+        raise UsageError(f"{file}: {error.strerror or error}", "make it: `peerloom model capture`") from None
     except RemoteProtocolError as error:
         raise UsageError(f"{file} is no captured model: {error}") from None
     return graph

@@ -75,7 +75,7 @@ def with_checkpoint(reason: str, run: Run, kept: tuple[bytes, int] | None) -> st
     """Why a run failed, and how a person gets what is left of it: the newest checkpoint and its step."""
     if kept is None:
         return reason
-    look = f"python -m node checkpoint export {run.text[:8]} --out FILE"
+    look = f"`peerloom checkpoint export {run.text[:8]} --out FILE`"
     return f"{reason[:REASON_SHOWN_MAX]}; the checkpoint of step {kept[1]} is kept: {look}"
 
 

@@ -58,7 +58,7 @@ class Revising:
         if run.manifest.local is not None:
             raise UsageError(
                 f"run {text[:8]} is in local mode, where members train by themselves: it can only stop",
-                f"python -m node runs stop {text[:8]}",
+                f"`peerloom runs stop {text[:8]}`",
             )
         before = self._known(run)
         number = max(before.number + 1, int(runs.seams.clock.wall() * 1000))
@@ -178,7 +178,7 @@ class Revising:
                 nursery.start_soon(ask, peer)
         if not found:
             raise RunFailed(
-                f"no member of the swarm that was asked knows run {text[:8]}", "look: python -m node runs"
+                f"no member of the swarm that was asked knows run {text[:8]}", "look: `peerloom runs`"
             )
         return max(found, key=lambda each: (each.status in ("done", "stopped", "failed"), each.step))
 

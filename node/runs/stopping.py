@@ -122,7 +122,7 @@ class Stopping:
         if run.requester != self._runs.signer.peer:
             raise UsageError(
                 f"run {text[:8]} was asked for by {short_peer(run.requester)}, which alone may stop it",
-                f"leave it: python -m node runs drop {text[:8]}",
+                f"leave it: `peerloom runs drop {text[:8]}`",
             )
         delivery = await self._end(run, make_stop(self._runs.signer, run))
         with trio.move_on_after(STOP_SECONDS):
@@ -134,7 +134,7 @@ class Stopping:
         run = self.find(text)
         if run.requester == self._runs.signer.peer:
             raise UsageError(
-                f"run {text[:8]} is this node's own", f"stop it for all: python -m node runs stop {text[:8]}"
+                f"run {text[:8]} is this node's own", f"stop it for all: `peerloom runs stop {text[:8]}`"
             )
         # Before anything else: a restart must not bring it back.
         await self._runs.archive.note(run, Shown(), "stopped", DROPPED, "", is_here=False)
@@ -219,4 +219,4 @@ class Stopping:
             if data is not None:
                 fact: Fact = decode(data, Fact, bytes_max=2 * MANIFEST_BYTES_MAX)
                 return check_run(self._runs.signer, fact)
-        raise RunFailed(f"run {text[:8]} is not going on here", "look: python -m node runs")
+        raise RunFailed(f"run {text[:8]} is not going on here", "look: `peerloom runs`")

@@ -171,7 +171,7 @@ def _core_rate() -> float:
 
 def _device_rate(device: str) -> float:
     """FLOP/s of a device that only torch can reach; 0 where it cannot (and says so by taking no stage)."""
-    command = [sys.executable, "-m", "partition.measure", device]
+    command = [sys.executable, "-P", "-m", "partition.measure", device]
     try:
         output = subprocess.run(  # noqa: S603 - our own module, a device name checked by the config
             command, capture_output=True, timeout=DEVICE_SECONDS_MAX, check=True, stdin=subprocess.DEVNULL

@@ -282,7 +282,7 @@ def _in_use(path: Path, holder: bytes) -> UsageError:
     process = f"process {holder.decode()}" if holder.isdigit() else "another process"
     return UsageError(
         f"this node already runs: {process} holds {short_path(path)}",
-        "look: python -m node status          a second one: python -m node --data-dir DIR",
+        "look: `peerloom status`          a second one: `peerloom --data-dir DIR`",
     )
 
 

@@ -18,7 +18,7 @@ from node.paths import short_path
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
 _OTHERS, _OTHERS_WRITE = 0o077, 0o022
-OTHER_FOLDER = "give the node a folder of its own: python -m node --data-dir DIR"
+OTHER_FOLDER = "give the node a folder of its own: `peerloom --data-dir DIR`"
 _LINKED = (errno.ELOOP, errno.EMLINK)
 """What systems say of a link that is not to be followed."""
 

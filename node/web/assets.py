@@ -3,9 +3,11 @@ licences and checked by hash in the tests. Nothing is loaded from elsewhere, so 
 """
 
 from hashlib import sha256
+from html import escape
 from http import HTTPStatus
 from pathlib import Path
 
+from node.invocation import elsewhere, program_from_anywhere
 from node.web.door import Response, problem
 
 FOLDER = Path(__file__).parent / "static"
@@ -27,6 +29,8 @@ class Assets:
                 data = path.read_bytes()
                 if path.suffix == ".js" and path.parent == folder:
                     data = squeeze(data)
+                if path.suffix == ".html":
+                    data = _with_commands(data)
                 tag = f'"{sha256(data).hexdigest()[:16]}"'
                 self._files[path.relative_to(folder).as_posix()] = (data, _TYPES[path.suffix], tag)
 
@@ -45,6 +49,13 @@ class Assets:
         if known == tag:
             return Response(b"", HTTPStatus.NOT_MODIFIED, content_type, headers)
         return Response(data, HTTPStatus.OK, content_type, headers)
+
+
+def _with_commands(page: bytes) -> bytes:
+    """Put how this node's person types commands in place of {program} and {elsewhere}."""
+    for name, form in (("program", program_from_anywhere()), ("elsewhere", elsewhere())):
+        page = page.replace(b"{%s}" % name.encode(), escape(form).encode())
+    return page
 
 
 def squeeze(script: bytes) -> bytes:

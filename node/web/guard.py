@@ -61,7 +61,7 @@ def refuse_action(headers: Mapping[str, str], token: str) -> Refusal | None:
         return Refusal(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "want content-type: application/json")
     given = headers.get(TOKEN_HEADER, "")
     if not hmac.compare_digest(given.encode("utf-8", "replace"), token.encode()):
-        return Refusal(HTTPStatus.UNAUTHORIZED, "open the page with the line of: python -m node page")
+        return Refusal(HTTPStatus.UNAUTHORIZED, "open the page with the line of: `peerloom page`")
     return None
 
 

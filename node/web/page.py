@@ -28,6 +28,7 @@ from node.control import CommandHandler, Emit
 from node.errors import PeerloomError, UsageError
 from node.events import Event, PageOpened
 from node.history import EventHistory
+from node.invocation import program_from_anywhere, shown
 from node.runs.runs import Runs
 from node.seams import Seams
 from node.services.measurements import Measurements
@@ -278,7 +279,7 @@ class Page:
     async def _act(self, request: Request, name: str) -> Response:
         refusal = refuse_action(request.headers, self.token)
         if refusal is not None:
-            return problem(refusal.status, refusal.reason)
+            return problem(refusal.status, shown(refusal.reason, program_from_anywhere))
         handler = self._action(name)
         if handler is None:
             return problem(HTTPStatus.NOT_FOUND, "there is no such action")
@@ -289,7 +290,7 @@ class Page:
         try:
             result = await handler(dict(arguments), _ignore)
         except PeerloomError as error:
-            return problem(HTTPStatus.CONFLICT, str(error.what))
+            return problem(HTTPStatus.CONFLICT, shown(error.written[0], program_from_anywhere))
         return _json(msgspec.json.encode({"result": result}))
 
     def _action(self, name: str) -> CommandHandler | None:

@@ -15,6 +15,7 @@ import trio
 
 from node import toml
 from node.errors import PeerloomError, UsageError
+from node.invocation import KEEPS_SPANS
 from node.protocols.manifest import RunFile, check_run_file
 
 START_SECONDS_MAX = 300.0
@@ -39,8 +40,8 @@ class Starter:
         check_run_file(run_file, NAME)
         if ".py" in run_file.model or ".py" in run_file.data:
             raise UsageError(
-                "the page starts built-in and captured models on data in files; your own code: "
-                "python -m node train"
+                "the page starts built-in and captured models on data in files; "
+                "your own code: `peerloom train`"
             )
         if self._is_busy:
             raise PeerloomError("another run is being started")
@@ -61,7 +62,7 @@ class Starter:
                     capture_stdout=True,
                     capture_stderr=True,
                     check=False,
-                    env=os.environ,
+                    env={**os.environ, KEEPS_SPANS: "1"},
                 )
                 return _told(done.returncode, done.stdout, done.stderr)
         raise PeerloomError(f"the run was not placed within {START_SECONDS_MAX:.0f} s")

@@ -1,4 +1,4 @@
-"""`python -m sim replay FILE...`: play recorded nodes again, and say where they do something else.
+"""`peerloom sim replay FILE...`: play recorded nodes again, and say where they do something else.
 
 The exit code is 0 where every turn came out as it was recorded, 6 where one did not, 2 where a file is no
 record or was changed.
@@ -34,7 +34,7 @@ def main(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Play what `python -m node --record FILE` wrote: the same cores, in virtual time."""
+    """Play what a node started with --record FILE wrote: the same cores, in virtual time."""
     rows = [row for name in files for row in _play(Path(name).expanduser(), times)]
     if as_json:
         show_json({"schema": "peerloom.replay/1", "records": [_document(*row) for row in rows]})

@@ -13,10 +13,10 @@ CAPACITY = {"device": "cpu", "memory_free_bytes": 4e9, "memory_total_bytes": 8e9
 
 
 def test_who_stops_watching_is_told_how_to_watch_again_and_where_the_result_will_be() -> None:
-    assert unwatched(RUN, "") == ["stopped watching; the run goes on: python -m node runs watch 92722000"]
+    assert unwatched(RUN, "") == ["stopped watching; the run goes on: `peerloom runs watch 92722000`"]
     assert unwatched(RUN, "my weights") == [
-        "stopped watching; the run goes on: python -m node runs watch 92722000",
-        "  its result, once it is done: python -m node runs fetch 92722000 --out 'my weights'",
+        "stopped watching; the run goes on: `peerloom runs watch 92722000`",
+        "  its result, once it is done: `peerloom runs fetch 92722000 --out 'my weights'`",
     ]
 
 

@@ -91,7 +91,7 @@ def test_a_broken_invariant_ends_it_with_the_last_events_and_the_command(tmp_pat
     assert result.virtual_seconds < scenario.seconds
     assert 0 < len(broken.recent) == len(broken.lines) <= RECENT_MAX
     assert "PeerStarted" in "\n".join(broken.lines)
-    assert broken.repeat == f"python -m sim {tmp_path / 'out' / 'scenario.toml'} --seed 3"
+    assert broken.repeat == f"python -m node sim {tmp_path / 'out' / 'scenario.toml'} --seed 3"
     for told in (broken.invariant, "seed 3", broken.repeat):
         assert told in str(broken)
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())

@@ -57,7 +57,7 @@ def test_anybody_can_test_their_core_on_a_simulated_swarm(theirs: pytest.Pyteste
             "*RecordGot  key *",
             "again: pytest *::test_theirs",
             "*Captured simulation call*",
-            "again: python -m sim tiny.toml --seed 1 --set network.loss=1.0 --set checks.converge_seconds=8",
+            "again: python -m node sim tiny.toml --seed 1 --set network.loss=1.0 --set checks.*",
         ]
     )
 

@@ -84,7 +84,7 @@ def test_a_sweep_in_which_something_broke_says_which_and_how_to_see_it(
     assert [run["broken"] is None for run in document["runs"]] == [True, False]
     assert any(line.startswith("broken: network.loss=1.0 seed=3: ") for line in talk)
     assert talk[-2] == "error: an invariant broke in 1 of 2 runs"
-    command = f"python -m sim {scenario} --seed 3 {' '.join(flags)} --set network.loss=1.0"
+    command = f"python -m node sim {scenario} --seed 3 {' '.join(flags)} --set network.loss=1.0"
     assert talk[-1] == f"  do: {command}"
     # What is broken stays so: it is not tried again, and still counts.
     code, _, talk = swept(capsys, *words, "--seed", "3")

@@ -1,1 +1,1 @@
-"""`python -m node demo`: five real nodes, a training, a death, a result; one file per part of it."""
+"""`peerloom demo`: five real nodes, a training, a death, a result; one file per part of it."""

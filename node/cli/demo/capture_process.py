@@ -1,6 +1,6 @@
 """The demo's model, captured in a process of its own while the nodes start.
 
-Not for people, who have `python -m node train`, which does the same in its own process. The demo never loads
+Not for people, who have `peerloom train`, which does the same in its own process. The demo never loads
 torch itself, so that Ctrl-C stops it at once.
 """
 

@@ -1,6 +1,6 @@
 """A node that ends with whoever started it; `node.cli.demo.processes` runs this module.
 
-Not for people. The first line on stdin is a JSON list, the arguments of `python -m node`; until it
+Not for people. The first line on stdin is a JSON list, the arguments of `peerloom`; until it
 comes, the slow imports are done. When stdin then ends, because the starter has closed it or has died
 in any way, the node says goodbye as on Ctrl-C. A pipe rather than a signal of the kernel: it works on
 every system, and Linux sends that signal already when the *thread* that forked ends.

@@ -1,4 +1,4 @@
-"""`python -m node demo`: a swarm on this machine trains a model, loses a replica, and goes on.
+"""`peerloom demo`: a swarm on this machine trains a model, loses a replica, and goes on.
 
 The command: what is checked before, what is cleaned up after, and what is written. What happens in
 between is `node.cli.demo.scenario`. Synchronous; neither trio nor torch is loaded here.
@@ -6,6 +6,7 @@ between is `node.cli.demo.scenario`. Synchronous; neither trio nor torch is load
 
 import contextlib
 import json
+import re
 import secrets
 import shutil
 import sys
@@ -19,7 +20,7 @@ import typer
 from node.cli.demo.capture_process import Capturing
 from node.cli.demo.processes import NodeEnded, SwarmProcesses
 from node.cli.demo.report import Story
-from node.cli.demo.scenario import MODEL, PAGE_NODE, RUN_FILE_START, STEPS, Play, run_text
+from node.cli.demo.scenario import MODEL, PAGE_NODE, STEPS, Play, run_text
 from node.cli.demo.screen import DemoScreen
 from node.cli.options import AsJson
 from node.cli.render import seconds_text, show, show_json
@@ -28,6 +29,8 @@ from node.errors import EXIT_FORCED, RunFailed, UsageError
 from node.paths import short_path
 
 LINGER_SECONDS = 0.2
+_OF_A_DEMO = re.compile(rb"# What `[^`]+ demo` trained")
+"""How a run's file begins that a demo wrote, however it was started."""
 STEPS_MIN, STEPS_MAX = 10, 100_000
 
 RESULT_NAME = "result.json"
@@ -66,7 +69,7 @@ def demo(
         raise RunFailed(story.missing, f"look: {short_path(folder / RESULT_NAME)}")
     took = seconds_text(document["total_seconds"])
     show(
-        [f"Done in {took}. Next: python -m node (this machine), python -m node sim (200 simulated)"],
+        [f"Done in {took}. Next: `peerloom` (this machine), `peerloom sim` (200 simulated)"],
         sys.stderr if as_json else None,
     )
 
@@ -96,7 +99,7 @@ def _prepare(folder: Path, steps: int) -> None:
 
 
 def _is_of_a_demo(run_file: Path) -> bool:
-    return run_file.is_file() and run_file.read_bytes().startswith(RUN_FILE_START.encode())
+    return run_file.is_file() and _OF_A_DEMO.match(run_file.read_bytes()) is not None
 
 
 def _play(

@@ -1,7 +1,7 @@
 """What a demo does, line by line: starts the nodes, trains, kills one, fetches the result.
 
 Nothing is staged: the nodes are ordinary ones in processes of their own (`node.cli.demo.processes`),
-asked over their control channels as `python -m node train` does. This only starts, watches and kills.
+asked over their control channels as `peerloom train` does. This only starts, watches and kills.
 """
 
 import threading
@@ -20,6 +20,7 @@ from node.cli.demo.weights_file import check_weights
 from node.cli.render import seconds_text
 from node.cli.signals import StopFlag
 from node.errors import PeerloomError, RunFailed
+from node.invocation import command_span, shown
 
 NAMES = ("a", "b", "c", "d", "e")
 PAGE_NODE = "d"
@@ -29,10 +30,8 @@ STARTER = "e"
 MODEL = "simple-cnn"
 STEPS = 300
 """Steps of 128 samples: about 27 times through the 1,437 digits."""
-RUN_FILE_START = "# What `python -m node demo` trained."
-"""By this a later demo knows a folder that it may write into."""
 RUN_FILE = """\
-{start} By hand: python -m node train {path}
+# What `peerloom demo` trained. By hand: {train}
 model = "{model}"
 data = "digits"
 
@@ -62,7 +61,8 @@ _TRAINING = "training on digits"
 
 def run_text(path: Path, steps: int) -> str:
     """The RUN.toml that will lie at `path`."""
-    return RUN_FILE.format(start=RUN_FILE_START, path=path, model=MODEL, steps=steps)
+    train = shown(command_span("train", str(path)))
+    return RUN_FILE.format(train=train, model=MODEL, steps=steps)
 
 
 class Play:

@@ -1,4 +1,4 @@
-"""`python -m node doctor [ADDR]`: what works from here, step by step, with the remedy for what does not."""
+"""`peerloom doctor [ADDR]`: what works from here, step by step, with the remedy for what does not."""
 
 import os
 from collections.abc import Mapping
@@ -88,5 +88,5 @@ def conclusion(count: int, failed: int, is_here_only: bool) -> str:
     """The last line."""
     if failed:
         return f"{failed} of {count} checks failed"
-    more = "; to look at the way to another node: python -m node doctor ADDR" if is_here_only else ""
+    more = "; to look at the way to another node: `peerloom doctor ADDR`" if is_here_only else ""
     return f"nothing is wrong in {count} checks{more}"

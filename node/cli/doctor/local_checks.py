@@ -96,7 +96,7 @@ async def look_here(steps: Steps, scene: Scene) -> None:
 
 
 def _folder(folder: Path) -> str:
-    other = "give the node another folder: python -m node --data-dir DIR"
+    other = "give the node another folder: `peerloom --data-dir DIR`"
     place = folder
     while not place.exists():
         place = place.parent

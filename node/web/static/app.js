@@ -3,7 +3,7 @@ import { html, render, useEffect, useErrorBoundary, useState } from "/static/ven
 import { Events, Models, Plan, ThisNode } from "/static/others.js";
 import { Notice, named } from "/static/parts.js";
 import { Run } from "/static/run.js";
-import { connect, store, subscribe } from "/static/store.js";
+import { connect, program, store, subscribe } from "/static/store.js";
 import { Swarm } from "/static/swarm.js";
 
 const VIEWS = [["/", "Swarm", Swarm], ["/run", "Run", Run], ["/plan", "Plan", Plan], ["/models", "Models", Models],
@@ -50,7 +50,7 @@ function Guarded({ show: Shown, id, go }) {
   }
   if (!store.node) {
     return store.link === "unreachable"
-      ? html`<${Notice} kind="bad">The node does not answer. Is it running? <code>python -m node status</code><//>`
+      ? html`<${Notice} kind="bad">The node does not answer. Is it running? <code>${program} status</code><//>`
       : html`<p class="quiet" role="status">Loading...</p>`;
   }
   return html`<${Shown} id=${id} go=${go} />`;

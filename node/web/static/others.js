@@ -1,7 +1,7 @@
 // The other views: what a plan would be without a peer, models and sessions, this node, events.
 import { html, useEffect, useState } from "/static/vendor/htm-preact.js";
 import { Action, Cards, Notice, Pairs, Table, bytes, clock, count, flops, loss, nameOf, seconds, share } from "/static/parts.js";
-import { store } from "/static/store.js";
+import { program, store, typed } from "/static/store.js";
 
 export function Plan() {
   const runs = [...store.runs.values()].filter((run) => run.plan).reverse();
@@ -15,7 +15,7 @@ export function Plan() {
       .catch((error) => setAnswer({ error: error.message }));
     return () => { is_old = true; };
   }, [run && run.run, run && run.plan.plan, run && run.step, without.join()]);
-  if (!run) return html`<h1>Plan</h1><${Notice}>No run has a plan here. Without a run: <code>python -m node plan MODEL</code><//>`;
+  if (!run) return html`<h1>Plan</h1><${Notice}>No run has a plan here. Without a run: <code>${program} plan MODEL</code><//>`;
   const peers = [...new Set(run.plan.stages.flatMap((stage) => stage.replicas))];
   const toggle = (key) => setWithout(without.includes(key) ? without.filter((each) => each !== key) : [...without, key]);
   return html`<h1>Plan</h1>
@@ -47,7 +47,7 @@ function Planned({ found }) {
 export function Models() {
   const runs = [...store.runs.values()].reverse(), sessions = store.node.sessions || [];
   return html`<h1>Models and sessions</h1>
-    <${Table} caption="Models, by the runs that train them; to get one: python -m node runs fetch RUN"
+    <${Table} caption=${`Models, by the runs that train them; to get one: ${program} runs fetch RUN`}
       heads=${["Model", "Data", "Run", "Status", "Loss", "Accuracy", "Result", "Weights"]} rows=${runs.map((run) => [run.run, run.model, run.data,
         html`<a href=${`/run/${run.run}`}><code>${run.run.slice(0, 8)}</code></a>`, html`<span class=${run.status}>${run.status}</span>`,
         loss(run.loss), loss(run.accuracy), run.result || "-", html`<code>${run.weights.slice(0, 16)}</code>`])} />
@@ -73,7 +73,7 @@ export function ThisNode() {
     <h2>Checks</h2>
     ${node.fences ? html`<${Notice} kind=${node.fences.unfenced.length ? "warn" : ""}>${node.fences.unfenced.length
       ? `Fences are incomplete: ${node.fences.unfenced.join("; ")}` : "A stage is held to its files, memory and processor, and has no network."}<//>` : ""}
-    <p>All checks: <code>python -m node doctor</code></p>
+    <p>All checks: <code>${program} doctor</code></p>
     <${Table} caption="Addresses tried" heads=${["Address", "Outcome", "Detail", "Took"]} rows=${node.joins.map((join) =>
       [join.address, html`<code>${join.address}</code>`, html`<span class=${join.outcome === "ok" ? "good" : "warn"}>${join.outcome}</span>`, join.detail, seconds(join.seconds)])} />
     <${Table} caption="Counters" heads=${["What", "Count"]} numbers=${[1]} rows=${counters.map(([name, number]) => [name, name.replaceAll("_", " "), count(number)])} />
@@ -100,4 +100,4 @@ export function Events() {
 const HIDDEN = ["kind", "at", "at_seconds", "number"];
 const brief = (event) => Object.entries(event).filter(([name, value]) => !HIDDEN.includes(name) && value !== "" && value !== null &&
   !(Array.isArray(value) && !value.length)).map(([name, value]) => `${name}=${typeof value === "string" ? shortened(value) : JSON.stringify(value)}`).join(" ").slice(0, 400);
-const shortened = (value) => (/^12D3KooW/.test(value) ? nameOf(value.slice(-12)) : value);
+const shortened = (value) => (/^12D3KooW/.test(value) ? nameOf(value.slice(-12)) : typed(value));

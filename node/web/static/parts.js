@@ -1,6 +1,6 @@
 // Small parts of every view: numbers as people read them, cards, tables, notices.
 import { html, useState } from "/static/vendor/htm-preact.js";
-import { act, mayAct, now, store } from "/static/store.js";
+import { act, mayAct, now, program, store, typed } from "/static/store.js";
 
 export const count = (number) => (number ?? 0).toLocaleString("en");
 
@@ -31,7 +31,7 @@ export function nameOf(key) {
 }
 
 // Texts of events hold keys of peers; people want names.
-export const named = (text) => text.replace(/[1-9A-HJ-NP-Za-km-z]{12}/g, (key) => (store.members.has(key) ? nameOf(key) : key));
+export const named = (text) => typed(text).replace(/[1-9A-HJ-NP-Za-km-z]{12}/g, (key) => (store.members.has(key) ? nameOf(key) : key));
 
 export const Cards = ({ rows }) => html`<dl class="cards">${rows.map(([term, value, kind]) => html`
   <div class="card" key=${term}><dt>${term}</dt><dd class=${kind || ""}>${value}</dd></div>`)}</dl>`;
@@ -53,7 +53,7 @@ export const Notice = ({ kind = "", children }) => html`<p class=${`notice ${kin
 // An action asks once more before it does what cannot be undone.
 export function Action({ name, what, body, label, sure }) {
   const [state, setState] = useState("");
-  if (!mayAct()) return html`<span class="quiet">To act, open the line of <code>python -m node page</code>.</span>`;
+  if (!mayAct()) return html`<span class="quiet">To act, open the line of <code>${program} page</code>.</span>`;
   const run = async () => {
     if (sure && state !== "sure") return setState("sure");
     setState("busy");

@@ -2,13 +2,13 @@
 import { html, useMemo, useState } from "/static/vendor/htm-preact.js";
 import { Chart } from "/static/chart.js";
 import { Action, Cards, Notice, Table, bytes, clock, count, loss, nameOf, named, seconds, share } from "/static/parts.js";
-import { course, mayAct, store } from "/static/store.js";
+import { course, mayAct, program, store } from "/static/store.js";
 
 const OVER = ["done", "failed", "stopped"];
 
 export function Run({ id, go }) {
   const runs = [...store.runs.values()].reverse();
-  if (!runs.length) return html`<h1>Run</h1><${Notice}>No run yet. Begin one here, or: <code>python -m node train RUN.toml</code><//><${Begin} />`;
+  if (!runs.length) return html`<h1>Run</h1><${Notice}>No run yet. Begin one here, or: <code>${program} train RUN.toml</code><//><${Begin} />`;
   const run = store.runs.get(id) || runs.find((each) => !OVER.includes(each.status)) || runs[0];
   const found = course(run.run);
   const member = new Set((run.plan ? run.plan.stages : []).flatMap((stage) => stage.replicas));
@@ -24,7 +24,7 @@ export function Run({ id, go }) {
       ["bubble", run.last_step ? share(run.last_step.bubble) : "-"], ["replayed", count(run.microbatches_replayed)],
       ["peers", count(member.size)],
     ]} />
-    ${run.detail || (run.status !== "running" && run.reason) ? html`<${Notice} kind=${run.status === "failed" ? "bad" : "warn"}>${run.detail || run.reason}<//>` : ""}
+    ${run.detail || (run.status !== "running" && run.reason) ? html`<${Notice} kind=${run.status === "failed" ? "bad" : "warn"}>${named(run.detail || run.reason)}<//>` : ""}
     <h2>Pipeline</h2><${Strip} run=${run} />
     <${Curves} course=${found} validations=${run.validations || []} />
     <${Table} caption="What happened to it" heads=${["When", "Step", "What", "More"]} numbers=${[1]}

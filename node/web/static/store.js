@@ -8,6 +8,10 @@ export const store = {
   link: "loading", at: 0, node: null, members: new Map(), runs: new Map(), courses: new Map(), events: [],
   links: new Map(), alerts: [], number: -1, skew: 0,
 };
+// How a person types our commands: in the shell of this node, and on another machine.
+export const { program, elsewhere } = document.getElementById("page").dataset;
+// Texts name a command as a code span that begins with `peerloom`.
+export const typed = (text) => text.replace(/`peerloom((?: [^`]*)?)`/g, (_, rest) => program + rest);
 const listeners = new Set();
 let planned = false;
 
@@ -101,7 +105,7 @@ export function connect() {
   source.onopen = () => { if (store.node) { store.link = "live"; changed(); } };
 }
 
-// The token comes behind the # of the link that `python -m node page` prints; it stays in this window.
+// The token comes behind the # of the link that `peerloom page` prints; it stays in this window.
 const given = /token=([0-9a-f]+)/.exec(location.hash);
 if (given) {
   sessionStorage.setItem("token", given[1]);

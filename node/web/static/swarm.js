@@ -1,7 +1,7 @@
 // The swarm: who is in it, who is lost and why, and who noticed.
 import { html, useState } from "/static/vendor/htm-preact.js";
 import { Cards, Notice, Table, ago, bytes, count, flops, nameOf, seconds, short } from "/static/parts.js";
-import { store } from "/static/store.js";
+import { elsewhere, store } from "/static/store.js";
 import { Topology } from "/static/topology.js";
 
 const ROWS = 100;
@@ -24,7 +24,7 @@ export function Swarm() {
       ["offered memory", bytes(alive.reduce((sum, member) => sum + member.memory_free_bytes, 0))],
       ["offered speed", flops(alive.reduce((sum, member) => sum + member.flops_per_second, 0))],
     ]} />
-    ${members.length ? "" : html`<${Notice}>No other member yet. On another machine: <code>python -m node --join
+    ${members.length ? "" : html`<${Notice}>No other member yet. On another machine: <code>${elsewhere} --join
       ${" "}${store.node.join_address || "ADDRESS"}</code><//>`}
     <${Topology} />
     <p class="quiet">Lines: peers that this node has heard prove who they are. Drag or arrows move, wheel or + - zoom, 0 fits.</p>

@@ -1,0 +1,120 @@
+"""How this process was started, and so how a command in a text is written for the person who reads it.
+
+Texts name a command of ours as a code span, "look: `peerloom status`", wherever they come from: a screen, the
+node that answers over its control channel, a state that another process wrote down. Where a text is shown,
+`shown` puts in place of the span what works in the reader's shell: `peerloom`, `.venv/bin/peerloom`, or
+`python3 -m node`. Not here: what a command does (`node.cli`).
+"""
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+SCRIPT = "peerloom"
+"""The console script of pyproject.toml, and the name of our commands in texts."""
+MODULE = "python -m node"
+"""The same for the reader of a program's output, and on a machine that we know nothing of."""
+KEEPS_SPANS = "_PEERLOOM_KEEPS_SPANS"
+"""Set in the environment of a command whose output a process of ours reads, and shows to its own reader."""
+SPAN_BEGINS = f"`{SCRIPT}"
+_SPAN = re.compile(rf"`{SCRIPT}((?: [^`]*)?)`")
+_started_by_script: list[str] = []
+
+
+def enter_by_script() -> None:
+    """Note that the console script started this process. Called once, before anything is shown."""
+    _started_by_script.append(sys.argv[0])
+    program.cache_clear()
+
+
+@cache
+def program() -> str:
+    """Return what stands for `peerloom` in the shell that started this process."""
+    if _started_by_script:
+        return _script(_started_by_script[0])
+    return f"{_interpreter()} -m node" if _module() in ("node", "sim") else MODULE
+
+
+def simulator() -> str:
+    """Return what stands for `peerloom sim`: also `python -m sim`, where that was typed."""
+    return f"{_interpreter()} -m sim" if _module() == "sim" else f"{program()} sim"
+
+
+def elsewhere() -> str:
+    """Return what to type on another machine, of which only the way of this installation is known."""
+    return SCRIPT if _started_by_script else MODULE
+
+
+def program_from_anywhere() -> str:
+    """Return `program()` for a reader whose current folder is not known, such as the page's."""
+    first, *rest = shlex.split(program())
+    return shlex.join([os.path.abspath(first) if os.sep in first else first, *rest])
+
+
+def command_span(*words: str) -> str:
+    """Return a command as a code span, its words quoted for a shell."""
+    return f"`{shlex.join((SCRIPT, *words))}`"
+
+
+def shown(text: str, form: Callable[[], str] = program) -> str:
+    """Return `text` with each code span of a command in the reader's form."""
+    if SPAN_BEGINS not in text or os.environ.get(KEEPS_SPANS):
+        return text
+
+    def written(span: re.Match[str]) -> str:
+        if form is program and (span[1] == " sim" or span[1].startswith(" sim ")):
+            return simulator() + span[1].removeprefix(" sim")
+        return form() + span[1]
+
+    return _SPAN.sub(written, text)
+
+
+def shown_values(document: Any, form: Callable[[], str] = program) -> Any:
+    """Return a document of JSON with all of its texts as `shown`."""
+    match document:
+        case str():
+            return shown(document, form)
+        case dict():
+            return {key: shown_values(value, form) for key, value in document.items()}
+        case list() | tuple():
+            return [shown_values(value, form) for value in document]
+        case _:
+            return document
+
+
+def _module() -> str:
+    """Return the package that `python -m` runs as this process; empty for a script or a program."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return "" if spec is None else spec.name.removesuffix(".__main__")
+
+
+def _script(typed: str) -> str:
+    import shutil  # only here: most commands show no command
+
+    name = os.path.basename(typed)
+    found = shutil.which(name)
+    try:
+        if found is not None and os.path.samefile(found, typed):
+            return shlex.quote(name)
+    except OSError:
+        pass  # it has gone since it was started: its path is the best that is known
+    return _path(typed)
+
+
+def _interpreter() -> str:
+    """Return this interpreter as it was typed. A wrapper may have put a long path in place of a short one."""
+    typed = sys.orig_argv[0] if sys.orig_argv else ""
+    return _path(typed) if os.sep in typed else shlex.quote(typed or "python")
+
+
+def _path(typed: str) -> str:
+    """Return a path as short as it can be typed from the current folder."""
+    path = os.path.abspath(typed)
+    relative = os.path.relpath(path)
+    if os.sep not in relative:
+        relative = os.path.join(os.curdir, relative)
+    return shlex.quote(min(relative, path, key=len))
