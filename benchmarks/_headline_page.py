@@ -280,7 +280,7 @@ def _processes(table: Table) -> list[str]:
         return ["Not measured: `python benchmarks/headline.py --part processes`."]
     times = table.times()
     lines = [
-        "`python -m node` in control groups with a quota of CPU time each, over loopback on two cores,",
+        "`peerloom` in control groups with a quota of CPU time each, over loopback on two cores,",
         "generated images; seconds from the beginning of the first step to the end of the run, the same",
         "samples in all. One run each, with other work on the same cores at times (alone, 2 nodes were 1.65",
         "times as fast), so pairs count and not seconds. The asynchronous row averages twice as often.",

@@ -1,7 +1,7 @@
 """Fine-tuning as users do it: five models of others on two real nodes, beside a plain loop of torch.
 
 BERT over pairs of sentences with masks, ViT from a folder of images, T5 with -100 labels, regression from a
-table, a Siamese net from a Dataset. Each is asked for by `python -m node train RUN.toml --out FILE` in two
+table, a Siamese net from a Dataset. Each is asked for by `peerloom train RUN.toml --out FILE` in two
 stages on two node processes; the plain loop in this process takes the same samples. Compared are the loss
 of every step and the weights at the end. With `--quick` T5 and the ViT.
 """

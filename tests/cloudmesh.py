@@ -6,10 +6,8 @@ the row's key. `page` makes the document of both. `tests.test_cloudmesh` plays.
 """
 
 import json
-import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +16,8 @@ from textwrap import wrap
 from typing import Any
 
 from node.cli.demo.processes import SwarmProcesses
+from tests.installed import console_script
+from tests.installed import environment as environment_of
 from tests.source import ROOT
 
 PAGE = ROOT / "docs" / "cloudmesh.md"
@@ -33,10 +33,12 @@ class Play:
 
     folder: Path
     swarm: SwarmProcesses = field(init=False)
+    script: Path = field(init=False)
     pause: Callable[[float], None] = time.sleep
     shown: dict[str, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.script = console_script(self.folder / "bin")
         self.swarm = SwarmProcesses(self.folder, "cloudmesh", self.pause)
 
     def start(self) -> None:
@@ -55,10 +57,10 @@ class Play:
             self.pause(0.2)
 
     def begin(self, node: str, *words: str) -> "subprocess.Popen[str]":
-        """Type `python -m node WORDS` at a node."""
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1", "COLUMNS": "110"}
+        """Type `peerloom WORDS` at a node."""
+        environment = environment_of(self.folder, [self.script.parent], COLUMNS="110")
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "node", *words, "--data-dir", str(self.swarm.nodes[node].data_dir)],
+            ["peerloom", *words, "--data-dir", str(self.swarm.nodes[node].data_dir)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -131,7 +133,7 @@ PLAY = "tests/test_cloudmesh.py::test_a_part_of_the_play_of_three_real_nodes"
 ROWS = (
     Row(
         "place", "4.3, 4.17", "Where a machine is",
-        ("python -m node --location eu-west", "python -m node config set location eu-west"),
+        ("peerloom --location eu-west", "peerloom config set location eu-west"),
         {
             TYPICAL: "a person says where it stands; `[plan] place` and `near` of a run keep it there",
             EXCEPTIONAL: "a wrong location is doubted by measured round trips, and the nearer one counts",
@@ -145,7 +147,7 @@ ROWS = (
     ),
     Row(
         "parts", "4.4", "Training, validation and test data",
-        ("python -m node train RUN.toml      # [splits] test = \"none.csv\"",),
+        ("peerloom train RUN.toml      # [splits] test = \"none.csv\"",),
         {
             TYPICAL: "`[splits]` names a source or a share for validation and test",
             EXCEPTIONAL: "a part that is missing is said before anything starts",
@@ -159,7 +161,7 @@ ROWS = (
     ),
     Row(
         "devices", "4.10, 4.11, 4.14, 4.21 (one of these)", "The order of devices: GPU, MPS, CPU",
-        ("python -m node train RUN.toml --devices cuda,mps,cpu",),
+        ("peerloom train RUN.toml --devices cuda,mps,cpu",),
         {
             TYPICAL: "stages are on peers with the first kind where they are enough",
             EXCEPTIONAL: "too few with a GPU: placed on the next kind, and said",
@@ -172,7 +174,7 @@ ROWS = (
     ),
     Row(
         "count", "4.10, 4.11, 4.14, 4.21 (one of these)", "The number of peers that is wanted",
-        ("python -m node train digits.toml      # 2 stages x 2 replicas, three nodes",),
+        ("peerloom train digits.toml      # 2 stages x 2 replicas, three nodes",),
         {
             TYPICAL: "`[plan] stages` and `replicas`, or 0 for what is fastest",
             EXCEPTIONAL: "fewer are there: the run is made smaller, and says so",
@@ -183,7 +185,7 @@ ROWS = (
     ),
     Row(
         "race", "4.10, 4.11, 4.14, 4.21 (one of these)", "Many who ask for one provider at once",
-        ("python -m node train RUN.toml --wait 5m      # ten at once, three slots",),
+        ("peerloom train RUN.toml --wait 5m      # ten at once, three slots",),
         {
             TYPICAL: "each slot goes to one; the others are told busy and try others",
             EXCEPTIONAL: "all are busy: the run fails at once with the estimate, or waits with `--wait`",
@@ -197,8 +199,8 @@ ROWS = (
     ),
     Row(
         "result", "4.10, 4.11, 4.14, 4.21 (one of these)", "The requester leaves, and has the result later",
-        ("python -m node train RUN.toml --detach", "python -m node leave",
-         "python -m node runs fetch RUN --out FILE"),
+        ("peerloom train RUN.toml --detach", "peerloom leave",
+         "peerloom runs fetch RUN --out FILE"),
         {
             TYPICAL: "the members finish it; each keeps the result",
             EXCEPTIONAL: "the requester is killed: `trainers` more than one go on",
@@ -211,7 +213,7 @@ ROWS = (
     ),
     Row(
         "rules", "4.18, 4.19, 4.21 (one of these)", "What a provider gives, and to whom",
-        ("python -m node config set accept_runs never", "python -m node config set hours 22:00-07:00"),
+        ("peerloom config set accept_runs never", "peerloom config set hours 22:00-07:00"),
         {
             TYPICAL: "memory, cores, disk, bandwidth, hours, idle, mains, slots, device, whom: at the start "
                      "or while it runs",
@@ -228,7 +230,7 @@ ROWS = (
     ),
     Row(
         "device", "4.20", "A wrong declaration",
-        ("python -m node --device cuda:7", "python -m node config set device cuda:7"),
+        ("peerloom --device cuda:7", "peerloom config set device cuda:7"),
         {
             TYPICAL: "what is declared is there",
             EXCEPTIONAL: "no such GPU, or less memory: found at the start, corrected, the CPU computes, and "
@@ -240,7 +242,7 @@ ROWS = (
     ),
     Row(
         "watch", "not quoted", "Watching training",
-        ("python -m node runs list", "python -m node runs show RUN", "python -m node runs metrics RUN --csv"),
+        ("peerloom runs list", "peerloom runs show RUN", "peerloom runs metrics RUN --csv"),
         {
             TYPICAL: "loss, metrics by name, samples and tokens a second, time left, on every member",
             EXCEPTIONAL: "a learning rate that diverges stops the run with the step",
@@ -250,8 +252,8 @@ ROWS = (
     ),
     Row(
         "steer", "not quoted", "Pause, resume, change, stop",
-        ("python -m node runs pause RUN", "python -m node runs resume RUN",
-         "python -m node runs revise RUN --learning-rate 0.0005", "python -m node runs stop RUN"),
+        ("peerloom runs pause RUN", "peerloom runs resume RUN",
+         "peerloom runs revise RUN --learning-rate 0.0005", "peerloom runs stop RUN"),
         {
             TYPICAL: "from the next step on, on all members alike, signed by the requester",
             EXCEPTIONAL: "another's run cannot be stopped; `runs drop` leaves it",
@@ -263,7 +265,7 @@ ROWS = (
     ),
     Row(
         "data", "not quoted", "Data of many kinds, which travels by itself",
-        ("python -m node train RUN.toml      # data = \"table.csv\"",),
+        ("peerloom train RUN.toml      # data = \"table.csv\"",),
         {
             TYPICAL: "a table, arrays, images, text or a URL of these; shards by hash go from peer to "
                      "peer, and each trainer takes those it is dealt",
@@ -280,7 +282,7 @@ ROWS = (
     ),
     Row(
         "validate", "not quoted", "Validation, an early end, the best state",
-        ("python -m node train RUN.toml      # [train] validate_every, patience, keep = \"best\"",),
+        ("peerloom train RUN.toml      # [train] validate_every, patience, keep = \"best\"",),
         {
             TYPICAL: "every so many steps on samples of its own, told beside the steps",
             EXCEPTIONAL: "no better for `patience` validations: the run ends",
@@ -294,7 +296,7 @@ ROWS = (
     ),
     Row(
         "predict", "not quoted", "Predictions on new samples",
-        ("python -m node predict RUN.toml --run RUN --out outputs.csv --picture confusion.svg",),
+        ("peerloom predict RUN.toml --run RUN --out outputs.csv --picture confusion.svg",),
         {
             TYPICAL: "outputs, metrics by name and a confusion matrix, as a file and a picture",
             EXCEPTIONAL: "weights of another model are refused",
@@ -308,7 +310,7 @@ ROWS = (
     ),
     Row(
         "shares", "not quoted", "Shares by what each has given",
-        ("python -m node receipts", "python -m node train RUN.toml      # [plan] priority, deadline_minutes"),
+        ("peerloom receipts", "peerloom train RUN.toml      # [plan] priority, deadline_minutes"),
         {
             TYPICAL: "of requesters that always want more, each gets slots in proportion to what it gave, by "
                      "receipts that both sides have signed",
@@ -323,8 +325,8 @@ ROWS = (
     ),
     Row(
         "federated", "not quoted", "Data that stays with its owner",
-        ("python -m node config set own_data scans=/data/scans",
-         "python -m node train RUN.toml      # federated = true"),
+        ("peerloom config set own_data scans=/data/scans",
+         "peerloom train RUN.toml      # federated = true"),
         {
             TYPICAL: "each trains on its own set of that name; only models are averaged",
             EXCEPTIONAL: "refused in exact mode, where samples would travel",

@@ -47,7 +47,7 @@ Ready = Callable[["Command"], bool]
 
 
 class Command:
-    """`python -m node train` as a process, its events read as they come."""
+    """`peerloom train` as a process, its events read as they come."""
 
     def __init__(self, folder: Path, data_dir: Path, *, steps: int, replicas: int, more: str) -> None:
         self.events: list[dict[str, Any]] = []

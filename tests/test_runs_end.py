@@ -134,7 +134,7 @@ def test_a_run_that_diverges_ends_with_its_last_good_checkpoint(tmp_path: Path, 
             kept = [event.step for event in group.events["a"] if isinstance(event, CheckpointKept)]
             words = r"step \d: in stage \d (an output|a tensor|the loss) .*; a lower train.learning_rate"
             assert re.match(words, reason), reason
-            said = re.search(r"the checkpoint of step (\d) is kept: python -m node checkpoint export", reason)
+            said = re.search(r"the checkpoint of step (\d) is kept: `peerloom checkpoint export", reason)
             assert said, reason
             assert int(said[1]) in kept[-2:], "another may become whole while the end is told"
             found = await group.nodes["a"].checkpoints.call(group.nodes["a"].checkpoints.store.all)

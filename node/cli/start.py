@@ -9,6 +9,7 @@ from node.cli.render import show, show_json
 from node.cli.screen import EventScreen
 from node.containment import write_log
 from node.eventlog import EventLog
+from node.invocation import program_from_anywhere, shown_values
 
 
 def start(flags: Mapping[str, Any], *, require_join: str | None, record: str | None, as_json: bool) -> int:
@@ -37,7 +38,7 @@ def start(flags: Mapping[str, Any], *, require_join: str | None, record: str | N
     def report(event: Any) -> None:
         document = state_documents.event_document(event)
         if log is not None:
-            log.write(document)
+            log.write(shown_values(document, program_from_anywhere))
         if as_json:
             show_json({"schema": "peerloom/event/1", **document})
         else:

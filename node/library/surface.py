@@ -29,6 +29,7 @@ from node.config import read_setting
 from node.errors import JoinTimeout, UsageError
 from node.events import Event, JoinTried, NodeStopped
 from node.history import EventHistory
+from node.invocation import shown_values
 from node.journal import Journal
 from node.library.directory import Directory, StoredEntry
 from node.library.handles import RunHandle
@@ -133,7 +134,8 @@ class Surface:
 
     def status(self) -> dict[str, Any]:
         """Return what `peerloom status --json` prints, schema `peerloom/status/1`."""
-        return state_documents.status_document(self.state, self.seams.clock.wall(), self.counters)
+        document = state_documents.status_document(self.state, self.seams.clock.wall(), self.counters)
+        return dict(shown_values(document))
 
     async def join(self, addresses: Sequence[str]) -> tuple[JoinTried, ...]:
         """Dial these addresses now; return what became of each, in their order.
@@ -233,7 +235,7 @@ class Surface:
 
     def run_documents(self) -> tuple[dict[str, Any], ...]:
         """Return what `peerloom runs --json` prints of each run that this node knows."""
-        return tuple(state_documents.run_document(view) for view in self.state.runs.values())
+        return tuple(shown_values(state_documents.run_document(view)) for view in self.state.runs.values())
 
     async def plan(
         self,

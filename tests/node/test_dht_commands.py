@@ -1,4 +1,4 @@
-"""`python -m node dht`: what its arguments ask of the node, and what it prints."""
+"""`peerloom dht`: what its arguments ask of the node, and what it prints."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""`python -m node plan` and the function behind it: peers from a file, screen, picture, what is missing."""
+"""`peerloom plan` and the function behind it: peers from a file, screen, picture, what is missing."""
 
 import json
 import os
