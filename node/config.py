@@ -8,15 +8,17 @@ only list of settings: the flags, the environment names and the file keys are al
 import os
 import platform
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from crypto.contact import ADDRESSES_MAX, NAME_LENGTH_MAX, Address, parse_address
+from crypto.contact import ADDRESSES_MAX, NAME_LENGTH_MAX, Address
 from node import eventlog, toml
+from node.addresses import DEFAULT_PORT, clean, read_addresses
 from node.config_file import AcceptRuns as AcceptRuns
 from node.config_file import ConfigFile, Scope
 from node.config_file import Preset as Preset
@@ -52,7 +54,6 @@ from node.settings import (
 )
 from node.suggest import nearest
 
-DEFAULT_PORT = 9747
 DEFAULT_LISTEN = (
     Address("ip4", "0.0.0.0", DEFAULT_PORT),  # noqa: S104 - a node is there to be reached
     Address("ip6", "::", DEFAULT_PORT),
@@ -196,7 +197,7 @@ def read_web(text: str) -> Web:
     """Return where the page is served: an address of this machine alone, or `off`."""
     if text == "off":
         return Web(None)
-    address = read_listen(text)
+    address = read_listen(text.strip().removeprefix("http://"))
     if not ip_address(address.host).is_loopback:
         raise ValueError(
             "the page is for this machine alone: want off, or such as 127.0.0.1:9748 (elsewhere: ssh -L)"
@@ -224,6 +225,8 @@ class Rule:
     key: tuple[str, ...]
     read: Callable[[str], Any]
     many: bool = False
+    is_packed: bool = False
+    """Whether one text may hold several values: `read` returns a tuple."""
 
     @property
     def flag(self) -> str:
@@ -238,7 +241,7 @@ RULES = (
     Rule("name", ("name",), label(NAME_LENGTH_MAX)),
     Rule("data_dir", ("data_dir",), read_path),
     Rule("observer", ("observer",), read_switch),
-    Rule("join", ("join", "seeds"), parse_address, many=True),
+    Rule("join", ("join", "seeds"), read_addresses, many=True, is_packed=True),
     Rule("seed_files", ("join", "seed_files"), read_path, many=True),
     Rule("remember", ("join", "remember"), read_switch),
     Rule("lan", ("join", "lan"), read_switch),
@@ -317,13 +320,19 @@ def resolve(flags: Mapping[str, str | bool | Sequence[str] | None], environ: Map
 
 
 def read_seed_file(path: Path) -> tuple[Address, ...]:
-    """One address a line, `#` starts a comment. Raises UsageError with file and line."""
-    seeds = []
+    """One address a line or several, `#` starts a comment. Raises UsageError with file and line."""
+    seeds: list[Address] = []
     for number, line in enumerate(toml.read_text(path).splitlines(), start=1):
-        text = line.partition("#")[0].strip()
-        if text:
-            seeds.append(read_setting(f"{path}:{number}:", text, parse_address))
+        text = line.partition("#")[0]
+        if clean(text):
+            seeds += read_setting(f"{path}:{number}:", text, read_addresses)
     return tuple(seeds)
+
+
+def read_join(texts: Sequence[str] | str) -> tuple[Address, ...]:
+    """Return the addresses that a program is to join through. Raises UsageError."""
+    given = (texts,) if isinstance(texts, str) else texts
+    return tuple(chain.from_iterable(read_setting("join:", text, read_addresses) for text in given))
 
 
 def read_setting(where: str, text: str, read: Callable[[str], Any]) -> Any:
@@ -366,8 +375,13 @@ def _from_flags(rule: Rule, flags: Mapping[str, Any]) -> Any:
     if isinstance(given, bool):
         return given
     if rule.many:
-        return tuple(read_setting(rule.flag, text, rule.read) for text in given)
+        return _many(rule, (read_setting(rule.flag, text, rule.read) for text in given))
     return read_setting(rule.flag, given, rule.read)
+
+
+def _many(rule: Rule, values: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the values of a list, each of which is some itself where it is packed."""
+    return tuple(chain.from_iterable(values)) if rule.is_packed else tuple(values)
 
 
 def _from_environment(rule: Rule, environ: Mapping[str, str]) -> Any:
@@ -376,7 +390,8 @@ def _from_environment(rule: Rule, environ: Mapping[str, str]) -> Any:
         return None
     where = f"{rule.environment}:"
     if rule.many:
-        return tuple(read_setting(where, item, rule.read) for item in re.split(r"[,\s]+", text) if item)
+        items = [text] if rule.is_packed else re.split(r"[,\s]+", text)
+        return _many(rule, (read_setting(where, item, rule.read) for item in items if item.strip()))
     return read_setting(where, text, rule.read)
 
 
@@ -387,7 +402,7 @@ def _from_file(rule: Rule, document: toml.Document[ConfigFile] | None, folder: P
     for part in rule.key:
         value = getattr(value, part)
     if isinstance(value, tuple):
-        read = tuple(_from_file_text(rule, item, document, index) for index, item in enumerate(value))
+        read = _many(rule, (_from_file_text(rule, item, document, at) for at, item in enumerate(value)))
         return tuple(folder / item if isinstance(item, Path) else item for item in read)
     if isinstance(value, str):
         value = _from_file_text(rule, value, document)

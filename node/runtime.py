@@ -18,7 +18,7 @@ from types import TracebackType
 
 import trio
 
-from crypto.contact import Address, parse_address
+from crypto.contact import Address
 from crypto.facts import IdentitySigner
 from crypto.identity import PeerId, peer_text
 from crypto.swarm import Swarm
@@ -32,7 +32,7 @@ from node.checkpoints.replication import CheckpointReplicator
 from node.checkpoints.service import Checkpoints
 from node.checkpoints.weights import WEIGHTS_PURPOSE
 from node.commands import Commands
-from node.config import AcceptRuns, Config
+from node.config import AcceptRuns, Config, read_join
 from node.containment import cancelled_at_exit, contain, failures, is_alone, keep_running
 from node.content.blobs import BlobServer
 from node.control import CommandHandler, ControlServer
@@ -111,7 +111,7 @@ class Node(Surface):
         self,
         config: Config | None = None,
         *,
-        join: Sequence[str] = (),
+        join: Sequence[str] | str = (),
         network: Network | None = None,
         clock: Clock | None = None,
         rng: Random | None = None,
@@ -126,7 +126,7 @@ class Node(Surface):
         recorder: Recorder | None = None,
     ) -> None:
         config = config or Config()
-        seeds = (*config.join.seeds, *(parse_address(text) for text in join))
+        seeds = (*config.join.seeds, *read_join(join))
         self.config = config
         self.handlers: dict[str, CommandHandler] = {}
         self.stopping = trio.Event()

@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from crypto.contact import Address, parse_address
+from crypto.contact import Address
 from dht.work import WORK_BITS_MAX
+from node.addresses import bare, read_own_address
 from node.suggest import did_you_mean
 
 CORES_MAX = 4_096
@@ -18,8 +19,9 @@ GUEST_BYTES_MAX = 16 << 30
 
 def read_listen(text: str) -> Address:
     """An address of this machine; port 0 (any free port) is allowed here and nowhere else."""
+    text = bare(text)
     any_port = re.fullmatch(r"((?:/ip6zone/[^/]+)?/ip[46]/[^/]+/(?:tcp|udp)/|.+:)0", text)
-    address = parse_address(any_port[1] + "1" if any_port else text)
+    address = read_own_address(any_port[1] + "1" if any_port else text)
     if address.kind not in ("ip4", "ip6"):
         raise ValueError("want an IP address of this machine, such as 0.0.0.0:9747")
     return replace(address, port=0) if any_port else address
@@ -27,7 +29,7 @@ def read_listen(text: str) -> Address:
 
 def read_announce(text: str) -> Address:
     """An address that others are told."""
-    address = parse_address(text)
+    address = read_own_address(text)
     if address.is_link_local:
         raise ValueError(
             "want an address that others can use; one of a link alone is told on that link by beacon"

@@ -10,6 +10,7 @@ import json
 import math
 import re
 import tomllib
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,10 +67,14 @@ def read_text(path: Path) -> str:
     if len(data) > FILE_BYTES_MAX:
         raise UsageError(f"{path}: more than {FILE_BYTES_MAX} bytes; is it the right file?")
     try:
-        return data.decode()
+        return data.decode("utf-8-sig")  # an editor may begin a file by a byte order mark
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
-        raise UsageError(f"{path}:{line}: not UTF-8 text") from None
+        raise UsageError(f"{path}:{line}: not UTF-8 text{_other_encoding(data)}") from None
+
+
+def _other_encoding(data: bytes) -> str:
+    return "; it is UTF-16: save it as UTF-8" if data.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) else ""
 
 
 def parse(text: str, kind: type[T], *, name: str) -> Document[T]:

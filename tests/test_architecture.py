@@ -29,6 +29,7 @@ FLOORS = (
         "events",
         "eventlog",
         "history",
+        "addresses",
         "config",
         "config_file",
         "offering",

@@ -68,7 +68,12 @@ Text = str | None
 @app.callback(invoke_without_command=True)
 def main(
     context: typer.Context,
-    join: Annotated[list[str] | None, typer.Option(metavar="ADDR", help="Join through this peer.")] = None,
+    join: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ADDR", help="Join through this peer: HOST, or HOST:PORT; port 9747 by default."
+        ),
+    ] = None,
     config: Annotated[Text, typer.Option(metavar="FILE", help="A TOML file of settings.")] = None,
     listen: Annotated[
         list[str] | None, typer.Option(metavar="ADDR", help="Listen here too (port 0: any free one).")

@@ -237,7 +237,7 @@ class BlockingSurface:
         """Return what `peerloom status --json` prints, schema `peerloom/status/1`."""
         return self._portal.call_sync(self._of.status)
 
-    def join(self, addresses: Sequence[str]) -> tuple[JoinTried, ...]:
+    def join(self, addresses: Sequence[str] | str) -> tuple[JoinTried, ...]:
         """Dial these addresses now; return what became of each, in their order.
 
         They are tried again whenever this node is alone. Raises UsageError: an address cannot be read.

@@ -17,7 +17,6 @@ from typing import Any
 
 import trio
 
-from crypto.contact import parse_address
 from crypto.errors import LocalProtocolError
 from crypto.identity import PeerId, peer_text
 from node import state as views
@@ -25,7 +24,7 @@ from node import state_documents
 from node.averaging.once import Averaged, average_once
 from node.averaging.service import Averaging
 from node.commands import Commands, find_run
-from node.config import read_setting
+from node.config import read_join
 from node.errors import JoinTimeout, UsageError
 from node.events import Event, JoinTried, NodeStopped
 from node.history import EventHistory
@@ -137,14 +136,14 @@ class Surface:
         document = state_documents.status_document(self.state, self.seams.clock.wall(), self.counters)
         return dict(shown_values(document))
 
-    async def join(self, addresses: Sequence[str]) -> tuple[JoinTried, ...]:
+    async def join(self, addresses: Sequence[str] | str) -> tuple[JoinTried, ...]:
         """Dial these addresses now; return what became of each, in their order.
 
         They are tried again whenever this node is alone. Raises UsageError: an address cannot be read.
         """
-        if len(addresses) > ADDRESSES_JOINED_MAX:
-            raise UsageError(f"join: {len(addresses)} addresses at once; {ADDRESSES_JOINED_MAX} at most")
-        parsed = [read_setting("join:", text, parse_address) for text in addresses]
+        parsed = read_join(addresses)
+        if len(parsed) > ADDRESSES_JOINED_MAX:
+            raise UsageError(f"join: {len(parsed)} addresses at once; {ADDRESSES_JOINED_MAX} at most")
         found: dict[int, JoinTried] = {}
         limit = trio.CapacityLimiter(16)
 

@@ -115,7 +115,7 @@ class SyncNode(BlockingSurface):
 def sync(
     config: Config | None = None,
     *,
-    join: Sequence[str] = (),
+    join: Sequence[str] | str = (),
     name: str | None = None,
     data_dir: Path | str | None = None,
     swarm: str | None = None,
@@ -135,7 +135,7 @@ def sync(
     configs = [config] if config is not None else []
     if config is None:
         flags = {
-            "join": list(join),
+            "join": [join] if isinstance(join, str) else list(join),
             "name": name,
             "data_dir": None if data_dir is None else str(data_dir),
             "swarm": swarm,

@@ -148,7 +148,7 @@ def test_paths_in_a_file_are_meant_from_where_the_file_lies(tmp_path: Path) -> N
 
 BAD_VALUES = [
     ({"join": ["10.0.0.5:99999"]}, {}, "--join 10.0.0.5:99999: port must be 1-65535"),
-    ({"join": ["10.0.0.5"]}, {}, "--join 10.0.0.5: want HOST:PORT"),
+    ({"join": ["10.0.0.5:"]}, {}, "--join 10.0.0.5:: the port behind the colon is missing"),
     ({}, {"PEERLOOM_JOIN": "a:0"}, "PEERLOOM_JOIN: a:0: port must be 1-65535"),
     ({"listen": ["lab.example:9747"]}, {}, "--listen lab.example:9747: want an IP address"),
     ({"memory": "12 bananas"}, {}, "--memory 12 bananas: want an amount such as 12GB"),
@@ -182,8 +182,8 @@ def test_a_bad_address_in_a_file_names_its_own_line(tmp_path: Path) -> None:
     file.write_text("[join]\nseeds = [\n  '10.0.0.5:1',\n  '10.0.0.5:0',\n]\n")
     with pytest.raises(UsageError, match=r"node.toml:4: seeds 10.0.0.5:0: port must be"):
         resolve({"config": str(file)}, {})
-    (tmp_path / "seeds.txt").write_text("\n10.0.0.5:1\nnonsense\n")
-    with pytest.raises(UsageError, match=r"seeds.txt:3: nonsense: want HOST:PORT"):
+    (tmp_path / "seeds.txt").write_text("\n10.0.0.5:1\nno/sense\n")
+    with pytest.raises(UsageError, match=r"seeds.txt:3: no/sense: 'no/sense' is not a host name"):
         resolve({"seed_files": [str(tmp_path / "seeds.txt")]}, {})
 
 

@@ -27,13 +27,13 @@ def doctor(
     """Check what works on this machine, and from here to ADDR. Exit code 6 if a check failed."""
     import trio
 
-    from crypto.contact import parse_address
     from node import config
+    from node.addresses import read_address
     from node.cli.doctor.local_checks import Scene, look_here
     from node.cli.doctor.remote_checks import look_there
     from node.cli.doctor.steps import Steps
 
-    there = None if address is None else config.read_setting("doctor", address, parse_address)
+    there = None if address is None else config.read_setting("doctor", address, read_address)
     before: dict[str, Any] = context.obj or {}
     flags: dict[str, Any] = {
         "config": before.get("config"),

@@ -1,0 +1,184 @@
+"""Addresses as people type and paste them: from a screen, a chat, a letter, a browser, a shell.
+
+Everything around an address that can mean nothing else is taken off; whatever is wrong is named, in one line.
+What peers tell each other is never read here but by `crypto.contact.parse_address`, which is strict: leniency
+is for people. Pure.
+"""
+
+import re
+import unicodedata
+from ipaddress import IPv6Address, ip_address
+
+from crypto.contact import Address, parse_address
+
+DEFAULT_PORT = 9747
+PORT_DIGITS_MIN = 4
+"""As many digits behind an IPv6 address without brackets are taken for a port; fewer are a part of it."""
+SHOWN_LENGTH_MAX = 60
+"""What an error repeats of one address among several."""
+_WANT = "want HOST:PORT, or [IPV6]:PORT, or a multiaddr such as /ip4/10.0.0.5/tcp/9747"
+_QUOTES = "\"'`\u2018\u2019\u201a\u201b\u201c\u201d\u201e\u201f\u00ab\u00bb\u2039\u203a"
+_DASHES = {ord(dash): "-" for dash in "\u2010\u2011\u2012\u2013\u2212"} | {ord("\u2014"): "--"}
+"""A chat program writes a long dash for two: in front of a flag."""
+_BEHIND = ".,;!?/"
+"""What a sentence, a list or a browser puts behind an address."""
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_OURS = ("tcp", "udp", "peerloom")
+_JOIN = re.compile(r"-{1,2}join(?:=(.*))?")
+_PROMPT = re.compile(
+    r"[\$#>%]|on|another|this|machine:|(?:\S*/)?peerloom|(?:\S*/)?python[0-9.]*|-m|node", re.IGNORECASE
+)
+"""The words before --join of a line that a screen of ours shows."""
+
+
+def read_addresses(text: str) -> tuple[Address, ...]:
+    """Return the addresses in `text`: one or several, between commas or blanks, or a whole line with --join.
+
+    Each may lack its port, which is then 9747. Raises ValueError, in words for a person.
+    """
+    words = _without_command(_words(text))
+    if not words:
+        raise ValueError(_WANT)
+    found = []
+    for word in words:
+        try:
+            found.append(_read(word, DEFAULT_PORT))
+        except ValueError as error:
+            raise ValueError(
+                f"'{word[:SHOWN_LENGTH_MAX]}': {error}" if len(words) > 1 else str(error)
+            ) from None
+    return tuple(dict.fromkeys(found))
+
+
+def read_address(text: str) -> Address:
+    """Return the one address in `text`, of another machine. Raises ValueError, in words for a person."""
+    found = read_addresses(text)
+    if len(found) > 1:
+        raise ValueError("want one address")
+    return found[0]
+
+
+def read_own_address(text: str) -> Address:
+    """Return the one address in `text`, of this machine: with a port, and perhaps of all its networks.
+
+    Raises ValueError, in words for a person.
+    """
+    words = _words(text)
+    if len(words) != 1:
+        raise ValueError("want one address" if words else _WANT)
+    return _read(words[0], None, is_own=True)
+
+
+def clean(text: str) -> str:
+    """Return `text` in the letters that were meant: no invisible ones, plain digits, dashes and blanks."""
+    visible = "".join(
+        " " if unicodedata.category(letter) in ("Zs", "Zl", "Zp", "Cc") else letter
+        for letter in text.translate(_DASHES)
+        if unicodedata.category(letter) != "Cf"
+    )
+    wide = unicodedata.normalize("NFKC", visible)
+    return "".join(str(unicodedata.digit(letter, letter)) for letter in wide).strip()
+
+
+def bare(text: str) -> str:
+    """Return one word without what it was pasted with: quotes, brackets, a full stop, a scheme of ours."""
+    word = clean(text)
+    while True:
+        inner = word.strip(_QUOTES + " ").rstrip(_BEHIND)
+        for opening, closing in ("<>", "()", "{}"):
+            inner = inner.removeprefix(opening).removesuffix(closing)
+        scheme = _SCHEME.match(inner)
+        if scheme is not None and scheme[1].lower() in _OURS:
+            inner = inner[scheme.end() :]
+        if inner == word:
+            return word
+        word = inner
+
+
+def _words(text: str) -> list[str]:
+    joined = re.sub(r"(?<=\S) +: +(?=\S)", ":", clean(text))
+    return [word for each in re.split(r"[,;|\s]+", joined) if (word := bare(each))]
+
+
+def _without_command(words: list[str]) -> list[str]:
+    """Return the addresses of a pasted command line; `words` themselves where they are none."""
+    places = [number for number, word in enumerate(words) if _JOIN.fullmatch(word)]
+    if not places:
+        return words
+    before = [word for word in words[: places[0]] if not _PROMPT.fullmatch(word)]
+    found = []
+    for word in words[places[0] :]:
+        flag = _JOIN.fullmatch(word)
+        if flag is None:
+            found.append(word)
+        elif flag[1]:
+            found.append(bare(flag[1]))
+    others = [*before, *(word for word in found if word.startswith("-"))]
+    if others:
+        raise ValueError(
+            f"a whole command; only its address can stand here, and '{others[0]}' has to be typed apart"
+        )
+    return found
+
+
+def _read(word: str, default_port: int | None, *, is_own: bool = False) -> Address:
+    if word.startswith("/"):
+        return _checked(parse_address(word), is_own=is_own)
+    scheme = _SCHEME.match(word)
+    if scheme is not None:
+        raise ValueError(_other_scheme(scheme[1].lower(), word[scheme.end() :]))
+    if not word.startswith("[") and word.count(":") > 1:
+        raise ValueError(_without_brackets(word))
+    if re.fullmatch(r"\[[^\]]*\]", word) or ":" not in word:
+        if word.isdigit():
+            raise ValueError(f"a port alone; want its host too, such as 10.0.0.5:{word}")
+        if default_port is None:
+            raise ValueError(_WANT)
+        word = f"{word}:{default_port}"
+    elif word.startswith(":"):
+        raise ValueError(f"the host before '{word}' is missing")
+    elif word.endswith(":"):
+        raise ValueError(f"the port behind the colon is missing; it is {DEFAULT_PORT} by default")
+    elif "/" in word:
+        raise ValueError(f"nothing can stand behind the port: {word.partition('/')[0]}")
+    return _checked(parse_address(word), is_own=is_own)
+
+
+def _checked(address: Address, *, is_own: bool) -> Address:
+    """Return the address. Raises ValueError: no machine can be at its host, which was mistyped."""
+    host = address.host.partition("%")[0]
+    last = host.rstrip(".").rpartition(".")[2]
+    if address.kind == "dns" and last.isdigit():
+        raise ValueError(f"'{host}' is no IPv4 address, which has four numbers from 0 to 255")
+    if not is_own and address.kind.startswith("ip") and ip_address(host).is_unspecified:
+        raise ValueError(f"{host} stands for all addresses of a machine; want one of them")
+    return address
+
+
+def _other_scheme(scheme: str, rest: str) -> str:
+    if scheme not in ("http", "https"):
+        return f"'{scheme}://' is no address of a node; {_WANT}"
+    host = re.match(r"\[[^\]]*\]|[^:/?#]*", rest)
+    name = (host[0][:SHOWN_LENGTH_MAX] if host is not None else "") or "HOST"
+    port = f"whose port is {DEFAULT_PORT} by default"
+    return f"the address of a page; want the node's, {port}: {name}:{DEFAULT_PORT}"
+
+
+def _without_brackets(word: str) -> str:
+    """Return what is wrong with several colons, and how an IPv6 address among them was probably meant."""
+    host, _, port = word.rpartition(":")
+    if _is_ipv6(host) and port.isdigit() and len(port) >= PORT_DIGITS_MIN:
+        meant = f"[{host}]:{port}"
+    elif _is_ipv6(word):
+        meant = f"[{word}]:{DEFAULT_PORT}"
+    else:
+        return _WANT
+    return f"an IPv6 address stands in brackets: {meant}"
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        IPv6Address(text)
+    except ValueError:
+        return False
+    return True
