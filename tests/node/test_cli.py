@@ -111,7 +111,7 @@ async def run_in_thread(*arguments: str) -> int:
     return await trio.to_thread.run_sync(run, arguments)
 
 
-NO_START = ["--join 10.0.0.5:99999", "--join nonsense", "--listen 1.2.3.4", "--announce a", "--cores many"]
+NO_START = ["--join 10.0.0.5:99999", "--join no/sense", "--listen 1.2.3.4", "--announce a", "--cores many"]
 BAD_INPUT = [
     *((line, 2, line + ":") for line in NO_START),
     ("--jion 10.0.0.5:9747", 2, "unknown flag --jion; did you mean --join?"),
@@ -121,7 +121,7 @@ BAD_INPUT = [
     ("--config none.toml", 2, "none.toml: no such file"),
     ("--config bad.toml", 2, "bad.toml:2: unknown key 'seed' in [join]; did you mean 'seeds'?"),
     ("--config range.toml", 2, "range.toml:2: resources.cores = -1: want a whole number, 0 to 4096"),
-    ("--config list.toml", 2, "seeds.txt:2: nonsense: want HOST:PORT"),
+    ("--config list.toml", 2, "seeds.txt:2: no/sense: 'no/sense' is not a host name"),
     ("--data-dir bad.toml/x id", 2, "no identity in"),
     ("--join", 2, "option '--join' requires an argument"),
     ("stats", 2, "no such command 'stats'; did you mean 'status'?"),
@@ -161,7 +161,7 @@ def test_bad_input_is_told_in_three_lines_with_its_exit_code(
     (tmp_path / "bad.toml").write_text("[join]\nseed = ['10.0.0.5:9747']\n")
     (tmp_path / "range.toml").write_text("[resources]\ncores = -1\n")
     (tmp_path / "list.toml").write_text("[join]\nseed_files = ['seeds.txt']\n")
-    (tmp_path / "seeds.txt").write_text("10.0.0.5:9747\nnonsense\n")
+    (tmp_path / "seeds.txt").write_text("10.0.0.5:9747\nno/sense\n")
     assert run(line.split()) == exit_code
     said = capsys.readouterr()
     assert said.out == ""
