@@ -8,12 +8,16 @@ node.run(node.Config.load("node.toml"))                      the daemon, = peerl
 
 from typing import TYPE_CHECKING, Any
 
+from node import shadowing
+
 if TYPE_CHECKING:
     from node.config import Config as Config
     from node.library.sync import sync as sync
     from node.planning.request import plan as plan
     from node.process import main as run
     from node.runtime import Node as Node
+
+shadowing.check_packages()
 
 __all__ = ["Config", "Node", "plan", "run", "sync"]
 
@@ -33,4 +37,11 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     module, attribute = _HOMES[name]
-    return getattr(import_module(module), attribute)
+    try:
+        return getattr(import_module(module), attribute)
+    except Exception as error:
+        if (found := shadowing.shadow_behind(error)) is None:
+            raise
+        raise ImportError(
+            f"{shadowing.shadow_text(*found)}: rename it", name=found[0], path=found[1]
+        ) from error

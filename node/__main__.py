@@ -1,6 +1,11 @@
 """The entry of the console script `peerloom`, and of `node` run as a module: see `node.cli.main`."""
 
+import os
+import shlex
 import sys
+from pathlib import Path
+
+from node import shadowing
 
 
 def main() -> int:
@@ -13,9 +18,37 @@ def main() -> int:
 
 def run() -> int:
     """Do what the command line says; the exit code."""
-    from node.cli import main as command_line
-
+    try:
+        from node.cli import main as command_line
+    except (Exception, SystemExit) as error:  # a file in a module's place may also just end the program
+        if "--debug" in sys.argv or not _explain(error):
+            raise
+        return shadowing.EXIT_SHADOWED
     return command_line.run(sys.argv[1:])
+
+
+def _explain(error: BaseException) -> bool:
+    """Say why the command line cannot be imported; False where that is not known."""
+    found = shadowing.shadow_behind(error)
+    if found is not None:
+        shadowing.show_shadow(shadowing.shadow_text(*found))
+    elif isinstance(error, ModuleNotFoundError) and error.name:
+        missing = error.name.partition(".")[0]
+        if missing in (*shadowing.PACKAGES, *sys.stdlib_module_names):
+            return False
+        sys.stderr.write(
+            f"error: {sys.executable} has no module {missing}, which peerloom needs\n  do: {_remedy()}\n"
+        )
+    return found is not None or isinstance(error, ModuleNotFoundError)
+
+
+def _remedy() -> str:
+    """Return where the command is installed, or how it is."""
+    script = Path(__file__).parents[1] / ".venv" / "bin" / "peerloom"
+    if script.is_file():
+        path = shlex.quote(min(str(script), os.path.relpath(script), key=len))
+        return f"use {path}, which has what it needs"
+    return "make demo in the clone, or install peerloom for this Python (README.md)"
 
 
 if __name__ == "__main__":

@@ -113,8 +113,11 @@ def _interpreter() -> str:
 
 def _path(typed: str) -> str:
     """Return a path as short as it can be typed from the current folder."""
-    path = os.path.abspath(typed)
-    relative = os.path.relpath(path)
+    try:
+        path = os.path.abspath(typed)
+        relative = os.path.relpath(path)
+    except OSError:  # the current folder has been removed
+        return shlex.quote(typed)
     if os.sep not in relative:
         relative = os.path.join(os.curdir, relative)
     return shlex.quote(min(relative, path, key=len))

@@ -3,6 +3,9 @@
 sim.run("churn", seed=7).write("out")      a scenario, watched, checked and measured: `sim.experiment`
 """
 
+import os
+import sys
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,6 +13,32 @@ if TYPE_CHECKING:
     from sim.experiment import run as run
 
 __all__ = ["Result", "run"]
+
+
+def _check_node() -> None:
+    """Import `node`, which sees to all other names, if it is ours: it lies beside this package.
+
+    Raises ImportError, or for `python -m` SystemExit after two lines on stderr.
+    """
+    found = find_spec("node")
+    place = (
+        None if found is None else found.origin or next(iter(found.submodule_search_locations or ()), None)
+    )
+    if place is None or os.path.realpath(place).startswith(
+        os.path.realpath(f"{__file__}/../../node") + os.sep
+    ):
+        import node
+
+        assert node.__name__, "imported for what it checks, not for its name"
+        return
+    what = f"{place} hides the package node, which the simulator needs"
+    if sys.argv[:1] != ["-m"]:
+        raise ImportError(f"{what}: rename it", name="node", path=place)
+    sys.stderr.write(f"error: {what}\n  do: rename it, or use the command peerloom sim\n")
+    raise SystemExit(2)
+
+
+_check_node()
 
 
 def __getattr__(name: str) -> Any:

@@ -24,6 +24,7 @@ ALLOWED = {
 # The floors inside node, lowest first: a file imports its own floor and those below.
 FLOORS = (
     (
+        "shadowing",
         "invocation",
         "errors",
         "events",

@@ -14,6 +14,7 @@ import typer
 
 from node.cli.render import show_error
 from node.errors import EXIT_DONE, EXIT_FORCED, EXIT_UNEXPECTED, PeerloomError, UsageError
+from node.shadowing import remedy, shadow_behind, shadow_text
 from node.suggest import nearest
 
 DEBUG = "--debug"
@@ -58,6 +59,8 @@ def _told(error: Exception, program: str, keys: Keys) -> PeerloomError:
     """Any error as one a person can use."""
     if isinstance(error, PeerloomError):
         return error
+    if (found := shadow_behind(error)) is not None:
+        return UsageError(shadow_text(*found), remedy())
     if hasattr(error, "format_message"):
         # typer's errors of usage: only this method, not their module, is public.
         return _parsing_error(error, program, keys)

@@ -1,0 +1,155 @@
+"""Find a file of somebody else's that Python imports in place of one of ours, or of one that we need.
+
+Python looks for a module in the folder of the program, or with `-m` in the current one, before it looks where
+things are installed. A `crypto.py` there, or a `queue.py`, is then taken for ours or the library's, and fails
+somewhere else. This module is the first that `import node` runs, so it needs the standard library alone.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from types import ModuleType, TracebackType
+
+PACKAGES = ("crypto", "dht", "gossip", "partition", "node", "sim")
+"""What an installation of ours puts beside this package."""
+EXIT_SHADOWED = 2
+"""As for a wrong flag: there is something for the person to mend."""
+_ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+
+
+def is_module_run() -> bool:
+    """Return whether `python -m` is still importing the package that it will run."""
+    return sys.argv[:1] == ["-m"]
+
+
+def leave_current_folder() -> None:
+    """Take the folder in which `python -m` was typed off the path, unless the packages themselves lie there.
+
+    What a person keeps there is no part of the command. It runs as `peerloom` does, which never looks there.
+    """
+    if is_module_run() and not sys.flags.safe_path and sys.path:
+        folder = _real(sys.path[0])
+        if folder == _real("") and folder != _ROOT:
+            del sys.path[0]
+
+
+def shadow_of_ours() -> tuple[str, str] | None:
+    """Return a package of ours and what is imported in its place; None where nothing is."""
+    for name in PACKAGES:
+        found = _place_of(name)
+        if found is not None and os.path.realpath(found) != os.path.join(_ROOT, name):
+            return name, _short(found)
+    return None
+
+
+def shadow_behind(error: BaseException) -> tuple[str, str] | None:
+    """Return a module that `error` comes from and the file beside the program that hides it."""
+    folders = {_real(each) for each in ("", *sys.path[:1])}
+    for file in _files_behind(error):
+        folder, name = _module_at(file)
+        if _real(folder) in folders and _is_elsewhere(name, folder):
+            return name, _short(os.path.join(folder, os.path.basename(file)))
+    return None
+
+
+def shadow_text(name: str, place: str) -> str:
+    """Say which file is imported in place of which module."""
+    whose = "the package" if name in PACKAGES else "the module"
+    return f"{place} hides {whose} {name}, which peerloom needs"
+
+
+def check_packages() -> None:
+    """See to it that our packages are imported, and nothing in their place.
+
+    Raises ImportError, or in a command SystemExit after two lines on stderr.
+    """
+    leave_current_folder()
+    found = shadow_of_ours()
+    if found is None:
+        return
+    what = shadow_text(*found)
+    if not (is_module_run() or os.path.basename(sys.argv[0] if sys.argv else "") == "peerloom"):
+        raise ImportError(f"{what}: rename it", name=found[0], path=found[1])
+    show_shadow(what)
+    raise SystemExit(EXIT_SHADOWED)
+
+
+def show_shadow(what: str) -> None:
+    """Say on stderr what hides what, and what to do."""
+    sys.stderr.write(f"error: {what}\n  do: {remedy()}\n")
+
+
+def remedy() -> str:
+    """Return what to do about a file in a module's place."""
+    if os.environ.get("PYTHONPATH"):
+        return "rename it, or take its folder off PYTHONPATH"
+    return "rename it, or use the command peerloom, which imports nothing of the current folder"
+
+
+def _place_of(name: str) -> str | None:
+    """Return the folder of a package, or the file that is imported under its name."""
+    try:
+        spec = find_spec(name)
+    except ValueError:  # imported by a program that gave it no spec
+        return getattr(sys.modules[name], "__file__", None)
+    if spec is None:
+        return None
+    folders = list(spec.submodule_search_locations or ())
+    return folders[0] if folders else spec.origin
+
+
+def _files_behind(error: BaseException) -> Iterator[str]:
+    """Yield the files that an error and its causes name, and those that they ran through."""
+    while True:
+        yield from _files_named(error)
+        trace: TracebackType | None = error.__traceback__
+        while trace is not None:
+            yield trace.tb_frame.f_code.co_filename
+            trace = trace.tb_next
+        following = error.__cause__ or error.__context__
+        if following is None:
+            break
+        error = following
+
+
+def _files_named(error: BaseException) -> Iterator[str]:
+    """Yield the files of the modules that an error of an import, or of a look into a module, names."""
+    if isinstance(error, ImportError) and error.path:
+        yield error.path
+    if isinstance(error, SyntaxError) and error.filename:
+        yield error.filename
+    named = error.obj if isinstance(error, AttributeError) else None
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        named = sys.modules.get(error.name.partition(".")[0])
+    if isinstance(named, ModuleType) and getattr(named, "__file__", None):
+        yield str(named.__file__)
+
+
+def _module_at(file: str) -> tuple[str, str]:
+    """Return the folder in which a module was found, and its name there."""
+    folder, base = os.path.split(file)
+    name = base.partition(".")[0]
+    return os.path.split(folder) if name == "__init__" else (folder, name)
+
+
+def _is_elsewhere(name: str, folder: str) -> bool:
+    """Return whether a module of this name would be found without `folder`."""
+    if name in sys.stdlib_module_names:
+        return True
+    others = [path for path in sys.path if _real(path) != _real(folder)]
+    return name not in PACKAGES and PathFinder.find_spec(name, others) is not None
+
+
+def _real(folder: str) -> str:
+    """Return a folder of sys.path without links; the current one may have been removed."""
+    try:
+        return os.path.realpath(folder or os.curdir)
+    except OSError:
+        return folder
+
+
+def _short(path: str) -> str:
+    """Return a path as short as it can be typed from here."""
+    return min(os.path.abspath(path), os.path.relpath(path), key=len)
