@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 SCRIPT = "peerloom"
@@ -21,6 +22,8 @@ MODULE = "python -m node"
 KEEPS_SPANS = "_PEERLOOM_KEEPS_SPANS"
 """Set in the environment of a command whose output a process of ours reads, and shows to its own reader."""
 SPAN_BEGINS = f"`{SCRIPT}"
+PROGRAM_GIVEN = "_PEERLOOM_PROGRAM"
+"""`program()` of a command, in the environment of the nodes that it starts: a person sees their pages."""
 _SPAN = re.compile(rf"`{SCRIPT}((?: [^`]*)?)`")
 _started_by_script: list[str] = []
 
@@ -34,6 +37,8 @@ def enter_by_script() -> None:
 @cache
 def program() -> str:
     """Return what stands for `peerloom` in the shell that started this process."""
+    if given := os.environ.get(PROGRAM_GIVEN):
+        return given
     if _started_by_script:
         return _script(_started_by_script[0])
     return f"{_interpreter()} -m node" if _module() in ("node", "sim") else MODULE
@@ -46,7 +51,7 @@ def simulator() -> str:
 
 def elsewhere() -> str:
     """Return what to type on another machine, of which only the way of this installation is known."""
-    return SCRIPT if _started_by_script else MODULE
+    return MODULE if program().endswith(" -m node") else SCRIPT
 
 
 def program_from_anywhere() -> str:
@@ -58,6 +63,13 @@ def program_from_anywhere() -> str:
 def command_span(*words: str) -> str:
     """Return a command as a code span, its words quoted for a shell."""
     return f"`{shlex.join((SCRIPT, *words))}`"
+
+
+def install_command(*packages: str) -> str:
+    """Return what installs packages beside ours: `pip` in a person's shell may be another environment's."""
+    if find_spec("pip") is None:  # as in an environment that uv made
+        return shlex.join(["uv", "pip", "install", "--python", sys.executable, *packages])
+    return shlex.join([sys.executable, "-m", "pip", "install", *packages])
 
 
 def shown(text: str, form: Callable[[], str] = program) -> str:

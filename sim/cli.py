@@ -16,7 +16,7 @@ from node.cli.options import AsJson
 from node.cli.render import show, show_json, table
 from node.cli.signals import StopFlag
 from node.errors import EXIT_DONE, EXIT_FORCED, CheckFailed, UsageError
-from node.invocation import simulator
+from node.invocation import install_command, simulator
 from node.paths import short_path
 from sim.command import Wanted
 
@@ -210,7 +210,7 @@ def draw(folder: Path, result: "Result") -> list[str]:
 
         return draw_all(folder, result)
     except ImportError:
-        show(["no pictures: matplotlib is not installed (pip install 'peerloom[demo]')"], sys.stderr)
+        show([f"no pictures: matplotlib is not installed ({install_command('matplotlib')})"], sys.stderr)
         return []
 
 

@@ -24,6 +24,7 @@ import numpy as np
 from node.content.npz import BadArchive, unpack_here
 from node.content.shards import PartName, Put, pack
 from node.errors import UsageError
+from node.invocation import install_command
 from node.storage.blobs import hash_of
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -160,7 +161,7 @@ def load_digits() -> Dataset:
         path = importlib.metadata.distribution("scikit-learn").locate_file(_DIGITS_FILE)
     except importlib.metadata.PackageNotFoundError:
         raise UsageError(
-            "data 'digits' comes with scikit-learn, which is not installed", "pip install 'peerloom[demo]'"
+            "data 'digits' comes with scikit-learn, which is not installed", install_command("scikit-learn")
         ) from None
     with gzip.open(str(path), "rt") as lines:
         table = np.loadtxt(lines, delimiter=",")

@@ -10,6 +10,7 @@ import numpy as np
 
 from node.content.shards import PARTS, PartName
 from node.errors import UsageError
+from node.invocation import install_command
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Parts = dict[PartName, dict[str, Array]]
@@ -19,7 +20,6 @@ IMAGE_PIXELS_MAX = 1 << 24
 CIFAR_SHAPE = (3, 32, 32)
 CIFAR_CLASSES = 10
 _CIFAR_TEST = "test_batch.bin"
-_EXTRA = "pip install 'peerloom[data]'"
 
 
 def is_cifar(folder: Path) -> bool:
@@ -68,7 +68,9 @@ def _read_pixels(paths: Sequence[Path]) -> Array:
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
-        raise UsageError(f"{paths[0]}: Pillow, which reads images, is not installed", _EXTRA) from None
+        raise UsageError(
+            f"{paths[0]}: Pillow, which reads images, is not installed", install_command("pillow")
+        ) from None
     images: list[Array] = []
     first: tuple[Path, tuple[int, int]] | None = None
     for path in paths:

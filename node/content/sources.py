@@ -34,6 +34,7 @@ from node.content.images import is_cifar, read_cifar, read_images
 from node.content.npz import BadArchive, unpack_here
 from node.content.shards import PARTS, PartName
 from node.errors import UsageError
+from node.invocation import install_command
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Arrays = dict[str, Array]
@@ -58,7 +59,6 @@ _SPLIT_SEED = 20
 _VALIDATION_SEED = 21
 _CHUNK_BYTES = 1 << 20
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
-_EXTRA = "pip install 'peerloom[data]'"
 
 
 @dataclass
@@ -229,7 +229,9 @@ def _read_parquet(path: Path) -> Mapping[str, Sequence[Any]]:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise UsageError(f"{path}: pyarrow, which reads Parquet, is not installed", _EXTRA) from None
+        raise UsageError(
+            f"{path}: pyarrow, which reads Parquet, is not installed", install_command("pyarrow")
+        ) from None
     try:
         told = pyarrow.parquet.ParquetFile(path).metadata
         if told.num_rows * told.num_columns > TABLE_NUMBERS_MAX:

@@ -11,9 +11,9 @@ import numpy as np
 
 from node.content.datasets import TEXT_HELD_OUT
 from node.errors import UsageError
+from node.invocation import install_command
 
 TEXT_BYTES_MAX = 1 << 31
-_EXTRA = "pip install 'peerloom[text]'"
 
 
 def vocabulary_of(tokenizer: Path) -> int:
@@ -62,7 +62,7 @@ def _load(path: Path) -> Any:
         import tokenizers
     except ImportError:
         raise UsageError(
-            f"{path}: the package tokenizers, which reads it, is not installed", _EXTRA
+            f"{path}: the package tokenizers, which reads it, is not installed", install_command("tokenizers")
         ) from None
     if not path.is_file():
         raise UsageError(f"{path}: no such file", "tokenizer is a tokenizer.json of the package tokenizers")

@@ -7,6 +7,8 @@ Nothing is fetched: the folder is all there is.
 """
 
 import json
+import shlex
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -105,7 +107,7 @@ def _transformers() -> Any:
     except ImportError as error:
         raise CaptureRefused(
             "a Hugging Face folder needs the package transformers, which is not installed: "
-            "pip install 'peerloom[huggingface]'"
+            f"{shlex.quote(sys.executable)} -m pip install transformers"
         ) from error
     return transformers
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import typer
 
 from node.cli.main import app
 from node.errors import UsageError
-from node.invocation import command_span, elsewhere, shown, shown_values
+from node.invocation import command_span, elsewhere, install_command, shown, shown_values
 from tests.installed import SECONDS_MAX, console_script, environment, typed
 from tests.source import ROOT
 
@@ -173,3 +174,15 @@ def test_a_command_whose_output_we_read_keeps_its_spans(tmp_path: Path) -> None:
     spans = typed("peerloom model show broken.peerloom", tmp_path, [script.parent], _PEERLOOM_KEEPS_SPANS="1")
     assert "do: peerloom model capture makes one" in plain.stderr
     assert "do: `peerloom model capture` makes one" in spans.stderr
+
+
+def test_what_to_install_names_the_interpreter_that_lacks_it() -> None:
+    words = shlex.split(install_command("tokenizers", "pyarrow"))
+    assert words == [sys.executable, "-m", "pip", "install", "tokenizers", "pyarrow"]
+
+
+def test_nodes_of_a_command_show_their_pages_in_its_form(tmp_path: Path) -> None:
+    program = "from node.invocation import elsewhere, program; print(program(), elsewhere(), sep='|')"
+    for given, other in (("'/a b/peerloom'", "peerloom"), ("/venv/bin/python -m node", "python -m node")):
+        said = typed(f'{sys.executable} -c "{program}"', tmp_path, _PEERLOOM_PROGRAM=given)
+        assert said.stdout == f"{given}|{other}\n"

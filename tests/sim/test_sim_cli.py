@@ -187,4 +187,4 @@ def test_without_matplotlib_one_line_says_why_there_are_no_pictures(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert sim_command([written(tmp_path), "--quiet", "--out", str(tmp_path / "out")]) == 0
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == "no pictures: matplotlib is not installed (pip install 'peerloom[demo]')"
+    assert line == f"no pictures: matplotlib is not installed ({sys.executable} -m pip install matplotlib)"

@@ -26,6 +26,7 @@ from node.cli.options import AsJson
 from node.cli.render import seconds_text, show, show_json
 from node.cli.signals import StopFlag, Stopped
 from node.errors import EXIT_FORCED, RunFailed, UsageError
+from node.invocation import install_command
 from node.paths import short_path
 
 LINGER_SECONDS = 0.2
@@ -82,7 +83,8 @@ def _prepare(folder: Path, steps: int) -> None:
         version("scikit-learn")
     except PackageNotFoundError:
         raise UsageError(
-            "the demo's digits come with scikit-learn, which is not installed", "pip install 'peerloom[demo]'"
+            "the demo's digits come with scikit-learn, which is not installed",
+            install_command("scikit-learn", "matplotlib"),
         ) from None
     run_file = folder / RUN_NAME
     try:
@@ -173,6 +175,6 @@ def _draw(story: Story, path: Path) -> str | None:
             title=f"{MODEL} on digits, split over five nodes, one of them killed",
         )
     except ImportError:
-        show(["no picture: matplotlib is not installed (pip install 'peerloom[demo]')"], sys.stderr)
+        show([f"no picture: matplotlib is not installed ({install_command('matplotlib')})"], sys.stderr)
         return None
     return str(path)

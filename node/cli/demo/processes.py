@@ -21,6 +21,7 @@ from typing import Any
 from node.cli.client import ask, is_running
 from node.cli.render import short_address
 from node.errors import NoNode, PeerloomError
+from node.invocation import PROGRAM_GIVEN, program_from_anywhere
 from node.paths import ENVIRONMENT_PREFIX
 
 HOST = "127.0.0.1"
@@ -224,6 +225,7 @@ def _end_group(process: "subprocess.Popen[bytes]") -> None:
 def _environment(environ: Mapping[str, str]) -> dict[str, str]:
     """This process's environment, less what would configure the nodes in another way."""
     kept = {name: value for name, value in environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
+    kept[PROGRAM_GIVEN] = program_from_anywhere()
     kept["PYTHONPATH"] = os.pathsep.join(filter(None, (_SOURCE_ROOT, environ.get("PYTHONPATH"))))
     return kept
 

@@ -24,6 +24,7 @@ from node.cli.client import ask
 from node.cli.doctor.steps import Skipped, Steps, in_thread
 from node.config import Config
 from node.errors import NoNode, PeerloomError
+from node.invocation import install_command
 from node.paths import LOCK_NAME, short_path
 from node.services.capacity import find_device
 from node.stages.fences import REMEDY, try_fences
@@ -300,7 +301,7 @@ def _computing(config: Config) -> str:
     try:
         torch = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
-        raise Failed("torch is not installed", "pip install torch") from None
+        raise Failed("torch is not installed", install_command("torch")) from None
     memory = psutil.virtual_memory()
     free = f"{memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB free"
     if memory.available < MEMORY_FREE_BYTES_MIN:

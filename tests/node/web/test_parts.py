@@ -6,11 +6,13 @@ from hashlib import sha256
 from itertools import pairwise
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from node import events
 from node.history import EventHistory
+from node.invocation import program
 from node.state import State, apply
 from node.web import charts, whatif
 from node.web.assets import FOLDER, Assets
@@ -85,6 +87,17 @@ def test_a_death_is_marked_though_the_plan_without_the_dead_came_first() -> None
     course.take(msgspec.structs.replace(plan, height=1, stages=((peer(2),), (peer(3), peer(4)))))
     _, marks = course.take(events.MemberLost(at=STARTED + 20, peer=peer(1), reason="no ack"))
     assert [(run, mark[2]) for run, mark in marks] == [(RUN, "death")]
+
+
+def test_the_page_names_commands_as_its_node_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_PEERLOOM_PROGRAM", "'/a \"b/bin/peerloom'")
+    program.cache_clear()
+    try:
+        page = Assets().serve("index.html", None).body.decode()
+    finally:
+        program.cache_clear()
+    assert 'data-program="&#x27;/a &quot;b/bin/peerloom&#x27;" data-elsewhere="peerloom"' in page
+    assert "<code>&#x27;/a &quot;b/bin/peerloom&#x27; status</code>" in page
 
 
 def test_without_one_of_two_equal_replicas_the_slowest_stage_takes_twice_as_long() -> None:
