@@ -21,10 +21,14 @@ _PSK = b"peerloom/psk/1\0"
 
 @dataclass(frozen=True)
 class Swarm:
-    """Raises LocalProtocolError for keys of another length, or too many of them."""
+    """`work_bits` is the proof of work that every member's id has, as its owner configured it.
+
+    Raises LocalProtocolError for keys of another length, or too many of them.
+    """
 
     name: str
     keys: tuple[bytes, ...] = ()
+    work_bits: int = 0
 
     def __post_init__(self) -> None:
         # A key of zeros would give the secret of the open swarm.
@@ -35,6 +39,11 @@ class Swarm:
     @property
     def is_private(self) -> bool:
         return bool(self.keys)
+
+    @property
+    def prologue(self) -> bytes:
+        """What both sides of a datagram session mix in: those whose `work_bits` differ get none."""
+        return self.name.encode() + (b"\0" + bytes((self.work_bits,)) if self.work_bits else b"")
 
     @property
     def secrets(self) -> tuple[bytes, ...]:

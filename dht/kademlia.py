@@ -25,7 +25,7 @@ from dht.keys import KEY_BITS, Key, distance, node_key
 from dht.lookup import Enough, Lookup
 from dht.messages import CLIENT_ADDRESSES, Message, address_texts, readable_addresses
 from dht.paths import DisjointLookup
-from dht.records import Record, RecordStore, check_record
+from dht.records import NOBODY, Record, RecordStore, check_record
 from dht.replication import Replication
 from dht.replies import reply
 from dht.requests import Inquiry, Pending, Publication, Requests, Search, checked_page
@@ -234,6 +234,8 @@ class Kademlia:
 
     def adopt(self, now: float, record: Record) -> None:
         """Hold a checked record of an earlier life; our own is stored again in time."""
+        if not self.may_publish(record.publisher):
+            return
         if not self.replication.keep(now, record) and record.publisher == self.peer:
             self.replication.own(now, record)
 
@@ -521,7 +523,7 @@ class Kademlia:
     ) -> None:
         lookup = search.lookup
         for record in records:
-            if not record.expired(self.wall(now)):
+            if not record.expired(self.wall(now)) and self.may_publish(record.publisher):
                 lookup.show(pending.contact.peer, record)
         # What a peer said of itself goes before what others say of it.
         hints = [self._hinted(lookup, hint) for hint in answer.hints[: self.settings.k]]
@@ -574,6 +576,11 @@ class Kademlia:
         self.upkeep.refresh_all(now)
 
     # Small things.
+
+    def may_publish(self, publisher: PeerId) -> bool:
+        """Return whether records of this publisher are kept and shown: its id has the swarm's work, or they
+        are immutable values, which have none."""
+        return publisher == NOBODY or has_work(publisher, self.settings.work_bits)
 
     def wall(self, now: float) -> float:
         """The wall clock at the monotonic time `now`."""

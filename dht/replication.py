@@ -20,6 +20,7 @@ from functools import partial
 from random import Random
 from typing import Protocol
 
+from crypto.errors import RemoteProtocolError
 from crypto.facts import Signer
 from crypto.identity import PeerId
 from dht import messages
@@ -61,6 +62,7 @@ class Ground(Protocol):
     is_client: bool
 
     def wall(self, now: float) -> float: ...
+    def may_publish(self, publisher: PeerId) -> bool: ...
     def new_id(self) -> int: ...
     def search(
         self,
@@ -185,6 +187,8 @@ class Replication:
         """Keep what a peer with a valid token wants stored; return its key and "", or why not. Raises
         RemoteProtocolError."""
         ground = self._ground
+        if not ground.may_publish(PeerId(message.record.author)):
+            raise RemoteProtocolError("a record by an id without the swarm's proof of work")
         record = check_record(ground.signer, message.record)
         if ground.records.holds(record) or self._is_near(record.key):
             return record.key, self.keep(now, record, sender, message.addresses)

@@ -445,7 +445,8 @@ class MembershipState:
             return
         # An accuser with a wider scope than ours lists us though we do not list it, and would bury us.
         known = accuser in self.table.rows
-        if not (known or (row.peer == self.peer and not self.scope.holds(accuser))):
+        is_outside = not self.scope.holds(accuser) and self.scope.may_list(accuser)
+        if not (known or (row.peer == self.peer and is_outside)):
             return
         if row.peer == self.peer:
             if body.incarnation == row.incarnation:

@@ -254,6 +254,8 @@ class Swim:
         """Take one message. Raises RemoteProtocolError for what no correct peer sends."""
         if sender == self.peer:
             raise RemoteProtocolError("a membership message from ourselves")
+        if not self.scope.may_list(sender):
+            raise RemoteProtocolError("a member without the swarm's proof of work")
         if self._left:
             if isinstance(message, Ping):
                 return [(sender, Ack(message.number, self._beliefs.facts_for(sender)))]

@@ -73,9 +73,13 @@ class Scope:
         self._members_min = members_min
         self._members_max = members_max
 
+    def may_list(self, peer: PeerId) -> bool:
+        """Return whether an id like this may be listed by anybody."""
+        return self.admits is None or self.admits(peer)
+
     def holds(self, peer: PeerId) -> bool:
         """Return whether we list `peer`, if it lives."""
-        if self.admits is not None and not self.admits(peer):
+        if not self.may_list(peer):
             return False
         if self.joining:
             return peer == self._me

@@ -93,7 +93,8 @@ class CheckFailed(PeerloomError):
 
 
 class Unreachable(Exception):
-    """No path to a peer. `reason` is a code: refused, busy (ask again later), timeout, unknown, wrong key."""
+    """No path to a peer. `reason` is a code: refused, busy (ask again later), timeout, unknown, wrong key,
+    work (an id without the swarm's proof of work, or another setting of it)."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)

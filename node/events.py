@@ -71,8 +71,8 @@ class FencesTried(Event, frozen=True, kw_only=True):
 
 
 class JoinTried(Event, frozen=True, kw_only=True):
-    """One address was tried. `outcome`: ok, refused, timeout, wrong key, unknown. `found_by` is empty for an
-    address that was given or remembered, "beacon" for one heard on the local network."""
+    """One address was tried. `outcome`: ok, refused, timeout, wrong key, work, unknown. `found_by` is empty
+    for an address that was given or remembered, "beacon" for one heard on the local network."""
 
     address: str
     outcome: str

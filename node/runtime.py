@@ -262,6 +262,7 @@ class Node(Surface):
             may_move=listen.may_move,
             beacon_port=BEACON_PORT if self.config.join.lan else None,
             keys=self._swarm_keys(),
+            work_bits=self.config.swarm.work_bits,
         )
 
     def _neighbours(self, local: LocalNetwork) -> Neighbours:
@@ -338,6 +339,7 @@ class Node(Surface):
             observe=self._observe,
             look_up=lambda key, found: self.discovery.locate(key, found),
             is_scoped=self.config.swarm.scope == "neighbourhood",
+            work_bits=self.config.swarm.work_bits,
             make=partial(self.seams.core, self._make_swim),
         )
         self.discovery = Discovery(

@@ -71,7 +71,8 @@ class Received:
 
 class Sessions:
     """All sessions of one node. `now` is monotonic seconds, never less than before; `wall_milliseconds` the
-    unix time at the start; `entropy(n)` gives n unpredictable bytes."""
+    unix time at the start; `entropy(n)` gives n unpredictable bytes. Nobody gets a session whose id `admits`
+    refuses."""
 
     def __init__(
         self,
@@ -82,6 +83,7 @@ class Sessions:
         now: float,
         wall_milliseconds: int,
         counters: Counter[str] | None = None,
+        admits: Callable[[PeerId], bool] = lambda _peer: True,
     ) -> None:
         self._peer = identity.peer
         self._entropy = entropy
@@ -95,6 +97,7 @@ class Sessions:
             self._counters,
             now=now,
             wall_milliseconds=wall_milliseconds,
+            admits=admits,
         )
 
     @property

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from crypto.errors import RemoteProtocolError
-from crypto.identity import Identity
+from crypto.identity import Identity, PeerId
 from crypto.key_conversion import agreement_private, agreement_public
 from crypto.noise import Handshake
 from crypto.sessions.limits import Admission
@@ -65,10 +65,12 @@ class Handshakes:
         *,
         now: float,
         wall_milliseconds: int,
+        admits: Callable[[PeerId], bool],
     ) -> None:
         self._peer = identity.peer
+        self._admits = admits
         self._private = X25519PrivateKey.from_private_bytes(agreement_private(identity.seed))
-        self._prologue = _PROLOGUE + swarm.name.encode()
+        self._prologue = _PROLOGUE + swarm.prologue
         self._secrets = swarm.secrets
         self._mac_keys = tuple(mac_key(secret, identity.peer) for secret in swarm.secrets)
         self._entropy = entropy
@@ -263,6 +265,8 @@ class Handshakes:
             raise DatagramRefused("seal", "an initiation that is not authentic") from None
         if not is_right or offer.peer == self._peer:
             raise DatagramRefused("identity", "an initiation in another's name")
+        if not self._admits(offer.peer):
+            raise DatagramRefused("work", "an id without the swarm's proof of work")
         if offer.stamp <= self._table.stamp_of(offer.peer):
             raise DatagramRefused("replay", "an initiation older than one that came before")
         return handshake, offer

@@ -90,6 +90,9 @@ def main(
     preset: Annotated[
         Text, typer.Option(metavar="lan|wan|host|local", help="Timers for this network.")
     ] = None,
+    work_bits: Annotated[
+        Text, typer.Option(metavar="N", help="Proof of work in every id of the swarm.")
+    ] = None,
     device: Annotated[Text, typer.Option(metavar="auto|cpu|cuda:0|mps", help="Where to compute.")] = None,
     memory: Annotated[Text, typer.Option(metavar="12GB", help="How much memory to give; or 80%.")] = None,
     cores: Annotated[Text, typer.Option(metavar="N", help="How many cores to give; 0 is all.")] = None,
@@ -120,6 +123,7 @@ def main(
         "data_dir": data_dir or None,
         "swarm": swarm,
         "preset": preset,
+        "work_bits": work_bits,
         "device": device,
         "memory": memory,
         "cores": cores,

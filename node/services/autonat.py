@@ -184,7 +184,7 @@ class Reach:
             try:
                 await self._network.identify(address)
             except Unreachable as error:
-                return error.reason
+                return error.reason if error.reason in REASONS else "refused"
             return ""
         return "timeout"
 

@@ -143,8 +143,8 @@ class Joining:
             seconds=self._clock.monotonic() - begun,
             found_by=found_by,
         )
-        if found_by and outcome != "ok":
-            # What a stranger's beacon says is no news before somebody answers there.
+        if found_by and outcome not in ("ok", "work"):
+            # What a stranger's beacon says is no news before somebody of this swarm answers there.
             self._counters["beacons_led_nowhere"] += 1
         else:
             self._publish(tried)

@@ -55,6 +55,7 @@ GRACE_SECONDS = 0.5
 """What handlers get to finish their answers when the node leaves, and streams to end in order."""
 
 
+
 @dataclass(frozen=True)
 class SecuredTransport:
     """A connection on which hands were shaken, and nothing more was said."""
@@ -137,6 +138,10 @@ class Connections:
             self._leaving.set()
 
     @property
+    def _work_bits(self) -> int:
+        return self._credentials.swarm.work_bits
+
+    @property
     def _is_staying(self) -> bool:
         return self._leaving is not None and not self._leaving.is_set()
 
@@ -174,7 +179,7 @@ class Connections:
     ) -> SecureStream:
         """A stream by the first of the names that the peer speaks, if need be to its address `at`. Raises
         Unreachable."""
-        hello = Hello("stream", protocols)
+        hello = Hello("stream", protocols, self._work_bits)
         connection, protocol = await self._greet_peer(peer, hello, message_bytes_max, at)
         self._counters["streams_opened"] += 1
         stream = self._open[connection] = SecureStream(connection, protocol, self._closed)
@@ -182,14 +187,14 @@ class Connections:
 
     async def send(self, peer: PeerId, protocol: str, message: bytes) -> None:
         """One message for the peer's inbox. Raises Unreachable, StreamClosed."""
-        connection, _ = await self._greet_peer(peer, Hello("message", (protocol,)))
+        connection, _ = await self._greet_peer(peer, Hello("message", (protocol,), self._work_bits))
         await connection.send(message)
         self._keep(connection)
 
     async def identify(self, address: Address) -> PeerId:
         """Return who answers at an address, always by a new handshake. Raises Unreachable."""
         with trio.move_on_after(OPEN_SECONDS):
-            connection, _ = await self._dial(address, Hello("identify", ()))
+            connection, _ = await self._dial(address, Hello("identify", (), self._work_bits))
             self._keep(connection)
             return connection.peer
         raise Unreachable("timeout", f"{address.short} did not answer in {OPEN_SECONDS:g} s")
@@ -276,7 +281,7 @@ class Connections:
         understood = False
         try:
             with trio.fail_after(HANDSHAKE_SECONDS):
-                protocol = await greet(connection, hello, message_bytes_max)
+                protocol = await greet(connection, hello, self._credentials.identity.peer, message_bytes_max)
             understood = True
         except Unreachable:
             understood = True

@@ -7,6 +7,7 @@ nowhere; a bug in one of our own handlers comes out of `run`.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import trio
 
@@ -17,6 +18,7 @@ from crypto.noise import suites_named
 from crypto.sessions.core import Sessions
 from crypto.sessions.packets import Datagram, payload_bytes_max
 from crypto.swarm import Swarm
+from dht.work import has_work
 from node.containment import note
 from node.errors import StreamClosed, Unreachable
 from node.seams import MESSAGE_BYTES_USUAL, USUAL_STREAMS, Clock, Handler, StreamLimits
@@ -45,6 +47,7 @@ class RealNetwork:
 
     `listen` holds (host, port) pairs, port 0 for any; `announce` replaces the addresses that others are told;
     `static` is the X25519 private key (32 bytes) kept beside the identity; `keys` make the swarm private;
+    `work_bits` of proof of work are wanted of every id, also of those that others tell of;
     `suites` by name, best first, are taken in place of all that work here; `beacon_port` is that of the local
     network's beacons, usually `multicast.BEACON_PORT`, None for no local network. A port that is taken is
     an error unless they `may_move` to one of the next ten. After the start `ports` says where it listens, in
@@ -65,10 +68,13 @@ class RealNetwork:
         suites: Sequence[str] = (),
         beacon_port: int | None = None,
         may_move: bool = True,
+        work_bits: int = 0,
     ) -> None:
         self._identity = identity
         chosen = suites_named(suites) if suites else default_suites()
-        self._credentials = Credentials(identity, static, Swarm(swarm, tuple(keys)), entropy, chosen)
+        self._work_bits = work_bits
+        which = Swarm(swarm, tuple(keys), work_bits)
+        self._credentials = Credentials(identity, static, which, entropy, chosen)
         self._clock = clock
         self._listen = tuple(listen)
         self._may_move = may_move
@@ -76,7 +82,7 @@ class RealNetwork:
         self._beacon_port = beacon_port
         self._local: Multicast | None = None
         self._counters: Counter[str] = Counter()
-        self._router = Router(self._counters)
+        self._router = Router(self._counters, work_bits)
         self._policy = AddressPolicy()
         self._book = AddressBook(self._policy)
         self.paces = Paces()
@@ -169,7 +175,7 @@ class RealNetwork:
         return self._book.known(peer)
 
     def learn(self, peer: PeerId, addresses: Sequence[Address]) -> None:
-        if peer != self.peer:
+        if peer != self.peer and has_work(peer, self._work_bits):
             self._book.claim(peer, addresses)
 
     def host_of(self, peer: PeerId) -> str | None:
@@ -235,6 +241,7 @@ class RealNetwork:
             now=self._clock.monotonic(),
             wall_milliseconds=int(self._clock.wall() * 1000),
             counters=self._counters,
+            admits=partial(has_work, bits=self._work_bits),
         )
         datagrams = Datagrams(
             sockets,

@@ -18,7 +18,7 @@ AT_ONCE_MAX = 4
 """Attempts in flight. One more begins when the oldest ends, or has had several times a usual round trip."""
 CROWDED_DELAY_SECONDS = 1.0
 """The delay once so many are in flight: all addresses of a contact are begun within some seconds."""
-REASONS = ("wrong key", "refused", "timeout", "unknown")
+REASONS = ("work", "wrong key", "refused", "timeout", "unknown")
 """The reasons of failures, the most telling first."""
 
 T = TypeVar("T")

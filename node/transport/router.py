@@ -16,6 +16,7 @@ from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, short_peer
 from crypto.protocols import PROTOCOL_BYTES_MAX, protocol_bytes
+from dht.work import WORK_BITS_MAX, has_work, work_of
 from node.errors import StreamClosed, Unreachable
 from node.seams import USUAL_STREAMS, Handler, StreamLimits
 from node.transport.handlers import Handlers, serve
@@ -32,33 +33,40 @@ ONE_SHOT_BYTES_MAX = 2**20
 ONE_SHOT_SECONDS = 30.0
 """From the first address tried to the last byte; such a message is as little awaited as a datagram."""
 
-ACCEPTED, UNKNOWN_PROTOCOL, BUSY = 0, 1, 2
+ACCEPTED, UNKNOWN_PROTOCOL, BUSY, WITHOUT_WORK = 0, 1, 2, 3
+
+WorkBits = Annotated[int, msgspec.Meta(ge=0, le=WORK_BITS_MAX)]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):
     """The opener's first message. `kind`: a stream for a handler, one message for the inbox, or only
-    the question who is there. `protocols` are names in order of preference: versions of one protocol."""
+    the question who is there. `protocols` are names in order of preference: versions of one protocol.
+    `work_bits` is the proof of work that the opener wants of ids: where the two differ, neither is served."""
 
     kind: Literal["stream", "message", "identify"]
     protocols: Annotated[
         tuple[Annotated[str, msgspec.Meta(max_length=PROTOCOL_BYTES_MAX)], ...],
         msgspec.Meta(max_length=PROTOCOLS_MAX),
     ]
+    work_bits: WorkBits = 0
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """`chosen` is the number of the name in the hello."""
+    """`chosen` is the number of the name in the hello. `work_bits` is the proof of work that the answering
+    side wants of ids."""
 
     code: Annotated[int, msgspec.Meta(ge=0, le=255)]
     chosen: Annotated[int, msgspec.Meta(ge=0, lt=PROTOCOLS_MAX)] = 0
+    work_bits: WorkBits = 0
 
 
-async def greet(connection: Connection, hello: Hello, message_bytes_max: int = 0) -> str:
-    """Say what the conversation is for and wait for the answer: the name that the other side chose. From then
-    on messages of at most `message_bytes_max` are taken.
+async def greet(connection: Connection, hello: Hello, me: PeerId, message_bytes_max: int = 0) -> str:
+    """Say what the conversation of `me` is for and wait for the answer: the name that the other side chose.
+    From then on messages of at most `message_bytes_max` are taken.
 
     Raises:
         Unreachable: "refused", with what the other side has against it; it may be asked for something else.
+            "work": the settings or the ids of the two do not fit one swarm.
         StreamClosed: it hung up, or what it said is no answer.
     """
     connection.limit(HELLO_BYTES_MAX)
@@ -71,6 +79,10 @@ async def greet(connection: Connection, hello: Hello, message_bytes_max: int = 0
         answer: Answer = decode(received[0], Answer, bytes_max=HELLO_BYTES_MAX)
     except RemoteProtocolError as error:
         raise connection.offended(error) from None
+    wrong = _work_fault(me, hello.work_bits, connection.peer, answer.work_bits)
+    if wrong or answer.code == WITHOUT_WORK:
+        connection.end("ids without the swarm's proof of work")
+        raise Unreachable("work", wrong or f"{short_peer(connection.peer)} wants more work in this node's id")
     if answer.code == UNKNOWN_PROTOCOL:
         wanted = " or ".join(hello.protocols)
         raise Unreachable("refused", f"{short_peer(connection.peer)} does not speak {wanted}")
@@ -84,11 +96,31 @@ async def greet(connection: Connection, hello: Hello, message_bytes_max: int = 0
     return hello.protocols[answer.chosen]
 
 
-class Router:
-    """The handlers and inboxes of one node. Its `alarm` is to be run while the node is."""
+def _work_fault(me: PeerId, own_bits: int, peer: PeerId, bits: int) -> str:
+    """Return what is wrong between this node, that wants `own_bits` of ids, and one that wants `bits`; empty
+    for nothing."""
+    if work_of(me) < bits:
+        wanted = f"start with --work-bits {bits} and a new identity"
+        return f"this swarm wants ids with {bits} bits of work, this node's has {work_of(me)}: {wanted}"
+    if bits > own_bits:
+        return f"this swarm has work_bits {bits}, this node {own_bits}: start with --work-bits {bits}"
+    if bits < own_bits:
+        who = short_peer(peer)
+        return (
+            f"work_bits is {bits} there and {own_bits} here: {who} has to start with --work-bits {own_bits}"
+        )
+    if not has_work(peer, own_bits):
+        return f"{short_peer(peer)} has an id with {work_of(peer)} bits of work; this swarm wants {own_bits}"
+    return ""
 
-    def __init__(self, counters: Counter[str]) -> None:
+
+class Router:
+    """The handlers and inboxes of one node. Its `alarm` is to be run while the node is. Peers whose ids have
+    less than `work_bits` of work, or who want another number of them, are served nothing."""
+
+    def __init__(self, counters: Counter[str], work_bits: int = 0) -> None:
         self._counters = counters
+        self._work_bits = work_bits
         self._handlers = Handlers()
         # Connections whose opener was promised a stream, and of what protocol.
         self._promised: dict[Connection, str] = {}
@@ -126,6 +158,10 @@ class Router:
         if not isinstance(received, tuple):
             raise RemoteProtocolError("a mark instead of a hello")
         hello: Hello = decode(received[0], Hello, bytes_max=HELLO_BYTES_MAX)
+        if hello.work_bits != self._work_bits or not has_work(connection.peer, self._work_bits):
+            self._counters["streams_refused_work"] += 1
+            await connection.send(encode(Answer(WITHOUT_WORK, 0, self._work_bits)))
+            return None
         chosen = self._choose(hello)
         name = hello.protocols[chosen] if chosen is not None and hello.protocols else ""
         if hello.kind == "stream" and chosen is not None and not busy:
@@ -137,7 +173,7 @@ class Router:
             connection.limit(self._handlers.message_bytes_max(name))
         if code != ACCEPTED:
             self._counters["streams_refused_busy" if busy else "streams_refused_protocol"] += 1
-        await connection.send(encode(Answer(code, chosen or 0)))
+        await connection.send(encode(Answer(code, chosen or 0, self._work_bits)))
         return (hello, name) if code == ACCEPTED else None
 
     async def serve(self, stream: SecureStream) -> None:

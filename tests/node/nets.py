@@ -22,12 +22,17 @@ LOOPBACK: Place = ("127.0.0.1", 0)
 
 
 def make_network(
-    letter: str, *, swarm: str = "test", listen: Place | Sequence[Place] = LOOPBACK, **options: Any
+    letter: str,
+    *,
+    swarm: str = "test",
+    listen: Place | Sequence[Place] = LOOPBACK,
+    identity: Identity | None = None,
+    **options: Any,
 ) -> RealNetwork:
-    """`listen` may be one place or several."""
+    """`listen` may be one place or several; without an `identity` it has that of its letter."""
     places = [listen] if isinstance(listen[0], str) else listen
     return RealNetwork(
-        Identity(letter.encode() * 32),
+        identity or Identity(letter.encode() * 32),
         os.urandom(32),
         swarm,
         clock=RealClock(),

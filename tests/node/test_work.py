@@ -1,20 +1,28 @@
 """Proof of work on node ids, as a swarm's setting: keys are made with it, and ids without it are nobody."""
 
 import os
-from functools import partial
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+import trio
+from trio.testing import MockClock
 
 from crypto.identity import Identity
 from dht.work import has_work, work_of
-from gossip.settings import Settings
+from node import config
 from node.config import Memory, resolve
 from node.errors import UsageError
+from node.runtime import Node
 from node.storage.budget import ScratchBudget
 from node.storage.folder import locked_folder
 from node.storage.keys import keys_of
-from tests.gossip.swarm import Swarm, peer_of
+from sim.network.links import Links
+from sim.network.model import NetworkModel
+from sim.seams import SimNetworkFabric
+from sim.seeds import seeded_identity
+from tests.gossip.swarm import peer_of
+from tests.node.simulated import SEED, simulated_node
 
 
 def test_a_node_makes_its_id_with_the_work_that_its_swarm_wants(tmp_path: Path) -> None:
@@ -41,16 +49,32 @@ def test_the_setting_has_bounds_and_is_the_same_in_file_flag_and_environment(tmp
 
 
 def test_an_id_without_work_is_listed_by_nobody_whoever_tells_of_it() -> None:
-    members = Swarm(0, Settings.lan())
-    able = [number for number in range(12) if has_work(peer_of(number), 1)]
+    medium = SimNetworkFabric(Links(NetworkModel(), 1))
+    peers = [seeded_identity(SEED, number).peer for number in range(12)]
+    able = [number for number in range(12) if has_work(peers[number], 1)]
     assert 2 < len(able) < 12
-    for number in sorted(range(12), key=lambda number: number not in able):
-        core = members.start(number, join=able[0] if number != able[0] else -1)
-        core.scope.admits = partial(has_work, bits=1)
-        members.run(1)
-    members.run(60)
-    for number in able:
-        assert sorted(members.view(number)) == able
+    unable = next(number for number in range(12) if number not in able)
+
+    async def scenario() -> None:
+        async with AsyncExitStack() as stack:
+
+            async def begin(number: int, bits: int) -> Node:
+                swarm = config.Swarm(preset="local", work_bits=bits)
+                join = [first.network.addresses[0].short] if number != able[0] else []
+                made = simulated_node(medium, number, *join, settings={"swarm": swarm})
+                return await stack.enter_async_context(made)
+
+            first = await begin(able[0], 1)
+            members = [first, *[await begin(number, 1) for number in able[1:]]]
+            outsider = await begin(unable, 0)
+            await trio.sleep(30)
+            for member in members:
+                assert sorted(member.membership.live) == sorted(peers[number] for number in able)
+                assert member.discovery._core.table.get(peers[unable]) is None
+            assert await outsider.discovery.publish("user", b"k", b"v") <= 1
+            assert await first.discovery.find("user", b"k") == ()
+
+    trio.run(scenario, clock=MockClock(autojump_threshold=0))
 
 
 def test_work_is_of_the_id_and_no_other_bits() -> None:

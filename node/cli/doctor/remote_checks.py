@@ -16,8 +16,9 @@ import trio
 from crypto.contact import Address
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
-from crypto.identity import SEED_BYTES, Identity, PeerId, short_peer
+from crypto.identity import Identity, PeerId, short_peer
 from crypto.sessions.packets import payload_bytes_max
+from dht.work import find_seed
 from node.cli.doctor.local_checks import DATAGRAM_BYTES, Failed, Scene
 from node.cli.doctor.steps import Skipped, Steps
 from node.cli.status import reachable_text
@@ -77,7 +78,7 @@ def _stranger(scene: Scene) -> RealNetwork:
     ports = {} if scene.status is not None else scene.ports
     places = [(address.host, ports.get(address, 0)) for address in listen.addresses]
     return RealNetwork(
-        Identity(os.urandom(SEED_BYTES)),
+        Identity(find_seed(os.urandom, scene.config.swarm.work_bits)),
         os.urandom(STATIC_BYTES),
         scene.config.swarm.name,
         clock=RealClock(),
@@ -85,6 +86,7 @@ def _stranger(scene: Scene) -> RealNetwork:
         listen=places,
         announce=listen.announce,
         keys=scene.keys(),
+        work_bits=scene.config.swarm.work_bits,
     )
 
 
