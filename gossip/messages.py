@@ -8,7 +8,7 @@ suspect and dead by the accuser. Nothing here keeps state or decides anything.
 """
 
 from functools import lru_cache
-from typing import Annotated
+from typing import Annotated, NamedTuple
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -117,6 +117,13 @@ class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
     facts: Facts = ()
 
 
+class StreamPing(msgspec.Struct, frozen=True, array_like=True, tag="stream-ping"):
+    """A Ping that goes by a stream, for no datagram is answered. So does its Ack."""
+
+    number: Number
+    facts: Facts = ()
+
+
 class Ack(msgspec.Struct, frozen=True, array_like=True, tag="ack"):
     """I am there; or, from a relay: the target of your PingRequest is. `here`: where, in round trips."""
 
@@ -185,7 +192,13 @@ class ScopedSync(msgspec.Struct, frozen=True, array_like=True, tag="scoped-sync"
     facts: Annotated[tuple[Fact, ...], msgspec.Meta(max_length=SYNC_FACTS_MAX)]
 
 
-Message = Ping | Ack | Nack | PingRequest | Gossip | Compare | Sync | ScopedCompare | ScopedSync
+Message = Ping | StreamPing | Ack | Nack | PingRequest | Gossip | Compare | Sync | ScopedCompare | ScopedSync
+
+
+class ByStream(NamedTuple):
+    """In the place of a message that is to be sent: it goes by a stream, however short it is."""
+
+    message: Message
 
 
 def sign_body(signer: Signer, body: Body) -> Fact:

@@ -13,6 +13,9 @@ from crypto.identity import PeerId
 
 RELAYS_MAX = 256
 """Pings relayed at one time. An honest peer has one or two; beyond this, requests go unanswered."""
+OVERDUE_MAX = 256
+"""Pings of failed probes whose answers may still come: those of minutes, for a member that is alone in being
+slow, and of seconds in a swarm where nothing is answered."""
 RELAY_PATIENCE = 0.8
 """A relay says Nack after this share of the probe timeout, so that the prober hears it in time."""
 
@@ -33,6 +36,8 @@ class Probe:
     relays: tuple[PeerId, ...] = ()
     relayed: bool = False
     nacked: tuple[PeerId, ...] = ()
+    copies: tuple[int, ...] = ()
+    """The numbers of further pings of the same probe."""
     kind: Kind = "round"
     """hint: others accuse the target. suspect: it is suspected here. candidate: it may not exist. dead: it is
     held for dead, and the network may have healed."""
@@ -55,16 +60,35 @@ class Relay:
     nack_at: float
 
 
+@dataclass(frozen=True, slots=True)
+class FurtherPing:
+    """A further ping of the probe `number`: an answer to it says how long this one took."""
+
+    number: int
+    sent_at: float
+    by_stream: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Overdue:
+    """A ping of a probe that has failed. Its answer may still come, from a member that is only far away."""
+
+    target: PeerId
+    sent_at: float
+
+
 class InFlightProbes:
     """All probes and relayed pings, by the number of the ping we sent.
 
     An answer counts only with the right number from the right peer.
     """
 
-    __slots__ = ("_number", "probes", "relays")
+    __slots__ = ("_number", "copies", "overdue", "probes", "relays")
 
     def __init__(self, first_number: int) -> None:
         self.probes: dict[int, Probe] = {}
+        self.copies: dict[int, FurtherPing] = {}
+        self.overdue: dict[int, Overdue] = {}
         self.relays: dict[int, Relay] = {}  # in the order of nack_at: the patience is constant
         self._number = first_number
 
@@ -84,6 +108,36 @@ class InFlightProbes:
         number = self._next_number()
         self.probes[number] = probe
         return number
+
+    def add_copy(self, number: int, now: float, *, by_stream: bool = False) -> int:
+        """Ping once more for the probe `number`; the number for that ping."""
+        probe, again = self.probes[number], self._next_number()
+        probe.copies += (again,)
+        self.copies[again] = FurtherPing(number, now, by_stream)
+        return again
+
+    def take(self, number: int) -> Probe:
+        """A probe is over; none of its pings is awaited any more."""
+        probe = self.probes.pop(number)
+        for again in probe.copies:
+            del self.copies[again]
+        return probe
+
+    def fail(self, number: int) -> Probe:
+        """A probe is over, unanswered. For a while its pings are remembered."""
+        copies = self.copies
+        probe = self.probes[number]
+        sent = [(number, probe.sent_at), *((again, copies[again].sent_at) for again in probe.copies)]
+        for each, sent_at in sent:
+            self.overdue[each] = Overdue(probe.target, sent_at)
+        while len(self.overdue) > OVERDUE_MAX:
+            del self.overdue[next(iter(self.overdue))]
+        return self.take(number)
+
+    def clear(self) -> None:
+        """Nothing is awaited any more."""
+        for each in (self.probes, self.copies, self.overdue, self.relays):
+            each.clear()
 
     def add_relay(self, relay: Relay) -> int | None:
         """Remember a relayed ping; the number for it, or None with too many of them."""

@@ -18,9 +18,6 @@ RELAYED_MIN = 4
 """Probes in a row that only relays had answered, for a path to count as lost. With 10 % loss each way chance
 makes four of a million probes so."""
 
-JITTER_SHARE = 0.15
-"""The share of the probe timeout by which a round trip may exceed the usual one."""
-
 
 class Answer(enum.IntEnum):
     """How one probe was answered."""
@@ -28,13 +25,6 @@ class Answer(enum.IntEnum):
     IN_TIME = 0
     LATE = 1
     RELAYED = 2
-
-
-def is_resent_answered(seconds: float, usual_seconds: float | None, timeout_seconds: float) -> bool:
-    """Return whether an answer so long after a second ping may well be one to that ping, where a round trip
-    usually takes so long (None: it is not known)."""
-    usual = 0.0 if usual_seconds is None else usual_seconds
-    return 0.5 * usual <= seconds <= 1.5 * usual + JITTER_SHARE * timeout_seconds
 
 
 class Punctuality:

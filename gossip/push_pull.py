@@ -15,7 +15,7 @@ from random import Random
 from crypto.facts import Fact
 from crypto.identity import PeerId
 from gossip.member import Event, NeighbourhoodLookupWanted
-from gossip.messages import DIGESTS_MAX, Compare, Message, ScopedCompare, ScopedSync, Sync
+from gossip.messages import DIGESTS_MAX, ByStream, Compare, Message, ScopedCompare, ScopedSync, Sync
 from gossip.settings import Settings
 from gossip.state_table import MembershipState
 from gossip.view import Region, Scope
@@ -35,7 +35,7 @@ SEARCH_SYNCS_MAX = 16
 """Sync periods after which neighbours are looked for once more, though none are known to be missing: after
 each search that shows nobody new twice as many, where hundreds of others look, and tell whom they find."""
 
-Sends = list[tuple[PeerId, Message]]
+Sends = list[tuple[PeerId, Message | ByStream]]
 
 
 class Exchange:
@@ -90,7 +90,7 @@ class Exchange:
         self._seeds = tuple(seeds[:SEEDS_MAX])
         self._retry_seconds = JOIN_RETRY_INTERVALS * self._settings.probe_interval_seconds
         self.due = min(self.due, now + self._retry_seconds)
-        return self._ask_seeds()
+        return list(self._ask_seeds())
 
     def greet(self, sender: PeerId) -> Sends:
         """Ask a stranger who it is, and show one held for gone all that we hold, so that it refutes."""
@@ -173,7 +173,8 @@ class Exchange:
                 if self._table.live >= self._settings.scope_members_min:
                     self._search_syncs = min(2 * self._search_syncs, SEARCH_SYNCS_MAX)
                 self._search(self._scope.random_key(self._rng))
-        return sends + self._ask_seeds()
+        # A seed that did not answer may be one to which datagrams do not get through.
+        return sends + [(peer, ByStream(asked)) for peer, asked in self._ask_seeds()]
 
     def next_interval(self, now: float) -> None:
         """A probe interval has begun."""
@@ -224,7 +225,7 @@ class Exchange:
         self._served.append(sender)
         return True
 
-    def _ask_seeds(self) -> Sends:
+    def _ask_seeds(self) -> list[tuple[PeerId, Message]]:
         count = SEEDS_MAX if self._scope.whole else NEIGHBOURS_ASKED
         asked = self._seeds[:count]
         self._seeds = self._seeds[count:] + asked

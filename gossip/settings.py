@@ -22,6 +22,10 @@ class Settings:
     """An unanswered ping is followed by indirect ones after this. Above the usual round trip's 99th
     percentile. 0.45: memberlist's 0.5 less the room a relay needs within the interval of 1."""
 
+    probe_timeout_max_seconds: float = 2.0
+    """A member that answers more slowly, as measured, has its probes stretched until they wait for this long
+    (`gossip.round_trips`). At least the timeout; equal to it, nothing is stretched. 2: two satellite hops."""
+
     indirect_probes: int = 3
     """How many others are asked to ping a silent member. 0 trusts every lossy path; 3 is plenty."""
 
@@ -84,6 +88,7 @@ class Settings:
     def __post_init__(self) -> None:
         bounds = (
             (0 < 2 * self.probe_timeout_seconds < self.probe_interval_seconds, "0 < 2 * timeout < interval"),
+            (self.probe_timeout_max_seconds >= self.probe_timeout_seconds, "timeout at most its maximum"),
             (0 <= self.indirect_probes <= 16, "indirect_probes is 0-16"),
             (2 <= self.suspicion_multiplier <= 100, "suspicion_multiplier is 2-100"),
             (1 <= self.suspicion_max_multiplier <= 100, "suspicion_max_multiplier is 1-100"),
@@ -115,6 +120,7 @@ class Settings:
         return cls(
             probe_interval_seconds=0.2,
             probe_timeout_seconds=0.08,
+            probe_timeout_max_seconds=0.08,
             suspicion_multiplier=5.0,
             suspicion_max_multiplier=1.6,
             gossip_interval_seconds=0.05,
@@ -142,6 +148,7 @@ class Settings:
         return cls(
             probe_interval_seconds=5.0,
             probe_timeout_seconds=2.0,
+            probe_timeout_max_seconds=4.0,
             suspicion_multiplier=6.0,
             gossip_interval_seconds=0.5,
             gossip_fanout=4,

@@ -98,7 +98,9 @@ class MembershipState:
         self._settings = settings
         self._events = events
         self.peer = signer.peer
-        self.table = MemberTable(Row(self._own.alive(profile, incarnation), now, found_through=None), rng)
+        self.table = MemberTable(
+            Row(self._own.alive(profile, incarnation), now, found_through=None), rng, settings
+        )
         self.health = LocalHealth(settings.health_max)
         self.queue = news.Dissemination()
         self.candidates = Candidates(settings.members_max)

@@ -5,7 +5,8 @@ gossip timer of its own, the push-pull sync and the numbers are memberlist's. Wh
 believe stands in `gossip.state_table`, numbers in `gossip.settings`.
 
 Each probe interval one member is pinged, all in turn, in a new random order each round. Unanswered,
-it is pinged once more and through relays; unanswered again, it is suspected, which gossip spreads to
+it is pinged once more, once by a stream, as memberlist does, for networks that let no datagram through, and
+through relays; unanswered again, it is suspected, which gossip spreads to
 those who see the same. A suspect that answers, or refutes by a higher incarnation, is alive; else it is
 dead to all. Whoever comes as a stranger or from the dead is
 asked for its facts; one of whom others tell is pinged before it is listed (`gossip.candidates`).
@@ -31,6 +32,7 @@ from gossip.intake import JOBS_MAX, SLICE_PAUSE_SECONDS
 from gossip.member import CandidateFound, Event, Member, Profile, Status
 from gossip.messages import (
     Ack,
+    ByStream,
     Compare,
     Gossip,
     Message,
@@ -39,10 +41,11 @@ from gossip.messages import (
     PingRequest,
     ScopedCompare,
     ScopedSync,
+    StreamPing,
     Sync,
 )
-from gossip.probes import RELAY_PATIENCE, RELAYS_MAX, InFlightProbes, Kind, Probe, Relay
-from gossip.punctuality import Answer, is_resent_answered
+from gossip.probes import OVERDUE_MAX, RELAY_PATIENCE, RELAYS_MAX, InFlightProbes, Kind, Probe, Relay
+from gossip.punctuality import Answer
 from gossip.push_pull import Exchange
 from gossip.push_pull import Sends as Sends
 from gossip.settings import Settings
@@ -87,6 +90,7 @@ class Swim:
         "_slice_at",
         "_table",
         "_tick_at",
+        "_trips",
         "coordinates",
         "deadline",
         "events",
@@ -124,6 +128,7 @@ class Swim:
         self.coordinates = Coordinates(rng)
         self.punctuality = self._table.punctuality
         self._flight = InFlightProbes(rng.getrandbits(31))
+        self._trips = self._table.trips
         # Random phases, so that peers started together do not probe and sync in step.
         self._tick_at = now + rng.random() * settings.probe_interval_seconds
         sync_at = now + (0.5 + rng.random()) * settings.sync_interval_seconds
@@ -172,6 +177,8 @@ class Swim:
             "hints": (len(self._beliefs.hints), HINTS_MAX),
             "relays": (len(self._flight.relays), RELAYS_MAX),
             "marks": (len(self.punctuality), most),
+            "slow members": (len(self._trips), most),
+            "overdue pings": (len(self._flight.overdue), OVERDUE_MAX),
             "broadcasters": (len(self._beliefs.broadcasts), most),
         }
 
@@ -219,8 +226,7 @@ class Swim:
             return []
         fact = self._beliefs.leave(now)
         self._left = True
-        self._flight.probes.clear()
-        self._flight.relays.clear()
+        self._flight.clear()
         self._candidates.clear()
         self._beliefs.intake.clear()
         self._tick_at = self._exchange.due = self._broadcast_at = float("inf")
@@ -257,8 +263,9 @@ class Swim:
         if not self.scope.may_list(sender):
             raise RemoteProtocolError("a member without the swarm's proof of work")
         if self._left:
-            if isinstance(message, Ping):
-                return [(sender, Ack(message.number, self._beliefs.facts_for(sender)))]
+            if isinstance(message, Ping | StreamPing):
+                ack = Ack(message.number, self._beliefs.facts_for(sender))
+                return [(sender, ack if isinstance(message, Ping) else ByStream(ack))]
             return []
         if not self._beliefs.queue.waits and not self._candidates.rows:
             # By far the commonest: there is no news, neither here nor there.
@@ -298,9 +305,9 @@ class Swim:
 
     def _answer(self, now: float, sender: PeerId, message: Message) -> Sends:
         match message:
-            case Ping():
-                facts = self._beliefs.facts_for(sender)
-                answer: Sends = [(sender, Ack(message.number, facts, self.coordinates.here))]
+            case Ping() | StreamPing():
+                ack = Ack(message.number, self._beliefs.facts_for(sender), self.coordinates.here)
+                answer: Sends = [(sender, ack if isinstance(message, Ping) else ByStream(ack))]
                 return answer if self._table.is_live(sender) else answer + self._greet(now, sender)
             case Ack():
                 return self._receive_ack(now, sender, message)
@@ -322,14 +329,17 @@ class Swim:
 
     def _receive_ack(self, now: float, sender: PeerId, ack: Ack) -> Sends:
         number = ack.number
+        copy = self._flight.copies.get(number)
+        if copy is not None:
+            number = copy.number
         probe = self._flight.probes.get(number)
         if probe is not None and (sender == probe.target or sender in probe.relays):
-            del self._flight.probes[number]
-            if ack.here is not None and sender == probe.target and now < probe.timeout_at:
-                self.coordinates.learn(sender, ack.here, now - probe.sent_at)
+            self._flight.take(number)
+            if sender == probe.target and (copy is None or not copy.by_stream):
+                self._learn_trip(now, sender, ack, probe.sent_at if copy is None else copy.sent_at)
             if probe.kind == "candidate":
                 self._beliefs.admit(now, probe.target)
-            elif probe.kind != "dead" and not self._health.score:
+            elif probe.kind != "dead" and copy is None and not self._health.score:
                 self._note_answer(now, sender, probe)
             self._health.better()
             self._table.answered(probe.target)
@@ -345,19 +355,37 @@ class Swim:
         if relay is not None and sender == relay.target:
             del self._flight.relays[number]
             return [(relay.requester, Ack(relay.number, self._beliefs.facts_for(relay.requester)))]
-        return []
+        return self._receive_late(now, sender, number) if self._flight.overdue else []
+
+    def _receive_late(self, now: float, sender: PeerId, number: int) -> Sends:
+        """An answer to a probe that has failed: it lives, and is as far away as that."""
+        late = self._flight.overdue.get(number)
+        if late is None or late.target != sender:
+            return []
+        del self._flight.overdue[number]
+        if self._table.is_live(sender):
+            self._trips.learn(sender, now - late.sent_at)
+        if sender not in self._beliefs.suspicions:
+            return []
+        self._table.answered(sender)
+        told = self._beliefs.clear(now, sender, is_direct=True)
+        return [(peer, Gossip((fact,))) for peer, fact in told]
+
+    def _learn_trip(self, now: float, sender: PeerId, ack: Ack, sent_at: float) -> None:
+        """The target of a probe has answered the ping that was sent then, itself."""
+        seconds = now - sent_at
+        if self._table.is_live(sender):
+            self._trips.learn(sender, seconds)
+        if ack.here is not None and seconds < self._settings.probe_timeout_max_seconds:
+            self.coordinates.learn(sender, ack.here, seconds)
 
     def _note_answer(self, now: float, sender: PeerId, probe: Probe) -> None:
         """Mark a member that answers late, or only through others."""
         answer = Answer.IN_TIME
         if sender != probe.target:
             answer = Answer.RELAYED
-        elif now >= probe.timeout_at:
-            # Our second ping was sent then. An answer to that one means that the first was lost.
-            usual = self.coordinates.round_trip_seconds_to(sender)
-            if is_resent_answered(now - probe.timeout_at, usual, self._settings.probe_timeout_seconds):
-                return
-            answer = Answer.LATE
+        elif now - probe.sent_at >= self._settings.probe_timeout_seconds:
+            answer = Answer.LATE  # also where it may take so long
         if answer is not Answer.IN_TIME or len(self.punctuality):
             event = self.punctuality.note(probe.target, answer, now - probe.sent_at)
             if event is not None:
@@ -437,14 +465,18 @@ class Swim:
         sends: Sends = []
         for number, probe in list(self._flight.probes.items()):
             if probe.end_at <= now:
-                del self._flight.probes[number]
-                self._fail(now, probe)
+                self._fail(now, self._flight.fail(number))
             elif not probe.relayed and probe.timeout_at <= now:
                 probe.relayed = True
                 probe.relays = self._pick_relays(probe)
+                facts = self._beliefs.facts_for(probe.target)
                 if probe.kind != "candidate":
                     # Once more ourselves: what is lost on the way is no reason to ask others alone.
-                    sends.append((probe.target, Ping(number, self._beliefs.facts_for(probe.target))))
+                    again = self._flight.add_copy(number, now)
+                    sends.append((probe.target, Ping(again, facts)))
+                # Some networks let no datagram through, and streams.
+                again = self._flight.add_copy(number, now, by_stream=True)
+                sends.append((probe.target, ByStream(StreamPing(again, facts))))
                 for relay in probe.relays:
                     request = PingRequest(number, probe.target, self._beliefs.facts_for(relay))
                     sends.append((relay, request))
@@ -497,7 +529,8 @@ class Swim:
 
     def _probe(self, now: float, row: Row, kind: Kind = "round", *, relayed: bool = False) -> Sends:
         """Ping a member; `relayed`: no relays are to be asked if it does not answer."""
-        peer, patience = row.peer, self._health.multiplier
+        peer = row.peer
+        patience = self._health.multiplier * self._trips.stretch(peer)
         end_seconds = self._settings.probe_interval_seconds * patience
         timeout_at = now + self._settings.probe_timeout_seconds * patience
         probe = Probe(
@@ -531,16 +564,8 @@ class Swim:
             # Through relays only where it does not answer: whoever told of it may have a path that we lack.
             is_direct = candidate.tries == 1
             end_seconds = timeout_seconds if is_direct else self._settings.probe_interval_seconds
-            probe = Probe(
-                peer,
-                said.incarnation,
-                now,
-                now + timeout_seconds,
-                now + end_seconds,
-                end_seconds,
-                relayed=is_direct,
-                kind="candidate",
-            )
+            times = now, now + timeout_seconds, now + end_seconds, end_seconds
+            probe = Probe(peer, said.incarnation, *times, relayed=is_direct, kind="candidate")
             sends.append((peer, Ping(self._flight.add_probe(probe), self._beliefs.me.facts)))
         self._probe_at = now + SLICE_PAUSE_SECONDS
         return sends

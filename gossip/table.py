@@ -15,6 +15,8 @@ from crypto.identity import PeerId, short_peer
 from gossip.member import Member, Profile, Status
 from gossip.messages import AliveFact
 from gossip.punctuality import Punctuality
+from gossip.round_trips import RoundTrips
+from gossip.settings import Settings
 
 DIGEST_BYTES = 16
 
@@ -95,12 +97,14 @@ class MemberTable:
         "live",
         "punctuality",
         "rows",
+        "trips",
     )
 
-    def __init__(self, me: Row, rng: Random) -> None:
+    def __init__(self, me: Row, rng: Random, settings: Settings) -> None:
         self.rows: dict[PeerId, Row] = {me.peer: me}
         self.live = 1
         self.punctuality = Punctuality()
+        self.trips = RoundTrips(settings)
         self._me = me.peer
         self._rng = rng
         # Everyone but us, in the order of this round of probes; may name rows already forgotten.
@@ -134,6 +138,7 @@ class MemberTable:
         Who has come back was found anew."""
         if verdict is not None and verdict.status is not Status.SUSPECT:
             self.punctuality.forget(row.peer)
+            self.trips.forget(row.peer)
         return self._put(Row(row.said, now, found_through or row.found_through, verdict))
 
     def _put(self, row: Row) -> Row:
@@ -193,6 +198,7 @@ class MemberTable:
         del self.rows[peer]
         self._unanswered.pop(peer, None)
         self.punctuality.forget(peer)
+        self.trips.forget(peer)
         # A member may come back, and must then stand in the ring once.
         place = self._ring.index(peer) if peer in self._ring else None
         if place is not None:
@@ -229,6 +235,7 @@ class MemberTable:
             self.live -= self.rows.pop(peer).live
             self._unanswered.pop(peer, None)
             self.punctuality.forget(peer)
+            self.trips.forget(peer)
         self._digest = b""
         before = sum(peer in self.rows for peer in self._ring[: self._cursor])
         self._ring = [peer for peer in self._ring if peer in self.rows]

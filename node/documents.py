@@ -22,6 +22,13 @@ def reachability_document(found: events.ReachabilityFound | None) -> dict[str, A
     return {"reachable": found.reachable, "asked": found.asked, "of": found.of}
 
 
+def datagrams_document(found: events.DatagramsBlocked | None) -> dict[str, Any] | None:
+    """To how many members no datagram gets through; None while nothing of that was seen."""
+    if found is None:
+        return None
+    return {"blocked": [peer_text(peer) for peer in found.peers], "of": found.of}
+
+
 def fences_document(tried: events.FencesTried | None) -> dict[str, Any] | None:
     """What a stage's process is held to here; None before it was tried, and where nothing is computed."""
     if tried is None:

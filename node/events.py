@@ -82,6 +82,14 @@ class JoinTried(Event, frozen=True, kw_only=True):
     found_by: str = ""
 
 
+class DatagramsBlocked(Event, frozen=True, kw_only=True):
+    """To these of the `of` other members no datagram gets through; streams do, and are used. Empty: all is
+    well again."""
+
+    peers: tuple[PeerId, ...]
+    of: int
+
+
 class ReachabilityFound(Event, frozen=True, kw_only=True):
     """Others have tried to reach this node: yes, no, or not known yet. `asked` of `of` have tried."""
 

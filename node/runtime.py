@@ -37,6 +37,7 @@ from node.containment import cancelled_at_exit, contain, failures, is_alone, kee
 from node.content.blobs import BlobServer
 from node.control import CommandHandler, ControlServer
 from node.events import (
+    DatagramsBlocked,
     Event,
     MemberChanged,
     MemberJoined,
@@ -90,6 +91,8 @@ from node.transport.multicast import BEACON_PORT
 from node.transport.network import RealNetwork
 from partition.plan.rates import Calibration
 
+DATAGRAMS_SECONDS = 2.0
+"""How often it is looked to whom no datagram gets through."""
 INTERFACES_SECONDS = 5.0
 """How often this machine's addresses are looked at, which takes half a millisecond: a laptop that was carried
 away is found soon after."""
@@ -224,6 +227,7 @@ class Node(Surface):
                 nursery.start_soon(keep_running, "interfaces", self._watch_interfaces, self.network)
                 paths = PathComparison(self.network, self._clock, refuse=self._refuse, counters=self._refused)
                 nursery.start_soon(keep_running, "paths", paths.run, lambda: self.membership.live)
+                nursery.start_soon(keep_running, "datagrams", self._watch_datagrams, self.network)
             nursery.start_soon(
                 keep_running,
                 "reach",
@@ -542,6 +546,17 @@ class Node(Surface):
                 self._tell_places(None, 0)
             elif network.addresses != told:
                 self._tell_addresses()  # the same ones in another order: what others found still holds
+
+    async def _watch_datagrams(self, network: RealNetwork) -> None:
+        """Tell people to how many members no datagram gets through."""
+        told: tuple[PeerId, ...] = ()
+        while True:
+            await trio.sleep(DATAGRAMS_SECONDS)
+            live = [peer for peer in self.membership.live if peer != self.peer]
+            found = tuple(sorted(peer for peer in network.without_datagrams if peer in live))
+            if found != told:
+                told = found
+                self._publish(DatagramsBlocked(at=self._clock.wall(), peers=found, of=len(live)))
 
     def _reachability_found(self, verdict: bool | None, asked: int, found: tuple[Address, ...]) -> None:
         for address in found:

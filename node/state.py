@@ -107,6 +107,7 @@ class State:
     runs: Mapping[str, RunView] = field(default_factory=lambda: MappingProxyType({}))
     averaging: Mapping[str, AveragingView] = field(default_factory=lambda: MappingProxyType({}))
     reachability: events.ReachabilityFound | None = None
+    datagrams: events.DatagramsBlocked | None = None
     page: events.PageOpened | None = None
     offer: events.OfferChanged | None = None
     alerts: Mapping[tuple[str, str], events.AlertRaised] = field(default_factory=lambda: MappingProxyType({}))
@@ -174,6 +175,11 @@ def _(event: events.AlertCleared, state: State) -> State:
 def _(event: events.JoinTried, state: State) -> State:
     others = tuple(join for join in state.joins if join.address != event.address)
     return replace(state, joins=(*others, event)[-JOINS_MAX:])
+
+
+@_fold.register
+def _(event: events.DatagramsBlocked, state: State) -> State:
+    return replace(state, datagrams=event)
 
 
 @_fold.register

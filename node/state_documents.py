@@ -10,6 +10,7 @@ from crypto.identity import PeerId, peer_text
 from node import events
 from node.documents import (
     capacity_document,
+    datagrams_document,
     degraded_document,
     fences_document,
     join_document,
@@ -40,6 +41,7 @@ def status_document(state: State, now: float, counters: Mapping[str, int]) -> di
         "capacity": capacity_document(state.capacity),
         "fences": fences_document(state.fences),
         "reachability": reachability_document(state.reachability),
+        "datagrams": datagrams_document(state.datagrams),
         "offer": offer_document(state.offer),
         "page": state.page.address if state.page is not None else None,
         "alerts": [

@@ -29,6 +29,7 @@ from typing import Any
 from crypto.encoding import decode, encode
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import PeerId
+from gossip.messages import ByStream
 from node.services.driver import Core, Sends
 from sim.event_queue import Calendar
 from sim.network.clocks import LocalClock, SkewedCore, act
@@ -385,6 +386,9 @@ class Engine:
             return
         peer, place, wire, others, add = port.peer, port.place, port.wire, port.others, self._calendar.add
         latency_ticks, tick, number = links.latency_ticks, round(now * TICKS_PER_SECOND), self._number
+        if links.has_answers or any(type(message) is ByStream for _, message in sends):
+            self._send_with_care(now, port, sends)
+            return
         for receiver, message in sends:
             target = others.get(receiver)
             if target is None:
@@ -400,7 +404,9 @@ class Engine:
         """As the end of `_pass_on`, where more may happen to a message than that it takes its time."""
         peer, wire, carrier, add = port.peer, port.wire, self._carrier, self._calendar.add
         tick = round(now * TICKS_PER_SECOND)
-        for receiver, message in sends:
+        for receiver, sent in sends:
+            by_stream = type(sent) is ByStream
+            message = sent.message if by_stream else sent
             data = encode(message) if wire is not None or self._weighs else b""
             size_bytes = port.envelope_bytes + len(data)
             if self._weighs:
@@ -410,7 +416,7 @@ class Engine:
                 self._counts["missed"] += 1
                 continue
             payload = message if wire is None else data
-            trips = port.sender.trips(tick, target.place)
+            trips = port.sender.trips(tick, target.place, by_stream=by_stream)
             self._number += 1
             if carrier is None:
                 for trip in trips:

@@ -204,8 +204,10 @@ class SimNetworkFabric:
         key = (sender, protocol)
         self._traffic[key] = self._traffic.get(key, Traffic()) + Traffic(1, sent_bytes)
 
-    def post(self, sender: Sender, peer: PeerId, protocol: str, data: bytes) -> None:
-        """A datagram leaves."""
+    def post(
+        self, sender: Sender, peer: PeerId, protocol: str, data: bytes, *, by_stream: bool = False
+    ) -> None:
+        """A datagram leaves, or a message `by_stream`."""
         now = _now()
         own = sender.place
         self.count("sent")
@@ -216,7 +218,7 @@ class SimNetworkFabric:
             return
         target = self.links.at(peer)
         tick = round(now * TICKS_PER_SECOND)
-        trips = sender.trips(tick, target)
+        trips = sender.trips(tick, target, by_stream=by_stream)
         if self.links.is_limited:
             parcel = Parcel(own.peer, protocol, target.down, size_bytes, trips, self._land, (peer, data))
             self._carrier.send(now, own.up, parcel)
@@ -274,7 +276,7 @@ class SimNetwork(SingleHomed):
         self._counters: Counter[str] = Counter()
         self._inboxes: dict[str, SimInbox] = {}
         self._senders: dict[str, Sender] = {}
-        self._held: list[tuple[PeerId, str, bytes]] = []
+        self._held: list[tuple[PeerId, str, bytes, bool]] = []
         self._handlers = Handlers()
         self._known: dict[PeerId, None] = {}
         self._impostors: dict[PeerId, PeerId] = {}
@@ -363,7 +365,7 @@ class SimNetwork(SingleHomed):
         address = self._medium.homes.outside(peer)
         return None if address is None else address.host
 
-    def send(self, peer: PeerId, protocol: str, message: bytes) -> None:
+    def send(self, peer: PeerId, protocol: str, message: bytes, *, by_stream: bool = False) -> None:
         if len(message) > ONE_SHOT_BYTES_MAX:
             raise LocalProtocolError(f"{len(message)} bytes of {protocol}: open a stream for so much")
         if not self.alive:
@@ -372,17 +374,17 @@ class SimNetwork(SingleHomed):
             self._counters["messages_without_address"] += 1
             return
         if self.pace.still_until > _now():
-            self._held.append((peer, protocol, bytes(message)))
+            self._held.append((peer, protocol, bytes(message), by_stream))
             return
         self.send_held()
-        self._post(peer, protocol, bytes(message))
+        self._post(peer, protocol, bytes(message), by_stream)
 
     def send_held(self) -> None:
         """What was to be sent while the peer stood still leaves at the thaw."""
         if self._held and self.pace.still_until <= _now():
             held, self._held = self._held, []
-            for peer, protocol, message in held:
-                self._post(peer, protocol, message)
+            for each in held:
+                self._post(*each)
 
     def miss(self) -> None:
         """Forget what came when nobody was there."""
@@ -440,11 +442,11 @@ class SimNetwork(SingleHomed):
         self._known[sender] = None
         return True
 
-    def _post(self, peer: PeerId, protocol: str, message: bytes) -> None:
+    def _post(self, peer: PeerId, protocol: str, message: bytes, by_stream: bool) -> None:
         sender = self._senders.get(protocol)
         if sender is None:
             sender = self._senders[protocol] = self._medium.links.sender(self._peer, protocol)
-        self._medium.post(sender, peer, protocol, message)
+        self._medium.post(sender, peer, protocol, message, by_stream=by_stream)
 
     def _refuse(self, number: int) -> None:
         """Count `number` datagrams that came when nobody listened."""

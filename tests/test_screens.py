@@ -92,6 +92,8 @@ HISTORY: list[events.Event] = [
     events.ReachabilityFound(
         at=NOW - 7380, reachable=True, asked=3, of=3, addresses=("/ip4/192.168.1.20/tcp/9747",)
     ),
+    events.DatagramsBlocked(at=NOW - 7380, peers=(peer(1),), of=3),
+    events.DatagramsBlocked(at=NOW - 7380, peers=(), of=3),
     events.JoinTried(
         at=NOW - 7379,
         address="/dns/old-box/tcp/9747",
@@ -288,6 +290,8 @@ def test_the_screen_of_a_node() -> None:
         20:10:20   run fedcba98 ended with another result, efefefefefef, for ...2NASuq
         20:10:20   3 others could not reach this node: python -m node doctor
         20:10:20   others reach this node now
+        20:10:20   datagrams do not get through to 1 of 3 peers: by stream; python -m node doctor
+        20:10:20   datagrams get through to all peers again
         join  refused    old-box:9747   10.0.0.6 is up, but no node listens on port 9747
         20:16:40   lab-2 ...2NASuq joined (found through join)
         join  ok         10.0.0.2:97   lab-2 ...2NASuq  1.2 ms

@@ -88,6 +88,8 @@ class Sessions:
         self._peer = identity.peer
         self._entropy = entropy
         self._counters = Counter[str]() if counters is None else counters
+        self.unanswered: list[PeerId] = []
+        """Those of the last `wake` to whom two initiations and more have gone without an answer."""
         self._table = Table(swarm.secrets[0], entropy, self._counters)
         self._handshakes = Handshakes(
             identity,
@@ -140,6 +142,17 @@ class Sessions:
                     return [packet, *self._begin(now, state)]
                 return [packet]
         return self._queue(now, state, Request(name, payload, now + WAIT_SECONDS))
+
+    def knock(self, now: float, peer: PeerId) -> list[bytes]:
+        """Packets that try a handshake with a peer, none while one runs; nothing is delivered by it."""
+        state = self._table.peers.get(peer)
+        if state is None:
+            try:
+                state = self._table.meet(now, peer)
+            except RemoteProtocolError:
+                return []
+        self._table.touch(now, state)
+        return self._begin(now, state) if state.attempt is None else []
 
     def _queue(self, now: float, state: PeerState, request: Request) -> list[bytes]:
         self._table.put(state, request)
@@ -311,6 +324,7 @@ class Sessions:
         """Return what is to be sent, to whom, because it is time: handshakes again, signs of life. Of
         WAKEN_MAX peers; while more are due, `deadline` has come."""
         packets: list[tuple[PeerId, bytes]] = []
+        self.unanswered.clear()
         for state in islice(self._table.due(now), WAKEN_MAX):
             packets += [(state.peer, packet) for packet in self._tick(now, state)]
             if state.attempt is None and not state.queue and not state.sessions():
@@ -333,14 +347,7 @@ class Sessions:
             self._counters["silences_noticed"] += 1
             if state.attempt is None:
                 packets += self._handshakes.begin(now, state)
-        packets += self._handshakes.again(now, state)
-        attempt = state.attempt
-        if attempt is not None and attempt.retry_at <= now:
-            if state.queue:
-                packets += self._handshakes.begin(now, state)
-            else:
-                self._handshakes.end(state)
-                self._counters["initiations_unanswered"] += 1
+        packets += self._handshakes.again(now, state) + self._retry(now, state)
         if state.nudge_at <= now:
             state.nudge_at = NEVER
             packets += self._flush(now, state)
@@ -349,6 +356,19 @@ class Sessions:
         if state.queue and state.attempt is None:
             state.nudge_at = now + RETRY_SECONDS
         return packets
+
+    def _retry(self, now: float, state: PeerState) -> list[bytes]:
+        """An initiation has not been answered in its time: another one, if anything waits for it."""
+        attempt = state.attempt
+        if attempt is None or attempt.retry_at > now:
+            return []
+        if attempt.wait_seconds > RETRY_SECONDS:
+            self.unanswered.append(state.peer)
+        if state.queue:
+            return self._handshakes.begin(now, state)
+        self._handshakes.end(state)
+        self._counters["initiations_unanswered"] += 1
+        return []
 
     def _expire(self, state: PeerState, session: Session) -> None:
         self._table.sessions.pop(session.index, None)

@@ -153,6 +153,13 @@ class EventScreen:
             return [_at(event, "others reach this node now")]
         return []
 
+    def _datagrams(self, event: Event) -> list[str]:
+        if not event["peers"]:
+            return [_at(event, "datagrams get through to all peers again")]
+        count, of = len(event["peers"]), event["of"]
+        text = f"datagrams do not get through to {count} of {of} peers: by stream; python -m node doctor"
+        return [_at(event, text)]
+
     def _joined(self, event: Event) -> list[str]:
         self._names[event["peer"]] = event["name"]
         found = event["found_through"]
@@ -370,6 +377,7 @@ _RENDERERS = {
     "FencesTried": EventScreen._fences_tried,
     "JoinTried": EventScreen._join_tried,
     "ReachabilityFound": EventScreen._reachability,
+    "DatagramsBlocked": EventScreen._datagrams,
     "MemberJoined": EventScreen._joined,
     "MemberDegraded": EventScreen._degraded,
     "MemberSuspected": EventScreen._suspected,

@@ -68,6 +68,8 @@ def status_lines(document: Mapping[str, Any]) -> list[str]:
     lines += [labelled("listening", short_address(address)) for address in document["addresses"]]
     if document.get("reachability") is not None:
         lines.append(labelled("reachable", reachable_text(document["reachability"])))
+    if (datagrams := document.get("datagrams")) is not None and datagrams["blocked"]:
+        lines.append(labelled("datagrams", datagrams_text(datagrams)))
     if document["capacity"] is not None:
         lines += compute_lines(document["capacity"])
     if (place := document.get("place")) is not None and place["is_doubted"]:
@@ -115,6 +117,12 @@ def reachable_text(document: Mapping[str, Any]) -> str:
     if document["reachable"]:
         return "yes"
     return "no: no other node gets through to this one; to others it is a client of the record table"
+
+
+def datagrams_text(document: Mapping[str, Any]) -> str:
+    """Return the text for `datagrams` in a status document."""
+    blocked, of = len(document["blocked"]), document["of"]
+    return f"do not get through to {blocked} of {of} peers: streams are used; let UDP of the port through"
 
 
 def table_text(document: Mapping[str, Any]) -> str:

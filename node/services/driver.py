@@ -13,6 +13,7 @@ import trio
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
+from gossip.messages import ByStream
 from node.containment import note
 from node.seams import Clock, Network
 
@@ -112,4 +113,7 @@ class Driver:
             except Exception as error:  # the messages, and the other events, have to go out
                 note(error, f"core {self.protocol}: an event")
         for peer, message in sends:
-            self._network.send(peer, self.protocol, encode(message))
+            if isinstance(message, ByStream):
+                self._network.send(peer, self.protocol, encode(message.message), by_stream=True)
+            else:
+                self._network.send(peer, self.protocol, encode(message))

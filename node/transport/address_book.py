@@ -13,6 +13,7 @@ out those of the source that has most of them. Which claims are tried at all, an
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from crypto.contact import ADDRESSES_MAX, Address
 from crypto.crowds import Crowd
@@ -142,6 +143,11 @@ class AddressBook:
         if entry.observed is not None:
             return entry.observed.host
         return entry.proved[0].host if entry.proved else None
+
+    def heard_at(self, peer: PeerId) -> float:
+        """Return when an authentic datagram of this peer came last; minus infinity for never."""
+        entry = self._met.get(peer, _NOTHING)
+        return -inf if entry.observed is None else entry.observed_at
 
     def at(self, address: Address) -> list[PeerId]:
         """Those whose packets came from there last."""

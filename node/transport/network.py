@@ -25,6 +25,7 @@ from node.seams import MESSAGE_BYTES_USUAL, USUAL_STREAMS, Clock, Handler, Strea
 from node.transport.address_book import AddressBook
 from node.transport.address_policy import AddressPolicy, Place
 from node.transport.connections import Connections
+from node.transport.datagram_paths import DatagramPaths
 from node.transport.handshake import Credentials, default_suites
 from node.transport.inbox import QueueInbox
 from node.transport.interfaces import read_interfaces
@@ -32,6 +33,7 @@ from node.transport.listen import Bound, bind_all
 from node.transport.multicast import Multicast
 from node.transport.pace import Paces
 from node.transport.router import ONE_SHOT_BYTES_MAX, ONE_SHOT_SECONDS, Router
+from node.transport.short_messages import ShortMessages
 from node.transport.sockets import UdpSockets
 from node.transport.streams import SecureStream
 from node.transport.udp import Datagrams
@@ -97,6 +99,14 @@ class RealNetwork:
             ONE_SHOT_QUEUE_MAX
         )
         self._one_shot_bytes = 0
+        self._paths = DatagramPaths()
+        self._router.streamed = self._streamed
+        self._short = ShortMessages(
+            self._connections.send,
+            self._counters,
+            sent=self._paths.streamed,
+            failed=lambda peer: self._paths.failed(peer, clock.monotonic()),
+        )
         self.closed: Callable[[PeerId], None] | None = None
         """Told of each peer of which its host says that no process listens where it was."""
         self.ports: tuple[int, ...] = ()
@@ -123,6 +133,11 @@ class RealNetwork:
     @property
     def counters(self) -> Mapping[str, int]:
         return self._counters
+
+    @property
+    def without_datagrams(self) -> tuple[PeerId, ...]:
+        """Peers to which no datagram gets through, and streams do."""
+        return self._paths.blocked
 
     @property
     def local(self) -> Multicast | None:
@@ -187,7 +202,7 @@ class RealNetwork:
     def handle(self, protocol: str, handler: Handler, limits: StreamLimits = USUAL_STREAMS) -> None:
         self._router.handle(protocol, handler, limits)
 
-    def send(self, peer: PeerId, protocol: str, message: bytes) -> None:
+    def send(self, peer: PeerId, protocol: str, message: bytes, *, by_stream: bool = False) -> None:
         """As the seam says; LocalProtocolError for a message of more than `router.ONE_SHOT_BYTES_MAX`."""
         if len(message) > ONE_SHOT_BYTES_MAX:
             raise LocalProtocolError(f"{len(message)} bytes of {protocol}: open a stream for so much")
@@ -199,6 +214,10 @@ class RealNetwork:
             self._counters["messages_without_address"] += 1
         elif len(message) > payload_bytes_max(protocol):
             self._queue_one_shot(peer, protocol, message)
+        elif by_stream or self._paths.is_by_stream(peer, now):
+            self._short.put(peer, protocol, message)
+            if self._paths.knocks(peer, now):
+                self._datagrams.knock(now, peer, self._book.for_datagram(peer, now))
         elif not (addresses := self._book.for_datagram(peer, now)):
             self._counters["messages_held_back"] += 1
         elif not self._datagrams.send(now, peer, protocol, message, addresses):
@@ -249,8 +268,9 @@ class RealNetwork:
             self._clock,
             self._counters,
             where=self._book.for_datagram,
-            heard=self._book.observe,
+            heard=self._heard,
             arrived=self._arrived,
+            unanswered=self._no_answer,
         )
         try:
             self._datagrams = datagrams
@@ -262,6 +282,7 @@ class RealNetwork:
                         nursery.start_soon(datagrams.receive_forever)
                         nursery.start_soon(datagrams.wake_forever)
                         await nursery.start(self._connections.listen, [each.tcp for each in bound])
+                        nursery.start_soon(self._short.run)
                         for _ in range(ONE_SHOT_SENDERS):
                             nursery.start_soon(self._send_one_shots)
                         if self._beacon_port is not None:
@@ -280,6 +301,18 @@ class RealNetwork:
 
     def _arrived(self, datagram: Datagram) -> None:
         self._router.deliver(datagram.sender, datagram.protocol, datagram.payload)
+
+    def _heard(self, peer: PeerId, address: Address, now: float) -> None:
+        self._book.observe(peer, address, now)
+        self._paths.heard(peer)
+
+    def _streamed(self, peer: PeerId) -> None:
+        self._paths.asked(peer, self._clock.monotonic(), self._book.heard_at(peer))
+
+    def _no_answer(self, peer: PeerId, now: float) -> None:
+        """Handshakes by datagram lead to nothing; by a stream only one is asked that has answered before."""
+        if self._book.host_of(peer) is not None or self._paths.has_asked(peer):
+            self._paths.unanswered(peer, now)
 
     def _found_closed(self, address: Address) -> None:
         if self.closed is not None:

@@ -6,7 +6,7 @@ writes does not reach a screen.
 """
 
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import Annotated, Literal
 
 import msgspec
@@ -16,6 +16,7 @@ from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, short_peer
 from crypto.protocols import PROTOCOL_BYTES_MAX, protocol_bytes
+from crypto.sessions.packets import payload_bytes_max
 from dht.work import WORK_BITS_MAX, has_work, work_of
 from node.errors import StreamClosed, Unreachable
 from node.seams import USUAL_STREAMS, Handler, StreamLimits
@@ -126,6 +127,8 @@ class Router:
         self._promised: dict[Connection, str] = {}
         self._inboxes: dict[str, QueueInbox] = {}
         self.alarm = Alarm()
+        self.streamed: Callable[[PeerId], None] | None = None
+        """Told of each peer from which a message came by a stream that would have fitted a datagram."""
 
     def handle(self, protocol: str, handler: Handler, limits: StreamLimits = USUAL_STREAMS) -> None:
         """Serve streams of `protocol`; LocalProtocolError if somebody does already."""
@@ -208,6 +211,8 @@ class Router:
         if not isinstance(received, tuple):
             self._counters["messages_cut_short"] += 1
             return False
+        if self.streamed is not None and len(received[0]) <= payload_bytes_max(protocol):
+            self.streamed(connection.peer)
         self.deliver(connection.peer, protocol, received[0])
         return True
 

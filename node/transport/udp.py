@@ -23,7 +23,8 @@ FAILED_SECONDS = 1.0
 
 class Datagrams:
     """`where(peer, now)` says where to send; `heard(peer, source, now)` is called for each newest authentic
-    packet, whatever was in it; `arrived(datagram)` for each message."""
+    packet, whatever was in it; `arrived(datagram)` for each message; `unanswered(peer, now)` where handshakes
+    lead to nothing."""
 
     def __init__(
         self,
@@ -34,6 +35,7 @@ class Datagrams:
         where: Callable[[PeerId, float], Sequence[Address]],
         heard: Callable[[PeerId, Address, float], None],
         arrived: Callable[[Datagram], None],
+        unanswered: Callable[[PeerId, float], None],
     ) -> None:
         self._sockets = sockets
         self._sessions = sessions
@@ -42,6 +44,7 @@ class Datagrams:
         self._where = where
         self._heard = heard
         self._arrived = arrived
+        self._unanswered = unanswered
         self._sleep = trio.CancelScope()
         self._wakes_at = inf
 
@@ -59,6 +62,14 @@ class Datagrams:
         self._wake_in_time()
         return True
 
+    def knock(self, now: float, peer: PeerId, addresses: Sequence[Address]) -> None:
+        """Try whether datagrams get through to a peer."""
+        routes = self._routes(addresses)
+        for packet in self._sessions.knock(now, peer) if routes else ():
+            for route in routes:
+                self._sockets.send(packet, route)
+        self._wake_in_time()
+
     async def receive_forever(self) -> None:
         """Until cancelled."""
         await self._sockets.receive_forever(DATAGRAM_BYTES_MAX, self._take, self._wake_in_time)
@@ -74,6 +85,8 @@ class Datagrams:
                 for peer, packet in self._sessions.wake(now):
                     for route in self._routes(self._where(peer, now)):
                         self._sockets.send(packet, route)
+                for peer in self._sessions.unanswered:
+                    self._unanswered(peer, now)
             if part.error is not None:
                 await trio.sleep(FAILED_SECONDS)
 

@@ -15,7 +15,7 @@ from sim.events import PeerFrozen, PeerStarted, PeerStopped
 from sim.observers import Observed, World
 from sim.scenario import Scenario
 
-_DISTURBING = ("partition", "one-way", "freeze", "loss")
+_DISTURBING = ("partition", "one-way", "no-datagrams", "freeze", "loss")
 _SPREAD_SECONDS = 5.0
 """Gossip reaches thousands within a few rounds of at most half a second each."""
 

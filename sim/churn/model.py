@@ -54,15 +54,27 @@ class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `versions` where these are given, chosen by the seed.
 
     partition: they are cut off from the others for `lasts_seconds`. one-way: others hear them, they hear
-    nobody. crash, leave: they stop, and start again after `lasts_seconds` (0: never). join: so many of those
-    that were kept back until now start, within `lasts_seconds` (a flash crowd). freeze: they stand still for
+    nobody. no-datagrams: no datagram goes to them or from them for `lasts_seconds`, and streams do. crash,
+    leave: they stop, and start again after `lasts_seconds` (0: never). join: so many of those that were kept
+    back until now start, within `lasts_seconds` (a flash crowd). freeze: they stand still for
     `lasts_seconds`. slow: computing takes `factor` times as long for `lasts_seconds`. restart: as crash, and
     back at once under `version`, if it is given only those that do not run it yet. loss: this share of their
     messages is lost for `lasts_seconds`.
     """
 
     at_seconds: Seconds
-    kind: Literal["partition", "one-way", "crash", "leave", "join", "freeze", "slow", "restart", "loss"]
+    kind: Literal[
+        "partition",
+        "one-way",
+        "no-datagrams",
+        "crash",
+        "leave",
+        "join",
+        "freeze",
+        "slow",
+        "restart",
+        "loss",
+    ]
     share: Share = 0.5
     regions: tuple[str, ...] = ()
     versions: tuple[str, ...] = ()

@@ -15,6 +15,7 @@ from hashlib import blake2b
 
 from crypto.errors import LocalProtocolError
 from crypto.identity import PeerId
+from node.transport.datagram_paths import ANSWER_SECONDS
 from sim.network.clocks import LocalClock
 from sim.network.instants import TICKS_PER_SECOND, ticks
 from sim.network.model import NetworkModel
@@ -26,6 +27,12 @@ _MESSAGE = struct.Struct("<QI")
 _RANGE = 2.0**32
 _SPREAD = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
+STREAM_TRIPS = 7
+"""One-way trips of a single message by a stream: two of TCP's handshake, two of Noise's, the hello, its
+answer, and the message."""
+_ANSWER_TICKS = round(ANSWER_SECONDS * TICKS_PER_SECOND)
+_ANSWERS_KEPT = 4_096
+"""Pairs of peers, after which those whose time is over are looked for."""
 _BITS = 32
 """The bits of a drawn figure. `_SPREAD` is odd: multiplied by it, a random 64-bit number has a random upper
 half."""
@@ -57,8 +64,18 @@ class Links:
         self._blocked: dict[PeerId, dict[PeerId, None]] = {}
         self._lossy: dict[PeerId, float] = {}
         self._deaf: dict[PeerId, None] = {}
+        self._mute: dict[PeerId, None] = {}
+        # From which ticks on what one peer sends to another by a protocol goes by a stream, for a moment.
+        self._answers: dict[tuple[PeerId, PeerId, str], tuple[int, ...]] = {}
+        # What arrives by a stream at a peer behind a translator, or from one.
+        self._by_stream: set[tuple[PeerId, PeerId, int]] = set()
         self._is_parted = False
         self.is_even = not self._fates_differ and not self.has_translators
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether anything is to be answered by a stream."""
+        return bool(self._answers)
 
     # Where peers are.
 
@@ -132,6 +149,15 @@ class Links:
             del self._blocked[one]
         self._look()
 
+    def block_datagrams(self, peer: PeerId, *, blocked: bool = True) -> None:
+        """No datagram goes from or to the peer any more, and streams do; or datagrams do again."""
+        self.at(peer).has_datagrams = not blocked
+        if blocked:
+            self._mute[peer] = None
+        else:
+            self._mute.pop(peer, None)
+        self._look()
+
     def deafen(self, peer: PeerId, *, deaf: bool = True) -> None:
         """Others hear the peer, it hears nobody; or it does again."""
         self.at(peer).deaf = deaf
@@ -170,6 +196,10 @@ class Links:
 
     def lets_in(self, one: PeerId, other: PeerId, now: float) -> bool:
         """A datagram of `one` comes to `other` at the instant `now`: whether the translators let it pass."""
+        arrival = (one, other, round(now * TICKS_PER_SECOND))
+        if arrival in self._by_stream:
+            self._by_stream.remove(arrival)
+            return True
         before, behind = self.at(one).nat, self.at(other).nat
         if (before is not None and not before.lets_out()) or (
             behind is not None and not behind.lets_in(one, now)
@@ -182,7 +212,9 @@ class Links:
 
     def fate(self, name: bytes, sender: Place, receiver: Place, tick: int, count: int) -> tuple[int, ...]:
         """Return how long each copy of one message travels, in ticks; none for one that never arrives."""
-        if self._is_parted and not self.connects(sender, receiver):
+        if self._is_parted and not (
+            self.connects(sender, receiver) and sender.has_datagrams and receiver.has_datagrams
+        ):
             self.counters["cut"] += 1
             return ()
         # As `latency_ticks`, for each message there is.
@@ -210,6 +242,38 @@ class Links:
         other = latency + (twin_jitter * self._jitter_ticks >> _BITS)
         return (trip, other if other != trip else trip + 1)
 
+    def by_stream(self, sender: Place, receiver: Place, tick: int) -> tuple[int, ...]:
+        """Return how long one message by a stream travels, in ticks; none where no stream can be opened, as
+        where every packet is lost."""
+        if not (
+            self.connects(sender, receiver)
+            and self.connects(receiver, sender)
+            and self._kept_range * sender.kept_share * receiver.kept_share
+            and self.may_open(receiver.peer, tick / TICKS_PER_SECOND)
+        ):
+            self.counters["cut"] += 1
+            return ()
+        there, back = self.latency_ticks(sender, receiver), self.latency_ticks(receiver, sender)
+        trip = max(1, (STREAM_TRIPS + 1) // 2 * there + STREAM_TRIPS // 2 * back)
+        if self.has_translators:
+            self._by_stream.add((sender.peer, receiver.peer, tick + trip))
+        return (trip,)
+
+    def expect_answer(self, sender: PeerId, receiver: PeerId, protocol: str, tick: int, arrival: int) -> None:
+        """From `arrival` on, for a moment, what `sender` sends to `receiver` goes by a stream: it answers
+        something that came by one where datagrams do not get through."""
+        over = tick - _ANSWER_TICKS
+        if len(self._answers) >= _ANSWERS_KEPT:
+            self._answers = {key: begun for key, begun in self._answers.items() if begun[-1] >= over}
+        key = sender, receiver, protocol
+        kept = (begun for begun in self._answers.get(key, ()) if begun >= over)
+        self._answers[key] = (*kept, arrival)
+
+    def answers_by_stream(self, sender: PeerId, receiver: PeerId, protocol: str, tick: int) -> bool:
+        """Return whether what is sent now answers something that came by a stream."""
+        found = self._answers.get((sender, receiver, protocol), ())
+        return any(0 <= tick - begun <= _ANSWER_TICKS for begun in found)
+
     def _settle(self, peer: PeerId, who: int | bytes) -> Place:
         place = self._places[peer] = Place(peer, self.model, self._seed, who)
         place.sides = tuple(split.get(peer) for split in self._splits.values())
@@ -222,27 +286,36 @@ class Links:
         self._look()
 
     def _look(self) -> None:
-        self._is_parted = bool(self._splits or self._blocked or self._deaf)
+        self._is_parted = bool(self._splits or self._blocked or self._deaf or self._mute)
         self.is_even = not (self._fates_differ or self.has_translators or self._is_parted or self._lossy)
 
 
 class Sender:
     """What one peer sends by one protocol."""
 
-    __slots__ = ("_counts", "_first", "_links", "_name", "_tick", "place")
+    __slots__ = ("_counts", "_first", "_links", "_name", "_protocol", "_tick", "place")
 
     def __init__(self, links: Links, place: Place, protocol: str, seed: int) -> None:
         self.place = place
         self._links = links
+        self._protocol = protocol
         self._name = draw(seed, "fate", place.peer, protocol)[:32]
         # To whom messages left at the latest tick: the first of them, and how many to each of the others.
         self._tick = -1
         self._first = place
         self._counts: dict[PeerId, int] | None = None
 
-    def trips(self, tick: int, receiver: Place) -> tuple[int, ...]:
-        """One datagram leaves for `receiver` at the instant of this tick: how long each copy of it travels,
-        in ticks. None of them, if it never arrives."""
+    def trips(self, tick: int, receiver: Place, *, by_stream: bool = False) -> tuple[int, ...]:
+        """One message leaves for `receiver` at the instant of this tick, as a datagram or `by_stream`: how
+        long each copy of it travels, in ticks. None of them, if it never arrives."""
+        links, own = self._links, self.place
+        if by_stream:
+            trips = links.by_stream(own, receiver, tick)
+            for trip in () if own.has_datagrams and receiver.has_datagrams else trips:
+                links.expect_answer(receiver.peer, own.peer, self._protocol, tick, tick + trip)
+            return trips
+        if links.has_answers and links.answers_by_stream(own.peer, receiver.peer, self._protocol, tick):
+            return links.by_stream(own, receiver, tick)
         nat = self.place.nat
         if nat is not None:
             nat.sent(receiver.peer, tick / TICKS_PER_SECOND)

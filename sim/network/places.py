@@ -27,7 +27,8 @@ class Place:
     that is on; `kept_share` the share of messages that its own connection does not lose."""
 
     __slots__ = (
-        "access", "clock", "deaf", "down", "kept_share", "key", "nat", "peer", "region", "sides", "up"
+        "access", "clock", "deaf", "down", "has_datagrams", "kept_share", "key", "nat", "peer", "region",
+        "sides", "up",
     )  # fmt: skip
 
     def __init__(self, peer: PeerId, model: NetworkModel, seed: int, who: int | bytes) -> None:
@@ -44,6 +45,7 @@ class Place:
         self.kept_share = 1.0 - access.loss if access.loss else 1.0  # one object for most
         self.sides: tuple[int | None, ...] = ()
         self.deaf = False
+        self.has_datagrams = True
         self.nat = None if access.nat == "none" else Translator(access.nat)
         up, down = access.up_mbit_per_second, access.down_mbit_per_second
         wait = access.queue_seconds

@@ -242,6 +242,9 @@ class CoresWorld:
         self.links.deafen(self.peers[number], deaf=deaf)
         self.training.network_changed()
 
+    def block_datagrams(self, number: int, blocked: bool) -> None:
+        self.links.block_datagrams(self.peers[number], blocked=blocked)
+
     def lose(self, number: int, loss: float) -> None:
         self.links.disturb(self.peers[number], loss)
 

@@ -40,6 +40,9 @@ class Directed(Protocol):
     def deafen(self, number: int, deaf: bool) -> None:
         """From now on nothing arrives at this peer, or everything again."""
 
+    def block_datagrams(self, number: int, blocked: bool) -> None:
+        """From now on no datagram goes from or to this peer, and streams do; or datagrams do again."""
+
     def lose(self, number: int, loss: float) -> None:
         """From now on so large a share of this peer's messages is lost besides."""
 
@@ -172,6 +175,8 @@ class Direction:
                 active.remove(disturbance)
             if kind == "one-way":
                 world.deafen(number, bool(active))
+            elif kind == "no-datagrams":
+                world.block_datagrams(number, bool(active))
             elif kind == "slow":
                 world.slow(number, prod(one.factor for one in active))
             else:

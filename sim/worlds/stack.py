@@ -327,6 +327,9 @@ class StackWorld:
         self.links.deafen(self.peers[number], deaf=deaf)
         self.medium.look_at_streams()
 
+    def block_datagrams(self, number: int, blocked: bool) -> None:
+        self.links.block_datagrams(self.peers[number], blocked=blocked)
+
     def lose(self, number: int, loss: float) -> None:
         self.links.disturb(self.peers[number], loss)
 

@@ -15,7 +15,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact
 from crypto.identity import PeerId
 from gossip.member import Event, Member, Profile, Status
-from gossip.messages import MESSAGE_BYTES_MAX, Message
+from gossip.messages import MESSAGE_BYTES_MAX, ByStream, Message
 from gossip.settings import Settings
 from gossip.swim import Sends, Swim
 from gossip.view import Place
@@ -50,8 +50,13 @@ def profile_of(number: int, metadata: bytes = b"") -> Profile:
     return Profile(f"n{number}", (Address("ip4", "127.0.0.1", 1000 + number),), metadata)
 
 
+Arrival = tuple[PeerId, bytes, bool]
+"""From whom, what, and whether by a stream."""
+
+
 class Swarm:
-    """Cores by number. `blocked(a, b)` says whether a datagram from a to b is lost for certain."""
+    """Cores by number. `blocked(a, b)` says whether whatever goes from a to b is lost for certain, and
+    `without_datagrams(a, b)` whether a datagram is. What comes by a stream is answered by one."""
 
     place: Place | None = None
 
@@ -66,9 +71,11 @@ class Swarm:
         self.trace: list[str] = []
         self.sent_bytes = 0
         self.blocked: Callable[[int, int], bool] = lambda _a, _b: False
+        self.without_datagrams: Callable[[int, int], bool] = lambda _a, _b: False
         self.stalled: dict[int, float] = {}
-        self._heap: list[tuple[float, int, int, tuple[PeerId, bytes] | None]] = []
+        self._heap: list[tuple[float, int, int, Arrival | None]] = []
         self._order = itertools.count()
+        self._answered: PeerId | None = None
         for number in range(count):
             self.start(number)
 
@@ -106,16 +113,19 @@ class Swarm:
             self.events[number].append(event)
             self.trace.append(f"{self.now:.6f} {number} {event}")
         self.cores[number].events.clear()
-        for peer, message in sends:
-            data = encode(message)
+        for peer, sent in sends:
+            by_stream = isinstance(sent, ByStream) or peer == self._answered
+            data = encode(sent.message if isinstance(sent, ByStream) else sent)
             self.sent_bytes += len(data)
             target = self.numbers.get(peer)
             if target is None or self.blocked(number, target):
                 continue
             # What does not fit a datagram goes by a stream, which does not lose.
-            if len(data) <= DATAGRAM_BYTES_MAX and self.rng.random() < self.loss:
+            by_stream = by_stream or len(data) > DATAGRAM_BYTES_MAX
+            if not by_stream and (self.without_datagrams(number, target) or self.rng.random() < self.loss):
                 continue
-            self._push(self.now + 0.0005 + self.rng.random() * 0.002, target, (peer_of(number), data))
+            arrival = peer_of(number), data, by_stream
+            self._push(self.now + 0.0005 + self.rng.random() * 0.002, target, arrival)
         self._arm(number)
 
     def run(self, seconds: float) -> None:
@@ -129,7 +139,10 @@ class Swarm:
                 self._push(self.stalled[number], number, arrival)
             elif arrival is not None:
                 message: Any = decode(arrival[1], Message, bytes_max=MESSAGE_BYTES_MAX)
-                self.send(number, core.receive(self.now, arrival[0], message))
+                sends = core.receive(self.now, arrival[0], message)
+                self._answered = arrival[0] if arrival[2] else None
+                self.send(number, sends)
+                self._answered = None
             elif core.deadline <= self.now:
                 self.send(number, core.wake(self.now))
         self.now = until
@@ -161,5 +174,5 @@ class Swarm:
         if self.cores[number].deadline < float("inf"):
             self._push(max(self.cores[number].deadline, self.now), number, None)
 
-    def _push(self, when: float, number: int, arrival: tuple[PeerId, bytes] | None) -> None:
+    def _push(self, when: float, number: int, arrival: Arrival | None) -> None:
         heapq.heappush(self._heap, (when, next(self._order), number, arrival))

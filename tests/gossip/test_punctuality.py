@@ -1,11 +1,13 @@
 """Members that answer late or only through others: marked at those who see it, and alive everywhere."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossip.member import Condition, MemberDegraded, MemberDown, MemberRecovered, Status
-from gossip.messages import Ack
+from gossip.member import Condition, MemberDegraded, MemberDown, MemberRecovered, MemberSuspected, Status
+from gossip.messages import Ack, ByStream
 from gossip.punctuality import LATE_MIN, RECENT, RELAYED_MIN, Answer, Punctuality
+from gossip.round_trips import RoundTrips
 from gossip.settings import Settings
 from gossip.swim import Sends
 from tests.gossip.swarm import Swarm, peer_of
@@ -20,7 +22,8 @@ class SlowAnswers(Swarm):
     delay = 0.0
 
     def send(self, number: int, sends: Sends) -> None:
-        late = [row for row in sends if number == self.slow and self.delay and isinstance(row[1], Ack)]
+        acks = [row for row in sends if isinstance(row[1], Ack | ByStream)]
+        late = acks if number == self.slow and self.delay else []
         super().send(number, [row for row in sends if row not in late])
         if late:
             begun, self.now = self.now, self.now + self.delay
@@ -48,6 +51,37 @@ def test_a_member_that_answers_late_is_degraded_with_its_rate_and_then_recovers(
     swarm.run(60)
     assert marks(swarm, 1)[-1] == MemberRecovered(peer_of(0))
     assert not any(isinstance(event, MemberDown) for events in swarm.events.values() for event in events)
+
+
+@pytest.mark.parametrize("delay", [0.6, 0.95, 1.3])
+def test_a_member_far_away_is_probed_with_patience_and_suspected_no_more(delay: float) -> None:
+    swarm = SlowAnswers(4, LAN, loss=0.02)
+    swarm.delay = delay
+    swarm.run(60)
+    settled = [len(swarm.events[number]) for number in (1, 2, 3)]
+    swarm.run(600)
+    for number, known in zip((1, 2, 3), settled, strict=True):
+        later = swarm.events[number][known:]
+        assert not [event for event in later if isinstance(event, MemberSuspected | MemberDown)]
+    swarm.kill(0)
+    took = swarm.run_until(lambda: swarm.all_see(0, Status.DEAD), at_most=60)
+    assert took > 0
+
+
+def test_presets_of_one_machine_stretch_nothing_and_forget_nobody() -> None:
+    for settings in (Settings.local(), Settings.host()):
+        trips = RoundTrips(settings)
+        trips.learn(peer_of(1), 5.0)
+        assert trips.stretch(peer_of(1)) == 1.0
+    trips = RoundTrips(LAN)
+    for _ in range(9):
+        trips.learn(peer_of(1), 0.001)
+    assert (trips.stretch(peer_of(1)), len(trips)) == (1.0, 0)
+    trips.learn(peer_of(1), 9.0)
+    assert trips.stretch(peer_of(1)) == LAN.probe_timeout_max_seconds / LAN.probe_timeout_seconds
+    for _ in range(60):
+        trips.learn(peer_of(1), 0.001)
+    assert len(trips) == 0
 
 
 def test_a_member_without_a_path_is_not_dead_and_is_called_so() -> None:

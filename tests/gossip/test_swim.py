@@ -51,6 +51,25 @@ def test_a_member_is_listed_with_who_told_of_it_and_this_peer_with_nobody() -> N
     assert view[0].found_through in {peer_of(number) for number in range(4)}
 
 
+@pytest.mark.parametrize("settings", [LOCAL, Settings.lan()], ids=["local", "lan"])
+def test_a_probe_without_datagrams_is_answered_by_stream_and_nobody_is_suspected(settings: Settings) -> None:
+    swarm = settled(4, settings)
+    swarm.without_datagrams = lambda one, other: {one, other} == {0, 1}
+    swarm.run(300 * settings.probe_interval_seconds)
+    kinds = MemberSuspected | MemberDown
+    assert not [event for events in swarm.events.values() for event in events if isinstance(event, kinds)]
+    swarm.kill(1)
+    swarm.run_until(lambda: swarm.all_see(1, Status.DEAD), at_most=60 * settings.probe_interval_seconds)
+
+
+def test_two_members_without_any_datagrams_stay_alive() -> None:
+    swarm = settled(2)
+    swarm.without_datagrams = lambda _one, _other: True
+    swarm.run(60)
+    assert swarm.converged()
+    assert [type(event) for event in swarm.events[0]] == [MemberUp]
+
+
 @pytest.mark.parametrize("count", [2, 3, 5, 8])
 def test_a_killed_member_is_found_by_all_within_one_to_two_seconds(count: int) -> None:
     for seed in range(5):

@@ -27,7 +27,7 @@ SCENARIO = Scenario(
     name="agreement",
     about="",
     nodes=6,
-    seconds=50.0,
+    seconds=54.0,
     signatures="ed25519",
     membership=Membership(preset="local"),
     records=Records(stores_per_second=0.2, lookups_per_second=0.5),
@@ -41,6 +41,7 @@ SCENARIO = Scenario(
         Event(at_seconds=36.5, kind="one-way", share=0.2, lasts_seconds=3.0),
         Event(at_seconds=42.6, kind="restart", share=0.4),
         Event(at_seconds=45.7, kind="loss", share=0.5, loss=0.4, lasts_seconds=3.0),
+        Event(at_seconds=49.0, kind="no-datagrams", share=0.4, lasts_seconds=4.0),
     ),
 )
 NETWORKS = {

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import trio
 
-from crypto.contact import Address
+from crypto.contact import Address, parse_address
 from crypto.identity import SEED_BYTES, Identity, short_peer
 from node.cli.client import ask
 from node.cli.doctor.steps import Skipped, Steps, in_thread
@@ -91,6 +91,7 @@ async def look_here(steps: Steps, scene: Scene) -> None:
     await steps.check("ipv4", partial(_family, "127.0.0.1"))
     await steps.check("ipv6", partial(_family, "::1"))
     await steps.check("udp", _udp)
+    await steps.check("datagrams", partial(_datagrams, scene))
     await steps.check("local network", partial(_local, scene))
     await steps.check("computing", partial(in_thread, partial(_computing, scene.config)))
     await steps.check("fences", partial(in_thread, partial(_fences, scene.config)))
@@ -269,6 +270,23 @@ async def _udp() -> str:
                 pass
             return f"a datagram of {DATAGRAM_BYTES:,} bytes to ourselves"
     raise Failed("a datagram to ourselves did not arrive", "let UDP on loopback through the firewall")
+
+
+async def _datagrams(scene: Scene) -> str:
+    """Whether datagrams of the running node get through to its peers."""
+    await trio.lowlevel.checkpoint()
+    if scene.status is None:
+        raise Skipped("no node runs here")
+    found = scene.status.get("datagrams")
+    if found is None or not found["blocked"]:
+        return "the running node lacks no peer's"
+    blocked, of = len(found["blocked"]), found["of"]
+    ports = {parse_address(text).port for text in scene.status["addresses"]}
+    port = ", ".join(map(str, sorted(ports)))
+    raise Failed(
+        f"datagrams do not get through to {blocked} of {of} peers; they are spoken to by streams",
+        f"let UDP port {port} through, there and here, both ways; without, all goes on, more slowly",
+    )
 
 
 async def _local(scene: Scene) -> str:

@@ -27,7 +27,7 @@ def resolve(*events: Event, seed: int = 1, churn: Churn = ONE_STAYS, late: float
 
 
 kinds = st.sampled_from(
-    ["partition", "one-way", "crash", "leave", "join", "freeze", "slow", "restart", "loss"]
+    ["partition", "one-way", "no-datagrams", "crash", "leave", "join", "freeze", "slow", "restart", "loss"]
 )
 events = st.builds(
     Event,

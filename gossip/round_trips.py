@@ -1,0 +1,54 @@
+"""How long members take to answer, as far as it makes their probes longer: RFC 6298's mean and deviation.
+
+A member whose usual answer fits the preset's timeout is kept nowhere, so this costs nothing on a network as
+fast as its preset expects. One behind a slow link has its probes stretched, up to the preset's bound: its
+ping has more time before others are asked, and these before it is suspected. A lost ping measures nothing,
+since each copy of a ping has a number of its own.
+"""
+
+from crypto.identity import PeerId
+from gossip.settings import Settings
+
+FIRST_DEVIATION = 0.25
+"""The deviation of a first measurement, as a share of it: with DEVIATIONS of them, twice what it took."""
+DEVIATIONS = 4.0
+"""Above the mean: where the 99th percentile of most paths lies (RFC 6298)."""
+
+
+class RoundTrips:
+    """Smoothed round trips of the slow members, in seconds."""
+
+    __slots__ = ("_settings", "_slow")
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._slow: dict[PeerId, tuple[float, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._slow)
+
+    def learn(self, peer: PeerId, seconds: float) -> None:
+        """A ping was answered by its target after so long."""
+        known = self._slow.get(peer)
+        if known is None:
+            mean, deviation = seconds, FIRST_DEVIATION * seconds
+        else:
+            mean, deviation = known
+            deviation += (abs(seconds - mean) - deviation) / 4
+            mean += (seconds - mean) / 8
+        if mean + DEVIATIONS * deviation > self._settings.probe_timeout_seconds:
+            self._slow[peer] = mean, deviation
+        elif known is not None:
+            del self._slow[peer]
+
+    def stretch(self, peer: PeerId) -> float:
+        """Return how many times as long as the preset says a probe of this member lasts; at least 1."""
+        known = self._slow.get(peer)
+        if known is None:
+            return 1.0
+        usual, longest = self._settings.probe_timeout_seconds, self._settings.probe_timeout_max_seconds
+        return min(max(known[0] + DEVIATIONS * known[1], usual), longest) / usual
+
+    def forget(self, peer: PeerId) -> None:
+        """It is dead, or no longer listed."""
+        self._slow.pop(peer, None)

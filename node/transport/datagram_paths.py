@@ -1,0 +1,109 @@
+"""Which peers are spoken to by streams, because datagrams do not get through to them. No I/O.
+
+Some networks drop UDP, and let TCP through. A peer that has answered before, and to which no datagram session
+comes about, has its messages sent by streams from then on; now and then a datagram knocks there again, and
+the first authentic one that comes from it ends that. And an answer goes back by the way the question came: to
+a peer from which something short came by a stream, and no datagram lately, messages go by streams for a
+moment.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from crypto.identity import PeerId
+
+ANSWER_SECONDS = 0.5
+"""So soon a core has answered what came. Longer would keep a peer that lost one datagram from using more."""
+SILENCE_SECONDS = 5.0
+"""Without a datagram from a peer for so long, it is not by one that it is answered. Not sooner: on a slow
+path pings go by streams as well, and datagrams are faster."""
+KNOCK_SECONDS = 60.0
+"""Between two datagrams to a peer that is spoken to by streams."""
+DOUBT_SECONDS = 20.0
+"""After a stream could not be opened either, nothing is sent by streams for so long: the peer is gone, and
+connecting to it again for each message would cost its network more than its death costs us."""
+PEERS_MAX = 4_096
+"""As many as an address book remembers that have answered."""
+
+
+@dataclass(slots=True)
+class _Path:
+    answers_until: float = -1.0
+    is_blocked: bool = False
+    is_proved: bool = False
+    knock_at: float = 0.0
+    doubted_until: float = -1.0
+
+
+class DatagramPaths:
+    """`now` is monotonic seconds."""
+
+    def __init__(self) -> None:
+        self._paths: OrderedDict[PeerId, _Path] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    @property
+    def blocked(self) -> tuple[PeerId, ...]:
+        """Those that are reached by streams, and by no datagram."""
+        return tuple(peer for peer, path in self._paths.items() if path.is_blocked and path.is_proved)
+
+    def is_by_stream(self, peer: PeerId, now: float) -> bool:
+        """Return whether a message to `peer` is to go by a stream."""
+        path = self._paths.get(peer)
+        if path is None or now < path.doubted_until:
+            return False
+        return path.is_blocked or now <= path.answers_until
+
+    def knocks(self, peer: PeerId, now: float) -> bool:
+        """Return whether a datagram is to be tried once more, and note that it is."""
+        path = self._paths.get(peer)
+        if path is None or not path.is_blocked or now < path.knock_at:
+            return False
+        path.knock_at = now + KNOCK_SECONDS
+        return True
+
+    def asked(self, peer: PeerId, now: float, heard_at: float) -> None:
+        """A message that would fit a datagram has come from `peer` by a stream, and a datagram then."""
+        path = self._path(peer)
+        if now - heard_at > SILENCE_SECONDS:
+            path.answers_until = now + ANSWER_SECONDS
+        path.is_proved, path.doubted_until = True, -1.0
+
+    def has_asked(self, peer: PeerId) -> bool:
+        """Return whether streams are known to come from `peer`, or to get to it."""
+        path = self._paths.get(peer)
+        return path is not None and path.is_proved
+
+    def unanswered(self, peer: PeerId, now: float) -> None:
+        """`peer`, which has answered before, does not answer our handshakes by datagram."""
+        path = self._path(peer)
+        if not path.is_blocked and now >= path.doubted_until:
+            path.is_blocked, path.knock_at = True, now + KNOCK_SECONDS
+
+    def streamed(self, peer: PeerId) -> None:
+        """A message has gone to `peer` by a stream."""
+        path = self._paths.get(peer)
+        if path is not None:
+            path.is_proved = True
+
+    def failed(self, peer: PeerId, now: float) -> None:
+        """No stream could be opened to `peer` either."""
+        path = self._paths.get(peer)
+        if path is not None:
+            path.is_blocked = path.is_proved = False
+            path.doubted_until = now + DOUBT_SECONDS
+
+    def heard(self, peer: PeerId) -> None:
+        """An authentic datagram came from `peer`."""
+        if self._paths:
+            self._paths.pop(peer, None)
+
+    def _path(self, peer: PeerId) -> _Path:
+        path = self._paths.get(peer)
+        if path is None:
+            path = self._paths[peer] = _Path()
+            if len(self._paths) > PEERS_MAX:
+                self._paths.popitem(last=False)
+        return path

@@ -1,0 +1,79 @@
+"""Messages that would fit a datagram and go by streams, because no datagram gets through: in order, and what
+waits for one peer delays no other.
+"""
+
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable
+
+import trio
+
+from crypto.identity import PeerId
+from node.containment import note
+from node.errors import StreamClosed, Unreachable
+
+SENDERS = 16
+"""Peers served at once. One that is gone holds its sender for SECONDS."""
+SECONDS = 5.0
+"""From the first address tried to the last byte: whoever probes has given up by then."""
+PEERS_MAX = 256
+MESSAGES_PER_PEER_MAX = 32
+"""A second of control traffic with one peer; more is dropped, as from a socket's queue."""
+
+
+class ShortMessages:
+    """The queues. `send` opens a stream and raises Unreachable or StreamClosed; `sent` and `failed` are told
+    of each peer to which that worked, or did not."""
+
+    def __init__(
+        self,
+        send: Callable[[PeerId, str, bytes], Awaitable[None]],
+        counters: Counter[str],
+        *,
+        sent: Callable[[PeerId], None],
+        failed: Callable[[PeerId], None],
+    ) -> None:
+        self._send = send
+        self._counters = counters
+        self._sent = sent
+        self._failed = failed
+        self._waiting: dict[PeerId, deque[tuple[str, bytes]]] = {}
+        self._peers, self._peers_out = trio.open_memory_channel[PeerId](PEERS_MAX)
+
+    def put(self, peer: PeerId, protocol: str, message: bytes) -> None:
+        """Send this once it is its turn, or drop and count it."""
+        waiting = self._waiting.get(peer)
+        if waiting is None:
+            try:
+                self._peers.send_nowait(peer)
+            except trio.WouldBlock:
+                self._counters["messages_dropped_queue_full"] += 1
+                return
+            waiting = self._waiting[peer] = deque()
+        if len(waiting) >= MESSAGES_PER_PEER_MAX:
+            self._counters["messages_dropped_queue_full"] += 1
+        else:
+            waiting.append((protocol, message))
+
+    async def run(self) -> None:
+        """Send until cancelled."""
+        async with trio.open_nursery() as nursery:
+            for _ in range(SENDERS):
+                nursery.start_soon(self._serve)
+
+    async def _serve(self) -> None:
+        while True:
+            peer = await self._peers_out.receive()
+            waiting = self._waiting[peer]
+            try:
+                while waiting:
+                    with trio.fail_after(SECONDS):
+                        await self._send(peer, *waiting.popleft())
+                    self._counters["messages_by_stream"] += 1
+                    self._sent(peer)
+            except (Unreachable, StreamClosed, trio.TooSlowError):
+                self._counters["messages_by_stream_failed"] += 1
+                self._failed(peer)
+            except Exception as error:
+                note(error, "a short message by stream")
+            finally:
+                del self._waiting[peer]
