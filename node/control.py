@@ -25,6 +25,7 @@ import trio
 
 from node.containment import contain
 from node.errors import EXIT_UNEXPECTED, PeerloomError, UsageError
+from node.forks import keep_from_children
 from node.paths import CONTROL_NAME, short_path, socket_path
 from node.suggest import did_you_mean
 
@@ -64,7 +65,9 @@ class ControlServer:
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled; the socket goes away at the end. Raises UsageError: none can be made."""
-        listener = trio.SocketListener(trio.socket.from_stdlib_socket(_listen(self._folder)))
+        bound = _listen(self._folder)
+        keep_from_children(bound)
+        listener = trio.SocketListener(trio.socket.from_stdlib_socket(bound))
         try:
             async with trio.open_nursery() as nursery:
                 await nursery.start(trio.serve_listeners, self._serve, [listener])
@@ -73,6 +76,7 @@ class ControlServer:
             (self._folder / CONTROL_NAME).unlink(missing_ok=True)
 
     async def _serve(self, stream: trio.SocketStream) -> None:
+        keep_from_children(stream.socket)
         with contain("control"):
             await self._serve_client(stream)
 

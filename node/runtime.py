@@ -48,6 +48,7 @@ from node.events import (
     ReachabilityFound,
 )
 from node.executor import RealExecutor
+from node.forks import keep_loop_from_children
 from node.journal import Journal
 from node.library.directory import Directory
 from node.library.surface import Surface
@@ -185,6 +186,8 @@ class Node(Surface):
         keys = keys_of(storage, self._entropy, self.config.swarm.work_bits)
         self.network = self._network or self._real_network(keys)
         nursery = await stack.enter_async_context(cancelled_at_exit())
+        if self._network is None:
+            keep_loop_from_children()
         self.peer = keys.identity.peer
         core = make_core if (recorder := self._recorder) is None else recorder.core
         self.seams = Seams(self.network, self._clock, self._rng, self._entropy, self._executor, storage, core)

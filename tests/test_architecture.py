@@ -38,6 +38,7 @@ FLOORS = (
         "containment",
         "seams",
         "locks",
+        "forks",
         "suggest",
         "text",
         "paths",

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from node.errors import NoNode, PeerloomError
-from node.paths import CONTROL_NAME, LOCK_NAME, short_path, socket_path
+from node.paths import CONTROL_NAME, short_path, socket_path
+from node.storage.folder_lock import last_holder
 
 CONNECT_SECONDS_MAX = 5.0
 ANSWER_SECONDS_MAX = 10.0
 """For commands that only look: a node answers them in milliseconds unless it is stopped."""
 _LOOK_SECONDS = 0.01
-_PROCESS_LENGTH_MAX = 20
 _START = "`peerloom`, or name its data folder: --data-dir DIR"
 
 Reply = dict[str, Any]
@@ -132,7 +132,7 @@ def _connect(data_dir: Path, seconds: float = CONNECT_SECONDS_MAX) -> socket.soc
         if isinstance(error, FileNotFoundError | NotADirectoryError):
             raise _no_node(data_dir) from None
         if isinstance(error, ConnectionRefusedError):
-            holder = _holder(data_dir)
+            holder = last_holder(data_dir)
             who = f"process {holder}" if holder else "it"
             raise _no_node(data_dir, f"; {who} ended without a goodbye") from None
         if isinstance(error, OSError):
@@ -141,18 +141,9 @@ def _connect(data_dir: Path, seconds: float = CONNECT_SECONDS_MAX) -> socket.soc
         raise
 
 
-def _holder(data_dir: Path) -> str:
-    """The number of the process that holds or held the folder; empty where it is not known."""
-    try:
-        text = (data_dir / LOCK_NAME).read_text(errors="replace")[:_PROCESS_LENGTH_MAX]
-    except OSError:
-        return ""
-    return text if text.isdigit() else ""
-
-
 def _silence(data_dir: Path, seconds: float) -> tuple[str, str]:
     """Return what a node that does not answer is told by, and what to do."""
-    holder = _holder(data_dir)
+    holder = last_holder(data_dir)
     end = f"; to end it: kill {holder}" if holder else ""
     return (
         f"the node in {short_path(data_dir)} has not answered for {seconds:g} s",

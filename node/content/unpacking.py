@@ -32,6 +32,7 @@ from node.content.npz import (
     read_layouts,
     unpack_into,
 )
+from node.forks import keep_from_children
 from node.stages import sandbox
 from node.stages.scratch import Scratch
 from node.storage.budget import ScratchBudget
@@ -111,6 +112,7 @@ def _converse(
 ) -> tuple[Layouts, mmap.mmap]:
     assert process.stdin is not None
     assert process.stdout is not None
+    keep_from_children(process.stdin, process.stdout)
     with room, process.stdin as to, process.stdout as come:
         layouts = _listen(come).layouts
         if layouts is None:

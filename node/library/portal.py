@@ -5,6 +5,7 @@ runs in the calling thread: nothing is awaited there. Unlike `trio.from_thread`,
 Ctrl-C is cancelled in the loop, and a call into a loop that has ended raises at once instead of waiting.
 """
 
+import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import CancelledError, Future
@@ -15,6 +16,7 @@ from typing import Any, Generic, TypeVar
 import trio
 
 from node.errors import PeerloomError
+from node.forks import refuse_in_child
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -55,6 +57,7 @@ class Portal(Generic[S]):
         self._pending: set[Future[Any]] = set()
         self._lock = threading.Lock()
         self._is_over = False
+        self._process = os.getpid()
 
     def open(self) -> S:
         """Start the thread; return the subject once it has been entered."""
@@ -71,9 +74,19 @@ class Portal(Generic[S]):
         """Whether calls are taken."""
         return self._started.done() and not self._is_over
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the process that made it, and no forked child of that one."""
+        return os.getpid() == self._process
+
+    def refuse_in_child(self) -> None:
+        """Raises ForkedChild: this is a forked child, which has no loop."""
+        refuse_in_child(self._process)
+
     def close(self) -> None:
-        """Leave the subject's context and end the thread. May be repeated. Raises what the loop died of."""
-        if self._thread.ident is None:
+        """Leave the subject's context and end the thread. May be repeated; in a forked child it does nothing.
+        Raises what the loop died of."""
+        if self._thread.ident is None or not self.is_here:
             return
         with self._lock:
             if not self._is_over and self._token is not None and self._closing is not None:
@@ -87,7 +100,8 @@ class Portal(Generic[S]):
     def run(self, function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
         """Run a coroutine function in the loop; return or raise what it does.
 
-        An interrupt of the calling thread (Ctrl-C) cancels it in the loop as well. Raises PortalClosed.
+        An interrupt of the calling thread (Ctrl-C) cancels it in the loop as well. Raises PortalClosed or
+        ForkedChild.
         """
         call = self.begin(function, *arguments)
         try:
@@ -107,7 +121,8 @@ class Portal(Generic[S]):
         return self.run(run)
 
     def begin(self, function: Callable[..., Awaitable[T]], *arguments: Any) -> "Call[T]":
-        """Begin a coroutine function in the loop without waiting. Raises PortalClosed."""
+        """Begin a coroutine function in the loop without waiting. Raises PortalClosed or ForkedChild."""
+        self.refuse_in_child()
         if threading.current_thread() is self._thread:
             raise PortalClosed("a blocking call from inside the node's own event loop would never return")
         call = Call(function, arguments)
@@ -120,14 +135,18 @@ class Portal(Generic[S]):
 
     def post(self, function: Callable[..., object], *arguments: Any) -> None:
         """Run a plain function in the loop's thread soon, after all posted before it: what `begin` begins may
-        run in any order. It must not raise. Raises PortalClosed."""
+        run in any order. It must not raise. Raises PortalClosed or ForkedChild."""
+        self.refuse_in_child()
         with self._lock:
             if self._is_over or self._token is None:
                 raise PortalClosed("the node has ended", "open another one: with node.sync(...) as me")
             self._token.run_sync_soon(function, *arguments)
 
     def cancel(self, call: "Call[Any]") -> None:
-        """Cancel what `begin` has begun; nothing happens where it is over."""
+        """Cancel what `begin` has begun; nothing happens where it is over.
+
+        Raises ForkedChild."""
+        self.refuse_in_child()
         with self._lock:
             if not self._is_over and self._token is not None:
                 self._token.run_sync_soon(call.scope.cancel)
@@ -146,7 +165,7 @@ class Portal(Generic[S]):
                 except (StopAsyncIteration, PortalClosed):
                     return
         finally:
-            if self.is_open:
+            if self.is_open and self.is_here:
                 self.run(close)
 
     # In the loop's thread

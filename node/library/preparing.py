@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import trio
 
 from node import toml
 from node.errors import UsageError
+from node.forks import keep_from_children
 from node.invocation import KEEPS_SPANS
 from node.protocols.manifest import RunFile, check_run_file
 from node.seams import Executor
@@ -156,6 +157,8 @@ async def _by_command(text: str, path: Path, name: str) -> AsyncIterator[dict[st
             stderr=subprocess.PIPE,
             env={**os.environ, KEEPS_SPANS: "1"},
         )
+        pipes: Iterable[Any] = (process.stdin, process.stdout, process.stderr)
+        keep_from_children(*(pipe for pipe in pipes if pipe is not None))
         errors = bytearray()
         try:
             async with trio.open_nursery() as nursery:

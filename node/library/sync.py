@@ -7,6 +7,7 @@ me = node.sync().open()      # a notebook, where no `with` spans the cells; me.c
 """
 
 import atexit
+import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -19,13 +20,14 @@ from node.errors import UsageError
 from node.events import Event
 from node.library.blocking import BlockingSurface
 from node.library.portal import Portal
-from node.paths import default_data_dir
+from node.paths import default_data_dir, short_path
 from node.runtime import Node
-from node.storage.folder import is_held
+from node.storage.folder_lock import find_holder
 
 if TYPE_CHECKING:
     from node.optimizer.open import Module, Optimizer, PeerOptimizer
 
+log = logging.getLogger("peerloom")
 SCRIPTS_MAX = 64
 """Nodes of scripts that one user runs at once on a machine, each with an identity of its own."""
 
@@ -49,16 +51,31 @@ class SyncNode(BlockingSurface):
     def _open(self) -> tuple[Portal[Node], Node]:
         last = len(self._configs) - 1
         for number, config in enumerate(self._configs):
-            if number < last and is_held(config.data_dir):
+            if number < last and find_holder(config.data_dir) is not None:
                 continue
             portal: Portal[Node] = Portal(lambda config=config: self._make(config))  # type: ignore[misc]  # bound now
             try:
-                return portal, portal.open()
+                node = portal.open()
             except UsageError:
                 # Another script may have taken the folder between the look and the lock.
-                if number == last or not is_held(config.data_dir):
+                if number == last or find_holder(config.data_dir) is None:
                     raise
+                continue
+            if number:
+                self._tell_of_another_identity(number)
+            return portal, node
         raise UsageError(f"{SCRIPTS_MAX} scripts of this user run nodes already", "give this one a data_dir=")
+
+    def _tell_of_another_identity(self, number: int) -> None:
+        """Say which folder is taken in place of the first, and why: whoever expects the first one's identity
+        must not wonder where it has gone."""
+        first = self._configs[0].data_dir
+        log.warning(
+            "process %s holds %s; this node takes %s, which is another identity (data_dir= chooses one)",
+            find_holder(first) or "of an unknown number",
+            short_path(first),
+            short_path(self._configs[number].data_dir),
+        )
 
     def optimizer(
         self,
@@ -94,7 +111,7 @@ class SyncNode(BlockingSurface):
         )
 
     def close(self) -> None:
-        """Leave the swarm and end the node. May be repeated."""
+        """Leave the swarm and end the node. May be repeated; in a forked child it does nothing."""
         if not self._is_closed and hasattr(self, "_portal"):
             self._is_closed = True
             atexit.unregister(self.close)
@@ -129,7 +146,11 @@ def sync(
     `config` is as for `node.Node`; without one, the environment (`PEERLOOM_*`) and these arguments say what
     differs from the defaults, each as its flag of `peerloom`. Without a data folder the node takes the
     first of the folders `scripts/1`, `scripts/2`, ... beside the default one that no other script holds, so
-    that several scripts run side by side on one machine and one that is started again keeps its identity.
+    that several scripts run side by side on one machine and one that is started again keeps its identity. A
+    script that does not get the first says so in the log.
+
+    A child that the script forks, such as a worker of a DataLoader, has no part in the node: its calls raise
+    `node.forks.ForkedChild` there.
     `report` is told of every event, in the node's thread. Raises UsageError.
     """
     configs = [config] if config is not None else []

@@ -22,6 +22,9 @@ from node.library.portal import Call, Portal, PortalClosed
 
 T = TypeVar("T")
 
+CLOSED = "closed"
+"""The error of a session that was closed on purpose."""
+
 
 @dataclass(frozen=True)
 class Exchanged:
@@ -56,6 +59,11 @@ class Session:
     def is_state_wanted(self) -> bool:
         """Whether somebody waits for a copy of this peer's state."""
         return self._run.is_state_wanted and not self.error
+
+    def refuse_in_child(self) -> None:
+        """Raises ForkedChild: this is a forked child of the process that trains."""
+        if self.error != CLOSED:
+            self._portal.refuse_in_child()
 
     def tell(self, *, step: int, samples: int, rounds: int, lineage: bytes, has_state: bool) -> None:
         """Say how far this peer is."""
@@ -128,7 +136,7 @@ class Session:
         """Take no further part."""
         if not self.error:
             self._post(self._run.close)
-            self.error = "closed"
+            self.error = CLOSED
 
     def _post(self, function: Callable[[], object]) -> None:
         """Have this done in the node's thread, in the order of the calls."""

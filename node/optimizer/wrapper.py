@@ -169,10 +169,12 @@ class PeerOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Make a step, or a part of one. `samples`: how many this batch had, where that cannot be seen.
 
-        Raises TypeError for a closure: the gradients of others could not be computed anew.
+        Raises TypeError for a closure: the gradients of others could not be computed anew. Raises ForkedChild
+        in a child that the training process has forked.
         """
         if closure is not None:
             raise TypeError("a closure cannot be used with peers: call backward() first, then step()")
+        self._refuse_in_child()
         begun = time.perf_counter()
         if self._stepped_at:
             self._step_seconds = 0.9 * self._step_seconds + 0.1 * (begun - self._stepped_at)
@@ -209,7 +211,11 @@ class PeerOptimizer(torch.optim.Optimizer):
         return scheduler
 
     def finish(self, timeout_seconds: float = 60.0) -> bool:
-        """Wait for a round that is under way, and use its result; whether none is left."""
+        """Wait for a round that is under way, and use its result; whether none is left.
+
+        Raises ForkedChild.
+        """
+        self._refuse_in_child()
         if self._pending is not None:
             self._pending.wait(timeout_seconds)
             self._quietly(self._use_finished)
@@ -217,7 +223,8 @@ class PeerOptimizer(torch.optim.Optimizer):
 
     def average_now(self, timeout_seconds: float = 60.0) -> bool:
         """With local steps: hold a round now, whatever the count, and use its result; whether it averaged. A
-        round that still looks for a group is given up for it."""
+        round that still looks for a group is given up for it. Raises ForkedChild."""
+        self._refuse_in_child()
         if self._pending is not None and not self.finish(0.0):
             self._pending.cancel()
             self.finish(timeout_seconds)
@@ -233,6 +240,10 @@ class PeerOptimizer(torch.optim.Optimizer):
         if self._session is not None:
             self._session.close()
         self._status = "left the run"
+
+    def _refuse_in_child(self) -> None:
+        if self._session is not None:
+            self._session.refuse_in_child()
 
     # Joining
 

@@ -24,6 +24,7 @@ import trio
 from crypto.errors import ProtocolError
 from node.config import Config
 from node.containment import log
+from node.forks import keep_from_children
 from node.recording import values
 from node.recording.blocks import MAGIC, pack_block
 from node.recording.values import Unrecordable, written
@@ -62,6 +63,7 @@ class Recorder:
         self._bytes_max = bytes_max
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         self._file: IO[bytes] = os.fdopen(os.open(path, flags, 0o600), "wb")
+        keep_from_children(self._file)  # one that ends would write what is still in the buffer a second time
         path.chmod(0o600)  # names and addresses of members are in it; an older file may be for all to read
         self._file.write(MAGIC)
         self._before = MAGIC

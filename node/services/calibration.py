@@ -23,6 +23,7 @@ import msgspec
 from blake3 import blake3
 
 from crypto.errors import RemoteProtocolError
+from node.forks import keep_from_children
 from node.services.capacity import Capacity
 from node.services.energy import EnergyMeter
 from partition.plan.operations import Amount
@@ -109,6 +110,7 @@ def calibrate(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "calibration.lock").open("w") as lock:
+            keep_from_children(lock)
             # Two that measure at once measure each other.
             if not _locked(lock, given_up):
                 return None
@@ -245,7 +247,7 @@ def _spawn(module: Sequence[str], threads: int = 1) -> "subprocess.Popen[bytes]"
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
     }
-    return subprocess.Popen(  # noqa: S603 - our own modules, a device name checked by the config
+    process = subprocess.Popen(  # noqa: S603 - our own modules, a device name checked by the config
         [sys.executable, "-P", "-m", *module],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -253,6 +255,9 @@ def _spawn(module: Sequence[str], threads: int = 1) -> "subprocess.Popen[bytes]"
         env=environment,
         preexec_fn=_step_back,
     )
+    assert process.stdout is not None
+    keep_from_children(process.stdout)
+    return process
 
 
 def _step_back() -> None:

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from node.forks import keep_from_children
 from node.stages import sandbox
 from node.stages.scratch import Scratch
 from node.storage.budget import ScratchBudget
@@ -37,6 +38,7 @@ class StageProgram:
         self.scratch = Scratch(budget)
         self.stderr = shared_file("stderr", 0)
         self.link, theirs = socket.socketpair()
+        keep_from_children(self.link)
         with theirs:
             try:
                 self.process = self._start(theirs.fileno())

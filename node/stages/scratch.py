@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from node.errors import StageFailed
+from node.forks import Descriptor
 from node.storage.budget import ScratchBudget
 
 PREFIX = "peerloom-stage-"
@@ -36,11 +37,12 @@ class Scratch:
         self._counted_bytes = 0
         while True:
             self.path = tempfile.mkdtemp(prefix=prefix)
-            self._lock = os.open(self.path, os.O_RDONLY)
+            # Not a record lock, which no folder can have: children have to lose this one.
+            self._lock = Descriptor(os.open(self.path, os.O_RDONLY))
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             if os.path.isdir(self.path):
                 return
-            os.close(self._lock)  # another process took it for a forgotten one, just before the lock
+            self._lock.close()  # another process took it for a forgotten one, just before the lock
 
     def count(self) -> None:
         """Look at what lies here. Raises StageFailed: more than all stages together may hold, or too many."""
@@ -69,9 +71,7 @@ class Scratch:
         """With all that is in it; may be called again."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._count(0)
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        self._lock.close()
 
 
 def _sizes(folder: str) -> Iterator[int]:

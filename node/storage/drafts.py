@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from crypto.noise import Data
+from node.forks import keep_from_children
 
 
 class FileDraft:
@@ -19,6 +20,7 @@ class FileDraft:
         self._half = half
         self._name = name
         self._file = os.fdopen(os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb")
+        keep_from_children(self._file)
 
     def write(self, data: Data) -> None:
         """Append these bytes."""

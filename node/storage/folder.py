@@ -1,4 +1,4 @@
-"""The data folder: the real Storage seam, and the lock that keeps it to one process.
+"""The data folder: the real Storage seam. What keeps it to one process is `node.storage.folder_lock`.
 
 A write goes to a temporary file, is synced and renamed over the old one, and the folder is synced:
 after a crash there is the old blob or the new one, never half (the rename of POSIX, rename(2)).
@@ -7,7 +7,6 @@ blobs named for their hash (`node.storage.blobs`), which are synced many at a ti
 """
 
 import contextlib
-import fcntl
 import itertools
 import os
 import re
@@ -25,7 +24,8 @@ from node.errors import UsageError
 from node.paths import LOCK_NAME, short_path
 from node.storage.budget import ScratchBudget
 from node.storage.drafts import FileDraft
-from node.storage.ownership import FILE_MODE, FOLDER_MODE, OTHER_FOLDER, close_folder, open_own, unusable
+from node.storage.folder_lock import lock
+from node.storage.ownership import FILE_MODE, FOLDER_MODE, OTHER_FOLDER, close_folder, unusable
 from node.storage.spill import Spill
 
 NAME_DEPTH_MAX = 8
@@ -234,56 +234,6 @@ def locked_folder(path: Path, scratch: ScratchBudget) -> Iterator[FolderStorage]
     with lock(path):
         storage.remove_halves()
         yield storage
-
-
-@contextlib.contextmanager
-def lock(path: Path) -> Iterator[None]:
-    """Hold the data folder `path` for this process; the system frees it when the process ends.
-
-    Raises:
-        UsageError: another process holds it, and says which; or the lock is no file of this user's.
-    """
-    try:
-        descriptor = open_own(path / LOCK_NAME, os.O_RDWR | os.O_CREAT, "lock")
-    except FileNotFoundError as error:
-        raise unusable(path, error) from None
-    try:
-        # Anyone who can read it could hold it, and keep the node from starting.
-        os.fchmod(descriptor, FILE_MODE)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise _in_use(path, os.pread(descriptor, 20, 0)) from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-        yield
-    finally:
-        # The file stays: removing it would let two processes lock two files of one name.
-        os.close(descriptor)
-
-
-def is_held(path: Path) -> bool:
-    """Return whether a process holds the data folder `path` now; a folder that is not there is held by
-    nobody."""
-    try:
-        descriptor = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
-
-
-def _in_use(path: Path, holder: bytes) -> UsageError:
-    process = f"process {holder.decode()}" if holder.isdigit() else "another process"
-    return UsageError(
-        f"this node already runs: {process} holds {short_path(path)}",
-        "look: `peerloom status`          a second one: `peerloom --data-dir DIR`",
-    )
 
 
 def _sync(path: Path, flags: int) -> None:

@@ -18,6 +18,7 @@ from crypto.identity import PEER_ID_BYTES, PeerId
 from dht.keys import Key
 from dht.messages import AddressTexts
 from dht.records import Record, check_record
+from node.forks import leave_to_parent
 from node.seams import Storage
 from node.storage.folder import FolderStorage
 from node.storage.ownership import FILE_MODE
@@ -50,6 +51,7 @@ class RecordsFile:
         self._storage = storage
         self._path = storage.path / NAME if isinstance(storage, FolderStorage) else None
         self._database = self._open()
+        leave_to_parent(self)
 
     def load(self, signer: Signer, wall: float) -> tuple[list[Record], list[Contact]]:
         """Return the live records whose signatures hold, and the contacts, those that answered last first."""

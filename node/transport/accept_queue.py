@@ -24,6 +24,7 @@ from crypto.noise import PeerHandshake
 from crypto.noise.negotiation import HEAD_BYTES, check_head
 from crypto.token_buckets import Bucket, prefix_of
 from node.containment import contain, note
+from node.forks import keep_from_children
 from node.transport.half_open import HalfOpenQueue
 from node.transport.handshake import FLIGHT_BYTES_MAX, HANDSHAKE_SECONDS, Credentials
 from node.transport.handshake_limits import Admission
@@ -67,6 +68,7 @@ class PendingConnection:
 
     def __init__(self, connection: socket.socket, source: bytes, due_at: float) -> None:
         self.socket = connection
+        keep_from_children(connection)
         self.source = source
         self.due_at = due_at
         self.came = b""
@@ -129,6 +131,8 @@ class PendingConnections:
         self._has_room = has_room
         self._shake_hands = shake_hands
         self._selector = selectors.DefaultSelector()
+        if isinstance(self._selector, selectors.EpollSelector):
+            keep_from_children(self._selector)
         # In the order of their deadlines.
         self._standing: dict[PendingConnection, None] = {}
         # Those of them whose first flight is whole.

@@ -55,7 +55,6 @@ GRACE_SECONDS = 0.5
 """What handlers get to finish their answers when the node leaves, and streams to end in order."""
 
 
-
 @dataclass(frozen=True)
 class SecuredTransport:
     """A connection on which hands were shaken, and nothing more was said."""

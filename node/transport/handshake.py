@@ -32,6 +32,7 @@ from crypto.noise import (
 )
 from crypto.swarm import Swarm
 from node.errors import Unreachable, WrongPeer
+from node.forks import keep_from_children
 
 CONNECT_SECONDS = 5.0
 """TCP's first retries are after one and three seconds: two lost packets are survived."""
@@ -182,6 +183,7 @@ async def _connect(address: Address) -> trio.SocketStream:
         raise Unreachable("unknown", f"no machine is known by the name {address.host}") from None
     except OSError as error:
         raise _no_connection(address, error) from None
+    keep_from_children(transport.socket)
     _set_options(transport)
     return transport
 

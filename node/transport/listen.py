@@ -10,6 +10,7 @@ import trio
 
 from crypto.contact import PORT_MAX, Address, make_address
 from node.errors import UsageError
+from node.forks import keep_from_children
 from node.transport.address_policy import AddressPolicy, Place
 from node.transport.interfaces import read_interfaces
 from node.transport.sockets import socket_name, source_of_name
@@ -149,6 +150,7 @@ def _bind_pair(
         opened.append(tcp)
         udp = socket.socket(family, socket.SOCK_DGRAM)
         opened.append(udp)
+        keep_from_children(tcp, udp)
         # A port whose last connections are still dying out may be taken again at once.
         tcp.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         for each in (tcp, udp):

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import trio
 
 from crypto.contact import ADDRESSES_MAX, Address, make_address
+from node.forks import keep_from_children
 from node.transport.address_policy import Place
 from node.transport.beacon import BEACON_BYTES_MAX, HERE
 from node.transport.interfaces import InterfaceAddress, read_interfaces
@@ -194,6 +195,7 @@ class _Line:
 
     def __init__(self, interface: Interface, port: int) -> None:
         self._bare = socket.socket(interface.family, socket.SOCK_DGRAM)
+        keep_from_children(self._bare)
         try:
             self._bare.setblocking(False)
             self._bare.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

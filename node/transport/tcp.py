@@ -17,6 +17,7 @@ from crypto.contact import Address
 from crypto.errors import RemoteProtocolError
 from crypto.noise import Data, Session
 from node.errors import StreamClosed
+from node.forks import keep_from_children
 from node.transport.buffer_pool import Pool
 from node.transport.pace import BURST_SECONDS, PIECE_BYTES, Paces
 from node.transport.records import PAYLOAD_BYTES_MAX, Mark, RecordReader, RecordWriter
@@ -92,6 +93,7 @@ class Connection:
         # The stream over it is not used any more, and can neither close nor warn.
         self._socket = socket.socket(fileno=transport.socket.detach())
         self._socket.setblocking(False)
+        keep_from_children(self._socket)
         # A connection that is gone already refuses options; the next read will tell.
         with suppress(OSError, AttributeError):
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_QUESTIONS)

@@ -18,6 +18,7 @@ import msgspec
 import trio
 
 from node.containment import contain
+from node.forks import keep_from_children
 from node.web.guard import HEADERS, Refusal, refuse_stranger
 
 CONNECTIONS_MAX = 128
@@ -98,12 +99,14 @@ class Door:
             listeners = await trio.open_tcp_listeners(self._port_wanted, host=self._host)
         except OSError:
             listeners = await trio.open_tcp_listeners(0, host=self._host)
+        keep_from_children(*(listener.socket for listener in listeners))
         self.port = listeners[0].socket.getsockname()[1]
         async with trio.open_nursery() as nursery:
             await nursery.start(trio.serve_listeners, self._serve, listeners)
             task_status.started()
 
     async def _serve(self, stream: trio.SocketStream) -> None:
+        keep_from_children(stream.socket)
         if self._connections >= CONNECTIONS_MAX:
             self.turned_away += 1
             await trio.aclose_forcefully(stream)

@@ -22,7 +22,8 @@ from node.errors import JoinTimeout, UsageError
 from node.events import CapacityMeasured, NodeStarted, RunAccepted
 from node.state import State, apply
 from node.state_documents import event_document, peers_document, status_document
-from node.storage.folder import FolderStorage, lock
+from node.storage.folder import FolderStorage
+from node.storage.folder_lock import lock
 from node.storage.keys import load_keys
 
 PEER = Identity(bytes(32)).peer

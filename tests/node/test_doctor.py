@@ -1,9 +1,10 @@
 """`doctor`: every check passes where all is well, and where it is not says which, and what to do."""
 
-import fcntl
 import json
 import os
 import socket
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -25,6 +26,7 @@ from node.services.autonat import Reach
 from node.stages.sandbox import Fenced
 from node.transport.network import RealNetwork
 from tests.node.nets import make_network, running, unused_address
+from tests.source import ROOT
 
 SWARM = "test"
 
@@ -132,13 +134,20 @@ async def test_keys_that_others_may_read_are_found(tmp_path: Path) -> None:
 async def test_a_lock_that_is_held_by_what_does_not_answer_is_said(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
-    with (folder / "node.lock").open("w") as lock:
-        lock.write("4121")
-        lock.flush()
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        found = await here(scene(tmp_path))
+    program = (
+        "import pathlib, sys, time, node.storage.folder_lock as f\n"
+        "with f.lock(pathlib.Path(sys.argv[1])): print(flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", program, str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as holder:  # noqa: ASYNC220 - waits for one line
+        try:
+            assert holder.stdout is not None
+            holder.stdout.readline()
+            found = await here(scene(tmp_path))
+        finally:
+            holder.kill()
     assert found["lock"].outcome == "failed"
-    assert "4121" in found["lock"].detail
+    assert f"process {holder.pid} holds it" in found["lock"].detail
 
 
 async def test_a_port_that_another_program_has_is_named_with_the_next_one(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from node.errors import UsageError
 from node.paths import LOCK_NAME
 from node.protocols.runs import End, FetchWeights
 from node.runs.recovery import run_name
-from node.storage.folder import IDENTITY_NAME, FolderStorage, lock, parts_of
+from node.storage.folder import IDENTITY_NAME, FolderStorage, parts_of
+from node.storage.folder_lock import lock
 from node.storage.keys import load_keys
 from node.storage.known_peers import REMEMBERED_MAX, read_remembered, write_remembered
 
@@ -76,7 +77,9 @@ def test_a_folder_that_cannot_be_made_is_an_error_with_a_remedy(tmp_path: Path) 
 
 
 def test_a_data_folder_belongs_to_one_process(tmp_path: Path) -> None:
-    program = "import sys, pathlib, node.storage.folder as f\nwith f.lock(pathlib.Path(sys.argv[1])): pass"
+    program = (
+        "import sys, pathlib, node.storage.folder_lock as f\nwith f.lock(pathlib.Path(sys.argv[1])): pass"
+    )
     with lock(tmp_path):
         second = subprocess.run(
             [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True

@@ -1,7 +1,6 @@
 """What works on this machine, whoever else is there: the data folder, keys, clock, ports, both families, UDP,
 the local network, what there is to compute with."""
 
-import fcntl
 import importlib.metadata
 import os
 import shutil
@@ -25,12 +24,13 @@ from node.cli.doctor.steps import Skipped, Steps, in_thread
 from node.config import Config
 from node.errors import NoNode, PeerloomError
 from node.invocation import install_command
-from node.paths import LOCK_NAME, short_path
+from node.paths import short_path
 from node.services.capacity import find_device
 from node.stages.fences import REMEDY, try_fences
 from node.storage.folder import FOLDER_MARKS, IDENTITY_NAME, FolderStorage
+from node.storage.folder_lock import find_holder
 from node.storage.keys import STATIC_BYTES, STATIC_NAME, read_key
-from node.storage.ownership import close_folder, open_own
+from node.storage.ownership import close_folder
 from node.storage.swarm_keys import load_swarm_keys
 from node.transport.listen import bind_all, dialable
 from node.transport.multicast import BEACON_PORT, GROUP_4, GROUP_6, Multicast, interfaces_of
@@ -133,9 +133,10 @@ def _probe(folder: Path) -> Iterator[int]:
 
 
 async def _lock(scene: Scene) -> str:
-    holder = await in_thread(partial(_holder, scene.folder))
+    holder = await in_thread(partial(find_holder, scene.folder))
     if holder is None:
         return "free"
+    holder = holder or "of an unknown number"
     try:
         scene.status = await in_thread(partial(ask, scene.folder, "status", seconds=ANSWER_SECONDS))
     except NoNode as error:
@@ -144,22 +145,6 @@ async def _lock(scene: Scene) -> str:
             f"is it stopped or very busy? to end it: kill {holder}",
         ) from None
     return f"held by this node, which runs and answers (process {holder})"
-
-
-def _holder(folder: Path) -> str | None:
-    """The process that holds the folder's lock, None where nobody does."""
-    try:
-        descriptor = open_own(folder / LOCK_NAME, os.O_RDWR, "lock")
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        text = os.pread(descriptor, 20, 0).decode(errors="replace")
-        return text if text.isdigit() else "of an unknown number"
-    finally:
-        os.close(descriptor)
-    return None
 
 
 def _identity(folder: Path) -> str:

@@ -1,0 +1,148 @@
+"""The lock that keeps a data folder to one process: a record lock on `node.lock`, which names the process.
+
+A record lock belongs to a process (fcntl(2), F_SETLK). No child inherits it by fork(2), unlike that of
+flock(2), which lives on in children of a killed node. But a process loses it with *any* descriptor of the
+file that it closes. So nobody in this program opens the file of a folder that this process holds: what is
+held stands in a table, from which questions are answered, and another node of this process is refused.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from node.errors import UsageError
+from node.forks import Descriptor
+from node.paths import LOCK_NAME, short_path
+from node.storage.ownership import FILE_MODE, OTHER_FOLDER, open_own, unusable
+
+PROCESS_LENGTH_MAX = 20
+_HELD_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
+"""What systems say of a record lock that another process holds (fcntl(2))."""
+
+_File = tuple[int, int]
+"""Device and inode: a file by whatever name."""
+
+_held: dict[_File, Descriptor] = {}
+_changing = threading.Lock()
+
+
+def _begin_child() -> None:
+    """A forked child holds nothing of what its parent does."""
+    global _changing
+    _held.clear()
+    _changing = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_child)
+
+
+@contextlib.contextmanager
+def lock(path: Path) -> Iterator[None]:
+    """Hold the data folder `path` for this process; the system frees it when the process ends.
+
+    Raises:
+        UsageError: a node holds it, and says in which process; or the lock is no file of this user's.
+    """
+    with _changing:
+        file, descriptor = _take(path)
+        _held[file] = descriptor
+    process = os.getpid()
+    try:
+        os.ftruncate(descriptor.fileno(), 0)
+        os.pwrite(descriptor.fileno(), str(process).encode(), 0)
+        yield
+    finally:
+        if os.getpid() == process:
+            with _changing:
+                del _held[file]
+                # The file stays: removing it would let two processes lock two files of one name.
+                descriptor.close()
+
+
+def _take(path: Path) -> tuple[_File, Descriptor]:
+    if _is_ours(path):
+        raise _in_use(path, str(os.getpid()))
+    try:
+        descriptor = Descriptor(open_own(path / LOCK_NAME, os.O_RDWR | os.O_CREAT, "lock"))
+    except FileNotFoundError as error:
+        raise unusable(path, error) from None
+    number = descriptor.fileno()
+    try:
+        # Anyone who can read it could hold it, and keep the node from starting.
+        os.fchmod(number, FILE_MODE)
+        fcntl.lockf(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.pread(number, PROCESS_LENGTH_MAX, 0).decode(errors="replace")
+        descriptor.close()
+        if error.errno in _HELD_BY_ANOTHER:
+            raise _in_use(path, holder) from None
+        raise _no_locks(path, error) from None
+    status = os.fstat(number)
+    return (status.st_dev, status.st_ino), descriptor
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether this process holds the folder. Looks at the file without opening it."""
+    try:
+        status = os.stat(path / LOCK_NAME)
+    except OSError:
+        return False
+    return (status.st_dev, status.st_ino) in _held
+
+
+def find_holder(path: Path) -> str | None:
+    """Return the number of the process that holds the data folder `path` now, empty where it is not known;
+    None where nobody does. A folder that is not there is held by nobody.
+
+    Raises:
+        UsageError: the lock is no file of this user's, or its file system takes no locks.
+    """
+    if _is_ours(path):
+        return str(os.getpid())
+    try:
+        descriptor = open_own(path / LOCK_NAME, os.O_RDWR, "lock")
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _HELD_BY_ANOTHER:
+            raise _no_locks(path, error) from None
+        return _number(os.pread(descriptor, PROCESS_LENGTH_MAX, 0).decode(errors="replace"))
+    finally:
+        os.close(descriptor)
+    return None
+
+
+def last_holder(path: Path) -> str:
+    """Return the number of the process that holds or held the folder; empty where it is not known."""
+    if _is_ours(path):
+        return str(os.getpid())
+    try:
+        return _number((path / LOCK_NAME).read_text(errors="replace")[:PROCESS_LENGTH_MAX])
+    except OSError:
+        return ""
+
+
+def _number(text: str) -> str:
+    return text if text.isdigit() else ""
+
+
+def _in_use(path: Path, holder: str) -> UsageError:
+    process = f"process {holder}" if _number(holder) else "another process"
+    return UsageError(
+        f"this node already runs: {process} holds {short_path(path)}",
+        "look: python -m node status          a second one: python -m node --data-dir DIR",
+    )
+
+
+def _no_locks(path: Path, error: OSError) -> UsageError:
+    reason = (error.strerror or str(error)).lower()
+    return UsageError(
+        f"data folder {short_path(path)}: its file system takes no locks ({reason})", OTHER_FOLDER
+    )
