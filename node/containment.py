@@ -16,16 +16,20 @@ The tally and the mode are those of the process, as its log is: one process runs
 import errno
 import logging
 import os
+import sqlite3
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from io import TextIOWrapper
-from logging.handlers import RotatingFileHandler
+from math import inf
 from pathlib import Path
 
 import trio
+
+from node.eventlog import LogFile
+from node.paths import NO_ROOM
 
 LOGGED_MAX = 10
 """Failures of one place that are logged with a traceback; later only the hundredth, thousandth, ..., each in
@@ -36,7 +40,12 @@ LOG_NAME = "errors.log"
 AGAIN_SECONDS_MIN, AGAIN_SECONDS_MAX = 1.0, 60.0
 """After which pause a part that failed is begun again: a full disk is not emptied by haste."""
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+DISK_TOLD_SECONDS = 3_600.0
+"""After this a disk that takes nothing is told of again, if it still does so."""
+_DISK = (*NO_ROOM, errno.EROFS, errno.EIO)
+_SQLITE_DISK = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR)
+_told: dict[str, float] = {}
+"""When each reason was told last, by the monotonic clock."""
 log = logging.getLogger("peerloom")
 failures: Counter[str] = Counter()
 """How often each place has failed in this process. Places are named by our code, never by a peer."""
@@ -87,11 +96,50 @@ def note(error: Exception, place: str) -> None:
     if _is_strict:
         raise error
     failures[place] += 1
+    if (full := _disk_error(error)) is not None:
+        _note_disk(full)
+        return
     count = failures[place]
     if count <= LOGGED_MAX:
         log.error("%s failed, and the node goes on: %s", place, describe(error), exc_info=error)
     elif str(count).strip("0") == "1":
         log.error("%s has failed %d times: %s", place, count, describe(error))
+
+
+def note_lost_line(error: BaseException) -> None:
+    """Say that a line of a log could not be written. Not in the way of other news: once for each reason and
+    hour."""
+    if (cause := _disk_error(error)) is not None:
+        _note_disk(cause)
+    elif (text := describe(error)) not in _told:
+        _told[text] = inf
+        log.error("a line of a log was lost: %s", text)
+
+
+def _note_disk(error: Exception) -> None:
+    """Say that the disk takes nothing, once for each reason and hour: every write would say it again."""
+    now, reason = time.monotonic(), _reason(error)
+    if now - _told.get(reason, -inf) >= DISK_TOLD_SECONDS:
+        _told[reason] = now
+        log.error(
+            "the disk takes nothing (%s); the node goes on, and what it writes is lost until then", reason
+        )
+
+
+def _disk_error(error: BaseException) -> Exception | None:
+    """The error, if it is one of a disk that is full or fails, and none of the program."""
+    first = _first_cause(error)
+    if isinstance(first, OSError) and first.errno in _DISK:
+        return first
+    if isinstance(first, sqlite3.Error) and getattr(first, "sqlite_errorcode", None) in _SQLITE_DISK:
+        return first
+    return None
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+        return os.strerror(errno.ENOSPC).lower()
+    return (getattr(error, "strerror", None) or str(error)).lower()
 
 
 def place_of(task: object) -> str:
@@ -104,7 +152,7 @@ def place_of(task: object) -> str:
 def failure_text(error: BaseException) -> str:
     """Say for a person why a run failed here: a full disk is no error of the program."""
     first = _first_cause(error)
-    if isinstance(first, OSError) and first.errno in _NO_ROOM:
+    if isinstance(first, OSError) and first.errno in NO_ROOM:
         return "the disk of this node is full: make room, or use another --data-dir"
     return f"an internal error on this node: {describe(error)}"
 
@@ -135,20 +183,12 @@ def strictness(*, is_strict: bool) -> Iterator[None]:
 
 def write_log(folder: Path) -> None:
     """Write what is logged to a file in this folder, tracebacks too, and one line each to stderr."""
-    whole = _OwnFile(folder / LOG_NAME, maxBytes=LOG_BYTES_MAX, backupCount=1, encoding="utf-8", delay=True)
+    whole = LogFile(folder / LOG_NAME, LOG_BYTES_MAX, 1, note_lost_line)
     whole.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s: %(message)s"))
     brief = logging.StreamHandler()
     brief.setFormatter(_OneLine(folder / LOG_NAME))
     log.propagate = False
     log.handlers = [whole, brief]
-
-
-class _OwnFile(RotatingFileHandler):
-    """For this user only, and no link that somebody has planted."""
-
-    def _open(self) -> TextIOWrapper:
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        return TextIOWrapper(open(os.open(self.baseFilename, flags, 0o600), "wb"), encoding="utf-8")
 
 
 class _OneLine(logging.Formatter):

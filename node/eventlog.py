@@ -7,7 +7,9 @@ their tracebacks are in `errors.log` (`node.containment`).
 
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from io import TextIOWrapper
 from logging import ERROR, INFO, WARNING, Formatter, LogRecord
 from logging.handlers import RotatingFileHandler
@@ -60,12 +62,17 @@ def read_levels(text: str) -> dict[str, int]:
 class EventLog:
     """Writes event documents to `events.log` in a folder. A disk that fails loses lines, not the node."""
 
-    def __init__(self, folder: Path, style: Format, levels: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        style: Format,
+        levels: Mapping[str, int],
+        failed: Callable[[BaseException], None] = lambda _error: None,
+    ) -> None:
+        """`failed` is told of each line that could not be written."""
         self._levels = levels
         self._line: Callable[[Mapping[str, Any]], str] = _json if style == "json" else _text
-        self._file = _OwnFile(
-            folder / LOG_NAME, maxBytes=LOG_BYTES_MAX, backupCount=LOGS_KEPT, encoding="utf-8", delay=True
-        )
+        self._file = LogFile(folder / LOG_NAME, LOG_BYTES_MAX, LOGS_KEPT, failed)
         self._file.setFormatter(Formatter("%(message)s"))
 
     def write(self, event: Mapping[str, Any]) -> None:
@@ -80,8 +87,25 @@ class EventLog:
         self._file.close()
 
 
-class _OwnFile(RotatingFileHandler):
-    """For this user only, and no link that somebody has planted."""
+class LogFile(RotatingFileHandler):
+    """A log of at most so many bytes, with older ones of that size beside it: for this user only, and no link
+    that somebody has planted. A line that cannot be written is lost; `failed` is told why."""
+
+    def __init__(
+        self, path: Path, bytes_max: int, kept: int, failed: Callable[[BaseException], None]
+    ) -> None:
+        super().__init__(path, maxBytes=bytes_max, backupCount=kept, encoding="utf-8", delay=True)
+        self._failed = failed
+
+    def handleError(self, record: LogRecord) -> None:  # noqa: ARG002, N802 - the name and shape of logging's
+        """Go on without the line. By itself logging prints a traceback for each."""
+        error = sys.exc_info()[1]
+        stream, self.stream = self.stream, None  # logging opens it again
+        if stream is not None:
+            with suppress(OSError):  # what is left in its buffer
+                stream.close()
+        if error is not None:
+            self._failed(error)
 
     def _open(self) -> TextIOWrapper:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC

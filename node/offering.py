@@ -12,6 +12,7 @@ from typing import Annotated
 import msgspec
 
 from crypto.identity import PeerId, parse_peer
+from node.settings import expanded
 
 SLOTS_MAX = 64
 LISTED_MAX = 256
@@ -163,7 +164,7 @@ def read_run_id(text: str) -> str:
 def read_own_data(text: str) -> NamedData:
     """`scans=/data/scans`: a name that federated runs use, and the folder or text on this machine."""
     name, _, path = text.partition("=")
-    found = Path(path).expanduser()
+    found = expanded(path)
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}", name) or not found.is_absolute():
         raise ValueError("want a name and where the data lies, such as scans=/data/scans")
     return NamedData(name, found)

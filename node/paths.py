@@ -1,18 +1,26 @@
 """Where a node's data folder and its control socket are, for the node and for client commands.
 
-Kept apart from `node.config` because a client command must start at once: only the standard library.
+And what is said where the system does not let us use a folder. Kept apart from `node.config` because a client
+command must start at once: only the standard library.
 """
 
+import errno
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+
+from node.errors import UsageError
 
 ENVIRONMENT_PREFIX = "PEERLOOM_"
 CONTROL_NAME = "control.sock"
 """In the data folder: the socket of the node that holds it (`node.control`)."""
 LOCK_NAME = "node.lock"
 """In the data folder: held by its node, whose process it names (`node.storage.folder`)."""
+OTHER_FOLDER = "give the node a folder of its own: python -m node --data-dir DIR"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+"""What systems say of a disk that is full."""
+NO_HOME = "this user has no home folder: HOME is not set, and the list of users does not have it"
 SOCKET_PATH_BYTES_MAX = 100
 """Systems take paths of sockets up to 107 bytes, some up to 103 (unix(7))."""
 
@@ -21,8 +29,71 @@ def default_data_dir(environ: Mapping[str, str]) -> Path:
     """`~/.local/share/peerloom/default`, or below XDG_DATA_HOME (XDG base directory specification)."""
     base = environ.get("XDG_DATA_HOME", "")
     # The specification: a relative path there is invalid and is to be ignored.
-    data_home = Path(base) if os.path.isabs(base) else Path.home() / ".local" / "share"
-    return data_home / "peerloom" / "default"
+    if not os.path.isabs(base):
+        try:
+            base = str(Path.home() / ".local" / "share")
+        except RuntimeError:
+            raise UsageError(
+                f"no folder for data: {NO_HOME}", "name one: --data-dir DIR; or set HOME or XDG_DATA_HOME"
+            ) from None
+    return Path(base) / "peerloom" / "default"
+
+
+def is_default_data_dir(path: Path, environ: Mapping[str, str]) -> bool:
+    """Return whether commands look for a node there without being told."""
+    try:
+        return path == default_data_dir(environ)
+    except UsageError:
+        return False
+
+
+def expand(text: str) -> Path:
+    """The path that a person wrote, with `~` for a home folder. Raises UsageError: there is none."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        is_own = Path(text).parts[0] == "~"
+        reason = NO_HOME if is_own else "there is no such user, or none with a home folder"
+        raise UsageError(reason, "write the whole path" + (", or set HOME" if is_own else "")) from None
+
+
+def cache_folder(environ: Mapping[str, str], otherwise: Path) -> Path:
+    """`~/.cache/peerloom`, or below XDG_CACHE_HOME (XDG base directory specification); `otherwise` for a user
+    without a home folder."""
+    base = environ.get("XDG_CACHE_HOME", "")
+    try:
+        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "peerloom"
+    except RuntimeError:
+        return otherwise
+
+
+def temporary_folder() -> str:
+    """The system's folder for temporary files. Raises UsageError: there is none that can be written to."""
+    import tempfile  # only here: it would cost every client command some milliseconds
+
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError:
+        raise UsageError(
+            "no folder for temporary files can be written to, /tmp neither",
+            "make room in /tmp, or name another: TMPDIR=DIR python -m node",
+        ) from None
+
+
+def unusable(path: Path | str, error: OSError, what: str = "data folder") -> UsageError:
+    """Return what to say of a folder or file that the system does not let us use."""
+    reason = (error.strerror or str(error)).lower()
+    room = "make room there, or " if error.errno in NO_ROOM else ""
+    return UsageError(f"{what} {short_path(path)}: {reason}", room + OTHER_FOLDER)
+
+
+@contextmanager
+def usable(path: Path) -> Iterator[None]:
+    """Say of an error of the system in this block that it is the data folder's. Raises UsageError."""
+    try:
+        yield
+    except OSError as error:
+        raise unusable(path, error) from None
 
 
 @contextmanager
@@ -35,9 +106,9 @@ def socket_path(folder: Path) -> Iterator[str]:
     if len(os.fsencode(path)) <= SOCKET_PATH_BYTES_MAX:
         yield path
         return
-    import tempfile  # only here: it would cost every client command some milliseconds
+    import tempfile  # only here, as in `temporary_folder`
 
-    base = tempfile.gettempdir()
+    base = temporary_folder()
     if len(os.fsencode(base)) > SOCKET_PATH_BYTES_MAX // 2:
         base = "/tmp"  # noqa: S108 - for a private folder in it
     with tempfile.TemporaryDirectory(dir=base) as private:

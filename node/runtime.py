@@ -52,6 +52,7 @@ from node.forks import keep_loop_from_children
 from node.journal import Journal
 from node.library.directory import Directory
 from node.library.surface import Surface
+from node.paths import cache_folder, usable
 from node.placement.leases import Offer
 from node.placement.machine_state import MachineState
 from node.placement.offers import offers_of, own_offer
@@ -68,7 +69,7 @@ from node.services.adverts import keep_advertised
 from node.services.autonat import Reach
 from node.services.autonat_core import OTHERS
 from node.services.bootstrap import Joining
-from node.services.calibration import Wanted, cache_folder, corrected
+from node.services.calibration import Wanted, corrected
 from node.services.capacity import Capacity, measure
 from node.services.discovery import Discovery
 from node.services.energy import EnergyLog, keep_log
@@ -183,7 +184,8 @@ class Node(Surface):
         storage = self._storage
         if storage is None:
             storage = stack.enter_context(locked_folder(self.config.data_dir, self._scratch))
-        keys = keys_of(storage, self._entropy, self.config.swarm.work_bits)
+        with usable(self.config.data_dir):
+            keys = keys_of(storage, self._entropy, self.config.swarm.work_bits)
         self.network = self._network or self._real_network(keys)
         nursery = await stack.enter_async_context(cancelled_at_exit())
         if self._network is None:
@@ -202,8 +204,9 @@ class Node(Surface):
             nursery.start_soon(keep_running, "recording", recorder.run, self._executor)
         at, is_new = self._clock.wall(), keys.is_new
         self._publish(node_started(at, self.config, self.peer, self.network, is_new=is_new))
-        self._blobs = await self._executor.run(lambda: Blobs(storage))
-        self._guests = await self._executor.run(lambda: Guests(storage, self._blobs))
+        with usable(self.config.data_dir):
+            self._blobs = await self._executor.run(lambda: Blobs(storage))
+            self._guests = await self._executor.run(lambda: Guests(storage, self._blobs))
         self._make_services()
         kept, own = self._blobs, self.measurements
         self._parts = Parts(self.network, self._scratch, kept, self.runs, own, self._offered, self._calibrate)
@@ -302,7 +305,9 @@ class Node(Surface):
             return
         slots = self.provider.rules.slots
         wanted = Wanted(self.capacity.device, "float32", max(1, self.capacity.cores // slots), slots)
-        await self.measurements.measure(wanted, cache_folder(os.environ), self._calibrated, self._is_met)
+        await self.measurements.measure(
+            wanted, cache_folder(os.environ, self.config.data_dir), self._calibrated, self._is_met
+        )
 
     def _calibrated(self, found: Calibration) -> None:
         self._offered(corrected(self.capacity, found, self.provider.rules.slots))

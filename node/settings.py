@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 from crypto.contact import Address
 from dht.work import WORK_BITS_MAX
 from node.addresses import bare, read_own_address
+from node.errors import UsageError
+from node.paths import expand
 from node.suggest import did_you_mean
 
 CORES_MAX = 4_096
@@ -110,7 +112,15 @@ def label(length_max: int, *, may_be_empty: bool = False) -> Callable[[str], str
 def read_path(text: str) -> Path:
     if not text or "\0" in text:
         raise ValueError("want a path")
-    return Path(text).expanduser()
+    return expanded(text)
+
+
+def expanded(text: str) -> Path:
+    """The path, with `~` for a home folder. Raises ValueError: there is none."""
+    try:
+        return expand(text)
+    except UsageError as error:
+        raise ValueError(error.what) from error
 
 
 def read_optional_path(text: str) -> Path | None:

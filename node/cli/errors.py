@@ -4,6 +4,7 @@ For the commands of a node and for those of the simulator, which stands above it
 own complaints are put into our form. Exit codes are those of `node.errors`.
 """
 
+import errno
 import io
 import sys
 import traceback
@@ -14,10 +15,16 @@ import typer
 
 from node.cli.render import show_error
 from node.errors import EXIT_DONE, EXIT_FORCED, EXIT_UNEXPECTED, PeerloomError, UsageError
+from node.paths import NO_HOME, NO_ROOM, short_path
 from node.shadowing import remedy, shadow_behind, shadow_text
 from node.suggest import nearest
 
 DEBUG = "--debug"
+_SYSTEM = (*NO_ROOM, errno.EROFS)
+"""A person is told of these as of a mistyped flag, wherever they are raised."""
+_NO_TEMPORARY = "No usable temporary directory"
+_NO_HOME_FOLDER = "Could not determine home directory."
+"""What Python says of them (tempfile, pathlib)."""
 
 
 Keys = Mapping[str, Callable[[], Mapping[str, str]]]
@@ -41,6 +48,11 @@ def dispatch(app: typer.Typer, arguments: Sequence[str], program: str, keys: Key
         return end.code if isinstance(end.code, int) else EXIT_UNEXPECTED
     except Exception as error:
         return _fail(error, program, keys or {}, debug=debug)
+    except BaseExceptionGroup as group:
+        # While a node starts, Ctrl-C may come out of a nursery.
+        if group.subgroup(KeyboardInterrupt) is None:
+            raise
+        return EXIT_FORCED
     return code if isinstance(code, int) else EXIT_DONE
 
 
@@ -64,8 +76,24 @@ def _told(error: Exception, program: str, keys: Keys) -> PeerloomError:
     if hasattr(error, "format_message"):
         # typer's errors of usage: only this method, not their module, is public.
         return _parsing_error(error, program, keys)
+    if isinstance(error, OSError) and (error.errno in _SYSTEM or _NO_TEMPORARY in str(error)):
+        return _system_error(error)
+    if isinstance(error, RuntimeError) and str(error) == _NO_HOME_FOLDER:
+        return UsageError(NO_HOME, "write the whole path, or set HOME")
     what = "; ".join((f"unexpected {type(error).__name__}: {error}", *getattr(error, "__notes__", ())))
     return PeerloomError(what, f"the same again with {DEBUG} shows where; please report it")
+
+
+def _system_error(error: OSError) -> UsageError:
+    """What the system does not let us do, and a person can mend."""
+    reason = (error.strerror or str(error)).lower()
+    if error.filename is None:
+        return UsageError(
+            f"{reason}; the program could not write what it had to", "make room, or use another disk"
+        )
+    return UsageError(
+        f"{short_path(str(error.filename))}: {reason}", "make room there, or name another place"
+    )
 
 
 def _parsing_error(error: Any, program: str, keys: Keys) -> UsageError:

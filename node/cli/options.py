@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from node.paths import ENVIRONMENT_PREFIX, default_data_dir
+from node.paths import ENVIRONMENT_PREFIX, default_data_dir, expand
 
 GRAPH_SUFFIX = ".peerloom"
 """The suffix of a captured model's file."""
@@ -21,7 +21,7 @@ def find_data_dir(context: typer.Context, flag: str) -> Path:
     before: dict[str, Any] = context.obj or {}
     given = flag or before.get("data_dir") or os.environ.get(f"{ENVIRONMENT_PREFIX}DATA_DIR")
     if given:
-        return Path(given).expanduser()
+        return expand(given)
     config_file = before.get("config") or os.environ.get(f"{ENVIRONMENT_PREFIX}CONFIG")
     if config_file:
         from node.config import resolve  # only here: a client without a config file starts faster

@@ -21,7 +21,7 @@ from node.cli.render import (
     short_id,
 )
 from node.invocation import command_span, elsewhere
-from node.paths import default_data_dir, short_path
+from node.paths import is_default_data_dir, short_path
 
 Event = Mapping[str, Any]
 FIRST_STEPS = 5
@@ -105,7 +105,7 @@ class EventScreen:
             # There the key file, copied, may have any name.
             key = "PEERLOOM_KEY_FILE=FILE " if event["is_private"] else ""
             lines.append(f"  On another machine:  {key}{elsewhere()} {join}")
-        if Path(event["data_dir"]) != default_data_dir(self._environ):
+        if not is_default_data_dir(Path(event["data_dir"]), self._environ):
             status = command_span("status", "--data-dir", event["data_dir"])
             lines.append(f"  On this machine:     {status}")
         return lines

@@ -7,7 +7,7 @@ from typing import Any
 
 from node.cli.render import show, show_json
 from node.cli.screen import EventScreen
-from node.containment import write_log
+from node.containment import note_lost_line, write_log
 from node.eventlog import EventLog
 from node.invocation import program_from_anywhere, shown_values
 
@@ -33,7 +33,7 @@ def start(flags: Mapping[str, Any], *, require_join: str | None, record: str | N
 
     log = None
     if settings.log.format != "off":
-        log = EventLog(settings.data_dir, settings.log.format, settings.log.levels)
+        log = EventLog(settings.data_dir, settings.log.format, settings.log.levels, note_lost_line)
 
     def report(event: Any) -> None:
         document = state_documents.event_document(event)

@@ -20,7 +20,7 @@ from node.errors import UsageError
 from node.events import Event
 from node.library.blocking import BlockingSurface
 from node.library.portal import Portal
-from node.paths import default_data_dir, short_path
+from node.paths import is_default_data_dir, short_path
 from node.runtime import Node
 from node.storage.folder_lock import find_holder
 
@@ -167,7 +167,7 @@ def sync(
         join = ()
         found = resolve(flags, os.environ)
         configs = [found]
-        if found.data_dir == default_data_dir(os.environ):
+        if is_default_data_dir(found.data_dir, os.environ):
             scripts = found.data_dir.parent / "scripts"
             configs = [replace(found, data_dir=scripts / str(number + 1)) for number in range(SCRIPTS_MAX)]
     return SyncNode(configs, lambda settings: Node(settings, join=join, report=report))

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from node.errors import StageFailed
 from node.forks import Descriptor
+from node.paths import temporary_folder
 from node.storage.budget import ScratchBudget
 
 PREFIX = "peerloom-stage-"
@@ -36,7 +37,7 @@ class Scratch:
         self._budget = budget
         self._counted_bytes = 0
         while True:
-            self.path = tempfile.mkdtemp(prefix=prefix)
+            self.path = tempfile.mkdtemp(prefix=prefix, dir=temporary_folder())
             # Not a record lock, which no folder can have: children have to lose this one.
             self._lock = Descriptor(os.open(self.path, os.O_RDONLY))
             fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -96,7 +97,7 @@ def _sizes(folder: str) -> Iterator[int]:
 def remove_forgotten() -> None:
     """Remove what killed nodes and commands have left; what another user or a living process has made
     stays."""
-    folder = Path(tempfile.gettempdir())
+    folder = Path(temporary_folder())
     for path in sorted([*folder.glob(f"{PREFIX}*"), *folder.glob(f"{COMMAND_PREFIX}*")]):
         try:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -21,11 +21,11 @@ from crypto.errors import LocalProtocolError
 from crypto.noise import Data
 from node.config import Resources
 from node.errors import UsageError
-from node.paths import LOCK_NAME, short_path
+from node.paths import LOCK_NAME, OTHER_FOLDER, short_path, unusable, usable
 from node.storage.budget import ScratchBudget
 from node.storage.drafts import FileDraft
 from node.storage.folder_lock import lock
-from node.storage.ownership import FILE_MODE, FOLDER_MODE, OTHER_FOLDER, close_folder, unusable
+from node.storage.ownership import FILE_MODE, FOLDER_MODE, close_folder
 from node.storage.spill import Spill
 
 NAME_DEPTH_MAX = 8
@@ -60,7 +60,9 @@ class FolderStorage:
             raise unusable(path, error) from None
         close_folder(path, FOLDER_MARKS)
         if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-            raise UsageError(f"data folder {short_path(path)}: not writable", OTHER_FOLDER)
+            is_read_only = os.statvfs(path).f_flag & os.ST_RDONLY
+            reason = "its file system is read-only" if is_read_only else "not writable"
+            raise UsageError(f"data folder {short_path(path)}: {reason}", OTHER_FOLDER)
         self._spill = Spill(path, self.scratch)
         self._drafts = itertools.count()
         self._changing = threading.Lock()
@@ -232,7 +234,8 @@ def locked_folder(path: Path, scratch: ScratchBudget) -> Iterator[FolderStorage]
     """
     storage = FolderStorage(path, scratch)
     with lock(path):
-        storage.remove_halves()
+        with usable(path):
+            storage.remove_halves()
         yield storage
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from node.errors import UsageError
 from node.forks import Descriptor
-from node.paths import LOCK_NAME, short_path
-from node.storage.ownership import FILE_MODE, OTHER_FOLDER, open_own, unusable
+from node.paths import LOCK_NAME, OTHER_FOLDER, short_path, unusable, usable
+from node.storage.ownership import FILE_MODE, open_own
 
 PROCESS_LENGTH_MAX = 20
 _HELD_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
@@ -53,8 +53,9 @@ def lock(path: Path) -> Iterator[None]:
         _held[file] = descriptor
     process = os.getpid()
     try:
-        os.ftruncate(descriptor.fileno(), 0)
-        os.pwrite(descriptor.fileno(), str(process).encode(), 0)
+        with usable(path):
+            os.ftruncate(descriptor.fileno(), 0)
+            os.pwrite(descriptor.fileno(), str(process).encode(), 0)
         yield
     finally:
         if os.getpid() == process:

@@ -13,12 +13,11 @@ import stat
 from pathlib import Path
 
 from node.errors import UsageError
-from node.paths import short_path
+from node.paths import OTHER_FOLDER, short_path, unusable
 
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
 _OTHERS, _OTHERS_WRITE = 0o077, 0o022
-OTHER_FOLDER = "give the node a folder of its own: `peerloom --data-dir DIR`"
 _LINKED = (errno.ELOOP, errno.EMLINK)
 """What systems say of a link that is not to be followed."""
 
@@ -44,7 +43,10 @@ def close_folder(path: Path, marks: tuple[str, ...]) -> None:
             return
         held = os.listdir(descriptor)
         if (reason := _why_left_open(status.st_mode, held, marks)) is None:
-            os.fchmod(descriptor, FOLDER_MODE)
+            try:
+                os.fchmod(descriptor, FOLDER_MODE)
+            except OSError as error:
+                raise unusable(path, error) from None
             if not os.fstat(descriptor).st_mode & _OTHERS:
                 return
             reason = "its file system keeps no modes, so others may look in"
@@ -120,9 +122,3 @@ def _user(number: int) -> str:
         return pwd.getpwuid(number).pw_name
     except KeyError:
         return str(number)
-
-
-def unusable(path: Path, error: OSError) -> UsageError:
-    """Return what to say of a data folder that the system does not let us use."""
-    reason = (error.strerror or str(error)).lower()
-    return UsageError(f"data folder {short_path(path)}: {reason}", OTHER_FOLDER)

@@ -17,9 +17,10 @@ import pytest
 
 from node.config import Config
 from node.offering import Offering
+from node.paths import cache_folder
 from node.placement.provider import Provider
 from node.services import calibration
-from node.services.calibration import Wanted, cache_folder, calibrate, corrected, slowdown
+from node.services.calibration import Wanted, calibrate, corrected, slowdown
 from node.services.capacity import Capacity, device_memory
 from node.services.energy import EnergyMeter
 from partition.plan.operations import KINDS
@@ -202,8 +203,8 @@ def test_other_threads_and_devices_are_other_calibrations() -> None:
 
 
 def test_the_cache_is_where_the_user_keeps_caches() -> None:
-    assert cache_folder({"XDG_CACHE_HOME": "/x"}) == Path("/x/peerloom")
-    assert cache_folder({"XDG_CACHE_HOME": "x"}) == Path.home() / ".cache" / "peerloom"
+    assert cache_folder({"XDG_CACHE_HOME": "/x"}, Path("/y")) == Path("/x/peerloom")
+    assert cache_folder({"XDG_CACHE_HOME": "x"}, Path("/y")) == Path.home() / ".cache" / "peerloom"
 
 
 def test_memory_of_the_processor_is_that_of_the_machine() -> None:
