@@ -204,6 +204,26 @@ class SelfAccused:
     incarnation: int
 
 
+@dataclass(frozen=True)
+class OtherLifeHeard:
+    """A fact of this peer's own key is about, of another life than this: an earlier one, or one beside it.
+    Whoever drives this core may look whether it lives at these addresses."""
+
+    addresses: tuple[Address, ...]
+
+
+@dataclass(frozen=True)
+class RivalFound:
+    """Another process lives now with the very key of this peer, as a copied data folder makes it: it has
+    named this life. `started_milliseconds` is the unix time of its start by its own clock; `is_younger` says
+    that it began later, and so has to go. Else this peer has: it says nothing of itself any more."""
+
+    started_milliseconds: int
+    name: str
+    addresses: tuple[Address, ...]
+    is_younger: bool
+
+
 Event = (
     MemberUp
     | MemberChanged
@@ -213,6 +233,8 @@ Event = (
     | MemberLeft
     | MemberForgotten
     | SelfAccused
+    | RivalFound
+    | OtherLifeHeard
     | NeighbourhoodLookupWanted
     | CandidateFound
     | FactsRefused

@@ -40,6 +40,10 @@ READ_MAX = 2_048
 DIGESTS_MAX = 3
 """Digests in a comparison of scopes: depths around one key differ by one, seldom two."""
 MARK_BYTES = 8
+LIFE_BYTES = 12
+INSTANCE_BYTES = 6
+"""At random, in the name of a life, beside six bytes of unix milliseconds."""
+STARTED_MAX = 2**48 - 1
 INCARNATION_JUMP_MAX = 2**42
 """Above what is held of a member, or above 0: 139 years of milliseconds. A restart takes the unix time of a
 clock that may have been wrong; more would only leave no room above it."""
@@ -67,6 +71,11 @@ class AliveBody(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
         msgspec.Meta(max_length=ADDRESSES_MAX),
     ]
     metadata: Annotated[bytes, msgspec.Meta(max_length=METADATA_BYTES_MAX)]
+    life: Annotated[bytes, msgspec.Meta(max_length=LIFE_BYTES)] = b""
+    """In which life of it, one start of a process, the subject says so."""
+    rival: Annotated[bytes, msgspec.Meta(max_length=LIFE_BYTES)] = b""
+    """Another life of this identity that the subject has heard of, empty for none. A life of long ago cannot
+    name one that began later, so whoever reads its own here knows that the author lives beside it."""
 
 
 class SuspectBody(msgspec.Struct, frozen=True, array_like=True, tag="suspect"):
@@ -229,11 +238,22 @@ def subject_of(fact: Fact, body: Body) -> PeerId:
     return PeerId(body.subject if isinstance(body, SuspectBody | DeadBody) else fact.author)
 
 
-def alive_body(profile: Profile, incarnation: int) -> AliveBody:
+def life_of(started_milliseconds: int, instance: bytes) -> bytes:
+    """Return the name of a life that began at this unix time. Of two lives the greater began later."""
+    started = min(started_milliseconds, STARTED_MAX)
+    return started.to_bytes(LIFE_BYTES - INSTANCE_BYTES, "big") + instance
+
+
+def started_of(life: bytes) -> int:
+    """When a life began, in unix milliseconds by its own clock."""
+    return int.from_bytes(life[: LIFE_BYTES - INSTANCE_BYTES], "big")
+
+
+def alive_body(profile: Profile, incarnation: int, life: bytes = b"", rival: bytes = b"") -> AliveBody:
     """A profile as it is announced. Addresses that do not fit are left out, the last first."""
     addresses = tuple(str(address.of(None)) for address in profile.addresses[:ADDRESSES_MAX])
     while True:
-        body = AliveBody(incarnation, profile.name, addresses, profile.metadata)
+        body = AliveBody(incarnation, profile.name, addresses, profile.metadata, life, rival)
         if len(encode(body)) <= ALIVE_BODY_BYTES_MAX:
             return body
         addresses = addresses[:-1]

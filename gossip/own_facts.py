@@ -21,15 +21,18 @@ from gossip.messages import (
 class OwnFacts:
     """Signs for one peer. `checks` counts the signatures of others that were checked."""
 
-    __slots__ = ("_signer", "checks")
+    __slots__ = ("_signer", "checks", "life", "rival")
 
-    def __init__(self, signer: Signer) -> None:
+    def __init__(self, signer: Signer, life: bytes) -> None:
         self._signer = signer
         self.checks = 0
+        self.life = life
+        # Another life of this identity, which our facts name from then on.
+        self.rival = b""
 
     def alive(self, profile: Profile, incarnation: int) -> AliveFact:
         """As we know it ourselves, with all the addresses that may not have fitted."""
-        body = alive_body(profile, incarnation)
+        body = alive_body(profile, incarnation, self.life, self.rival)
         return announced(sign_body(self._signer, body), profile, body)
 
     def left(self, incarnation: int) -> Fact:

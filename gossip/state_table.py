@@ -61,6 +61,7 @@ from gossip.messages import (
     silence_of,
     subject_of,
 )
+from gossip.other_lives import OtherLives
 from gossip.own_facts import OwnFacts
 from gossip.refutations import Refutations
 from gossip.settings import Settings
@@ -77,9 +78,9 @@ class MembershipState:
     """
 
     __slots__ = (
-        "_changes", "_credit", "_events", "_farewell", "_own", "_settings", "broadcasts", "candidates",
-        "health", "hints", "intake", "misled", "peer", "queue", "refutations", "scope",
-        "shares", "suspicion_deadline", "suspicions", "table"
+        "_changes", "_credit", "_events", "_farewell", "_own",
+        "_settings", "broadcasts", "candidates", "health", "hints", "intake", "lives", "misled",
+        "peer", "queue", "refutations", "scope", "shares", "suspicion_deadline", "suspicions", "table"
     )  # fmt: skip
 
     def __init__(
@@ -92,9 +93,11 @@ class MembershipState:
         now: float,
         events: list[Event],
         scope: Scope,
+        life: bytes,
     ) -> None:
         self.scope = scope
-        self._own = OwnFacts(signer)
+        self._own = OwnFacts(signer, life)
+        self.lives = OtherLives(life)
         self._settings = settings
         self._events = events
         self.peer = signer.peer
@@ -134,6 +137,8 @@ class MembershipState:
     def announce(self, profile: Profile, *, above: int = 0, sends: int = news.SENDS_MAX) -> None:
         """Be alive under a new incarnation, higher than that of now and than `above`; the fact is sent so
         often from here, or as often as any."""
+        if self.lives.is_silent:
+            return
         said = self._own.alive(profile, max(self.me.incarnation, above) + 1)
         self.table.renew(self.me, said)
         self.queue.put(said.peer, said.fact, sends=sends)
@@ -361,7 +366,7 @@ class MembershipState:
         peer = PeerId(fact.author)
         row = self.table.rows.get(peer)
         if peer == self.peer:
-            self._hear_of_earlier_self(fact, body)
+            self._hear_of_other_self(fact, body)
         elif row is None:
             self._hear_of_stranger(now, sender, fact, body, passed_on)
         elif body.incarnation > row.incarnation:
@@ -400,6 +405,8 @@ class MembershipState:
         """Take in what a listed member says of itself; whether that is news but for the incarnation."""
         changed = said.profile != row.profile
         status = row.status
+        if status in (Status.ALIVE, Status.SUSPECT) and sender == said.peer:
+            self.lives.displace(row.said, said)
         row = self.table.renew(row, said)
         back = status in (Status.DEAD, Status.LEFT)
         if status is not Status.ALIVE:
@@ -426,7 +433,7 @@ class MembershipState:
         if row is None or body.incarnation < row.incarnation:
             return
         if row.peer == self.peer:
-            self._hear_of_earlier_self(fact, body)
+            self._hear_of_other_self(fact, body)
             return
         if row.status is Status.LEFT and body.incarnation == row.incarnation:
             return
@@ -516,17 +523,27 @@ class MembershipState:
             if self.broadcasts.hear(now, author, body):
                 self.queue.put(queue_key(author, body.topic), fact, is_later=True)
 
-    def _hear_of_earlier_self(self, fact: Fact, body: AliveBody | LeftBody) -> None:
-        """An earlier life of ours is still talked about with an incarnation as high as ours: go above it.
+    def _hear_of_other_self(self, fact: Fact, body: AliveBody | LeftBody) -> None:
+        """Another life of ours is talked about. Name it, above its incarnation if that is as high as ours.
 
-        It happens when incarnations start from a wall clock that was set back.
+        An earlier life has such a one where incarnations start from a wall clock that was set back. One that
+        names ours lives beside it.
         """
         if self.me.status is Status.LEFT or fact == self.me.said.fact:
             return
-        if body.incarnation < self.me.incarnation:
+        if isinstance(body, AliveBody) and self.lives.is_new(body):
+            self._own.check(fact, body)
+            self._events.append(self.lives.hear(fact, body))
+        is_rival = self.lives.is_rival(body)
+        if body.incarnation < self.me.incarnation and not is_rival:
             return
         self._own.check(fact, body)
+        if isinstance(body, AliveBody) and self.lives.is_other(body):
+            self._own.rival = body.life
         self.announce(self.me.profile, above=body.incarnation)
+        if is_rival and isinstance(body, AliveBody):
+            # The younger has named the elder now, so that this one knows it too.
+            self._events.append(self.lives.meet(fact, body))
 
     def _begin_suspicion(self, now: float, row: Row, hints: Sequence[Fact]) -> Suspicion:
         """Our probe has failed, as that of those whose accusations are `hints`."""

@@ -31,6 +31,7 @@ from gossip.hints import HINTS_MAX
 from gossip.intake import JOBS_MAX, SLICE_PAUSE_SECONDS
 from gossip.member import CandidateFound, Event, Member, Profile, Status
 from gossip.messages import (
+    INSTANCE_BYTES,
     Ack,
     ByStream,
     Compare,
@@ -43,6 +44,7 @@ from gossip.messages import (
     ScopedSync,
     StreamPing,
     Sync,
+    life_of,
 )
 from gossip.probes import OVERDUE_MAX, RELAY_PATIENCE, RELAYS_MAX, InFlightProbes, Kind, Probe, Relay
 from gossip.punctuality import Answer
@@ -71,7 +73,8 @@ class Swim:
     core; what other methods return is likewise to be sent.
 
     `incarnation` must be higher than in any earlier life of this peer id (unix milliseconds do);
-    where it is not, the core goes above the old one as soon as it hears of it.
+    where it is not, the core goes above the old one as soon as it hears of it. Together with `instance`,
+    random bytes, the first one names this life: two that live with one key tell so (`RivalFound`).
 
     Long because probes, suspicion, gossip and syncs share one list of members and one budget of messages.
     """
@@ -109,6 +112,7 @@ class Swim:
         now: float,
         *,
         place: Place | None = None,
+        instance: bytes = bytes(INSTANCE_BYTES),
     ) -> None:
         self.events: list[Event] = []
         self.peer = signer.peer
@@ -120,7 +124,15 @@ class Swim:
             members_max=settings.scope_members_max,
         )
         self._beliefs = MembershipState(
-            signer, profile, settings, rng, incarnation, now, self.events, self.scope
+            signer,
+            profile,
+            settings,
+            rng,
+            incarnation,
+            now,
+            self.events,
+            self.scope,
+            life_of(incarnation, instance),
         )
         self._table = self._beliefs.table
         self._candidates = self._beliefs.candidates

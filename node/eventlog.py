@@ -26,12 +26,15 @@ LEVELS: Mapping[str, int] = {"info": INFO, "warning": WARNING, "error": ERROR, "
 _AREAS = {
     "Member": "swarm",
     "Join": "swarm",
+    "Identity": "swarm",
     "Reachability": "swarm",
     "PendingConnection": "swarm",
     "Alert": "alerts",
 }
 _NODE = ("Node", "Capacity", "Fences", "Page")
-_WARNINGS = frozenset({"MemberLost", "MemberSuspected", "ReplicaDropped", "StrangerRefused", "AlertRaised"})
+_WARNINGS = frozenset(
+    {"IdentityShared", "MemberLost", "MemberSuspected", "ReplicaDropped", "StrangerRefused", "AlertRaised"}
+)
 
 
 def area_of(kind: str) -> str:

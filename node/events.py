@@ -71,8 +71,9 @@ class FencesTried(Event, frozen=True, kw_only=True):
 
 
 class JoinTried(Event, frozen=True, kw_only=True):
-    """One address was tried. `outcome`: ok, refused, timeout, wrong key, work, unknown. `found_by` is empty
-    for an address that was given or remembered, "beacon" for one heard on the local network."""
+    """One address was tried. `outcome`: ok, refused, timeout, wrong key, work, unknown, self, or same key, of
+    another node with this one's identity. `found_by` is empty for an address that was given or remembered,
+    "beacon" for one heard on the local network."""
 
     address: str
     outcome: str
@@ -97,6 +98,16 @@ class ReachabilityFound(Event, frozen=True, kw_only=True):
     asked: int
     of: int
     addresses: tuple[str, ...]
+
+
+class IdentityShared(Event, frozen=True, kw_only=True):
+    """Another node that lives now has this node's identity, as a copy of its data folder makes it. `started`
+    is when it began by its own clock. The younger of both stops: the other one if it `is_younger`."""
+
+    name: str
+    addresses: tuple[str, ...]
+    started: float
+    is_younger: bool
 
 
 class MemberJoined(Event, frozen=True, kw_only=True):

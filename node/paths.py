@@ -17,7 +17,7 @@ CONTROL_NAME = "control.sock"
 """In the data folder: the socket of the node that holds it (`node.control`)."""
 LOCK_NAME = "node.lock"
 """In the data folder: held by its node, whose process it names (`node.storage.folder`)."""
-OTHER_FOLDER = "give the node a folder of its own: python -m node --data-dir DIR"
+OTHER_FOLDER = "give the node a folder of its own: `peerloom --data-dir DIR`"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 """What systems say of a disk that is full."""
 NO_HOME = "this user has no home folder: HOME is not set, and the list of users does not have it"
@@ -76,7 +76,7 @@ def temporary_folder() -> str:
     except FileNotFoundError:
         raise UsageError(
             "no folder for temporary files can be written to, /tmp neither",
-            "make room in /tmp, or name another: TMPDIR=DIR python -m node",
+            "make room in /tmp, or set TMPDIR to another folder",
         ) from None
 
 

@@ -20,7 +20,7 @@ import trio
 from node.alerts.service import Alerts
 from node.config import Config
 from node.containment import keep_running
-from node.errors import EXIT_DONE, EXIT_FORCED, EXIT_UNEXPECTED, JoinTimeout, UsageError
+from node.errors import EXIT_DONE, EXIT_FORCED, EXIT_UNEXPECTED, JoinTimeout, PeerloomError, UsageError
 from node.events import Event, MemberJoined
 from node.recording.recorder import Recorder
 from node.runtime import Node
@@ -91,7 +91,7 @@ async def _serve(
     try:
         with ExitStack() as stack:
             await _serve_until_told(config, require_join_seconds, report, recorder, stack)
-    except* JoinTimeout as group:
+    except* PeerloomError as group:
         raise _first(group) from None
     return EXIT_DONE
 

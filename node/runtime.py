@@ -24,6 +24,7 @@ from crypto.identity import PeerId, peer_text
 from crypto.swarm import Swarm
 from dht.kademlia import Kademlia
 from gossip.member import Profile
+from gossip.messages import INSTANCE_BYTES
 from gossip.swim import Swim
 from node.averaging.service import Averaging
 from node.changing import Parts, change, keep_limits
@@ -39,6 +40,7 @@ from node.control import CommandHandler, ControlServer
 from node.events import (
     DatagramsBlocked,
     Event,
+    IdentityShared,
     MemberChanged,
     MemberJoined,
     MemberRefuted,
@@ -75,8 +77,9 @@ from node.services.discovery import Discovery
 from node.services.energy import EnergyLog, keep_log
 from node.services.lan_discovery import Neighbours
 from node.services.links import LinkMeasuring
+from node.services.lives import Lives, shared_error
 from node.services.measurements import CALIBRATED, Measurements
-from node.services.membership import Membership
+from node.services.membership import LEAVE_SECONDS, Membership
 from node.services.metadata import Standing, encode_metadata
 from node.services.paths import PathComparison
 from node.services.remembering import RememberedPeers
@@ -187,7 +190,7 @@ class Node(Surface):
         with usable(self.config.data_dir):
             keys = keys_of(storage, self._entropy, self.config.swarm.work_bits)
         self.network = self._network or self._real_network(keys)
-        nursery = await stack.enter_async_context(cancelled_at_exit())
+        self._nursery = nursery = await stack.enter_async_context(cancelled_at_exit())
         if self._network is None:
             keep_loop_from_children()
         self.peer = keys.identity.peer
@@ -353,6 +356,9 @@ class Node(Surface):
             is_scoped=self.config.swarm.scope == "neighbourhood",
             work_bits=self.config.swarm.work_bits,
             make=partial(self.seams.core, self._make_swim),
+            instance=self._entropy(INSTANCE_BYTES),
+            yields=self._yield_to_namesake,
+            look_for_life=lambda addresses: self._nursery.start_soon(self._look_for_life, addresses),
         )
         self.discovery = Discovery(
             self.network,
@@ -367,6 +373,7 @@ class Node(Surface):
             publish=self._publish,
         )
         self._directory = Directory(self.discovery, self.seams, self._blobs, self.peer)
+        self._lives = Lives(self.network, self.membership.life, self.membership.met_life)
         self._told = self.network.addresses
         self.reach = Reach(self.network, self._clock, counters=self._refused)
         self._remembered = RememberedPeers(
@@ -428,6 +435,7 @@ class Node(Surface):
             is_alone=lambda: len(self.membership.live) < 2,
             is_member=lambda peer: peer in self.membership.live,
             counters=self._refused,
+            is_other=self._lives.is_other,
         )
 
     def _make_measurements(self) -> Measurements:
@@ -450,6 +458,21 @@ class Node(Surface):
             refuse=self._refuse,
         )
         return self.measurements
+
+    async def _look_for_life(self, addresses: Sequence[Address]) -> None:
+        with contain("looking for another life"):
+            await self._lives.look(addresses)
+
+    def _yield_to_namesake(self, shared: IdentityShared) -> None:
+        """End: another node has this one's identity, and began earlier. Without a goodbye, which all would
+        take for that one's."""
+
+        async def end() -> None:
+            await trio.sleep(LEAVE_SECONDS)  # what this one has said of the other goes round
+            raise shared_error(shared, self.config.data_dir, self.addresses)
+
+        if not self.stopping.is_set():
+            self._nursery.start_soon(end)
 
     async def leave(self) -> None:
         """Say goodbye to the swarm; the node ends when its context does."""

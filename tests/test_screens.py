@@ -94,6 +94,9 @@ HISTORY: list[events.Event] = [
     ),
     events.DatagramsBlocked(at=NOW - 7380, peers=(peer(1),), of=3),
     events.DatagramsBlocked(at=NOW - 7380, peers=(), of=3),
+    events.IdentityShared(
+        at=NOW - 7380, name="lab-1", addresses=("/ip4/10.0.0.9/tcp/9747",), started=NOW, is_younger=True
+    ),
     events.JoinTried(
         at=NOW - 7379,
         address="/dns/old-box/tcp/9747",
@@ -292,6 +295,7 @@ def test_the_screen_of_a_node() -> None:
         20:10:20   others reach this node now
         20:10:20   datagrams do not get through to 1 of 3 peers: by stream; python -m node doctor
         20:10:20   datagrams get through to all peers again
+        20:10:20   another node has this node's identity, at 10.0.0.9:9747: it began later, and stops
         join  refused    old-box:9747   10.0.0.6 is up, but no node listens on port 9747
         20:16:40   lab-2 ...2NASuq joined (found through join)
         join  ok         10.0.0.2:97   lab-2 ...2NASuq  1.2 ms

@@ -12,8 +12,8 @@ from statistics import median
 from node import events
 
 KINDS = (
-    "clock_off", "disk_nearly_full", "loss_not_finite", "loss_rising", "peer_misbehaves",
-    "replicas_below_wanted", "run_failed", "steps_slow",
+    "clock_off", "disk_nearly_full", "identity_shared", "loss_not_finite", "loss_rising",
+    "peer_misbehaves", "replicas_below_wanted", "run_failed", "steps_slow",
 )  # fmt: skip
 RUNS_WATCHED_MAX = 64
 LOSSES_AVERAGED = 20
@@ -31,6 +31,8 @@ CLOCK_STEP_SECONDS_MAX = 2.0
 """A wall clock that jumped by more against the monotonic one was set, and records may expire wrongly."""
 CLOCK_TOLD_SECONDS = 600.0
 REFUSED_PER_MINUTE_MAX = 300
+IDENTITY_TOLD_SECONDS = 3_600.0
+"""Another node with this one's identity has stopped by then, unless it is started again and again."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +79,14 @@ class AlertRules:
         self._offset: float | None = None
         self._clock_set_at = -math.inf
         self._clock_text = ""
+        self._shared: events.IdentityShared | None = None
         self._errors: deque[tuple[float, int]] = deque(maxlen=64)
 
     def take(self, event: events.Event) -> None:
         """Fold one event in."""
         match event:
+            case events.IdentityShared():
+                self._shared = event
             case events.StepCommitted():
                 self._committed(self._run(event.run), event)
             case events.RunChanged():
@@ -97,7 +102,7 @@ class AlertRules:
     def look(self, facts: Facts) -> dict[tuple[str, str], Alert]:
         """All that is wrong now, by key."""
         found = [alert for name, run in self._runs.items() for alert in _of_run(name, run, facts.wall)]
-        found += self._of_clock(facts) + _of_disk(facts) + self._of_peers(facts)
+        found += self._of_clock(facts) + _of_disk(facts) + self._of_peers(facts) + self._of_identity(facts)
         return {alert.key: alert for alert in found}
 
     def _run(self, name: str) -> _Run:
@@ -123,6 +128,13 @@ class AlertRules:
         self._offset = offset
         is_recent = facts.monotonic - self._clock_set_at < CLOCK_TOLD_SECONDS
         return [Alert("clock_off", "", "warn", self._clock_text)] if is_recent else []
+
+    def _of_identity(self, facts: Facts) -> list[Alert]:
+        if self._shared is None or facts.wall - self._shared.at > IDENTITY_TOLD_SECONDS:
+            return []
+        where = " or ".join(self._shared.addresses) or "an unknown place"
+        text = f"another node has this node's identity, at {where}: a copy of its data folder?"
+        return [Alert("identity_shared", "", "bad", text)]
 
     def _of_peers(self, facts: Facts) -> list[Alert]:
         self._errors.append((facts.monotonic, facts.protocol_errors))

@@ -157,7 +157,13 @@ class EventScreen:
         if not event["peers"]:
             return [_at(event, "datagrams get through to all peers again")]
         count, of = len(event["peers"]), event["of"]
-        text = f"datagrams do not get through to {count} of {of} peers: by stream; python -m node doctor"
+        text = f"datagrams do not get through to {count} of {of} peers: by stream; `peerloom doctor`"
+        return [_at(event, text)]
+
+    def _identity_shared(self, event: Event) -> list[str]:
+        where = " or ".join(map(short_address, event["addresses"])) or "an unknown place"
+        goes = "it" if event["is_younger"] else "this one"
+        text = f"another node has this node's identity, at {where}: {goes} began later, and stops"
         return [_at(event, text)]
 
     def _joined(self, event: Event) -> list[str]:
@@ -378,6 +384,7 @@ _RENDERERS = {
     "JoinTried": EventScreen._join_tried,
     "ReachabilityFound": EventScreen._reachability,
     "DatagramsBlocked": EventScreen._datagrams,
+    "IdentityShared": EventScreen._identity_shared,
     "MemberJoined": EventScreen._joined,
     "MemberDegraded": EventScreen._degraded,
     "MemberSuspected": EventScreen._suspected,

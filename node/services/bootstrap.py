@@ -7,7 +7,7 @@ become one.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import trio
 
@@ -43,7 +43,10 @@ class Joining:
         is_alone: Callable[[], bool],
         is_member: Callable[[PeerId], bool],
         counters: Counter[str],
+        is_other: Callable[[], Awaitable[bool]],
     ) -> None:
+        """`is_other` asks whether this node's id, which has just answered, is another node there."""
+        self._is_other = is_other
         self._network = network
         self._clock = clock
         self._addresses = tuple(tuple(each) for each in addresses)
@@ -130,8 +133,12 @@ class Joining:
                 address, peer = (await race(others, self._identify))[0]
         except Unreachable as error:
             outcome, detail = error.reason, error.detail
-        if peer == self._network.peer or not others:
+        if not others:
+            outcome, detail = "self", "this is this node's own address"
+        elif peer == self._network.peer:
             peer, outcome, detail = None, "self", "this is this node's own address"
+            if await self._is_other():
+                outcome, detail = "same key", "another node has this node's identity: a copied data folder?"
         elif peer is not None:
             self._network.learn(peer, [address.of(peer)])
         tried = JoinTried(

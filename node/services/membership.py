@@ -14,7 +14,7 @@ from dht.keys import node_number
 from dht.work import has_work
 from gossip import member as core
 from gossip.coordinates import Coordinates
-from gossip.messages import MESSAGE_BYTES_MAX, Message
+from gossip.messages import INSTANCE_BYTES, MESSAGE_BYTES_MAX, Message, life_of, started_of
 from gossip.settings import PRESETS
 from gossip.swim import PROTOCOL, Swim
 from node import events
@@ -23,6 +23,8 @@ from node.services.broadcasts import BroadcastListeners
 from node.services.driver import Driver, Sends
 from node.services.metadata import claimed_capacity, claimed_standing
 
+RIVALS_MAX = 16
+"""Other nodes with this one's identity that are told of."""
 LEAVE_SECONDS = 0.6
 """How long a leaving node still answers and gossips its goodbye."""
 
@@ -72,12 +74,18 @@ class Membership:
         observe: Callable[[core.Event], None],
         look_up: Callable[[bytes, Callable[[Sequence[PeerId]], None]], None] | None = None,
         make: Callable[..., Swim] = Swim,
+        instance: bytes = bytes(INSTANCE_BYTES),
+        yields: Callable[[events.IdentityShared], None] = lambda _shared: None,
+        look_for_life: Callable[[Sequence[Address]], None] = lambda _addresses: None,
         is_scoped: bool = True,
         work_bits: int = 0,
     ) -> None:
         """`observe` is told of every event of the core as it is; `make` makes the core. With `look_up`, which
         finds the peers nearest to a key and hands them on, only the neighbourhood of this node is listed,
-        if it `is_scoped`. No peer is whose id has less than `work_bits` of work in it."""
+        if it `is_scoped`. `instance` is random.
+        `look_for_life` is told where another node may live with this one's key; where one has begun earlier,
+        `yields` is told, and this node is to end without a goodbye, which all would take for the other's.
+        No peer is whose id has less than `work_bits` of work in it."""
         self._network = network
         self._clock = clock
         self._publish = publish
@@ -92,7 +100,20 @@ class Membership:
         incarnation = int(clock.wall() * 1000)
         self._look_up = look_up = look_up if is_scoped else None
         place = None if look_up is None else node_number
-        swim = make(signer, profile, PRESETS[preset], rng, incarnation, clock.monotonic(), place=place)
+        self.life = life_of(incarnation, instance)
+        self._rivals: set[int] = set()
+        self._yields = yields
+        self._look_for_life = look_for_life
+        swim = make(
+            signer,
+            profile,
+            PRESETS[preset],
+            rng,
+            incarnation,
+            clock.monotonic(),
+            place=place,
+            instance=instance,
+        )
         swim.locate(network.host_of)
         if work_bits:
             swim.scope.admits = partial(has_work, bits=work_bits)
@@ -164,6 +185,26 @@ class Membership:
 
         self._driver.command(close)
 
+    def met_life(self, life: bytes, addresses: Sequence[Address]) -> None:
+        """Another life of this node's identity answers now, and says that it is at these addresses."""
+        self._share(core.RivalFound(started_of(life), "", tuple(addresses), life > self.life))
+
+    def _share(self, event: core.RivalFound) -> None:
+        """Say that another node has this one's identity, once for each; the younger of both stops."""
+        if event.started_milliseconds in self._rivals or len(self._rivals) >= RIVALS_MAX:
+            return
+        self._rivals.add(event.started_milliseconds)
+        shared = events.IdentityShared(
+            at=self._clock.wall(),
+            name=event.name,
+            addresses=tuple(address.short for address in event.addresses),
+            started=event.started_milliseconds / 1000,
+            is_younger=event.is_younger,
+        )
+        self._publish(shared)
+        if not event.is_younger:
+            self._yields(shared)
+
     def broadcast(self, topic: bytes, data: bytes) -> None:
         """Tell all members. Raises LocalProtocolError: too long, or too many topics wait."""
         self._driver.command(lambda now: self._swim.broadcast(now, topic, data))
@@ -175,7 +216,7 @@ class Membership:
         self._driver.command(self._swim.leave)
         await trio.sleep(LEAVE_SECONDS)
 
-    def _on_event(self, event: core.Event) -> None:
+    def _on_event(self, event: core.Event) -> None:  # noqa: C901 - one branch for each kind of event
         self._observe(event)
         if isinstance(event, core.MemberUp | core.MemberChanged):
             self._network.learn(event.peer, event.addresses)
@@ -194,10 +235,19 @@ class Membership:
             case core.NeighbourhoodLookupWanted():
                 if self._look_up is not None:
                     self._look_up(event.key, self._meet)
+            case core.RivalFound():
+                self._share(event)
+            case core.OtherLifeHeard():
+                self._look_elsewhere(event.addresses)
             case core.BroadcastHeard():
                 self.listeners.hear(event)
             case core.FactsRefused():
                 self._refuse(event.sender, RemoteProtocolError(event.reason))
+
+    def _look_elsewhere(self, addresses: Sequence[Address]) -> None:
+        own = {address.of(None) for address in self._network.addresses}
+        if elsewhere := [address for address in addresses if address.of(None) not in own]:
+            self._look_for_life(elsewhere)
 
     def _told(self, event: core.Event) -> events.Event | None:
         """What people are told of it; None for nothing."""

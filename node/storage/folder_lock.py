@@ -138,7 +138,7 @@ def _in_use(path: Path, holder: str) -> UsageError:
     process = f"process {holder}" if _number(holder) else "another process"
     return UsageError(
         f"this node already runs: {process} holds {short_path(path)}",
-        "look: python -m node status          a second one: python -m node --data-dir DIR",
+        "look: `peerloom status`          a second one: `peerloom --data-dir DIR`",
     )
 
 

@@ -33,7 +33,7 @@ from node.protocols.revision import REVISION_PURPOSE, RevisionBody
 from node.runs import receipts, traces
 from node.runs.stopping import STOP_PURPOSE, StopBody
 from node.seams import USUAL_STREAMS, StreamLimits
-from node.services import autonat, links, metadata
+from node.services import autonat, links, lives, metadata
 from partition.plan.change import Change
 from partition.plan.history import FIRST_PLAN_PURPOSE, SEGMENT_PURPOSE, Segment
 from partition.plan.observed import Observed
@@ -82,6 +82,7 @@ PROTOCOLS = (
     Protocol(traces.TRACES_PROTOCOL, traces.Ask, traces.Told),
     Protocol(receipts.RECEIPTS_PROTOCOL, receipts.Question, receipts.Answer, limits=receipts.STREAMS),
     Protocol(autonat.PROTOCOL, autonat.DialBack, autonat.Dialled, datagrams=autonat.Echo),
+    Protocol(lives.PROTOCOL, lives.LifeName, lives.LifeName, limits=lives.STREAMS),
     Protocol(
         links.LINKS_PROTOCOL, links.ProbeQuestion, links.ProbeAnswer, payloads=True, limits=links.STREAMS
     ),

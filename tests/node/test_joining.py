@@ -26,6 +26,9 @@ async def test_a_seed_that_says_nothing_does_not_delay_one_that_answers() -> Non
         found.extend(peers)
         answered.set()
 
+    async def is_other() -> bool:
+        return False
+
     async with running(alice, bob), trio.open_nursery() as nursery:
         addresses = [make_address("127.0.0.1", silent.getsockname()[1]), *bob.addresses]
         joining = Joining(
@@ -37,6 +40,7 @@ async def test_a_seed_that_says_nothing_does_not_delay_one_that_answers() -> Non
             is_alone=lambda: not found,
             is_member=lambda peer: peer in found,
             counters=Counter(),
+            is_other=is_other,
         )
         nursery.start_soon(joining.run)
         with trio.fail_after(30):

@@ -18,7 +18,7 @@ import psutil
 import trio
 
 from crypto.contact import Address, parse_address
-from crypto.identity import SEED_BYTES, Identity, short_peer
+from crypto.identity import SEED_BYTES, Identity, PeerId, short_peer
 from node.cli.client import ask
 from node.cli.doctor.steps import Skipped, Steps, in_thread
 from node.config import Config
@@ -82,7 +82,7 @@ async def look_here(steps: Steps, scene: Scene) -> None:
     """All of it."""
     await steps.check("data folder", partial(in_thread, partial(_folder, scene.folder)))
     await steps.check("lock", partial(_lock, scene))
-    await steps.check("identity", partial(in_thread, partial(_identity, scene.folder)))
+    await steps.check("identity", partial(in_thread, partial(_identity, scene)))
     await steps.check("swarm key", partial(in_thread, partial(_swarm_key, scene.config)))
     await steps.check("clock", partial(in_thread, partial(_clock, scene.folder)))
     for address in scene.config.listen.addresses:
@@ -147,15 +147,25 @@ async def _lock(scene: Scene) -> str:
     return f"held by this node, which runs and answers (process {holder})"
 
 
-def _identity(folder: Path) -> str:
-    if not folder.is_dir():
+def _identity(scene: Scene) -> str:
+    folder = scene.folder
+    for alert in scene.status["alerts"] if scene.status is not None else ():
+        if alert["kind"] == "identity_shared":
+            raise Failed(alert["text"], f"on the copy: rm {IDENTITY_NAME} {STATIC_NAME} in its data folder")
+    peer = own_peer(folder)
+    if peer is None:
         raise Skipped("made at the first start")
+    return f"{short_peer(peer)}, readable by this user only"
+
+
+def own_peer(folder: Path) -> PeerId | None:
+    """Return whose keys lie in the folder, None where it has none yet. Raises UsageError: unusable ones."""
+    if not folder.is_dir():
+        return None
     storage = FolderStorage(folder)
     seed = read_key(storage, IDENTITY_NAME, SEED_BYTES)
     read_key(storage, STATIC_NAME, STATIC_BYTES)
-    if seed is None:
-        raise Skipped("made at the first start")
-    return f"{short_peer(Identity(seed).peer)}, readable by this user only"
+    return None if seed is None else Identity(seed).peer
 
 
 def _swarm_key(config: Config) -> str:

@@ -19,13 +19,14 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import Identity, PeerId, short_peer
 from crypto.sessions.packets import payload_bytes_max
 from dht.work import find_seed
-from node.cli.doctor.local_checks import DATAGRAM_BYTES, Failed, Scene
+from node.cli.doctor.local_checks import DATAGRAM_BYTES, Failed, Scene, own_peer
 from node.cli.doctor.steps import Skipped, Steps
 from node.cli.status import reachable_text
 from node.errors import StreamClosed, Unreachable, WrongPeer
 from node.seams import RealClock
 from node.services.autonat import MESSAGE_BYTES_MAX, PROTOCOL, Echo, ask_dial_back
-from node.storage.keys import STATIC_BYTES
+from node.storage.folder import IDENTITY_NAME
+from node.storage.keys import STATIC_BYTES, STATIC_NAME
 from node.transport.network import RealNetwork
 
 CONNECT_SECONDS = 5.0
@@ -153,6 +154,11 @@ async def _handshake(visit: RemoteChecks) -> str:
 async def _peer_id(visit: RemoteChecks) -> str:
     await trio.lowlevel.checkpoint()
     found, wanted = visit.met(), visit.address.peer
+    if visit.scene.status is None and found == own_peer(visit.scene.folder):
+        raise Failed(
+            f"{short_peer(found)} is this node's own identity, and no node runs here",
+            f"is its data folder a copy, or this one? on the copy: rm {IDENTITY_NAME} {STATIC_NAME}",
+        )
     if wanted is None:
         return f"{short_peer(found)}; the address names none"
     if found != wanted:

@@ -1,0 +1,116 @@
+"""`/peerloom/life/1`: two nodes with one key tell each other which life of it each is.
+
+A copied data folder makes two of one node. Members show them to each other by their facts (`gossip`); here is
+what a join through the other one itself needs, which nobody else has met yet. A node dials its own id at an
+address: if the life there is its own, it is its own address. Of two lives the one that began later stops.
+
+Not here: what becomes of it (`node.services.membership`).
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from crypto.contact import ADDRESSES_MAX, Address, parse_addresses
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from dht.messages import AddressTexts
+from gossip.messages import LIFE_BYTES
+from node.errors import StreamClosed, Unreachable, UsageError
+from node.events import IdentityShared
+from node.paths import short_path
+from node.protocols.calls import conversation
+from node.seams import Network, Stream, StreamLimits
+from node.storage.folder import IDENTITY_NAME
+from node.storage.keys import STATIC_NAME
+
+PROTOCOL = "/peerloom/life/1"
+MESSAGE_BYTES_MAX = 2_048
+ASK_SECONDS = 5.0
+ADDRESSES_LOOKED_MAX = 4
+"""The first of those that one life tells, which are eight at most."""
+SERVED_MAX = 2
+"""Streams of one peer at once: only one with this node's own key has anything to ask."""
+
+STARTED_FORMAT = "%Y-%m-%d %H:%M:%S UTC"
+
+STREAMS = StreamLimits(MESSAGE_BYTES_MAX, SERVED_MAX)
+
+Found = Callable[[bytes, Sequence[Address]], None]
+"""Told of another life, and where it says that it is."""
+
+
+def shared_error(shared: IdentityShared, folder: Path, own: Sequence[str]) -> UsageError:
+    """Return what the younger of two nodes with one identity ends with: `own` are its addresses."""
+    there = " or ".join((*shared.addresses, *([shared.name] if shared.name else [])))
+    started = time.strftime(STARTED_FORMAT, time.gmtime(shared.started))
+    here = short_path(folder)
+    return UsageError(
+        f"another node has this node's identity: it runs since {started} at {there or 'an unknown place'};"
+        f" this one, at {' or '.join(own)} from {here}, began later and stops",
+        f"is {here} a copy? give it an identity of its own: rm {here}/{IDENTITY_NAME} {here}/{STATIC_NAME};"
+        " or start it with --data-dir DIR",
+    )
+
+
+class LifeName(msgspec.Struct, frozen=True, array_like=True):
+    """Which life of its key the sender is, and where it is reached."""
+
+    life: Annotated[bytes, msgspec.Meta(min_length=LIFE_BYTES, max_length=LIFE_BYTES)]
+    addresses: AddressTexts
+
+
+class Lives:
+    """Answers with `life`, and asks. `found` is told of each other life that is met, by either way."""
+
+    def __init__(self, network: Network, life: bytes, found: Found) -> None:
+        self._network = network
+        self._life = life
+        self._found = found
+        network.handle(PROTOCOL, self._serve, STREAMS)
+
+    async def is_other(self) -> bool:
+        """Return whether this node's id, which has just answered somewhere, is another node there."""
+        try:
+            async with conversation(
+                self._network,
+                self._network.peer,
+                PROTOCOL,
+                seconds=ASK_SECONDS,
+                message_bytes_max=MESSAGE_BYTES_MAX,
+            ) as stream:
+                await stream.send(self._name())
+                return self._met(await stream.receive())
+        except (Unreachable, StreamClosed, RemoteProtocolError):
+            return False
+
+    async def look(self, addresses: Sequence[Address]) -> None:
+        """Look whether this node's identity lives at one of these addresses, where a life of it was."""
+        for address in addresses[:ADDRESSES_LOOKED_MAX]:
+            try:
+                await self._network.identify(address.of(self._network.peer))
+            except Unreachable:
+                continue
+            if await self.is_other():
+                return
+
+    async def _serve(self, stream: Stream) -> None:
+        message = await stream.receive()
+        await stream.send(self._name())
+        if stream.peer == self._network.peer:
+            self._met(message)
+
+    def _name(self) -> bytes:
+        texts = tuple(str(address.of(None)) for address in self._network.addresses[:ADDRESSES_MAX])
+        return encode(LifeName(self._life, texts))
+
+    def _met(self, message: bytes) -> bool:
+        """Return whether the other side is another life. Raises RemoteProtocolError."""
+        other: LifeName = decode(message, LifeName, bytes_max=MESSAGE_BYTES_MAX)
+        if other.life == self._life:
+            return False
+        self._found(other.life, parse_addresses(other.addresses, self._network.peer))
+        return True
