@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from gossip.member import MemberDown, RivalFound, Status
-from gossip.messages import Message
+from gossip.messages import ByStream, Message
 from gossip.settings import Settings
 from gossip.swim import Sends, Swim
 from tests.gossip.swarm import HashSigner, peer_of, profile_of
@@ -46,7 +46,8 @@ class Swarm:
             teller, told = waiting.pop(0)
             self.events[teller] += self.cores[teller].events
             self.cores[teller].events.clear()
-            for peer, message in told:
+            for peer, sent in told:
+                message = sent.message if isinstance(sent, ByStream) else sent
                 waiting += self.deliver(teller, peer, message)
 
     def deliver(self, teller: str, peer: bytes, message: Message) -> list[tuple[str, Sends]]:
