@@ -6,6 +6,7 @@ node.plan("gpt2", "PEERS.toml")                              who would hold what
 node.run(node.Config.load("node.toml"))                      the daemon, = peerloom
 """
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from node import shadowing
@@ -30,10 +31,22 @@ _HOMES = {
 }
 
 
+def check_system() -> None:
+    """Raises UsageError: a node does not run on this system."""
+    if sys.platform == "win32":
+        from node.errors import UsageError
+
+        raise UsageError(
+            "Windows is not supported yet; Linux is, and so is Linux on Windows (WSL)",
+            "wsl --install, then install and start Peerloom inside WSL",
+        )
+
+
 def __getattr__(name: str) -> Any:
     # Client commands import this package too, and must feel instant: no trio, no torch (PEP 562).
     if name not in _HOMES:
         raise AttributeError(f"module 'node' has no attribute '{name}'")
+    check_system()
     from importlib import import_module
 
     module, attribute = _HOMES[name]

@@ -3,9 +3,13 @@
 import os
 import shlex
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import node
 from node import shadowing
+
+Run = Callable[[Sequence[str]], int]
 
 
 def main() -> int:
@@ -13,18 +17,32 @@ def main() -> int:
     from node.invocation import enter_by_script
 
     enter_by_script()
-    return run()
+    return start(_load)
 
 
-def run() -> int:
-    """Do what the command line says; the exit code."""
+def start(load: Callable[[], Run]) -> int:
+    """Do what the command line says by what `load` imports, on a system that has it; the exit code."""
     try:
-        from node.cli import main as command_line
+        from node.cli.render import show_error
+        from node.errors import UsageError
+
+        try:
+            node.check_system()
+        except UsageError as error:
+            show_error(error)
+            return error.exit_code
+        run = load()
     except (Exception, SystemExit) as error:  # a file in a module's place may also just end the program
         if "--debug" in sys.argv or not _explain(error):
             raise
         return shadowing.EXIT_SHADOWED
-    return command_line.run(sys.argv[1:])
+    return run(sys.argv[1:])
+
+
+def _load() -> Run:
+    from node.cli.main import run
+
+    return run
 
 
 def _explain(error: BaseException) -> bool:
@@ -52,4 +70,4 @@ def _remedy() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run())
+    sys.exit(start(_load))

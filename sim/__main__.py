@@ -2,7 +2,14 @@
 
 import sys
 
-from sim.cli import run
+from node.__main__ import Run, start
+
+
+def _load() -> Run:
+    from sim.cli import run
+
+    return run
+
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:]))
+    sys.exit(start(_load))

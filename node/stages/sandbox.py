@@ -58,6 +58,8 @@ _ENVIRONMENT_PREFIXES = (
 _PACKAGES = ("crypto", "node", "partition")
 
 _PR_SET_NO_NEW_PRIVS = 38
+_O_PATH = getattr(os, "O_PATH", 0)
+"""Linux alone has it, and Landlock."""
 _CLONE_NEWNET, _CLONE_NEWUSER = 0x40000000, 0x10000000
 _SECCOMP = {"x86_64": 317, "aarch64": 277}
 _SECCOMP_SET_MODE_FILTER, _SECCOMP_TSYNC = 1, 1
@@ -279,7 +281,7 @@ class _Kernel:
 
     def _allow_beneath(self, ruleset: int, path: str, actions: int) -> None:
         try:
-            place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            place = os.open(path, _O_PATH | os.O_CLOEXEC)
         except OSError:
             return  # what is not there needs no permission
         try:

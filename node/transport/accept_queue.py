@@ -13,6 +13,7 @@ connection is closed when it hangs up or when the deadline has come, as that of 
 import errno
 import selectors
 import socket
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -131,7 +132,7 @@ class PendingConnections:
         self._has_room = has_room
         self._shake_hands = shake_hands
         self._selector = selectors.DefaultSelector()
-        if isinstance(self._selector, selectors.EpollSelector):
+        if sys.platform == "linux":  # kqueue is not inherited at all
             keep_from_children(self._selector)
         # In the order of their deadlines.
         self._standing: dict[PendingConnection, None] = {}

@@ -30,6 +30,8 @@ def ask_for_errors(own: socket.socket) -> None:
 def closed_places(own: socket.socket) -> list[Address]:
     """Take from the socket's queue where packets found a closed port."""
     found: list[Address] = []
+    if sys.platform != "linux":
+        return found  # there the flag has another meaning, and a packet would be taken
     for _ in range(ERRORS_MAX):
         try:
             _, ancillary, _, target = own.recvmsg(_ANSWER_BYTES, _ANSWER_BYTES, _MSG_ERRQUEUE)
