@@ -16,7 +16,8 @@ from pathlib import Path
 
 from node.errors import UsageError
 from node.forks import Descriptor
-from node.paths import LOCK_NAME, OTHER_FOLDER, short_path, unusable, usable
+from node.invocation import command_span
+from node.paths import LOCK_NAME, OTHER_FOLDER, is_default_data_dir, short_path, unusable, usable
 from node.storage.ownership import FILE_MODE, open_own
 
 PROCESS_LENGTH_MAX = 20
@@ -136,9 +137,10 @@ def _number(text: str) -> str:
 
 def _in_use(path: Path, holder: str) -> UsageError:
     process = f"process {holder}" if _number(holder) else "another process"
+    which = () if is_default_data_dir(path, os.environ) else ("--data-dir", str(path))
     return UsageError(
         f"this node already runs: {process} holds {short_path(path)}",
-        "look: `peerloom status`          a second one: `peerloom --data-dir DIR`",
+        f"look: {command_span('status', *which)}          a second one: `peerloom --data-dir DIR`",
     )
 
 

@@ -195,7 +195,7 @@ def test_a_data_folder_in_use_and_an_open_key_file_are_told(
         assert run(["--data-dir", "data"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         f"error: this node already runs: process {os.getpid()} holds data",
-        "  look: python -m node status          a second one: python -m node --data-dir DIR",
+        "  look: python -m node status --data-dir data          a second one: python -m node --data-dir DIR",
     ]
     (tmp_path / "data" / "identity.key").chmod(0o640)
     assert run(["--data-dir", "data"]) == 2

@@ -88,7 +88,7 @@ def test_a_data_folder_belongs_to_one_process(tmp_path: Path) -> None:
         with pytest.raises(UsageError) as caught, lock(tmp_path):
             pass
         assert caught.value.exit_code == 2
-        assert (caught.value.do or "").startswith("look: python -m node status ")
+        assert (caught.value.do or "").startswith(f"look: python -m node status --data-dir {tmp_path} ")
     with lock(tmp_path):
         pass
 
