@@ -9,11 +9,13 @@ import re
 import unicodedata
 from ipaddress import IPv6Address, ip_address
 
-from crypto.contact import Address, parse_address
+from crypto.contact import ADDRESS_LENGTH_MAX, Address, parse_address
 
 DEFAULT_PORT = 9747
 PORT_DIGITS_MIN = 4
 """As many digits behind an IPv6 address without brackets are taken for a port; fewer are a part of it."""
+WORD_LENGTH_MAX = 2 * ADDRESS_LENGTH_MAX
+"""An address and what may be around it. Longer words are none, and are not looked into."""
 SHOWN_LENGTH_MAX = 60
 """What an error repeats of one address among several."""
 _WANT = "want HOST:PORT, or [IPV6]:PORT, or a multiaddr such as /ip4/10.0.0.5/tcp/9747"
@@ -81,8 +83,13 @@ def clean(text: str) -> str:
 
 
 def bare(text: str) -> str:
-    """Return one word without what it was pasted with: quotes, brackets, a full stop, a scheme of ours."""
+    """Return one word without what it was pasted with: quotes, brackets, a full stop, a scheme of ours.
+
+    Raises ValueError: it is too long for an address, whatever is around it.
+    """
     word = clean(text)
+    if len(word) > WORD_LENGTH_MAX:
+        raise ValueError(f"an address has at most {ADDRESS_LENGTH_MAX} letters")
     while True:
         inner = word.strip(_QUOTES + " ").rstrip(_BEHIND)
         for opening, closing in ("<>", "()", "{}"):
@@ -115,8 +122,9 @@ def _without_command(words: list[str]) -> list[str]:
             found.append(bare(flag[1]))
     others = [*before, *(word for word in found if word.startswith("-"))]
     if others:
+        other = others[0][:SHOWN_LENGTH_MAX]
         raise ValueError(
-            f"a whole command; only its address can stand here, and '{others[0]}' has to be typed apart"
+            f"a whole command; only its address can stand here, and '{other}' has to be typed apart"
         )
     return found
 
@@ -136,11 +144,11 @@ def _read(word: str, default_port: int | None, *, is_own: bool = False) -> Addre
             raise ValueError(_WANT)
         word = f"{word}:{default_port}"
     elif word.startswith(":"):
-        raise ValueError(f"the host before '{word}' is missing")
+        raise ValueError(f"the host before '{word[:SHOWN_LENGTH_MAX]}' is missing")
     elif word.endswith(":"):
         raise ValueError(f"the port behind the colon is missing; it is {DEFAULT_PORT} by default")
     elif "/" in word:
-        raise ValueError(f"nothing can stand behind the port: {word.partition('/')[0]}")
+        raise ValueError(f"nothing can stand behind the port: {word.partition('/')[0][:SHOWN_LENGTH_MAX]}")
     return _checked(parse_address(word), is_own=is_own)
 
 

@@ -7,15 +7,18 @@ somewhere else. This module is the first that `import node` runs, so it needs th
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from types import ModuleType, TracebackType
 
 PACKAGES = ("crypto", "dht", "gossip", "partition", "node", "sim")
 """What an installation of ours puts beside this package."""
+NEEDED = PACKAGES[:-1]
+"""A program may have a `sim` of its own: nothing but the simulator's command needs ours."""
 EXIT_SHADOWED = 2
 """As for a wrong flag: there is something for the person to mend."""
+_INIT = "__init__.py"
 _ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
 
@@ -35,12 +38,12 @@ def leave_current_folder() -> None:
             del sys.path[0]
 
 
-def shadow_of_ours() -> tuple[str, str] | None:
+def shadow_of_ours(names: Sequence[str]) -> tuple[str, str] | None:
     """Return a package of ours and what is imported in its place; None where nothing is."""
-    for name in PACKAGES:
+    for name in names:
         found = _place_of(name)
-        if found is not None and os.path.realpath(found) != os.path.join(_ROOT, name):
-            return name, _short(found)
+        if found is not None and os.path.realpath(found) != os.path.join(_ROOT, name, _INIT):
+            return name, _short(os.path.dirname(found) if os.path.basename(found) == _INIT else found)
     return None
 
 
@@ -66,7 +69,7 @@ def check_packages() -> None:
     Raises ImportError, or in a command SystemExit after two lines on stderr.
     """
     leave_current_folder()
-    found = shadow_of_ours()
+    found = shadow_of_ours(NEEDED)
     if found is None:
         return
     what = shadow_text(*found)
@@ -89,15 +92,14 @@ def remedy() -> str:
 
 
 def _place_of(name: str) -> str | None:
-    """Return the folder of a package, or the file that is imported under its name."""
+    """Return the file that is imported under a name, or the folder where it has none."""
     try:
         spec = find_spec(name)
     except ValueError:  # imported by a program that gave it no spec
         return getattr(sys.modules[name], "__file__", None)
     if spec is None:
         return None
-    folders = list(spec.submodule_search_locations or ())
-    return folders[0] if folders else spec.origin
+    return spec.origin or next(iter(spec.submodule_search_locations or ()), None)
 
 
 def _files_behind(error: BaseException) -> Iterator[str]:
@@ -131,7 +133,7 @@ def _module_at(file: str) -> tuple[str, str]:
     """Return the folder in which a module was found, and its name there."""
     folder, base = os.path.split(file)
     name = base.partition(".")[0]
-    return os.path.split(folder) if name == "__init__" else (folder, name)
+    return os.path.split(folder) if base == _INIT else (folder, name)
 
 
 def _is_elsewhere(name: str, folder: str) -> bool:
@@ -152,4 +154,7 @@ def _real(folder: str) -> str:
 
 def _short(path: str) -> str:
     """Return a path as short as it can be typed from here."""
-    return min(os.path.abspath(path), os.path.relpath(path), key=len)
+    try:
+        return min(os.path.abspath(path), os.path.relpath(path), key=len)
+    except OSError:
+        return path

@@ -8,6 +8,7 @@ from importlib import import_module
 import typer
 
 from node.errors import UsageError
+from node.shadowing import remedy, shadow_of_ours, shadow_text
 
 COMMAND_LINE = "sim.cli"
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -21,5 +22,7 @@ def simulate(context: typer.Context) -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("sim", COMMAND_LINE):
             raise
+        if (found := shadow_of_ours(("sim",))) is not None:
+            raise UsageError(shadow_text(*found), remedy()) from None
         raise UsageError("the simulator is not installed here", "install the whole of peerloom") from None
     raise typer.Exit(command_line.call(context.args, context.command_path))

@@ -60,6 +60,14 @@ def test_a_shadow_on_the_path_ends_a_command_in_two_lines(tmp_path: Path) -> Non
         )
 
 
+def test_a_program_may_have_a_package_called_sim_of_its_own(tmp_path: Path) -> None:
+    write(tmp_path, "sim", text="mine = 7\n")
+    said = typed(f"{PYTHON} -c 'import node, sim; print(sim.mine, node.Config.__name__)'", tmp_path)
+    assert said.stdout == "7 Config\n", said.stderr
+    said = typed(f"{PYTHON} -m node sim --list", tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert said.stderr.splitlines()[0] == "error: sim.py hides the package sim, which peerloom needs"
+
+
 def test_the_simulator_names_a_file_that_hides_the_node(tmp_path: Path) -> None:
     write(tmp_path, "node")
     said = typed(f"{PYTHON} -m sim --list", tmp_path)
