@@ -49,6 +49,7 @@ class Ground(Protocol):
     @property
     def network_size(self) -> float: ...
     def wall(self, now: float) -> float: ...
+    def next_sequence(self, now: float) -> int: ...
     def search(
         self,
         now: float,
@@ -140,7 +141,7 @@ class Advertising:
             ground.signer,
             key,
             encode_advert(self._advert),
-            sequence=int(wall * 1000),
+            sequence=ground.next_sequence(now),
             expires=int(wall + ground.settings.advert_seconds),
         )
         ground.replication.store(now, check_record(ground.signer, fact), quiet=True)

@@ -56,8 +56,8 @@ class Kademlia:
 
     __slots__ = (
         "_advertising", "_checking", "_hunts", "_rejoin_due", "_requests", "_searches", "_seeds", "_sends",
-        "addresses", "estimate", "events", "is_client", "key", "origins", "peer", "records", "replication",
-        "rng", "settings", "signer", "table", "timers", "tokens", "upkeep", "wall_offset",
+        "_sequence", "addresses", "estimate", "events", "is_client", "key", "origins", "peer", "records",
+        "replication", "rng", "settings", "signer", "table", "timers", "tokens", "upkeep", "wall_offset",
     )  # fmt: skip
 
     def __init__(
@@ -71,6 +71,7 @@ class Kademlia:
         self.key = node_key(signer.peer)
         self.settings = settings
         self.wall_offset = 0.0
+        self._sequence = 0
         self.origins = Origins(settings.groups_local)
         self.events: list[Event] = []
         self.table = Table(
@@ -236,6 +237,8 @@ class Kademlia:
         """Hold a checked record of an earlier life; our own is stored again in time."""
         if not self.may_publish(record.publisher):
             return
+        if record.publisher == self.peer:
+            self._sequence = max(self._sequence, record.sequence)
         if not self.replication.keep(now, record) and record.publisher == self.peer:
             self.replication.own(now, record)
 
@@ -585,6 +588,12 @@ class Kademlia:
     def wall(self, now: float) -> float:
         """The wall clock at the monotonic time `now`."""
         return now + self.wall_offset
+
+    def next_sequence(self, now: float) -> int:
+        """The sequence of this node's next record: unix milliseconds, and above all of its earlier ones, so
+        that a clock that was set back makes no record old."""
+        self._sequence = max(self._sequence + 1, int(self.wall(now) * 1000))
+        return self._sequence
 
     def new_id(self) -> int:
         """The number of a request or a search."""

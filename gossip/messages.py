@@ -57,6 +57,7 @@ Incarnation = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 Subject = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
 Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=SILENCE_MILLISECONDS_MAX)]
+Wall = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 Depth = Annotated[int, msgspec.Meta(ge=0, le=DEPTH_MAX)]
 Facts = Annotated[tuple[Fact, ...], msgspec.Meta(max_length=FACTS_MAX)]
 
@@ -134,11 +135,13 @@ class StreamPing(msgspec.Struct, frozen=True, array_like=True, tag="stream-ping"
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True, tag="ack"):
-    """I am there; or, from a relay: the target of your PingRequest is. `here`: where, in round trips."""
+    """I am there; or, from a relay: the target of your PingRequest is. `here`: where, in round trips. `wall`:
+    what my clock shows, in unix milliseconds."""
 
     number: Number
     facts: Facts = ()
     here: Coordinate | None = None
+    wall: Wall | None = None
 
 
 class Nack(msgspec.Struct, frozen=True, array_like=True, tag="nack"):

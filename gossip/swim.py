@@ -24,9 +24,10 @@ from random import Random
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
+from gossip.answers import AnswerMeasures
 from gossip.broadcasts import TOPICS_MAX
 from gossip.candidates import PROBED_AT_ONCE_MAX
-from gossip.coordinates import Coordinates
+from gossip.clocks import PEERS_KEPT_MAX as CLOCKS_KEPT_MAX
 from gossip.hints import HINTS_MAX
 from gossip.intake import JOBS_MAX, SLICE_PAUSE_SECONDS
 from gossip.member import CandidateFound, Event, Member, Profile, Status
@@ -47,7 +48,6 @@ from gossip.messages import (
     life_of,
 )
 from gossip.probes import OVERDUE_MAX, RELAY_PATIENCE, RELAYS_MAX, InFlightProbes, Kind, Probe, Relay
-from gossip.punctuality import Answer
 from gossip.push_pull import Exchange
 from gossip.push_pull import Sends as Sends
 from gossip.settings import Settings
@@ -88,18 +88,20 @@ class Swim:
         "_gossip_at",
         "_health",
         "_left",
+        "_measures",
         "_probe_at",
         "_settings",
         "_slice_at",
         "_table",
         "_tick_at",
-        "_trips",
+        "clocks",
         "coordinates",
         "deadline",
         "events",
         "peer",
         "punctuality",
-        "scope"
+        "scope",
+        "wall_offset",
     )  # fmt: skip
 
     def __init__(
@@ -137,10 +139,12 @@ class Swim:
         self._table = self._beliefs.table
         self._candidates = self._beliefs.candidates
         self._health = self._beliefs.health
-        self.coordinates = Coordinates(rng)
+        self._measures = AnswerMeasures(self._table, settings, rng)
+        self.coordinates, self.clocks = self._measures.coordinates, self._measures.clocks
+        self.wall_offset: float | None = None
+        """How far this machine's wall clock is ahead of `now`; the shell sets it. None: acks say no time."""
         self.punctuality = self._table.punctuality
         self._flight = InFlightProbes(rng.getrandbits(31))
-        self._trips = self._table.trips
         # Random phases, so that peers started together do not probe and sync in step.
         self._tick_at = now + rng.random() * settings.probe_interval_seconds
         sync_at = now + (0.5 + rng.random()) * settings.sync_interval_seconds
@@ -189,7 +193,8 @@ class Swim:
             "hints": (len(self._beliefs.hints), HINTS_MAX),
             "relays": (len(self._flight.relays), RELAYS_MAX),
             "marks": (len(self.punctuality), most),
-            "slow members": (len(self._trips), most),
+            "clocks": (len(self.clocks), CLOCKS_KEPT_MAX),
+            "slow members": (len(self._table.trips), most),
             "overdue pings": (len(self._flight.overdue), OVERDUE_MAX),
             "broadcasters": (len(self._beliefs.broadcasts), most),
         }
@@ -285,7 +290,7 @@ class Swim:
                 self._beliefs.misled = None
                 row = self._table.rows.get(sender)
                 if row is not None and row.verdict is None:  # else it has something to hear, or to be asked
-                    return [(sender, Ack(message.number, (), self.coordinates.here))]
+                    return [(sender, Ack(message.number, (), self.coordinates.here, self._wall(now)))]
                 return self._answer(now, sender, message)  # nothing becomes due by it
             if type(message) is Ack and not message.facts:
                 self._beliefs.misled = None
@@ -318,7 +323,8 @@ class Swim:
     def _answer(self, now: float, sender: PeerId, message: Message) -> Sends:
         match message:
             case Ping() | StreamPing():
-                ack = Ack(message.number, self._beliefs.facts_for(sender), self.coordinates.here)
+                facts = self._beliefs.facts_for(sender)
+                ack = Ack(message.number, facts, self.coordinates.here, self._wall(now))
                 answer: Sends = [(sender, ack if isinstance(message, Ping) else ByStream(ack))]
                 return answer if self._table.is_live(sender) else answer + self._greet(now, sender)
             case Ack():
@@ -347,12 +353,14 @@ class Swim:
         probe = self._flight.probes.get(number)
         if probe is not None and (sender == probe.target or sender in probe.relays):
             self._flight.take(number)
-            if sender == probe.target and (copy is None or not copy.by_stream):
-                self._learn_trip(now, sender, ack, probe.sent_at if copy is None else copy.sent_at)
+            if sender == probe.target:
+                self._measures.take(now, ack, probe, copy)
             if probe.kind == "candidate":
                 self._beliefs.admit(now, probe.target)
             elif probe.kind != "dead" and copy is None and not self._health.score:
-                self._note_answer(now, sender, probe)
+                marked = self._measures.judge(now, sender, probe)
+                if marked is not None:
+                    self.events.append(marked)
             self._health.better()
             self._table.answered(probe.target)
             if probe.kind == "dead":
@@ -375,33 +383,16 @@ class Swim:
         if late is None or late.target != sender:
             return []
         del self._flight.overdue[number]
-        if self._table.is_live(sender):
-            self._trips.learn(sender, now - late.sent_at)
+        self._measures.take_late(sender, now - late.sent_at)
         if sender not in self._beliefs.suspicions:
             return []
         self._table.answered(sender)
         told = self._beliefs.clear(now, sender, is_direct=True)
         return [(peer, Gossip((fact,))) for peer, fact in told]
 
-    def _learn_trip(self, now: float, sender: PeerId, ack: Ack, sent_at: float) -> None:
-        """The target of a probe has answered the ping that was sent then, itself."""
-        seconds = now - sent_at
-        if self._table.is_live(sender):
-            self._trips.learn(sender, seconds)
-        if ack.here is not None and seconds < self._settings.probe_timeout_max_seconds:
-            self.coordinates.learn(sender, ack.here, seconds)
-
-    def _note_answer(self, now: float, sender: PeerId, probe: Probe) -> None:
-        """Mark a member that answers late, or only through others."""
-        answer = Answer.IN_TIME
-        if sender != probe.target:
-            answer = Answer.RELAYED
-        elif now - probe.sent_at >= self._settings.probe_timeout_seconds:
-            answer = Answer.LATE  # also where it may take so long
-        if answer is not Answer.IN_TIME or len(self.punctuality):
-            event = self.punctuality.note(probe.target, answer, now - probe.sent_at)
-            if event is not None:
-                self.events.append(event)
+    def _wall(self, now: float) -> int | None:
+        """What this machine's clock shows, in unix milliseconds."""
+        return None if self.wall_offset is None else max(0, int((now + self.wall_offset) * 1000))
 
     def _receive_ping_request(self, now: float, sender: PeerId, request: PingRequest) -> Sends:
         target = PeerId(request.target)
@@ -542,7 +533,7 @@ class Swim:
     def _probe(self, now: float, row: Row, kind: Kind = "round", *, relayed: bool = False) -> Sends:
         """Ping a member; `relayed`: no relays are to be asked if it does not answer."""
         peer = row.peer
-        patience = self._health.multiplier * self._trips.stretch(peer)
+        patience = self._health.multiplier * self._table.trips.stretch(peer)
         end_seconds = self._settings.probe_interval_seconds * patience
         timeout_at = now + self._settings.probe_timeout_seconds * patience
         probe = Probe(

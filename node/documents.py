@@ -22,6 +22,12 @@ def reachability_document(found: events.ReachabilityFound | None) -> dict[str, A
     return {"reachable": found.reachable, "asked": found.asked, "of": found.of}
 
 
+def clock_document(found: events.ClockCompared | None) -> dict[str, Any] | None:
+    """How far this machine's clock is ahead of its peers'; None before they were heard, and where it never
+    was."""
+    return None if found is None else {"seconds": found.seconds, "peers": found.peers}
+
+
 def datagrams_document(found: events.DatagramsBlocked | None) -> dict[str, Any] | None:
     """To how many members no datagram gets through; None while nothing of that was seen."""
     if found is None:

@@ -83,6 +83,14 @@ class JoinTried(Event, frozen=True, kw_only=True):
     found_by: str = ""
 
 
+class ClockCompared(Event, frozen=True, kw_only=True):
+    """The clock of this machine is so many seconds ahead of the time that `peers` others show, or behind it
+    where that is negative; theirs is used. 0: they agree again."""
+
+    seconds: float
+    peers: int
+
+
 class DatagramsBlocked(Event, frozen=True, kw_only=True):
     """To these of the `of` other members no datagram gets through; streams do, and are used. Empty: all is
     well again."""

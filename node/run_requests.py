@@ -71,7 +71,7 @@ async def make_signed_run(
     chosen = ""
     if has_open(run_file):
         run_file, chosen = await _choose(node, run_file, graph, dataset, name)
-    created = node.seams.clock.wall()
+    created = node.seams.swarm_clock.wall()
     own_data = own_data_like(dataset, shown, name) if is_own else None
     manifest = make_manifest(
         run_file, graph, graph_hash, dataset, name=name, created=created, own_data=own_data

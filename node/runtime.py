@@ -23,6 +23,7 @@ from crypto.facts import IdentitySigner
 from crypto.identity import PeerId, peer_text
 from crypto.swarm import Swarm
 from dht.kademlia import Kademlia
+from gossip.clocks import PeerClocks
 from gossip.member import Profile
 from gossip.messages import INSTANCE_BYTES
 from gossip.swim import Swim
@@ -85,6 +86,7 @@ from node.services.paths import PathComparison
 from node.services.remembering import RememberedPeers
 from node.services.standing import StandingKeeper
 from node.services.started import node_started
+from node.services.swarm_clock import SwarmClock
 from node.stages.fences import try_here
 from node.storage.blobs import Blobs
 from node.storage.budget import ScratchBudget
@@ -96,6 +98,8 @@ from node.transport.multicast import BEACON_PORT
 from node.transport.network import RealNetwork
 from partition.plan.rates import Calibration
 
+CLOCKS_SECONDS = 1.0
+"""How often the clock is compared: a record that is stored later than this after a jump is signed rightly."""
 DATAGRAMS_SECONDS = 2.0
 """How often it is looked to whom no datagram gets through."""
 INTERFACES_SECONDS = 5.0
@@ -143,6 +147,7 @@ class Node(Surface):
         self._seeds = replace(config.join, seeds=seeds)
         self._network = network
         self._clock = clock or RealClock()
+        self._swarm_clock = SwarmClock(self._clock, self._peer_clocks, lambda: len(self.membership.live) - 1)
         self._rng = rng or Random(int.from_bytes(entropy(16), "big"))  # noqa: S311 - choices, not keys
         self._entropy = entropy
         self._scratch = ScratchBudget(config.resources.scratch, config.data_dir)
@@ -195,7 +200,10 @@ class Node(Surface):
             keep_loop_from_children()
         self.peer = keys.identity.peer
         core = make_core if (recorder := self._recorder) is None else recorder.core
-        self.seams = Seams(self.network, self._clock, self._rng, self._entropy, self._executor, storage, core)
+        clock, corrected = self._clock, self._swarm_clock
+        self.seams = Seams(
+            self.network, clock, self._rng, self._entropy, self._executor, storage, core, corrected
+        )
         self.signer = IdentitySigner(keys.identity, self.config.swarm.name)
         await nursery.start(self.network.run)
         async with trio.open_nursery() as measuring:
@@ -257,6 +265,7 @@ class Node(Surface):
         nursery.start_soon(keep_running, "remembering", self._remembered.run)
         nursery.start_soon(keep_running, "standing", self._standing.run)
         nursery.start_soon(keep_running, "advertising", self._advertise)
+        nursery.start_soon(keep_running, "clocks", self._watch_clocks)
 
     def _swarm_keys(self) -> tuple[bytes, ...]:
         key_file = self.config.swarm.key_file
@@ -362,7 +371,7 @@ class Node(Surface):
         )
         self.discovery = Discovery(
             self.network,
-            self._clock,
+            self._swarm_clock,
             own_rng(self._rng),
             self.signer,
             refuse=self._refuse,
@@ -564,6 +573,19 @@ class Node(Surface):
     async def _provide(self, run: str, digest: str) -> None:
         """Say in the DHT that this node keeps a run's weights."""
         await self.discovery.publish(WEIGHTS_PURPOSE, bytes.fromhex(run), bytes.fromhex(digest))
+
+    def _peer_clocks(self) -> PeerClocks:
+        return self.membership.clocks
+
+    async def _watch_clocks(self) -> None:
+        """Compare this machine's clock with those of its peers, and go by theirs where it is wrong."""
+        while True:
+            await trio.sleep(CLOCKS_SECONDS)
+            found = self._swarm_clock.look()
+            self.membership.follow_clock()
+            self.discovery.follow_clock()
+            if found is not None:
+                self._publish(found)
 
     # Whether others reach this node
 

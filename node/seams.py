@@ -318,3 +318,10 @@ class Seams:
     executor: Executor
     storage: Storage
     core: CoreMaker = make_core
+    corrected: Clock | None = None
+
+    @property
+    def swarm_clock(self) -> Clock:
+        """The clock by which signed what other machines compare is: this machine's, or theirs where that is
+        wrong (`node.services.swarm_clock`)."""
+        return self.corrected or self.clock

@@ -108,6 +108,7 @@ class State:
     averaging: Mapping[str, AveragingView] = field(default_factory=lambda: MappingProxyType({}))
     reachability: events.ReachabilityFound | None = None
     datagrams: events.DatagramsBlocked | None = None
+    clock: events.ClockCompared | None = None
     page: events.PageOpened | None = None
     offer: events.OfferChanged | None = None
     alerts: Mapping[tuple[str, str], events.AlertRaised] = field(default_factory=lambda: MappingProxyType({}))
@@ -180,6 +181,11 @@ def _(event: events.JoinTried, state: State) -> State:
 @_fold.register
 def _(event: events.DatagramsBlocked, state: State) -> State:
     return replace(state, datagrams=event)
+
+
+@_fold.register
+def _(event: events.ClockCompared, state: State) -> State:
+    return replace(state, clock=event)
 
 
 @_fold.register

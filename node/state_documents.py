@@ -10,6 +10,7 @@ from crypto.identity import PeerId, peer_text
 from node import events
 from node.documents import (
     capacity_document,
+    clock_document,
     datagrams_document,
     degraded_document,
     fences_document,
@@ -42,6 +43,7 @@ def status_document(state: State, now: float, counters: Mapping[str, int]) -> di
         "fences": fences_document(state.fences),
         "reachability": reachability_document(state.reachability),
         "datagrams": datagrams_document(state.datagrams),
+        "clock": clock_document(state.clock),
         "offer": offer_document(state.offer),
         "page": state.page.address if state.page is not None else None,
         "alerts": [

@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 
+CLOCK_REMEDY = "timedatectl set-ntp true"
+"""How a person has a clock set on Linux."""
+
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Columns as wide as their widest cell, two spaces apart."""
@@ -34,3 +37,10 @@ def seconds_text(seconds: float) -> str:
         return f"{minutes} min {rest} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} days"
+
+
+def clock_text(seconds: float, peers: int) -> str:
+    """`this machine's clock is 2 h 0 min ahead of the median of 5 peers`."""
+    way = "ahead of" if seconds > 0 else "behind"
+    whose = f"the median of {peers} peers" if peers > 1 else "its only peer's: one of both is wrong"
+    return f"this machine's clock is {seconds_text(round(abs(seconds)))} {way} {whose}"

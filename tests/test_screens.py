@@ -97,6 +97,8 @@ HISTORY: list[events.Event] = [
     events.IdentityShared(
         at=NOW - 7380, name="lab-1", addresses=("/ip4/10.0.0.9/tcp/9747",), started=NOW, is_younger=True
     ),
+    events.ClockCompared(at=NOW - 7380, seconds=-7_200.0, peers=5),
+    events.ClockCompared(at=NOW - 7380, seconds=0.0, peers=5),
     events.JoinTried(
         at=NOW - 7379,
         address="/dns/old-box/tcp/9747",
@@ -296,6 +298,8 @@ def test_the_screen_of_a_node() -> None:
         20:10:20   datagrams do not get through to 1 of 3 peers: by stream; python -m node doctor
         20:10:20   datagrams get through to all peers again
         20:10:20   another node has this node's identity, at 10.0.0.9:9747: it began later, and stops
+        20:10:20   this machine's clock is 2 h 0 min behind the median of 5 peers: timedatectl set-ntp true
+        20:10:20   this machine's clock agrees with its peers' again
         join  refused    old-box:9747   10.0.0.6 is up, but no node listens on port 9747
         20:16:40   lab-2 ...2NASuq joined (found through join)
         join  ok         10.0.0.2:97   lab-2 ...2NASuq  1.2 ms

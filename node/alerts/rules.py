@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from node import events
+from node.text import CLOCK_REMEDY, clock_text
 
 KINDS = (
     "clock_off", "disk_nearly_full", "identity_shared", "loss_not_finite", "loss_rising",
@@ -80,6 +81,7 @@ class AlertRules:
         self._clock_set_at = -math.inf
         self._clock_text = ""
         self._shared: events.IdentityShared | None = None
+        self._skew: events.ClockCompared | None = None
         self._errors: deque[tuple[float, int]] = deque(maxlen=64)
 
     def take(self, event: events.Event) -> None:
@@ -89,6 +91,8 @@ class AlertRules:
                 self._shared = event
             case events.StepCommitted():
                 self._committed(self._run(event.run), event)
+            case events.ClockCompared():
+                self._skew = event
             case events.RunChanged():
                 run = self._run(event.run)
                 if run.status != event.state:
@@ -121,6 +125,9 @@ class AlertRules:
             run.lowest = min(run.lowest, sum(run.losses) / LOSSES_AVERAGED)
 
     def _of_clock(self, facts: Facts) -> list[Alert]:
+        if self._skew is not None and self._skew.seconds:
+            text = clock_text(self._skew.seconds, self._skew.peers)
+            return [Alert("clock_off", "", "warn", f"{text}: {CLOCK_REMEDY}")]
         offset = facts.wall - facts.monotonic
         if self._offset is not None and abs(offset - self._offset) > CLOCK_STEP_SECONDS_MAX:
             self._clock_set_at = facts.monotonic

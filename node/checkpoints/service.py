@@ -155,7 +155,7 @@ class Checkpoints:
             step=step,
             samples=samples,
             stages=tuple(stages),
-            created_milliseconds=int(self._seams.clock.wall() * 1000),
+            created_milliseconds=int(self._seams.swarm_clock.wall() * 1000),
         )
         data = sign_checkpoint(self._signer, checkpoint)
         return await self.call(partial(self.store.add, data, is_guest=is_guest))

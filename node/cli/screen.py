@@ -22,6 +22,7 @@ from node.cli.render import (
 )
 from node.invocation import command_span, elsewhere
 from node.paths import is_default_data_dir, short_path
+from node.text import CLOCK_REMEDY, clock_text
 
 Event = Mapping[str, Any]
 FIRST_STEPS = 5
@@ -152,6 +153,12 @@ class EventScreen:
         if event["reachable"] and before is False:
             return [_at(event, "others reach this node now")]
         return []
+
+    def _clock(self, event: Event) -> list[str]:
+        if not event["seconds"]:
+            return [_at(event, "this machine's clock agrees with its peers' again")]
+        text = clock_text(event["seconds"], event["peers"])
+        return [_at(event, f"{text}: {CLOCK_REMEDY}")]
 
     def _datagrams(self, event: Event) -> list[str]:
         if not event["peers"]:
@@ -383,6 +390,7 @@ _RENDERERS = {
     "FencesTried": EventScreen._fences_tried,
     "JoinTried": EventScreen._join_tried,
     "ReachabilityFound": EventScreen._reachability,
+    "ClockCompared": EventScreen._clock,
     "DatagramsBlocked": EventScreen._datagrams,
     "IdentityShared": EventScreen._identity_shared,
     "MemberJoined": EventScreen._joined,

@@ -18,6 +18,7 @@ from node.cli.render import (
     show_json,
 )
 from node.cli.runs import run_text
+from node.text import clock_text
 
 TRAFFIC = (
     "datagrams_sent",
@@ -68,6 +69,8 @@ def status_lines(document: Mapping[str, Any]) -> list[str]:
     lines += [labelled("listening", short_address(address)) for address in document["addresses"]]
     if document.get("reachability") is not None:
         lines.append(labelled("reachable", reachable_text(document["reachability"])))
+    if (clock := document.get("clock")) is not None and clock["seconds"]:
+        lines.append(labelled("clock", clock_text(clock["seconds"], clock["peers"]) + "; theirs is used"))
     if (datagrams := document.get("datagrams")) is not None and datagrams["blocked"]:
         lines.append(labelled("datagrams", datagrams_text(datagrams)))
     if document["capacity"] is not None:

@@ -16,13 +16,16 @@ from math import isfinite
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, parse_peer, peer_text
 from dht.capabilities import DEVICES, Offer, Query
+from dht.events import RecordStored
 from dht.keys import Key, content_key
 from dht.records import LIFETIME_SECONDS_MAX, NOBODY, VALUE_BYTES_MAX, Record
 from node.content.blobs import fetch_all
 from node.errors import PeerloomError, Unreachable, UsageError
 from node.seams import Seams
 from node.services.discovery import Discovery
+from node.services.swarm_clock import SKEW_SECONDS
 from node.storage.blobs import BLOB_BYTES_MAX, HASH_BYTES, Blobs, hash_of
+from node.text import seconds_text
 
 USER_PURPOSE = "user"
 PROVIDER_PURPOSE = "provider"
@@ -92,7 +95,7 @@ class Directory:
         if len(data) > VALUE_BYTES_MAX:
             data = await self._put_blob(key, value)
         stored = await self._discovery.publish_for(USER_PURPOSE, name, data, ttl_seconds)
-        return _told(self._discovery.key(USER_PURPOSE, name), stored.acknowledged, stored.wanted)
+        return _told(self._discovery.key(USER_PURPOSE, name), stored, self._seams)
 
     async def put_immutable(self, value: bytes, ttl_seconds: float = 3600.0) -> StoredEntry:
         """Store a value under the hash of itself, which whoever finds it can check; nobody can change it.
@@ -103,7 +106,7 @@ class Directory:
         if len(value) > VALUE_BYTES_MAX:
             raise UsageError(f"dht: an immutable value has {len(value)} bytes; {VALUE_BYTES_MAX} at most")
         stored = await self._discovery.publish_immutable(value, ttl_seconds)
-        return _told(content_key(value), stored.acknowledged, stored.wanted)
+        return _told(content_key(value), stored, self._seams)
 
     async def get(self, key: str, publisher: str = "") -> bytes | None:
         """Return the newest value under a key, of this publisher if one is named; None where there is none.
@@ -135,7 +138,7 @@ class Directory:
         """
         digest = _digest(name)
         stored = await self._discovery.publish_for(PROVIDER_PURPOSE, digest, b"", None)
-        return _told(self._discovery.key(PROVIDER_PURPOSE, digest), stored.acknowledged, stored.wanted)
+        return _told(self._discovery.key(PROVIDER_PURPOSE, digest), stored, self._seams)
 
     async def providers(self, name: str) -> tuple[str, ...]:
         """Return the peers that say they have the content with this hash (hexadecimal)."""
@@ -226,13 +229,20 @@ def _refuse(peer: PeerId, error: RemoteProtocolError) -> None:
     del peer, error
 
 
-def _told(key: Key, holders: int, wanted: int) -> StoredEntry:
-    if holders < wanted:
+def _told(key: Key, stored: RecordStored, seams: Seams) -> StoredEntry:
+    if stored.acknowledged < stored.wanted:
+        why = [f"{stored.acknowledged} nodes keep it, {stored.wanted} at least have to"]
+        if stored.refusals:
+            why.append("others say: " + ", ".join(stored.refusals))
+        ahead = seams.clock.wall() - seams.swarm_clock.wall()
+        if abs(ahead) > SKEW_SECONDS:
+            way = "ahead of" if ahead > 0 else "behind"
+            why.append(f"this machine's clock is {seconds_text(round(abs(ahead)))} {way} its peers'")
         raise NotStored(
-            f"dht: {holders} nodes keep it, {wanted} at least have to",
-            "is this node connected? look: `peerloom status`",
+            f"dht: {'; '.join(why)}",
+            "is this node connected, and its clock right? look: `peerloom doctor`",
         )
-    return StoredEntry(key.hex(), holders, wanted)
+    return StoredEntry(key.hex(), stored.acknowledged, stored.wanted)
 
 
 def _entry(record: Record) -> Entry:

@@ -119,7 +119,7 @@ class LocalRuns:
         run = check_run(service.signer, request.manifest)
         if run.manifest.local is None or request.stage >= stage_count(run):
             raise RemoteProtocolError("asked to join a run that has a plan, or for a stage that it lacks")
-        wall = service.seams.clock.wall()
+        wall = service.seams.swarm_clock.wall()
         self._joins.check(service.signer, run.id, run.requester, chain, peer, wall)
         if service.is_over(run.id):
             return Declined("the run is over")
@@ -173,7 +173,7 @@ class LocalRuns:
         now = service.seams.clock.monotonic()
         self._endings.open(now, ending, admission)
         show, greet = partial(self._show, admission), partial(self._greet, admission)
-        door = Door(admission, service.seams.clock, show, greet)
+        door = Door(admission, service.seams.swarm_clock, show, greet)
         member = self.members[run.id] = LocalMember(
             service,
             run,

@@ -36,6 +36,7 @@ class Slots:
     def __init__(self, seams: Seams, count: int, hosted: Callable[[], Collection[bytes]]) -> None:
         self._seams = seams
         self._writing = trio.Lock()
+        self._wall_offset = seams.clock.wall() - seams.clock.monotonic()
         promises: tuple[Promise, ...] = ()
         if (data := seams.storage.read(SLOT_NAME)) is not None:
             try:
@@ -46,8 +47,9 @@ class Slots:
 
     @property
     def now(self) -> float:
-        """Wall time, by which promises end."""
-        return self._seams.clock.wall()
+        """Wall time, by which promises end; as it was at the start and as long as has passed since, for a
+        clock that is set in the meantime must not end promises, nor make them endless."""
+        return self._seams.clock.monotonic() + self._wall_offset
 
     @property
     def count(self) -> int:

@@ -81,7 +81,7 @@ class Queue:
         if revision is None:
             return Wish(run.id, run.requester)
         body = check_revision(self._runs.signer, run, revision)
-        seconds = body.deadline_milliseconds / 1000 - self._runs.seams.clock.wall()
+        seconds = body.deadline_milliseconds / 1000 - self._runs.seams.swarm_clock.wall()
         deadline = self._now + seconds if body.deadline_milliseconds else inf
         return Wish(run.id, run.requester, body.priority, deadline)
 

@@ -212,7 +212,7 @@ class Receipts:
             total = min(FLOPS_MAX, before[0] + flops), min(FLOPS_MAX, before[1] + sum(layers.values()))
             self._totals[key], self._unsigned[key] = total, 0
             if run.requester == self._signer.peer:
-                self._credits.gave(self._seams.clock.wall(), key[1], flops)
+                self._credits.gave(self._seams.swarm_clock.wall(), key[1], flops)
                 self._is_changed = True
         async with trio.open_nursery() as nursery:
             for key in list(self._unsigned):
@@ -240,7 +240,7 @@ class Receipts:
         tries = self._unsigned.pop(key)
         if run is None or flops < 1:
             return
-        wall = int(self._seams.clock.wall() * 1000)
+        wall = int(self._seams.swarm_clock.wall() * 1000)
         body = encode(ReceiptBody(run_id, run.requester, provider, flops, microbatches, wall))
         measured = self._signer.sign(MEASURED_PURPOSE, body)
         try:
@@ -290,7 +290,7 @@ class Receipts:
                 now = self._seams.clock.monotonic()
                 self._begun[row.run] = now
                 most = RATE_SLACK * self._rate() * (now - begun)
-                self._credits.worked_for(self._seams.clock.wall(), peer, min(row.flops - before, most))
+                self._credits.worked_for(self._seams.swarm_clock.wall(), peer, min(row.flops - before, most))
         return Accepted(accepted)
 
     # As a provider with a queue
@@ -311,7 +311,7 @@ class Receipts:
     def contribution(self, peer: PeerId) -> Contribution:
         """Return what is known of a peer's contributions."""
         share = FULL_SHARE_SECONDS * max(1.0, self._rate())
-        return self._credits.contribution(self._seams.clock.wall(), peer, share)
+        return self._credits.contribution(self._seams.swarm_clock.wall(), peer, share)
 
     async def _fetch(self, peer: PeerId) -> None:
         async with self._fetching:
@@ -322,7 +322,7 @@ class Receipts:
                         raise RemoteProtocolError("no receipts in answer to a question for them")
                     check = [partial(check_receipt, self._signer, receipt) for receipt in answer.receipts]
                     rows = await self._seams.executor.run(lambda: [each() for each in check])
-                    self._credits.learn(self._seams.clock.wall(), peer, rows)
+                    self._credits.learn(self._seams.swarm_clock.wall(), peer, rows)
                 except RemoteProtocolError as error:
                     self._refuse(peer, error)
                 except (Unreachable, StreamClosed):

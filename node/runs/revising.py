@@ -61,7 +61,7 @@ class Revising:
                 f"`peerloom runs stop {text[:8]}`",
             )
         before = self._known(run)
-        number = max(before.number + 1, int(runs.seams.clock.wall() * 1000))
+        number = max(before.number + 1, int(runs.seams.swarm_clock.wall() * 1000))
         body = replace(before, number=number, **changes)
         fact = make_revision(runs.signer, body)
         runs.seams.storage.write(revision_name(text), encode(fact))
@@ -87,7 +87,7 @@ class Revising:
         """Sign with what priority and by when a new run of this node is wanted, if it is unusual."""
         if (priority, deadline_minutes) == (PRIORITY, 0):
             return
-        now = int(self._runs.seams.clock.wall() * 1000)
+        now = int(self._runs.seams.swarm_clock.wall() * 1000)
         deadline = now + deadline_minutes * 60_000 if deadline_minutes else 0
         body = RevisionBody(run.id, 1, priority=priority, deadline_milliseconds=deadline)
         fact = make_revision(self._runs.signer, body)

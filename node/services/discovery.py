@@ -21,6 +21,7 @@ from node import events
 from node.containment import contain
 from node.seams import Clock, Network, Seams
 from node.services.driver import Driver
+from node.services.membership import CLOCK_NEWS_SECONDS
 from node.storage.records_file import RecordsFile
 
 RECORD_SECONDS = 24 * 3_600
@@ -65,7 +66,7 @@ class Discovery:
         self._publish = publish
         self._seams = seams
         self._core = make(signer, settings or Settings(work_bits=work_bits), rng, network.addresses)
-        self._core.wall_offset = clock.wall() - clock.monotonic()
+        self.follow_clock()
         self._core.origins.host_of = network.host_of
         if seams is not None:
             self._core.tokens = WriteTokens(seams.entropy(SECRET_BYTES))
@@ -101,6 +102,17 @@ class Discovery:
                 for (purpose, name), (value, seconds) in list(self._own.items()):
                     with contain("renewing of a record"):
                         await self._store(purpose, name, value, seconds)
+
+    def follow_clock(self) -> None:
+        """The clock shows another time than before: records are signed and checked by that."""
+        offset = self._clock.wall() - self._clock.monotonic()
+        if abs(offset - self._core.wall_offset) > CLOCK_NEWS_SECONDS:
+            self._core.wall_offset = offset
+
+    @property
+    def _at(self) -> float:
+        """Now, as people of this machine see it."""
+        return (self._clock if self._seams is None else self._seams.clock).wall()
 
     # The disk.
 
@@ -146,7 +158,7 @@ class Discovery:
             contacts, records, own, nodes, short = figures
             self._publish(
                 events.TableMeasured(
-                    at=self._clock.wall(),
+                    at=self._at,
                     contacts=contacts,
                     records=records,
                     own_records=own,
@@ -249,7 +261,7 @@ class Discovery:
             self._signer,
             record_key(purpose, name),
             value,
-            sequence=int(wall * 1000),
+            sequence=self._core.next_sequence(self._clock.monotonic()),
             expires=int(wall + seconds),
         )
         return await self._stored(purpose, fact)
@@ -262,7 +274,7 @@ class Discovery:
             self._short += 1
             self._publish(
                 events.RecordShort(
-                    at=self._clock.wall(), purpose=purpose, holders=stored.acknowledged, wanted=stored.wanted
+                    at=self._at, purpose=purpose, holders=stored.acknowledged, wanted=stored.wanted
                 )
             )
         return stored

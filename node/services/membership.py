@@ -13,6 +13,7 @@ from crypto.identity import PeerId, short_peer
 from dht.keys import node_number
 from dht.work import has_work
 from gossip import member as core
+from gossip.clocks import PeerClocks
 from gossip.coordinates import Coordinates
 from gossip.messages import INSTANCE_BYTES, MESSAGE_BYTES_MAX, Message, life_of, started_of
 from gossip.settings import PRESETS
@@ -25,6 +26,8 @@ from node.services.metadata import claimed_capacity, claimed_standing
 
 RIVALS_MAX = 16
 """Other nodes with this one's identity that are told of."""
+CLOCK_NEWS_SECONDS = 0.01
+"""The wall clock and the monotonic one never agree to the microsecond; less than this is no news."""
 LEAVE_SECONDS = 0.6
 """How long a leaving node still answers and gossips its goodbye."""
 
@@ -118,6 +121,7 @@ class Membership:
         if work_bits:
             swim.scope.admits = partial(has_work, bits=work_bits)
         self._swim = swim
+        self.follow_clock()
         self._driver = Driver(
             swim,
             PROTOCOL,
@@ -158,6 +162,17 @@ class Membership:
     def round_trip_seconds(self, peer: PeerId) -> float | None:
         """Return how long a datagram to `peer` and back took lately; None where it was not asked."""
         return self._swim.coordinates.round_trip_seconds_to(peer)
+
+    @property
+    def clocks(self) -> PeerClocks:
+        """What the clocks of others show."""
+        return self._swim.clocks
+
+    def follow_clock(self) -> None:
+        """Tell others what this machine's clock shows now."""
+        offset, told = self._clock.wall() - self._clock.monotonic(), self._swim.wall_offset
+        if told is None or abs(offset - told) > CLOCK_NEWS_SECONDS:
+            self._swim.wall_offset = offset
 
     def command(self, order: Callable[[Swim, float], Sends]) -> None:
         """Let local code act on the core: `order(core, now)` returns what to send."""

@@ -271,6 +271,7 @@ class CoresWorld:
         life.swim = self.cores.swim(
             signer, profile, self._membership, own_rng(rng), incarnation, now, place=self._place
         )
+        life.swim.wall_offset = EPOCH_SECONDS
         life.kademlia = self.cores.kademlia(signer, self._discovery, own_rng(rng), profile.addresses)
         life.kademlia.wall_offset = EPOCH_SECONDS
         return life

@@ -29,6 +29,8 @@ from partition.steps.replica import Replica
 class MembershipCore(Core, Protocol):
     """What a world asks of a membership core. It learns the events of `gossip.member`."""
 
+    wall_offset: float | None
+
     @property
     def scope(self) -> Scope: ...
     @property

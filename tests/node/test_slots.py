@@ -49,6 +49,8 @@ class _Clock:
     def wall() -> float:
         return trio.current_time()
 
+    monotonic = wall
+
 
 class _Threads:
     @staticmethod

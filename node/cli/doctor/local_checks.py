@@ -32,6 +32,7 @@ from node.storage.folder_lock import find_holder
 from node.storage.keys import STATIC_BYTES, STATIC_NAME, read_key
 from node.storage.ownership import close_folder
 from node.storage.swarm_keys import load_swarm_keys
+from node.text import CLOCK_REMEDY, clock_text
 from node.transport.listen import bind_all, dialable
 from node.transport.multicast import BEACON_PORT, GROUP_4, GROUP_6, Multicast, interfaces_of
 
@@ -84,7 +85,7 @@ async def look_here(steps: Steps, scene: Scene) -> None:
     await steps.check("lock", partial(_lock, scene))
     await steps.check("identity", partial(in_thread, partial(_identity, scene)))
     await steps.check("swarm key", partial(in_thread, partial(_swarm_key, scene.config)))
-    await steps.check("clock", partial(in_thread, partial(_clock, scene.folder)))
+    await steps.check("clock", partial(in_thread, partial(_clock, scene)))
     for address in scene.config.listen.addresses:
         await steps.check(f"port {address.short}", partial(_port, scene, address))
     await steps.check("addresses", partial(_addresses, scene))
@@ -175,10 +176,11 @@ def _swarm_key(config: Config) -> str:
     return f"{count} in {short_path(config.swarm.key_file)}, readable by this user only"
 
 
-def _clock(folder: Path) -> str:
-    now = time.time()
+def _clock(scene: Scene) -> str:
+    now, folder = time.time(), scene.folder
+    told = None if scene.status is None else scene.status.get("clock")
     shown = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
-    remedy = "set the clock, or let it be set: timedatectl set-ntp true"
+    remedy = f"set the clock, or let it be set: {CLOCK_REMEDY}"
     if not CLOCK_SECONDS_MIN < now < CLOCK_SECONDS_MAX:
         raise Failed(f"it shows {shown}", remedy)
     if folder.is_dir() and os.access(folder, os.W_OK):
@@ -186,6 +188,8 @@ def _clock(folder: Path) -> str:
             apart = os.fstat(probe).st_mtime - time.time()
         if abs(apart) > CLOCK_APART_SECONDS_MAX:
             raise Failed(f"it is {abs(apart):.0f} s away from that of the data folder's file system", remedy)
+    if told is not None and told["seconds"]:
+        raise Failed(clock_text(told["seconds"], told["peers"]), remedy)
     return shown
 
 

@@ -1,0 +1,58 @@
+"""What the answers of probed members say besides that they live: round trips, places, clocks, lateness.
+
+Each ping has a number of its own, so an answer measures the ping that it answers. Only a target's own answers
+measure anything; one by a stream, which may have been opened for it, tells the time alone.
+"""
+
+from random import Random
+
+from crypto.identity import PeerId
+from gossip.clocks import PeerClocks
+from gossip.coordinates import Coordinates
+from gossip.member import MemberDegraded, MemberRecovered
+from gossip.messages import Ack
+from gossip.probes import FurtherPing, Probe
+from gossip.punctuality import Answer
+from gossip.settings import Settings
+from gossip.table import MemberTable
+
+
+class AnswerMeasures:
+    """The measurements of one peer; punctuality and slow members stand in its table."""
+
+    __slots__ = ("_settings", "_table", "clocks", "coordinates")
+
+    def __init__(self, table: MemberTable, settings: Settings, rng: Random) -> None:
+        self._table = table
+        self._settings = settings
+        self.coordinates = Coordinates(rng)
+        self.clocks = PeerClocks()
+
+    def take(self, now: float, ack: Ack, probe: Probe, further: FurtherPing | None) -> None:
+        """The target of a probe has answered itself: its first ping, or a further one."""
+        target, seconds = probe.target, now - (probe.sent_at if further is None else further.sent_at)
+        if ack.wall is not None:
+            self.clocks.learn(now, target, ack.wall, seconds)
+        if further is not None and further.by_stream:
+            return
+        self.take_late(target, seconds)
+        if ack.here is not None:
+            self.coordinates.learn(target, ack.here, seconds)
+
+    def take_late(self, target: PeerId, seconds: float) -> None:
+        """An answer took so long, perhaps longer than its probe."""
+        if self._table.is_live(target):
+            self._table.trips.learn(target, seconds)
+
+    def judge(self, now: float, sender: PeerId, probe: Probe) -> MemberDegraded | MemberRecovered | None:
+        """The first ping of a probe was answered, by its target or by a relay; the event, if that changes how
+        the target is marked."""
+        answer = Answer.IN_TIME
+        if sender != probe.target:
+            answer = Answer.RELAYED
+        elif now - probe.sent_at >= self._settings.probe_timeout_seconds:
+            answer = Answer.LATE  # also where it may take so long
+        punctuality = self._table.punctuality
+        if answer is Answer.IN_TIME and not len(punctuality):
+            return None
+        return punctuality.note(probe.target, answer, now - probe.sent_at)

@@ -1,0 +1,205 @@
+"""Clocks that are hours off: whole nodes on real sockets, of which some show another time than the rest."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+import trio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crypto.contact import parse_address
+from crypto.identity import PeerId
+from gossip.clocks import KEPT_SECONDS, PEERS_KEPT_MAX, PeerClocks
+from node import config
+from node.cli.doctor import local_checks
+from node.cli.doctor.local_checks import Scene
+from node.cli.doctor.steps import Steps, in_thread
+from node.cli.status import status_lines
+from node.events import ClockCompared
+from node.runtime import Node
+from node.seams import RealClock
+from node.services.swarm_clock import SKEW_SECONDS, SwarmClock
+
+HOURS = 3_600.0
+
+
+class WrongClock(RealClock):
+    """Shows so many seconds too much, which somebody may set right."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def wall(self) -> float:
+        return super().wall() + self.seconds
+
+
+def settings(folder: Path, name: str, join: str = "") -> config.Config:
+    seeds = (parse_address(join),) if join else ()
+    return config.Config(
+        name=name,
+        data_dir=folder / name,
+        swarm=config.Swarm(name="clocks", preset="local"),
+        listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
+        join=config.Join(lan=False, seeds=seeds),
+        resources=config.Resources(calibrate=False, accept_runs="never"),
+    )
+
+
+@asynccontextmanager
+async def nodes(folder: Path, **clocks: WrongClock) -> AsyncIterator[dict[str, Node]]:
+    """A node for each clock; all know each other."""
+    async with AsyncExitStack() as stack:
+        found: dict[str, Node] = {}
+        for name, clock in clocks.items():
+            join = next(iter(found.values())).addresses[0] if found else ""
+            made = Node(settings(folder, name, join), clock=clock)
+            found[name] = await stack.enter_async_context(made)
+        for each in found.values():
+            await each.wait_for_members(len(clocks) - 1)
+        yield found
+
+
+def skew(me: Node) -> float:
+    """The hours by which a node says that its clock is ahead."""
+    found = me.state.clock
+    return 0.0 if found is None else round(found.seconds / HOURS, 2)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    with trio.fail_after(20):
+        while not holds():  # noqa: ASYNC110 - a fold of events wakes nobody
+            await trio.sleep(0.02)
+
+
+async def test_nodes_with_wrong_clocks_store_and_find_records_and_say_so(tmp_path: Path) -> None:
+    ahead, behind, right = WrongClock(2 * HOURS), WrongClock(-2 * HOURS), WrongClock(0)
+    async with nodes(tmp_path, a=right, fast=ahead, slow=behind) as found:
+        a, fast, slow = found["a"], found["fast"], found["slow"]
+        await until(lambda: (skew(fast), skew(slow)) == (2.0, -2.0))
+        assert skew(a) == 0.0
+        for writer, reader in ((fast, a), (slow, a), (a, fast), (a, slow), (slow, fast)):
+            key = f"{writer.config.name}-{reader.config.name}"
+            await writer.dht.put(key, key.encode(), ttl_seconds=600)
+            assert await reader.dht.get(key) == key.encode()
+        expected = "this machine's clock is 2 h 0 min behind the median of 2 peers"
+        assert any(expected in line for line in status_lines(slow.status()))
+        steps = Steps(lambda _: None)
+        scene = Scene(config.Config(data_dir=tmp_path / "slow"), status=slow.status())
+        await steps.check("clock", partial(in_thread, partial(local_checks._clock, scene)))
+        (clock,) = steps.all
+        assert (clock.outcome, clock.detail) == ("failed", expected)
+        assert "timedatectl" in clock.remedy
+        # NTP sets two of them right, and somebody sets another one wrong, while all of them run.
+        ahead.seconds = behind.seconds = 0.0
+        right.seconds = 3 * HOURS
+        await until(lambda: (skew(a), skew(fast), skew(slow)) == (3.0, 0.0, 0.0))
+        await fast.dht.put("after", b"the jump", ttl_seconds=600)
+        assert await a.dht.get("after") == b"the jump"
+        await a.dht.put("fast-a", b"again", ttl_seconds=600)
+        assert await slow.dht.get("fast-a", publisher=a.id) == b"again"
+
+
+async def test_of_two_nodes_both_say_that_their_clocks_differ_and_records_are_found(tmp_path: Path) -> None:
+    async with nodes(tmp_path, a=WrongClock(0), b=WrongClock(2 * HOURS)) as found:
+        a, b = found["a"], found["b"]
+        await until(lambda: (skew(a), skew(b)) == (-2.0, 2.0))
+        (line,) = (line for line in status_lines(b.status()) if "its only peer" in line)
+        assert "2 h 0 min ahead of its only peer's: one of both is wrong" in line
+        await a.dht.put("k", b"v", ttl_seconds=600)
+        assert await b.dht.get("k") == b"v"
+
+
+# --- the core ----------------------------------------------------------------------------------------
+
+
+def peer(number: int) -> PeerId:
+    return PeerId(number.to_bytes(32, "big"))
+
+
+def heard(*ahead: float, now: float = 0.0) -> PeerClocks:
+    clocks = PeerClocks()
+    for number, seconds in enumerate(ahead):
+        clocks.learn(now, peer(number), int((now + seconds) * 1000), 0.0)
+    return clocks
+
+
+def test_too_few_peers_say_nothing_unless_they_are_all() -> None:
+    assert PeerClocks().swarm(0.0, 0.0, 0) is None
+    assert heard(5.0).swarm(0.0, 5.0, 2) is None
+    assert heard(5.0).swarm(0.0, 9.0, 1) == 5.0
+    assert heard(5.0, 5.0, 5.0).swarm(0.0, 9_000.0, 500) == 5.0
+    assert heard(5.0, 5.0, 5.0).swarm(KEPT_SECONDS + 1, 9_000.0, 500) is None
+
+
+@given(
+    honest=st.lists(st.floats(99.0, 101.0), min_size=3, max_size=8),
+    liars=st.lists(st.floats(0, 1e9), max_size=2),
+)
+def test_a_minority_moves_the_time_nowhere_beyond_the_honest(honest: list[float], liars: list[float]) -> None:
+    found = heard(*honest, *liars).swarm(0.0, honest[0], 500)
+    assert found is not None
+    assert 98.9 <= found <= 101.1
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=2, max_size=PEERS_KEPT_MAX))
+def test_all_members_of_a_swarm_come_to_one_time(clocks: list[float]) -> None:
+    found = []
+    for number, own in enumerate(clocks):
+        others = clocks[:number] + clocks[number + 1 :]
+        found.append(heard(*others).swarm(0.0, own, len(others)))
+    times = [each for each in found if each is not None]
+    assert len(times) == len(clocks)
+    assert max(times) - min(times) <= 0.002
+
+
+def test_clocks_of_any_number_of_peers_take_bounded_memory() -> None:
+    clocks = heard(*range(100))
+    assert len(clocks) == PEERS_KEPT_MAX
+    clocks.learn(0.0, peer(1), 0, 11.0)
+    clocks.learn(0.0, peer(1), 0, -1.0)
+    assert len(clocks) == PEERS_KEPT_MAX
+
+
+class FakeClock:
+    """Both clocks as a test sets them."""
+
+    def __init__(self) -> None:
+        self.now, self.ahead = 1_000.0, 5_000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wall(self) -> float:
+        return self.now + self.ahead
+
+
+def test_a_machine_that_slept_hears_its_peers_anew_before_it_believes_them() -> None:
+    clock, clocks = FakeClock(), heard(5_000.0, 5_000.0, 5_000.0, now=1_000.0)
+    looked = SwarmClock(clock, lambda: clocks, lambda: 3)
+    assert looked.look() is None
+    clock.ahead += HOURS  # the monotonic clock stood still while the machine slept
+    assert looked.look() is None
+    assert looked.wall() == clock.wall()
+    for number in range(3):
+        clocks.learn(clock.now, peer(number), int(clock.wall() * 1000), 0.0)
+    assert looked.look() is None
+    clock.ahead += HOURS  # and now somebody sets it
+    assert looked.look() is None
+    for number in range(3):
+        clocks.learn(clock.now, peer(number), int((clock.wall() - HOURS) * 1000), 0.0)
+    told = looked.look()
+    assert isinstance(told, ClockCompared)
+    assert told.peers == 3
+    assert told.seconds == pytest.approx(HOURS)
+    assert looked.wall() == pytest.approx(clock.wall() - HOURS)
+    assert looked.look() is None, "it was told"
+    clock.ahead -= HOURS - SKEW_SECONDS / 2
+    for number in range(3):
+        clocks.learn(clock.now, peer(number), int((clock.wall() - SKEW_SECONDS / 2) * 1000), 0.0)
+    looked.look()
+    for number in range(3):
+        clocks.learn(clock.now, peer(number), int((clock.wall() - SKEW_SECONDS / 2) * 1000), 0.0)
+    assert looked.wall() == clock.wall()
