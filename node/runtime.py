@@ -81,7 +81,7 @@ from node.services.links import LinkMeasuring
 from node.services.lives import Lives, shared_error
 from node.services.measurements import CALIBRATED, Measurements
 from node.services.membership import LEAVE_SECONDS, Membership
-from node.services.metadata import Standing, encode_metadata
+from node.services.metadata import FENCED, OBSERVER, STAGES, Standing, encode_metadata
 from node.services.paths import PathComparison
 from node.services.remembering import RememberedPeers
 from node.services.standing import StandingKeeper
@@ -513,7 +513,7 @@ class Node(Surface):
         """Others may be served from now on, or may not: then what they have here is handed over."""
         at, told = self._clock.wall(), permission.may_serve
         self._publish(OfferChanged(at=at, may_serve=told, reason=permission.reason, unread=permission.unread))
-        self.membership.update(self._profile())
+        self._standing.tell_now()
         if not told:
             self.runs.start_task(vacate, self.runs, permission.reason, of_others(self.peer), of=None)
 
@@ -564,7 +564,8 @@ class Node(Surface):
     def _standing_now(self, told: Standing | None, runs: Runs | None) -> Standing:
         """How this node is; a simulated one is as if idle. Before there are `runs` it holds nothing."""
         provider, calibrated = self.provider, runs is not None and self.measurements.calibration is not None
-        words = {"stages": provider.takes_stages, "fenced": not provider.unfenced, CALIBRATED: calibrated}
+        words = {STAGES: provider.takes_stages, FENCED: not provider.unfenced, CALIBRATED: calibrated}
+        words |= {OBSERVER: self.config.observer, provider.permission.word: not provider.permission.may_serve}
         is_measured = self._capacity is None and isinstance(self._executor, RealExecutor)
         return standing_of(
             told, self.capacity, words, runs, self.peer, slots=provider.rules.slots, is_measured=is_measured

@@ -4,7 +4,8 @@ The requester makes it, for nobody has a vote before there is a roster. Leases a
 all or none.
 """
 
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -78,6 +79,32 @@ class Offer:
     has_slot: bool
     device: str = ""
     """The kind that torch names: cuda, mps or cpu; "" where it is not known."""
+    lacks: str = ""
+    """Why it has no slot, as one of LACKS; "" where it has one, or why is not known."""
+
+
+LACKS = {
+    "observer": "only watching (--observer)",
+    "never": "with accept_runs = never",
+    "unfenced": "that cannot fence in stages of others (no Landlock? python -m node doctor there;"
+    " allow_unfenced = true there takes them all the same)",
+    "hours": "outside of its hours",
+    "battery": "on battery",
+    "in use": "in use by its owner",
+    "loaded": "busy with other programs",
+    "version": "of a version that takes no stages of this one",
+    "device": "that has not measured what it computes",
+    "not said": "taking no stages of others, without a reason",
+}
+"""Reasons that members tell for having no slot (`node.placement.offers`), as a person reads them after their
+number."""
+
+
+def lacks_text(offers: Iterable[Offer]) -> str:
+    """Return why those without a slot have none, in words for a person; "" where nothing is known."""
+    counts = Counter(offer.lacks for offer in offers if not offer.has_slot)
+    told = [f"{counts[reason]} {text}" for reason, text in LACKS.items() if counts[reason]]
+    return f"members without a slot: {', '.join(told)}" if told else ""
 
 
 def cap_claims(offers: Sequence[Offer]) -> list[Offer]:
@@ -140,6 +167,12 @@ def make_plan(
             with suppress(PlacementFailed):
                 return _plan_as(run, graph, providers, smaller, knowledge, costs)
         raise
+
+
+def is_short(manifest: Manifest, offers: Iterable[Offer]) -> bool:
+    """Return whether too few have a slot for a run as it was asked for."""
+    needed = max(1, manifest.stages) * max(1, manifest.replicas or manifest.replicas_min)
+    return sum(offer.has_slot for offer in offers) < needed
 
 
 def smaller_shapes(shape: tuple[int, int], peers: int) -> Iterator[tuple[int, int]]:
@@ -340,7 +373,9 @@ async def place(
         except PlacementFailed as error:
             free = sum(offer.has_slot for offer in left)
             seconds = expected_wait(run.manifest, free, waits)
-            raise PlacementFailed("; ".join([str(error), *reasons[-REASONS_MAX:]]), seconds) from None
+            lacking = lacks_text(offers) if is_short(run.manifest, offers) else ""
+            said = filter(None, [str(error), lacking, *reasons[-REASONS_MAX:]])
+            raise PlacementFailed("; ".join(said), seconds) from None
         rows: dict[PeerId, int | None] = dict.fromkeys(plan.witnesses)
         rows |= {PeerId(peer): index for index, stage in enumerate(plan.stages) for peer in stage.replicas}
         refused = await lease_all(run, plan, rows, signer, ask, revision=revision)

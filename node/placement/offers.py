@@ -6,15 +6,32 @@ from crypto.identity import PeerId
 from dht.capabilities import device_kind
 from gossip.member import Member
 from node.placement.leases import Offer, cap_claims
+from node.placement.permission import RESTING
 from node.protocols.runs import RUNS_WORD
 from node.services.capacity import Capacity
-from node.services.metadata import Metadata, read_metadata
+from node.services.metadata import FENCED, OBSERVER, STAGES, Metadata, read_metadata
 from partition.plan.observed import FLOPS_PER_SECOND_MAX, NOTHING, Knowledge
 
 
 def understands_runs(claim: Metadata) -> bool:
     """Return whether a stage of this version can be placed there; what says nothing of itself is asked."""
     return claim.standing is None or RUNS_WORD in claim.standing.capabilities
+
+
+def why_no_slot(claim: Metadata) -> str:
+    """Return why a member has no slot for others, as one of `LACKS`; "" where it has one.
+
+    Whether the slot is free, and free for this requester, it says when it is asked.
+    """
+    if not understands_runs(claim):
+        return "version"
+    if claim.accepts_runs:
+        return "" if claim.flops_per_second > 0 else "device"
+    words = () if claim.standing is None else claim.standing.capabilities
+    if STAGES not in words:
+        return "not said" if claim.standing is None else ("observer" if OBSERVER in words else "never")
+    resting = next((word for word in words if word in RESTING), None)
+    return resting or ("not said" if FENCED in words else "unfenced")
 
 
 def own_offer(peer: PeerId, capacity: Capacity, *, has_slot: bool) -> Offer:
@@ -30,10 +47,9 @@ def offers_of(own: Offer, members: Sequence[Member], knowledge: Knowledge = NOTH
     for member in members:
         claim = read_metadata(member.metadata)
         if member.live and member.peer != own.peer and claim is not None:
-            takes = claim.accepts_runs and understands_runs(claim)
-            has_slot = takes and claim.flops_per_second > 0
+            lacks = why_no_slot(claim)
             rate = claim.flops_per_second
             found = knowledge.flops_per_second(member.peer, FLOPS_PER_SECOND_MAX)
             memory, device = claim.memory_free_bytes, device_kind(claim.device)
-            offers.append(Offer(member.peer, min(rate, float(found)), memory, has_slot, device))
+            offers.append(Offer(member.peer, min(rate, float(found)), memory, not lacks, device, lacks))
     return sorted(cap_claims(offers), key=lambda offer: offer.peer)

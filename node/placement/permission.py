@@ -11,6 +11,8 @@ from node.offering import Offering
 
 CALM_SECONDS = 60.0
 """A pause between two keystrokes, or a program that waits, is no leave to serve again."""
+HOURS, BATTERY, IN_USE, LOADED = RESTING = ("hours", "battery", "in use", "loaded")
+"""Words by which members tell why they serve nobody now (`node.services.metadata.Standing`)."""
 LOOK_SECONDS = 2.0
 """How often a machine is looked at: its owner has it back in ten seconds, of which leaving takes eight."""
 
@@ -28,12 +30,13 @@ class Reading:
 
 @dataclass(frozen=True)
 class Permission:
-    """Whether the machine serves others; `reason` is why not, for a person, and `unread` are rules that
-    cannot be kept here."""
+    """Whether the machine serves others; `reason` is why not, for a person, `word` one of RESTING for others,
+    and `unread` are rules that cannot be kept here."""
 
     may_serve: bool = True
     reason: str = ""
     unread: tuple[str, ...] = ()
+    word: str = ""
 
 
 class Permit:
@@ -46,10 +49,10 @@ class Permit:
 
     def look(self, now: float, rules: Offering, reading: Reading) -> Permission:
         """Take a reading at monotonic time `now`; return what holds from now on."""
-        reason, unread = refusal(rules, reading), unread_rules(rules, reading)
+        (word, reason), unread = refusal(rules, reading), unread_rules(rules, reading)
         if reason:
             self._fine_since = None
-            self.now = Permission(may_serve=False, reason=reason, unread=unread)
+            self.now = Permission(may_serve=False, reason=reason, unread=unread, word=word)
         elif self.now.may_serve or not self._has_looked:
             self.now = Permission(unread=unread)
         else:
@@ -64,17 +67,18 @@ class Permit:
         self.now, self._fine_since, self._has_looked = Permission(), None, False
 
 
-def refusal(rules: Offering, reading: Reading) -> str:
-    """Return why the rules forbid to serve at this reading; "" where they allow it."""
+def refusal(rules: Offering, reading: Reading) -> tuple[str, str]:
+    """Return why the rules forbid to serve at this reading, as one of RESTING and for a person; two empty
+    texts where they allow it."""
     if not rules.hours.holds(reading.minute):
-        return f"serves at {rules.hours} only"
+        return HOURS, f"serves at {rules.hours} only"
     if rules.mains_only and reading.on_mains is False:
-        return "on battery"
+        return BATTERY, "on battery"
     if rules.idle_seconds and reading.idle_seconds is not None and reading.idle_seconds < rules.idle_seconds:
-        return "its owner uses it"
+        return IN_USE, "its owner uses it"
     if rules.load_percent and reading.load_percent is not None and reading.load_percent > rules.load_percent:
-        return f"other programs take more than {rules.load_percent} % of it"
-    return ""
+        return LOADED, f"other programs take more than {rules.load_percent} % of it"
+    return "", ""
 
 
 def unread_rules(rules: Offering, reading: Reading) -> tuple[str, ...]:

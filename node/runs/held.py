@@ -7,7 +7,7 @@ from node.protocols.runs import RUNS_WORD
 from node.runs.member import RunMember
 from node.runs.runs import Runs
 from node.services.capacity import Capacity
-from node.services.metadata import Standing
+from node.services.metadata import STAGES, Standing
 from node.services.standing import look_at
 
 
@@ -23,7 +23,7 @@ def standing_of(
 ) -> Standing:
     """Return how a node is; before there are `runs` it holds nothing, and all its `slots`
     are free."""
-    slots_free = (slots if runs is None else runs.slots.free) if words["stages"] else 0
+    slots_free = (slots if runs is None else runs.slots.free) if words[STAGES] else 0
     held = [] if runs is None else stages_held(runs.members.values(), me)
     words = {RUNS_WORD: True, **words}
     return look_at(told, capacity, words, slots_free, held, is_measured=is_measured)

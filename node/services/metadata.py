@@ -29,6 +29,8 @@ FLOPS_PER_SECOND_MAX = 1e16
 CAPABILITIES_MAX = 8
 STAGES_TOLD_MAX = 4
 RUN_LETTERS = 8
+STAGES, FENCED, OBSERVER = "stages", "fenced", "observer"
+"""Words of a standing: it computes stages, and can fence them in; it only watches."""
 LOAD_PERCENT_MAX = 10_000
 LOAD_STEP_PERCENT = 25
 MEMORY_STEPS = 8

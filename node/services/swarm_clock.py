@@ -36,7 +36,8 @@ class SwarmClock:
         self._clock = clock
         self._clocks = clocks
         self._others = others
-        self._own = clock.wall() - clock.monotonic()
+        # Not before the first look: a node may be made outside of the event loop that its clock belongs to.
+        self._own: float | None = None
         self._swarm: float | None = None
         self._told: tuple[float, int] | None = None
 
@@ -55,7 +56,8 @@ class SwarmClock:
     def look(self) -> ClockCompared | None:
         """Compare with the peers; the event, where it comes to something else than was told."""
         now, own, clocks = self._clock.monotonic(), self.own_offset, self._clocks()
-        jumped, self._own = abs(own - self._own) > STEP_SECONDS, own
+        jumped = self._own is not None and abs(own - self._own) > STEP_SECONDS
+        self._own = own
         if clocks is None:
             return None
         if jumped:
