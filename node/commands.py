@@ -23,6 +23,7 @@ from node.events import Event, RunChanged, RunEnded
 from node.history import EventHistory
 from node.library.directory import Directory
 from node.placement.leases import PlacementFailed
+from node.placement.provider import Provider
 from node.protocols.manifest import Run, RunFile, check_run_file, run_text
 from node.protocols.revision import check_changes
 from node.run_requests import make_signed_run
@@ -35,6 +36,7 @@ from node.services.energy import EnergyLog
 from node.services.measurements import Measurements
 from node.services.membership import Membership
 from node.storage.drafts import draft_beside
+from node.text import open_ports_text
 from partition.run.states import OVER
 
 RUN_PURPOSE = "run"
@@ -50,6 +52,7 @@ class LocalNode(Protocol):
     seams: Seams
     measurements: Measurements
     membership: Membership
+    provider: Provider
     discovery: Discovery
     runs: Runs
     stopping: trio.Event
@@ -69,6 +72,7 @@ class LocalNode(Protocol):
     def set(self, name: str, text: str) -> None: ...
 
 
+ALONE_TEXT = "no other node gets through to this one, so it trains alone"
 WAIT_SECONDS_MAX = 7 * 24 * 3600.0
 """A run waits for peers that it lacks; the person who asked has forgotten it by then."""
 
@@ -229,10 +233,17 @@ class Commands:
         if chosen := self._chosen.pop(run.id, ""):
             # It runs when placing first waits, and then the run is known.
             node.runs.start_task(self._tell_choice, run, chosen, of=None)
+        is_alone = node.provider.is_unreachable
+        if is_alone:
+            node.runs.start_task(self._tell_choice, run, ALONE_TEXT, of=None)
         try:
             await node.runs.submit(run, wait_seconds=wait_seconds)
         except PlacementFailed as error:
-            raise RunFailed(f"run {run.text[:8]} was not placed: {error}") from None
+            what = f"run {run.text[:8]} was not placed: {error}"
+            if not is_alone:
+                raise RunFailed(what) from None
+            ports = sorted({address.port for address in node.seams.network.addresses})
+            raise RunFailed(f"{what}; {ALONE_TEXT}", open_ports_text(ports)) from None
 
     async def _tell_choice(self, run: Run, chosen: str) -> None:
         """Say why what was left open is as it is, once the run is known."""

@@ -81,7 +81,7 @@ from node.services.links import LinkMeasuring
 from node.services.lives import Lives, shared_error
 from node.services.measurements import CALIBRATED, Measurements
 from node.services.membership import LEAVE_SECONDS, Membership
-from node.services.metadata import FENCED, OBSERVER, STAGES, Standing, encode_metadata
+from node.services.metadata import FENCED, OBSERVER, STAGES, UNREACHABLE_WORD, Standing, encode_metadata
 from node.services.paths import PathComparison
 from node.services.remembering import RememberedPeers
 from node.services.standing import StandingKeeper
@@ -414,7 +414,7 @@ class Node(Surface):
             self.signer,
             offers=self._offers,
             measurements=self._make_measurements(),
-            search=partial(search_providers, self.discovery, self.membership),
+            search=self._search_providers,
             live=lambda: self.membership.live,
             gone=lambda: self.membership.gone,
             accepts=lambda run: self.provider.refusal(run, self.peer),
@@ -559,13 +559,23 @@ class Node(Surface):
         """Return what every live member says it offers, this node included."""
         has_slot = self.provider.takes_stages and self.runs.has_slot
         own = own_offer(self.peer, self.provider.of_a_slot(self.capacity), has_slot=has_slot)
+        if self.provider.is_unreachable:
+            return [own]  # members of a run dial each other, and this one too
         return offers_of(own, self.membership.members, self.measurements.knowledge)
+
+    async def _search_providers(self) -> list[Offer]:
+        """Return providers beyond those that membership lists."""
+        if self.provider.is_unreachable:
+            await trio.lowlevel.checkpoint()
+            return []
+        return await search_providers(self.discovery, self.membership)
 
     def _standing_now(self, told: Standing | None, runs: Runs | None) -> Standing:
         """How this node is; a simulated one is as if idle. Before there are `runs` it holds nothing."""
         provider, calibrated = self.provider, runs is not None and self.measurements.calibration is not None
         words = {STAGES: provider.takes_stages, FENCED: not provider.unfenced, CALIBRATED: calibrated}
         words |= {OBSERVER: self.config.observer, provider.permission.word: not provider.permission.may_serve}
+        words[UNREACHABLE_WORD] = provider.is_unreachable
         is_measured = self._capacity is None and isinstance(self._executor, RealExecutor)
         return standing_of(
             told, self.capacity, words, runs, self.peer, slots=provider.rules.slots, is_measured=is_measured
@@ -621,7 +631,12 @@ class Node(Surface):
         if self.stopping.is_set():
             return  # who has said goodbye tells nothing more
         self._tell_addresses()
-        self.discovery.appear(self.network.addresses, client=verdict is False)
+        is_unreachable = verdict is False
+        if is_unreachable != self.provider.is_unreachable:
+            self.provider.is_unreachable = is_unreachable
+            self._standing.tell_now()
+            self.membership.update(self._profile())
+        self.discovery.appear(self.network.addresses, client=is_unreachable)
         self._publish(
             ReachabilityFound(
                 at=self._clock.wall(),

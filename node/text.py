@@ -44,3 +44,10 @@ def clock_text(seconds: float, peers: int) -> str:
     way = "ahead of" if seconds > 0 else "behind"
     whose = f"the median of {peers} peers" if peers > 1 else "its only peer's: one of both is wrong"
     return f"this machine's clock is {seconds_text(round(abs(seconds)))} {way} {whose}"
+
+
+def open_ports_text(ports: Sequence[int]) -> str:
+    """`let TCP and UDP port 9747 through, or start with --announce HOST:PORT`: for a node that nobody
+    reaches."""
+    told = " and ".join(map(str, ports)) or "of this node"
+    return f"let TCP and UDP port {told} through firewall and router, or start with --announce HOST:PORT"

@@ -293,7 +293,7 @@ def test_the_screen_of_a_node() -> None:
           On this machine:     python -m node status --data-dir /data/lab-1
           dashboard   http://127.0.0.1:40500   (port 9748 was taken)
         20:10:20   run fedcba98 ended with another result, efefefefefef, for ...2NASuq
-        20:10:20   3 others could not reach this node: python -m node doctor
+        20:10:20   3 others could not reach this node: it takes none of their stages; python -m node doctor
         20:10:20   others reach this node now
         20:10:20   datagrams do not get through to 1 of 3 peers: by stream; python -m node doctor
         20:10:20   datagrams get through to all peers again

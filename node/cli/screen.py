@@ -149,7 +149,8 @@ class EventScreen:
         # Only a change is news, and that others get through is what everybody expects.
         before, self._reachable = self._reachable, event["reachable"]
         if event["reachable"] is False and before is not False:
-            return [_at(event, f"{event['asked']} others could not reach this node: `peerloom doctor`")]
+            told = f"{event['asked']} others could not reach this node: it takes none of their stages"
+            return [_at(event, f"{told}; look: `peerloom doctor`")]
         if event["reachable"] and before is False:
             return [_at(event, "others reach this node now")]
         return []

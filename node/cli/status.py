@@ -18,7 +18,7 @@ from node.cli.render import (
     show_json,
 )
 from node.cli.runs import run_text
-from node.text import clock_text
+from node.text import clock_text, open_ports_text
 
 TRAFFIC = (
     "datagrams_sent",
@@ -69,6 +69,9 @@ def status_lines(document: Mapping[str, Any]) -> list[str]:
     lines += [labelled("listening", short_address(address)) for address in document["addresses"]]
     if document.get("reachability") is not None:
         lines.append(labelled("reachable", reachable_text(document["reachability"])))
+        if document["reachability"]["reachable"] is False:
+            ports = {int(short_address(address).rpartition(":")[2]) for address in document["addresses"]}
+            lines.append(labelled("", open_ports_text(sorted(ports))))
     if (clock := document.get("clock")) is not None and clock["seconds"]:
         lines.append(labelled("clock", clock_text(clock["seconds"], clock["peers"]) + "; theirs is used"))
     if (datagrams := document.get("datagrams")) is not None and datagrams["blocked"]:
@@ -119,7 +122,7 @@ def reachable_text(document: Mapping[str, Any]) -> str:
         return f"not known yet ({document['asked']} of {document['of']} others have tried)"
     if document["reachable"]:
         return "yes"
-    return "no: no other node gets through to this one; to others it is a client of the record table"
+    return "no: no other node gets through to this one. It takes no stages of others, and trains alone"
 
 
 def datagrams_text(document: Mapping[str, Any]) -> str:

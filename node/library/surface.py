@@ -33,6 +33,7 @@ from node.journal import Journal
 from node.library.directory import Directory, StoredEntry
 from node.library.handles import RunHandle
 from node.library.preparing import prepared
+from node.placement.provider import Provider
 from node.planning.peers import live_peers
 from node.planning.report import PlanReport
 from node.planning.request import plan as plan_for
@@ -58,6 +59,7 @@ class Surface:
     journal: Journal
     joining: Joining
     membership: Membership
+    provider: Provider
     averaging: Averaging
     measurements: Measurements
     stopping: trio.Event

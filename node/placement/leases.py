@@ -86,7 +86,8 @@ class Offer:
 LACKS = {
     "observer": "only watching (--observer)",
     "never": "with accept_runs = never",
-    "unfenced": "that cannot fence in stages of others (no Landlock? python -m node doctor there;"
+    "unreachable": "that no other node can dial (is its port open there, TCP and UDP? see `peerloom doctor`)",
+    "unfenced": "that cannot fence in stages of others (no Landlock? see `peerloom doctor` there;"
     " allow_unfenced = true there takes them all the same)",
     "hours": "outside of its hours",
     "battery": "on battery",

@@ -9,7 +9,7 @@ from node.placement.leases import Offer, cap_claims
 from node.placement.permission import RESTING
 from node.protocols.runs import RUNS_WORD
 from node.services.capacity import Capacity
-from node.services.metadata import FENCED, OBSERVER, STAGES, Metadata, read_metadata
+from node.services.metadata import FENCED, OBSERVER, STAGES, UNREACHABLE_WORD, Metadata, read_metadata
 from partition.plan.observed import FLOPS_PER_SECOND_MAX, NOTHING, Knowledge
 
 
@@ -30,6 +30,8 @@ def why_no_slot(claim: Metadata) -> str:
     words = () if claim.standing is None else claim.standing.capabilities
     if STAGES not in words:
         return "not said" if claim.standing is None else ("observer" if OBSERVER in words else "never")
+    if UNREACHABLE_WORD in words:
+        return "unreachable"
     resting = next((word for word in words if word in RESTING), None)
     return resting or ("not said" if FENCED in words else "unfenced")
 

@@ -51,6 +51,8 @@ class Provider:
     def __init__(self, config: Config, clock: Clock) -> None:
         self.config = config
         self.unfenced: tuple[str, ...] = ()
+        self.is_unreachable = False
+        """Whether no other node gets through to this one, as others who tried say."""
         self.read: Callable[[], Reading] | None = None
         self.changed: Callable[[Permission], None] = lambda _permission: None
         self._clock = clock
@@ -75,7 +77,7 @@ class Provider:
     def takes_stages_of_others(self) -> bool:
         """Whether others may ask for a slot now."""
         is_fenced = not self.unfenced or self.config.resources.allow_unfenced
-        return self.takes_stages and is_fenced and self.permission.may_serve
+        return self.takes_stages and is_fenced and self.permission.may_serve and not self.is_unreachable
 
     def refusal(self, run: Run, me: PeerId) -> str | None:
         """Return why no stage of this run is taken, for a person; None where one is."""
@@ -88,6 +90,8 @@ class Provider:
             return "takes stages of listed peers only"
         if accepts == "invited" and not any(run.text.startswith(each) for each in rules.runs):
             return "takes stages of invited runs only"
+        if self.is_unreachable:
+            return "takes no stages of others: no other node gets through to it"
         if not self.permission.may_serve:
             return f"takes no stages of others now: {self.permission.reason}"
         if self.takes_stages_of_others:

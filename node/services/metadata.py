@@ -27,6 +27,8 @@ METADATA_VERSION = 2
 FLOPS_PER_SECOND_MAX = 1e16
 """No device of today multiplies fp32 matrices as fast; a claim beyond it is not read at all."""
 CAPABILITIES_MAX = 8
+UNREACHABLE_WORD = "unreachable"
+"""Among the capabilities of a node that others could not dial back: it takes no stages of theirs."""
 STAGES_TOLD_MAX = 4
 RUN_LETTERS = 8
 STAGES, FENCED, OBSERVER = "stages", "fenced", "observer"

@@ -21,7 +21,7 @@ from node.protocols.manifest import make_run
 from node.protocols.runs import RUNS_WORD
 from node.runtime import Node
 from node.services.capacity import Capacity
-from node.services.metadata import FENCED, OBSERVER, STAGES, Standing, encode_metadata
+from node.services.metadata import FENCED, OBSERVER, STAGES, UNREACHABLE_WORD, Standing, encode_metadata
 from tests.source import ROOT
 from tests.stack import Model, manifest, prepare, simple_cnn
 
@@ -48,6 +48,7 @@ def offer_of(words: tuple[str, ...] | None, *, accepts_runs: bool = False, rate:
         ((RUNS_WORD,), "never"),
         ((RUNS_WORD, FENCED, OBSERVER), "observer"),
         ((RUNS_WORD, STAGES), "unfenced"),
+        ((*USUAL, UNREACHABLE_WORD), "unreachable"),
         *(((*USUAL, word), word) for word in RESTING),
         ((STAGES, FENCED), "version"),
         (USUAL, "not said"),

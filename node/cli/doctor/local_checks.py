@@ -32,7 +32,7 @@ from node.storage.folder_lock import find_holder
 from node.storage.keys import STATIC_BYTES, STATIC_NAME, read_key
 from node.storage.ownership import close_folder
 from node.storage.swarm_keys import load_swarm_keys
-from node.text import CLOCK_REMEDY, clock_text
+from node.text import CLOCK_REMEDY, clock_text, open_ports_text
 from node.transport.listen import bind_all, dialable
 from node.transport.multicast import BEACON_PORT, GROUP_4, GROUP_6, Multicast, interfaces_of
 
@@ -93,6 +93,7 @@ async def look_here(steps: Steps, scene: Scene) -> None:
     await steps.check("ipv6", partial(_family, "::1"))
     await steps.check("udp", _udp)
     await steps.check("datagrams", partial(_datagrams, scene))
+    await steps.check("reachable", partial(_reachable, scene))
     await steps.check("local network", partial(_local, scene))
     await steps.check("computing", partial(in_thread, partial(_computing, scene.config)))
     await steps.check("fences", partial(in_thread, partial(_fences, scene.config)))
@@ -269,6 +270,21 @@ async def _udp() -> str:
                 pass
             return f"a datagram of {DATAGRAM_BYTES:,} bytes to ourselves"
     raise Failed("a datagram to ourselves did not arrive", "let UDP on loopback through the firewall")
+
+
+async def _reachable(scene: Scene) -> str:
+    """Whether other nodes get through to the running one, as they have said."""
+    await trio.lowlevel.checkpoint()
+    found = None if scene.status is None else scene.status.get("reachability")
+    if scene.status is None or found is None or found["reachable"] is None:
+        raise Skipped("no node runs here, or nobody has tried to reach it yet")
+    if found["reachable"]:
+        return "other nodes get through to this one"
+    ports = sorted({parse_address(text).port for text in scene.status["addresses"]})
+    raise Failed(
+        f"{found['asked']} others could not reach this node: it takes no stages of theirs, and trains alone",
+        open_ports_text(ports),
+    )
 
 
 async def _datagrams(scene: Scene) -> str:

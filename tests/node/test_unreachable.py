@@ -1,0 +1,146 @@
+"""A node that no other gets through to offers no stages, is asked for none, and says what to do."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from crypto.contact import make_address, parse_address
+from node import config
+from node.cli.status import status_lines
+from node.commands import ALONE_TEXT, Commands
+from node.errors import RunFailed
+from node.events import Event, RunChanged, RunPlanned
+from node.runtime import Node
+from node.services.autonat_core import OTHERS
+from node.services.metadata import UNREACHABLE_WORD
+from sim.network.links import Links
+from sim.network.model import Access, Nat, NetworkModel
+from sim.seams import SimNetworkFabric
+from sim.seeds import seeded_identity
+from tests import stack
+from tests.node.nets import unused_address
+from tests.node.simulated import SEED, simulated_node
+
+
+def settings(folder: Path, name: str, *join: str, announce: int = 0) -> config.Config:
+    told = (make_address("127.0.0.1", announce),) if announce else ()
+    listen = config.Listen(addresses=(config.read_listen("127.0.0.1:0"),), announce=told)
+    return config.Config(
+        name=name,
+        data_dir=folder / name,
+        swarm=config.Swarm(name="unreachable", preset="local"),
+        listen=listen,
+        join=config.Join(lan=False, seeds=tuple(map(parse_address, join))),
+        resources=config.Resources(calibrate=False, allow_unfenced=True),
+    )
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    with trio.fail_after(30):
+        while not holds():  # noqa: ASYNC110 - a fold of events wakes nobody
+            await trio.sleep(0.02)
+
+
+def offers_slot(asked: Node, of: Node) -> bool:
+    """Whether a run of `asked` may place a stage at the other."""
+    (offer,) = (offer for offer in asked._offers() if offer.peer == of.peer)
+    return offer.has_slot
+
+
+async def test_a_node_that_announces_a_dead_port_is_asked_for_no_stage_and_told_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.services.autonat_core.SOON_SECONDS", 0.1)
+    dead = unused_address().port
+    async with AsyncExitStack() as stack:
+
+        async def begin(name: str, *join: str, announce: int = 0) -> Node:
+            made = settings(tmp_path, name, *join, announce=announce)
+            return await stack.enter_async_context(Node(made))
+
+        first = await begin("a")
+        others = [first, *[await begin(name, first.addresses[0]) for name in "bc"]]
+        hidden = await begin("hidden", first.addresses[0], announce=dead)
+        await until(lambda: hidden.state.reachability is not None)
+        await until(lambda: hidden.provider.is_unreachable)
+        assert hidden.state.reachability is not None
+        assert hidden.state.reachability.asked == OTHERS
+        await until(lambda: all(hidden.peer in each.membership.live for each in others))
+        await until(lambda: not any(offers_slot(each, hidden) for each in others))
+        (member,) = (each for each in first.members() if each.name == "hidden")
+        assert member.standing is not None
+        assert UNREACHABLE_WORD in member.standing.capabilities
+        assert all(offers_slot(first, each) for each in others[1:])
+        lines = "\n".join(status_lines(hidden.status()))
+        assert "no other node gets through to this one" in lines
+        assert f"let TCP and UDP port {dead} through" in lines
+
+
+@asynccontextmanager
+async def behind(nat: Nat, *, observer: bool = False) -> AsyncIterator[tuple[Node, list[Node]]]:
+    """A node behind a translator that has been judged, and four with addresses of their own."""
+    medium = SimNetworkFabric(Links(NetworkModel(access=(Access(share=0.5), Access(share=0.5, nat=nat))), 1))
+    translated = [medium.links.at(seeded_identity(SEED, number).peer).nat is not None for number in range(40)]
+    inside = translated.index(True)
+    outside = [number for number in range(40) if not translated[number]][:4]
+    async with AsyncExitStack() as opened:
+        public = [await opened.enter_async_context(simulated_node(medium, outside[0]))]
+        first = public[0].network.addresses[0].short
+        for number in outside[1:]:
+            public.append(await opened.enter_async_context(simulated_node(medium, number, first)))
+        made = simulated_node(medium, inside, first, settings={"observer": observer})
+        hidden = await opened.enter_async_context(made)
+        await trio.sleep(90)
+        yield hidden, public
+
+
+@pytest.mark.parametrize(("nat", "is_asked"), [("full-cone", True), ("restricted", False)])
+def test_only_a_node_that_others_reach_takes_their_stages_and_asks_them_for_any(
+    nat: Nat, is_asked: bool
+) -> None:
+    async def scenario() -> None:
+        async with behind(nat) as (hidden, public):
+            assert [offers_slot(each, hidden) for each in public] == [is_asked] * len(public)
+            assert len(hidden._offers()) == (len(public) + 1 if is_asked else 1)
+            run = stack.prepare(public[0], stack.manifest(steps=1))
+            refusal = hidden.provider.refusal(run, hidden.peer)
+            wanted = None if is_asked else "takes no stages of others: no other node gets through to it"
+            assert refusal == wanted
+
+    trio.run(scenario, clock=MockClock(autojump_threshold=0))
+
+
+def test_a_run_of_an_unreachable_node_is_placed_on_itself_alone_and_says_so() -> None:
+    async def scenario() -> None:
+        async with behind("restricted") as (hidden, _):
+            run = stack.prepare(hidden, stack.manifest(steps=1))
+            with hidden.watch() as events:
+                await Commands(hidden).submit(run, 0.0)
+                seen: list[Event] = []
+                while not any(isinstance(event, RunPlanned) for event in seen):
+                    seen.append(await events.receive())
+            told = [event.reason for event in seen if isinstance(event, RunChanged)]
+            assert ALONE_TEXT in told
+            plan = hidden.runs.members[run.id].plan
+            assert plan is not None
+            assert set(plan.members) == {hidden.peer}
+
+    trio.run(scenario, clock=MockClock(autojump_threshold=0))
+
+
+def test_a_run_of_an_unreachable_node_that_computes_nothing_fails_at_once_and_says_why() -> None:
+    async def scenario() -> None:
+        async with behind("restricted", observer=True) as (hidden, _):
+            run = stack.prepare(hidden, stack.manifest(steps=1))
+            begun = trio.current_time()
+            with pytest.raises(RunFailed) as refusal:
+                await Commands(hidden).submit(run, 0.0)
+            assert ALONE_TEXT in refusal.value.what
+            assert "--announce HOST:PORT" in str(refusal.value.do)
+            assert trio.current_time() - begun < 30
+
+    trio.run(scenario, clock=MockClock(autojump_threshold=0))
