@@ -354,7 +354,8 @@ class MembershipState:
 
     def _list(self, now: float, candidate: Candidate) -> None:
         said, introducer, rows = candidate.said, candidate.introducer, self.table.rows
-        if not (self._may_have_room() and self.shares.allow(rows.values(), len(rows), said, introducer)):
+        has_room = self.table.may_have_room(self._settings.members_max)
+        if not (has_room and self.shares.allow(rows.values(), len(rows), said, introducer)):
             return
         self._make_room()
         self.table.insert(Row(said, now, introducer))
@@ -385,7 +386,7 @@ class MembershipState:
         known = self.candidates.get(peer)
         if known is not None and body.incarnation <= known.said.incarnation:
             return
-        if not (self.scope.holds(peer) and self._may_have_room()):
+        if not (self.scope.holds(peer) and self.table.may_have_room(self._settings.members_max)):
             return
         speaks = sender == peer
         if not (speaks or known is not None or self.candidates.takes(sender)):
@@ -594,9 +595,6 @@ class MembershipState:
     def _reckon(self) -> None:
         dues = (suspicion.due for suspicion in self.suspicions.values())
         self.suspicion_deadline = min(dues, default=inf)
-
-    def _may_have_room(self) -> bool:
-        return len(self.table.rows) < self._settings.members_max or self.table.live < len(self.table.rows)
 
     def _make_room(self) -> None:
         if len(self.table.rows) >= self._settings.members_max:

@@ -210,6 +210,10 @@ class MemberTable:
         """Return who has been dead or gone since before `moment`."""
         return [row.peer for row in self.rows.values() if not row.live and row.since < moment]
 
+    def may_have_room(self, most: int) -> bool:
+        """Return whether one more may be listed among `most`, if need be in the place of one that is gone."""
+        return len(self.rows) < most or self.live < len(self.rows)
+
     def longest_gone(self) -> PeerId | None:
         """The member that has been dead or gone for longest."""
         gone = [row for row in self.rows.values() if not row.live]

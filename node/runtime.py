@@ -39,7 +39,6 @@ from node.containment import cancelled_at_exit, contain, failures, is_alone, kee
 from node.content.blobs import BlobServer
 from node.control import CommandHandler, ControlServer
 from node.events import (
-    DatagramsBlocked,
     Event,
     IdentityShared,
     MemberChanged,
@@ -48,7 +47,6 @@ from node.events import (
     MemberSuspected,
     NodeStopped,
     OfferChanged,
-    ReachabilityFound,
 )
 from node.executor import RealExecutor
 from node.forks import keep_loop_from_children
@@ -70,7 +68,6 @@ from node.runs.vacating import of_others, vacate
 from node.seams import Clock, Executor, LocalNetwork, Network, RealClock, Seams, Storage, make_core, own_rng
 from node.services.adverts import keep_advertised
 from node.services.autonat import Reach
-from node.services.autonat_core import OTHERS
 from node.services.bootstrap import Joining
 from node.services.calibration import Wanted, corrected
 from node.services.capacity import Capacity, measure
@@ -87,6 +84,7 @@ from node.services.remembering import RememberedPeers
 from node.services.standing import StandingKeeper
 from node.services.started import node_started
 from node.services.swarm_clock import SwarmClock
+from node.services.whereabouts import Whereabouts
 from node.stages.fences import try_here
 from node.storage.blobs import Blobs
 from node.storage.budget import ScratchBudget
@@ -97,14 +95,6 @@ from node.storage.swarm_keys import load_swarm_keys
 from node.transport.multicast import BEACON_PORT
 from node.transport.network import RealNetwork
 from partition.plan.rates import Calibration
-
-CLOCKS_SECONDS = 1.0
-"""How often the clock is compared: a record that is stored later than this after a jump is signed rightly."""
-DATAGRAMS_SECONDS = 2.0
-"""How often it is looked to whom no datagram gets through."""
-INTERFACES_SECONDS = 5.0
-"""How often this machine's addresses are looked at, which takes half a millisecond: a laptop that was carried
-away is found soon after."""
 
 
 class Node(Surface):
@@ -241,18 +231,9 @@ class Node(Surface):
         if self.network.reachable is None:
             nursery.start_soon(keep_running, "echo", self.reach.echo)
             if isinstance(self.network, RealNetwork):
-                nursery.start_soon(keep_running, "interfaces", self._watch_interfaces, self.network)
                 paths = PathComparison(self.network, self._clock, refuse=self._refuse, counters=self._refused)
                 nursery.start_soon(keep_running, "paths", paths.run, lambda: self.membership.live)
-                nursery.start_soon(keep_running, "datagrams", self._watch_datagrams, self.network)
-            nursery.start_soon(
-                keep_running,
-                "reach",
-                self.reach.run,
-                own_rng(self._rng),
-                lambda: self.membership.live,
-                self._reachability_found,
-            )
+            nursery.start_soon(self._make_whereabouts().run, own_rng(self._rng))
         nursery.start_soon(keep_running, "telling of checkpoints", self._tell_of_checkpoints)
         if self._capacity is None and isinstance(self._executor, RealExecutor):
             nursery.start_soon(keep_running, "calibration", self._calibrate)
@@ -265,7 +246,8 @@ class Node(Surface):
         nursery.start_soon(keep_running, "remembering", self._remembered.run)
         nursery.start_soon(keep_running, "standing", self._standing.run)
         nursery.start_soon(keep_running, "advertising", self._advertise)
-        nursery.start_soon(keep_running, "clocks", self._watch_clocks)
+        watch = partial(self._swarm_clock.watch, self._follow_clock, self._publish)
+        nursery.start_soon(keep_running, "clocks", watch)
 
     def _swarm_keys(self) -> tuple[bytes, ...]:
         key_file = self.config.swarm.key_file
@@ -383,7 +365,6 @@ class Node(Surface):
         )
         self._directory = Directory(self.discovery, self.seams, self._blobs, self.peer)
         self._lives = Lives(self.network, self.membership.life, self.membership.met_life)
-        self._told = self.network.addresses
         self.reach = Reach(self.network, self._clock, counters=self._refused)
         self._remembered = RememberedPeers(
             self.seams, self._seeds, self.membership.live_addresses, self._is_met
@@ -588,69 +569,29 @@ class Node(Surface):
     def _peer_clocks(self) -> PeerClocks:
         return self.membership.clocks
 
-    async def _watch_clocks(self) -> None:
-        """Compare this machine's clock with those of its peers, and go by theirs where it is wrong."""
-        while True:
-            await trio.sleep(CLOCKS_SECONDS)
-            found = self._swarm_clock.look()
-            self.membership.follow_clock()
-            self.discovery.follow_clock()
-            if found is not None:
-                self._publish(found)
+    def _follow_clock(self) -> None:
+        self.membership.follow_clock()
+        self.discovery.follow_clock()
 
     # Whether others reach this node
 
-    async def _watch_interfaces(self, network: RealNetwork) -> None:
-        """A machine that has changed its network tells where it is now, and asks others anew."""
-        while True:
-            await trio.sleep(INTERFACES_SECONDS)
-            told = network.addresses
-            if network.look():
-                self.reach.move()
-                self._tell_places(None, 0)
-            elif network.addresses != told:
-                self._tell_addresses()  # the same ones in another order: what others found still holds
-
-    async def _watch_datagrams(self, network: RealNetwork) -> None:
-        """Tell people to how many members no datagram gets through."""
-        told: tuple[PeerId, ...] = ()
-        while True:
-            await trio.sleep(DATAGRAMS_SECONDS)
-            live = [peer for peer in self.membership.live if peer != self.peer]
-            found = tuple(sorted(peer for peer in network.without_datagrams if peer in live))
-            if found != told:
-                told = found
-                self._publish(DatagramsBlocked(at=self._clock.wall(), peers=found, of=len(live)))
-
-    def _reachability_found(self, verdict: bool | None, asked: int, found: tuple[Address, ...]) -> None:
-        for address in found:
-            self.network.announce(address)
-        self._tell_places(verdict, asked)
-
-    def _tell_places(self, verdict: bool | None, asked: int) -> None:
-        if self.stopping.is_set():
-            return  # who has said goodbye tells nothing more
-        self._tell_addresses()
-        is_unreachable = verdict is False
-        if is_unreachable != self.provider.is_unreachable:
-            self.provider.is_unreachable = is_unreachable
-            self._standing.tell_now()
-            self.membership.update(self._profile())
-        self.discovery.appear(self.network.addresses, client=is_unreachable)
-        self._publish(
-            ReachabilityFound(
-                at=self._clock.wall(),
-                reachable=verdict,
-                asked=asked,
-                of=OTHERS,
-                addresses=tuple(address.short for address in self.network.addresses),
-            )
+    def _make_whereabouts(self) -> Whereabouts:
+        return Whereabouts(
+            self.network,
+            self._clock,
+            self.reach,
+            self.discovery,
+            publish=self._publish,
+            live=lambda: self.membership.live,
+            moved=lambda: self.membership.update(self._profile()),
+            judged=self._judged,
+            is_leaving=self.stopping.is_set,
         )
 
-    def _tell_addresses(self) -> None:
-        if self.network.addresses != self._told and not self.stopping.is_set():
-            self._told = self.network.addresses
-            self.membership.update(self._profile())
+    def _judged(self, is_unreachable: bool) -> None:
+        self.provider.is_unreachable = is_unreachable
+        self._standing.tell_now()
+        self.membership.update(self._profile())
 
     async def _tell_of_checkpoints(self) -> None:
         await self._is_met.wait()  # alone, there is nobody to tell

@@ -150,7 +150,7 @@ class EventScreen:
         before, self._reachable = self._reachable, event["reachable"]
         if event["reachable"] is False and before is not False:
             told = f"{event['asked']} others could not reach this node: it takes none of their stages"
-            return [_at(event, f"{told}; look: `peerloom doctor`")]
+            return [_at(event, f"{told}; `peerloom doctor`")]
         if event["reachable"] and before is False:
             return [_at(event, "others reach this node now")]
         return []

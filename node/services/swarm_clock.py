@@ -12,10 +12,14 @@ the peers are heard anew before anything is corrected.
 from collections.abc import Callable
 from statistics import median_low
 
+import trio
+
 from gossip.clocks import PeerClocks
 from node.events import ClockCompared
 from node.seams import Clock
 
+COMPARE_SECONDS = 1.0
+"""How often the clock is compared: a record that is stored later than this after a jump is signed rightly."""
 SKEW_SECONDS = 60.0
 """Below it the machine's own clock is used: records may be ten minutes off, a round trip blurs a second."""
 STEP_SECONDS = 2.0
@@ -52,6 +56,15 @@ class SwarmClock:
     def own_offset(self) -> float:
         """How far the wall clock of this machine is ahead of its monotonic one."""
         return self._clock.wall() - self._clock.monotonic()
+
+    async def watch(self, follow: Callable[[], None], publish: Callable[[ClockCompared], None]) -> None:
+        """Compare with the peers' clocks until cancelled; `follow` is called each time."""
+        while True:
+            await trio.sleep(COMPARE_SECONDS)
+            found = self.look()
+            follow()
+            if found is not None:
+                publish(found)
 
     def look(self) -> ClockCompared | None:
         """Compare with the peers; the event, where it comes to something else than was told."""

@@ -1,0 +1,116 @@
+"""Where this node is and how others reach it: looked at all the time, and told to whom it concerns.
+
+A machine changes its network, its addresses turn out to be used or not, others dial it back or cannot, and
+datagrams get through or do not. Who is asked and what follows from an answer is decided in `autonat_core`,
+which addresses are told in `node.transport.address_policy`.
+"""
+
+from collections.abc import Callable, Collection
+from random import Random
+
+import trio
+
+from crypto.contact import Address
+from crypto.identity import PeerId
+from node.containment import keep_running
+from node.events import DatagramsBlocked, Event, ReachabilityFound
+from node.seams import Clock, Network
+from node.services.autonat import Reach
+from node.services.autonat_core import OTHERS
+from node.services.discovery import Discovery
+from node.transport.network import RealNetwork
+
+DATAGRAMS_SECONDS = 2.0
+"""How often it is looked to whom no datagram gets through."""
+INTERFACES_SECONDS = 5.0
+"""How often this machine's addresses are looked at, which takes half a millisecond: a laptop that was carried
+away is found soon after."""
+
+
+class Whereabouts:
+    """The service. `live` are the members, this node among them; `moved` is called when the addresses to tell
+    are others, `judged` when others turn out to reach this node or not, and `is_leaving` once it has said
+    goodbye, when nothing more is told."""
+
+    def __init__(
+        self,
+        network: Network,
+        clock: Clock,
+        reach: Reach,
+        discovery: Discovery,
+        *,
+        publish: Callable[[Event], None],
+        live: Callable[[], Collection[PeerId]],
+        moved: Callable[[], None],
+        judged: Callable[[bool], None],
+        is_leaving: Callable[[], bool],
+    ) -> None:
+        self._network = network
+        self._clock = clock
+        self._reach = reach
+        self._discovery = discovery
+        self._publish = publish
+        self._live = live
+        self._moved = moved
+        self._judged = judged
+        self._is_leaving = is_leaving
+        self._told = network.addresses
+        self._is_unreachable = False
+
+    async def run(self, rng: Random) -> None:
+        """Until cancelled; `rng` chooses who is asked."""
+        async with trio.open_nursery() as nursery:
+            if isinstance(self._network, RealNetwork):
+                nursery.start_soon(keep_running, "interfaces", self._watch_interfaces, self._network)
+                nursery.start_soon(keep_running, "datagrams", self._watch_datagrams, self._network)
+            nursery.start_soon(keep_running, "reach", self._reach.run, rng, self._live, self._found)
+
+    async def _watch_interfaces(self, network: RealNetwork) -> None:
+        """A machine that has changed its network tells where it is now, and asks others anew."""
+        while True:
+            await trio.sleep(INTERFACES_SECONDS)
+            if network.look():
+                self._reach.move()
+                self._tell(None, 0)
+            else:
+                self._tell_addresses()  # perhaps in another order: what others found still holds
+
+    async def _watch_datagrams(self, network: RealNetwork) -> None:
+        """Tell people to how many members no datagram gets through."""
+        told: tuple[PeerId, ...] = ()
+        while True:
+            await trio.sleep(DATAGRAMS_SECONDS)
+            live = [peer for peer in self._live() if peer != network.peer]
+            found = tuple(sorted(peer for peer in network.without_datagrams if peer in live))
+            if found != told:
+                told = found
+                self._publish(DatagramsBlocked(at=self._clock.wall(), peers=found, of=len(live)))
+
+    def _found(self, verdict: bool | None, asked: int, found: tuple[Address, ...]) -> None:
+        for address in found:
+            self._network.announce(address)
+        self._tell(verdict, asked)
+
+    def _tell(self, verdict: bool | None, asked: int) -> None:
+        if self._is_leaving():
+            return
+        self._tell_addresses()
+        is_unreachable = verdict is False
+        if is_unreachable != self._is_unreachable:
+            self._is_unreachable = is_unreachable
+            self._judged(is_unreachable)
+        self._discovery.appear(self._network.addresses, client=is_unreachable)
+        self._publish(
+            ReachabilityFound(
+                at=self._clock.wall(),
+                reachable=verdict,
+                asked=asked,
+                of=OTHERS,
+                addresses=tuple(address.short for address in self._network.addresses),
+            )
+        )
+
+    def _tell_addresses(self) -> None:
+        if self._network.addresses != self._told and not self._is_leaving():
+            self._told = self._network.addresses
+            self._moved()
