@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Callable
 
 from crypto.identity import Identity, PeerId
 from crypto.sessions.core import Received, Sessions
@@ -18,7 +19,14 @@ class Node:
     """One peer's sessions, where it is, and what came to it."""
 
     def __init__(
-        self, number: int, *, swarm: Swarm = SWARM, now: float = 0.0, wall: int = WALL, life: int = 0
+        self,
+        number: int,
+        *,
+        swarm: Swarm = SWARM,
+        now: float = 0.0,
+        wall: int = WALL,
+        life: int = 0,
+        admits: Callable[[PeerId], bool] = lambda _peer: True,
     ) -> None:
         rng = random.Random(number * 1_000 + life)
         self.identity = Identity(bytes((number,)) * 32)
@@ -27,7 +35,13 @@ class Node:
         self.counters: Counter[str] = Counter()
         self.arrived: list[Datagram] = []
         self.sessions = Sessions(
-            self.identity, swarm, rng.randbytes, now=now, wall_milliseconds=wall, counters=self.counters
+            self.identity,
+            swarm,
+            rng.randbytes,
+            now=now,
+            wall_milliseconds=wall,
+            counters=self.counters,
+            admits=admits,
         )
 
     def send(self, now: float, to: "Node", payload: bytes, protocol: str = PING) -> list[bytes]:

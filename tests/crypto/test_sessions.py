@@ -43,6 +43,46 @@ def refused(node: Node, packet: bytes, now: float = 0.0) -> str:
     return refusal.value.reason
 
 
+# --- whom nothing reaches, and who is refused ------------------------------------------------------------
+
+
+def test_a_peer_to_whom_two_initiations_went_in_vain_is_named_until_it_answers() -> None:
+    alice, bob = Node(1), Node(2)
+    alice.send(0.0, bob, b"question")
+    named = []
+    for now in (RETRY_SECONDS, 3 * RETRY_SECONDS):
+        alice.sessions.wake(now)
+        named.append(list(alice.sessions.unanswered))
+    assert named == [[], [bob.peer]]
+    alice.sessions.wake(3 * RETRY_SECONDS)
+    assert alice.sessions.unanswered == [], "once for each initiation"
+    packets = [packet for _, packet in alice.sessions.wake(alice.sessions.deadline)]
+    carry(8 * RETRY_SECONDS, alice, bob, packets)
+    alice.sessions.wake(alice.sessions.deadline)
+    assert alice.sessions.unanswered == []
+
+
+def test_a_knock_brings_a_session_about_and_delivers_nothing() -> None:
+    alice, bob = Node(1), Node(2)
+    carry(0.0, alice, bob, alice.sessions.knock(0.0, bob.peer))
+    assert (alice.counters["sessions_begun"], bob.counters["sessions_begun"]) == (1, 1)
+    assert (alice.payloads, bob.payloads) == ([], [])
+    alice.sessions.knock(1.0, bob.peer)
+    assert alice.sessions.knock(1.0, bob.peer) == [], "one handshake at a time"
+
+
+def test_swarms_that_want_another_work_have_no_session_with_each_other() -> None:
+    alice, bob = Node(1, swarm=Swarm("test", work_bits=4)), Node(2, swarm=Swarm("test", work_bits=5))
+    (initiation,) = alice.send(0.0, bob, b"question")
+    assert refused(bob, initiation) == "seal"
+
+
+def test_an_id_that_is_not_admitted_gets_no_session() -> None:
+    alice, bob = Node(1), Node(2, admits=lambda _peer: False)
+    (initiation,) = alice.send(0.0, bob, b"question")
+    assert refused(bob, initiation) == "work"
+
+
 # --- beginning ---------------------------------------------------------------------------------------
 
 

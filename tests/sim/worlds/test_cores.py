@@ -178,6 +178,15 @@ def test_who_hears_nobody_is_given_up_and_comes_back() -> None:
     assert not [o for o in found if o.event.expected and 30 < o.time < 60]
 
 
+def test_a_peer_to_which_no_datagram_gets_through_is_probed_by_streams_and_lives() -> None:
+    blocked = Event(at_seconds=30.0, kind="no-datagrams", share=0.1, lasts_seconds=60.0)
+    near = NetworkModel(nearest_seconds=0.001, farthest_seconds=0.02)
+    played = Played(scenario(nodes=10, seconds=100.0, events=(blocked,), network=near))
+    assert not played.of(MemberDown)
+    assert not [o for o in played.of(MemberSuspected) if 30 < o.time < 90]
+    assert played.live_views() == [set(played.world.peers)] * 10
+
+
 def test_a_frozen_peer_is_suspected_and_refutes_after_its_thaw() -> None:
     # Long enough to be suspected, too short to be given up.
     still = Event(at_seconds=40.0, kind="freeze", share=0.05, lasts_seconds=6.0)
