@@ -15,7 +15,12 @@ SEED = 1
 
 
 def simulated_node(
-    medium: SimNetworkFabric, number: int, *join: str, settings: dict[str, Any] | None = None, **options: Any
+    medium: SimNetworkFabric,
+    number: int,
+    *join: str,
+    settings: dict[str, Any] | None = None,
+    clock: SimClock | None = None,
+    **options: Any,
 ) -> Node:
     """The node of this number, with an empty disk; `settings` are of its Config, `options` its own."""
     identity, storage = seeded_identity(SEED, number), MemoryStorage()
@@ -25,7 +30,7 @@ def simulated_node(
         config.Config(name=f"n{number}", data_dir=Path("/simulated"), **(settings or {})),
         join=join,
         network=medium.attach(identity.peer),
-        clock=SimClock(),
+        clock=clock or SimClock(),
         rng=seeded_rng(SEED, number),
         entropy=seeded_entropy(SEED, number),
         executor=SimExecutor(),
