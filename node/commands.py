@@ -35,6 +35,7 @@ from node.services.discovery import Discovery
 from node.services.energy import EnergyLog
 from node.services.measurements import Measurements
 from node.services.membership import Membership
+from node.services.swarm_clock import skew_text
 from node.storage.drafts import draft_beside
 from node.text import open_ports_text
 from partition.run.states import OVER
@@ -240,6 +241,8 @@ class Commands:
             await node.runs.submit(run, wait_seconds=wait_seconds)
         except PlacementFailed as error:
             what = f"run {run.text[:8]} was not placed: {error}"
+            if skewed := skew_text(node.seams.clock, node.seams.swarm_clock):
+                what += f"; {skewed}"
             if not is_alone:
                 raise RunFailed(what) from None
             ports = sorted({address.port for address in node.seams.network.addresses})

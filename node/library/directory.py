@@ -23,9 +23,8 @@ from node.content.blobs import fetch_all
 from node.errors import PeerloomError, Unreachable, UsageError
 from node.seams import Seams
 from node.services.discovery import Discovery
-from node.services.swarm_clock import SKEW_SECONDS
+from node.services.swarm_clock import skew_text
 from node.storage.blobs import BLOB_BYTES_MAX, HASH_BYTES, Blobs, hash_of
-from node.text import seconds_text
 
 USER_PURPOSE = "user"
 PROVIDER_PURPOSE = "provider"
@@ -234,10 +233,8 @@ def _told(key: Key, stored: RecordStored, seams: Seams) -> StoredEntry:
         why = [f"{stored.acknowledged} nodes keep it, {stored.wanted} at least have to"]
         if stored.refusals:
             why.append("others say: " + ", ".join(stored.refusals))
-        ahead = seams.clock.wall() - seams.swarm_clock.wall()
-        if abs(ahead) > SKEW_SECONDS:
-            way = "ahead of" if ahead > 0 else "behind"
-            why.append(f"this machine's clock is {seconds_text(round(abs(ahead)))} {way} its peers'")
+        if skewed := skew_text(seams.clock, seams.swarm_clock):
+            why.append(skewed)
         raise NotStored(
             f"dht: {'; '.join(why)}",
             "is this node connected, and its clock right? look: `peerloom doctor`",

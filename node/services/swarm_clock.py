@@ -17,6 +17,7 @@ import trio
 from gossip.clocks import PeerClocks
 from node.events import ClockCompared
 from node.seams import Clock
+from node.text import seconds_text
 
 COMPARE_SECONDS = 1.0
 """How often the clock is compared: a record that is stored later than this after a jump is signed rightly."""
@@ -26,6 +27,15 @@ STEP_SECONDS = 2.0
 """A jump of the wall clock. NTP slews what is less than an eighth of a second."""
 TOLD_SECONDS = 60.0
 """Another skew than was told is news if it differs by so much."""
+
+
+def skew_text(clock: Clock, swarm_clock: Clock) -> str:
+    """Return what an error adds where this machine's clock is known to be wrong; empty where it is not."""
+    ahead = clock.wall() - swarm_clock.wall()
+    if abs(ahead) <= SKEW_SECONDS:
+        return ""
+    way = "ahead of" if ahead > 0 else "behind"
+    return f"this machine's clock is {seconds_text(round(abs(ahead)))} {way} its peers'"
 
 
 class SwarmClock:

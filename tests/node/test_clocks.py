@@ -13,6 +13,8 @@ from trio.testing import MockClock
 
 from crypto.contact import parse_address
 from crypto.identity import PeerId
+from dht.events import RecordStored
+from dht.keys import content_key
 from gossip.clocks import KEPT_SECONDS, PEERS_KEPT_MAX, PeerClocks
 from node import config
 from node.cli.doctor import local_checks
@@ -20,6 +22,7 @@ from node.cli.doctor.local_checks import Scene
 from node.cli.doctor.steps import Steps, in_thread
 from node.cli.status import status_lines
 from node.events import ClockCompared
+from node.library.directory import NotStored, _told
 from node.runtime import Node
 from node.seams import RealClock
 from node.services.swarm_clock import SKEW_SECONDS, SwarmClock
@@ -98,6 +101,9 @@ async def test_nodes_with_wrong_clocks_store_and_find_records_and_say_so(tmp_pat
         (clock,) = steps.all
         assert (clock.outcome, clock.detail) == ("failed", expected)
         assert "timedatectl" in clock.remedy
+        wanted = "3 at least have to; this machine's clock is 2 h 0 min behind its peers'"
+        with pytest.raises(NotStored, match=wanted):
+            _told(content_key(b""), RecordStored(1, 0, 0, wanted=3), slow.seams)
         # NTP sets two of them right, and somebody sets another one wrong, while all of them run.
         ahead.seconds = behind.seconds = 0.0
         right.seconds = 3 * HOURS
