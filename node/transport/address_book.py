@@ -31,6 +31,8 @@ REORDER_SECONDS = OBSERVED_SECONDS / 4
 """A peer goes behind the others of its source no more often: at each packet that would cost too much."""
 UNPROVEN_ADDRESSES_MAX = 3
 """A datagram goes to at most so many unproven addresses, so we never amplify more than threefold."""
+CLAIMED_MAX = 2 * ADDRESSES_MAX
+"""Claims kept of one peer: its own, and as many of what others say."""
 PROVED_MAX = 4
 """Addresses kept at which a peer answered: two networks, two families."""
 ROTATE_SECONDS = 0.4
@@ -93,11 +95,13 @@ class AddressBook:
         self._hearsay: OrderedDict[PeerId, _Entry] = OrderedDict()
 
     def claim(self, peer: PeerId, addresses: Sequence[Address]) -> None:
-        """Replace what is claimed of a peer; no addresses at all change nothing."""
+        """Put these before what was claimed of a peer so far, of which CLAIMED_MAX are kept: a short hint of
+        the DHT must not replace all that the peer says of itself."""
         if not addresses:
             return
         entry = self._met.get(peer) or self._hearsay.setdefault(peer, _Entry())
-        entry.claimed = tuple(address.of(None) for address in addresses[:ADDRESSES_MAX])
+        newest = (address.of(None) for address in addresses[:ADDRESSES_MAX])
+        entry.claimed = _distinct(*newest, *entry.claimed)[:CLAIMED_MAX]
         if peer in self._hearsay:
             self._hearsay.move_to_end(peer)
             if len(self._hearsay) > HEARSAY_MAX:

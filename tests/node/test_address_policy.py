@@ -194,6 +194,18 @@ def test_every_claimed_address_gets_a_datagram_within_some_repetitions(count: in
     assert tried >= set(claims)
 
 
+def test_a_short_hint_does_not_replace_what_a_peer_says_of_itself() -> None:
+    book = AddressBook(docker())
+    own = [at(f"203.0.113.{number}") for number in range(1, ADDRESSES_MAX + 1)]
+    book.claim(PEER, own)
+    for number in range(3):
+        book.claim(PEER, [at(f"198.51.100.{number}"), at("198.51.100.200")])
+    assert set(own) <= set(book.for_stream(PEER))
+    for number in range(100):
+        book.claim(PEER, [at(f"198.51.100.{number}")])
+    assert len(book.for_stream(PEER)) == 2 * ADDRESSES_MAX
+
+
 def test_an_address_that_never_answers_is_tried_ever_more_rarely() -> None:
     book = AddressBook(docker())
     book.claim(PEER, [at("203.0.113.1")])
