@@ -134,11 +134,14 @@ class MembershipState:
 
     # What this peer says of itself.
 
-    def announce(self, profile: Profile, *, above: int = 0, sends: int = news.SENDS_MAX) -> None:
+    def announce(
+        self, profile: Profile, *, above: int = 0, sends: int = news.SENDS_MAX, rival: bytes = b""
+    ) -> None:
         """Be alive under a new incarnation, higher than that of now and than `above`; the fact is sent so
-        often from here, or as often as any."""
+        often from here, or as often as any, and names the newest `rival`, another life of this key."""
         if self.lives.is_silent:
             return
+        self._own.rival = rival or self._own.rival
         said = self._own.alive(profile, max(self.me.incarnation, above) + 1)
         self.table.renew(self.me, said)
         self.queue.put(said.peer, said.fact, sends=sends)
@@ -539,11 +542,9 @@ class MembershipState:
         if body.incarnation < self.me.incarnation and not is_rival:
             return
         self._own.check(fact, body)
-        if isinstance(body, AliveBody) and self.lives.is_other(body):
-            self._own.rival = body.life
-        self.announce(self.me.profile, above=body.incarnation)
+        rival = body.life if isinstance(body, AliveBody) and self.lives.is_other(body) else b""
+        self.announce(self.me.profile, above=body.incarnation, rival=rival)
         if is_rival and isinstance(body, AliveBody):
-            # The younger has named the elder now, so that this one knows it too.
             self._events.append(self.lives.meet(fact, body))
 
     def _begin_suspicion(self, now: float, row: Row, hints: Sequence[Fact]) -> Suspicion:

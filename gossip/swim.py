@@ -223,6 +223,14 @@ class Swim:
         self._plan()
         return []
 
+    def outlive(self, now: float, life: bytes, incarnation: int) -> Sends:
+        """Announce this life above another one of this key, which local code has met in this incarnation."""
+        self._refuse_if_left("outlive")
+        self._beliefs.announce(self._beliefs.me.profile, above=incarnation, rival=life)
+        self._arm_gossip(now)
+        self._plan()
+        return []
+
     def broadcast(self, now: float, topic: bytes, data: bytes) -> Sends:
         """Tell all members something, in place of what was told of this topic before (`gossip.broadcasts`).
 

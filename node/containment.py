@@ -44,8 +44,11 @@ DISK_TOLD_SECONDS = 3_600.0
 """After this a disk that takes nothing is told of again, if it still does so."""
 _DISK = (*NO_ROOM, errno.EROFS, errno.EIO)
 _SQLITE_DISK = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR)
+_DISK_TOLD = "disk"
+IN_FULL = "is_in_full"
+"""A record with this says all in its line: the file of the log has no more of it."""
 _told: dict[str, float] = {}
-"""When each reason was told last, by the monotonic clock."""
+"""When what was told last, by the monotonic clock."""
 log = logging.getLogger("peerloom")
 failures: Counter[str] = Counter()
 """How often each place has failed in this process. Places are named by our code, never by a peer."""
@@ -107,8 +110,7 @@ def note(error: Exception, place: str) -> None:
 
 
 def note_lost_line(error: BaseException) -> None:
-    """Say that a line of a log could not be written. Not in the way of other news: once for each reason and
-    hour."""
+    """Say that a line of a log could not be written, once for each reason."""
     if (cause := _disk_error(error)) is not None:
         _note_disk(cause)
     elif (text := describe(error)) not in _told:
@@ -117,13 +119,12 @@ def note_lost_line(error: BaseException) -> None:
 
 
 def _note_disk(error: Exception) -> None:
-    """Say that the disk takes nothing, once for each reason and hour: every write would say it again."""
-    now, reason = time.monotonic(), _reason(error)
-    if now - _told.get(reason, -inf) >= DISK_TOLD_SECONDS:
-        _told[reason] = now
-        log.error(
-            "the disk takes nothing (%s); the node goes on, and what it writes is lost until then", reason
-        )
+    """Say that the disk takes nothing, once an hour: every write would say it again, in words of its own."""
+    now = time.monotonic()
+    if now - _told.get(_DISK_TOLD, -inf) >= DISK_TOLD_SECONDS:
+        _told[_DISK_TOLD] = now
+        text = "the disk takes nothing (%s); the node goes on, and loses what it writes until that ends"
+        log.error(text, _reason(error), extra={IN_FULL: True})
 
 
 def _disk_error(error: BaseException) -> Exception | None:
@@ -131,13 +132,18 @@ def _disk_error(error: BaseException) -> Exception | None:
     first = _first_cause(error)
     if isinstance(first, OSError) and first.errno in _DISK:
         return first
-    if isinstance(first, sqlite3.Error) and getattr(first, "sqlite_errorcode", None) in _SQLITE_DISK:
+    if isinstance(first, sqlite3.Error) and _sqlite_code(first) in _SQLITE_DISK:
         return first
     return None
 
 
+def _sqlite_code(error: sqlite3.Error) -> int:
+    """The primary code: what is above its byte says more (sqlite.org/rescode.html)."""
+    return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
+
+
 def _reason(error: Exception) -> str:
-    if isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+    if isinstance(error, sqlite3.Error) and _sqlite_code(error) == sqlite3.SQLITE_FULL:
         return os.strerror(errno.ENOSPC).lower()
     return (getattr(error, "strerror", None) or str(error)).lower()
 
@@ -199,7 +205,8 @@ class _OneLine(logging.Formatter):
         self._path = path
 
     def format(self, record: logging.LogRecord) -> str:
-        text = f"error: {record.getMessage()}; see {self._path}"
+        more = "" if getattr(record, IN_FULL, False) else f"; see {self._path}"
+        text = f"error: {record.getMessage()}{more}"
         return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 

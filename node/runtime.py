@@ -278,7 +278,7 @@ class Node(Surface):
             own_rng(self._rng),
             self._entropy,
             counters=self._refused,
-            heard=self.joining.hear,
+            heard=self._hear_near,
         )
 
     async def _measure(self) -> None:
@@ -364,7 +364,10 @@ class Node(Surface):
             publish=self._publish,
         )
         self._directory = Directory(self.discovery, self.seams, self._blobs, self.peer)
-        self._lives = Lives(self.network, self.membership.life, self.membership.met_life)
+        membership = self.membership
+        self._lives = Lives(
+            self.network, membership.life, lambda: membership.incarnation, membership.met_life
+        )
         self.reach = Reach(self.network, self._clock, counters=self._refused)
         self._remembered = RememberedPeers(
             self.seams, self._seeds, self.membership.live_addresses, self._is_met
@@ -452,6 +455,12 @@ class Node(Surface):
     async def _look_for_life(self, addresses: Sequence[Address]) -> None:
         with contain("looking for another life"):
             await self._lives.look(addresses)
+
+    def _hear_near(self, peer: PeerId, addresses: Sequence[Address]) -> None:
+        if peer == self.peer:
+            self._nursery.start_soon(self._look_for_life, addresses)
+        else:
+            self.joining.hear(peer, addresses)
 
     def _yield_to_namesake(self, shared: IdentityShared) -> None:
         """End: another node has this one's identity, and began earlier. Without a goodbye, which all would

@@ -18,7 +18,7 @@ from crypto.contact import ADDRESSES_MAX, Address, parse_addresses
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from dht.messages import AddressTexts
-from gossip.messages import LIFE_BYTES
+from gossip.messages import LIFE_BYTES, Incarnation
 from node.errors import StreamClosed, Unreachable, UsageError
 from node.events import IdentityShared
 from node.paths import short_path
@@ -39,8 +39,8 @@ STARTED_FORMAT = "%Y-%m-%d %H:%M:%S UTC"
 
 STREAMS = StreamLimits(MESSAGE_BYTES_MAX, SERVED_MAX)
 
-Found = Callable[[bytes, Sequence[Address]], None]
-"""Told of another life, and where it says that it is."""
+Found = Callable[[bytes, int, Sequence[Address]], None]
+"""Told of another life, its incarnation, and where it says that it is."""
 
 
 def shared_error(shared: IdentityShared, folder: Path, own: Sequence[str]) -> UsageError:
@@ -57,18 +57,20 @@ def shared_error(shared: IdentityShared, folder: Path, own: Sequence[str]) -> Us
 
 
 class LifeName(msgspec.Struct, frozen=True, array_like=True):
-    """Which life of its key the sender is, and where it is reached."""
+    """Which life of its key the sender is, in which incarnation, and where it is reached."""
 
     life: Annotated[bytes, msgspec.Meta(min_length=LIFE_BYTES, max_length=LIFE_BYTES)]
+    incarnation: Incarnation
     addresses: AddressTexts
 
 
 class Lives:
     """Answers with `life`, and asks. `found` is told of each other life that is met, by either way."""
 
-    def __init__(self, network: Network, life: bytes, found: Found) -> None:
+    def __init__(self, network: Network, life: bytes, incarnation: Callable[[], int], found: Found) -> None:
         self._network = network
         self._life = life
+        self._incarnation = incarnation
         self._found = found
         network.handle(PROTOCOL, self._serve, STREAMS)
 
@@ -105,12 +107,12 @@ class Lives:
 
     def _name(self) -> bytes:
         texts = tuple(str(address.of(None)) for address in self._network.addresses[:ADDRESSES_MAX])
-        return encode(LifeName(self._life, texts))
+        return encode(LifeName(self._life, self._incarnation(), texts))
 
     def _met(self, message: bytes) -> bool:
         """Return whether the other side is another life. Raises RemoteProtocolError."""
         other: LifeName = decode(message, LifeName, bytes_max=MESSAGE_BYTES_MAX)
         if other.life == self._life:
             return False
-        self._found(other.life, parse_addresses(other.addresses, self._network.peer))
+        self._found(other.life, other.incarnation, parse_addresses(other.addresses, self._network.peer))
         return True

@@ -200,8 +200,16 @@ class Membership:
 
         self._driver.command(close)
 
-    def met_life(self, life: bytes, addresses: Sequence[Address]) -> None:
+    @property
+    def incarnation(self) -> int:
+        """That of this node now."""
+        me = self._swim.member(self._swim.peer)
+        return 0 if me is None else me.incarnation
+
+    def met_life(self, life: bytes, incarnation: int, addresses: Sequence[Address]) -> None:
         """Another life of this node's identity answers now, and says that it is at these addresses."""
+        if life > self.life and not self._has_left:
+            self._driver.command(lambda now: self._swim.outlive(now, life, incarnation))
         self._share(core.RivalFound(started_of(life), "", tuple(addresses), life > self.life))
 
     def _share(self, event: core.RivalFound) -> None:

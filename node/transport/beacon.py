@@ -178,7 +178,8 @@ class Beacons:
             return
         if beacon is None:
             self._counters["beacons_of_others"] += 1
-        elif beacon.peer != self._peer:
+        elif beacon.peer != self._peer or not self._own_texts().issuperset(beacon.addresses):
+            # This node's own id from elsewhere: it was there, or another node has its key.
             self._counters["beacons_heard"] += 1
             self._hear(now, source, beacon)
 
@@ -195,6 +196,9 @@ class Beacons:
         addresses = tuple(str(address.of(None)) for address in self._addresses())
         self._counters["beacons_sent"] += 1
         return [self._seal.seal(Beacon(asks, self._peer, addresses[:ADDRESSES_MAX]))]
+
+    def _own_texts(self) -> set[str]:
+        return {str(address.of(None)) for address in self._addresses()}
 
     def _hear(self, now: float, source: str, beacon: Beacon) -> None:
         peer = PeerId(beacon.peer)

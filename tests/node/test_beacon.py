@@ -119,6 +119,14 @@ def by_link(number: int, *texts: str) -> bytes:
     return seal().seal(Beacon(False, peer(number), texts))
 
 
+def test_its_own_beacon_is_no_news_and_its_own_id_from_elsewhere_is() -> None:
+    core, _ = beacons(20)
+    core.receive(1.0, HOST, said(20))
+    assert core.events == []
+    core.receive(1.0, "192.168.1.21", said(20, host="192.168.1.21"))
+    assert core.events == [NeighbourHeard(peer(20), (make_address("192.168.1.21", 9747, peer(20)),))]
+
+
 def test_what_is_of_one_link_is_where_the_packet_comes_from_and_comes_last() -> None:
     core, _, now = settled()
     texts = (f"/ip6/{HERE}/tcp/9747", "/ip4/10.0.0.7/tcp/9747", "/ip6zone/eth7/ip6/fe80::7/tcp/1")
