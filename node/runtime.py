@@ -526,6 +526,8 @@ class Node(Surface):
     def _publish_membership(self, event: Event) -> None:
         self._publish(event)
         match event:
+            case IdentityShared() if isinstance(self.network, RealNetwork):
+                self.network.doubt()
             case MemberSuspected():
                 self.runs.member_suspected(event.peer)
             case MemberJoined() | MemberChanged() | MemberRefuted():

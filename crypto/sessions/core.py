@@ -154,6 +154,12 @@ class Sessions:
         self._table.touch(now, state)
         return self._begin(now, state) if state.attempt is None else []
 
+    def doubt(self) -> None:
+        """Rely on no session any more: with each peer, what is sent next begins a handshake. For where others
+        may have taken another one's for ours."""
+        for state in self._table.peers.values():
+            state.doubted = True
+
     def _queue(self, now: float, state: PeerState, request: Request) -> list[bytes]:
         self._table.put(state, request)
         packets = self._flush(now, state)

@@ -159,6 +159,11 @@ class RealNetwork:
         self._tell()
         return has_moved
 
+    def doubt(self) -> None:
+        """Another node has shaken hands with this one's keys: begin anew with each peer."""
+        if self._datagrams is not None:
+            self._datagrams.doubt()
+
     def announce(self, address: Address) -> None:
         """As the seam says, unless a person has said what to tell, or it is of one link only, where beacons
         tell it."""

@@ -70,6 +70,10 @@ class Datagrams:
                 self._sockets.send(packet, route)
         self._wake_in_time()
 
+    def doubt(self) -> None:
+        """Begin anew with each peer."""
+        self._sessions.doubt()
+
     async def receive_forever(self) -> None:
         """Until cancelled."""
         await self._sockets.receive_forever(DATAGRAM_BYTES_MAX, self._take, self._wake_in_time)

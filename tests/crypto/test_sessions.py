@@ -407,6 +407,18 @@ def test_a_peer_that_restarted_is_met_again_whoever_speaks_first() -> None:
     assert bob.payloads == [b"heard"]
 
 
+def test_a_peer_whose_keys_another_used_is_met_again_with_its_next_message() -> None:
+    alice, bob = acquainted()
+    copy = Node(1, now=1.0, wall=WALL + 1_000, life=1)
+    carry(1.0, copy, bob, copy.send(1.0, bob, b"I have her keys"))
+    (lost,) = bob.send(2.0, alice, b"lost")
+    assert refused(alice, lost) == "index"
+    alice.sessions.doubt()
+    carry(3.0, alice, bob, alice.send(3.0, bob, b"it is me"))
+    carry(3.0, bob, alice, bob.send(3.0, alice, b"so it is"))
+    assert (alice.payloads, bob.payloads[-1]) == ([b"so it is"], b"it is me")
+
+
 def test_an_initiation_that_was_held_back_does_not_keep_us_from_the_living_session() -> None:
     alice, bob = acquainted()
     (held,) = Node(1, wall=WALL + 5_000, life=3).send(0.0, bob, b"late")
