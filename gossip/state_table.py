@@ -598,10 +598,9 @@ class MembershipState:
         self.suspicion_deadline = min(dues, default=inf)
 
     def _make_room(self) -> None:
-        if len(self.table.rows) >= self._settings.members_max:
-            longest = self.table.longest_gone()
-            if longest is not None:
-                self._forget(longest)
+        is_full = len(self.table.rows) >= self._settings.members_max
+        if is_full and (longest := self.table.longest_gone()) is not None:
+            self._forget(longest)
 
     def forget_outside(self) -> None:
         """Drop those who stand outside of our scope, which has become narrower."""

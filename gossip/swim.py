@@ -80,28 +80,9 @@ class Swim:
     """
 
     __slots__ = (
-        "_beliefs",
-        "_broadcast_at",
-        "_candidates",
-        "_exchange",
-        "_flight",
-        "_gossip_at",
-        "_health",
-        "_left",
-        "_measures",
-        "_probe_at",
-        "_settings",
-        "_slice_at",
-        "_table",
-        "_tick_at",
-        "clocks",
-        "coordinates",
-        "deadline",
-        "events",
-        "peer",
-        "punctuality",
-        "scope",
-        "wall_offset",
+        "_beliefs", "_broadcast_at", "_candidates", "_exchange", "_flight", "_gossip_at", "_health",
+        "_left", "_measures", "_probe_at", "_settings", "_slice_at", "_table", "_tick_at", "clocks",
+        "coordinates", "deadline", "events", "peer", "punctuality", "scope", "wall_offset",
     )  # fmt: skip
 
     def __init__(

@@ -24,6 +24,8 @@ from tests.source import ROOT
 
 STRANGER = 12_345
 """A user that no list of users has, as of a container that is run with any number."""
+FORM = f"{sys.executable} -m node"
+"""How these tests start a node, and so how advice names the command."""
 QUIET = ("--listen", "127.0.0.1:0", "--no-lan", "--web", "off")
 
 
@@ -120,7 +122,7 @@ def test_a_disk_that_is_full_at_the_start_is_one_error_of_the_data_folder(tmp_pa
         2,
         [
             f"error: data folder {tmp_path}/d: no space left on device",
-            "  do: make room there, or give the node a folder of its own: python -m node --data-dir DIR",
+            f"  do: make room there, or give the node a folder of its own: {FORM} --data-dir DIR",
         ],
     )
 
@@ -168,7 +170,7 @@ def test_a_read_only_data_folder_is_named_with_its_reason(tmp_path: Path) -> Non
         2,
         [
             f"error: data folder {tmp_path}/d: its file system is read-only",
-            "  do: give the node a folder of its own: python -m node --data-dir DIR",
+            f"  do: give the node a folder of its own: {FORM} --data-dir DIR",
         ],
     )
 
@@ -183,7 +185,7 @@ def test_a_machine_without_a_folder_for_temporary_files_is_told_so(tmp_path: Pat
     assert code == 2
     assert errors == [
         "error: no folder for temporary files can be written to, /tmp neither",
-        "  do: make room in /tmp, or name another: TMPDIR=DIR python -m node",
+        "  do: make room in /tmp, or set TMPDIR to another folder",
     ]
 
 
