@@ -61,8 +61,10 @@ class OtherLives:
         on."""
         before, now = read_body(held.fact), read_body(said.fact)
         is_other = isinstance(before, AliveBody) and isinstance(now, AliveBody) and before.life != now.life
-        if is_other and len(self._displaced) < DISPLACED_MAX:
+        if is_other:
             self._displaced[said.peer] = held.fact
+            if len(self._displaced) > DISPLACED_MAX:
+                del self._displaced[next(iter(self._displaced))]
 
     def displaced_by(self, peer: PeerId) -> tuple[Fact, ...]:
         """Return the life that `peer` has displaced here, to be told to it once; nothing as a rule."""

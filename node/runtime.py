@@ -348,8 +348,8 @@ class Node(Surface):
             work_bits=self.config.swarm.work_bits,
             make=partial(self.seams.core, self._make_swim),
             instance=self._entropy(INSTANCE_BYTES),
-            yields=self._yield_to_namesake,
-            look_for_life=lambda addresses: self._nursery.start_soon(self._look_for_life, addresses),
+            yields=self._stop_as_younger,
+            look_for_life=lambda addresses: self._nursery.start_soon(self._lives.look, addresses),
         )
         self.discovery = Discovery(
             self.network,
@@ -452,19 +452,15 @@ class Node(Surface):
         )
         return self.measurements
 
-    async def _look_for_life(self, addresses: Sequence[Address]) -> None:
-        with contain("looking for another life"):
-            await self._lives.look(addresses)
-
     def _hear_near(self, peer: PeerId, addresses: Sequence[Address]) -> None:
         if peer == self.peer:
-            self._nursery.start_soon(self._look_for_life, addresses)
+            self._nursery.start_soon(self._lives.look_near, addresses)
         else:
             self.joining.hear(peer, addresses)
 
-    def _yield_to_namesake(self, shared: IdentityShared) -> None:
-        """End: another node has this one's identity, and began earlier. Without a goodbye, which all would
-        take for that one's."""
+    def _stop_as_younger(self, shared: IdentityShared) -> None:
+        """End, since another node with this one's identity began earlier. Say no goodbye: all would take it
+        for that node's."""
 
         async def end() -> None:
             await trio.sleep(LEAVE_SECONDS)  # what this one has said of the other goes round
@@ -602,7 +598,6 @@ class Node(Surface):
     def _judged(self, is_unreachable: bool) -> None:
         self.provider.is_unreachable = is_unreachable
         self._standing.tell_now()
-        self.membership.update(self._profile())
 
     async def _tell_of_checkpoints(self) -> None:
         await self._is_met.wait()  # alone, there is nobody to tell

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
+import trio
 
-from crypto.contact import ADDRESSES_MAX, Address, parse_addresses
+from crypto.contact import ADDRESS_LENGTH_MAX, ADDRESSES_MAX, Address, parse_addresses
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
-from dht.messages import AddressTexts
 from gossip.messages import LIFE_BYTES, Incarnation
+from node.containment import contain
 from node.errors import StreamClosed, Unreachable, UsageError
 from node.events import IdentityShared
 from node.paths import short_path
@@ -61,7 +62,10 @@ class LifeName(msgspec.Struct, frozen=True, array_like=True):
 
     life: Annotated[bytes, msgspec.Meta(min_length=LIFE_BYTES, max_length=LIFE_BYTES)]
     incarnation: Incarnation
-    addresses: AddressTexts
+    addresses: Annotated[
+        tuple[Annotated[str, msgspec.Meta(max_length=ADDRESS_LENGTH_MAX)], ...],
+        msgspec.Meta(max_length=ADDRESSES_MAX),
+    ]
 
 
 class Lives:
@@ -72,6 +76,7 @@ class Lives:
         self._life = life
         self._incarnation = incarnation
         self._found = found
+        self._is_looking = False
         network.handle(PROTOCOL, self._serve, STREAMS)
 
     async def is_other(self) -> bool:
@@ -91,19 +96,32 @@ class Lives:
 
     async def look(self, addresses: Sequence[Address]) -> None:
         """Look whether this node's identity lives at one of these addresses, where a life of it was."""
-        for address in addresses[:ADDRESSES_LOOKED_MAX]:
+        with contain("looking for another life"):
+            for address in addresses[:ADDRESSES_LOOKED_MAX]:
+                try:
+                    await self._network.identify(address.of(self._network.peer))
+                except Unreachable:
+                    continue
+                if await self.is_other():
+                    return
+
+    async def look_near(self, addresses: Sequence[Address]) -> None:
+        """The same for what a beacon says, which anybody on the link may send: only where a claim may be
+        tried, and not while another look is under way."""
+        admitted = [address for address in addresses if self._network.admits(address)]
+        if admitted and not self._is_looking:
+            self._is_looking = True
             try:
-                await self._network.identify(address.of(self._network.peer))
-            except Unreachable:
-                continue
-            if await self.is_other():
-                return
+                await self.look(admitted)
+            finally:
+                self._is_looking = False
 
     async def _serve(self, stream: Stream) -> None:
-        message = await stream.receive()
-        await stream.send(self._name())
-        if stream.peer == self._network.peer:
-            self._met(message)
+        with trio.move_on_after(ASK_SECONDS):
+            message = await stream.receive()
+            await stream.send(self._name())
+            if stream.peer == self._network.peer:
+                self._met(message)
 
     def _name(self) -> bytes:
         texts = tuple(str(address.of(None)) for address in self._network.addresses[:ADDRESSES_MAX])

@@ -80,7 +80,7 @@ class Whereabouts:
         told: tuple[PeerId, ...] = ()
         while True:
             await trio.sleep(DATAGRAMS_SECONDS)
-            live = [peer for peer in self._live() if peer != network.peer]
+            live = {peer for peer in self._live() if peer != network.peer}
             found = tuple(sorted(peer for peer in network.without_datagrams if peer in live))
             if found != told:
                 told = found

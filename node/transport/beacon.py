@@ -57,6 +57,8 @@ RETELL_SECONDS = 300.0
 """A neighbour that goes on to be heard is told of again after so long: it may have been away."""
 NEWS_PER_MINUTE_MAX = 60
 """Neighbours told of: each may cost a dial. More are told of when they are heard again."""
+TOLD_MAX = 256
+"""Own addresses that were told by beacons: those of a laptop that was carried through many networks."""
 SOURCES_MAX = 256
 SOURCE_PER_SECOND_MAX = 10.0
 SOURCE_BURST_MAX = 40.0
@@ -136,6 +138,8 @@ class Beacons:
         self._rng = rng
         self._counters = counters
         self._addresses = addresses
+        # What this node has said of itself, whose packets come back to it.
+        self._told: set[str] = set()
         self._heard: OrderedDict[PeerId, _Neighbour] = OrderedDict()
         self._sources = Buckets[str](SOURCE_PER_SECOND_MAX, SOURCE_BURST_MAX, SOURCES_MAX)
         self._total = Bucket(TOTAL_PER_SECOND_MAX, TOTAL_BURST_MAX, TOTAL_BURST_MAX, now)
@@ -178,7 +182,7 @@ class Beacons:
             return
         if beacon is None:
             self._counters["beacons_of_others"] += 1
-        elif beacon.peer != self._peer or not self._own_texts().issuperset(beacon.addresses):
+        elif beacon.peer != self._peer or not self._told.issuperset(beacon.addresses):
             # This node's own id from elsewhere: it was there, or another node has its key.
             self._counters["beacons_heard"] += 1
             self._hear(now, source, beacon)
@@ -194,11 +198,11 @@ class Beacons:
         period = max(PERIOD_SECONDS, PERIOD_SECONDS_PER_NEIGHBOUR * len(self._heard))
         self._due = now + period * self._rng.uniform(0.75, 1.25)
         addresses = tuple(str(address.of(None)) for address in self._addresses())
+        self._told.update(addresses)
+        if len(self._told) > TOLD_MAX:
+            self._told = set(addresses)
         self._counters["beacons_sent"] += 1
         return [self._seal.seal(Beacon(asks, self._peer, addresses[:ADDRESSES_MAX]))]
-
-    def _own_texts(self) -> set[str]:
-        return {str(address.of(None)) for address in self._addresses()}
 
     def _hear(self, now: float, source: str, beacon: Beacon) -> None:
         peer = PeerId(beacon.peer)

@@ -121,9 +121,10 @@ def by_link(number: int, *texts: str) -> bytes:
 
 def test_its_own_beacon_is_no_news_and_its_own_id_from_elsewhere_is() -> None:
     core, _ = beacons(20)
-    core.receive(1.0, HOST, said(20))
+    core.wake(now := core.deadline)
+    core.receive(now, HOST, said(20))
     assert core.events == []
-    core.receive(1.0, "192.168.1.21", said(20, host="192.168.1.21"))
+    core.receive(now, "192.168.1.21", said(20, host="192.168.1.21"))
     assert core.events == [NeighbourHeard(peer(20), (make_address("192.168.1.21", 9747, peer(20)),))]
 
 
