@@ -7,7 +7,7 @@ where this does nothing.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 import trio
 
@@ -41,7 +41,10 @@ class PathComparison:
         *,
         refuse: Callable[[PeerId, RemoteProtocolError], None],
         counters: Counter[str],
+        measure: Callable[[Network, Clock, PeerId, Address], Awaitable[tuple[float, float]]] = measure_link,
     ) -> None:
+        """`measure` finds the bytes a second each way by one address."""
+        self._measure = measure
         self._network = network
         self._clock = clock
         self._refuse = refuse
@@ -69,7 +72,7 @@ class PathComparison:
         rates: dict[Address, float] = {}
         for address in paths:
             try:
-                rates[address] = min(await measure_link(self._network, self._clock, peer, address))
+                rates[address] = min(await self._measure(self._network, self._clock, peer, address))
             except (Unreachable, StreamClosed):
                 continue
             except MeasurementRefused:
