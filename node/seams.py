@@ -149,8 +149,9 @@ class Network(Protocol):
     def local(self) -> LocalNetwork | None:
         """The local network, once `run` has started; None where it is not used."""
 
-    def learn(self, peer: PeerId, addresses: Sequence[Address]) -> None:
-        """Remember where a peer may be reached (a hint until it answers)."""
+    def learn(self, peer: PeerId, addresses: Sequence[Address], *, is_hint: bool = False) -> None:
+        """Remember where a peer says that it may be reached, or where others say so (`is_hint`). It is tried
+        until it has answered somewhere."""
 
     def known_addresses(self, peer: PeerId) -> tuple[Address, ...]:
         """Return where a peer has answered, the latest first, and then where it is said to be."""

@@ -310,7 +310,8 @@ class SimNetwork(SingleHomed):
         return self._local if self._has_local and self._nursery is not None else None
 
     def announce(self, address: Address) -> None:
-        found = dict.fromkeys((*self._addresses, address.of(self._peer)))
+        own, *others = self._addresses
+        found = dict.fromkeys((own, address.of(self._peer), *others))
         self._addresses = tuple(found)[:ADDRESSES_MAX]
 
     @property
@@ -346,7 +347,7 @@ class SimNetwork(SingleHomed):
                 if is_served:
                     stream.leave()
 
-    def learn(self, peer: PeerId, addresses: Sequence[Address]) -> None:
+    def learn(self, peer: PeerId, addresses: Sequence[Address], *, is_hint: bool = False) -> None:  # noqa: ARG002
         """Only an address that is really the peer's makes it reachable."""
         there = [self._medium.homes.peer_at(address) for address in addresses]
         if peer != self._peer and peer in there:

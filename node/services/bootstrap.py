@@ -20,8 +20,8 @@ from node.transport.racing import race
 
 RETRY_SECONDS_MIN = 2.0
 RETRY_SECONDS_MAX = 60.0
-ATTEMPTS_MAX = 16
-"""Addresses dialled at once."""
+ATTEMPTS_MAX = 32
+"""Peers dialled at once, each at a few of its addresses."""
 HEARD_MAX = 64
 """Peers heard on the local network that wait to be dialled; one heard again comes back."""
 HEARD_ADDRESSES_MAX = 3
@@ -100,17 +100,21 @@ class Joining:
 
         Return who answered, in the order of the addresses."""
         answers: dict[int, PeerId] = {}
-        limit = trio.CapacityLimiter(ATTEMPTS_MAX)
+        free = trio.Semaphore(ATTEMPTS_MAX)
 
         async def attempt(index: int, addresses: Sequence[Address]) -> None:
-            async with limit:
+            try:
                 peer = await self._try(addresses)
+            finally:
+                free.release()
             if peer is not None:
                 answers[index] = peer
                 self._found([peer])
 
         async with trio.open_nursery() as nursery:
+            # In their order: what a person typed comes before what is remembered.
             for index, addresses in enumerate(self._addresses):
+                await free.acquire()
                 nursery.start_soon(attempt, index, addresses)
         return list(dict.fromkeys(answers[index] for index in sorted(answers)))
 

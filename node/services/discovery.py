@@ -321,7 +321,7 @@ class Discovery:
     def _on_event(self, event: Event) -> None:
         self._observe(event)
         if isinstance(event, PeerHeard):
-            self._network.learn(event.peer, event.addresses)
+            self._network.learn(event.peer, event.addresses, is_hint=True)
             return
         if isinstance(event, NodesFound) and (found := self._sought.pop(event.request, None)) is not None:
             found(event.peers)

@@ -31,8 +31,6 @@ REORDER_SECONDS = OBSERVED_SECONDS / 4
 """A peer goes behind the others of its source no more often: at each packet that would cost too much."""
 UNPROVEN_ADDRESSES_MAX = 3
 """A datagram goes to at most so many unproven addresses, so we never amplify more than threefold."""
-CLAIMED_MAX = 2 * ADDRESSES_MAX
-"""Claims kept of one peer: its own, and as many of what others say."""
 PROVED_MAX = 4
 """Addresses kept at which a peer answered: two networks, two families."""
 ROTATE_SECONDS = 0.4
@@ -70,6 +68,7 @@ class _Tries:
 @dataclass(slots=True)
 class _Entry:
     claimed: tuple[Address, ...] = ()
+    hinted: tuple[Address, ...] = ()
     # The latest first.
     proved: tuple[Address, ...] = ()
     preferred: Address | None = None
@@ -94,14 +93,17 @@ class AddressBook:
         self._crowd: Crowd[PeerId] = Crowd()
         self._hearsay: OrderedDict[PeerId, _Entry] = OrderedDict()
 
-    def claim(self, peer: PeerId, addresses: Sequence[Address]) -> None:
-        """Put these before what was claimed of a peer so far, of which CLAIMED_MAX are kept: a short hint of
-        the DHT must not replace all that the peer says of itself."""
+    def claim(self, peer: PeerId, addresses: Sequence[Address], *, is_hint: bool = False) -> None:
+        """Replace what a peer says of itself, or what others say of it where it `is_hint`; no addresses
+        change nothing."""
         if not addresses:
             return
         entry = self._met.get(peer) or self._hearsay.setdefault(peer, _Entry())
-        newest = (address.of(None) for address in addresses[:ADDRESSES_MAX])
-        entry.claimed = _distinct(*newest, *entry.claimed)[:CLAIMED_MAX]
+        claimed = _distinct(*(address.of(None) for address in addresses[:ADDRESSES_MAX]))
+        if is_hint:
+            entry.hinted = claimed
+        else:
+            entry.claimed = claimed
         if peer in self._hearsay:
             self._hearsay.move_to_end(peer)
             if len(self._hearsay) > HEARSAY_MAX:
@@ -137,9 +139,11 @@ class AddressBook:
             entry.proved = (*(each for each in entry.proved if each != place), place)
 
     def known(self, peer: PeerId) -> tuple[Address, ...]:
-        """Return where the peer has answered, the latest first, and then what it claims."""
+        """Return where the peer has answered, the latest first, and then those of its claims that may be
+        tried: they are dialled at the next start, when nobody looks at them again."""
         entry = self._entry(peer)
-        return _distinct(*entry.proved, entry.observed, *entry.claimed)
+        claimed = (each for each in self._claimed(entry) if not each.kind.startswith("dns"))
+        return _distinct(*entry.proved, entry.observed, *claimed)
 
     def host_of(self, peer: PeerId) -> str | None:
         """Return the host where the peer was seen last; None if it was not."""
@@ -226,8 +230,9 @@ class AddressBook:
         return tuple(tried)
 
     def _claimed(self, entry: _Entry) -> list[Address]:
-        """What may be tried of its claims, in the order in which it should be."""
-        return sorted(filter(self.policy.admits, entry.claimed), key=self.policy.closeness)
+        """What may be tried of what it and others say, in the order in which it should be."""
+        said = _distinct(*entry.claimed, *entry.hinted)
+        return sorted(filter(self.policy.admits, said), key=self.policy.closeness)
 
     def _entry(self, peer: PeerId) -> _Entry:
         return self._met.get(peer) or self._hearsay.get(peer, _NOTHING)

@@ -86,6 +86,7 @@ class AddressPolicy:
         here, there = ip_of(own), ip_of(other)
         if here is None or there is None or there in self._uses or here not in self._uses:
             return
+        self._reached.pop(here, None)
         self._reached[here] = None
         if len(self._reached) > EVIDENCE_MAX:
             del self._reached[next(iter(self._reached))]
@@ -98,6 +99,11 @@ class AddressPolicy:
             self._routed.update(_blocks_of(there))
 
     # --- own addresses -----------------------------------------------------------------------------
+
+    @property
+    def listening(self) -> frozenset[tuple[Ip, int]]:
+        """Every host and port at which this node listens, also those that are too many to be told."""
+        return frozenset(self._listening())
 
     def own(
         self, announced: Sequence[Address] = (), confirmed: Sequence[Address] = ()

@@ -107,7 +107,7 @@ class Multicast:
             for host, port in self._places
             if make_address(host, port).is_link_local or ipaddress.ip_address(host) == _EVERYWHERE_6
         ]
-        return (*dialable(self._places), *here)[:ADDRESSES_MAX]
+        return (*dialable(self._places)[: ADDRESSES_MAX - len(here)], *here)
 
     @property
     def interfaces(self) -> tuple[Interface, ...]:

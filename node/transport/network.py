@@ -151,9 +151,9 @@ class RealNetwork:
         """Look at this machine's interfaces again, and at which addresses were used; whether it has others
         than before, and not just in another order. What others had confirmed was of the old network then,
         and is forgotten."""
-        before = set(self._policy.own(self._announce))
+        before = self._policy.listening
         self._policy.look(self._places, read_interfaces())
-        has_moved = set(self._policy.own(self._announce)) != before
+        has_moved = self._policy.listening != before
         if has_moved:
             self._confirmed = ()
         self._tell()
@@ -169,7 +169,7 @@ class RealNetwork:
         tell it."""
         if address.is_link_local or address.of(self.peer) in self._addresses:
             return
-        self._confirmed = (*self._confirmed, address.of(None))[:ADDRESSES_MAX]
+        self._confirmed = (address.of(None), *self._confirmed)[:ADDRESSES_MAX]
         self._tell()
 
     def _tell(self) -> None:
@@ -194,9 +194,9 @@ class RealNetwork:
     def known_addresses(self, peer: PeerId) -> tuple[Address, ...]:
         return self._book.known(peer)
 
-    def learn(self, peer: PeerId, addresses: Sequence[Address]) -> None:
+    def learn(self, peer: PeerId, addresses: Sequence[Address], *, is_hint: bool = False) -> None:
         if peer != self.peer and has_work(peer, self._work_bits):
-            self._book.claim(peer, addresses)
+            self._book.claim(peer, addresses, is_hint=is_hint)
 
     def host_of(self, peer: PeerId) -> str | None:
         return self._book.host_of(peer)

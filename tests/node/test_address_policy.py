@@ -198,12 +198,18 @@ def test_a_short_hint_does_not_replace_what_a_peer_says_of_itself() -> None:
     book = AddressBook(docker())
     own = [at(f"203.0.113.{number}") for number in range(1, ADDRESSES_MAX + 1)]
     book.claim(PEER, own)
-    for number in range(3):
-        book.claim(PEER, [at(f"198.51.100.{number}"), at("198.51.100.200")])
-    assert set(own) <= set(book.for_stream(PEER))
     for number in range(100):
-        book.claim(PEER, [at(f"198.51.100.{number}")])
-    assert len(book.for_stream(PEER)) == 2 * ADDRESSES_MAX
+        book.claim(PEER, [at(f"198.51.100.{number}"), at("198.51.100.200")], is_hint=True)
+    assert book.for_stream(PEER) == (*own, at("198.51.100.99"), at("198.51.100.200"))
+    book.claim(PEER, own[:1])
+    assert book.for_stream(PEER)[:1] == (own[0],)
+    assert own[1] not in book.for_stream(PEER)
+
+
+def test_only_claims_that_may_be_tried_are_remembered() -> None:
+    book = AddressBook(docker())
+    book.claim(PEER, [at("127.0.0.1", 22), at("10.9.9.9"), at("internal.example"), at("203.0.113.7")])
+    assert book.known(PEER) == (at("203.0.113.7"),)
 
 
 def test_an_address_that_never_answers_is_tried_ever_more_rarely() -> None:

@@ -81,9 +81,9 @@ async def test_an_announced_address_is_told_beside_the_own_ones_once_and_not_too
             alice.announce(elsewhere)
         assert alice.addresses == (*own, elsewhere.of(alice.peer))
         for number in range(2 * ADDRESSES_MAX):
-            alice.announce(make_address("198.51.100.8", 1 + number))
+            alice.announce(newest := make_address("198.51.100.8", 1 + number))
         assert len(alice.addresses) == ADDRESSES_MAX
-        assert alice.addresses[: len(own) + 1] == (*own, elsewhere.of(alice.peer))
+        assert alice.addresses[: len(own) + 1] == (*own, newest.of(alice.peer))
 
 
 @on_both_networks
