@@ -139,7 +139,9 @@ def _read(word: str, default_port: int | None, *, is_own: bool = False) -> Addre
         raise ValueError(_without_brackets(word))
     if re.fullmatch(r"\[[^\]]*\]", word) or ":" not in word:
         if word.isdigit():
-            raise ValueError(f"a port alone; want its host too, such as 10.0.0.5:{word}")
+            own = f"127.0.0.1:{word} for this machine alone, or 0.0.0.0:{word}"
+            example = own if is_own else f"10.0.0.5:{word}"
+            raise ValueError(f"a port alone; want its host too, such as {example}")
         if default_port is None:
             raise ValueError(_WANT)
         word = f"{word}:{default_port}"

@@ -6,7 +6,6 @@ torch's DataLoader are such children. A program that is started anew has none of
 """
 
 import contextlib
-import ctypes
 import os
 import weakref
 from typing import Any, Protocol
@@ -43,6 +42,7 @@ class Descriptor:
 
 _kept: "weakref.WeakSet[HasDescriptor]" = weakref.WeakSet()
 _parents: "weakref.WeakSet[object]" = weakref.WeakSet()
+_ctypes: Any = None
 _loops: "weakref.WeakKeyDictionary[Any, list[HasDescriptor]]" = weakref.WeakKeyDictionary()
 """By trio's token of a loop."""
 
@@ -55,6 +55,10 @@ def keep_from_children(*things: HasDescriptor) -> None:
 def leave_to_parent(thing: object) -> None:
     """Have no forked child take this apart, not even when it ends: its end would alter files that the parent
     uses, as that of a connection of SQLite does (sqlite.org/howtocorrupt.html, 2.6)."""
+    global _ctypes
+    import ctypes  # in the parent, for an import in a child may wait for a lock; and not for client commands
+
+    _ctypes = ctypes
     _parents.add(thing)
 
 
@@ -63,10 +67,12 @@ def keep_loop_from_children() -> None:
     import trio  # only here: client commands hold no loop, and must start at once
 
     # trio names none of it: where another version keeps it elsewhere, a child keeps it, which holds no port.
-    runner = trio._core._run.GLOBAL_RUN_CONTEXT.runner
-    found = [getattr(runner.io_manager, "_epoll", None)]
-    for wakeup in (runner.entry_queue.wakeup, getattr(runner.io_manager, "_force_wakeup", None)):
-        found += [getattr(wakeup, "wakeup_sock", None), getattr(wakeup, "write_sock", None)]
+    found: list[Any] = []
+    with contextlib.suppress(AttributeError):
+        runner = trio._core._run.GLOBAL_RUN_CONTEXT.runner
+        found.append(getattr(runner.io_manager, "_epoll", None))
+        for wakeup in (runner.entry_queue.wakeup, getattr(runner.io_manager, "_force_wakeup", None)):
+            found += [getattr(wakeup, "wakeup_sock", None), getattr(wakeup, "write_sock", None)]
     _loops[trio.lowlevel.current_trio_token()] = [each for each in found if each is not None]
 
 
@@ -86,8 +92,8 @@ def _lose_all() -> None:
     things = [*_kept, *(each for loop in list(_loops.values()) for each in loop)]
     _kept.clear()
     _loops.clear()
-    for each in list(_parents):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+    for each in list(_parents) if _ctypes is not None else ():
+        _ctypes.pythonapi.Py_IncRef(_ctypes.py_object(each))
     _parents.clear()
     numbers = []
     for thing in things:

@@ -36,6 +36,8 @@ def read_announce(text: str) -> Address:
         raise ValueError(
             "want an address that others can use; one of a link alone is told on that link by beacon"
         )
+    if address.host in ("0.0.0.0", "::"):  # noqa: S104 - compared
+        raise ValueError(f"{address.host} stands for all addresses of a machine; want one of them")
     return address
 
 

@@ -4,6 +4,7 @@ Works on event documents (`node.state_documents.event_document`), because a clie
 control channel. It keeps only what a line needs from earlier events: names, and the pace of steps.
 """
 
+import os
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from node.cli.render import (
     short_address,
     short_id,
 )
-from node.invocation import command_span, elsewhere
+from node.invocation import command_span, elsewhere, program_from_anywhere, shown
 from node.paths import is_default_data_dir, short_path
 from node.text import CLOCK_REMEDY, clock_text
 
@@ -107,8 +108,9 @@ class EventScreen:
             key = "PEERLOOM_KEY_FILE=FILE " if event["is_private"] else ""
             lines.append(f"  On another machine:  {key}{elsewhere()} {join}")
         if not is_default_data_dir(Path(event["data_dir"]), self._environ):
-            status = command_span("status", "--data-dir", event["data_dir"])
-            lines.append(f"  On this machine:     {status}")
+            # In a second terminal, which may stand in another folder.
+            status = command_span("status", "--data-dir", os.path.abspath(event["data_dir"]))
+            lines.append(f"  On this machine:     {shown(status, program_from_anywhere)}")
         return lines
 
     def _alert(self, event: Event) -> list[str]:

@@ -7,6 +7,7 @@ address: if the life there is its own, it is its own address. Of two lives the o
 Not here: what becomes of it (`node.services.membership`).
 """
 
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,6 +37,7 @@ ADDRESSES_LOOKED_MAX = 4
 SERVED_MAX = 2
 """Streams of one peer at once: only one with this node's own key has anything to ask."""
 
+OWN_KEYS = (IDENTITY_NAME, STATIC_NAME)
 STARTED_FORMAT = "%Y-%m-%d %H:%M:%S UTC"
 
 STREAMS = StreamLimits(MESSAGE_BYTES_MAX, SERVED_MAX)
@@ -48,12 +50,11 @@ def shared_error(shared: IdentityShared, folder: Path, own: Sequence[str]) -> Us
     """Return what the younger of two nodes with one identity ends with: `own` are its addresses."""
     there = " or ".join((*shared.addresses, *([shared.name] if shared.name else [])))
     started = time.strftime(STARTED_FORMAT, time.gmtime(shared.started))
-    here = short_path(folder)
+    here, remove = short_path(folder), shlex.join(["rm", *(str(folder / name) for name in OWN_KEYS)])
     return UsageError(
         f"another node has this node's identity: it runs since {started} at {there or 'an unknown place'};"
         f" this one, at {' or '.join(own)} from {here}, began later and stops",
-        f"is {here} a copy? give it an identity of its own: rm {here}/{IDENTITY_NAME} {here}/{STATIC_NAME};"
-        " or start it with --data-dir DIR",
+        f"is {here} a copy? give it an identity of its own: {remove}; or start it with --data-dir DIR",
     )
 
 

@@ -104,31 +104,33 @@ def find_holder(path: Path) -> str | None:
     Raises:
         UsageError: the lock is no file of this user's, or its file system takes no locks.
     """
-    if _is_ours(path):
-        return str(os.getpid())
-    try:
-        descriptor = open_own(path / LOCK_NAME, os.O_RDWR, "lock")
-    except FileNotFoundError:
+    with _changing:  # else another thread may take the lock meanwhile, and lose it with what is closed here
+        if _is_ours(path):
+            return str(os.getpid())
+        try:
+            descriptor = open_own(path / LOCK_NAME, os.O_RDWR, "lock")
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _HELD_BY_ANOTHER:
+                raise _no_locks(path, error) from None
+            return _number(os.pread(descriptor, PROCESS_LENGTH_MAX, 0).decode(errors="replace"))
+        finally:
+            os.close(descriptor)
         return None
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in _HELD_BY_ANOTHER:
-            raise _no_locks(path, error) from None
-        return _number(os.pread(descriptor, PROCESS_LENGTH_MAX, 0).decode(errors="replace"))
-    finally:
-        os.close(descriptor)
-    return None
 
 
 def last_holder(path: Path) -> str:
     """Return the number of the process that holds or held the folder; empty where it is not known."""
-    if _is_ours(path):
-        return str(os.getpid())
-    try:
-        return _number((path / LOCK_NAME).read_text(errors="replace")[:PROCESS_LENGTH_MAX])
-    except OSError:
-        return ""
+    with _changing:
+        if _is_ours(path):
+            return str(os.getpid())
+        try:
+            return _number((path / LOCK_NAME).read_text(errors="replace")[:PROCESS_LENGTH_MAX])
+        except OSError:
+            return ""
 
 
 def _number(text: str) -> str:

@@ -4,6 +4,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,10 @@ from node.paths import LOCK_NAME
 from node.protocols.runs import End, FetchWeights
 from node.runs.recovery import run_name
 from node.storage.folder import IDENTITY_NAME, FolderStorage, parts_of
-from node.storage.folder_lock import lock
+from node.storage.folder_lock import find_holder, lock
 from node.storage.keys import load_keys
 from node.storage.known_peers import REMEMBERED_MAX, read_remembered, write_remembered
+from tests.source import ROOT
 
 
 def entropy(count: int) -> bytes:
@@ -160,6 +162,43 @@ def test_a_lock_that_is_a_link_is_refused_and_its_target_is_not_touched(tmp_path
 
 
 @as_root
+def test_a_look_of_another_thread_does_not_lose_the_lock(tmp_path: Path) -> None:
+    """A record lock is lost with any descriptor of its file that the process closes."""
+    stopped = threading.Event()
+
+    def look() -> None:
+        while not stopped.is_set():
+            find_holder(tmp_path)
+
+    tmp_path.chmod(0o700)
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom node.storage.folder_lock import find_holder\n"
+        "for line in sys.stdin: print(find_holder(Path(line.strip())), flush=True)"
+    )
+    threads = [threading.Thread(target=look) for _ in range(3)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        try:
+            for thread in threads:
+                thread.start()
+            for _ in range(100):
+                with lock(tmp_path):
+                    other.stdin.write(f"{tmp_path}\n")
+                    other.stdin.flush()
+                    assert other.stdout.readline() == f"{os.getpid()}\n"
+        finally:
+            stopped.set()
+            for thread in threads:
+                thread.join()
+            sys.setswitchinterval(interval)
+            other.stdin.close()
+
+
 def test_a_lock_of_another_user_is_refused(tmp_path: Path) -> None:
     (tmp_path / LOCK_NAME).write_text("")
     os.chown(tmp_path / LOCK_NAME, NOBODY, NOBODY)
