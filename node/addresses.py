@@ -32,13 +32,15 @@ _PROMPT = re.compile(
 )
 """The words before --join of a line that a screen of ours shows."""
 
+_REMARK = re.compile(r"(?<=\w)\s+\([^()]*\)|^\s*listening\s+")
+
 
 def read_addresses(text: str) -> tuple[Address, ...]:
     """Return the addresses in `text`: one or several, between commas or blanks, or a whole line with --join.
 
     Each may lack its port, which is then 9747. Raises ValueError, in words for a person.
     """
-    words = _without_command(_words(text))
+    words = _without_command(_words(_without_remarks(text)))
     if not words:
         raise ValueError(_WANT)
     found = []
@@ -105,6 +107,12 @@ def bare(text: str) -> str:
 def _words(text: str) -> list[str]:
     joined = re.sub(r"(?<=\S) +: +(?=\S)", ":", clean(text))
     return [word for each in re.split(r"[,;|\s]+", joined) if (word := bare(each))]
+
+
+def _without_remarks(text: str) -> str:
+    """Return `text` without the label of a line of our own screen, and what stands in brackets beside it."""
+    rest = _REMARK.sub(" ", text)
+    return rest if rest.strip() else text
 
 
 def _without_command(words: list[str]) -> list[str]:

@@ -59,6 +59,9 @@ def test_hosts_of_each_kind_may_lack_their_port() -> None:
         parse_address("lab-5.example:1"),
         parse_address("[fe80::1%eth0]:9747"),
     )
+    lab = (parse_address("10.0.0.5:9747"),)
+    assert read_addresses("10.0.0.5:9747 (lab)") == read_addresses("(10.0.0.5:9747)") == lab
+    assert read_addresses("  listening   10.0.0.5:9747   (port 9747 was taken)") == lab
     assert read_addresses("my\u2011host") == (parse_address("my-host:9747"),)
 
 
