@@ -201,6 +201,8 @@ async def _port(scene: Scene, address: Address) -> str:
         if held or address.port == 0:
             scene.ports[address] = address.port
             return "held by this node"
+        told = ", ".join(scene.status["addresses"]) or "addresses of its link alone"
+        raise Skipped(f"the node of this data folder was started elsewhere: {told}")
     # All together, as the node does: both families take the same port.
     places = [(each.host, each.port) for each in scene.config.listen.addresses]
     every = await bind_all(places)
