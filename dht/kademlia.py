@@ -46,9 +46,10 @@ class Kademlia:
     """One node of the DHT.
 
     `wall_offset` is the wall clock minus the monotonic one, in seconds; the shell sets it and may
-    correct it at any time, as it sets `origins.host_of` and `estimate`, which says how long a round trip to
-    given coordinates takes. Events are to be drained after each call, before its messages are sent: they tell
-    the network where the receivers are.
+    correct it at any time. `own_wall_offset` is that of the machine's own clock, None where it is no use:
+    records are dropped once they are over by both. The shell sets these as it sets `origins.host_of`, and
+    `estimate`, which says how long a round trip to given coordinates takes. Events are to be drained after
+    each call, before its messages are sent: they tell the network where the receivers are.
 
     Long because each message changes the table, the lookups and the requests under way together; what stands
     alone (`routing`, `lookup`, `requests`, `records`) has files of its own.
@@ -56,8 +57,9 @@ class Kademlia:
 
     __slots__ = (
         "_advertising", "_checking", "_hunts", "_rejoin_due", "_requests", "_searches", "_seeds", "_sends",
-        "_sequence", "addresses", "estimate", "events", "is_client", "key", "origins", "peer", "records",
-        "replication", "rng", "settings", "signer", "table", "timers", "tokens", "upkeep", "wall_offset",
+        "_sequence", "addresses", "estimate", "events", "is_client", "key", "origins", "own_wall_offset",
+        "peer", "records", "replication", "rng", "settings", "signer", "table", "timers", "tokens", "upkeep",
+        "wall_offset",
     )  # fmt: skip
 
     def __init__(
@@ -71,6 +73,7 @@ class Kademlia:
         self.key = node_key(signer.peer)
         self.settings = settings
         self.wall_offset = 0.0
+        self.own_wall_offset: float | None = None
         self._sequence = 0
         self.origins = Origins(settings.groups_local)
         self.events: list[Event] = []

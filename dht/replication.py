@@ -60,6 +60,7 @@ class Ground(Protocol):
     signer: Signer
     rng: Random
     is_client: bool
+    own_wall_offset: float | None
 
     def wall(self, now: float) -> float: ...
     def may_publish(self, publisher: PeerId) -> bool: ...
@@ -223,8 +224,9 @@ class Replication:
         return len(nearer) < count or distance(self._ground.key, key) < distance(nearer[-1].id, key)
 
     def _sweep(self, now: float) -> None:
-        """Drop what has expired."""
-        self._ground.records.expire(self._ground.wall(now))
+        """Drop what has expired by both clocks: what others show may be wrong, and moves only one of them."""
+        wall, own_offset = self._ground.wall(now), self._ground.own_wall_offset
+        self._ground.records.expire(wall if own_offset is None else min(wall, now + own_offset))
         pause = self._ground.settings.expiry_check_seconds
         self._sweeping = (
             self._ground.timers.at(now + pause, self._sweep) if len(self._ground.records) else None

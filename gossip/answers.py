@@ -1,7 +1,9 @@
 """What the answers of probed members say besides that they live: round trips, places, clocks, lateness.
 
 Each ping has a number of its own, so an answer measures the ping that it answers. Only a target's own answers
-measure anything; one by a stream, which may have been opened for it, tells the time alone.
+measure anything; one by a stream, which may have been opened for it, tells the time alone. The time is taken
+from members whose turn it was in a round of probes: that order is this peer's own, and nobody else can have
+many of its friends probed first.
 """
 
 from random import Random
@@ -14,25 +16,29 @@ from gossip.messages import Ack
 from gossip.probes import FurtherPing, Probe
 from gossip.punctuality import Answer
 from gossip.settings import Settings
+from gossip.shares import HostOf, network_of
 from gossip.table import MemberTable
 
 
 class AnswerMeasures:
     """The measurements of one peer; punctuality and slow members stand in its table."""
 
-    __slots__ = ("_settings", "_table", "clocks", "coordinates")
+    __slots__ = ("_settings", "_table", "clocks", "coordinates", "host_of")
 
     def __init__(self, table: MemberTable, settings: Settings, rng: Random) -> None:
         self._table = table
         self._settings = settings
         self.coordinates = Coordinates(rng)
-        self.clocks = PeerClocks()
+        self.clocks = PeerClocks(table.is_live)
+        self.host_of: HostOf | None = None
 
     def take(self, now: float, ack: Ack, probe: Probe, further: FurtherPing | None) -> None:
         """The target of a probe has answered itself: its first ping, or a further one."""
         target, seconds = probe.target, now - (probe.sent_at if further is None else further.sent_at)
-        if ack.wall is not None:
-            self.clocks.learn(now, target, ack.wall, seconds)
+        if ack.wall is not None and probe.is_in_turn:
+            host = None if self.host_of is None else self.host_of(target)
+            place = None if host is None else network_of(host)
+            self.clocks.learn(now, target, ack.wall, seconds, place)
         if further is not None and further.by_stream:
             return
         self.take_late(target, seconds)

@@ -41,6 +41,8 @@ class Probe:
     kind: Kind = "round"
     """hint: others accuse the target. suspect: it is suspected here. candidate: it may not exist. dead: it is
     held for dead, and the network may have healed."""
+    is_in_turn: bool = False
+    """The target was the next of the round, which no other peer can arrange."""
 
     def excuse(self, seconds: float) -> None:
         """Give back time in which this peer stalled; in all at most `excusable_seconds`."""

@@ -49,11 +49,11 @@ class Shares:
             return found_through
         if self.host_of is not None:
             host = self.host_of(said.peer)
-            return None if host is None else _network_of(host)
+            return None if host is None else network_of(host)
         if not said.profile.addresses:
             return found_through
         address = said.profile.addresses[0]
-        return address.host if address.kind == "dns" else _network_of(address.host)
+        return address.host if address.kind == "dns" else network_of(address.host)
 
 
-_network_of = lru_cache(maxsize=MEMBERS_MAX)(prefix_of)
+network_of = lru_cache(maxsize=MEMBERS_MAX)(prefix_of)

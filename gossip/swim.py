@@ -252,7 +252,7 @@ class Swim:
 
     def locate(self, host_of: HostOf) -> None:
         """From now on ask this where packets of a peer really come from."""
-        self._beliefs.shares.host_of = host_of
+        self._beliefs.shares.host_of = self._measures.host_of = host_of
 
     def hint_closed(self, now: float, peer: PeerId) -> None:
         """No process listens where `peer` was, says its host: if it is suspected, that may end soon."""
@@ -504,7 +504,7 @@ class Swim:
         self._beliefs.refutations.next_interval()
         self._exchange.next_interval(now)
         row = self._table.next_target(self._flight.probing)
-        sends = [] if row is None else self._probe(now, row)
+        sends = [] if row is None else self._probe(now, row, is_in_turn=True)
         return sends + self._probe_dead(now, 1)
 
     def _probe_dead(self, now: float, count: int, peer: PeerId | None = None) -> Sends:
@@ -519,15 +519,16 @@ class Swim:
             sends += self._probe(now, row, "dead", relayed=True)
         return sends
 
-    def _probe(self, now: float, row: Row, kind: Kind = "round", *, relayed: bool = False) -> Sends:
+    def _probe(
+        self, now: float, row: Row, kind: Kind = "round", *, relayed: bool = False, is_in_turn: bool = False
+    ) -> Sends:
         """Ping a member; `relayed`: no relays are to be asked if it does not answer."""
         peer = row.peer
         patience = self._health.multiplier * self._table.trips.stretch(peer)
         end_seconds = self._settings.probe_interval_seconds * patience
         timeout_at = now + self._settings.probe_timeout_seconds * patience
-        probe = Probe(
-            peer, row.incarnation, now, timeout_at, now + end_seconds, end_seconds, relayed=relayed, kind=kind
-        )
+        times = now, timeout_at, now + end_seconds, end_seconds
+        probe = Probe(peer, row.incarnation, *times, relayed=relayed, kind=kind, is_in_turn=is_in_turn)
         number = self._flight.add_probe(probe)
         return [(peer, Ping(number, self._beliefs.facts_for(peer)))]
 

@@ -17,6 +17,7 @@ from dht.messages import MESSAGE_BYTES_MAX, PROTOCOL, Message, readable_addresse
 from dht.records import Record, make_immutable, sign_record
 from dht.settings import Settings
 from dht.tokens import SECRET_BYTES, WriteTokens
+from gossip.clocks import is_plausible
 from node import events
 from node.containment import contain
 from node.seams import Clock, Network, Seams
@@ -108,6 +109,11 @@ class Discovery:
         offset = self._clock.wall() - self._clock.monotonic()
         if abs(offset - self._core.wall_offset) > CLOCK_NEWS_SECONDS:
             self._core.wall_offset = offset
+        own, told = self._at - self._clock.monotonic(), self._core.own_wall_offset
+        if not is_plausible(self._at):
+            self._core.own_wall_offset = None
+        elif told is None or abs(own - told) > CLOCK_NEWS_SECONDS:
+            self._core.own_wall_offset = own
 
     @property
     def _at(self) -> float:

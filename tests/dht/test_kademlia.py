@@ -28,7 +28,7 @@ from dht.messages import (
     Stored,
     Values,
 )
-from dht.records import CLOCK_SLACK_SECONDS, VALUE_BYTES_MAX, Refusal
+from dht.records import CLOCK_SLACK_SECONDS, VALUE_BYTES_MAX, Refusal, check_record
 from dht.settings import Settings
 from tests.dht.swarm import WALL, Swarm, lone, met, record, signer, token
 
@@ -389,3 +389,17 @@ def test_an_address_too_long_for_a_hint_is_not_told() -> None:
     node = Kademlia(signer(0), Settings(), Random(1), (long,))
     ((_, ping),) = node.add(0.0, signer(1).peer, [])
     assert ping.addresses == ()
+
+
+def test_a_clock_that_others_moved_drops_no_stored_record() -> None:
+    node = lone()
+    kept = check_record(signer(0), record(1, KEY, expires=int(WALL + 3_600)))
+    node.adopt(0.0, kept)
+    node.own_wall_offset, node.wall_offset = WALL, WALL + 1e9
+    for now in range(1, 400, 10):
+        node.wake(float(now))
+    assert list(node.records) == [kept]
+    node.own_wall_offset = WALL + 1e9
+    for now in range(400, 800, 10):
+        node.wake(float(now))
+    assert len(node.records) == 0

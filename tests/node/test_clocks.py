@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
+from random import Random
 
 import pytest
 import trio
@@ -15,7 +16,16 @@ from crypto.contact import parse_address
 from crypto.identity import PeerId
 from dht.events import RecordStored
 from dht.keys import content_key
-from gossip.clocks import KEPT_SECONDS, PEERS_KEPT_MAX, PeerClocks
+from gossip.clocks import (
+    KEPT_SECONDS,
+    PAIR_SKEW_SECONDS_MAX,
+    PEERS_KEPT_MAX,
+    PLACE_WEIGHT_MAX,
+    PLAUSIBLE_SECONDS_MAX,
+    QUORUM_MAX,
+    RELEASED_SECONDS,
+    PeerClocks,
+)
 from node import config
 from node.cli.doctor import local_checks
 from node.cli.doctor.local_checks import Scene
@@ -33,6 +43,8 @@ from sim.seams import SimClock, SimNetworkFabric
 from tests.node.simulated import simulated_node
 
 HOURS = 3_600.0
+TODAY = 1_800_000_000.0
+"""A plausible time; the clocks of these tests are some seconds ahead of it."""
 
 
 class WrongClock(RealClock):
@@ -140,47 +152,101 @@ def peer(number: int) -> PeerId:
     return PeerId(number.to_bytes(32, "big"))
 
 
-def heard(*ahead: float, now: float = 0.0) -> PeerClocks:
+def heard(*ahead: float, now: float = 0.0, place: str | None = None) -> PeerClocks:
     clocks = PeerClocks()
     for number, seconds in enumerate(ahead):
-        clocks.learn(now, peer(number), int((now + seconds) * 1000), 0.0)
+        clocks.learn(now, peer(number), int((now + TODAY + seconds) * 1000), 0.0, place)
     return clocks
 
 
+def ahead(clocks: PeerClocks, own: float, others: int, now: float = 0.0) -> float | None:
+    """How far the swarm's time is ahead of TODAY, for a machine whose clock is so far ahead of it."""
+    found = clocks.swarm(now, TODAY + own, others)
+    return None if found is None else found - TODAY
+
+
 def test_too_few_peers_say_nothing_unless_they_are_all() -> None:
-    assert PeerClocks().swarm(0.0, 0.0, 0) is None
-    assert heard(5.0).swarm(0.0, 5.0, 2) is None
-    assert heard(5.0).swarm(0.0, 9.0, 1) == 5.0
-    assert heard(5.0, 5.0, 5.0).swarm(0.0, 9_000.0, 500) == 5.0
-    assert heard(5.0, 5.0, 5.0).swarm(KEPT_SECONDS + 1, 9_000.0, 500) is None
+    assert ahead(PeerClocks(), 0.0, 0) is None
+    assert ahead(heard(5.0), 5.0, 2) is None
+    assert ahead(heard(5.0), 9.0, 1) == 5.0
+    assert ahead(heard(5.0, 5.0, 5.0), 9_000.0, 6) == 5.0
+    assert ahead(heard(5.0, 5.0, 5.0), 9_000.0, 6, KEPT_SECONDS + 1) is None
+
+
+def test_half_of_the_others_are_heard_before_the_time_is_corrected() -> None:
+    for others, least in ((7, 4), (60, 30), (500, QUORUM_MAX)):
+        assert ahead(heard(*[5.0] * (least - 1)), 9_000.0, others) is None
+        assert ahead(heard(*[5.0] * least), 9_000.0, others) == 5.0
 
 
 @given(
-    honest=st.lists(st.floats(99.0, 101.0), min_size=3, max_size=8),
-    liars=st.lists(st.floats(0, 1e9), max_size=2),
+    honest=st.lists(st.floats(99.0, 101.0), min_size=1, max_size=400),
+    liars=st.lists(st.floats(-5e7, 8e8), max_size=PEERS_KEPT_MAX),
+    order=st.randoms(use_true_random=False),
 )
-def test_a_minority_moves_the_time_nowhere_beyond_the_honest(honest: list[float], liars: list[float]) -> None:
-    found = heard(*honest, *liars).swarm(0.0, honest[0], 500)
+def test_a_minority_in_a_full_window_moves_the_time_nowhere_beyond_the_honest(
+    honest: list[float], liars: list[float], order: Random
+) -> None:
+    clocks = [*honest, *liars[: len(honest) - 1]]
+    order.shuffle(clocks)
+    found = ahead(heard(*clocks), honest[0], len(clocks))
     assert found is not None
     assert 98.9 <= found <= 101.1
 
 
-@given(st.lists(st.floats(0, 1e6), min_size=2, max_size=PEERS_KEPT_MAX))
+@given(st.lists(st.floats(0, 1e6), min_size=3, max_size=40))
 def test_all_members_of_a_swarm_come_to_one_time(clocks: list[float]) -> None:
     found = []
     for number, own in enumerate(clocks):
         others = clocks[:number] + clocks[number + 1 :]
-        found.append(heard(*others).swarm(0.0, own, len(others)))
+        found.append(ahead(heard(*others), own, len(others)))
     times = [each for each in found if each is not None]
     assert len(times) == len(clocks)
     assert max(times) - min(times) <= 0.002
 
 
+def test_one_other_member_moves_the_time_by_a_day_at_most() -> None:
+    day = PAIR_SKEW_SECONDS_MAX
+    assert ahead(heard(-day / 2), 0.0, 1) == -day / 2
+    assert ahead(heard(day / 2), 0.0, 1) == 0.0
+    assert ahead(heard(-2 * day), 0.0, 1) == 0.0
+    looked = SwarmClock(FakeClock(), lambda: heard(-2 * day, now=1_000.0), lambda: 1)
+    told = looked.look()
+    assert isinstance(told, ClockCompared)
+    assert told.seconds == pytest.approx(5_000.0 + 2 * day)
+    assert looked.wall() == FakeClock().wall()
+
+
+def test_times_outside_of_the_life_of_this_release_are_refused() -> None:
+    clocks = PeerClocks()
+    for number, wall in enumerate((0.0, RELEASED_SECONDS - 1, PLAUSIBLE_SECONDS_MAX + 1, 2.0**53 / 1000)):
+        clocks.learn(0.0, peer(number), int(wall * 1000), 0.0)
+    assert len(clocks) == 0
+
+
+def test_a_machine_without_a_clock_goes_by_the_first_of_its_peers() -> None:
+    assert heard(5.0).swarm(0.0, 0.0, 1) == TODAY + 5
+    assert heard(5.0, 6.0, 7.0).swarm(0.0, 0.0, 500) == TODAY + 6
+
+
+def test_many_ids_on_one_host_weigh_no_more_than_a_few_clocks() -> None:
+    clocks = heard(*[1e8] * 300, place="203.0.113.7")
+    for number in range(300, 300 + PLACE_WEIGHT_MAX):
+        clocks.learn(0.0, peer(number), int(TODAY * 1000), 0.0, f"198.51.100.{number}")
+    assert ahead(clocks, 0.0, 304) == 0.0
+
+
+def test_the_clocks_of_the_gone_do_not_count() -> None:
+    clocks = PeerClocks(lambda each: each != peer(0))
+    clocks.learn(0.0, peer(0), int(TODAY * 1000), 0.0)
+    assert clocks.peers(0.0) == []
+
+
 def test_clocks_of_any_number_of_peers_take_bounded_memory() -> None:
-    clocks = heard(*range(100))
+    clocks = heard(*range(PEERS_KEPT_MAX + 100))
     assert len(clocks) == PEERS_KEPT_MAX
-    clocks.learn(0.0, peer(1), 0, 11.0)
-    clocks.learn(0.0, peer(1), 0, -1.0)
+    clocks.learn(0.0, peer(1), int(TODAY * 1000), 11.0)
+    clocks.learn(0.0, peer(1), int(TODAY * 1000), -1.0)
     assert len(clocks) == PEERS_KEPT_MAX
 
 
@@ -188,7 +254,7 @@ class FakeClock:
     """Both clocks as a test sets them."""
 
     def __init__(self) -> None:
-        self.now, self.ahead = 1_000.0, 5_000.0
+        self.now, self.ahead = 1_000.0, TODAY + 5_000.0
 
     def monotonic(self) -> float:
         return self.now
