@@ -41,14 +41,14 @@ class AnswerMeasures:
             self.clocks.learn(now, target, ack.wall, seconds, place)
         if further is not None and further.by_stream:
             return
-        self.take_late(target, seconds)
+        self.take_late(now, target, seconds)
         if ack.here is not None:
             self.coordinates.learn(target, ack.here, seconds)
 
-    def take_late(self, target: PeerId, seconds: float) -> None:
+    def take_late(self, now: float, target: PeerId, seconds: float) -> None:
         """An answer took so long, perhaps longer than its probe."""
         if self._table.is_live(target):
-            self._table.trips.learn(target, seconds)
+            self._table.trips.learn(now, target, seconds)
 
     def judge(self, now: float, sender: PeerId, probe: Probe) -> MemberDegraded | MemberRecovered | None:
         """The first ping of a probe was answered, by its target or by a relay; the event, if that changes how

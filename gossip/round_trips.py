@@ -4,6 +4,9 @@ A member whose usual answer fits the preset's timeout is kept nowhere, so this c
 fast as its preset expects. One behind a slow link has its probes stretched, up to the preset's bound: its
 ping has more time before others are asked, and these before it is suspected. A lost ping measures nothing,
 since each copy of a ping has a number of its own.
+
+A member that stood still answers late as well, several pings at once, and is as near as before. So one late
+answer says nothing before a second one at another time, and one that took longer than any path does nothing.
 """
 
 from crypto.identity import PeerId
@@ -13,25 +16,37 @@ FIRST_DEVIATION = 0.25
 """The deviation of a first measurement, as a share of it: with DEVIATIONS of them, twice what it took."""
 DEVIATIONS = 4.0
 """Above the mean: where the 99th percentile of most paths lies (RFC 6298)."""
+STALL_TIMES = 2.0
+"""An answer that took so many times as long as the longest timeout says that its member stood still."""
 
 
 class RoundTrips:
     """Smoothed round trips of the slow members, in seconds."""
 
-    __slots__ = ("_settings", "_slow")
+    __slots__ = ("_late", "_settings", "_slow")
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._slow: dict[PeerId, tuple[float, float]] = {}
+        # When a member that is not slow has answered late.
+        self._late: dict[PeerId, float] = {}
 
     def __len__(self) -> int:
-        return len(self._slow)
+        return len(self._slow) + len(self._late)
 
-    def learn(self, peer: PeerId, seconds: float) -> None:
-        """A ping was answered by its target after so long."""
+    def learn(self, now: float, peer: PeerId, seconds: float) -> None:
+        """A ping was answered now by its target, after so long."""
+        if seconds > STALL_TIMES * self._settings.probe_timeout_max_seconds:
+            return
         known = self._slow.get(peer)
         if known is None:
             mean, deviation = seconds, FIRST_DEVIATION * seconds
+            if mean + DEVIATIONS * deviation <= self._settings.probe_timeout_seconds:
+                self._late.pop(peer, None)
+                return
+            if now - self._late.setdefault(peer, now) < self._settings.probe_interval_seconds:
+                return
+            del self._late[peer]
         else:
             mean, deviation = known
             deviation += (abs(seconds - mean) - deviation) / 4
@@ -52,3 +67,4 @@ class RoundTrips:
     def forget(self, peer: PeerId) -> None:
         """It is dead, or no longer listed."""
         self._slow.pop(peer, None)
+        self._late.pop(peer, None)

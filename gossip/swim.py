@@ -372,7 +372,7 @@ class Swim:
         if late is None or late.target != sender:
             return []
         del self._flight.overdue[number]
-        self._measures.take_late(sender, now - late.sent_at)
+        self._measures.take_late(now, sender, now - late.sent_at)
         if sender not in self._beliefs.suspicions:
             return []
         self._table.answered(sender)

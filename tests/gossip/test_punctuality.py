@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from gossip.member import Condition, MemberDegraded, MemberDown, MemberRecovered, MemberSuspected, Status
 from gossip.messages import Ack, ByStream
 from gossip.punctuality import LATE_MIN, RECENT, RELAYED_MIN, Answer, Punctuality
-from gossip.round_trips import RoundTrips
+from gossip.round_trips import STALL_TIMES, RoundTrips
 from gossip.settings import Settings
 from gossip.swim import Sends
 from tests.gossip.swarm import Swarm, peer_of
@@ -71,17 +71,29 @@ def test_a_member_far_away_is_probed_with_patience_and_suspected_no_more(delay: 
 def test_presets_of_one_machine_stretch_nothing_and_forget_nobody() -> None:
     for settings in (Settings.local(), Settings.host()):
         trips = RoundTrips(settings)
-        trips.learn(peer_of(1), 5.0)
+        trips.learn(0.0, peer_of(1), 5.0)
         assert trips.stretch(peer_of(1)) == 1.0
     trips = RoundTrips(LAN)
-    for _ in range(9):
-        trips.learn(peer_of(1), 0.001)
+    for now in range(9):
+        trips.learn(now, peer_of(1), 0.001)
     assert (trips.stretch(peer_of(1)), len(trips)) == (1.0, 0)
-    trips.learn(peer_of(1), 9.0)
+    trips.learn(9.0, peer_of(1), STALL_TIMES * LAN.probe_timeout_max_seconds)
+    trips.learn(9.1, peer_of(1), STALL_TIMES * LAN.probe_timeout_max_seconds)
+    assert (trips.stretch(peer_of(1)), len(trips)) == (1.0, 1), "once"
+    trips.learn(19.0, peer_of(1), STALL_TIMES * LAN.probe_timeout_max_seconds)
     assert trips.stretch(peer_of(1)) == LAN.probe_timeout_max_seconds / LAN.probe_timeout_seconds
-    for _ in range(60):
-        trips.learn(peer_of(1), 0.001)
+    for now in range(20, 80):
+        trips.learn(now, peer_of(1), 0.001)
     assert len(trips) == 0
+
+
+def test_a_member_that_stood_still_is_not_far_away() -> None:
+    swarm = Swarm(5, LAN, seed=4)
+    swarm.run(40)
+    swarm.stall(3, 10.0)
+    swarm.run(15)
+    observers = [swarm.cores[number]._table.trips for number in (0, 1, 2, 4)]
+    assert [trips.stretch(peer_of(3)) for trips in observers] == [1.0] * 4
 
 
 def test_a_member_without_a_path_is_not_dead_and_is_called_so() -> None:
