@@ -128,7 +128,8 @@ class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
 
 
 class StreamPing(msgspec.Struct, frozen=True, array_like=True, tag="stream-ping"):
-    """A Ping that goes by a stream, for no datagram is answered. So does its Ack."""
+    """A Ping that goes by a stream, for no datagram is answered. So does its Ack, if the Ping came by one
+    and from a member that does not ask more often than it probes."""
 
     number: Number
     facts: Facts = ()
@@ -208,9 +209,11 @@ Message = Ping | StreamPing | Ack | Nack | PingRequest | Gossip | Compare | Sync
 
 
 class ByStream(NamedTuple):
-    """In the place of a message that is to be sent: it goes by a stream, however short it is."""
+    """In the place of a message that is to be sent: it goes by a stream, however short it is. `is_answer`:
+    only if what it answers came by one, else as a datagram."""
 
     message: Message
+    is_answer: bool = False
 
 
 def sign_body(signer: Signer, body: Body) -> Fact:

@@ -53,6 +53,7 @@ from gossip.push_pull import Sends as Sends
 from gossip.settings import Settings
 from gossip.shares import HostOf
 from gossip.state_table import MembershipState
+from gossip.stream_answers import ASKERS_MAX, StreamAnswers
 from gossip.table import Row
 from gossip.view import Place, Scope
 
@@ -81,8 +82,9 @@ class Swim:
 
     __slots__ = (
         "_beliefs", "_broadcast_at", "_candidates", "_exchange", "_flight", "_gossip_at", "_health",
-        "_left", "_measures", "_probe_at", "_settings", "_slice_at", "_table", "_tick_at", "clocks",
-        "coordinates", "deadline", "events", "peer", "punctuality", "scope", "wall_offset",
+        "_left", "_measures", "_probe_at", "_settings", "_slice_at", "_stream_answers", "_table",
+        "_tick_at", "clocks", "coordinates", "deadline", "events", "peer", "punctuality", "scope",
+        "wall_offset",
     )  # fmt: skip
 
     def __init__(
@@ -126,6 +128,7 @@ class Swim:
         """How far this machine's wall clock is ahead of `now`; the shell sets it. None: acks say no time."""
         self.punctuality = self._table.punctuality
         self._flight = InFlightProbes(rng.getrandbits(31))
+        self._stream_answers = StreamAnswers(self._table.is_live, settings.probe_interval_seconds)
         # Random phases, so that peers started together do not probe and sync in step.
         self._tick_at = now + rng.random() * settings.probe_interval_seconds
         sync_at = now + (0.5 + rng.random()) * settings.sync_interval_seconds
@@ -176,6 +179,7 @@ class Swim:
             "marks": (len(self.punctuality), most),
             "clocks": (len(self.clocks), CLOCKS_KEPT_MAX),
             "slow members": (len(self._table.trips), most),
+            "stream askers": (len(self._stream_answers), ASKERS_MAX),
             "overdue pings": (len(self._flight.overdue), OVERDUE_MAX),
             "broadcasters": (len(self._beliefs.broadcasts), most),
         }
@@ -271,7 +275,7 @@ class Swim:
         if self._left:
             if isinstance(message, Ping | StreamPing):
                 ack = Ack(message.number, self._beliefs.facts_for(sender))
-                return [(sender, ack if isinstance(message, Ping) else ByStream(ack))]
+                return [(sender, self._stream_answers.choose(now, sender, message, ack))]
             return []
         if not self._beliefs.queue.waits and not self._candidates.rows:
             # By far the commonest: there is no news, neither here nor there.
@@ -314,7 +318,7 @@ class Swim:
             case Ping() | StreamPing():
                 facts = self._beliefs.facts_for(sender)
                 ack = Ack(message.number, facts, self.coordinates.here, self._wall(now))
-                answer: Sends = [(sender, ack if isinstance(message, Ping) else ByStream(ack))]
+                answer: Sends = [(sender, self._stream_answers.choose(now, sender, message, ack))]
                 return answer if self._table.is_live(sender) else answer + self._greet(now, sender)
             case Ack():
                 return self._receive_ack(now, sender, message)

@@ -166,9 +166,11 @@ class Network(Protocol):
     def host_of(self, peer: PeerId) -> str | None:
         """The host at which a peer was seen, which it cannot choose; None if it was not."""
 
-    def send(self, peer: PeerId, protocol: str, message: bytes, *, by_stream: bool = False) -> None:
+    def send(
+        self, peer: PeerId, protocol: str, message: bytes, *, by_stream: bool = False, is_answer: bool = False
+    ) -> None:
         """Send one message, unreliably; what does not fit a datagram goes by a stream, and `by_stream` a
-        short one too."""
+        short one too, unless it `is_answer` and nothing has come from the peer by a stream just now."""
 
     def inbox(self, protocol: str) -> Inbox:
         """Return where messages sent to this node under `protocol` arrive."""

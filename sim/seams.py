@@ -311,8 +311,7 @@ class SimNetwork(SingleHomed):
 
     def announce(self, address: Address) -> None:
         own, *others = self._addresses
-        found = dict.fromkeys((own, address.of(self._peer), *others))
-        self._addresses = tuple(found)[:ADDRESSES_MAX]
+        self._addresses = tuple(dict.fromkeys((own, address.of(self._peer), *others)))[:ADDRESSES_MAX]
 
     @property
     def counters(self) -> Mapping[str, int]:
@@ -363,10 +362,12 @@ class SimNetwork(SingleHomed):
         return self._medium.homes.peer_at(address) == self._peer
 
     def host_of(self, peer: PeerId) -> str | None:
-        address = self._medium.homes.outside(peer)
-        return None if address is None else address.host
+        return None if (home := self._medium.homes.outside(peer)) is None else home.host
 
-    def send(self, peer: PeerId, protocol: str, message: bytes, *, by_stream: bool = False) -> None:
+    def send(
+        self, peer: PeerId, protocol: str, message: bytes, *, by_stream: bool = False, is_answer: bool = False
+    ) -> None:
+        del is_answer  # no peer lies here: what is answered by a stream has come by one
         if len(message) > ONE_SHOT_BYTES_MAX:
             raise LocalProtocolError(f"{len(message)} bytes of {protocol}: open a stream for so much")
         if not self.alive:

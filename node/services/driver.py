@@ -114,6 +114,7 @@ class Driver:
                 note(error, f"core {self.protocol}: an event")
         for peer, message in sends:
             if isinstance(message, ByStream):
-                self._network.send(peer, self.protocol, encode(message.message), by_stream=True)
+                sent, is_answer = encode(message.message), message.is_answer
+                self._network.send(peer, self.protocol, sent, by_stream=True, is_answer=is_answer)
             else:
                 self._network.send(peer, self.protocol, encode(message))

@@ -55,14 +55,15 @@ class _Tries:
 
     count: int = 0
     at: float = 0.0
+    has_failed: bool = False
+    """The last one is known to have failed; of connections alone."""
 
     def is_due(self, now: float) -> bool:
+        return now - self.at < ROTATE_SECONDS or self.is_rested(now)
+
+    def is_rested(self, now: float) -> bool:
         over, since = self.count - TRIES_MAX, now - self.at
-        return (
-            over < 0
-            or since < ROTATE_SECONDS
-            or since >= min(TRY_AGAIN_SECONDS_MAX, TRY_AGAIN_SECONDS * 2.0 ** min(over, 16))
-        )
+        return over < 0 or since >= min(TRY_AGAIN_SECONDS_MAX, TRY_AGAIN_SECONDS * 2.0 ** min(over, 16))
 
 
 @dataclass(slots=True)
@@ -77,6 +78,8 @@ class _Entry:
     turn: int = 0
     turned_at: float = -ROTATE_SECONDS
     tries: dict[Address, _Tries] = field(default_factory=dict)
+    dials: dict[Address, _Tries] = field(default_factory=dict)
+    """The same of connections: where datagrams are lost, they may come through."""
 
 
 _NOTHING = _Entry()
@@ -117,6 +120,7 @@ class AddressBook:
             self.policy.met(place.host)
             entry.turn = 0
         entry.tries.pop(place, None)
+        entry.dials.pop(place, None)
 
     def observe(self, peer: PeerId, address: Address, now: float) -> None:
         """The peer's newest authentic datagram came from this address."""
@@ -135,6 +139,8 @@ class AddressBook:
         entry, place = self._entry(peer), address.of(None)
         if entry.preferred == place:
             entry.preferred = None
+        if place in entry.dials:
+            entry.dials[place].has_failed = True
         if entry is not _NOTHING and len(entry.proved) > 1 and place in entry.proved:
             entry.proved = (*(each for each in entry.proved if each != place), place)
 
@@ -192,6 +198,25 @@ class AddressBook:
         """Addresses to dial, the likeliest first; empty for a peer never heard of."""
         entry = self._entry(peer)
         return _distinct(entry.preferred, *entry.proved, entry.observed, *self._claimed(entry))
+
+    def may_dial(self, peer: PeerId, address: Address, now: float) -> bool:
+        """Note that a connection to an address of the peer is tried; return whether it may. Where it was seen
+        always; where it only claims to be as rarely as datagrams go there."""
+        entry, place = self._entry(peer), address.of(None)
+        if entry is _NOTHING or place in entry.proved or place == entry.observed:
+            return True
+        tries = entry.dials.get(place, _UNTRIED)
+        if tries.count and not tries.has_failed and now - tries.at < ROTATE_SECONDS:
+            return True  # several conversations with one peer begin at once
+        if not tries.is_rested(now):
+            return False
+        if not self.policy.is_near(place) and not self._hosts.of(place.host, now).take(now):
+            return False
+        entry.dials.pop(place, None)
+        entry.dials[place] = _Tries(tries.count + 1, now)
+        if len(entry.dials) > TRIED_MAX:
+            del entry.dials[next(iter(entry.dials))]
+        return True
 
     def for_datagram(self, peer: PeerId, now: float) -> tuple[Address, ...]:
         """Return where one datagram goes: a fresh observation alone, else a few addresses at once.

@@ -226,10 +226,15 @@ class Connections:
         async def attempt(address: Address) -> SecuredTransport:
             # A name that a peer claims for itself may stand for an address that it may not claim.
             there = await self._look_up(address) if address.kind.startswith("dns") else (address,)
+            there = [each for each in there if self._book.may_dial(peer, each, trio.current_time())]
+            if not there:
+                detail = f"{address.short} was dialled too often without an answer; try again in a minute"
+                raise Unreachable("timeout", detail)
             try:
                 return await _first([each.of(peer) for each in there], self._shake_hands_with)
             except Unreachable:
-                self._book.failed(peer, address)
+                for each in dict.fromkeys((address, *there)):
+                    self._book.failed(peer, each)
                 raise
 
         is_preferred = self._book.preferred(peer) is not None

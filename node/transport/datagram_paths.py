@@ -9,6 +9,7 @@ moment.
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from math import inf
 
 from crypto.identity import PeerId
 
@@ -29,6 +30,7 @@ PEERS_MAX = 4_096
 @dataclass(slots=True)
 class _Path:
     answers_until: float = -1.0
+    asked_at: float = -inf
     is_blocked: bool = False
     is_proved: bool = False
     knock_at: float = 0.0
@@ -69,7 +71,12 @@ class DatagramPaths:
         path = self._path(peer)
         if now - heard_at > SILENCE_SECONDS:
             path.answers_until = now + ANSWER_SECONDS
-        path.is_proved, path.doubted_until = True, -1.0
+        path.is_proved, path.doubted_until, path.asked_at = True, -1.0, now
+
+    def has_just_asked(self, peer: PeerId, now: float) -> bool:
+        """Return whether something short came from `peer` by a stream a moment ago, and no datagram since."""
+        path = self._paths.get(peer)
+        return path is not None and now - path.asked_at <= ANSWER_SECONDS
 
     def has_asked(self, peer: PeerId) -> bool:
         """Return whether streams are known to come from `peer`, or to get to it."""

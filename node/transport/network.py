@@ -104,6 +104,7 @@ class RealNetwork:
         self._short = ShortMessages(
             self._connections.send,
             self._counters,
+            is_reached=self._is_reached,
             sent=self._paths.streamed,
             failed=lambda peer: self._paths.failed(peer, clock.monotonic()),
         )
@@ -207,7 +208,9 @@ class RealNetwork:
     def handle(self, protocol: str, handler: Handler, limits: StreamLimits = USUAL_STREAMS) -> None:
         self._router.handle(protocol, handler, limits)
 
-    def send(self, peer: PeerId, protocol: str, message: bytes, *, by_stream: bool = False) -> None:
+    def send(
+        self, peer: PeerId, protocol: str, message: bytes, *, by_stream: bool = False, is_answer: bool = False
+    ) -> None:
         """As the seam says; LocalProtocolError for a message of more than `router.ONE_SHOT_BYTES_MAX`."""
         if len(message) > ONE_SHOT_BYTES_MAX:
             raise LocalProtocolError(f"{len(message)} bytes of {protocol}: open a stream for so much")
@@ -215,6 +218,8 @@ class RealNetwork:
             self._counters["messages_while_not_running"] += 1
             return
         now = self._clock.monotonic()
+        # Else a datagram that asks for a stream would have one opened wherever its sender claims to be.
+        by_stream = by_stream and not (is_answer and not self._paths.has_just_asked(peer, now))
         if not self._book.knows(peer):
             self._counters["messages_without_address"] += 1
         elif len(message) > payload_bytes_max(protocol):
@@ -316,8 +321,12 @@ class RealNetwork:
 
     def _no_answer(self, peer: PeerId, now: float) -> None:
         """Handshakes by datagram lead to nothing; by a stream only one is asked that has answered before."""
-        if self._book.host_of(peer) is not None or self._paths.has_asked(peer):
+        if self._is_reached(peer):
             self._paths.unanswered(peer, now)
+
+    def _is_reached(self, peer: PeerId) -> bool:
+        """Whether it has answered before, or has come here by a stream."""
+        return self._book.host_of(peer) is not None or self._paths.has_asked(peer)
 
     def _found_closed(self, address: Address) -> None:
         if self.closed is not None:

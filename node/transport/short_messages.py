@@ -1,5 +1,8 @@
 """Messages that would fit a datagram and go by streams, because no datagram gets through: in order, and what
 waits for one peer delays no other.
+
+Peers that never answered have a few senders of their own. Most of them lead nowhere, and anybody can invent
+more, so they must not take those of peers that are there.
 """
 
 from collections import Counter, deque
@@ -15,36 +18,44 @@ SENDERS = 16
 """Peers served at once. One that is gone holds its sender for SECONDS."""
 SECONDS = 5.0
 """From the first address tried to the last byte: whoever probes has given up by then."""
+NEW_SENDERS = 4
+"""The same for peers that never answered."""
+NEW_PEERS_MAX = 16
+"""That few of those wait: the probe of one that waits longer has failed by then."""
 PEERS_MAX = 256
 MESSAGES_PER_PEER_MAX = 32
 """A second of control traffic with one peer; more is dropped, as from a socket's queue."""
 
 
 class ShortMessages:
-    """The queues. `send` opens a stream and raises Unreachable or StreamClosed; `sent` and `failed` are told
-    of each peer to which that worked, or did not."""
+    """The queues. `send` opens a stream and raises Unreachable or StreamClosed; `is_reached` says whether a
+    peer has ever answered; `sent` and `failed` are told of each peer to which that worked, or did not."""
 
     def __init__(
         self,
         send: Callable[[PeerId, str, bytes], Awaitable[None]],
         counters: Counter[str],
         *,
+        is_reached: Callable[[PeerId], bool],
         sent: Callable[[PeerId], None],
         failed: Callable[[PeerId], None],
     ) -> None:
         self._send = send
         self._counters = counters
+        self._is_reached = is_reached
         self._sent = sent
         self._failed = failed
         self._waiting: dict[PeerId, deque[tuple[str, bytes]]] = {}
         self._peers, self._peers_out = trio.open_memory_channel[PeerId](PEERS_MAX)
+        self._new, self._new_out = trio.open_memory_channel[PeerId](NEW_PEERS_MAX)
 
     def put(self, peer: PeerId, protocol: str, message: bytes) -> None:
         """Send this once it is its turn, or drop and count it."""
         waiting = self._waiting.get(peer)
         if waiting is None:
+            queue = self._peers if self._is_reached(peer) else self._new
             try:
-                self._peers.send_nowait(peer)
+                queue.send_nowait(peer)
             except trio.WouldBlock:
                 self._counters["messages_dropped_queue_full"] += 1
                 return
@@ -58,11 +69,13 @@ class ShortMessages:
         """Send until cancelled."""
         async with trio.open_nursery() as nursery:
             for _ in range(SENDERS):
-                nursery.start_soon(self._serve)
+                nursery.start_soon(self._serve, self._peers_out)
+            for _ in range(NEW_SENDERS):
+                nursery.start_soon(self._serve, self._new_out)
 
-    async def _serve(self) -> None:
+    async def _serve(self, peers: trio.MemoryReceiveChannel[PeerId]) -> None:
         while True:
-            peer = await self._peers_out.receive()
+            peer = await peers.receive()
             waiting = self._waiting[peer]
             try:
                 while waiting:

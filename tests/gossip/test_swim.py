@@ -19,8 +19,20 @@ from gossip.member import (
     SelfAccused,
     Status,
 )
-from gossip.messages import Ack, DeadBody, Gossip, Ping, PingRequest, SuspectBody, Sync, sign_body
+from gossip.messages import (
+    Ack,
+    ByStream,
+    DeadBody,
+    Gossip,
+    Ping,
+    PingRequest,
+    StreamPing,
+    SuspectBody,
+    Sync,
+    sign_body,
+)
 from gossip.settings import Settings
+from gossip.stream_answers import BURST
 from tests.gossip.swarm import HashSigner, Swarm, peer_of, profile_of
 
 LOCAL = Settings.local()
@@ -60,6 +72,21 @@ def test_a_probe_without_datagrams_is_answered_by_stream_and_nobody_is_suspected
     assert not [event for events in swarm.events.values() for event in events if isinstance(event, kinds)]
     swarm.kill(1)
     swarm.run_until(lambda: swarm.all_see(1, Status.DEAD), at_most=60 * settings.probe_interval_seconds)
+
+
+def test_stream_pings_are_answered_by_streams_for_members_as_often_as_one_probes() -> None:
+    swarm = settled(2)
+    core = swarm.cores[0]
+
+    def by_stream(number: int, now: float) -> bool:
+        sends = core.receive(now, peer_of(number), StreamPing(7))
+        (answer,) = (sent for _, sent in sends if isinstance(sent, Ack | ByStream))
+        return isinstance(answer, ByStream)
+
+    burst = [by_stream(1, swarm.now) for _ in range(10)]
+    assert burst == [True] * int(BURST) + [False] * (10 - int(BURST))
+    assert by_stream(1, swarm.now + LOCAL.probe_interval_seconds)
+    assert not by_stream(9, swarm.now), "a stranger"
 
 
 def test_two_members_without_any_datagrams_stay_alive() -> None:

@@ -1,6 +1,7 @@
 """Which addresses are told, tried and in what order: the rules without any network."""
 
 import ipaddress
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -229,6 +230,23 @@ def test_a_crowd_of_invented_peers_does_not_aim_this_node_at_one_host() -> None:
     for peer in crowd:
         book.claim(peer, [at("203.0.113.1", 20_000)])
     assert sum(bool(book.for_datagram(peer, 0.0)) for peer in crowd) == HOST_TRIES_BURST
+
+
+def test_connections_to_claimed_addresses_are_as_rare_as_datagrams() -> None:
+    book = AddressBook(policy())
+    there = at("203.0.113.1", 20_000)
+    book.claim(PEER, [there])
+    times = [second for second in range(400) if book.may_dial(PEER, there, float(second))]
+    assert times[:TRIES_MAX] == list(range(TRIES_MAX))
+    pauses = [after - before for before, after in pairwise(times[TRIES_MAX - 1 :])]
+    assert pauses[:7] == [1, 2, 4, 8, 16, 32, 64]
+    assert set(pauses[7:]) == {64}
+    book.prove(PEER, there)
+    assert all(book.may_dial(PEER, there, 400.0) for _ in range(100))
+    crowd = [PeerId(number.to_bytes(32, "big")) for number in range(1_000, 2_000)]
+    for peer in crowd:
+        book.claim(peer, [there])
+    assert sum(book.may_dial(peer, there, 500.0) for peer in crowd) == HOST_TRIES_BURST
 
 
 def test_an_address_that_failed_comes_behind_those_that_answered() -> None:

@@ -1,0 +1,36 @@
+"""Which pings are answered by a stream: those of members that ask for it, as often as one probes.
+
+To open a stream costs more than to ask for one, and it goes to where the asker says that it is. So a stranger
+is answered by a datagram, and so is a member that asks more often.
+"""
+
+from collections.abc import Callable
+
+from crypto.identity import PeerId
+from crypto.token_buckets import Buckets
+from gossip.messages import Ack, ByStream, Ping, StreamPing
+
+BURST = 2.0
+"""Answers to one member at once, one more each probe interval: it probes in its round, and again where others
+suspect us."""
+ASKERS_MAX = 512
+"""Members of which is known how often they were answered lately."""
+
+
+class StreamAnswers:
+    """The choice, of one peer; `is_live` says who is a member."""
+
+    __slots__ = ("_buckets", "_is_live")
+
+    def __init__(self, is_live: Callable[[PeerId], bool], probe_interval_seconds: float) -> None:
+        self._is_live = is_live
+        self._buckets = Buckets[PeerId](1.0 / probe_interval_seconds, BURST, ASKERS_MAX)
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def choose(self, now: float, sender: PeerId, ping: Ping | StreamPing, ack: Ack) -> Ack | ByStream:
+        """Return the ack of a ping as it is to be sent."""
+        if isinstance(ping, Ping) or not self._is_live(sender):
+            return ack
+        return ByStream(ack, is_answer=True) if self._buckets.of(sender, now).take(now) else ack
