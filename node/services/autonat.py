@@ -22,7 +22,7 @@ from crypto.identity import PeerId
 from node.errors import StreamClosed, Unreachable
 from node.protocols.calls import conversation
 from node.seams import Clock, Network, Stream
-from node.services.autonat_core import ADDRESSES_MAX, Reachability, Report
+from node.services.autonat_core import ADDRESSES_MAX, Reachability, Report, count_networks
 
 PROTOCOL = "/peerloom/reach/1"
 MESSAGE_BYTES_MAX = 1_536
@@ -138,7 +138,8 @@ class Reach:
                 continue
             others = [peer for peer in peers() if peer != self._network.peer]
             # A clock of whole microseconds may show a little less than what was waited for.
-            peer = core.next(max(self._clock.monotonic(), core.deadline), others)
+            networks = count_networks(map(self._network.host_of, others))
+            peer = core.next(max(self._clock.monotonic(), core.deadline), others, networks)
             if peer is not None and await self._ask(core, peer):
                 own = {address.of(None) for address in self._network.addresses}
                 unknown = tuple(address for address in core.addresses if address not in own)

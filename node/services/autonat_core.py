@@ -1,9 +1,10 @@
 """Whether others can reach this node, judged by those who tried: a core without I/O.
 
 Three others are asked, one after the other, to dial this node back. One that could proves that the node can
-be reached; it cannot be where three were asked and none of them could; until then nobody knows. Whoever could
-not be asked, or would not try, counts for nothing: "no path" is not "unreachable". What others say is
-believed for an hour, and asked again long before.
+be reached; it cannot be where three from different networks were asked and none of them could; until then
+nobody knows. Where the whole swarm is in fewer networks, three from all of these decide. So the ids of one
+host alone make no node unreachable. Whoever could not be asked, or would not try, counts for nothing: "no
+path" is not "unreachable". What others say is believed for an hour, and asked again long before.
 
 They also say where they saw this node. An address that is not known here counts once it was dialled with
 success by three from different networks: one peer alone, or one network, cannot make a node tell others a
@@ -12,7 +13,7 @@ wrong address.
 
 import ipaddress
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -60,6 +61,7 @@ class Reachability:
         self._reports: OrderedDict[PeerId, Report] = OrderedDict()
         self._unasked: OrderedDict[PeerId, float] = OrderedDict()
         self._pause = SOON_SECONDS
+        self._networks = OTHERS
         self.deadline = now + self._pause
 
     @property
@@ -73,7 +75,8 @@ class Reachability:
         newest = self._newest
         if any(report.worked for report in newest):
             return True
-        return False if len(newest) >= OTHERS else None
+        networks = {_network(peer, report) for peer, report in self._reports.items() if report in newest}
+        return False if len(newest) >= OTHERS and len(networks) >= self._networks else None
 
     @property
     def addresses(self) -> tuple[Address, ...]:
@@ -93,8 +96,10 @@ class Reachability:
         """What others could make grow here: how much it is, and its limit."""
         return {"reports": (len(self._reports), REPORTS_MAX), "unasked": (len(self._unasked), UNASKED_MAX)}
 
-    def next(self, now: float, peers: Sequence[PeerId]) -> PeerId | None:
-        """Return whom of `peers` to ask now; None if nobody, and `deadline` says when to look again."""
+    def next(self, now: float, peers: Sequence[PeerId], networks: int = OTHERS) -> PeerId | None:
+        """Return whom of `peers` to ask now; None if nobody, and `deadline` says when to look again. They are
+        known to be in so many `networks`."""
+        self._networks = max(1, min(OTHERS, networks))
         self._forget(now)
         if now < self.deadline:
             return None
@@ -116,7 +121,7 @@ class Reachability:
             self._reports.popitem(last=False)
         # The pause that was in force when it was asked may have been a long one.
         self.deadline = min(self.deadline, now + self._pause)
-        if self.asked >= OTHERS:
+        if self.verdict is not None and self.asked >= OTHERS:
             self.deadline = now + self._patience_seconds
 
     def failed(self, now: float, peer: PeerId) -> None:
@@ -130,7 +135,14 @@ class Reachability:
 
     @property
     def _newest(self) -> list[Report]:
-        return [report for report in self._reports.values() if report.outcomes][-OTHERS:]
+        """The newest reports: of each network one, and more of these only where there are no others."""
+        latest: dict[object, Report] = {}
+        others: list[Report] = []
+        for peer, report in reversed(self._reports.items()):
+            if report.outcomes and latest.setdefault(_network(peer, report), report) is not report:
+                others.append(report)
+        chosen = [*latest.values(), *others][:OTHERS]
+        return sorted(chosen, key=lambda report: report.at)
 
     def _is_stale(self, now: float) -> bool:
         return all(report.at + self._patience_seconds <= now for report in self._newest)
@@ -146,10 +158,24 @@ class Reachability:
             del self._unasked[peer]
 
 
+def count_networks(hosts: Iterable[str | None]) -> int:
+    """Return how many networks these hosts are in; those that are not known count for nothing."""
+    return len({network for host in hosts if host and (network := _network_of_host(host))})
+
+
+def _network(peer: PeerId, report: Report) -> object:
+    """Return the network of a report, or its peer where nobody knows that."""
+    return (network_of(report.there) if report.there is not None else "") or peer
+
+
 def network_of(address: Address) -> str:
     """The network an address is of: a /24 of IPv4, a /48 of IPv6; empty for a name."""
+    return _network_of_host(address.host)
+
+
+def _network_of_host(text: str) -> str:
     try:
-        host = ipaddress.ip_address(address.host.partition("%")[0])
+        host = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:
         return ""
     bits = 24 if host.version == 4 else 48

@@ -76,6 +76,38 @@ def test_one_that_got_through_is_enough_and_three_that_did_not_are_needed() -> N
     assert core.verdict is True
 
 
+def test_three_reports_of_one_network_do_not_make_a_node_unreachable() -> None:
+    core = Reachability(Random(1), 0.0)
+    for number in range(9):
+        core.answered(number, peer(number), Report(number, there(1), ((OWN, "timeout"),)))
+        assert core.verdict is None
+        assert core.deadline <= number + SOON_SECONDS, "it goes on asking"
+    for number in (10, 11):
+        assert core.verdict is None
+        core.answered(number, peer(number), report(number, number, "timeout"))
+    assert (core.verdict, core.asked) == (False, 3)
+    for number in range(12, 20):
+        core.answered(number, peer(number), Report(number, there(1), ((OWN, "timeout"),)))
+    assert core.verdict is False
+
+
+def test_three_reports_decide_in_a_swarm_of_one_network() -> None:
+    core = Reachability(Random(1), 0.0)
+    core.next(0.0, [peer(number) for number in range(3)], networks=1)
+    for number in range(3):
+        assert core.verdict is None
+        core.answered(number, peer(number), Report(number, there(1), ((OWN, "timeout"),)))
+    assert core.verdict is False
+
+
+def test_a_report_of_success_outlives_failures_of_one_network() -> None:
+    core = Reachability(Random(1), 0.0)
+    core.answered(0, peer(0), report(0, 2))
+    for number in range(1, 9):
+        core.answered(number, peer(number), Report(number, there(1), ((OWN, "timeout"),)))
+    assert core.verdict is True
+
+
 def test_who_would_not_try_counts_for_nothing_and_is_left_alone_for_a_while() -> None:
     core = Reachability(Random(1), 0.0)
     now = core.deadline
