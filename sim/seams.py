@@ -280,8 +280,7 @@ class SimNetwork(SingleHomed):
         self._handlers = Handlers()
         self._known: dict[PeerId, None] = {}
         self._impostors: dict[PeerId, PeerId] = {}
-        # With whether the other side opened it.
-        self._streams: dict[SimStream, bool] = {}
+        self._streams: dict[SimStream, bool] = {}  # whether the other side opened it
         self._nursery: trio.Nursery | None = None
         self._local = SimLocal(home.own, partial(medium.near, peer), self._counters)
         self._has_local = medium.has_local
