@@ -54,9 +54,10 @@ class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `versions` where these are given, chosen by the seed.
 
     partition: they are cut off from the others for `lasts_seconds`. one-way: others hear them, they hear
-    nobody. no-datagrams: no datagram goes to them or from them for `lasts_seconds`, and streams do. crash,
-    leave: they stop, and start again after `lasts_seconds` (0: never). join: so many of those that were kept
-    back until now start, within `lasts_seconds` (a flash crowd). freeze: they stand still for
+    nobody. no-datagrams: no datagram goes to them or from them for `lasts_seconds`, and streams do; messages
+    do not change over to streams, as a real node's do, so this is harsher. crash, leave: they stop, and start
+    again after `lasts_seconds` (0: never). join: so many of those that were kept back until now start, within
+    `lasts_seconds` (a flash crowd). freeze: they stand still for
     `lasts_seconds`. slow: computing takes `factor` times as long for `lasts_seconds`. restart: as crash, and
     back at once under `version`, if it is given only those that do not run it yet. loss: this share of their
     messages is lost for `lasts_seconds`.
