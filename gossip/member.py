@@ -224,6 +224,12 @@ class RivalFound:
     is_younger: bool
 
 
+@dataclass(frozen=True)
+class RivalOutlived:
+    """This peer announces itself beside a younger process with its key, or after it. Whoever drives this core
+    begins anew with each peer: their packets may go to the other process."""
+
+
 Event = (
     MemberUp
     | MemberChanged
@@ -234,6 +240,7 @@ Event = (
     | MemberForgotten
     | SelfAccused
     | RivalFound
+    | RivalOutlived
     | OtherLifeHeard
     | NeighbourhoodLookupWanted
     | CandidateFound

@@ -143,7 +143,7 @@ class Exchange:
         if message.reply_wanted and self._may_serve(sender):
             told = {fact.signature for fact in message.facts}
             news = tuple(fact for fact in self._facts(region) if fact.signature not in told)
-            sends.append((sender, self._list(False, news + self._beliefs.lives.displaced_by(sender))))
+            sends.append((sender, self._list(False, news + self._beliefs.displaced.of(sender))))
         return sends
 
     def sync(self, now: float) -> Sends:

@@ -39,6 +39,7 @@ from gossip.member import (
     MemberRefuted,
     MemberSuspected,
     Profile,
+    RivalOutlived,
     SelfAccused,
     Status,
 )
@@ -61,7 +62,7 @@ from gossip.messages import (
     silence_of,
     subject_of,
 )
-from gossip.other_lives import OtherLives
+from gossip.other_lives import DisplacedLives, OtherLives
 from gossip.own_facts import OwnFacts
 from gossip.refutations import Refutations
 from gossip.settings import Settings
@@ -79,7 +80,7 @@ class MembershipState:
 
     __slots__ = (
         "_changes", "_credit", "_events", "_farewell", "_own",
-        "_settings", "broadcasts", "candidates", "health", "hints", "intake", "lives", "misled",
+        "_settings", "broadcasts", "candidates", "displaced", "health", "hints", "intake", "lives", "misled",
         "peer", "queue", "refutations", "scope", "shares", "suspicion_deadline", "suspicions", "table"
     )  # fmt: skip
 
@@ -98,6 +99,7 @@ class MembershipState:
         self.scope = scope
         self._own = OwnFacts(signer, life)
         self.lives = OtherLives(life)
+        self.displaced = DisplacedLives()
         self._settings = settings
         self._events = events
         self.peer = signer.peer
@@ -146,12 +148,41 @@ class MembershipState:
         self.table.renew(self.me, said)
         self.queue.put(said.peer, said.fact, sends=sends)
 
+    def meet_life(self, now: float, life: bytes, incarnation: int) -> None:
+        """Another life of this key lives now, in this incarnation: announce this one above it, or fall silent
+        if that one is the elder."""
+        if self.lives.meet(life):
+            self._outlive(now, above=incarnation, rival=life)
+        else:
+            self._fall_silent()
+
+    def announce_again(self, now: float) -> Fact:
+        """The rival that was met should have ended; the fact that says that this life goes on."""
+        self.announce(self.me.profile)
+        self._events.append(RivalOutlived())
+        self.lives.next_announcement(now)
+        return self.me.said.fact
+
+    def _outlive(self, now: float, *, above: int, rival: bytes) -> None:
+        if self.lives.is_silent:
+            return
+        self.announce(self.me.profile, above=above, rival=rival)
+        self._events.append(RivalOutlived())
+        self.lives.outlive(now)
+
+    def _fall_silent(self) -> None:
+        """Answers to this life go to the elder: it is in no place to judge others."""
+        self.lives.again_at = inf
+        for peer in tuple(self.suspicions):
+            self._end_suspicion(peer)
+
     def leave(self, now: float) -> Fact:
         """Be gone; the fact that says so."""
         left = self._own.left(self.me.incarnation)
         self.table.judge(self.me, now, Verdict(Status.LEFT, self.me.incarnation, left, "left"))
         self.queue.put(self.peer, left)
         self._farewell = left
+        self.lives.again_at = inf
         self.suspicions.clear()
         self._reckon()
         return left
@@ -161,6 +192,8 @@ class MembershipState:
     def accuse(self, now: float, row: Row, *, sent_at: float) -> None:
         """Suspect a live member for a failed probe of ours, begun at `sent_at`, or confirm a suspicion."""
         hints = self.hints.confirm(row.peer)
+        if self.lives.is_silent:
+            return
         suspicion = self.suspicions.get(row.peer)
         if suspicion is None:
             suspicion = self._begin_suspicion(now, row, hints)
@@ -255,17 +288,21 @@ class MembershipState:
 
         Once we have left, that. To one whose accusation of us is outdated, that we live: the fact
         that refuted it may have been lost on every way to it. Then what is held against the
-        receiver, so that it can refute (Lifeguard's buddy system).
+        receiver, so that it can refute (Lifeguard's buddy system), and its other lives.
         """
         row = self.table.rows.get(peer)
         accusation = None if row is None or row.verdict is None else row.verdict.fact
         if accusation is None and self.hints.rows:
             accusation = next(iter(self.hints.about(peer)), None)
         is_misled = self.misled is not None and peer == self.misled
-        if accusation is None and not self.queue.waits and self._farewell is None and not is_misled:
+        life = None
+        if self.displaced.waits and row is not None:
+            life = self.displaced.next(row.said)
+        is_quiet = accusation is None and life is None and self._farewell is None and not is_misled
+        if is_quiet and not self.queue.waits:
             return ()
         refutation = self.me.said.fact if is_misled else None
-        proofs = [fact for fact in (self._farewell, refutation, accusation) if fact is not None]
+        proofs = [fact for fact in (self._farewell, refutation, accusation, life) if fact is not None]
         first: list[Fact] = []
         room = self._settings.facts_bytes_max
         for fact in proofs:
@@ -370,7 +407,7 @@ class MembershipState:
         peer = PeerId(fact.author)
         row = self.table.rows.get(peer)
         if peer == self.peer:
-            self._hear_of_other_self(fact, body)
+            self._hear_of_other_self(now, fact, body)
         elif row is None:
             self._hear_of_stranger(now, sender, fact, body, passed_on)
         elif body.incarnation > row.incarnation:
@@ -409,8 +446,8 @@ class MembershipState:
         """Take in what a listed member says of itself; whether that is news but for the incarnation."""
         changed = said.profile != row.profile
         status = row.status
-        if status in (Status.ALIVE, Status.SUSPECT) and sender == said.peer:
-            self.lives.displace(row.said, said)
+        if status is not Status.LEFT:
+            self.displaced.note(row.said, said, speaks=sender == said.peer)
         row = self.table.renew(row, said)
         back = status in (Status.DEAD, Status.LEFT)
         if status is not Status.ALIVE:
@@ -437,7 +474,7 @@ class MembershipState:
         if row is None or body.incarnation < row.incarnation:
             return
         if row.peer == self.peer:
-            self._hear_of_other_self(fact, body)
+            self._hear_of_other_self(now, fact, body)
             return
         if row.status is Status.LEFT and body.incarnation == row.incarnation:
             return
@@ -527,7 +564,7 @@ class MembershipState:
             if self.broadcasts.hear(now, author, body):
                 self.queue.put(queue_key(author, body.topic), fact, is_later=True)
 
-    def _hear_of_other_self(self, fact: Fact, body: AliveBody | LeftBody) -> None:
+    def _hear_of_other_self(self, now: float, fact: Fact, body: AliveBody | LeftBody) -> None:
         """Another life of ours is talked about. Name it, above its incarnation if that is as high as ours.
 
         An earlier life has such a one where incarnations start from a wall clock that was set back. One that
@@ -543,9 +580,15 @@ class MembershipState:
             return
         self._own.check(fact, body)
         rival = body.life if isinstance(body, AliveBody) and self.lives.is_other(body) else b""
-        self.announce(self.me.profile, above=body.incarnation, rival=rival)
+        if (is_rival and rival > self.lives.life) or self.lives.is_outlived(body):
+            self._outlive(now, above=body.incarnation, rival=rival)
+        else:
+            # Also where this is the younger of both, once: the elder is to know of it.
+            self.announce(self.me.profile, above=body.incarnation, rival=rival)
         if is_rival and isinstance(body, AliveBody):
-            self._events.append(self.lives.meet(fact, body))
+            self._events.append(self.lives.found(fact, body))
+            if not self.lives.meet(body.life):
+                self._fall_silent()
 
     def _begin_suspicion(self, now: float, row: Row, hints: Sequence[Fact]) -> Suspicion:
         """Our probe has failed, as that of those whose accusations are `hints`."""
@@ -616,5 +659,6 @@ class MembershipState:
 
     def _forgotten(self, peer: PeerId) -> None:
         self.queue.drop(peer)
+        self.displaced.forget(peer)
         self.broadcasts.forget(peer)
         self._events.append(MemberForgotten(peer))

@@ -349,6 +349,7 @@ class Node(Surface):
             make=partial(self.seams.core, self._make_swim),
             instance=self._entropy(INSTANCE_BYTES),
             yields=self._stop_as_younger,
+            doubt=self._doubt_sessions,
             look_for_life=lambda addresses: self._nursery.start_soon(self._lives.look, addresses),
         )
         self.discovery = Discovery(
@@ -458,6 +459,11 @@ class Node(Surface):
         else:
             self.joining.hear(peer, addresses)
 
+    def _doubt_sessions(self) -> None:
+        """Others may take another node's sessions for this one's."""
+        if isinstance(self.network, RealNetwork):
+            self.network.doubt()
+
     def _stop_as_younger(self, shared: IdentityShared) -> None:
         """End, since another node with this one's identity began earlier. Say no goodbye: all would take it
         for that node's."""
@@ -522,8 +528,6 @@ class Node(Surface):
     def _publish_membership(self, event: Event) -> None:
         self._publish(event)
         match event:
-            case IdentityShared() if isinstance(self.network, RealNetwork):
-                self.network.doubt()
             case MemberSuspected():
                 self.runs.member_suspected(event.peer)
             case MemberJoined() | MemberChanged() | MemberRefuted():

@@ -9,6 +9,7 @@ from typing import Any
 
 import trio
 
+from crypto.contact import Address
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
@@ -37,14 +38,16 @@ async def conversation(
     *,
     seconds: float,
     message_bytes_max: int = MESSAGE_BYTES_USUAL,
+    at: Address | None = None,
 ) -> AsyncIterator[Stream]:
-    """A stream to `peer` for at most so many seconds, which is closed at the end, however it comes.
+    """A stream to `peer`, if need be to its address `at`, for at most so many seconds, which is closed at the
+    end, however it comes.
 
     Raises:
         Unreachable: no path, or the time is up. What the block raises.
     """
     with trio.move_on_after(seconds) as scope:
-        stream = await network.open(peer, protocol, message_bytes_max=message_bytes_max)
+        stream = await network.open(peer, protocol, message_bytes_max=message_bytes_max, at=at)
         try:
             yield stream
         finally:

@@ -10,6 +10,7 @@ Not here: what becomes of it (`node.services.membership`).
 import shlex
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -34,6 +35,9 @@ MESSAGE_BYTES_MAX = 2_048
 ASK_SECONDS = 5.0
 ADDRESSES_LOOKED_MAX = 4
 """The first of those that one life tells, which are eight at most."""
+LOOK_PAUSES_SECONDS = (1.0, 2.0, 4.0)
+"""Before each further look where nobody was: a busy machine may have let one dial fail. Usually there is
+nobody, for an earlier life of this node was there."""
 SERVED_MAX = 2
 """Streams of one peer at once: only one with this node's own key has anything to ask."""
 
@@ -80,7 +84,7 @@ class Lives:
         self._is_looking = False
         network.handle(PROTOCOL, self._serve, STREAMS)
 
-    async def is_other(self) -> bool:
+    async def is_other(self, at: Address | None = None) -> bool:
         """Return whether this node's id, which has just answered somewhere, is another node there."""
         try:
             async with conversation(
@@ -89,6 +93,7 @@ class Lives:
                 PROTOCOL,
                 seconds=ASK_SECONDS,
                 message_bytes_max=MESSAGE_BYTES_MAX,
+                at=at,
             ) as stream:
                 await stream.send(self._name())
                 return self._met(await stream.receive())
@@ -96,15 +101,29 @@ class Lives:
             return False
 
     async def look(self, addresses: Sequence[Address]) -> None:
-        """Look whether this node's identity lives at one of these addresses, where a life of it was."""
+        """Look whether this node's identity lives at one of these addresses, where a life of it was: a few
+        times, at all of them side by side."""
         with contain("looking for another life"):
-            for address in addresses[:ADDRESSES_LOOKED_MAX]:
-                try:
-                    await self._network.identify(address.of(self._network.peer))
-                except Unreachable:
-                    continue
-                if await self.is_other():
+            for pause_seconds in (*LOOK_PAUSES_SECONDS, 0.0):
+                if await self._look_once(addresses[:ADDRESSES_LOOKED_MAX]):
                     return
+                await trio.sleep(pause_seconds)
+
+    async def _look_once(self, addresses: Sequence[Address]) -> bool:
+        """Return whether another life is at one of these."""
+        found: list[Address] = []
+        async with trio.open_nursery() as nursery:
+
+            async def look_at(address: Address) -> None:
+                with suppress(Unreachable):
+                    await self._network.identify(address.of(self._network.peer))
+                    if await self.is_other(address):
+                        found.append(address)
+                        nursery.cancel_scope.cancel()
+
+            for address in addresses:
+                nursery.start_soon(look_at, address)
+        return bool(found)
 
     async def look_near(self, addresses: Sequence[Address]) -> None:
         """The same for what a beacon says, which anybody on the link may send: only where a claim may be
@@ -113,7 +132,7 @@ class Lives:
         if admitted and not self._is_looking:
             self._is_looking = True
             try:
-                await self.look(admitted)
+                await self._look_once(admitted[:ADDRESSES_LOOKED_MAX])
             finally:
                 self._is_looking = False
 

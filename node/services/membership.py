@@ -25,7 +25,7 @@ from node.services.driver import Driver, Sends
 from node.services.metadata import claimed_capacity, claimed_standing
 
 RIVALS_MAX = 16
-"""Other nodes with this one's identity that are told of."""
+"""Other nodes with this one's identity that are remembered, the latest: each is told of once."""
 CLOCK_NEWS_SECONDS = 0.01
 """The wall clock and the monotonic one never agree to the microsecond; less than this is no news."""
 LEAVE_SECONDS = 0.6
@@ -80,6 +80,7 @@ class Membership:
         instance: bytes = bytes(INSTANCE_BYTES),
         yields: Callable[[events.IdentityShared], None] = lambda _shared: None,
         look_for_life: Callable[[Sequence[Address]], None] = lambda _addresses: None,
+        doubt: Callable[[], None] = lambda: None,
         is_scoped: bool = True,
         work_bits: int = 0,
     ) -> None:
@@ -88,6 +89,7 @@ class Membership:
         if it `is_scoped`. `instance` is random.
         `look_for_life` is told where another node may live with this one's key; where one has begun earlier,
         `yields` is told, and this node is to end without a goodbye, which all would take for the other's.
+        Where this one began earlier, `doubt` is to have it shake hands anew with every peer.
         No peer is whose id has less than `work_bits` of work in it."""
         self._network = network
         self._clock = clock
@@ -104,8 +106,9 @@ class Membership:
         self._look_up = look_up = look_up if is_scoped else None
         place = None if look_up is None else node_number
         self.life = life_of(incarnation, instance)
-        self._rivals: set[int] = set()
+        self._rivals: dict[int, None] = {}
         self._yields = yields
+        self._doubt = doubt
         self._look_for_life = look_for_life
         swim = make(
             signer,
@@ -208,15 +211,17 @@ class Membership:
 
     def met_life(self, life: bytes, incarnation: int, addresses: Sequence[Address]) -> None:
         """Another life of this node's identity answers now, and says that it is at these addresses."""
-        if life > self.life and not self._has_left:
-            self._driver.command(lambda now: self._swim.outlive(now, life, incarnation))
+        if not self._has_left:
+            self._driver.command(lambda now: self._swim.meet_life(now, life, incarnation))
         self._share(core.RivalFound(started_of(life), "", tuple(addresses), life > self.life))
 
     def _share(self, event: core.RivalFound) -> None:
         """Say that another node has this one's identity, once for each; the younger of both stops."""
-        if event.started_milliseconds in self._rivals or len(self._rivals) >= RIVALS_MAX:
+        if event.started_milliseconds in self._rivals:
             return
-        self._rivals.add(event.started_milliseconds)
+        self._rivals[event.started_milliseconds] = None
+        if len(self._rivals) > RIVALS_MAX:
+            del self._rivals[next(iter(self._rivals))]
         shared = events.IdentityShared(
             at=self._clock.wall(),
             name=event.name,
@@ -260,6 +265,8 @@ class Membership:
                     self._look_up(event.key, self._meet)
             case core.RivalFound():
                 self._share(event)
+            case core.RivalOutlived():
+                self._doubt()
             case core.OtherLifeHeard():
                 self._look_elsewhere(event.addresses)
             case core.BroadcastHeard():
