@@ -15,7 +15,8 @@ from random import Random
 from crypto.facts import Fact
 from crypto.identity import PeerId
 from gossip.member import Event, NeighbourhoodLookupWanted
-from gossip.messages import DIGESTS_MAX, ByStream, Compare, Message, ScopedCompare, ScopedSync, Sync
+from gossip.messages import DIGESTS_MAX, ByStream, Compare, Gossip, Message, ScopedCompare, ScopedSync, Sync
+from gossip.other_lives import AGAIN_LISTENERS_MAX
 from gossip.settings import Settings
 from gossip.state_table import MembershipState
 from gossip.view import Region, Scope
@@ -175,6 +176,13 @@ class Exchange:
                 self._search(self._scope.random_key(self._rng))
         # A seed that did not answer may be one to which datagrams do not get through.
         return sends + [(peer, ByStream(asked)) for peer, asked in self._ask_seeds()]
+
+    def announce_again(self, now: float) -> Sends:
+        """Say that this life goes on where another one ended, which others may hold: at once, for news of a
+        member that changes often is passed on by few."""
+        self._beliefs.lives.announce_again(now)
+        news = Gossip((self._beliefs.me.said.fact,))
+        return [(peer, news) for peer in self._table.pick(AGAIN_LISTENERS_MAX, lambda row: row.live)]
 
     def next_interval(self, now: float) -> None:
         """A probe interval has begun."""

@@ -27,6 +27,7 @@ from crypto.identity import PeerId
 from gossip import dissemination as news
 from gossip.broadcasts import Broadcasts, queue_key
 from gossip.candidates import Candidate, Candidates
+from gossip.displaced_lives import DisplacedLives
 from gossip.hints import Hints
 from gossip.intake import CHECK_COST, READ_COST, Intake, Job
 from gossip.member import (
@@ -39,7 +40,6 @@ from gossip.member import (
     MemberRefuted,
     MemberSuspected,
     Profile,
-    RivalOutlived,
     SelfAccused,
     Status,
 )
@@ -62,7 +62,7 @@ from gossip.messages import (
     silence_of,
     subject_of,
 )
-from gossip.other_lives import DisplacedLives, OtherLives
+from gossip.other_lives import OtherLives
 from gossip.own_facts import OwnFacts
 from gossip.refutations import Refutations
 from gossip.settings import Settings
@@ -98,7 +98,7 @@ class MembershipState:
     ) -> None:
         self.scope = scope
         self._own = OwnFacts(signer, life)
-        self.lives = OtherLives(life)
+        self.lives = OtherLives(life, events, announce=self._announce_beside, check=self._own.check)
         self.displaced = DisplacedLives()
         self._settings = settings
         self._events = events
@@ -148,33 +148,8 @@ class MembershipState:
         self.table.renew(self.me, said)
         self.queue.put(said.peer, said.fact, sends=sends)
 
-    def meet_life(self, now: float, life: bytes, incarnation: int) -> None:
-        """Another life of this key lives now, in this incarnation: announce this one above it, or fall silent
-        if that one is the elder."""
-        if self.lives.meet(life):
-            self._outlive(now, above=incarnation, rival=life)
-        else:
-            self._fall_silent()
-
-    def announce_again(self, now: float) -> Fact:
-        """The rival that was met should have ended; the fact that says that this life goes on."""
-        self.announce(self.me.profile)
-        self._events.append(RivalOutlived())
-        self.lives.next_announcement(now)
-        return self.me.said.fact
-
-    def _outlive(self, now: float, *, above: int, rival: bytes) -> None:
-        if self.lives.is_silent:
-            return
+    def _announce_beside(self, above: int, rival: bytes) -> None:
         self.announce(self.me.profile, above=above, rival=rival)
-        self._events.append(RivalOutlived())
-        self.lives.outlive(now)
-
-    def _fall_silent(self) -> None:
-        """Answers to this life go to the elder: it is in no place to judge others."""
-        self.lives.again_at = inf
-        for peer in tuple(self.suspicions):
-            self._end_suspicion(peer)
 
     def leave(self, now: float) -> Fact:
         """Be gone; the fact that says so."""
@@ -193,7 +168,7 @@ class MembershipState:
         """Suspect a live member for a failed probe of ours, begun at `sent_at`, or confirm a suspicion."""
         hints = self.hints.confirm(row.peer)
         if self.lives.is_silent:
-            return
+            return  # what answers this key's probes goes to the elder
         suspicion = self.suspicions.get(row.peer)
         if suspicion is None:
             suspicion = self._begin_suspicion(now, row, hints)
@@ -249,6 +224,8 @@ class MembershipState:
     def bury_expired(self, now: float) -> list[tuple[Row, bool]]:
         """Give up every suspect whose time to refute is over. Returns those to be probed once more, and
         whether for the last time."""
+        if self.lives.is_silent:
+            self.suspicions.clear()
         probed = []
         for peer in [peer for peer, suspicion in self.suspicions.items() if suspicion.due <= now]:
             row, suspicion = self.table.rows[peer], self.suspicions[peer]
@@ -295,9 +272,7 @@ class MembershipState:
         if accusation is None and self.hints.rows:
             accusation = next(iter(self.hints.about(peer)), None)
         is_misled = self.misled is not None and peer == self.misled
-        life = None
-        if self.displaced.waits and row is not None:
-            life = self.displaced.next(row.said)
+        life = self.displaced.next(row.said) if self.displaced.waits and row is not None else None
         is_quiet = accusation is None and life is None and self._farewell is None and not is_misled
         if is_quiet and not self.queue.waits:
             return ()
@@ -565,30 +540,8 @@ class MembershipState:
                 self.queue.put(queue_key(author, body.topic), fact, is_later=True)
 
     def _hear_of_other_self(self, now: float, fact: Fact, body: AliveBody | LeftBody) -> None:
-        """Another life of ours is talked about. Name it, above its incarnation if that is as high as ours.
-
-        An earlier life has such a one where incarnations start from a wall clock that was set back. One that
-        names ours lives beside it.
-        """
-        if self.me.status is Status.LEFT or fact == self.me.said.fact:
-            return
-        if isinstance(body, AliveBody) and self.lives.is_new(body):
-            self._own.check(fact, body)
-            self._events.append(self.lives.hear(fact, body))
-        is_rival = self.lives.is_rival(body)
-        if body.incarnation < self.me.incarnation and not is_rival:
-            return
-        self._own.check(fact, body)
-        rival = body.life if isinstance(body, AliveBody) and self.lives.is_other(body) else b""
-        if (is_rival and rival > self.lives.life) or self.lives.is_outlived(body):
-            self._outlive(now, above=body.incarnation, rival=rival)
-        else:
-            # Also where this is the younger of both, once: the elder is to know of it.
-            self.announce(self.me.profile, above=body.incarnation, rival=rival)
-        if is_rival and isinstance(body, AliveBody):
-            self._events.append(self.lives.found(fact, body))
-            if not self.lives.meet(body.life):
-                self._fall_silent()
+        if self.me.status is not Status.LEFT and fact != self.me.said.fact:
+            self.lives.hear(now, fact, body, self.me.incarnation)
 
     def _begin_suspicion(self, now: float, row: Row, hints: Sequence[Fact]) -> Suspicion:
         """Our probe has failed, as that of those whose accusations are `hints`."""

@@ -47,7 +47,6 @@ from gossip.messages import (
     Sync,
     life_of,
 )
-from gossip.other_lives import AGAIN_LISTENERS_MAX
 from gossip.probes import OVERDUE_MAX, RELAY_PATIENCE, RELAYS_MAX, InFlightProbes, Kind, Probe, Relay
 from gossip.push_pull import Exchange
 from gossip.push_pull import Sends as Sends
@@ -213,7 +212,7 @@ class Swim:
         """Local code has met another life of this key, in this incarnation: the elder announces itself above
         it, the younger falls silent."""
         self._refuse_if_left("meet_life")
-        self._beliefs.meet_life(now, life, incarnation)
+        self._beliefs.lives.meet(now, life, incarnation)
         self._arm_gossip(now)
         self._plan()
         return []
@@ -279,8 +278,7 @@ class Swim:
                 ack = Ack(message.number, self._beliefs.facts_for(sender))
                 return [(sender, self._stream_answers.choose(now, sender, message, ack))]
             return []
-        quiet = not self._beliefs.queue.waits and not self._beliefs.displaced.waits
-        if quiet and not self._candidates.rows:
+        if not (self._beliefs.queue.waits or self._beliefs.displaced.waits or self._candidates.rows):
             # By far the commonest: there is no news, neither here nor there.
             if type(message) is Ping and not message.facts:
                 self._beliefs.misled = None
@@ -428,7 +426,7 @@ class Swim:
             self._beliefs.tell_due(now)
             self._broadcast_at = self._beliefs.broadcasts.due(now)
         if self._beliefs.lives.again_at <= now:
-            sends += self._announce_again(now)
+            sends += self._exchange.announce_again(now)
         if self._gossip_at <= now:
             sends += self._gossip(now)
         if self._beliefs.intake.jobs and self._slice_at <= now:
@@ -511,15 +509,13 @@ class Swim:
     def _tick(self, now: float) -> Sends:
         self._tick_at = now + self._settings.probe_interval_seconds * self._health.multiplier
         self._beliefs.refutations.next_interval()
-        self._beliefs.displaced.next_interval()
         if self._beliefs.lives.is_silent:
             self._tick_at = self._exchange.due = float("inf")
             return []
         self._exchange.next_interval(now)
-        told = self._tell_lives() if self._beliefs.displaced.waits else []
         row = self._table.next_target(self._flight.probing)
         sends = [] if row is None else self._probe(now, row, is_in_turn=True)
-        return told + sends + self._probe_dead(now, 1)
+        return [*sends, *self._probe_dead(now, 1), *self._beliefs.displaced.next_interval(self._table.rows)]
 
     def _probe_dead(self, now: float, count: int, peer: PeerId | None = None) -> Sends:
         """Knock at some of those held for dead, or at `peer`: the network may have healed. Where one answers
@@ -586,20 +582,6 @@ class Swim:
         )
         news = [(peer, self._beliefs.facts_for(peer)) for peer in listeners if self._beliefs.queue.waits]
         return [(peer, Gossip(facts)) for peer, facts in news if facts]
-
-    def _announce_again(self, now: float) -> Sends:
-        """Say at once that this life goes on: others may hold the one that has ended, and news of a member
-        that changes often is passed on by few."""
-        fact = self._beliefs.announce_again(now)
-        self._arm_gossip(now)
-        listeners = self._table.pick(AGAIN_LISTENERS_MAX, lambda row: row.live)
-        return [(peer, Gossip((fact,))) for peer in listeners]
-
-    def _tell_lives(self) -> Sends:
-        """Tell those that have spoken to us in another life than before of their other lives."""
-        displaced = self._beliefs.displaced
-        lives = ((peer, (*displaced.of(peer), self._table.rows[peer].said.fact)) for peer in displaced.met)
-        return [(peer, Gossip((fact,))) for peer, facts in lives for fact in facts]
 
     def _arm_gossip(self, now: float) -> None:
         others = self._table.live - self._beliefs.me.live

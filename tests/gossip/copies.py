@@ -16,7 +16,7 @@ from random import Random
 from crypto.contact import Address
 from crypto.encoding import encode
 from crypto.identity import PeerId
-from crypto.sessions.state import SILENCE_SECONDS
+from crypto.sessions.state import HOLD_SECONDS, SILENCE_SECONDS
 from gossip.member import Event, MemberDown, OtherLifeHeard, Profile, RivalFound, RivalOutlived, Status
 from gossip.messages import ByStream, Message, life_of
 from gossip.settings import Settings
@@ -27,7 +27,6 @@ from tests.gossip.swarm import DATAGRAM_BYTES_MAX, HashSigner, peer_of
 
 KEY = peer_of(0)
 """The peer of which there are several."""
-UNPROVEN_SECONDS = 2.0
 UNPROVEN_LOSS = 0.7
 """What is sent to a peer so soon after it shook hands from another place waits, or goes to either place,
 until the newer one has answered a challenge (`crypto.sessions.state`). It is lost so often here."""
@@ -195,7 +194,7 @@ class Swarm:
             target = self.running[held]
         else:
             return
-        is_unproven = self.now - machine.moved_at.get(peer, -inf) < UNPROVEN_SECONDS
+        is_unproven = self.now - machine.moved_at.get(peer, -inf) < HOLD_SECONDS
         if not (is_unproven and self.rng.random() < UNPROVEN_LOSS):
             self._deliver(seconds, machine, target, message)
 

@@ -1,0 +1,88 @@
+"""Lives of members that newer ones displaced: to be told to whichever process answers as that member.
+
+A member list holds one alive fact of each peer, the newest. Those of a few lives before are kept here, and
+told for a while: so a copy of a data folder hears of its original, and the original of the copy. A process
+that was started again hears of its own past, where nobody is any more. Not here: what it makes of that
+(`gossip.other_lives`).
+"""
+
+from collections.abc import Mapping
+
+from crypto.facts import Fact
+from crypto.identity import PeerId
+from gossip.messages import AliveBody, AliveFact, Gossip, read_body
+from gossip.table import Row
+
+DISPLACED_MAX = 64
+"""Members of which displaced lives are kept."""
+DISPLACED_LIVES_MAX = 4
+"""Displaced lives of one member, the latest. An original displaces each copy, and so stays among them."""
+TOLD_INTERVALS = 10
+"""Probe intervals for which displaced lives are told: any one message may be lost, or go to the wrong
+process."""
+
+
+class DisplacedLives:
+    """Facts of displaced lives, and for how long they are told; `waits` says whether any are."""
+
+    __slots__ = ("_facts", "_left", "_met", "_turn", "waits")
+
+    def __init__(self) -> None:
+        self._facts: dict[PeerId, dict[bytes, Fact]] = {}
+        # Probe intervals for which those of a peer are told.
+        self._left: dict[PeerId, int] = {}
+        # Those that have spoken to this peer itself: it writes to them. Others are told where there is a
+        # message for them anyway, or each life would hear from a whole swarm.
+        self._met: set[PeerId] = set()
+        self._turn = 0
+        self.waits = False
+
+    def note(self, held: AliveFact, said: AliveFact, *, speaks: bool) -> None:
+        """A member speaks in another life than in the fact that is held of it, or in the same: to this peer
+        itself, or by others."""
+        before, now = read_body(held.fact), read_body(said.fact)
+        if not (isinstance(before, AliveBody) and isinstance(now, AliveBody)) or before.life == now.life:
+            return
+        facts = self._facts.pop(said.peer, {})
+        for life in (before.life, now.life):
+            facts.pop(life, None)
+        facts[before.life] = held.fact
+        if len(facts) > DISPLACED_LIVES_MAX:
+            del facts[next(iter(facts))]
+        self._facts[said.peer] = facts
+        self._left[said.peer] = TOLD_INTERVALS
+        self.waits = True
+        if speaks:
+            self._met.add(said.peer)
+        if len(self._facts) > DISPLACED_MAX:
+            self.forget(next(iter(self._facts)))
+
+    def of(self, peer: PeerId) -> tuple[Fact, ...]:
+        """Return all that is to be told to `peer`; nothing as a rule."""
+        return tuple(self._facts[peer].values()) if peer in self._left else ()
+
+    def next(self, held: AliveFact) -> Fact | None:
+        """Return one fact for a message to a peer of which `held` is held: each of its lives in turn, for it
+        is not known which of them will read it."""
+        facts = self.of(held.peer)
+        if not facts:
+            return None
+        self._turn += 1
+        return (*facts, held.fact)[self._turn % (len(facts) + 1)]
+
+    def next_interval(self, rows: Mapping[PeerId, Row]) -> list[tuple[PeerId, Gossip]]:
+        """A probe interval has begun: return what is to be sent."""
+        if not self.waits:
+            return []
+        self._left = {peer: left - 1 for peer, left in self._left.items() if left > 1}
+        self._met.intersection_update(self._left)
+        self.waits = bool(self._left)
+        told = [(peer, (*self.of(peer), rows[peer].said.fact)) for peer in self._left if peer in self._met]
+        return [(peer, Gossip((fact,))) for peer, facts in told for fact in facts]
+
+    def forget(self, peer: PeerId) -> None:
+        """Drop what is kept of `peer`."""
+        self._facts.pop(peer, None)
+        self._left.pop(peer, None)
+        self._met.discard(peer)
+        self.waits = bool(self._left)
