@@ -4,7 +4,7 @@ Each participant tells all others once a second, and at once when it has somethi
 greets peers that may take part (members of the swarm, publishers of a DHT record); whoever does answers with
 its own report and the names of others. Nobody keeps the list for the rest, and it needs no agreement: it says
 whom to ask into a group, and how much of a global batch there is. What a report says is its author's word
-alone.
+alone: its counts are claims, which `gossip.claims` bounds.
 
 Where more take part than a peer keeps, its list is no longer whole: it keeps those whose hashes are nearest
 to its own, names to others those nearest to them (as Kademlia does), and tells from how far its own reach how
@@ -25,6 +25,7 @@ from blake3 import blake3
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PEER_ID_BYTES, PeerId
+from gossip.claims import ClaimedCount, Count
 
 PROTOCOL = "/peerloom/roster/1"
 MESSAGE_BYTES_MAX = 1_232
@@ -53,27 +54,44 @@ SILENT_SECONDS = 8.0
 
 Subject = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
 Hash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+Number = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
+"""Counts reports from the wall clock in milliseconds on: enough for the next 6,900 years."""
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
     """One participant's own word.
 
-    `signature` is the hash of what it averages, `step` the global step it is at, `samples` what it has
-    gathered for the next one, `rounds` how many rounds it has averaged. `lineage` is a hash over all that its
-    state came from: peers at one step with other lineages have drifted apart. `has_state`: others may fetch
-    it. `number` counts its reports, so that a late one changes nothing. `asks`: send me yours, and names.
+    `signature` is the hash of what it averages, `claimed_step` the global step it is at, `claimed_samples`
+    what it has gathered for the next one, `claimed_rounds` how many rounds it has averaged. `lineage` is a
+    hash over all that its state came from: peers at one step with other lineages have drifted apart.
+    `has_state`: others may fetch it. `number` counts its reports, so that a late one changes nothing. `asks`:
+    send me yours, and names.
     """
 
     run: Hash
     signature: Hash
-    number: Count
-    step: Count
-    samples: Count
-    rounds: Count
+    number: Number
+    claimed_step: Count
+    claimed_samples: Count
+    claimed_rounds: Count
     lineage: Hash
     has_state: bool = False
     asks: bool = False
+
+    @property
+    def step(self) -> ClaimedCount:
+        """The global step that it says it is at."""
+        return ClaimedCount(self.claimed_step)
+
+    @property
+    def samples(self) -> ClaimedCount:
+        """What it says it has gathered for the next one."""
+        return ClaimedCount(self.claimed_samples)
+
+    @property
+    def rounds(self) -> ClaimedCount:
+        """How many rounds it says it has averaged."""
+        return ClaimedCount(self.claimed_rounds)
 
 
 class Names(msgspec.Struct, frozen=True, array_like=True, tag="names"):
@@ -194,7 +212,13 @@ class Roster:
 
     @property
     def own(self) -> Report:
+        """This peer's own word."""
         return self._own
+
+    @property
+    def own_step(self) -> int:
+        """The global step that this peer is at."""
+        return self._own.claimed_step
 
     @property
     def deadline(self) -> float:
@@ -219,7 +243,12 @@ class Roster:
         it."""
         before = self._own
         self._own = msgspec.structs.replace(
-            before, step=step, samples=samples, rounds=rounds, lineage=lineage, has_state=has_state
+            before,
+            claimed_step=step,
+            claimed_samples=samples,
+            claimed_rounds=rounds,
+            lineage=lineage,
+            has_state=has_state,
         )
         if self._own != before:
             self._tell_at = min(self._tell_at, max(now, self._told_at + SOON_SECONDS))

@@ -25,14 +25,15 @@ from gossip.averaging.outcome import Averaged, Failed, Reason
 from gossip.averaging.pace import Pace
 from gossip.averaging.reduction import Vector
 from gossip.averaging.walk import GridWalk, Spot
+from gossip.claims import SLACK_STEPS, LikelySteps
 from gossip.matchmaking import Formed, Matchmaking, NotFormed, Wish
 from gossip.matchmaking import Sends as MatchSends
-from gossip.roster import Roster
+from gossip.roster import Report, Roster
 from gossip.roster import Sends as RosterSends
 from node.averaging.rounds import Gate, Round, RunView, Wanted
 from node.averaging.runner import Runner
-from node.averaging.snapshot import Snapshot
-from node.averaging.transfer import OFFER_SECONDS_MAX, fetch_state
+from node.averaging.snapshot import Snapshot, check_finite
+from node.averaging.transfer import DONORS_MAX, OFFER_SECONDS_MAX, fetch_state
 from node.errors import Unreachable
 from node.events import AveragingEnded, AveragingJoined, AveragingLeft, AveragingStepped, Event, StateFetched
 from node.seams import Seams
@@ -41,6 +42,10 @@ SNAPSHOTS_KEPT_MAX = 2
 """The newest two: one that is fetched is not taken away by the next."""
 SNAPSHOT_SECONDS = 10.0
 """So old a snapshot may be and still be offered, where its step is recent enough."""
+ASKED_AHEAD_MAX = 16
+"""Steps beyond its own for whose state a peer keeps others waiting."""
+STATES_MAX = 4
+"""States fetched in one attempt, where the first ones cannot be used."""
 
 MET_KEPT_MAX = 4
 """Wishes that were met and are kept: whoever comes late under one of them is told so."""
@@ -109,7 +114,8 @@ class Participation:
         self._pace = Pace(floor_seconds=PACE_FLOOR_SECONDS)
         self._stepped_at = service.seams.clock.monotonic()
         self.status = ""
-        self.is_state_wanted = False
+        self._state_step: int | None = None
+        """Somebody waits for a copy of this peer's state at this step or later."""
         self.counters: Counter[str] = Counter()
 
     @property
@@ -135,19 +141,7 @@ class Participation:
     def view(self) -> RunView:
         """How the run looks from here, now."""
         reports = list(self.roster.reports.values())
-        own = self.roster.own
-        same = [report for report in reports if report.step == own.step]
-        lineages = Counter(report.lineage for report in (*same, own))
-        # A tie goes to the smaller hash, so that both halves agree on who comes over.
-        most = min(lineages, key=lambda lineage: (-lineages[lineage], lineage))
-        return RunView(
-            peers=len(reports),
-            step=max((report.step for report in reports if report.has_state), default=0),
-            samples=own.samples + sum(report.samples for report in same),
-            strangers=self.roster.strangers,
-            is_apart=own.has_state and own.lineage != most,
-            reports=reports,
-        )
+        return RunView(peers=len(reports), strangers=self.roster.strangers, reports=reports)
 
     def entered(self, peer: PeerId) -> None:
         """A peer takes part, or claims to."""
@@ -303,7 +297,7 @@ class Participation:
                 run=self.name,
                 outcome="ok" if made.is_averaged else "failed",
                 reason=made.error,
-                step=self.roster.own.step,
+                step=self.roster.own_step,
                 members=made.members,
                 averaged=tuple(made.shares),
                 seconds=made.seconds,
@@ -417,14 +411,16 @@ class Participation:
 
     def _expected(self, round: int | None) -> Sequence[PeerId]:  # noqa: A002 - the field's word
         """Return who should come: in a numbered round all who are as far as this peer, or were so one step
-        ago, for what they say travels no faster than their wish."""
+        ago, for what they say travels no faster than their wish. Whoever claims to be far beyond it would
+        not come to it."""
         reports = self.roster.reports.items()
         # A peer without state only follows, unless no peer here has one: then all just average.
         trains = self.roster.own.has_state
         return tuple(
             peer
             for peer, report in reports
-            if (round is None or report.step >= round - 1) and (report.has_state or not trains)
+            if (round is None or (report.step.is_near(round, SLACK_STEPS) and report.step.reaches(round - 1)))
+            and (report.has_state or not trains)
         )
 
     def matched(self, event: object) -> None:
@@ -439,9 +435,13 @@ class Participation:
         """This is the state of this peer now: for those that join late."""
         now = self._service.seams.clock.monotonic()
         self._snapshots = [*self._snapshots, (now, snapshot)][-SNAPSHOTS_KEPT_MAX:]
-        self.is_state_wanted = False
+        self._state_step = None
         offered, self._offered = self._offered, trio.Event()
         offered.set()
+
+    def wants_state(self, step: int) -> bool:
+        """Return whether somebody waits for a copy of this peer's state, which is at `step`."""
+        return self._state_step is not None and step >= self._state_step
 
     def kept(self, digest: bytes) -> Snapshot | None:
         """The snapshot with this digest, if it is still kept."""
@@ -451,16 +451,22 @@ class Participation:
         """A snapshot at this step or later, made by the training loop if need be; or why there is none."""
         if not self.roster.own.has_state:
             return "this peer has no state yet"
+        if step > self.roster.own_step + ASKED_AHEAD_MAX:
+            return "this peer is not so far"
         with trio.move_on_after(OFFER_SECONDS_MAX):
-            while True:
-                now = self._service.seams.clock.monotonic()
-                for at, snapshot in reversed(self._snapshots):
-                    is_recent = snapshot.table.step >= self.roster.own.step or now - at < SNAPSHOT_SECONDS
-                    if snapshot.table.step >= step and is_recent:
-                        return snapshot
-                self.is_state_wanted = True
+            while (found := self._recent_snapshot(step)) is None:
+                self._state_step = step if self._state_step is None else min(step, self._state_step)
                 await self._offered.wait()
+            return found
         return "this peer made no copy of its state in time"
+
+    def _recent_snapshot(self, step: int) -> Snapshot | None:
+        now, own = self._service.seams.clock.monotonic(), self.roster.own_step
+        for at, snapshot in reversed(self._snapshots):
+            is_recent = snapshot.table.step >= own or now - at < SNAPSHOT_SECONDS
+            if snapshot.table.step >= step and is_recent:
+                return snapshot
+        return None
 
     async def fetch(
         self,
@@ -469,21 +475,47 @@ class Participation:
         *,
         bytes_max: int,
         passed_over: Collection[PeerId] = (),
-        step_likely: int | None = None,
+        likely: LikelySteps | None = None,
+        check: Callable[[Snapshot], str] = check_finite,
     ) -> Snapshot:
-        """Fetch the newest state from `step` to `step_max` from those that have it, but for those that are
-        passed over; one beyond `step_likely` only where there is no other. Raises Unreachable."""
-        donors = [
-            peer
-            for peer, report in sorted(self.roster.reports.items(), key=lambda item: (-item[1].step, item[0]))
-            if report.has_state
-            and report.step >= step
-            and not (step_max is not None and report.step > step_max)
-            and peer not in passed_over
-        ]
+        """Fetch the state from `step` to `step_max` that most of those have that are not passed over, of a
+        `likely` step where that is given. `check`, called where computing is allowed, says what is wrong with
+        it: then the next one is fetched. Raises Unreachable."""
+        useless, error = set(passed_over), ""
+        for _ in range(STATES_MAX):
+            try:
+                found = await self._fetch(step, step_max, bytes_max, useless, likely)
+            except Unreachable as failure:
+                raise Unreachable(failure.reason, error or failure.detail) from None
+            error = await self.compute(partial(check, found))
+            if not error:
+                return found
+            for holder in found.holders:
+                self._service.refuse(holder, RemoteProtocolError(error))
+            useless.update(found.holders)
+        raise Unreachable("unknown", error)
+
+    async def _fetch(
+        self,
+        step: int,
+        step_max: int | None,
+        bytes_max: int,
+        passed_over: Collection[PeerId],
+        likely: LikelySteps | None,
+    ) -> Snapshot:
+        def is_donor(report: Report) -> bool:
+            if not report.has_state or not report.step.reaches(step):
+                return False
+            lasts = [step_max, None if likely is None else likely.last]
+            return not any(last is not None and report.step.reaches(last + 1) for last in lasts)
+
+        reports = self.roster.reports
+        donors = [peer for peer in sorted(reports) if is_donor(reports[peer]) and peer not in passed_over]
         if not donors:
             raise Unreachable("unknown", "no peer of the run has a state to hand on")
         seams = self._service.seams
+        if len(donors) > DONORS_MAX:
+            donors = seams.rng.sample(donors, DONORS_MAX)
         begun = seams.clock.monotonic()
         found = await fetch_state(
             seams.network,
@@ -495,7 +527,8 @@ class Participation:
             bytes_max=bytes_max,
             refuse=self._service.refuse,
             step_max=step_max,
-            step_likely=step_likely,
+            likely=likely,
+            rng=seams.rng,
         )
         self._service.publish(
             StateFetched(

@@ -16,18 +16,13 @@ Mode = Literal["butterfly", "exchange"]
 
 @dataclass(frozen=True)
 class RunView:
-    """The other participants of a run, and how far all are.
+    """The other participants of a run, and what they say.
 
-    `step` is the newest global step of a peer that has a state, `samples` what all peers at this peer's step
-    have gathered, this one included, `strangers` peers under the same name that average other tensors,
-    `is_apart` whether most peers at this peer's step came to it by other steps.
+    `strangers` are peers under the same name that average other tensors.
     """
 
     peers: int = 0
-    step: int = 0
-    samples: int = 0
     strangers: int = 0
-    is_apart: bool = False
     reports: Sequence[Report] = field(default=(), repr=False)
 
 

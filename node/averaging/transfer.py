@@ -7,10 +7,11 @@ Peers with the same bytes are found by the digest of the table; each is asked fo
 delivers them, and every chunk is checked by its hash before it counts.
 """
 
-import math
-from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from random import Random
 from typing import Annotated
 
 import msgspec
@@ -21,7 +22,8 @@ from blake3 import blake3
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from node.averaging.snapshot import CHUNK_BYTES, Hash, Snapshot, Table, check_table
+from gossip.claims import VOICES_MIN, ClaimedCount, Count, LikelySteps, OfferedState, choose_state
+from node.averaging.snapshot import CHUNK_BYTES, CHUNKS_MAX, Hash, Snapshot, Table, check_table
 from node.errors import StreamClosed, Unreachable
 from node.protocols.calls import conversation
 from node.seams import Executor, Network, Stream, StreamLimits
@@ -39,8 +41,17 @@ OFFER_SECONDS_MAX = 30.0
 """A training loop makes its copy between two steps, and a step may take a while."""
 CHUNK_SECONDS_MAX = 8.0
 DONORS_MAX = 8
+OTHERS_SECONDS = 10.0
+"""After the first offer, how long others are waited for: a silent peer must not hold a newcomer for long."""
+AGREED_SECONDS = 0.5
+"""After as many offers of one state as are wanted: others that hold it may help to deliver it."""
+AHEAD_STEPS = 2
+"""Where members have offered states of different steps, all are asked for one so far ahead, and make it at
+the same step."""
+AHEAD_SECONDS = 10.0
+"""How long such an offer is waited for: where steps are slower than that, members are at one step anyway."""
 
-Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+ChunkNumber = Annotated[int, msgspec.Meta(ge=0, lt=CHUNKS_MAX)]
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
@@ -56,7 +67,7 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
 
     run: Hash
     digest: Hash
-    first: Count
+    first: ChunkNumber
     count: Annotated[int, msgspec.Meta(ge=1, le=ASKED_AT_ONCE)]
 
 
@@ -75,7 +86,7 @@ class Nothing(msgspec.Struct, frozen=True, array_like=True, tag="nothing"):
 class Sent(msgspec.Struct, frozen=True, array_like=True, tag="sent"):
     """A chunk follows as payload."""
 
-    number: Count
+    number: ChunkNumber
 
 
 Question = Ask | Fetch
@@ -127,51 +138,104 @@ async def fetch_state(
     bytes_max: int,
     refuse: Callable[[PeerId, RemoteProtocolError], None],
     step_max: int | None = None,
-    step_likely: int | None = None,
+    likely: LikelySteps | None = None,
+    rng: Random,
 ) -> Snapshot:
-    """Return the newest state, of `step_max` at most, that one of `donors` offers, fetched from all of them
-    that hold the same bytes. One beyond `step_likely` is taken only where there is no other.
+    """Return the state, of `step` or later and `step_max` at most, that most of `donors` offer, fetched from
+    all of them that hold the same bytes. Where it is known which steps are `likely`, only one of these, held
+    by as many as that wants.
 
     Raises Unreachable: nobody has one, or nobody delivered it.
     """
-    offers: dict[PeerId, Table] = {}
-    reasons: list[str] = []
-
-    async def ask(donor: PeerId) -> None:
-        try:
-            seconds, bytes_most = OFFER_SECONDS_MAX + 2, TABLE_BYTES_MAX
-            talk = conversation(network, donor, PROTOCOL, seconds=seconds, message_bytes_max=bytes_most)
-            async with talk as stream:
-                await stream.send(encode(Ask(run, signature, step)))
-                data = await stream.receive()
-            answer = await executor.run(partial(_read_offer, data, bytes_max, step_max))
-        except RemoteProtocolError as error:
-            refuse(donor, error)
-        except (Unreachable, StreamClosed) as error:
-            reasons.append(str(error))
-        else:
-            if isinstance(answer, Table):
-                offers[donor] = answer
-            else:
-                reasons.append(answer)
-
-    async with trio.open_nursery() as nursery:
-        for donor in donors[:DONORS_MAX]:
-            nursery.start_soon(ask, donor)
+    request = _OfferRequest(network, executor, run, signature, bytes_max, step_max, likely, refuse)
+    offers = await request.ask(donors, step, OFFER_SECONDS_MAX + 2)
+    if request.may_agree(donors, offers):
+        ahead = max(offers[peer].step for peer in request.likely_of(offers)) + AHEAD_STEPS
+        again = await request.ask(donors, ahead, AHEAD_SECONDS)
+        offers = again if request.likely_of(again) else offers
     if not offers:
-        raise Unreachable("unknown", reasons[0] if reasons else "no peer has a state")
-    # The newest; among those, what most peers hold; a tie by the digest, so that all choose alike.
-    digests = {donor: table.digest for donor, table in offers.items()}
-    held = list(digests.values())
-    likely = math.inf if step_likely is None else step_likely
+        raise Unreachable("unknown", request.reasons[0] if request.reasons else "no peer has a state")
+    holders = choose_state(_offered(offers), likely, rng)
+    if not holders:
+        raise Unreachable("unknown", "no two members hold the same state of a step that the run can be at")
+    table = offers[holders[0]]
+    data = await _fetch(network, executor, holders, run, table, refuse)
+    return Snapshot(table, data, tuple(holders))
 
-    def rank(peer: PeerId) -> tuple[bool, int, int, bytes]:
-        return offers[peer].step <= likely, offers[peer].step, held.count(digests[peer]), digests[peer]
 
-    best = max(offers, key=rank)
-    holders = [peer for peer, digest in digests.items() if digest == digests[best]]
-    data = await _fetch(network, executor, holders, run, offers[best], refuse)
-    return Snapshot(offers[best], data, tuple(holders))
+def _offered(offers: Mapping[PeerId, Table]) -> dict[PeerId, OfferedState]:
+    return {peer: OfferedState(ClaimedCount(table.step), table.digest) for peer, table in offers.items()}
+
+
+@dataclass(frozen=True)
+class _OfferRequest:
+    """A question to several peers: what state do you have?"""
+
+    network: Network
+    executor: Executor
+    run: bytes
+    signature: bytes
+    bytes_max: int
+    step_max: int | None
+    likely: LikelySteps | None
+    refuse: Callable[[PeerId, RemoteProtocolError], None]
+    reasons: list[str] = field(default_factory=list)
+    """Why some have none."""
+
+    def likely_of(self, offers: Mapping[PeerId, Table]) -> list[PeerId]:
+        """Return whose states are of a likely step."""
+        if self.likely is None:
+            return list(offers)
+        return [peer for peer, table in offers.items() if self.likely.first <= table.step <= self.likely.last]
+
+    def most_alike(self, offers: Mapping[PeerId, Table]) -> int:
+        """Return how many offer the same state of a likely step, at most."""
+        alike = Counter((offers[peer].step, offers[peer].digest) for peer in self.likely_of(offers))
+        return max(alike.values(), default=0)
+
+    def may_agree(self, donors: Sequence[PeerId], offers: Mapping[PeerId, Table]) -> bool:
+        """Return whether fewer hold one state than are wanted, where so many have one."""
+        wanted = 1 if self.likely is None else self.likely.holders_wanted
+        return self.most_alike(offers) < wanted <= min(len(donors), len(self.likely_of(offers)))
+
+    async def ask(self, donors: Sequence[PeerId], step: int, seconds: float) -> dict[PeerId, Table]:
+        """Return what these peers offer, of this step or later."""
+        offers: dict[PeerId, Table] = {}
+        with trio.move_on_after(seconds + 2) as patience:
+            async with trio.open_nursery() as nursery:
+                for donor in donors[:DONORS_MAX]:
+                    nursery.start_soon(self._ask, donor, step, seconds, offers, patience)
+        return offers
+
+    async def _ask(
+        self,
+        donor: PeerId,
+        step: int,
+        seconds: float,
+        offers: dict[PeerId, Table],
+        patience: trio.CancelScope,
+    ) -> None:
+        try:
+            talk = conversation(
+                self.network, donor, PROTOCOL, seconds=seconds, message_bytes_max=TABLE_BYTES_MAX
+            )
+            async with talk as stream:
+                await stream.send(encode(Ask(self.run, self.signature, step)))
+                data = await stream.receive()
+            answer = await self.executor.run(partial(_read_offer, data, self.bytes_max, self.step_max))
+        except RemoteProtocolError as error:
+            self.refuse(donor, error)
+        except (Unreachable, StreamClosed) as error:
+            self.reasons.append(str(error))
+        else:
+            if isinstance(answer, str):
+                self.reasons.append(answer)
+                return
+            offers[donor] = answer
+            if self.likely_of({donor: answer}):
+                wanted = VOICES_MIN if self.likely is None else max(VOICES_MIN, self.likely.holders_wanted)
+                left = AGREED_SECONDS if self.most_alike(offers) >= wanted else OTHERS_SECONDS
+                patience.deadline = min(patience.deadline, trio.current_time() + left)
 
 
 def _read_offer(data: bytes, bytes_max: int, step_max: int | None) -> Table | str:

@@ -1,10 +1,11 @@
 """How a member of a run in local mode takes over the state of others."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 import trio
 
 from crypto.identity import PeerId
+from gossip.claims import LikelySteps, lower_median, newcomer_steps
 from node.averaging.participation import Participation
 from node.errors import StageFailed, Unreachable
 from node.local.rounds import Rounds
@@ -16,12 +17,12 @@ LIKELY_ROUNDS = 10
 """A member is hardly so many rounds ahead of most others."""
 
 
-def likely_step(part: Participation, local_steps: int) -> int:
-    """Return how far the others may well be: the lower half of them, and some rounds more. One alone may
-    claim any step."""
-    steps = sorted(report.step for report in part.roster.reports.values() if report.has_state)
-    middle = steps[(len(steps) - 1) // 2] if steps else 0
-    return middle + LIKELY_ROUNDS * local_steps
+def likely_steps(part: Participation, local_steps: int, passed_over: Collection[PeerId] = ()) -> LikelySteps:
+    """Return how far the others may well be, but for some: the lower half of them, and some rounds more or
+    less. One alone may claim any step."""
+    reports = part.roster.reports.items()
+    steps = [report.step for peer, report in reports if report.has_state and peer not in passed_over]
+    return newcomer_steps(steps, LIKELY_ROUNDS * local_steps, are_equal=False)
 
 
 async def catch_up(
@@ -30,7 +31,7 @@ async def catch_up(
     rounds: Rounds,
     *,
     steps: int,
-    likely: int,
+    local_steps: int,
     is_usable: Callable[[], Awaitable[bool]] | None,
 ) -> bool:
     """Take over the state of those that are furthest, of `steps` at most; whether one was. Where `is_usable`
@@ -46,15 +47,18 @@ async def catch_up(
         others = [peer for peer, report in part.roster.reports.items() if report.has_state]
         if not set(others) - useless:
             break  # nobody is left that was further
+        likely = likely_steps(part, local_steps, useless)
         try:
             found = await part.fetch(
-                0, steps, bytes_max=trainer.state_bytes_max, passed_over=useless, step_likely=likely
+                0, steps, bytes_max=trainer.state_bytes_max, passed_over=useless, likely=likely
             )
             outer = await trainer.take_over(found)
             if is_usable is not None and not await is_usable():
                 useless.update(found.holders)
                 raise ValueError("the state of others is worse than none")
-            rounds.take_over(found.table.rounds, outer)
+            made = [report.rounds for report in part.roster.reports.values() if report.has_state]
+            most = lower_median(made) + LIKELY_ROUNDS
+            rounds.take_over(min(found.table.rounds, most), outer)
         except Unreachable as error:
             reason = error.detail
         except ValueError as error:

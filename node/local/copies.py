@@ -7,9 +7,10 @@ them now and then, as often as members put theirs away, and hands them on while 
 
 import trio
 
+from gossip.claims import lower_median
 from node.averaging.participation import Participation
 from node.errors import Unreachable
-from node.local.catch_up import likely_step
+from node.local.catch_up import likely_steps
 from node.local.crew import Crew
 from node.local.headless import HEADLESS_SECONDS
 from node.local.keeper import Keeper
@@ -44,7 +45,7 @@ class Copies:
             if steps:
                 self._trained_at, self._crew.awaits_head = now, False
                 self._take_back(part)
-                if self._keeper.is_due(max(steps)) and now >= self._not_before:
+                if self._keeper.is_due(lower_median(steps)) and now >= self._not_before:
                     await self._copy(part)
             elif not self._is_lent:
                 await self._lend(part)
@@ -62,9 +63,9 @@ class Copies:
         """Fetch the newest state of the heads, and put it away."""
         assert self._run.manifest.local is not None, "a run in local mode"
         begun, manifest = trio.current_time(), self._run.manifest
-        likely = likely_step(part, self._run.manifest.local.local_steps)
+        likely = likely_steps(part, self._run.manifest.local.local_steps)
         try:
-            found = await part.fetch(0, manifest.steps, bytes_max=self._bytes_max, step_likely=likely)
+            found = await part.fetch(0, manifest.steps, bytes_max=self._bytes_max, likely=likely)
         except Unreachable:
             return  # whoever had it is gone, or hands it over later
         self._keeper.begin(found.table.step)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import trio
 
 from crypto.identity import PeerId
+from gossip.claims import ClaimedCount
 from gossip.roster import Report
 
 HEADLESS_SECONDS = 300.0
@@ -26,7 +27,7 @@ class HeadWatch:
         self._is_holder = is_holder
         self._patience_seconds = HEADLESS_SECONDS if is_holder else FOLLOWING_SECONDS
         self._seen_at = trio.current_time()
-        self._steps: dict[PeerId, int] = {}
+        self._steps: dict[PeerId, ClaimedCount] = {}
 
     def seen(self) -> None:
         """A head is there."""

@@ -15,10 +15,11 @@ import trio
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact
 from crypto.identity import PeerId
+from gossip.claims import agreed_count, newcomer_steps
 from node.averaging.participation import Participation
 from node.checkpoints.weights import export_bytes_max, weights_name
 from node.errors import StageDiverged, StageFailed, Unreachable, UsageError
-from node.local.catch_up import catch_up, likely_step
+from node.local.catch_up import LIKELY_ROUNDS, catch_up
 from node.local.column import (
     MATES_MAX,
     Attach,
@@ -139,7 +140,7 @@ class LocalMember:
         """Whether the steps are done: by most of the members, or here and by half of all, for one member may
         claim any step."""
         steps = self.run.manifest.steps
-        others = [report.step >= steps for report in self.crew.reports.values() if report.has_state]
+        others = [report.step.reaches(steps) for report in self.crew.reports.values() if report.has_state]
         count, done = len(others) + 1, sum(others)
         return 2 * done > count or (self.step >= steps and 2 * (done + 1) >= count)
 
@@ -377,8 +378,8 @@ class LocalMember:
         """Go on from the state of the others, or from the own last one where nobody is further."""
         own = await self._keeper.load(trainer.state_bytes_max)
         others = [report.step for report in self.crew.reports.values() if report.has_state]
-        likely = likely_step(self._part, self._settings.local_steps)  # type: ignore[arg-type]  # it is open
-        if own is not None and own.table.step >= min(max(others, default=0), likely):
+        likely = newcomer_steps(others, LIKELY_ROUNDS * self._settings.local_steps, are_equal=False)
+        if own is not None and not any(each.is_between(own.table.step + 1, likely.last) for each in others):
             with suppress(ValueError):
                 rounds.take_over(own.table.rounds, await trainer.take_over(own))
                 if self.crew.column is not None:
@@ -401,7 +402,7 @@ class LocalMember:
             await rounds.begin(nursery)
         elif rounds.is_due:
             rounds.skip()
-        if self._part.is_state_wanted:
+        if self._part.wants_state(trainer.step):
             lineage = self.run.id
             self._part.offer(await trainer.snapshot(rounds.count, lineage, rounds.outer))
         if self._keeper.is_due(trainer.step) and not self._diverged:
@@ -413,7 +414,7 @@ class LocalMember:
     def _is_behind(self, rounds: Rounds) -> bool:
         """Whether others held a round that this member had to be in."""
         others = [report.rounds for report in self.crew.reports.values() if report.has_state]
-        return rounds.needs_all and max(others, default=0) > rounds.count
+        return rounds.needs_all and agreed_count(others) > rounds.count
 
     async def _catch_up(self) -> None:
         """Take over the state of those that are furthest. Raises StageFailed: nobody hands one over."""
@@ -432,7 +433,7 @@ class LocalMember:
             trainer,
             self._rounds,
             steps=self.run.manifest.steps,
-            likely=likely_step(self._part, self._settings.local_steps),
+            local_steps=self._settings.local_steps,
             is_usable=usable if is_tried else None,
         )
         if is_taken:

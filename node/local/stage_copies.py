@@ -106,6 +106,7 @@ class StageCopies:
                 bytes_max=self._bytes_max[stage],
                 refuse=service.refuse,
                 step_max=self._run.manifest.steps,
+                rng=self._service.seams.rng,
             )
         except Unreachable:
             return  # it is gone, or hands it over later

@@ -5,10 +5,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, CyclicLR, LambdaLR, LRScheduler, OneCycleLR
 
-CATCH_UP_MAX = 10_000_000
-"""Steps that a late joiner's scheduler is moved on by at once: a longer run is none of this kind."""
+CHAINED_MAX = 10_000
+"""Steps that a scheduler is moved on by at once, one after the other: some 50 ms. Beyond that it jumps, if
+its learning rate is known in closed form; else it is moved on by so many at each step, until it is there."""
+CLOSED = (LambdaLR, OneCycleLR, CyclicLR, CosineAnnealingWarmRestarts)
+"""Schedulers of torch that compute a learning rate from the number of the step alone, without saying so."""
 
 
 class GlobalScheduler:
@@ -32,12 +35,16 @@ class GlobalScheduler:
         """Do nothing: the optimizer moves its schedulers when the run makes a step."""
 
     def move_to(self, step: int) -> None:
-        """Bring the learning rates to a global step; backwards is where they stay."""
+        """Bring the learning rates to a global step; backwards is where they stay. Takes no longer for a step
+        that is far away."""
         with warnings.catch_warnings():
             # The step before may have been made by others: torch would miss this process's own.
             warnings.simplefilter("ignore", UserWarning)
             for scheduler in self._schedulers:
-                for _ in range(min(step - scheduler.last_epoch, CATCH_UP_MAX)):
+                is_closed = hasattr(scheduler, "_get_closed_form_lr") or isinstance(scheduler, CLOSED)
+                if is_closed and step - scheduler.last_epoch > CHAINED_MAX:
+                    scheduler.step(step)
+                for _ in range(min(step - scheduler.last_epoch, CHAINED_MAX)):
                     scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:

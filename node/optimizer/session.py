@@ -14,6 +14,7 @@ import numpy as np
 
 from gossip.averaging.reduction import Vector
 from gossip.averaging.strategies import Mean, Strategy
+from gossip.claims import LikelySteps
 from node.averaging.participation import Participation
 from node.averaging.rounds import Round, RunView, Wanted
 from node.averaging.snapshot import Array, Snapshot, make_snapshot
@@ -55,10 +56,9 @@ class Session:
         """What the node is doing for this run now."""
         return self.error or self._run.status
 
-    @property
-    def is_state_wanted(self) -> bool:
-        """Whether somebody waits for a copy of this peer's state."""
-        return self._run.is_state_wanted and not self.error
+    def wants_state(self, step: int) -> bool:
+        """Return whether somebody waits for a copy of this peer's state, which is at `step`."""
+        return self._run.wants_state(step) and not self.error
 
     def refuse_in_child(self) -> None:
         """Raises ForkedChild: this is a forked child of the process that trains."""
@@ -117,9 +117,13 @@ class Session:
         """Tell screens of a global step."""
         self._post(partial(self._run.stepped, step, samples))
 
-    def fetch(self, step: int, *, bytes_max: int) -> "Pending[Snapshot]":
-        """Begin to fetch the newest state at this step or later."""
-        return Pending(self._begin(partial(self._run.fetch, step, bytes_max=bytes_max)), self._portal)
+    def fetch(
+        self, likely: LikelySteps, *, bytes_max: int, check: Callable[[Snapshot], str]
+    ) -> "Pending[Snapshot]":
+        """Begin to fetch the state of the run, of a likely step; `check` says what is wrong with one, in
+        another thread."""
+        fetch = partial(self._run.fetch, likely.first, bytes_max=bytes_max, likely=likely, check=check)
+        return Pending(self._begin(fetch), self._portal)
 
     def offer(
         self, step: int, rounds: int, lineage: bytes, arrays: dict[str, tuple[str, tuple[int, ...], Array]]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from gossip.averaging.reduction import Vector
-from node.averaging.snapshot import Array, Row, Snapshot
+from node.averaging.snapshot import Array, Row, Snapshot, is_finite
 from node.optimizer.layout import Layout
 
 MEMORIES_MAX = 16
@@ -44,19 +44,24 @@ def copy_state(
 
 
 def check_state(snapshot: Snapshot, layout: Layout, counts: Mapping[str, torch.Tensor]) -> str:
-    """Why a state of others cannot be put in place of this one; empty where it can."""
+    """Why a state of others cannot be put in place of this one; empty where it can. Looks at every number:
+    call it where computing is allowed."""
     arrays = snapshot.arrays()
     for slot in layout.slots:
         row = arrays.get(f"tensor/{slot.name}", (None,))[0]
         if row is None or row.shape != tuple(slot.tensor.shape) or row.dtype != NAMES[slot.tensor.dtype]:
             return f"the state of others has no such {slot.name}"
+        data = arrays[f"tensor/{slot.name}"][1]
+        # A buffer such as a mask may hold infinities, the same ones here.
+        if not is_finite(row.dtype, data) and not np.array_equal(data, _copied(slot.tensor)[2]):
+            return f"the state of others is not finite in {slot.name}"
     for name, tensor in counts.items():
         row = arrays.get(f"count/{name}", (None,))[0]
         if row is None or row.shape != tuple(tensor.shape) or row.dtype != NAMES[tensor.dtype]:
             return f"the state of others has no such {name}"
     memories: dict[str, int] = {}
     shapes = {slot.name: tuple(slot.tensor.shape) for slot in layout.slots}
-    for name, (row, _) in arrays.items():
+    for name, (row, data) in arrays.items():
         if name.startswith("memory/"):
             owner, _, key = name.removeprefix("memory/").rpartition("/")
             memories[owner] = memories.get(owner, 0) + 1
@@ -64,6 +69,8 @@ def check_state(snapshot: Snapshot, layout: Layout, counts: Mapping[str, torch.T
                 return f"the state of others has an unknown memory {name[:80]}"
             if memories[owner] > MEMORIES_MAX:
                 return "the state of others remembers too much"
+        if not name.startswith("tensor/") and not is_finite(row.dtype, data):
+            return f"the state of others is not finite in {name[:80]}"
     return ""
 
 

@@ -20,6 +20,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,11 +29,13 @@ from blake3 import blake3
 from gossip.averaging.catalogue import EVERY_ROUND, group_size
 from gossip.averaging.reduction import Vector
 from gossip.averaging.strategies import Strategy
+from gossip.claims import LikelySteps
+from gossip.roster import Report
 from node.averaging.rounds import Round, Wanted
-from node.averaging.snapshot import Snapshot
 from node.optimizer.layout import Layout
 from node.optimizer.moments import keep_above_zero, moments_of
 from node.optimizer.plugins import own_codecs, strategy_maker
+from node.optimizer.position import RunPosition
 from node.optimizer.samples import SampleCounter
 from node.optimizer.schedule import GlobalScheduler
 from node.optimizer.session import Exchanged, Pending, Session
@@ -48,6 +51,9 @@ SILENT_SECONDS = 3.0
 then does something else, and takes the step over later."""
 TOLD_SECONDS = 1.0
 """Within which peers have told each other whether a round succeeded."""
+CATCH_UP_PAUSES = 2.0
+"""A member whose attempt to catch up failed trains on for so many times as long as that took, before the
+next."""
 STATE_SECONDS_MAX = 600.0
 """For one attempt to catch up; a state of many gigabytes over a slow link takes minutes."""
 
@@ -82,7 +88,8 @@ class PeerOptimizer(torch.optim.Optimizer):
         self._schedulers: list[GlobalScheduler] = []
         self.global_step = 0
         self._lineage = self._origin()
-        self._is_joined = False
+        self._position = RunPosition(settings.local_steps)
+        self._catch_up_at = 0.0
         self._gathered: Vector | None = None
         self._gathered_samples = 0
         self._pending: Pending[Exchanged] | None = None
@@ -162,6 +169,7 @@ class PeerOptimizer(torch.optim.Optimizer):
         step = int(state_dict.get("peerloom", {}).get("global_step", 0))
         if step > self.global_step:
             self.global_step = step
+            self._position.moved(step, self._stats.rounds)
             self._move_schedulers()
 
     def step(  # type: ignore[override]  # one more argument
@@ -257,7 +265,7 @@ class PeerOptimizer(torch.optim.Optimizer):
         self._session = session
         self._status = "joining"
         self._quietly(self._catch_up_if_behind)
-        self._is_joined = True
+        self._position.is_joined = True
         self._quietly(self._tell)
         self._quietly(self._begin_strategy)
         if self._status == "joining":
@@ -280,46 +288,50 @@ class PeerOptimizer(torch.optim.Optimizer):
         self._tensors.copy_out(vector)
         return blake3(vector.data.cast("B")).digest()
 
+    @property
+    def _others(self) -> list[Report]:
+        """What the other members say that have a state."""
+        assert self._session is not None
+        return self._position.others(self._session.view.reports)
+
     def _catch_up_if_behind(self) -> bool:
         """Load the state of others where they are further or went another way. Whether it was loaded."""
-        assert self._session is not None
-        view = self._session.view
-        is_new = not self._is_joined
-        others = [report for report in view.reports if report.has_state]
-        if not others:
+        begun = time.perf_counter()
+        if begun < self._catch_up_at:
             return False
-        is_local = self.settings.local_steps is not None
-        if is_new:
-            is_behind = any(r.step > self.global_step or r.lineage != self._lineage for r in others)
-        elif is_local:
-            # Steps of others are their own affair, but what they began with is not.
-            is_behind = view.is_apart and self._stats.rounds == 0
-        else:
-            is_behind = view.step > self.global_step or view.is_apart
-        return is_behind and self._catch_up(0 if is_new or is_local else self.global_step)
+        likely = self._position.state_to_take(self.global_step, self._lineage, self._others)
+        if likely is None:
+            return False
+        is_loaded = self._catch_up(likely)
+        if not is_loaded and self._position.has_progress(self.global_step):
+            ended = time.perf_counter()
+            self._catch_up_at = ended + CATCH_UP_PAUSES * (ended - begun)
+        elif not is_loaded:
+            self._position.missed()
+        return is_loaded
 
-    def _catch_up(self, step: int) -> bool:
+    def _catch_up(self, likely: LikelySteps) -> bool:
         assert self._session is not None
         self._status = f"catching up: fetching the state of the run, {self._session.view.peers} peers"
-        pending = self._session.fetch(step, bytes_max=size_of(self._tensors))
+        check = partial(check_state, layout=self._tensors, counts=self._counts)
+        pending = self._session.fetch(likely, bytes_max=size_of(self._tensors), check=check)
         pending.wait(STATE_SECONDS_MAX)
         found = pending.outcome() if pending.is_over else "no state came in time"
-        if isinstance(found, Snapshot):
-            found = check_state(found, self._tensors, self._counts) or found
         if isinstance(found, str):
             pending.cancel()
             self._status = f"behind the run: {found}"
             return False
         put_state(found, self._tensors, self._inner, self._counts)
         self._begin_strategy(outer_of(found, self._tensors))
+        rounds = self._stats.rounds
         if self.settings.strategy in EVERY_ROUND:
-            self._update(rounds=max(self._stats.rounds, found.table.rounds))
-        self.global_step = max(found.table.step, 0)
-        self._lineage = found.table.lineage
+            rounds = max(rounds, self._position.rounds_of(found.table.rounds, self._others))
+        self.global_step, self._lineage = found.table.step, found.table.lineage
+        self._position.moved(self.global_step, rounds)
         self._update(
             states_loaded=self._stats.states_loaded + 1,
             samples_dropped=self._stats.samples_dropped + self._gathered_samples,
-            rounds=max(self._stats.rounds, 0),
+            rounds=rounds,
         )
         self._gathered, self._gathered_samples = None, 0
         self._move_schedulers()
@@ -336,6 +348,7 @@ class PeerOptimizer(torch.optim.Optimizer):
             inner.step()
         seconds = time.perf_counter() - begun
         self.global_step += 1
+        self._position.made_step(self.global_step, is_common=False)
         self._steps_since_copy += 1
         self._steps_since_round += 1
         self._samples_since_round += samples
@@ -355,7 +368,9 @@ class PeerOptimizer(torch.optim.Optimizer):
             if self._steps_since_round % (self.settings.local_steps or 1) == 0:
                 self._update(rounds_skipped=self._stats.rounds_skipped + 1)
             return
-        if self._catch_up_if_behind() or (self._has_missed_a_round and self._catch_up(0)):
+        if self._catch_up_if_behind():
+            return
+        if self._has_missed_a_round and self._catch_up(self._position.local_state(self._others)):
             return
         self._sent = self._tensors
         if self.settings.average_moments:
@@ -390,10 +405,8 @@ class PeerOptimizer(torch.optim.Optimizer):
     @property
     def _has_missed_a_round(self) -> bool:
         """Whether others held a round that this peer's strategy had to be in."""
-        assert self._session is not None
-        reports = self._session.view.reports
-        most = max((report.rounds for report in reports if report.has_state), default=0)
-        return self.settings.strategy in EVERY_ROUND and most > self._stats.rounds
+        needs_all = self.settings.strategy in EVERY_ROUND
+        return needs_all and self._position.has_missed_round(self._stats.rounds, self._others)
 
     # A target batch
 
@@ -441,7 +454,7 @@ class PeerOptimizer(torch.optim.Optimizer):
         not, and all try again. It takes them a moment to say which."""
         begun = time.perf_counter()
         while self._session is not None and time.perf_counter() - begun < TOLD_SECONDS:
-            if self._session.view.step > self.global_step:
+            if self._position.is_passed(self.global_step, self._others):
                 self._quietly(self._catch_up_if_behind)
                 return
             time.sleep(POLL_SECONDS)
@@ -460,7 +473,8 @@ class PeerOptimizer(torch.optim.Optimizer):
             if waited > self.settings.round_seconds_max:
                 pending.cancel()
                 return f"the round was not over after {waited:.0f} s"
-            if self._session.view.step > self.global_step and waited > self._window_seconds:
+            is_late = waited > self._window_seconds
+            if is_late and self._position.is_passed(self.global_step, self._others):
                 pending.cancel()
                 return "the others made this step already"
         return pending.outcome()
@@ -480,6 +494,7 @@ class PeerOptimizer(torch.optim.Optimizer):
         seconds = time.perf_counter() - begun
         self._lineage = blake3(self._lineage + digest).digest()
         self.global_step += 1
+        self._position.made_step(self.global_step, is_common=digest != b"alone")
         total = self._total_samples() or samples
         self._gathered, self._gathered_samples = None, 0
         self._move_schedulers()
@@ -499,7 +514,8 @@ class PeerOptimizer(torch.optim.Optimizer):
 
     @property
     def _is_alone(self) -> bool:
-        return self._session is None or self._session.view.peers == 0
+        """Whether nobody else that can be where this peer is has a state: newcomers come to no round yet."""
+        return self._session is None or self._position.is_alone(self._others)
 
     @property
     def _window_seconds(self) -> float:
@@ -522,11 +538,12 @@ class PeerOptimizer(torch.optim.Optimizer):
         )
 
     def _total_samples(self) -> int:
-        """Return what this peer and all that are as far have gathered."""
+        """Return what this peer and all that are as far have gathered: of each of them a batch at most."""
         if self._session is None:
             return self._gathered_samples
-        reports = self._session.view.reports
-        return self._gathered_samples + sum(r.samples for r in reports if r.step == self.global_step)
+        target = self.settings.target_batch_size or 0
+        reports = [each for each in self._session.view.reports if each.step.equals(self.global_step)]
+        return self._gathered_samples + sum(report.samples.at_most(target) for report in reports)
 
     def _count(self, samples: int | None) -> int:
         seen = self._counter.take()
@@ -536,6 +553,7 @@ class PeerOptimizer(torch.optim.Optimizer):
 
     def _averaged(self, made: Round) -> None:
         self._update(rounds=self._stats.rounds + 1, last_round=made, last_error="")
+        self._position.made_round(self.global_step, self._stats.rounds)
         self._status = f"averaged with {len(made.shares)} peers in {made.seconds:.1f} s"
 
     def _failed(self, made: Round | None, error: str) -> None:
@@ -547,18 +565,18 @@ class PeerOptimizer(torch.optim.Optimizer):
         self._stats = Stats(**{**vars(self._stats), **changed})
 
     def _tell(self) -> None:
-        if self._session is not None and self._is_joined:
+        if self._session is not None and self._position.is_joined:
             self._session.tell(
                 step=self.global_step,
                 samples=self._gathered_samples,
                 rounds=self._stats.rounds,
                 lineage=self._lineage,
-                has_state=True,
+                has_state=not self._position.lacks_state,
             )
 
     def _share(self) -> None:
         """Copy the state out where somebody waits for it."""
-        if self._session is not None and self._session.is_state_wanted:
+        if self._session is not None and self._session.wants_state(self.global_step):
             outer = {} if self._strategy is None else self._strategy.state()
             arrays = copy_state(self._tensors, self._inner, self._counts) | outer_arrays(outer)
             self._session.offer(self.global_step, self._stats.rounds, self._lineage, arrays)
@@ -571,10 +589,16 @@ class PeerOptimizer(torch.optim.Optimizer):
         if self._session is None or self._session.error:
             return "alone: " + (self._session.error if self._session is not None else "not in a run")
         view = self._session.view
+        others = self._others
+        if others and self._position.is_alone(others):
+            unlikely = (
+                f"alone at step {self.global_step}: the others claim steps that the run cannot have reached"
+            )
+            return f"{unlikely}; if they are right, start this script again to take their state"
         if view.peers:
             return f"step {self.global_step}, {view.peers} peers"
-        others = f"; {view.strangers} under this name train other tensors" if view.strangers else ""
-        return f"alone in run {self.settings.run_id!r}{others}"
+        strangers = f"; {view.strangers} under this name train other tensors" if view.strangers else ""
+        return f"alone in run {self.settings.run_id!r}{strangers}"
 
     def _progress_text(self) -> str:
         target = self.settings.target_batch_size

@@ -20,5 +20,9 @@ And a hostile member of the swarm, which says everything that any protocol knows
     insider_process, watched, loop_steps, member_scene
                   the same with real nodes in processes of their own: what they use, how long loops stand
 
+And in a named run of averaging:
+
+    participant   a member that lies about its step, its samples and its state
+
 All traffic stays on loopback.
 """

@@ -2,14 +2,17 @@
 
 import os
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from random import Random
 
 import numpy as np
 import trio
 
 from crypto.identity import Identity, PeerId
+from gossip.claims import LikelySteps
 from node.averaging.snapshot import Snapshot, make_snapshot
 from node.averaging.transfer import StateServer, fetch_state
+from node.errors import Unreachable
 from sim.executor import SimExecutor
 from sim.network.links import Links
 from sim.network.model import Access, NetworkModel
@@ -51,6 +54,7 @@ async def seconds_from(donors: int, snapshot: Snapshot) -> float:
             0,
             bytes_max=8 * PARAMETERS,
             refuse=lambda peer, error: None,
+            rng=Random(1),
         )
         seconds = trio.current_time() - begun
         nursery.cancel_scope.cancel()
@@ -76,22 +80,38 @@ def test_four_peers_hand_a_state_over_three_times_as_fast_as_one() -> None:
     assert found[1] / found[4] >= 3.0, found
 
 
-def test_a_state_of_a_step_that_cannot_be_is_refused_and_an_unlikely_one_comes_last() -> None:
+def test_a_state_of_an_impossible_step_is_refused_and_an_unlikely_one_not_taken() -> None:
     likely, unlikely, impossible = (_snapshot(step) for step in (5, 900, 5_000))
 
     async def play() -> None:
         assert (await _fetched([likely, unlikely, impossible])) == (5, 1)
-        assert (await _fetched([unlikely, impossible])) == (900, 1)
+        assert (await _fetched([unlikely, impossible])) == (None, 1)
 
     run_virtually(play)
 
 
+def test_a_state_of_more_holders_comes_before_a_newer_one_of_a_single_peer() -> None:
+    def play(*steps: int, holders_min: int) -> tuple[int | None, int]:
+        found: list[tuple[int | None, int]] = []
+
+        async def main() -> None:
+            found.append(await _fetched([_snapshot(step) for step in steps], holders_min))
+
+        run_virtually(main)
+        return found[0]
+
+    assert play(5, 5, 9, holders_min=1) == (5, 0)
+    assert play(5, 5, 9, holders_min=2) == (5, 0)
+    assert play(5, 9, holders_min=2) == (None, 0)
+
+
 def _snapshot(step: int) -> Snapshot:
-    return make_snapshot(step, 1, RUN, {"v": ("float32", (4,), np.zeros(16, np.uint8))})
+    return make_snapshot(step, 1, RUN, {"v": ("float32", (4,), np.full(16, step % 256, np.uint8))})
 
 
-async def _fetched(snapshots: list[Snapshot]) -> tuple[int, int]:
-    """The step that is chosen of those offered, at most 1,000 and likely not above 10; how many refused."""
+async def _fetched(snapshots: list[Snapshot], holders_min: int = 1) -> tuple[int | None, int]:
+    """The step that is chosen of those offered, at most 1,000 and likely not above 10, None where none is;
+    how many refused."""
     fabric = SimNetworkFabric(Links(NetworkModel(), 1))
     networks = [
         fabric.attach(Identity(bytes([number + 1]) * 32).peer) for number in range(len(snapshots) + 1)
@@ -108,17 +128,21 @@ async def _fetched(snapshots: list[Snapshot]) -> tuple[int, int]:
             await nursery.start(network.run)
         for network in networks[1:]:
             networks[0].learn(network.peer, network.addresses)
-        found = await fetch_state(
-            networks[0],
-            SimExecutor(lambda request: 0.0),
-            [network.peer for network in networks[1:]],
-            RUN,
-            SIGNATURE,
-            0,
-            bytes_max=1 << 20,
-            refuse=lambda peer, error: refused.append(peer),
-            step_max=1_000,
-            step_likely=10,
-        )
+        step: int | None = None
+        with suppress(Unreachable):
+            found = await fetch_state(
+                networks[0],
+                SimExecutor(lambda request: 0.0),
+                [network.peer for network in networks[1:]],
+                RUN,
+                SIGNATURE,
+                0,
+                bytes_max=1 << 20,
+                refuse=lambda peer, error: refused.append(peer),
+                step_max=1_000,
+                likely=LikelySteps(0, 10, holders_min, holders_min),
+                rng=Random(1),
+            )
+            step = found.table.step
         nursery.cancel_scope.cancel()
-    return found.table.step, len(refused)
+    return step, len(refused)

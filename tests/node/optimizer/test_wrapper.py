@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,25 +30,25 @@ Make = Callable[[torch.nn.Module], torch.optim.Optimizer]
 def nodes(tmp_path: Path) -> Iterator[Callable[[int], list[SyncNode]]]:
     """Make nodes that know each other."""
     with ExitStack() as stack:
+        yield partial(open_nodes, stack, tmp_path)
 
-        def make(count: int) -> list[SyncNode]:
-            found: list[SyncNode] = []
-            for number in range(count):
-                seeds = (parse_address(found[0].addresses[0]),) if found else ()
-                settings = config.Config(
-                    name=f"n{number}",
-                    data_dir=tmp_path / str(number),
-                    swarm=config.Swarm(name="optimizer", preset="local"),
-                    listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
-                    join=config.Join(lan=False, seeds=seeds),
-                    resources=config.Resources(calibrate=False),
-                )
-                found.append(stack.enter_context(node.sync(settings)))
-            for each in found:
-                each.wait_for_members(count - 1)
-            return found
 
-        yield make
+def open_nodes(stack: ExitStack, folder: Path, count: int) -> list[SyncNode]:
+    found: list[SyncNode] = []
+    for number in range(count):
+        seeds = (parse_address(found[0].addresses[0]),) if found else ()
+        settings = config.Config(
+            name=f"n{number}",
+            data_dir=folder / str(number),
+            swarm=config.Swarm(name="optimizer", preset="local"),
+            listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
+            join=config.Join(lan=False, seeds=seeds),
+            resources=config.Resources(calibrate=False),
+        )
+        found.append(stack.enter_context(node.sync(settings)))
+    for each in found:
+        each.wait_for_members(count - 1)
+    return found
 
 
 def model_of(seed: int = 0) -> torch.nn.Sequential:

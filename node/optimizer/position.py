@@ -1,0 +1,145 @@
+"""Where the other members of a run are, by the evidence, and which of their states this peer takes over.
+
+What members tell of themselves is no evidence alone (`gossip.claims`). A peer that has nothing of its own
+joins where the middle of them is. One that has made steps gives its state up only for one that two members
+stand by, or for that of the only other one, where the run can be so far by pace and time.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from gossip.claims import (
+    SLACK_STEPS,
+    VOICES_MIN,
+    CountEvidence,
+    LikelySteps,
+    common_lineage,
+    lower_median,
+    newcomer_steps,
+    rejoined_step,
+)
+from gossip.roster import Report
+
+YOUNG_ROUNDS = 2
+"""With local steps, a peer that has made so many rounds' steps at most, and averaged nothing, may have begun
+at the same moment as others, and takes what they began with."""
+
+
+DISAGREED_MAX = 3
+"""Attempts of a newcomer to get a state that two members hold, before it takes a lone one: copies made
+between steps that take minutes may never be of the same step."""
+
+
+class RunPosition:
+    """What one peer knows of the others. Times are of the wall clock: it goes on in a suspended laptop."""
+
+    def __init__(self, local_steps: int | None) -> None:
+        """`local_steps` of a run that averages tensors, None where members step together."""
+        self._local_steps = local_steps
+        self._steps, self._rounds = CountEvidence(time.time()), CountEvidence(time.time())
+        self._has_met = False
+        self._is_young = True
+        self._failed = 0
+        self.is_joined = False
+        self.lacks_state = False
+        """Others are further, and have not handed over their state."""
+
+    def others(self, reports: Iterable[Report]) -> list[Report]:
+        """Return what those members say that have a state."""
+        found = [report for report in reports if report.has_state]
+        self._has_met = self._has_met or bool(found)
+        return found
+
+    def has_progress(self, step: int) -> bool:
+        """Return whether this peer, at `step`, would lose something if it took another's state."""
+        return self.is_joined and not self.lacks_state and step > 0
+
+    # What happens here
+
+    def made_step(self, step: int, *, is_common: bool) -> None:
+        """This peer has made a step. `is_common`: with others; where it never met any, it knows as well where
+        the run is."""
+        if self._local_steps is None:
+            self.lacks_state = False
+        elif step > YOUNG_ROUNDS * self._local_steps:
+            self._is_young = False
+        self._steps.made(time.time(), step, is_known=is_common or not self._has_met)
+
+    def made_round(self, step: int, rounds: int) -> None:
+        """This peer has averaged with others."""
+        self._rounds.made(time.time(), rounds, is_known=True)
+        if self._local_steps is not None:
+            self._steps.accept(time.time(), step)
+            self._is_young = self.lacks_state = False
+
+    def missed(self) -> None:
+        """A peer without progress has not got the state of others."""
+        self.lacks_state = True
+        self._failed += 1
+
+    def moved(self, step: int, rounds: int) -> None:
+        """This peer has taken a state of this step, and of so many rounds."""
+        self._steps.accept(time.time(), step)
+        self._rounds.accept(time.time(), rounds)
+        self._is_young = self.lacks_state = False
+
+    # What others say
+
+    def is_alone(self, others: Iterable[Report]) -> bool:
+        """Return whether none of the others can be where this peer is."""
+        beyond = self._steps.count_max(time.time()) + 1
+        return all(report.step.reaches(beyond) for report in others)
+
+    def is_passed(self, step: int, others: Iterable[Report]) -> bool:
+        """Return whether the others have made this global step."""
+        return self._steps.furthest(time.time(), step, [report.step for report in others]) > step
+
+    def has_missed_round(self, rounds: int, others: Iterable[Report]) -> bool:
+        """Return whether others have held more than so many rounds."""
+        return self._rounds.furthest(time.time(), rounds, [report.rounds for report in others]) > rounds
+
+    def rounds_of(self, claimed: int, others: Iterable[Report]) -> int:
+        """Return of how many rounds a state is that says `claimed`."""
+        return min(claimed, lower_median([report.rounds for report in others]) + SLACK_STEPS)
+
+    def state_to_take(self, step: int, lineage: bytes, others: Sequence[Report]) -> LikelySteps | None:
+        """Return which state a peer at `step` takes in place of its own; None where its own is right."""
+        if not others:
+            return None
+        steps = [report.step for report in others]
+        is_further, is_apart = lower_median(steps) > step, self._is_apart(step, lineage, others)
+        if self._local_steps is not None:
+            is_new = not self.is_joined or self.lacks_state
+            return self.local_state(others) if is_apart or (is_new and is_further) else None
+        if not self.has_progress(step):
+            likely = newcomer_steps(steps, SLACK_STEPS, are_equal=True)
+            if self._failed >= DISAGREED_MAX:
+                likely = replace(likely, holders_min=1)
+            return likely if is_further or is_apart else None
+        alone = rejoined_step(step, [(report.step, report.lineage) for report in others])
+        if alone is not None:
+            return LikelySteps(max(0, alone - SLACK_STEPS), alone + SLACK_STEPS, VOICES_MIN, VOICES_MIN)
+        if is_apart or self.is_passed(step, others):
+            return self._steps.likely_steps(time.time(), step, steps)
+        return None
+
+    def local_state(self, others: Sequence[Report]) -> LikelySteps:
+        """Return which state a peer takes where each makes steps of its own."""
+        slack = SLACK_STEPS * (self._local_steps or 1)
+        return newcomer_steps([report.step for report in others], slack, are_equal=False)
+
+    def _is_apart(self, step: int, lineage: bytes, others: Sequence[Report]) -> bool:
+        """Whether others came to where they are by other steps, and this peer is to come over to them."""
+        if not self.is_joined or self.lacks_state:
+            return any(report.lineage != lineage for report in others)
+        voices = min(VOICES_MIN, len(others))
+        if self._local_steps is None:
+            near = [report for report in others if report.step.equals(step)]
+        elif self._is_young:
+            # Steps of others are their own affair, but what they began with is not.
+            beyond = self._steps.count_max(time.time()) + 1
+            near = [report for report in others if not report.step.reaches(beyond)]
+        else:
+            return False
+        return common_lineage(lineage, [report.lineage for report in near], voices) != lineage

@@ -1,0 +1,57 @@
+"""A participant of a named averaging run that lies about itself: the real classes, with claims of its own."""
+
+from typing import Any
+
+import torch
+
+from crypto.encoding import decode, encode
+from crypto.identity import PeerId
+from node.averaging.signature import signature_of
+from node.averaging.transfer import PROTOCOL, TABLE_BYTES_MAX, Answer, Ask
+from node.library.sync import SyncNode
+from node.optimizer.layout import Layout
+from node.optimizer.open import kind_of
+from node.optimizer.session import Session
+from node.optimizer.settings import Settings, names_of
+from node.optimizer.state import copy_state
+from node.protocols.calls import conversation
+
+
+class LyingParticipant:
+    """Takes part in a run, averages nothing, and hands out a state in which every number is `value`."""
+
+    def __init__(
+        self, me: SyncNode, optimizer: torch.optim.Optimizer, run_id: str, *, value: float, **options: Any
+    ) -> None:
+        """`optimizer` and its model are of the kind that the run trains; the model becomes the garbage."""
+        settings = Settings(run_id, **options)
+        self._layout = Layout(names_of([optimizer], None))
+        for slot in self._layout.slots:
+            slot.tensor.detach().fill_(value)
+        self._optimizer = optimizer
+        signature = signature_of(kind_of(settings, [optimizer]), list(self._layout.rows))
+        portal = self._portal = me._portal
+        self.run = portal.call_sync(portal.subject.averaging.open, run_id, signature)
+        self._session = Session(portal, self.run)
+
+    def claim(self, step: int, *, samples: int = 0, rounds: int = 0, lineage: bytes = bytes(32)) -> None:
+        """Tell these numbers, and offer the garbage as the state of that step."""
+        self._session.tell(step=step, samples=samples, rounds=rounds, lineage=lineage, has_state=True)
+        self._session.offer(step, rounds, lineage, copy_state(self._layout, [self._optimizer], {}))
+
+    def ask_for_state(self, peer: PeerId, step: int) -> Answer:
+        """Ask a member for its state at this step; what it answers."""
+
+        async def ask() -> Answer:
+            network = self._portal.subject.network
+            talk = conversation(network, peer, PROTOCOL, seconds=60, message_bytes_max=TABLE_BYTES_MAX)
+            async with talk as stream:
+                await stream.send(encode(Ask(self.run.key, self.run.roster.signature, step)))
+                answer: Answer = decode(await stream.receive(), Answer, bytes_max=TABLE_BYTES_MAX)
+                return answer
+
+        return self._portal.run(ask)
+
+    def close(self) -> None:
+        """Leave the run."""
+        self._session.close()

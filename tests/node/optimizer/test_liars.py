@@ -1,0 +1,288 @@
+"""Taking over the state of others in a run of the optimizer, with and without a participant that lies.
+
+Real nodes in threads of this process.
+"""
+
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from functools import partial
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, MultiplicativeLR, StepLR
+
+from gossip.claims import SLACK_STEPS
+from node.averaging.snapshot import make_snapshot
+from node.averaging.transfer import Nothing
+from node.library.sync import SyncNode
+from node.optimizer.layout import Layout
+from node.optimizer.schedule import CHAINED_MAX, GlobalScheduler
+from node.optimizer.state import check_state, copy_state
+from node.optimizer.wrapper import PeerOptimizer
+from tests.hostile.participant import LyingParticipant
+from tests.node.optimizer.test_wrapper import adamw, backward, batch_of, model_of, open_nodes, until
+
+torch.set_num_threads(1)
+RUNS = itertools.count()
+"""Each test has a run of its own on the same nodes."""
+Options = dict[str, float]
+FAR = 2**39
+"""A step that no run makes, and that a message may say."""
+GARBAGE = 30.0
+BATCH: Options = {"target_batch_size": 64, "window_seconds": 5.0}
+LOCAL: Options = {"local_steps": 4, "window_seconds": 5.0}
+STALL_SECONDS = 15.0
+"""A claim must not hold a step for so long: it was 31 s."""
+
+
+def norm(model: torch.nn.Module) -> float:
+    return math.sqrt(sum(float(parameter.detach().square().sum()) for parameter in model.parameters()))
+
+
+class Trainer:
+    """A script that trains: a model, its optimizer, and a loop in a thread of its own."""
+
+    def __init__(self, me: SyncNode, number: int, run_id: str, options: Options) -> None:
+        """Join the run, in which nobody else is to be waited for where it is the first."""
+        self.number = number
+        self.model = model_of(number)
+        self.longest_seconds = 0.0
+        self._ended = threading.Event()
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+        self._thread: threading.Thread | None = None
+        self.optimizer: PeerOptimizer = me.optimizer(
+            adamw(self.model),
+            run_id,
+            join_seconds=2.0 if number else 0.0,
+            **options,  # type: ignore[arg-type]  # whichever
+        )
+
+    def step(self, number: int) -> None:
+        backward(self.model, batch_of(100 * self.number + number))
+        begun = time.monotonic()
+        self.optimizer.step()
+        self.longest_seconds = max(self.longest_seconds, time.monotonic() - begun)
+
+    def begin(self) -> None:
+        """Train until `end`."""
+
+        def loop() -> None:
+            number = 0
+            while not self._ended.wait(0.01):
+                self.goes_on.wait()
+                self.step(number)
+                number += 1
+
+        self._thread = threading.Thread(target=loop)
+        self._thread.start()
+
+    def end(self) -> None:
+        self._ended.set()
+        self.goes_on.set()
+
+    def close(self) -> None:
+        self.end()
+        if self._thread is not None:
+            self._thread.join()
+        self.optimizer.close()
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[SyncNode]]:
+    with ExitStack() as stack:
+        yield open_nodes(stack, tmp_path_factory.mktemp("liars"), 4)
+
+
+class Run:
+    """A run of its own on the nodes of this file: honest members on the first ones, then who comes later."""
+
+    def __init__(self, nodes: list[SyncNode], options: Options) -> None:
+        self.name = f"run-{next(RUNS)}"
+        self.members: list[Trainer] = []
+        self._free, self._options = list(nodes), options
+        self._liars: list[LyingParticipant] = []
+
+    def join(self) -> Trainer:
+        made = Trainer(self._free.pop(0), len(self.members) + len(self._liars), self.name, self._options)
+        self.members.append(made)
+        return made
+
+    def lie(self, step: int, *, samples: int = 0, value: float = GARBAGE) -> LyingParticipant:
+        me, model = self._free.pop(0), model_of(9)
+        liar = LyingParticipant(me, adamw(model), self.name, value=value, **self._options)
+        liar.claim(step, samples=samples, rounds=step)
+        self._liars.append(liar)
+        return liar
+
+    def train(self, count: int) -> None:
+        """Have honest members train together."""
+        for _ in range(count):
+            self.join().begin()
+        until(lambda: all(each.optimizer.stats.peers == count - 1 for each in self.members))
+        until(lambda: all(each.optimizer.global_step >= 3 for each in self.members))
+        until(lambda: count == 1 or all(each.optimizer.stats.rounds > 0 for each in self.members))
+
+    def close(self) -> None:
+        for member in self.members:
+            member.end()
+        for member in self.members:
+            member.close()
+        for liar in self._liars:
+            liar.close()
+
+
+@pytest.fixture
+def start(nodes: list[SyncNode]) -> Iterator[Callable[[Options], Run]]:
+    with ExitStack() as stack:
+
+        def begin(options: Options) -> Run:
+            return stack.enter_context(closing(Run(nodes, options)))
+
+        yield begin
+
+
+@pytest.mark.parametrize("options", [BATCH, LOCAL])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_far_step_of_one_liar_moves_nobody(
+    start: Callable[[Options], Run], options: Options, count: int
+) -> None:
+    run = start(options)
+    run.train(count)
+    before = max(norm(each.model) for each in run.members)
+    run.lie(FAR)
+    until(lambda: all(each.optimizer.stats.peers == count for each in run.members))
+    newcomer = run.join()
+    assert newcomer.optimizer.stats.states_loaded == 1, "it has the state of honest members"
+    newcomer.begin()
+    targets = [each.optimizer.global_step + 5 for each in run.members]
+    until(lambda: all(m.optimizer.global_step >= t for m, t in zip(run.members, targets, strict=True)))
+    assert [norm(each.model) < 2 * before for each in run.members] == [True] * (count + 1)
+    assert all(each.optimizer.global_step < FAR for each in run.members)
+    assert max(each.longest_seconds for each in run.members) < STALL_SECONDS
+
+
+def test_a_liar_at_the_step_of_others_has_no_second_holder(start: Callable[[Options], Run]) -> None:
+    """It has the smallest lineage, which wins ties, and members wait for it in each round."""
+    run = start({**BATCH, "window_seconds": 0.2})
+    run.train(2)
+    before = max(norm(each.model) for each in run.members)
+    liar = run.lie(run.members[0].optimizer.global_step)
+    ended = threading.Event()
+
+    def follow() -> None:
+        while not ended.wait(0.02):
+            liar.claim(run.members[0].optimizer.global_step)
+
+    follower = threading.Thread(target=follow)
+    follower.start()
+    try:
+        until(lambda: all(each.optimizer.stats.peers == 2 for each in run.members))
+        loaded = [each.optimizer.stats.states_loaded for each in run.members]
+        newcomer = run.join()
+        newcomer.begin()
+        targets = [each.optimizer.global_step + 2 for each in run.members]
+        until(lambda: all(m.optimizer.global_step >= t for m, t in zip(run.members, targets, strict=True)))
+        assert [each.optimizer.stats.states_loaded for each in run.members[:2]] == loaded
+        assert [norm(each.model) < 2 * before for each in run.members] == [True] * 3
+    finally:
+        ended.set()
+        follower.join()
+
+
+@pytest.mark.parametrize(("count", "steps"), [(2, 1), (3, SLACK_STEPS + 5)])
+def test_a_member_that_paused_takes_over_the_step_of_the_others(
+    start: Callable[[Options], Run], count: int, steps: int
+) -> None:
+    run = start({"target_batch_size": 32, "window_seconds": 0.2})
+    run.train(count)
+    *others, paused = run.members
+    paused.goes_on.clear()
+    loaded, reached = paused.optimizer.stats.states_loaded, paused.optimizer.global_step
+    until(lambda: all(each.optimizer.global_step >= reached + steps for each in others))
+    paused.goes_on.set()
+    until(lambda: paused.optimizer.stats.states_loaded > loaded)
+    assert paused.optimizer.global_step >= reached + steps
+
+
+def test_a_newcomer_takes_over_from_the_last_of_the_members(start: Callable[[Options], Run]) -> None:
+    run = start(BATCH)
+    run.train(2)
+    run.members.pop(0).close()
+    (last,) = run.members
+    until(lambda: last.optimizer.stats.peers == 0)
+    before = last.optimizer.global_step
+    newcomer = run.join()
+    assert newcomer.optimizer.stats.states_loaded == 1
+    assert newcomer.optimizer.global_step >= before
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_a_state_that_is_not_finite_is_never_taken(start: Callable[[Options], Run], value: float) -> None:
+    run = start(BATCH)
+    run.lie(5, value=value)
+    newcomer = run.join()
+    assert newcomer.optimizer.stats.peers == 1
+    assert newcomer.optimizer.stats.states_loaded == 0
+    assert "not finite" in newcomer.optimizer.status
+    assert math.isfinite(norm(newcomer.model))
+
+
+def test_a_mask_of_infinities_is_no_reason_to_refuse_a_state() -> None:
+    """A buffer that holds the same here may hold what is not finite."""
+    model = model_of()
+    model.register_buffer("mask", torch.full((3,), -math.inf))
+    layout = Layout([*model.named_parameters(), *model.named_buffers()])
+    snapshot = make_snapshot(1, 1, bytes(32), copy_state(layout, [], {}))
+    assert check_state(snapshot, layout, {}) == ""
+    model.get_buffer("mask").fill_(0.0)
+    assert "not finite in mask" in check_state(snapshot, layout, {})
+
+
+def test_claimed_samples_count_as_one_batch_at_most(start: Callable[[Options], Run]) -> None:
+    run = start(BATCH)
+    trainer = run.join()
+    run.lie(0, samples=FAR)
+    until(lambda: trainer.optimizer.stats.total_samples > 0)
+    assert trainer.optimizer.stats.total_samples == BATCH["target_batch_size"]
+
+
+def test_a_state_of_a_far_step_is_refused_at_once(start: Callable[[Options], Run]) -> None:
+    run = start(LOCAL)
+    run.train(1)
+    liar = run.lie(0)
+    until(lambda: liar.run.view.peers == 1)
+    (member,) = liar.run.roster.reports
+    begun = time.monotonic()
+    assert liar.ask_for_state(member, FAR) == Nothing("this peer is not so far")
+    assert time.monotonic() - begun < STALL_SECONDS
+
+
+@pytest.mark.parametrize("make", [partial(CosineAnnealingLR, T_max=20), partial(StepLR, step_size=30)])
+def test_a_scheduler_jumps_to_a_far_step(make: Callable[..., LRScheduler]) -> None:
+    def schedule() -> GlobalScheduler:
+        return GlobalScheduler(make, [torch.optim.SGD(model_of().parameters(), 0.1)], {})
+
+    jumped, chained = schedule(), schedule()
+    jumped.move_to(CHAINED_MAX + 7)
+    for step in range(0, CHAINED_MAX + 8, 1_000):
+        chained.move_to(step)
+    chained.move_to(CHAINED_MAX + 7)
+    assert jumped.get_last_lr() == pytest.approx(chained.get_last_lr())
+    begun = time.monotonic()
+    for step in range(FAR, FAR + 20):
+        jumped.move_to(step)
+    assert jumped.last_epoch == FAR + 19
+    assert time.monotonic() - begun < 1.0
+
+
+def test_a_scheduler_without_closed_form_moves_by_a_bounded_number_of_steps() -> None:
+    optimizer = torch.optim.SGD(model_of().parameters(), 0.1)
+    scheduler = GlobalScheduler(MultiplicativeLR, [optimizer], {"lr_lambda": lambda _: 0.5})
+    for calls in (1, 2):
+        scheduler.move_to(FAR)
+        assert scheduler.last_epoch == calls * CHAINED_MAX
