@@ -89,6 +89,9 @@ class LikelySteps:
     """Held by so many."""
     holders_wanted: int = 1
     """It is worth asking again for so many."""
+    is_newest: bool = False
+    """Where no two hold the same, the newest is taken, and any if not: a liar can claim to be the newest, so
+    that is for whoever tries what it takes."""
 
 
 def newcomer_steps(claims: Collection[ClaimedCount], slack: int, *, are_equal: bool) -> LikelySteps:
@@ -180,8 +183,8 @@ def choose_state(
     offers: Mapping[PeerId, OfferedState], likely: LikelySteps | None, rng: Random
 ) -> tuple[PeerId, ...]:
     """Return the holders of the state to take, of a likely step where that is given: the one that the most
-    hold, the newest of those. Where no two hold the same, any: whoever lies must not be able to arrange that
-    its own comes first. Empty where none will do."""
+    hold, the newest of those. Where no two hold the same, any, if it is not to be the newest: whoever lies
+    must not be able to arrange that its own comes first. Empty where none will do."""
     if likely is not None:
         offers = {
             peer: offer for peer, offer in offers.items() if offer.step.is_between(likely.first, likely.last)
@@ -193,6 +196,6 @@ def choose_state(
     if most < (1 if likely is None else likely.holders_min):
         return ()
     best = [offer for offer, peers in holders.items() if len(peers) == most]
-    if most >= VOICES_MIN:
+    if most >= VOICES_MIN or likely is None or likely.is_newest:
         return tuple(holders[max(best, key=lambda offer: (offer.step._number, offer.digest))])
     return tuple(holders[rng.choice(best)])

@@ -16,6 +16,7 @@ from blake3 import blake3
 
 from crypto.encoding import encode
 from crypto.identity import PEER_ID_BYTES, PeerId
+from gossip.claims import Count
 
 GROUP_MEMBERS_MAX = 64
 """Everybody talks to everybody: beyond this, smaller groups over more rounds cost less (Moshpit)."""
@@ -35,7 +36,6 @@ WEIGHT_MAX = 1e12
 
 Subject = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
 Hash = Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
-Number = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 Mode = Literal["butterfly", "exchange"]
 """`butterfly`: each reducing member adds up one part and sends the mean to all. `exchange`: every member gets
 every payload and adds up all of it by itself, which suits sparse payloads: their sum is not sparse."""
@@ -75,8 +75,8 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
     """
 
     name: Annotated[bytes, msgspec.Meta(max_length=NAME_BYTES_MAX)]
-    round: Number
-    number: Number
+    round: Count
+    number: Count
     terms: Terms
     members: Annotated[tuple[Member, ...], msgspec.Meta(min_length=1, max_length=GROUP_MEMBERS_MAX)]
 

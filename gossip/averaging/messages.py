@@ -19,6 +19,7 @@ from gossip.averaging.group import (
     ITEMS_MAX,
     Hash,
 )
+from gossip.claims import Count
 
 PROTOCOL = "/peerloom/averaging/1"
 CHUNK_BYTES_MAX = CHUNK_ITEMS * 8 + 4_096
@@ -117,8 +118,8 @@ class Arrived(msgspec.Struct, frozen=True, array_like=True, tag="arrived"):
     """How many bytes of the receiver's chunks came, and how long after the sender's start the last one."""
 
     attempt: Hash
-    size_bytes: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
-    microseconds: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+    size_bytes: Count
+    microseconds: Count
 
 
 AttemptMessage = Commitment | Have | Seal | Chunk | Ask | Withdraw | Arrived

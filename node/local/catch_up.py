@@ -1,6 +1,7 @@
 """How a member of a run in local mode takes over the state of others."""
 
 from collections.abc import Awaitable, Callable, Collection
+from dataclasses import replace
 
 import trio
 
@@ -22,7 +23,8 @@ def likely_steps(part: Participation, local_steps: int, passed_over: Collection[
     less. One alone may claim any step."""
     reports = part.roster.reports.items()
     steps = [report.step for peer, report in reports if report.has_state and peer not in passed_over]
-    return newcomer_steps(steps, LIKELY_ROUNDS * local_steps, are_equal=False)
+    likely = newcomer_steps(steps, LIKELY_ROUNDS * local_steps, are_equal=False)
+    return replace(likely, is_newest=True)  # its loss is looked at before it is used
 
 
 async def catch_up(

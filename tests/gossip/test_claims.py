@@ -108,14 +108,17 @@ def test_a_member_comes_back_to_the_others_from_steps_made_alone() -> None:
 
 
 def test_the_state_of_most_holders_is_chosen_and_a_lone_one_at_random() -> None:
-    def choose(*offers: tuple[int, bytes], holders_min: int = 1, seed: int = 1) -> set[int]:
+    def choose(
+        *offers: tuple[int, bytes], holders_min: int = 1, seed: int = 1, is_newest: bool = False
+    ) -> set[int]:
         given_ = {PEERS[n]: OfferedState(ClaimedCount(s), d) for n, (s, d) in enumerate(offers)}
-        likely = LikelySteps(90, 110, holders_min)
+        likely = LikelySteps(90, 110, holders_min, is_newest=is_newest)
         return {PEERS.index(peer) for peer in choose_state(given_, likely, Random(seed))}
 
     assert choose((100, A), (100, A), (109, B)) == {0, 1}
     assert choose((100, A), (100, A), (2**39, B), (2**39, B), (2**39, B)) == {0, 1}
     assert choose((100, A), (101, B), holders_min=2) == set()
     assert choose((2**39, A)) == set()
+    assert choose((100, A), (2**39, B), (101, C), is_newest=True) == {2}
     alone = [choose((100, A), (101, B), (110, C), seed=seed) for seed in range(20)]
     assert {frozenset(each) for each in alone} == {frozenset({n}) for n in range(3)}
