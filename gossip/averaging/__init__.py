@@ -14,6 +14,7 @@
 | pace | adaptive deadlines: from measured attempts to a `Patience` |
 | tensors | `Layout`: named tensors to one vector and back, and the signature that names them |
 | reduction | from several parts to one: `weighted_mean`, and the interface that robust rules share |
+| weights | `bounded_weights`: what each claimed weight counts for |
 | codecs | how a chunk is written down |
 
 How a shell drives an attempt, once `gossip.matchmaking` has formed its group; where it fails, the members

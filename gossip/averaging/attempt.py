@@ -5,7 +5,8 @@
 2. Have: an owner that holds and checked its part of all senders, or has waited long enough, signs which. It
    signs one have-set.
 3. Commit: the set S is what *all* owners hold, under equal commitments; the hash of all have-sets names the
-   commit. So nobody decides S: whoever holds the have-sets computes it.
+   commit. So nobody decides S: whoever holds the have-sets computes it, and the weights in it, bounded by
+   their median (`gossip.averaging.weights`).
 4. Reduce and gather: an owner reduces exactly S, sends its part to all and seals it with a signature. Whoever
    holds a sealed part hands it on to a member that misses it.
 
@@ -56,6 +57,7 @@ from gossip.averaging.outcome import Averaged, Equivocation, Failed, Patience, R
 from gossip.averaging.parts import chunk_count
 from gossip.averaging.reduction import Reduction, Vector, weighted_mean
 from gossip.averaging.scatter import Scatter
+from gossip.averaging.weights import bounded_weights
 
 Sends = list[tuple[PeerId, AttemptMessage]]
 LARGEST = 1e38
@@ -380,10 +382,13 @@ class Attempt:
         common = tuple(entry for entry in bodies[0].held if all(entry in body.held for body in bodies[1:]))
         if len(common) < 2:
             return self._fail(Reason.TOO_FEW, *(p for p in self._owners if len(self._haves[p].held) < 2))
-        self._set = common
+        weights = bounded_weights([entry.weight for entry in common])
+        self._set = tuple(
+            Held(entry.place, weight, entry.commitment) for entry, weight in zip(common, weights, strict=True)
+        )
         commit = blake3(self.id + b"".join(encode(body) for body in bodies)).digest()
         mine = self._owners.get(self._place)
-        sources = [] if mine is None else self._scatter.sources(common)
+        sources = [] if mine is None else self._scatter.sources(self._set)
         self._gather.begin(commit, mine, sources, self._reduction)
         self._phase_until = self._now + self._patience.gather_seconds
         self._progress_at = self._now

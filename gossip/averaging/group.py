@@ -32,7 +32,8 @@ RATE_UNKNOWN = 1
 """The claim of a peer that has not measured its bandwidth yet: it counts as having that of the middle one."""
 GRANULE_ITEMS = 4_096
 """Parts begin at multiples of this, so that no block of a codec lies in two parts."""
-WEIGHT_MAX = 1e12
+WEIGHT_MIN, WEIGHT_MAX = 1e-12, 1e12
+"""Beyond them a weight counts nothing that anybody has, and products with it may overflow or vanish."""
 
 Subject = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
 Hash = Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
@@ -112,7 +113,7 @@ def fault_of(group: Group) -> str | None:
 
 def is_weight(weight: float) -> bool:
     """Return whether a number may weigh a member's tensors."""
-    return isfinite(weight) and 0 < weight <= WEIGHT_MAX
+    return isfinite(weight) and WEIGHT_MIN <= weight <= WEIGHT_MAX
 
 
 def owners_of(group: Group) -> tuple[Owner, ...]:

@@ -11,7 +11,7 @@ import trio
 from numpy.typing import NDArray
 
 from crypto.identity import peer_text
-from gossip.averaging.group import is_weight
+from gossip.averaging.group import WEIGHT_MAX, WEIGHT_MIN, is_weight
 from node.averaging.participation import Participation
 from node.averaging.rounds import Wanted
 from node.averaging.service import Averaging
@@ -52,7 +52,7 @@ async def average_once(
 ) -> Averaged:
     """See `node.library.surface.Surface.average`."""
     if not is_weight(weight):
-        raise UsageError(f"average: weight {weight} must be above 0 and finite")
+        raise UsageError(f"average: weight {weight} must be from {WEIGHT_MIN:g} to {WEIGHT_MAX:g}")
     vector, rows = await trio.to_thread.run_sync(partial(_join, tensors))
     signature = signature_of("average", rows)
     run = service.find(group, signature) or service.open(group, signature)
