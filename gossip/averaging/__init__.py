@@ -14,6 +14,7 @@
 | pace | adaptive deadlines: from measured attempts to a `Patience` |
 | tensors | `Layout`: named tensors to one vector and back, and the signature that names them |
 | reduction | from several parts to one: `weighted_mean`, and the interface that robust rules share |
+| robust | rules that survive members who lie, a file each |
 | weights | `bounded_weights`: what each claimed weight counts for |
 | codecs | how a chunk is written down |
 

@@ -1,0 +1,24 @@
+"""The coordinate-wise median (Yin, Chen, Ramchandran and Bartlett 2018, "Byzantine-robust distributed
+learning: towards optimal statistical rates", option I)."""
+
+import numpy as np
+
+from gossip.averaging.reduction import Vector
+from gossip.averaging.robust.inputs import Vectors, Weights, blocks_of, usable
+
+
+def median(vectors: Vectors, weights: Weights, f: int = 0) -> Vector:
+    """Return the middle of each number, or the mean of the two in the middle.
+
+    Every member counts once, whatever its weight: so fewer than half of them, with any weights, leave each
+    number in the honest members' range.
+    """
+    vectors, _, _ = usable(vectors, weights, f, 2 * f + 1, "median")
+    found = np.empty(vectors.shape[1], vectors.dtype)
+    low, high = (len(vectors) - 1) // 2, len(vectors) // 2
+    for block in blocks_of(vectors.shape[1]):
+        rows = np.partition(vectors[:, block], (low, high), axis=0)
+        # Halves first: the sum of two large numbers may overflow. Adding 0 makes of -0 the 0 it equals.
+        found[block] = rows[low] + 0.0 if low == high else rows[low] * 0.5 + rows[high] * 0.5
+        np.clip(found[block], rows[low], rows[high], out=found[block])
+    return found

@@ -1,0 +1,23 @@
+"""Nearest-neighbour mixing (Allouah et al. 2023, "Fixing by mixing: a recipe for optimal Byzantine ML under
+heterogeneity"): done to the vectors before another rule."""
+
+import numpy as np
+
+from gossip.averaging.robust.inputs import Vectors, Weights, in_order, mix, squared_distances, usable
+
+
+def mix_nearest(vectors: Vectors, weights: Weights, f: int = 0) -> tuple[Vectors, Weights, int]:
+    """Return the vectors, each replaced by the mean of the n - f that are nearest to it, itself among them;
+    with their weights and `f`, as the next rule takes them.
+
+    Honest vectors that differ since their data does come nearer to each other, so that fewer lies fit between
+    them. Every member counts once.
+    """
+    vectors, weights, f = usable(vectors, weights, f, 2 * f + 1, "nearest-neighbour mixing")
+    vectors, weights = in_order(vectors, weights)
+    count = len(vectors) - f
+    nearest = np.argsort(squared_distances(vectors), axis=1, kind="stable")[:, :count]
+    mixed = np.empty_like(vectors)
+    for number, others in enumerate(nearest):
+        mixed[number] = mix(vectors[np.sort(others)], np.full(count, 1 / count))
+    return mixed, weights, f

@@ -1,0 +1,41 @@
+"""The coordinate-wise trimmed mean (Yin, Chen, Ramchandran and Bartlett 2018, "Byzantine-robust distributed
+learning: towards optimal statistical rates", option II)."""
+
+import numpy as np
+
+from gossip.averaging.reduction import Vector
+from gossip.averaging.robust.inputs import Vectors, Weights, blocks_of, usable
+
+
+def trimmed_mean(vectors: Vectors, weights: Weights, f: int = 0) -> Vector:
+    """Return of each number the weighted mean without the f smallest and the f largest.
+
+    What is cut is counted by members, not by weight. So of f liars each number that is left lies between two
+    honest ones, and the mean of those left does too, with any weights.
+    """
+    vectors, weights, f = usable(vectors, weights, f, 2 * f + 1, "trimmed mean")
+    # By weight first, and then stably by value: equal numbers of other weights are cut alike in any order.
+    order = np.argsort(weights, kind="stable")
+    vectors, weights = vectors[order], weights[order]
+    are_equal = bool((weights == weights[0]).all())
+    found = np.empty(vectors.shape[1], vectors.dtype)
+    last = len(vectors) - f
+    for block in blocks_of(vectors.shape[1]):
+        rows = vectors[:, block]
+        if are_equal:
+            rows = np.sort(rows, axis=0)
+            sums = rows[f].astype(np.float64)
+            for row in rows[f + 1 : last]:
+                sums += row
+            sums /= last - f
+        else:
+            ranks = np.argsort(rows, axis=0, kind="stable")
+            rows = np.take_along_axis(rows, ranks, axis=0)
+            sums, total = np.zeros(rows.shape[1]), np.zeros(rows.shape[1])
+            for row, rank in zip(rows[f:last], ranks[f:last], strict=True):
+                sums += row * weights[rank]
+                total += weights[rank]
+            sums /= total
+        # Rounding must not leave the range either. Adding 0 makes of -0 the 0 it equals.
+        found[block] = np.clip(sums, rows[f], rows[last - 1]) + 0.0
+    return found
