@@ -24,7 +24,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from gossip.averaging.group import GROUP_MEMBERS_MAX, NONCE_BYTES, RATE_MAX, Group, Member, fault_of
 
-PROTOCOL = "/peerloom/matchmaking/1"
+PROTOCOL = "/peerloom/matchmaking/2"
 MESSAGE_BYTES_MAX = 16_384
 """A full group takes some 5 KiB."""
 KEY_BYTES = 32

@@ -211,6 +211,12 @@ class Roster:
         return len(self._peers) - len(self.claims)
 
     @property
+    def stranger_signatures(self) -> list[bytes]:
+        """What those participants average, each by its hash."""
+        signatures = (known.report.signature for known in self._peers.values())
+        return [signature for signature in signatures if signature != self.signature]
+
+    @property
     def own(self) -> Report:
         """This peer's own word."""
         return self._own

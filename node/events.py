@@ -441,7 +441,8 @@ class AveragingLeft(Event, frozen=True, kw_only=True):
 class AveragingEnded(Event, frozen=True, kw_only=True):
     """A round of averaging is over here. `outcome`: ok or failed, with the reason; a failed one averaged
     nothing. `averaged` are those whose tensors entered, of `members` in the group; `rounding` is the relative
-    error that the codec added to what this peer sent."""
+    error that the codec added to what this peer sent. `aggregate` is the rule, by which `liars_max` of the
+    averaged may have lied without taking a number out of the honest range."""
 
     run: str
     outcome: str
@@ -453,6 +454,8 @@ class AveragingEnded(Event, frozen=True, kw_only=True):
     sent_bytes: int
     received_bytes: int
     rounding: float = 0.0
+    aggregate: str = "mean"
+    liars_max: int = 0
 
 
 class AveragingStepped(Event, frozen=True, kw_only=True):

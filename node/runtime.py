@@ -282,8 +282,7 @@ class Node(Surface):
         )
 
     async def _measure(self) -> None:
-        capacity = self._capacity
-        if capacity is None:
+        if (capacity := self._capacity) is None:
             capacity = await self._executor.run(lambda: measure(self.config.resources))
         self.capacity = capacity
         self._publish(capacity.measured(self._clock.wall()))
@@ -392,6 +391,7 @@ class Node(Surface):
             live=lambda: self.membership.live,
             publish=self._publish,
             refuse=self._refuse,
+            is_private=self.config.swarm.key_file is not None,
         )
         BlobServer(self.seams, self._blobs, refuse=self._refuse)
         self.runs = Runs(

@@ -141,13 +141,16 @@ def run_document(view: RunView) -> dict[str, Any]:
 
 def round_document(last: events.AveragingEnded, number: int) -> dict[str, Any]:
     """A round of averaging in a run in local mode; `error` is empty where it averaged, `peers` are those
-    whose tensors entered, and `rounding` is what the codec added."""
+    whose tensors entered, `rounding` is what the codec added, and by the rule `aggregate` so many of the
+    peers as `liars_max` may have lied."""
     return {
         "round": number,
         "step": last.step,
         "peers": [peer_text(peer) for peer in last.averaged],
         "error": last.reason if last.outcome != "ok" else "",
         "rounding": last.rounding,
+        "aggregate": last.aggregate,
+        "liars_max": last.liars_max,
         "seconds": last.seconds,
     }
 

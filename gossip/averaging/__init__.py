@@ -13,7 +13,8 @@
 | feedback | error feedback for lossy codecs |
 | pace | adaptive deadlines: from measured attempts to a `Patience` |
 | tensors | `Layout`: named tensors to one vector and back, and the signature that names them |
-| reduction | from several parts to one: `weighted_mean`, and the interface that robust rules share |
+| reduction | from several parts to one: `weighted_mean`, and the interface that all rules share |
+| aggregates | the rules that a group may agree on: mean, median, trimmed mean |
 | robust | rules that survive members who lie, a file each |
 | weights | `bounded_weights`: what each claimed weight counts for |
 | codecs | how a chunk is written down |

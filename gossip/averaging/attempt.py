@@ -30,6 +30,7 @@ from crypto.encoding import decode, encode
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
+from gossip.averaging.aggregates import counted_weights, reduction_of
 from gossip.averaging.arrivals import Arrivals
 from gossip.averaging.codecs import Codec, codec_of
 from gossip.averaging.gather import Gather
@@ -55,9 +56,8 @@ from gossip.averaging.messages import (
 )
 from gossip.averaging.outcome import Averaged, Equivocation, Failed, Patience, Reason
 from gossip.averaging.parts import chunk_count
-from gossip.averaging.reduction import Reduction, Vector, weighted_mean
+from gossip.averaging.reduction import Vector
 from gossip.averaging.scatter import Scatter
-from gossip.averaging.weights import bounded_weights
 
 Sends = list[tuple[PeerId, AttemptMessage]]
 LARGEST = 1e38
@@ -88,7 +88,6 @@ class Attempt:
         weight: float,
         now: float,
         patience: Patience | None = None,
-        reduction: Reduction = weighted_mean,
         codecs: Mapping[str, Codec] | None = None,
     ) -> None:
         if fault := fault_of(group):
@@ -104,7 +103,6 @@ class Attempt:
         self._codec = codec_of(group.terms.codec, group.terms.dtype, codecs)
         self._check_vector(vector, weight)
         self._patience = patience or Patience()
-        self._reduction = reduction
         self._owners = {owner.place: owner for owner in owners_of(group)}
         self._scatter = Scatter(group, self._owners, self._place, self._codec, vector, weight)
         self._gather = Gather(group, self._owners, self._place, self._codec)
@@ -382,14 +380,14 @@ class Attempt:
         common = tuple(entry for entry in bodies[0].held if all(entry in body.held for body in bodies[1:]))
         if len(common) < 2:
             return self._fail(Reason.TOO_FEW, *(p for p in self._owners if len(self._haves[p].held) < 2))
-        weights = bounded_weights([entry.weight for entry in common])
+        weights = counted_weights(self.group.terms.aggregate, [entry.weight for entry in common])
         self._set = tuple(
             Held(entry.place, weight, entry.commitment) for entry, weight in zip(common, weights, strict=True)
         )
         commit = blake3(self.id + b"".join(encode(body) for body in bodies)).digest()
         mine = self._owners.get(self._place)
         sources = [] if mine is None else self._scatter.sources(self._set)
-        self._gather.begin(commit, mine, sources, self._reduction)
+        self._gather.begin(commit, mine, sources, reduction_of(self.group.terms.aggregate))
         self._phase_until = self._now + self._patience.gather_seconds
         self._progress_at = self._now
         for place, queue in self._queues.items():

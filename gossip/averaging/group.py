@@ -42,6 +42,10 @@ Mode = Literal["butterfly", "exchange"]
 every payload and adds up all of it by itself, which suits sparse payloads: their sum is not sparse."""
 
 
+Aggregate = Literal["mean", "median", "trimmed-mean"]
+"""The rule by which a part is reduced: `gossip.averaging.aggregates`."""
+
+
 class Member(msgspec.Struct, frozen=True, array_like=True):
     """One peer in one attempt.
 
@@ -67,6 +71,7 @@ class Terms(msgspec.Struct, frozen=True, array_like=True):
     signature: Hash
     items: Annotated[int, msgspec.Meta(ge=1, le=ITEMS_MAX)]
     dtype: Literal["float32", "float64"]
+    aggregate: Aggregate = "mean"
 
 
 class Group(msgspec.Struct, frozen=True, array_like=True):
@@ -108,6 +113,8 @@ def fault_of(group: Group) -> str | None:
         return "fewer than two members have tensors"
     if group.terms.mode == "butterfly" and not any(member.rate for member in group.members):
         return "no member reduces"
+    if group.terms.mode == "exchange" and group.terms.aggregate != "mean":
+        return f"{group.terms.aggregate} compares whole vectors, and an exchange sends sparse ones"
     return None
 
 

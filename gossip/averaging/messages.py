@@ -21,7 +21,7 @@ from gossip.averaging.group import (
 )
 from gossip.claims import Count
 
-PROTOCOL = "/peerloom/averaging/1"
+PROTOCOL = "/peerloom/averaging/2"
 CHUNK_BYTES_MAX = CHUNK_ITEMS * 8 + 4_096
 """Float64, or any codec with its scales."""
 CHUNKS_ASKED_MAX = 1_024

@@ -11,11 +11,12 @@ import trio
 from numpy.typing import NDArray
 
 from crypto.identity import peer_text
+from gossip.averaging.aggregates import chosen, obstacle_of
 from gossip.averaging.group import WEIGHT_MAX, WEIGHT_MIN, is_weight
 from node.averaging.participation import Participation
 from node.averaging.rounds import Wanted
 from node.averaging.service import Averaging
-from node.averaging.signature import Row, signature_of
+from node.averaging.signature import Row, signatures_of
 from node.errors import UsageError
 
 FLOATING = ("float16", "float32", "float64")
@@ -25,14 +26,17 @@ FLOATING = ("float16", "float32", "float64")
 class Averaged:
     """What a round of averaging gave. `tensors` are new arrays, of the types that were given.
 
-    `shares`: whose tensors entered, by peer id as text, and with which part of the total weight. With an
-    `error` nothing was averaged: `tensors` are those that were given.
+    `shares`: whose tensors entered, by peer id as text, and with which part of the total weight, after claims
+    were bounded. With an `error` nothing was averaged: `tensors` are those that were given. `aggregate` is
+    the rule, by which `liars_max` of them may have lied without taking a number out of the honest range.
     """
 
     tensors: Mapping[str, Any]
     shares: Mapping[str, float]
     seconds: float
     error: str = ""
+    aggregate: str = "mean"
+    liars_max: int = 0
 
     @property
     def is_averaged(self) -> bool:
@@ -49,13 +53,18 @@ async def average_once(
     peers: int,
     timeout_seconds: float,
     codec: str,
+    aggregate: str,
 ) -> Averaged:
     """See `node.library.surface.Surface.average`."""
     if not is_weight(weight):
         raise UsageError(f"average: weight {weight} must be from {WEIGHT_MIN:g} to {WEIGHT_MAX:g}")
+    try:
+        rule = chosen(aggregate, is_private=service.is_private, obstacle=obstacle_of("", codec))
+    except ValueError as error:
+        raise UsageError(f"average: {error}") from None
     vector, rows = await trio.to_thread.run_sync(partial(_join, tensors))
-    signature = signature_of("average", rows)
-    run = service.find(group, signature) or service.open(group, signature)
+    signature, alike = signatures_of("average", rows, rule)
+    run = service.find(group, signature) or service.open(group, signature, aggregate=rule, alike=alike)
     begun = trio.current_time()
     with trio.move_on_after(timeout_seconds) as patience:
         await run.wait_for_peers(peers)
@@ -64,17 +73,20 @@ async def average_once(
         made = await run.average(vector, weight, wanted)
     seconds = trio.current_time() - begun
     if patience.cancelled_caught:
-        return Averaged(dict(tensors), {}, seconds, _too_late(run, peers, timeout_seconds))
+        return Averaged(dict(tensors), {}, seconds, _too_late(run, peers, timeout_seconds), rule)
     if made.vector is None:
-        return Averaged(dict(tensors), {}, seconds, made.error)
+        return Averaged(dict(tensors), {}, seconds, made.error, rule)
     shares = {peer_text(peer): share for peer, share in made.shares.items()}
-    return Averaged(_split(made.vector, tensors, rows), shares, seconds)
+    return Averaged(_split(made.vector, tensors, rows), shares, seconds, "", rule, made.liars_max)
 
 
 def _too_late(run: Participation, peers: int, timeout_seconds: float) -> str:
     view = run.view
     text = f"{view.peers} of {peers} others took part within {timeout_seconds:g} s"
-    return text + (f"; {view.strangers} gave other names or shapes" if view.strangers else "")
+    for rule, count in sorted(view.other_rules.items()):
+        text += f'; {count} average these tensors by aggregate = "{rule}", this peer by "{run.aggregate}"'
+    unlike = view.strangers - sum(view.other_rules.values())
+    return text + (f"; {unlike} gave other names or shapes" if unlike else "")
 
 
 def _join(tensors: Mapping[str, Any]) -> tuple[NDArray[Any], tuple[Row, ...]]:

@@ -4,7 +4,7 @@ It belongs to the node's event loop. `node.library` and `node.optimizer` stand a
 """
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeVar
@@ -20,7 +20,7 @@ from gossip.averaging.arrivals import UploadRate
 from gossip.averaging.attempt import Attempt
 from gossip.averaging.codecs import codec_of, roundtrip
 from gossip.averaging.grid import GROUP_SIZE_MIN
-from gossip.averaging.group import NONCE_BYTES, Group, Member, Terms
+from gossip.averaging.group import NONCE_BYTES, Aggregate, Group, Member, Terms
 from gossip.averaging.outcome import Averaged, Failed, Reason
 from gossip.averaging.pace import Pace
 from gossip.averaging.reduction import Vector
@@ -93,9 +93,20 @@ class Participation:
     """
 
     def __init__(
-        self, name: str, key: bytes, roster: Roster, service: Service, gate: Gate | None = None
+        self,
+        name: str,
+        key: bytes,
+        roster: Roster,
+        service: Service,
+        gate: Gate | None = None,
+        aggregate: Aggregate = "mean",
+        alike: Mapping[bytes, str] | None = None,
     ) -> None:
         self._gate = gate
+        self.aggregate = aggregate
+        """The rule of all its rounds."""
+        self.alike = alike or {}
+        """The signatures of the same tensors under other rules, with the names of those."""
         self.name = name
         self.key = key
         self.roster = roster
@@ -141,7 +152,14 @@ class Participation:
     def view(self) -> RunView:
         """How the run looks from here, now."""
         reports = list(self.roster.reports.values())
-        return RunView(peers=len(reports), strangers=self.roster.strangers, reports=reports)
+        return RunView(
+            peers=len(reports),
+            strangers=self.roster.strangers,
+            other_rules=Counter(
+                self.alike[each] for each in self.roster.stranger_signatures if each in self.alike
+            ),
+            reports=reports,
+        )
 
     def entered(self, peer: PeerId) -> None:
         """A peer takes part, or claims to."""
@@ -237,6 +255,7 @@ class Participation:
                     result.digest,
                     rounding=error_of,
                     attempt=found.id,
+                    aggregate=self.aggregate,
                 )
                 return self._told(made)
             error = str(result)
@@ -304,6 +323,8 @@ class Participation:
                 sent_bytes=made.sent_bytes,
                 received_bytes=made.received_bytes,
                 rounding=made.rounding,
+                aggregate=self.aggregate,
+                liars_max=made.liars_max,
             )
         )
         return made
@@ -326,7 +347,7 @@ class Participation:
             name += attempt.to_bytes(1, "big")
         key = blake3(name + (b"" if spot is None else spot.key)).digest()
 
-        terms = Terms(wanted.mode, wanted.codec, self.roster.signature, items, dtype)
+        terms = Terms(wanted.mode, wanted.codec, self.roster.signature, items, dtype, self.aggregate)
 
         def make(members: tuple[Member, ...]) -> Group:
             return Group(self.key, round_number, attempt, terms, members)

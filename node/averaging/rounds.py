@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from crypto.identity import PeerId
+from gossip.averaging.aggregates import liars_max
 from gossip.averaging.codecs import Codec
-from gossip.averaging.group import GROUP_MEMBERS_MAX
+from gossip.averaging.group import GROUP_MEMBERS_MAX, Aggregate
 from gossip.averaging.outcome import Patience
 from gossip.averaging.reduction import Vector
 from gossip.roster import Report
@@ -18,11 +19,13 @@ Mode = Literal["butterfly", "exchange"]
 class RunView:
     """The other participants of a run, and what they say.
 
-    `strangers` are peers under the same name that average other tensors.
+    `strangers` are peers under the same name that average other tensors. `other_rules`: how many of them
+    average the same tensors by a rule of another name.
     """
 
     peers: int = 0
     strangers: int = 0
+    other_rules: Mapping[str, int] = field(default_factory=dict)
     reports: Sequence[Report] = field(default=(), repr=False)
 
 
@@ -46,10 +49,17 @@ class Round:
     """The relative error that a codec added to what this peer sent."""
     attempt: bytes = b""
     """The name of the attempt that succeeded: all that name it hold the same bytes."""
+    aggregate: Aggregate = "mean"
+    """The rule of the run."""
 
     @property
     def is_averaged(self) -> bool:
         return not self.error
+
+    @property
+    def liars_max(self) -> int:
+        """How many of those in `shares` may have lied without taking a number out of the honest range."""
+        return liars_max(self.aggregate, len(self.shares))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ run of more participants than a node keeps, members of a group find each other b
 the group's key, which expire with the wish.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from random import Random
 
 import trio
@@ -16,6 +16,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Signer
 from crypto.identity import PeerId
 from gossip import matchmaking, roster
+from gossip.averaging.group import Aggregate
 from gossip.averaging.messages import CHUNK_BYTES_MAX
 from gossip.averaging.messages import PROTOCOL as ATTEMPT_PROTOCOL
 from node.averaging.declarations import Declarations
@@ -59,9 +60,11 @@ class Averaging:
         live: Callable[[], Collection[PeerId]],
         publish: Callable[[Event], None],
         refuse: Callable[[PeerId, RemoteProtocolError], None],
+        is_private: bool = False,
         participants_max: int = roster.PARTICIPANTS_MAX,
     ) -> None:
-        """`participants_max` of one run are kept."""
+        """`participants_max` of one run are kept. A swarm with a key `is_private`."""
+        self.is_private = is_private
         self._seams = seams
         self._signer = signer
         self._discovery = discovery
@@ -109,9 +112,17 @@ class Averaging:
         """The attempts that this node is in now, or has not closed yet."""
         return tuple(self._runners.values())
 
-    def open(self, name: str, signature: bytes, gate: Gate | None = None) -> Participation:
-        """Take part in the run of this name, with those that `gate` admits. Raises UsageError: in it already,
-        or in too many."""
+    def open(
+        self,
+        name: str,
+        signature: bytes,
+        gate: Gate | None = None,
+        aggregate: Aggregate = "mean",
+        alike: Mapping[bytes, str] | None = None,
+    ) -> Participation:
+        """Take part in the run of this name, with those that `gate` admits, by this rule, which `signature`
+        covers. `alike` are the signatures of the same tensors under other rules. Raises UsageError: in it
+        already, or in too many."""
         key = run_key(name)
         clock = self._seams.clock
         try:
@@ -133,7 +144,7 @@ class Averaging:
             declare=self._declare_group,
             close=lambda: self._close(key, scope),
         )
-        found = self._runs[key] = Participation(name, key, entry, service, gate)
+        found = self._runs[key] = Participation(name, key, entry, service, gate, aggregate, alike)
         self._nursery.start_soon(self._look_for_others, found, scope)
         return found
 
@@ -143,7 +154,10 @@ class Averaging:
         averaged under this name here."""
         run = self._runs.get(run_key(name))
         if run is not None and run.roster.signature != signature:
-            raise UsageError(f"run {name!r}: this node averages tensors of other names or shapes in it")
+            other = f"these tensors by {run.aggregate}" if signature in run.alike else ""
+            raise UsageError(
+                f"run {name!r}: this node averages {other or 'tensors of other names or shapes'} in it"
+            )
         return run
 
     def member_lost(self, peer: PeerId) -> None:

@@ -317,6 +317,8 @@ def run_lines(run: Mapping[str, Any]) -> list[str]:
         last = run["last_round"]
         whose = ", ".join(map(called, last["peers"]))
         said = f"nothing averaged: {last['error']}" if last["error"] else f"averaged with {whose}"
+        if not last["error"] and last.get("aggregate", "mean") != "mean":
+            said += f"; {last['aggregate']}, which survives {last['liars_max']} liars"
         lines.append(f"  last round    {last['round']}, at step {last['step']}: {said}")
     if run.get("revised"):
         revised = run["revised"]

@@ -200,15 +200,26 @@ class Surface:
         peers: int = 1,
         timeout_seconds: float = 60.0,
         codec: str = "float32",
+        aggregate: str = "mean",
     ) -> Averaged:
         """Average arrays or torch tensors with those who call this for the same `group`, names and shapes.
+
+        By `aggregate` "median" or "trimmed-mean" some of them may lie (docs/averaging.md, "Rules"); "auto" is
+        the trimmed mean in a swarm without a key, and the mean in one with it. A group has one rule.
 
         It waits until `peers` others take part, and `timeout_seconds` for a round. The tensors are not
         changed. Returns what was averaged and whose tensors entered; where nothing was, the same tensors and
         the reason. Raises UsageError: what is given cannot be averaged.
         """
         return await average_once(
-            self.averaging, tensors, group, weight, peers=peers, timeout_seconds=timeout_seconds, codec=codec
+            self.averaging,
+            tensors,
+            group,
+            weight,
+            peers=peers,
+            timeout_seconds=timeout_seconds,
+            codec=codec,
+            aggregate=aggregate,
         )
 
     async def train(

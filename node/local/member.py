@@ -40,7 +40,7 @@ from node.local.recruiter import Recruiter
 from node.local.results import Results
 from node.local.rounds import Rounds
 from node.local.stage_copies import StageCopies, state_sizes
-from node.local.stages import local_plan, roster_of, stage_count
+from node.local.stages import local_plan, open_part, stage_count
 from node.local.telling import Teller
 from node.local.trainer import LocalTrainer, state_bytes_max
 from node.local.verdict import Losses, fault_of, is_usable
@@ -195,8 +195,7 @@ class LocalMember:
             raise StageFailed(f"no stage can be made of this model: {error}") from None
         if self.crew.is_training:
             await self._open(graph, specification, data)
-        name, signature = roster_of(self.run, self._stage)
-        part = self._part = self.crew.part = service.averaging.open(name, signature, self._door)
+        part = self._part = self.crew.part = open_part(service.averaging, self.run, self._stage, self._door)
         self.teller.running()
         failure: Exception | None = None
         bytes_max = state_bytes_max(specification)

@@ -19,7 +19,7 @@ from node.local.copies import FETCH_SHARE, LOOK_SECONDS
 from node.local.crew import Crew
 from node.local.door import Door
 from node.local.keeper import Keeper
-from node.local.stages import roster_of
+from node.local.stages import open_part, roster_of
 from node.local.trainer import state_bytes_max
 from node.placement.admission import Machine, build_stage_spec
 from node.protocols.manifest import Run
@@ -119,9 +119,8 @@ class StageCopies:
         found = await self._keepers[stage].load(self._bytes_max[stage])
         if found is None:
             return None
-        name, signature = roster_of(self._run, stage)
         try:
-            part = self._service.averaging.open(name, signature, self._door)
+            part = open_part(self._service.averaging, self._run, stage, self._door)
         except UsageError:
             return None  # in too many runs
         part.offer(found)

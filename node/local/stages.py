@@ -3,6 +3,10 @@
 from itertools import accumulate, pairwise
 
 from crypto.identity import PeerId
+from gossip.averaging.aggregates import chosen, obstacle_of
+from node.averaging.participation import Participation
+from node.averaging.rounds import Gate
+from node.averaging.service import Averaging
 from node.averaging.signature import signature_of
 from node.errors import UsageError
 from node.protocols.manifest import Manifest, Run
@@ -49,6 +53,19 @@ def roster_of(run: Run, stage: int) -> tuple[str, bytes]:
     model too, and how it is trained."""
     place = "" if stage_count(run) == 1 else f":{stage}"
     return f"run:{run.text}{place}", signature_of(f"run in local mode {run.id.hex()}{place}", ())
+
+
+def open_part(averaging: Averaging, run: Run, stage: int, gate: Gate) -> Participation:
+    """Take part in the averaging of those that hold a stage, by the run's rule. Raises UsageError."""
+    settings = run.manifest.local
+    assert settings is not None, "a run in local mode"
+    name, signature = roster_of(run, stage)
+    obstacle = obstacle_of(settings.strategy, settings.codec)
+    try:
+        rule = chosen(settings.aggregate, is_private=averaging.is_private, obstacle=obstacle)
+    except ValueError as error:
+        raise UsageError(f"the run's manifest: {error}") from None
+    return averaging.open(name, signature, gate, rule)
 
 
 def local_plan(run: Run, graph: Graph, me: PeerId) -> Plan:

@@ -3,11 +3,17 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
+from gossip.averaging.aggregates import chosen, obstacle_of
+from gossip.averaging.catalogue import NAMES
+from gossip.averaging.group import Aggregate
 from node.averaging.participation import Participation
-from node.averaging.signature import signature_of
+from node.averaging.signature import signatures_of
+from node.errors import UsageError
 from node.library.portal import Portal
+from node.optimizer.plugins import strategy_maker
 from node.optimizer.session import Session
 from node.optimizer.settings import Settings
 from node.optimizer.wrapper import PeerOptimizer
@@ -28,13 +34,33 @@ def open_optimizer(
     settings = Settings(**options)
     several = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     wrapped = PeerOptimizer(several, model, settings)
-    signature = signature_of(kind_of(settings, several), wrapped.rows)
     me = portal.subject
-    run: Participation = portal.call_sync(me.averaging.open, settings.run_id, signature)
+    rule = choose_rule(settings, is_private=me.averaging.is_private)
+    signature, alike = signatures_of(kind_of(settings, several), wrapped.rows, rule)
+    run: Participation = portal.call_sync(me.averaging.open, settings.run_id, signature, None, rule, alike)
     if portal.call_sync(lambda: len(me.members())):
         portal.run(run.settle, join_seconds)
     wrapped.join(Session(portal, run))
     return wrapped
+
+
+def choose_rule(settings: Settings, *, is_private: bool) -> Aggregate:
+    """Return the rule of a run with these settings. Raises UsageError: it contradicts another of them."""
+    obstacle = obstacle_of(settings.strategy, settings.codec)
+    if settings.group_size_max == 2:
+        obstacle = obstacle or "in groups of two nobody can say which of them lies"
+    if settings.average_moments:
+        obstacle = (
+            obstacle or "average_moments=True: numbers cut one by one leave moments that never were one"
+        )
+    if settings.aggregate != "mean" and settings.strategy not in NAMES:  # a person's own
+        own = strategy_maker(settings.strategy, settings.local_steps or 1, settings.codec)
+        if own(np.zeros(1, np.float32)).mode == "exchange":
+            obstacle = f"strategy {settings.strategy} exchanges vectors whole, and no rule compares those"
+    try:
+        return chosen(settings.aggregate, is_private=is_private, obstacle=obstacle)
+    except ValueError as error:
+        raise UsageError(f"optimizer: {error}") from None
 
 
 def kind_of(settings: Settings, optimizers: Sequence[Optimizer]) -> str:

@@ -554,7 +554,8 @@ class PeerOptimizer(torch.optim.Optimizer):
     def _averaged(self, made: Round) -> None:
         self._update(rounds=self._stats.rounds + 1, last_round=made, last_error="")
         self._position.made_round(self.global_step, self._stats.rounds)
-        self._status = f"averaged with {len(made.shares)} peers in {made.seconds:.1f} s"
+        rule = "" if made.aggregate == "mean" else f", {made.aggregate} survives {made.liars_max} liars"
+        self._status = f"averaged with {len(made.shares)} peers in {made.seconds:.1f} s{rule}"
 
     def _failed(self, made: Round | None, error: str) -> None:
         failed = self._stats.rounds_failed + 1
@@ -597,8 +598,11 @@ class PeerOptimizer(torch.optim.Optimizer):
             return f"{unlikely}; if they are right, start this script again to take their state"
         if view.peers:
             return f"step {self.global_step}, {view.peers} peers"
-        strangers = f"; {view.strangers} under this name train other tensors" if view.strangers else ""
-        return f"alone in run {self.settings.run_id!r}{strangers}"
+        unlike = view.strangers - sum(view.other_rules.values())
+        text = f"; {unlike} under this name train other tensors" if unlike else ""
+        for rule, count in sorted(view.other_rules.items()):
+            text += f'; {count} under this name average by aggregate = "{rule}"'
+        return f"alone in run {self.settings.run_id!r}{text}"
 
     def _progress_text(self) -> str:
         target = self.settings.target_batch_size

@@ -2,7 +2,7 @@
 
 The manifest is what all members hold; its hash is the run's id. It names the model by the hash of its
 graph, which members fetch from each other (`node.content.graphs`); data shards by hash come into the same
-struct.
+struct. Long because there is one table of what a run may be told, and one of what its members are told.
 """
 
 from collections.abc import Mapping
@@ -16,6 +16,7 @@ from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
+from gossip.averaging.aggregates import chosen, obstacle_of
 from node.errors import UsageError
 from partition.codecs.choice import Frames
 from partition.model.graph import LAYERS_MAX, SYMBOLS_MAX
@@ -24,6 +25,7 @@ from partition.plan.plan import STEPS_MAX, TRAINERS_MAX
 from partition.run.local_settings import (
     EVALUATIONS_MAX,
     LOCAL_STEPS_MAX,
+    AggregateName,
     CodecName,
     LocalSettings,
     OwnData,
@@ -129,6 +131,7 @@ class TrainTable(msgspec.Struct, frozen=True):
     strategy: StrategyName = "average"
     codec: CodecName = "float32"
     weighting: Weighting = "samples"
+    aggregate: AggregateName = "auto"
     evaluate_every: Annotated[int, msgspec.Meta(ge=1, le=EVALUATIONS_MAX)] = 1
     patience: Annotated[int, msgspec.Meta(ge=0, le=EVALUATIONS_MAX)] = 0
     improvement: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
@@ -252,6 +255,7 @@ class RunFile(msgspec.Struct, frozen=True):
             train.evaluate_every,
             train.patience,
             train.improvement,
+            aggregate=train.aggregate,
         )
 
     @property
@@ -297,7 +301,17 @@ def _check_local(run: RunFile, where: str) -> None:
     if train.federated:
         _check_federated(run, where)
     if train.mode != "local":
+        if train.aggregate != "auto":
+            raise UsageError(
+                f'{where}: train.aggregate: is for train.mode = "local"; in mode "{train.mode}" a step is the'
+                " sum over all members, which survives no liar",
+                'train.mode = "local", or leave train.aggregate out',
+            )
         return
+    try:
+        chosen(train.aggregate, is_private=False, obstacle=obstacle_of(train.strategy, train.codec))
+    except ValueError as error:
+        raise UsageError(f"{where}: train.{error}", 'train.aggregate = "mean" or "auto"') from None
     for key in ("validate_every", "watch", "keep"):
         if getattr(train, key) != getattr(TrainTable(), key):
             raise UsageError(

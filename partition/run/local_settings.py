@@ -16,6 +16,7 @@ COLUMNS_MAX = 16
 StrategyName = Literal["average", "gossip", "diloco", "noloco", "sparseloco", "asynchronous"]
 CodecName = Literal["float32", "bfloat16", "float16", "int8", "int4", "topk64", "topk256"]
 Weighting = Literal["samples", "equal"]
+AggregateName = Literal["auto", "mean", "median", "trimmed-mean"]
 
 
 class Column(msgspec.Struct, frozen=True, array_like=True):
@@ -50,6 +51,9 @@ class LocalSettings(msgspec.Struct, frozen=True, array_like=True):
 
     With `own_data` no data travels: every member trains on a set of its own, of which it has told nobody more
     than that it has these columns.
+
+    `aggregate` is the rule of a round. "auto" is the trimmed mean where anybody may join the swarm, and the
+    mean in a swarm with a key.
     """
 
     local_steps: Annotated[int, msgspec.Meta(ge=1, le=LOCAL_STEPS_MAX)] = 20
@@ -60,6 +64,7 @@ class LocalSettings(msgspec.Struct, frozen=True, array_like=True):
     patience: Annotated[int, msgspec.Meta(ge=0, le=EVALUATIONS_MAX)] = 0
     improvement: float = 0.0
     own_data: OwnData | None = None
+    aggregate: AggregateName = "auto"
 
     @property
     def is_federated(self) -> bool:

@@ -49,10 +49,14 @@ def test_a_run_names_its_last_round_with_its_peers_and_its_error() -> None:
         "peers": [peer_text(ONE), peer_text(OTHER)],
         "error": "",
         "rounding": 0.01,
+        "aggregate": "mean",
+        "liars_max": 0,
         "seconds": 1.5,
     }
     (line,) = shown(state)
     assert line.endswith(f"1, at step 40: averaged with {short_peer(ONE)}, {short_peer(OTHER)}")
+    (line,) = shown(apply(state, replace_event(AVERAGED, aggregate="trimmed-mean", liars_max=1)))
+    assert line.endswith(f"{short_peer(OTHER)}; trimmed-mean, which survives 1 liars")
     failed = replace_event(AVERAGED, run=f"run:{RUN}:1", outcome="failed", reason="nobody else was ready")
     state = apply(state, failed)
     last = run_document(state.runs[RUN])["last_round"]

@@ -17,8 +17,8 @@ def median(vectors: Vectors, weights: Weights, f: int = 0) -> Vector:
     found = np.empty(vectors.shape[1], vectors.dtype)
     low, high = (len(vectors) - 1) // 2, len(vectors) // 2
     for block in blocks_of(vectors.shape[1]):
-        rows = np.partition(vectors[:, block], (low, high), axis=0)
+        rows = np.sort(vectors[:, block], axis=0)
         # Halves first: the sum of two large numbers may overflow. Adding 0 makes of -0 the 0 it equals.
-        found[block] = rows[low] + 0.0 if low == high else rows[low] * 0.5 + rows[high] * 0.5
-        np.clip(found[block], rows[low], rows[high], out=found[block])
+        middle = rows[low] if low == high else rows[low] * 0.5 + rows[high] * 0.5
+        found[block] = np.clip(middle, rows[low], rows[high]) + 0.0
     return found

@@ -16,9 +16,12 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 import node
 from crypto.contact import parse_address
 from node import config
+from node.errors import UsageError
 from node.library.sync import SyncNode
 from node.optimizer import plugins
+from node.optimizer.open import choose_rule
 from node.optimizer.samples import SampleCounter
+from node.optimizer.settings import Settings
 from node.optimizer.wrapper import PeerOptimizer
 
 torch.set_num_threads(1)
@@ -482,3 +485,37 @@ def test_outer_steps_bring_peers_to_one_model(nodes: Callable[[int], list[SyncNo
     assert together(*(each.average_now for each in optimizers)) == [True] * 2
     assert weights(models[0]) == weights(models[1])
     assert weights(models[0]) != weights(model_of())
+
+
+def test_peers_by_the_median_survive_one_that_sends_noise(nodes: Callable[[int], list[SyncNode]]) -> None:
+    models = [model_of(), model_of(), model_of()]
+    optimizers = [
+        each.optimizer(adamw(model), "r", local_steps=1_000, aggregate="median", join_seconds=0.5)
+        for each, model in zip(nodes(3), models, strict=True)
+    ]
+    until(lambda: all(each.stats.peers == 2 for each in optimizers))
+    with torch.no_grad():
+        for parameter in models[2].parameters():
+            parameter.add_(1e6)
+    assert together(*(each.average_now for each in optimizers)) == [True] * 3
+    assert [weights(model) for model in models] == [weights(model_of())] * 3
+    made = optimizers[0].stats.last_round
+    assert made is not None
+    assert (made.aggregate, made.liars_max, len(made.shares)) == ("median", 1, 3)
+    assert optimizers[0].status.endswith("median survives 1 liars")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"strategy": "sparseloco"}, "aggregate median: strategy sparseloco sends few numbers"),
+        ({"codec": "topk64", "strategy": "diloco"}, "aggregate median: codec topk64 sends few numbers"),
+        ({"strategy": "gossip"}, "aggregate median: strategy gossip averages in pairs"),
+        ({"group_size_max": 2}, "aggregate median: in groups of two"),
+        ({"average_moments": True}, "aggregate median: average_moments=True"),
+    ],
+)
+def test_an_option_that_contradicts_the_rule_is_named(options: dict[str, Any], named: str) -> None:
+    settings = Settings("r", local_steps=5, aggregate="median", **options)
+    with pytest.raises(UsageError, match=f"optimizer: {named}"):
+        choose_rule(settings, is_private=False)

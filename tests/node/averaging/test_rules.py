@@ -1,0 +1,54 @@
+"""Rules by whole nodes on real sockets: liars are survived, and other rules are named, never mixed."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import trio
+
+from crypto.identity import peer_text
+from node.averaging.once import Averaged
+from node.errors import UsageError
+from tests.node.averaging.test_average import nodes
+
+LIE = np.full(1_000, 1e6, np.float32)
+
+
+async def test_nodes_survive_a_liar_and_name_peers_of_another_rule(tmp_path: Path) -> None:
+    """One node of five sends a large number at a weight of a trillion."""
+    draws = np.random.default_rng(1)
+    given = [LIE, *(draws.standard_normal(1_000).astype(np.float32) for _ in range(4))]
+    honest = np.stack(given[1:])
+    results: dict[tuple[str, int], Averaged] = {}
+    async with nodes(tmp_path, 5) as found, trio.open_nursery() as nursery:
+
+        async def average(group: str, aggregate: str, number: int, peers: int, seconds: float) -> None:
+            weight = 1.0 if number else 1e12
+            results[group, number] = await found[number].average(
+                {"w": given[number]}, group, weight, peers, seconds, aggregate=aggregate
+            )
+
+        for aggregate in ("auto", "median", "mean"):
+            for number in range(5):
+                nursery.start_soon(average, aggregate, aggregate, number, 4, 60.0)
+        for number in range(2):
+            nursery.start_soon(average, "apart", ("mean", "median")[number], number, 1, 3.0)
+    for aggregate, rule, liars in (("auto", "trimmed-mean", 1), ("median", "median", 2), ("mean", "mean", 0)):
+        several = [results[aggregate, number] for number in range(5)]
+        assert [(each.error, each.aggregate, each.liars_max) for each in several] == [("", rule, liars)] * 5
+        assert len({each.tensors["w"].tobytes() for each in several}) == 1
+        share = several[0].shares[peer_text(found[0].peer)]
+        assert share == pytest.approx(1 / 5 if rule == "median" else 4 / 8), "bounded, and told"
+        is_honest = (several[0].tensors["w"] <= honest.max(axis=0)).all()
+        assert is_honest == (rule != "mean")
+    first, second = results["apart", 0].error, results["apart", 1].error
+    assert '1 average these tensors by aggregate = "median", this peer by "mean"' in first
+    assert '1 average these tensors by aggregate = "mean", this peer by "median"' in second
+
+
+async def test_a_rule_that_cannot_be_is_a_usage_error(tmp_path: Path) -> None:
+    async with nodes(tmp_path, 1) as (me,):
+        with pytest.raises(UsageError, match="average: aggregate 'best': there are auto, mean, median"):
+            await me.average({"w": LIE}, "x", aggregate="best")
+        with pytest.raises(UsageError, match="average: aggregate median: codec topk64 sends few numbers"):
+            await me.average({"w": LIE}, "x", codec="topk64", aggregate="median")

@@ -1,0 +1,84 @@
+"""A member of a run in local mode that lies in what it averages: the rule of the run bounds what it does."""
+
+from math import log
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+
+from gossip.averaging.reduction import Vector
+from node.averaging.participation import Participation
+from node.averaging.rounds import Round, Wanted
+from node.errors import UsageError
+from node.events import AveragingEnded, Event, RunEvaluated
+from node.protocols.manifest import RunFile, TrainTable, check_run_file
+from partition.run.local_settings import LocalSettings
+from sim.worlds.scheduling import run_virtually
+from tests.node.local.test_runs import SLOW, train
+from tests.stack import swarm
+
+GUESS = log(10)
+"""The loss of a model that knows nothing of ten digits."""
+RUINED = 10
+
+
+@pytest.mark.parametrize(("choice", "rule"), [("mean", "mean"), ("auto", "trimmed-mean")])
+def test_a_recruited_liar_ruins_a_run_by_mean_and_no_other(
+    monkeypatch: pytest.MonkeyPatch, choice: Any, rule: str
+) -> None:
+    """Node d is asked to join, as any with a free slot is, and averages ten times the opposite of what it
+    learnt, at the largest weight."""
+
+    async def play() -> None:
+        losses: list[float] = []
+        async with swarm("abcd", stage_seconds=SLOW) as group:
+            liar, average = group.nodes["d"].peer, Participation.average
+
+            async def lie(self: Participation, offered: Vector, weight: float, wanted: Wanted) -> Round:
+                if self.peer == liar:
+                    offered, weight = np.clip(-10 * np.clip(offered, -1, 1), -10, 10), 1e12
+                return await average(self, offered, weight, wanted)
+
+            async def judge(event: Event) -> None:
+                if isinstance(event, RunEvaluated):
+                    losses.append(event.loss)
+                    if event.loss > RUINED * GUESS:
+                        scope.cancel()  # it will not come back
+
+            monkeypatch.setattr(Participation, "average", lie)
+            with trio.CancelScope() as scope:
+                await train(group, LocalSettings(local_steps=2, aggregate=choice), judge, steps=24)
+            rounds = [e for e in group.events["a"] if isinstance(e, AveragingEnded) and e.outcome == "ok"]
+            assert {each.aggregate for each in rounds} == {rule}
+            assert any(liar in each.averaged for each in rounds)
+            assert scope.cancelled_caught == (rule == "mean")
+            if rule != "mean":
+                assert max(losses) < 1.1 * GUESS
+                assert losses[-1] < GUESS
+
+    run_virtually(play)
+
+
+@pytest.mark.parametrize(
+    ("train_table", "said"),
+    [
+        ({"strategy": "sparseloco"}, "train.aggregate median: strategy sparseloco sends few numbers"),
+        ({"strategy": "gossip"}, "train.aggregate median: strategy gossip averages in pairs"),
+        ({"strategy": "diloco", "codec": "topk64"}, "train.aggregate median: codec topk64 sends few numbers"),
+        ({"mode": "exact"}, 'train.aggregate: is for train.mode = "local"'),
+        ({"mode": "auto"}, 'train.aggregate: is for train.mode = "local"'),
+    ],
+)
+def test_a_rule_that_contradicts_a_run_file_is_named(train_table: dict[str, Any], said: str) -> None:
+    run_file = RunFile(
+        model="m", train=TrainTable(**({"mode": "local", "aggregate": "median"} | train_table))
+    )
+    with pytest.raises(UsageError, match=f"RUN.toml: {said}"):
+        check_run_file(run_file, "RUN.toml")
+
+
+def test_a_run_file_says_the_rule_to_all_members() -> None:
+    run_file = RunFile(model="m", train=TrainTable(mode="local", aggregate="median"))
+    check_run_file(run_file, "RUN.toml")
+    assert run_file.local == LocalSettings(aggregate="median")
