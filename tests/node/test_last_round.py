@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 import msgspec
 
@@ -72,6 +73,6 @@ def test_rounds_of_other_names_are_no_rounds_of_a_run() -> None:
     assert run_document(state.runs[RUN])["last_round"] is None
 
 
-def replace_event(event: events.AveragingEnded, **changed: str) -> events.AveragingEnded:
+def replace_event(event: events.AveragingEnded, **changed: Any) -> events.AveragingEnded:
     averaged = () if changed.get("outcome") == "failed" else event.averaged
     return msgspec.structs.replace(event, averaged=averaged, **changed)
