@@ -81,6 +81,7 @@ soak: $(READY) types-darwin
 	$(BIN)/python benchmarks/small.py --full
 	$(BIN)/python benchmarks/hostile.py --minutes 10
 	$(BIN)/python benchmarks/hostile.py --member --minutes 10
+	$(BIN)/python benchmarks/liars.py
 	$(BIN)/python benchmarks/gossip_digits.py
 	$(BIN)/python benchmarks/gossip_digits.py --columns
 	PEERLOOM_PROCESSES=1 $(BIN)/python -m pytest -s tests/test_local_processes.py tests/test_links_processes.py \

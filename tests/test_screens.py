@@ -336,7 +336,7 @@ def test_the_screen_of_a_node() -> None:
         22:13:19   averaging cifar: lab-2 takes part, 1 other peer
         22:13:19   averaging cifar: caught up with step 40, 200.0 MB in 2.5 s
         averaging cifar  step    50  4096 samples  2048 samples/s  1 other peer
-        22:13:19   averaging cifar  step 50  ok 1.8 s  2 of 2 peers  40.5 MB
+        22:13:19   averaging cifar  step 50  ok 1.8 s  2 of 2 peers  40.5 MB  mean
         22:13:19   averaging cifar: lab-2 is out (silent; 0 other peers)
         22:13:19   refused 100 times so far: malformed
         22:13:19   record 'weights' kept by 1 node of 3 wanted

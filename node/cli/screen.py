@@ -341,8 +341,10 @@ class EventScreen:
         moved = bytes_text(event["sent_bytes"] + event["received_bytes"])
         whose = f"{len(event['averaged'])} of {event['members']} peers"
         line += f"ok {seconds_text(event['seconds'])}  {whose}  {moved}"
-        if event.get("aggregate", "mean") != "mean":
-            line += f"  {event['aggregate']}, survives {event['liars_max']} liars"
+        if event.get("liars_max"):
+            line += f"  {event['aggregate']}, survives {event['liars_max']} of them lying"
+        else:
+            line += f"  {event.get('aggregate', 'mean')}"
         return [_at(event, line + (f"  rounding {event['rounding']:.1e}" if event.get("rounding") else ""))]
 
     def _stepped(self, event: Event) -> list[str]:

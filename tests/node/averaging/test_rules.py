@@ -1,5 +1,6 @@
 """Rules by whole nodes on real sockets: liars are survived, and other rules are named, never mixed."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -7,9 +8,11 @@ import pytest
 import trio
 
 from crypto.identity import peer_text
+from node import config
 from node.averaging.once import Averaged
 from node.errors import UsageError
-from tests.node.averaging.test_average import nodes
+from node.runtime import Node
+from tests.node.averaging.test_average import nodes, settings
 
 LIE = np.full(1_000, 1e6, np.float32)
 
@@ -52,3 +55,14 @@ async def test_a_rule_that_cannot_be_is_a_usage_error(tmp_path: Path) -> None:
             await me.average({"w": LIE}, "x", aggregate="best")
         with pytest.raises(UsageError, match="average: aggregate median: codec topk64 sends few numbers"):
             await me.average({"w": LIE}, "x", codec="topk64", aggregate="median")
+
+
+@pytest.mark.parametrize(("has_key", "rule"), [(True, "mean"), (False, "trimmed-mean")])
+async def test_auto_is_the_mean_in_a_swarm_with_a_key_alone(tmp_path: Path, has_key: bool, rule: str) -> None:
+    key_file = tmp_path / "swarm.key"
+    key_file.write_text(bytes(range(32)).hex() + "\n")
+    key_file.chmod(0o600)
+    swarm = config.Swarm(name="averaging", preset="local", key_file=key_file if has_key else None)
+    async with Node(replace(settings(tmp_path, "n"), swarm=swarm)) as me:
+        alone = await me.average({"w": LIE}, "x", timeout_seconds=0.01, aggregate="auto")
+    assert (alone.is_averaged, alone.aggregate) == (False, rule)
