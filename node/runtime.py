@@ -364,10 +364,7 @@ class Node(Surface):
             publish=self._publish,
         )
         self._directory = Directory(self.discovery, self.seams, self._blobs, self.peer)
-        membership = self.membership
-        self._lives = Lives(
-            self.network, membership.life, lambda: membership.incarnation, membership.met_life
-        )
+        self._lives = self._make_lives()
         self.reach = Reach(self.network, self._clock, counters=self._refused)
         self._remembered = RememberedPeers(
             self.seams, self._seeds, self.membership.live_addresses, self._is_met
@@ -418,6 +415,10 @@ class Node(Surface):
             rate=lambda: self.provider.of_a_slot(self.capacity).flops_per_second,
             slots=self.provider.rules.slots,
         )
+
+    def _make_lives(self) -> Lives:
+        membership = self.membership
+        return Lives(self.network, membership.life, lambda: membership.incarnation, membership.met_life)
 
     def _make_joining(self) -> Joining:
         return Joining(
