@@ -61,10 +61,11 @@ class Records(logging.Handler):
 
 @pytest.fixture
 def records() -> Iterator[Records]:
-    handler = Records()
-    log.addHandler(handler)
+    """Alone: a command that another test of this process ran has left its file, which may be gone by now."""
+    handler, before = Records(), log.handlers
+    log.handlers = [handler]
     yield handler
-    log.removeHandler(handler)
+    log.handlers = before
 
 
 def test_an_unexpected_exception_is_counted_and_logged_with_its_traceback(records: Records) -> None:
