@@ -341,7 +341,7 @@ def test_a_full_disk_ends_no_node_and_no_goodbye(monkeypatch: pytest.MonkeyPatch
 
             for name in ("write", "write_soon", "copy_in"):
                 monkeypatch.setattr(group.storages["a"], name, write)
-            # Who dies comes behind those that live in what is remembered, which is to be written then.
+            # The remembered peers change order when one dies, so they are written again.
             group.kill(min("cd", key=lambda name: group.nodes[name].peer))
             await trio.sleep(300)
             run = prepare(group.nodes["b"], manifest(stages=1, replicas=3, steps=2))

@@ -1,4 +1,4 @@
-"""Who is spoken to by streams because no datagram gets through, and when datagrams are tried again."""
+"""Peers that no datagram reaches are spoken to by streams, and datagrams are tried again later."""
 
 from math import inf
 
