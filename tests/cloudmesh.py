@@ -189,7 +189,8 @@ ROWS = (
         {
             TYPICAL: "each slot goes to one; the others are told busy and try others",
             EXCEPTIONAL: "all are busy: the run fails at once with the estimate, or waits with `--wait`",
-            ALTERNATIVE: "a higher `[plan] priority` goes first, and what it preempts loses nothing",
+            ALTERNATIVE: "of one's own runs a higher `[plan] priority` goes first, and what it preempts "
+                         "loses nothing",
         },
         (
             PLAY,
@@ -315,7 +316,7 @@ ROWS = (
             TYPICAL: "of requesters that always want more, each gets slots in proportion to what it gave, by "
                      "receipts that both sides have signed",
             EXCEPTIONAL: "a receipt for a run that was never here is not signed",
-            ALTERNATIVE: "a higher priority goes first, and is paid for with one's own share",
+            ALTERNATIVE: "a higher priority goes first of one's own runs, and counts beside nobody else's",
         },
         (
             PLAY,

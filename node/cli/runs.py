@@ -241,7 +241,7 @@ def revise(
     ] = None,
     steps: Annotated[int | None, typer.Option("--steps", help="Where the run ends.")] = None,
     priority: Annotated[
-        int | None, typer.Option("--priority", help="0 (last) to 9 (first); 5 is usual.")
+        int | None, typer.Option("--priority", help="0 (last) to 9 (first) of your own runs; 5 is usual.")
     ] = None,
     data_dir: DataDir = "",
     as_json: AsJson = False,

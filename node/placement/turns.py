@@ -1,17 +1,22 @@
 """The order in which requesters get one provider's slots: a sans-IO core.
 
 A requester that finds all slots taken waits: it asks again, and is told how many are before it and when a
-slot may be free. A slot that becomes free is kept for a moment for whoever is next. Next is the run with the
-highest priority; among equals that of the requester who will have used the least for its weight once it was
-served (a finish tag of start-time fair queueing), then the one with the earliest deadline, then the one that
-has waited longest. What is used at a high priority counts for more, so it is bought with one's own share; and
-a run that waits rises, so none waits for ever.
+slot may be free. A slot that becomes free is kept for a moment for whoever is next.
 
-Each provider has a queue of its own, and counts beside what it served itself the runs that were served
-elsewhere, as their requesters tell. Who says nothing of it is not charged, and gains ELSEWHERE_RUNS_MAX runs
-by it once at most. What is served counts with the rest of a usual run as soon as it has begun. Each provider
-counts another part of a run before it is served: so of requesters that few of them ever serve twice, each
-gets its share over all of them.
+Start-time fair queueing (Goyal, Vin and Cheng 1996) over requesters: next is the requester that will have
+used the least for its weight once it was served, then the one that has waited longest. Only what this node
+measured counts: the seconds in its slots, and the weight that receipts give. Priorities and deadlines are
+claims, which order the runs of one requester and nothing else.
+
+Keys cost nothing, so a new key gains nothing. A requester that comes back starts at the `level`, which is what
+the requester served last had used when it began, so an absence is not saved up. A key that was never served
+starts at the median of what was used, or at the level where that is more. All such keys and their first runs
+count together as one requester, and all that gave nothing count together as STRANGERS_WEIGHT. Before anybody
+was served here or has given anything there is nothing to tell keys apart by, and each counts for itself.
+
+A run that is served makes room for another requester's run where its own requester has used more than its
+share by a quantum, and for a run of its own requester that has a higher priority. So a requester that waits
+has its turn within a time that the number and the weights of the others bound.
 
 It knows nothing of leases on disk (`slots`) nor of who gives the slot back when `Preempt` says so.
 """
@@ -19,15 +24,14 @@ It knows nothing of leases on disk (`slots`) nor of who gives the slot back when
 import heapq
 import struct
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from math import inf
 
 from blake3 import blake3
 
 AGE_SECONDS = 3_600.0
-"""A run that waits rises by one priority in so long: above all that came after it within ten hours. Among
-equals it is the shares that let nobody wait for ever; a shorter time would override them."""
+"""A run that waits rises by one priority among its requester's own in so long."""
 FORGET_SECONDS = 120.0
 """A run that has not asked again for so long waits no more."""
 HOLD_SECONDS_MAX = 35.0
@@ -36,12 +40,23 @@ HOLD_FACTOR = 1.5
 """The hold as a multiple of the time between two requests of the same requester."""
 USUAL_SECONDS = 60.0
 """What a run is taken to need where none has ended yet."""
-HALF_LIFE_SECONDS = 24 * 3600.0
-"""What was used counts half after a day: an absence is not saved up, nor is a feast held against one for
-ever."""
-ELSEWHERE_RUNS_MAX = 4.0
-"""What was served elsewhere puts a requester back by so many usual runs at most, against the one with the
-least of it for its weight: honest ones lose so much once to one that says nothing, and nobody starves."""
+QUANTUM_SECONDS = 600.0
+"""A run keeps its slot so long before another requester's may take it: long beside a handover, which takes
+seconds, and short beside a run that would otherwise keep all others out for hours."""
+SAME_TIME_SECONDS = 1.0
+"""Requesters that came within so long came at once, and a lot decides: otherwise one that submits many runs
+comes before others everywhere."""
+DEBT_SECONDS_MAX = 3_600.0
+"""What was used above the level, for a requester's weight, is held against it up to so much: whoever had an
+idle machine for a day is not kept out for a day by those who come then."""
+NEWCOMER_SECONDS = 60.0
+"""A key is a newcomer's until a run of its own has ended and it was served for so long: otherwise a second of
+service would make a requester out of each of many keys."""
+GIVEN_WEIGHT_MIN = 1.1
+"""A requester of this weight gave what a slot computes in six minutes; one of less counts as a stranger."""
+STRANGERS_WEIGHT = 8.0
+"""All requesters that gave nothing together weigh as much as one that gave most: keys that take turns do not
+crowd out those who give."""
 _PHASE = struct.Struct(">d")
 WAITING_MAX = 1_024
 REQUESTERS_MAX = 4_096
@@ -53,8 +68,8 @@ PRIORITY_MAX = 9
 
 @dataclass(frozen=True)
 class Wish:
-    """What a run wants: one slot. `deadline` is in the clock of the caller, inf for none; `asker` is the peer
-    that asks for it."""
+    """What a run wants: one slot. `priority` and `deadline` (in the clock of the caller, inf for none) order
+    the runs of one requester; `asker` is the peer that asks for it."""
 
     run: bytes
     requester: bytes
@@ -65,17 +80,21 @@ class Wish:
 
 @dataclass(frozen=True)
 class Wait:
-    """No slot now: `ahead` are before it, and one may be free in `seconds`, None where nobody knows."""
+    """No slot now: `ahead` are before it, and one may be free in `seconds`, None where nobody knows. `used`
+    is what its requester has used for its weight beyond the one that used least of those here, in seconds."""
 
     ahead: int
     seconds: float | None
+    used: float = 0.0
 
 
 @dataclass(frozen=True)
 class Preempt:
-    """Have this run's stage handed over: a run of higher priority waits."""
+    """Have this run's stage handed over: its requester has used more than its share while another waits, or,
+    where `is_own`, a run of the same requester with a higher priority waits."""
 
     run: bytes
+    is_own: bool = False
 
 
 @dataclass
@@ -85,6 +104,8 @@ class _Waiting:
     asked: float
     interval_seconds: float = 0.0
     made_room: bool = False
+    inherited: float | None = None
+    """Since when the requester's other run had the slot that it gives up for this one."""
 
 
 @dataclass
@@ -92,18 +113,36 @@ class _Serving:
     wish: Wish
     charged: float
     begun: float
+    held: float
     risen: float
+    is_newcomers: bool
     seconds_left: float | None = None
     is_preempted: bool = False
 
 
 @dataclass
 class _Account:
-    used: float = 0.0
+    """What a requester used: `tag` in seconds for its weight, from where it started; `served` in seconds."""
+
+    tag: float = 0.0
     weight: float = 1.0
     phase: float = 0.0
-    at: float = 0.0
-    elsewhere: float = 0.0
+    served: float = 0.0
+    since: float = 0.0
+    """When its requester came, or had a slot last."""
+    is_known: bool = False
+    is_founder: bool = False
+
+    @property
+    def has_given(self) -> bool:
+        return self.weight >= GIVEN_WEIGHT_MIN
+
+    @property
+    def is_new(self) -> bool:
+        return not (self.is_known or self.is_founder or self.has_given)
+
+
+_Rank = tuple[float, float, float, float, float, bytes]
 
 
 @dataclass
@@ -116,6 +155,10 @@ class Turns:
     _waiting: dict[bytes, _Waiting] = field(default_factory=dict)
     _serving: dict[bytes, _Serving] = field(default_factory=dict)
     _accounts: dict[bytes, _Account] = field(default_factory=dict)
+    _newcomers: _Account = field(default_factory=_Account)
+    _strangers: _Account = field(default_factory=lambda: _Account(weight=STRANGERS_WEIGHT))
+    _level: float = 0.0
+    _knows_some: bool = False
     _took: deque[float] = field(default_factory=lambda: deque(maxlen=SERVED_MAX))
 
     # What a provider is asked
@@ -129,6 +172,7 @@ class Turns:
         if row is None:
             if len(self._waiting) >= WAITING_MAX:
                 return Wait(len(self._waiting), None)
+            self._arrive(now, wish.requester)
             row = self._waiting[wish.run] = _Waiting(wish, now, now)
         else:
             row.interval_seconds, row.asked, row.wish = now - row.asked, now, wish
@@ -138,15 +182,23 @@ class Turns:
         ahead = [run for run in order[:place] if self._is_held(now, run)]
         if len(ahead) < free:
             return None
-        self._preempt(wish)
-        return Wait(place, self._estimate(now, place))
+        self._preempt(now, row, is_next=not ahead)
+        return Wait(place, self._estimate(now, row, place), self._beyond_least(wish.requester))
 
     def begin(self, now: float, wish: Wish) -> None:
         """The run has a slot from now on."""
         self._settle(now)
+        if wish.run in self._serving:
+            return
         row = self._waiting.pop(wish.run, None)
+        if row is None:
+            self._arrive(now, wish.requester)
+        account = self._account(wish.requester)
+        account.tag, account.since = self._start(account), now
+        self._level = max(self._level, account.tag)
         risen = wish.priority if row is None else self._risen(now, row)
-        self._serving.setdefault(wish.run, _Serving(wish, now, now, risen))
+        held = now if row is None or row.inherited is None else row.inherited
+        self._serving[wish.run] = _Serving(wish, now, now, held, risen, account.is_new)
 
     def end(self, now: float, run: bytes) -> None:
         """The run has given its slot back."""
@@ -154,6 +206,9 @@ class Turns:
         row = self._serving.pop(run, None)
         if row is not None and not row.is_preempted:
             self._took.append(now - row.begun)
+            account = self._account(row.wish.requester)
+            account.is_known = account.is_known or account.served >= NEWCOMER_SECONDS
+            self._knows_some = self._knows_some or account.is_known
 
     def keep(self, now: float, running: Collection[bytes]) -> None:
         """End all runs but these: what the provider's slots say counts."""
@@ -161,26 +216,20 @@ class Turns:
             self.end(now, run)
 
     def surplus(self) -> list[bytes]:
-        """Return the runs that are served beyond the slots there are now, those of the lowest priority."""
-        rows = sorted(self._serving.values(), key=lambda row: (row.risen, -self._share(row), row.wish.run))
+        """Return the runs that are served beyond the slots there are now: of the requester that used the
+        most, and of its runs those of the lowest priority."""
+        rows = sorted(self._serving.values(), key=lambda row: (-self._used(row), row.risen, row.wish.run))
         return [row.wish.run for row in rows[: max(0, len(rows) - self.slots)]]
 
     def drop(self, run: bytes) -> None:
         """The run wants no slot here any more."""
         self._waiting.pop(run, None)
 
-    def withdraw(
-        self, now: float, asker: bytes, run: bytes | None = None, *, is_served: bool = False
-    ) -> None:
-        """Drop a run, or all, for which `asker` asked last; one that `is_served` elsewhere is charged as a
-        usual run, to the asker where it did not wait here."""
+    def withdraw(self, asker: bytes, run: bytes | None = None) -> None:
+        """Drop a run, or all, for which `asker` asked last."""
         rows = self._waiting.values()
-        gone = [row.wish for row in rows if row.wish.asker == asker and run in (None, row.wish.run)]
-        for wish in gone:
+        for wish in [r.wish for r in rows if r.wish.asker == asker and run in (None, r.wish.run)]:
             self.drop(wish.run)
-        if is_served and run is not None:
-            (wish,) = gone or [Wish(run, asker)]
-            self._charge(now, wish, 0.0, elsewhere=self._usual or USUAL_SECONDS)
 
     def progress(self, run: bytes, seconds_left: float | None) -> None:
         """Note how long a run will still need its slot, as its steps go; None for not known."""
@@ -191,66 +240,116 @@ class Turns:
         """Give a requester a share of so many times another's, for what it has done for this provider."""
         account = self._account(requester)
         account.weight = max(1e-6, weight)
+        self._knows_some = self._knows_some or account.has_given
         account.phase = self._phase(account.weight)
 
     # Shares
 
     def used(self, now: float, requester: bytes) -> float:
-        """Return the slot-seconds that count for a requester, for its weight."""
+        """Return the slot-seconds that count for a requester, for its weight, from where it started."""
         self._settle(now)
-        account = self._account(requester)
-        return account.used / account.weight
+        return self._start(self._account(requester))
 
     def _settle(self, now: float) -> None:
         """Charge what was used until now, and forget who waits no more."""
         for row in self._serving.values():
             seconds = max(0.0, now - row.charged)
             row.charged = max(row.charged, now)
-            self._charge(now, row.wish, seconds)
+            account = self._account(row.wish.requester)
+            account.served += seconds
+            account.tag += seconds / account.weight
+            if row.is_newcomers:
+                self._newcomers.tag += seconds
+            if not account.has_given:
+                self._strangers.tag += seconds / STRANGERS_WEIGHT
         for run in [run for run, row in self._waiting.items() if now - row.asked > FORGET_SECONDS]:
             del self._waiting[run]
 
-    def _charge(self, now: float, wish: Wish, seconds: float, *, elsewhere: float = 0.0) -> None:
-        account, price = self._account(wish.requester), 2.0 ** (wish.priority - PRIORITY)
-        account.used = _halved(account.used, now - account.at) + seconds * price
-        account.elsewhere = _halved(account.elsewhere, now - account.at) + elsewhere
-        account.at = max(account.at, now)
+    def _arrive(self, now: float, requester: bytes) -> None:
+        """Have a requester that neither waits nor is served start at the level, or where it left off if that
+        is more."""
+        here = self._here()
+        account = self._account(requester)
+        account.is_founder = account.is_founder or not self._knows_some
+        accounts = [self._accounts[each] for each in here if each in self._accounts]
+        if not account.has_given and all(each.has_given for each in accounts):
+            self._strangers.tag = self._within_debt(self._strangers.tag)
+        if account.is_new and not any(each.is_new for each in accounts):
+            self._newcomers.tag = self._within_debt(max(self._newcomers.tag, self._median))
+        if requester not in here:
+            account.tag, account.since = self._within_debt(self._start(account)), now
+
+    def _here(self) -> set[bytes]:
+        """Return the requesters that wait or are served."""
+        waiting = {row.wish.requester for row in self._waiting.values()}
+        return waiting | {row.wish.requester for row in self._serving.values()}
+
+    def _within_debt(self, tag: float) -> float:
+        return min(max(tag, self._level), self._level + DEBT_SECONDS_MAX)
+
+    @property
+    def _median(self) -> float:
+        """Return the (lower) median of what requesters used that were served here."""
+        tags = sorted(account.tag for account in self._accounts.values() if account.served)
+        return tags[(len(tags) - 1) // 2] if tags else 0.0
+
+    def _start(self, account: _Account) -> float:
+        """Return where a requester stands: newcomers are never before all newcomers together."""
+        return max(account.tag, self._newcomers.tag) if account.is_new else account.tag
 
     def _account(self, requester: bytes) -> _Account:
         if requester not in self._accounts:
             while len(self._accounts) >= REQUESTERS_MAX:
-                del self._accounts[min(self._accounts, key=lambda each: self._accounts[each].used)]
+                # A requester that is forgotten starts as a newcomer, so whoever has served least loses least.
+                del self._accounts[min(self._accounts, key=lambda each: self._accounts[each].served)]
             self._accounts[requester] = _Account(phase=self._phase(1.0))
         return self._accounts[requester]
+
+    def _used(self, row: _Serving) -> float:
+        return self._start(self._account(row.wish.requester))
+
+    def _beyond_least(self, requester: bytes) -> float:
+        least = min(self._start(self._account(each)) for each in self._here())
+        return max(0.0, self._start(self._account(requester)) - least)
 
     # Order
 
     def _order(self, now: float) -> list[bytes]:
-        rows, usual = self._waiting, self._usual or USUAL_SECONDS
-        requesters = {row.wish.requester for row in rows.values()}
-        elsewhere = {requester: self._used_elsewhere(requester) for requester in requesters}
-        least = min(elsewhere.values(), default=0.0)
-        most = ELSEWHERE_RUNS_MAX * usual
-        behind = {requester: min(most, used - least) for requester, used in elsewhere.items()}
-        return sorted(rows, key=lambda run: self._rank(now, rows[run], usual, behind))
+        own: dict[bytes, list[_Waiting]] = {}
+        for row in self._waiting.values():
+            own.setdefault(row.wish.requester, []).append(row)
+        usual = self._usual or USUAL_SECONDS
+        coming = dict.fromkeys(own, 0.0)
+        of_newcomers, of_strangers = 0.0, 0.0
+        for each in self._serving.values():
+            rest = max(0.0, usual - (now - each.begun))
+            requester = each.wish.requester
+            if requester in coming:
+                coming[requester] += rest
+            of_newcomers += rest if each.is_newcomers else 0.0
+            of_strangers += 0.0 if self._account(requester).has_given else rest / STRANGERS_WEIGHT
+        ranks: dict[bytes, _Rank] = {}
+        for requester, rows in own.items():
+            account = self._account(requester)
+            came, lot = account.since // SAME_TIME_SECONDS, blake3(requester + self.name).digest(8)
+            ours = sorted(rows, key=lambda row: self._own_rank(now, row))
+            for number, row in enumerate(ours):
+                before = coming[requester] + usual * (number + account.phase)
+                own_finish = finish = account.tag + before / account.weight
+                if account.is_new:
+                    finish = max(finish, self._newcomers.tag + of_newcomers + usual * account.phase)
+                of_all = finish if account.has_given else max(finish, self._strangers.tag + of_strangers)
+                swap = -1.0 if row.inherited is not None and self._is_patient(now, row) else 0.0
+                ranks[row.wish.run] = (swap, of_all, finish, own_finish, came, lot)
+        return sorted(ranks, key=ranks.__getitem__)
 
-    def _used_elsewhere(self, requester: bytes) -> float:
-        """Return the slot-seconds that count as used at others, for a requester's weight."""
-        account = self._account(requester)
-        return account.elsewhere / account.weight
-
-    def _rank(
-        self, now: float, row: _Waiting, usual: float, behind: Mapping[bytes, float]
-    ) -> tuple[float, float, float, float, bytes]:
-        wish, account = row.wish, self._account(row.wish.requester)
-        rows = (each for each in self._serving.values() if each.wish.requester == wish.requester)
-        coming = sum(max(0.0, usual - (now - each.begun)) for each in rows)
-        finish = (account.used + coming + usual * account.phase) / account.weight + behind[wish.requester]
-        return (-self._risen(now, row), finish, wish.deadline, row.since, wish.run)
+    def _own_rank(self, now: float, row: _Waiting) -> tuple[float, float, float, bytes]:
+        """Return what orders the runs of one requester."""
+        return (-self._risen(now, row), row.wish.deadline, row.since, row.wish.run)
 
     def _phase(self, weight: float) -> float:
         """Return the part of a run, 0 to 1, that counts before it is served: the same for equal weights, so
-        that their deadlines decide, and another at each provider."""
+        that the time they wait decides, and another at each provider."""
         digest = blake3(_PHASE.pack(weight) + self.name).digest(4)
         return int.from_bytes(digest, "big") / 2**32
 
@@ -277,10 +376,20 @@ class Turns:
             HOLD_SECONDS_MAX, HOLD_FACTOR * row.interval_seconds
         )
 
-    def _estimate(self, now: float, place: int) -> float | None:
-        """Return when the waiting run at this place may have a slot: if what is served takes what it
-        says is left, and each before it what runs here took lately. None where one of these is not known."""
+    # Waiting
+
+    def _estimate(self, now: float, row: _Waiting, place: int) -> float | None:
+        """Return when the waiting run at this place may have a slot: what is served takes what it says is
+        left, and each before it what runs here took lately; or when fair shares give it one, if that is
+        sooner. None where neither is known."""
         usual = self._usual
+        found = self._replay(now, place, usual)
+        needs = [self._quantum_left(now, row, each) for each in self._serving.values()]
+        due = min(needs, default=inf) + place * max(usual or 0.0, QUANTUM_SECONDS)
+        seconds = min(inf if found is None else found, due)
+        return None if seconds == inf else seconds
+
+    def _replay(self, now: float, place: int, usual: float | None) -> float | None:
         free = [0.0] * (self.slots - len(self._serving))
         for row in self._serving.values():
             left = row.seconds_left
@@ -296,22 +405,41 @@ class Turns:
             heapq.heappush(free, heapq.heappop(free) + (inf if usual is None else usual))
         return None if free[0] == inf else free[0]
 
-    def _preempt(self, wish: Wish) -> None:
-        """Where a run of lower priority is served, have it make room; once for each slot that is needed."""
-        if any(row.is_preempted for row in self._serving.values()):
+    def _quantum_left(self, now: float, row: _Waiting, served: _Serving) -> float:
+        """Return in how many seconds a run that is served has to make room for a waiting one, if both
+        requesters go on as now: when it had its quantum, and its requester has used as much as the other
+        will have after a quantum. inf for the same requester's."""
+        mine, theirs = self._account(row.wish.requester), self._account(served.wish.requester)
+        if mine is theirs:
+            return inf
+        to_go = self._lead(mine, theirs) + QUANTUM_SECONDS / mine.weight
+        return max(0.0, QUANTUM_SECONDS - (now - served.held), to_go * theirs.weight)
+
+    def _lead(self, mine: _Account, theirs: _Account) -> float:
+        """Return by how much more a requester has used than another. What counts for a group together tells
+        it from others, not its members from each other."""
+        if mine.is_new and theirs.is_new:
+            return mine.tag - theirs.tag
+        stands = [self._start(mine), self._start(theirs)]
+        if mine.has_given != theirs.has_given:
+            of = 0 if theirs.has_given else 1
+            stands[of] = max(stands[of], self._strangers.tag)
+        return stands[0] - stands[1]
+
+    def _preempt(self, now: float, row: _Waiting, *, is_next: bool) -> None:
+        """Have a run make room for a waiting one: its requester's own of a lower priority, or, for the run
+        that `is_next`, one whose requester has had its share. Once for each slot that is needed."""
+        if any(each.is_preempted for each in self._serving.values()):
             return
-        lower = [row for row in self._serving.values() if row.risen < wish.priority]
-        if lower:
-            row = min(lower, key=lambda each: (each.risen, -self._share(each), each.wish.run))
-            row.is_preempted = True
-            self._waiting[wish.run].made_room = True
-            self.events.append(Preempt(row.wish.run))
-
-    def _share(self, row: _Serving) -> float:
-        account = self._account(row.wish.requester)
-        return account.used / account.weight
-
-
-def _halved(used: float, seconds: float) -> float:
-    """Return what is left of what was used so long ago."""
-    return used * float(0.5 ** (max(0.0, seconds) / HALF_LIFE_SECONDS))
+        wish, rows = row.wish, self._serving.values()
+        own = [each for each in rows if each.wish.requester == wish.requester and each.risen < wish.priority]
+        if own:
+            served = min(own, key=lambda each: (each.risen, each.wish.run))
+            row.inherited = served.held
+        else:
+            done = [each for each in rows if self._quantum_left(now, row, each) <= 0.0]
+            if not done or not is_next:
+                return
+            served = min(done, key=lambda each: (-self._used(each), each.risen, each.wish.run))
+        served.is_preempted = row.made_room = True
+        self.events.append(Preempt(served.wish.run, is_own=bool(own)))

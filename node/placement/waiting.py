@@ -1,11 +1,10 @@
 """Placing a run again: for peers that gossip has not told of yet, or that a requester waits for."""
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from math import inf
 
 import trio
-from blake3 import blake3
 
 from crypto.identity import PeerId
 from node.errors import Unreachable
@@ -23,11 +22,11 @@ AGAIN_SECONDS_MAX = 5.0
 AGAIN_SHARE = 0.05
 """Whoever waits asks all providers again after so much of the time that it has waited: a hundred who wait
 would ask twenty providers two thousand times a second otherwise. A slot stays empty for as long at most."""
+LAW = "who used least and waits longest is next; priority orders your own runs only"
+"""What counts at providers that are busy (`node.placement.turns`)."""
 NEWS_SECONDS = 10.0
 """Whoever waits is told why so often at most, but for the first time."""
 WITHDRAW_SECONDS_MAX = 5.0
-TOLD_MAX = 64
-"""Providers that hear of a run that is served."""
 SEARCH_SECONDS = 60.0
 """A requester that waits looks through the swarm so often."""
 
@@ -49,21 +48,13 @@ class QueuePlaces:
 
     async def withdraw(self) -> None:
         """Tell them that the run wants no slot there any more; who does not hear it forgets it in time."""
-        await self._tell(self._peers, WithdrawRun(self._run))
-
-    async def served(self, others: Iterable[PeerId]) -> None:
-        """Tell them, and some `others` that serve runs, that the run has its slots: each counts it."""
-        told = sorted(self._peers.union(others), key=lambda peer: blake3(self._run + peer).digest())
-        await self._tell(told[:TOLD_MAX], WithdrawRun(self._run, is_served=True))
-
-    async def _tell(self, peers: Iterable[PeerId], request: WithdrawRun) -> None:
 
         async def tell(peer: PeerId) -> None:
             with suppress(Unreachable):
-                await self._ask(peer, request, WITHDRAW_SECONDS_MAX)
+                await self._ask(peer, WithdrawRun(self._run), WITHDRAW_SECONDS_MAX)
 
         async with trio.open_nursery() as nursery:
-            for peer in sorted(peers):
+            for peer in sorted(self._peers):
                 nursery.start_soon(tell, peer)
 
 
@@ -82,7 +73,7 @@ class _News:
         if said == self._said or (self._said[0] and now - self._at < NEWS_SECONDS):
             return
         self._said, self._at = said, now
-        begins = "" if wait_seconds is None else f"; it may begin in about {said[1]}"
+        begins = "" if wait_seconds is None else f"; it may begin in about {said[1]} ({LAW})"
         self._lacks(f"waiting for peers: {reason}{begins}")
 
 

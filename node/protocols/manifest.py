@@ -153,8 +153,9 @@ class PlanTable(msgspec.Struct, frozen=True):
     its last replica; in mode "local" each member puts its own state away on its disk. When fewer than a
     majority are left, a run waits for the others, or goes on as a `fork`; with `requester` half of the voters
     are enough where the requester is one of them, so of two members it goes on alone. Where providers are
-    busy, a higher `priority` goes first, and what is used at it counts for more of the requester's share; of
-    equals that whose `deadline_minutes` end first. Both are not in the manifest: they may be revised.
+    busy, of one requester's runs that of a higher `priority` goes first, of equals that whose
+    `deadline_minutes` end first; neither counts beside runs of other requesters. The requester is told when
+    the run cannot be done by then. Both are not in the manifest: they may be revised.
     With `place` only peers of this location hold stages, with `near` (a location or a peer id) those within
     `max_rtt_milliseconds` of it (30 where that is 0), which alone is counted from the requester. With
     `devices` only peers that compute on one of these hold stages, and those on a later one only where those

@@ -28,7 +28,7 @@ class RevisionBody(msgspec.Struct, frozen=True, array_like=True):
 
     `learning_rate` replaces the manifest's, and its schedule multiplies it as before. `steps` is where the
     run ends; both are None for what the manifest says. `deadline_milliseconds` (unix) is by when it should
-    have a slot before others of its priority and share, 0 for no time.
+    be done: of one requester's runs of one priority the earliest has a slot first, 0 for no time.
     """
 
     run: Hash

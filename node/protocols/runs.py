@@ -72,11 +72,10 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
 
 class WithdrawRun(msgspec.Struct, frozen=True, tag="withdraw"):
-    """Planner to a provider that told it to wait: the run wants no slot there any more. With `is_served`, to
-    this one or any other: it has its slots elsewhere, which is to be counted. Answered by Done."""
+    """Planner to a provider that told it to wait: the run wants no slot there any more. Answered by
+    Done."""
 
     run: Hash
-    is_served: bool = False
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):

@@ -1,8 +1,7 @@
 """The queue for this node's slots: the shell around `node.placement.turns.Turns`.
 
-It counts what each requester used here, and which of its runs were served elsewhere; what its node gave, by
-receipts, gives it a larger share. It says how long a run that is served will still take, and has one that is
-to make room handed over.
+It counts what each requester used here; what its node gave, by receipts, gives it a larger share. It says how
+long a run that is served will still take, and has one that is to make room handed over.
 """
 
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any, Protocol
 
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
+from node.placement.leases import about
 from node.placement.slots import Slots
 from node.placement.turns import Turns, Wait, Wish
 from node.protocols.manifest import Run
@@ -22,7 +22,10 @@ from node.runs.vacating import of_runs, vacate
 from node.seams import Seams
 from partition.run.asks import WAIT_SECONDS_MAX, Declined
 
-MADE_ROOM = "a run of higher priority waits for this slot"
+MADE_ROOM_OWN = "another run of its requester, of higher priority, waits for this slot"
+MADE_ROOM = "another requester waits for this slot, and this one has had its share"
+USED_SECONDS_MIN = 30.0
+"""What was used beyond others is told from so much on."""
 
 
 class Service(Protocol):
@@ -54,7 +57,8 @@ class Queue:
         self._turns.weigh(run.requester, self._runs.receipts.weight(run.requester))
         found = self._turns.ask(now, wish)
         for event in self._turns.events:
-            self._runs.start_task(vacate, self._runs, MADE_ROOM, of_runs({event.run}), of=None)
+            reason = MADE_ROOM_OWN if event.is_own else MADE_ROOM
+            self._runs.start_task(vacate, self._runs, reason, of_runs({event.run}), of=None)
         self._turns.events.clear()
         return None if found is None else declined(found)
 
@@ -63,9 +67,9 @@ class Queue:
         self._runs.receipts.begun(run.id)
         self._turns.begin(self._now, self._wish(run, revision))
 
-    def withdraw(self, asker: PeerId, run: bytes | None = None, *, is_served: bool = False) -> None:
-        """Drop a run, or all for which `asker` asked: it gave up, `is_served` elsewhere, or is gone."""
-        self._turns.withdraw(self._now, asker, run, is_served=is_served)
+    def withdraw(self, asker: PeerId, run: bytes | None = None) -> None:
+        """Drop a run, or all for which `asker` asked: it gave up, has its slots elsewhere, or is gone."""
+        self._turns.withdraw(asker, run)
 
     def resize(self, slots: int) -> list[bytes]:
         """Have so many slots from now on; the runs that are served beyond them."""
@@ -103,7 +107,9 @@ def _seconds_left(member: RunMember) -> float | None:
 
 
 def declined(wait: Wait) -> Declined:
-    """Return what a requester is told that has to wait: "busy", and what is known of how long."""
+    """Return what a requester that waits is told: "busy", and what is known of how long."""
     ahead = f"busy: {wait.ahead} wait before it" if wait.ahead else "busy"
+    if wait.used >= USED_SECONDS_MIN:
+        ahead += f", its requester used {about(wait.used)} more than the one that used least, for its weight"
     seconds = None if wait.seconds is None else min(WAIT_SECONDS_MAX, round(wait.seconds))
     return Declined(ahead, seconds)

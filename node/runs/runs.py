@@ -281,8 +281,7 @@ class Runs:
         except BaseException:
             self.start_task(queued.withdraw, of=None)
             raise
-        others = {offer.peer for offer in self.offers() if offer.has_slot} - set(plan.members)
-        self.start_task(queued.served, others, of=None)
+        self.start_task(queued.withdraw, of=None)
         if short := reduction(run.manifest, plan):
             tell(short)
         return plan

@@ -150,7 +150,7 @@ class Requests:
             case wire.Release():
                 return await self._on_release(peer, request)
             case wire.WithdrawRun():
-                self._runs.queue.withdraw(peer, request.run, is_served=request.is_served)
+                self._runs.queue.withdraw(peer, request.run)
                 return Done()
             case wire.Join():
                 return await self._runs.local.join(peer, request)

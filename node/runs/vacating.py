@@ -1,4 +1,4 @@
-"""Giving this machine's slots back while the node goes on: its owner wants it, or a run of higher priority.
+"""Giving this machine's slots back while the node goes on: its owner wants it, or it is another run's turn.
 
 Each run's part is handed over as when the node leaves: the run pauses between two steps, another takes the
 stage, nothing is computed twice. Where nobody can take it in time the stage is closed all the same, and the

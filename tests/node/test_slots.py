@@ -298,7 +298,7 @@ def test_nobody_withdraws_the_request_of_another() -> None:
     simulate(scenario)
 
 
-def test_a_run_of_higher_priority_is_made_room_for_and_the_other_is_told_how_it_waits() -> None:
+def test_a_higher_priority_makes_room_among_ones_own_runs_alone() -> None:
     """One provider with one slot, so what is served cannot be handed over: it waits at its checkpoint."""
 
     async def scenario() -> None:
@@ -309,16 +309,20 @@ def test_a_run_of_higher_priority_is_made_room_for_and_the_other_is_told_how_it_
             long = prepare(a, manifest(stages=1, replicas=1, steps=400, microbatches=2, save_every=5))
             await a.runs.submit(long)
             await trio.sleep(5)
-            usual = asked(b, 2)
+            claimed = asked(b, 2)
+            b.runs.revising.ask_for(claimed, priority=9, deadline_minutes=1)
             with pytest.raises(PlacementFailed, match=r"busy; slots may be free in about \d+ (s|min)"):
-                await b.runs.submit(usual)
-            urgent = asked(b, 3)
-            b.runs.revising.ask_for(urgent, priority=8, deadline_minutes=0)
-            await b.runs.submit(urgent, wait_seconds=60)
+                await b.runs.submit(claimed, wait_seconds=20)
+            assert c.runs.slots.taken() == {long.id}, "another requester's claim takes no slot"
+            urgent = prepare(
+                a, manifest(stages=1, replicas=1, steps=3, microbatches=2, created_milliseconds=9)
+            )
+            a.runs.revising.ask_for(urgent, priority=8, deadline_minutes=0)
+            await a.runs.submit(urgent, wait_seconds=60)
             assert urgent.id in c.runs.slots.taken()
             assert long.id not in c.runs.slots.taken()
             await a.runs.stopping.stop(long.text)
             await all_ended(group)
-            assert b.state.runs[urgent.text].status == "done"
+            assert a.state.runs[urgent.text].status == "done"
 
     simulate(scenario)

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from node.placement.turns import (
     AGE_SECONDS,
-    ELSEWHERE_RUNS_MAX,
     FORGET_SECONDS,
     PRIORITY,
+    QUANTUM_SECONDS,
     Preempt,
     Turns,
     Wait,
@@ -69,79 +69,55 @@ def test_requesters_that_always_want_more_get_shares_by_their_weights(weights: t
         assert abs(got[requester] - fair) <= 0.1 * fair
 
 
-def test_a_higher_priority_goes_first_makes_room_and_is_paid_for() -> None:
+def test_a_higher_priority_of_the_same_requester_makes_room_and_is_not_free() -> None:
     turns = Turns(1)
-    low = Wish(run_id(1), A, priority=3)
+    low, other, urgent = Wish(run_id(1), A, priority=3), Wish(run_id(2), B), Wish(run_id(3), A, priority=7)
     assert turns.ask(0.0, low) is None
     turns.begin(0.0, low)
-    assert turns.ask(1.0, Wish(run_id(2), B, priority=3)) == Wait(0, None)
-    assert turns.events == [], "of its own priority nobody makes room"
-    urgent = Wish(run_id(3), C, priority=7)
-    assert turns.ask(2.0, urgent) == Wait(0, None)
-    assert turns.events == [Preempt(low.run)]
+    assert isinstance(turns.ask(1.0, other), Wait)
+    assert turns.events == [], "another requester's run makes no room before a quantum is over"
+    assert isinstance(turns.ask(2.0, urgent), Wait)
+    assert turns.events == [Preempt(low.run, is_own=True)]
     turns.ask(3.0, urgent)
-    assert turns.events == [Preempt(low.run)], "once"
+    assert len(turns.events) == 1, "once"
     turns.end(4.0, low.run)
-    assert isinstance(turns.ask(4.0, Wish(run_id(2), B, priority=3)), Wait), "kept for who is next"
+    assert isinstance(turns.ask(4.0, other), Wait), "the slot that it gave up is kept for its requester"
     assert turns.ask(4.1, urgent) is None
     turns.begin(4.1, urgent)
-    turns.end(104.1, urgent.run)
-    assert turns.used(104.1, C) == pytest.approx(400, rel=0.01), "four times its time"
+    assert turns.used(104.1, A) == pytest.approx(104, rel=0.01), "its time, whatever its priority"
+    turns.events.clear()
+    turns.ask(QUANTUM_SECONDS - 1.0, other)
+    assert turns.events == []
+    turns.ask(QUANTUM_SECONDS + 5.0, other)
+    assert turns.events == [Preempt(urgent.run)], "a swap of its own begins no new quantum"
 
 
-def test_a_run_that_was_served_elsewhere_puts_its_requester_back_here() -> None:
+def test_no_priority_or_deadline_puts_a_run_before_another_requesters() -> None:
     turns = Turns(1)
-    turns.begin(0.0, Wish(run_id(1), C))
-    first, second, third = (Wish(run_id(2), A, asker=A), Wish(run_id(3), A, asker=A), Wish(run_id(4), B))
+    turns.begin(0.0, Wish(run_id(1), C, priority=0))
+    first, second = Wish(run_id(2), A, priority=0), Wish(run_id(3), B, priority=9, deadline=1.0)
     for now in (1.0, 10.0):
-        for wish in (first, second, third):
-            turns.ask(now, wish)
-    turns.withdraw(11.0, A, first.run)
-    assert turns.ask(11.0, third) == Wait(1, None), "it gave up, which costs nothing"
-    turns.ask(12.0, first)
-    turns.withdraw(13.0, B, first.run, is_served=True)
-    assert turns.ask(13.0, third) == Wait(2, None), "B says that it has another's run: B is charged, not A"
-    turns.withdraw(14.0, A, first.run, is_served=True)
-    turns.withdraw(14.0, A, run_id(9), is_served=True)
-    for wish in (second, third):
-        turns.ask(15.0, wish)
-    turns.end(17.0, run_id(1))
-    assert isinstance(turns.ask(17.0, second), Wait)
-    assert turns.ask(17.0, third) is None
+        turns.ask(now, first)
+        turns.ask(now, second)
+    assert turns.events == []
+    turns.end(11.0, run_id(1))
+    assert isinstance(turns.ask(11.0, second), Wait)
+    assert turns.ask(11.0, first) is None, "it has waited longest"
 
 
-def test_one_that_hides_what_it_has_elsewhere_gains_so_many_runs_once() -> None:
-    """A and B have as many runs elsewhere; B says nothing of it."""
-    turns, now, served = Turns(1), 0.0, list[bytes]()
-    for number in range(100):
-        told = Wish(run_id(3 * number), A, asker=A)
-        wishes = {A: Wish(run_id(3 * number + 1), A), B: Wish(run_id(3 * number + 2), B)}
-        for seconds in (0.0, 10.0, 20.0):
-            for wish in (told, *wishes.values()):
-                turns.ask(now + seconds, wish)
-        turns.withdraw(now + 20.0, told.asker, told.run, is_served=True)
-        wish = next(each for each in wishes.values() if turns.ask(now + 20.0, each) is None)
-        turns.begin(now + 20.0, wish)
-        served.append(wish.requester)
-        for each in wishes.values():
-            turns.drop(each.run)
-        now += 80.0
-        turns.end(now, wish.run)
-    early = int(ELSEWHERE_RUNS_MAX) + 2
-    assert A not in served[1 : int(ELSEWHERE_RUNS_MAX)]
-    assert abs(served[early:].count(A) - served[early:].count(B)) <= 2
-
-
-def test_an_estimate_is_what_runs_say_is_left_or_none() -> None:
+def test_an_estimate_is_what_runs_say_is_left_or_when_shares_give_a_slot() -> None:
     turns = Turns(2)
     for number, left in ((1, 40.0), (2, 90.0)):
         turns.begin(0.0, Wish(run_id(number), A))
         turns.progress(run_id(number), left)
     assert turns.ask(0.0, Wish(run_id(3), B)) == Wait(0, 40.0)
-    assert turns.ask(0.0, Wish(run_id(4), C)) == Wait(1, 90.0)
-    assert turns.ask(0.0, Wish(run_id(5), C)) == Wait(2, None)
+    assert turns.ask(1.0, Wish(run_id(4), C)) == Wait(1, 90.0)
+    assert turns.ask(1.0, Wish(run_id(5), C)) == Wait(2, 3 * QUANTUM_SECONDS - 1)
     turns.progress(run_id(1), None)
-    assert turns.ask(1.0, Wish(run_id(3), B)) == Wait(0, None)
+    assert turns.ask(1.0, Wish(run_id(3), B)) == Wait(0, QUANTUM_SECONDS - 1)
+    alone = Turns(1)
+    alone.begin(0.0, Wish(run_id(1), A))
+    assert alone.ask(0.0, Wish(run_id(2), A)) == Wait(0, None), "its own run says nothing of when it ends"
 
 
 def test_a_slot_is_not_kept_for_who_asked_once_or_is_silent() -> None:
@@ -157,20 +133,20 @@ def test_a_slot_is_not_kept_for_who_asked_once_or_is_silent() -> None:
     assert turns.ask(5.0 + FORGET_SECONDS, second) is None
 
 
-def test_of_equals_the_earlier_deadline_goes_first() -> None:
+def test_of_equal_runs_of_one_requester_the_earlier_deadline_goes_first() -> None:
     turns = Turns(1)
     turns.begin(0.0, Wish(run_id(1), A))
-    later, sooner = Wish(run_id(2), B, deadline=900.0), Wish(run_id(3), C, deadline=800.0)
+    later, sooner = Wish(run_id(2), B, deadline=900.0), Wish(run_id(3), B, deadline=800.0)
     for now in (1.0, 2.0):
         turns.ask(now, later)
-        assert turns.ask(now, sooner) == Wait(0, None)
+        assert turns.ask(now, sooner) == Wait(0, QUANTUM_SECONDS - now)
     turns.end(3.0, run_id(1))
     assert isinstance(turns.ask(3.0, later), Wait)
     assert turns.ask(3.0, sooner) is None
 
 
-def test_a_run_that_waits_rises_above_all_that_come_after_it() -> None:
-    turns, now, humble = Turns(1), 0.0, Wish(run_id(0), A, priority=0)
+def test_a_run_that_waits_rises_above_later_ones_of_its_requester() -> None:
+    turns, now, humble = Turns(1), 0.0, Wish(run_id(0), B, priority=0)
     turns.begin(now, Wish(run_id(1), B, priority=9))
     for number in range(2, 10_000):
         now += 30.0
@@ -186,7 +162,7 @@ def test_a_run_that_waits_rises_above_all_that_come_after_it() -> None:
 
 
 def test_a_run_that_waited_long_is_not_made_to_make_room_again() -> None:
-    turns, humble = Turns(1), Wish(run_id(0), A, priority=0)
+    turns, humble = Turns(1), Wish(run_id(0), B, priority=0)
     turns.begin(0.0, Wish(run_id(1), B, priority=9))
     for hour in range(11):
         for seconds in range(0, 3600, 60):
@@ -208,7 +184,7 @@ def test_an_estimate_counts_those_before_it_by_what_runs_took_here() -> None:
     assert turns.ask(310.0, Wish(run_id(4), B)) == Wait(0, 50.0)
     turns.progress(run_id(3), 20.0)
     assert turns.ask(310.0, Wish(run_id(4), B)) == Wait(0, 20.0)
-    assert turns.ask(310.0, Wish(run_id(5), C)) == Wait(1, 80.0)
+    assert turns.ask(311.0, Wish(run_id(5), C)) == Wait(1, 80.0)
 
 
 @given(
@@ -402,7 +378,7 @@ class World:
             if self.turns[place].ask(now, wish) is None:
                 self.turns[place].begin(now, wish)
                 for turns in self.turns[:place] + self.turns[place + 1 :]:
-                    turns.withdraw(now, wish.asker, wish.run, is_served=True)
+                    turns.withdraw(wish.asker, wish.run)
                 return place
         return None
 

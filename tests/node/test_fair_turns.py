@@ -1,0 +1,92 @@
+"""A requester that claims everything gets no more of a provider than an honest one, in virtual time."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from node.placement.turns import DEBT_SECONDS_MAX, PRIORITY_MAX, QUANTUM_SECONDS
+from tests.node.turn_world import TICK_SECONDS, Requester, World
+
+SIX_HOURS = 6 * 3_600.0
+OFF_MAX = 0.1
+HONEST = 10
+
+
+def greedy(run_seconds: float = 60.0, **changes: Any) -> Requester:
+    return Requester("x", run_seconds, priority=PRIORITY_MAX, **changes)
+
+
+def share(world: World, name: str = "x") -> float:
+    return world.played[name] / sum(world.played.values())
+
+
+@pytest.mark.parametrize("slots", [[1], [1, 2, 1]], ids=str)
+@pytest.mark.parametrize(("outstanding", "has_fresh_keys"), [(1, False), (10, False), (1, True), (10, True)])
+def test_who_claims_everything_gets_what_one_honest_peer_gets(
+    slots: list[int], outstanding: int, has_fresh_keys: bool
+) -> None:
+    """The honest have been served for half an hour; each keeps one run submitted, of some hundreds in all."""
+    honest = [Requester(f"h{number}", 60.0) for number in range(HONEST)]
+    other = greedy(outstanding=outstanding, has_fresh_keys=has_fresh_keys, begins_at=1_800.0)
+    world = World(slots, [*honest, other], counted_from=1_800.0).play(1_800.0 + 10_000.0 / sum(slots))
+    mean = sum(world.played[each.name] for each in honest) / HONEST
+    assert world.played["x"] <= (1 + OFF_MAX) * mean, dict(world.played)
+    assert sum(world.begun[each.name] for each in honest) >= 100
+
+
+@pytest.mark.parametrize("has_fresh_keys", [False, True])
+def test_for_six_hours_a_peer_that_gave_most_has_its_share_beside_priority_nine(has_fresh_keys: bool) -> None:
+    """The runs last for an hour; before, the other had 99.7 % of the slot."""
+    other = greedy(3_600.0, has_fresh_keys=has_fresh_keys, outstanding=2)
+    world = World([1], [Requester("h", 3_600.0, weight=8.0), other]).play(SIX_HOURS)
+    assert share(world, "h") >= 8 / 9 - OFF_MAX
+    assert world.waits["h"] <= 2 * QUANTUM_SECONDS + TICK_SECONDS
+
+
+def test_sixteen_keys_in_turn_leave_half_to_a_peer_that_gave_most() -> None:
+    other = greedy(outstanding=16, keys_kept=16)
+    world = World([1], [Requester("h", 60.0, weight=8.0), other]).play(SIX_HOURS / 2)
+    assert share(world, "h") >= 0.5 - OFF_MAX
+
+
+def test_a_long_run_that_waits_among_new_keys_of_priority_nine_goes_on() -> None:
+    """A stream of short runs, each by a new key: the honest run has half of the time, and never stands
+    still for longer than two quanta."""
+    other = greedy(300.0, has_fresh_keys=True, outstanding=2)
+    world = World([1], [Requester("h", 7_200.0), other]).play(SIX_HOURS)
+    assert share(world, "h") >= 0.5 - OFF_MAX / 2
+    assert world.preempted["h"] >= 2, "it gives the slot back and has it again"
+    assert world.waits["h"] <= 2 * QUANTUM_SECONDS
+
+
+@given(
+    others=st.lists(
+        st.tuples(st.sampled_from([120.0, 3_600.0]), st.integers(0, 9), st.booleans(), st.integers(1, 3)),
+        min_size=1,
+        max_size=4,
+    ),
+    weight=st.sampled_from([1.0, 2.0, 8.0]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=12, deadline=None)
+def test_a_requester_waits_no_longer_than_a_bound_whoever_else_asks(
+    others: list[tuple[float, int, bool, int]], weight: float, seed: int
+) -> None:
+    requesters = [Requester("h", 900.0, weight=weight)]
+    for number, (seconds, priority, has_fresh_keys, outstanding) in enumerate(others):
+        requesters.append(
+            Requester(
+                f"x{number}",
+                seconds,
+                outstanding,
+                priority=priority,
+                has_fresh_keys=has_fresh_keys,
+                keys_kept=outstanding,
+            )
+        )
+    world = World([1], requesters, seed).play(SIX_HOURS / 2)
+    keys = sum(each.outstanding for each in requesters)
+    assert world.waits["h"] <= keys * 2 * QUANTUM_SECONDS + DEBT_SECONDS_MAX
+    assert world.played["h"] > 0
