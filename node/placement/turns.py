@@ -10,10 +10,10 @@ claims, which order the runs of one requester and nothing else.
 
 Keys cost nothing, so a new key gains nothing. A requester that comes back starts at the `level`, which is
 what the requester served last had used when it began, so an absence is not saved up. A key that was never
-served starts at the median of what was used, or at the level where that is more. All such keys and their first
-runs count together as one requester, and all that gave nothing count together as STRANGERS_WEIGHT. Before
-anybody was served here or has given anything there is nothing to tell keys apart by, and each counts for
-itself.
+served starts at the median of what was used, or at the level where that is more. All such keys and their
+first runs count together as one requester, and all that gave nothing count together as STRANGERS_WEIGHT.
+Before anybody was served here or has given anything there is nothing to tell keys apart by, and each counts
+for itself.
 
 A run that is served makes room for another requester's run where its own requester has used more than its
 share by a quantum, and for a run of its own requester that has a higher priority. So a requester that waits

@@ -103,7 +103,7 @@ class RunMember:
         self._life, self._stall = trio.CancelScope(), StallClock(self._now)
         self.stopped_by: Fact | None = None
         self.is_over_for_all = False
-        self._reports = ProgressReports(service, run, self.core, self._stall, self._best)
+        self._reports = ProgressReports(service, run, self.core, self._stall, self._best, self.steering)
         self.shown = self._reports.shown
         self.export, self.read_state = self.hosting.export, self.hosting.read_state
         self.prepare, self.unprepare = self.hosting.prepare, self.hosting.unprepare

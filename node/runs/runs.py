@@ -14,7 +14,7 @@ import trio
 
 from crypto.encoding import encode
 from crypto.errors import RemoteProtocolError
-from crypto.facts import Fact, Signer
+from crypto.facts import Signer
 from crypto.identity import PeerId
 from crypto.noise import Data
 from node.averaging.service import Averaging
@@ -32,6 +32,7 @@ from node.offering import NamedData
 from node.pipeline.links import Links
 from node.pipeline.spans import Spans
 from node.placement.admission import Machine
+from node.placement.deadline import late_text, least_seconds
 from node.placement.leases import Offer, PlacementFailed, place, reduction, release, start
 from node.placement.places import Places
 from node.placement.slots import Slots
@@ -55,6 +56,7 @@ from node.runs.receipts import Receipts
 from node.runs.recovery import forget_files, recover, run_name
 from node.runs.revising import Revising
 from node.runs.server import Requests
+from node.runs.steering import Steering
 from node.runs.stopping import Stopping
 from node.runs.traces import Traces
 from node.seams import Seams
@@ -236,7 +238,7 @@ class Runs:
         self.stopping.asked(run)
         member.place()
         try:
-            plan = await self._place(run, wait_seconds, member.steering.fact)
+            plan = await self._place(run, wait_seconds, member.steering)
         except PlacementFailed as error:
             await member.end("failed", str(error), "")
             raise
@@ -248,7 +250,7 @@ class Runs:
         for peer, reason in (await start(run, plan, history, others, self.ask)).items():
             member.absent(peer, reason)
 
-    async def _place(self, run: Run, wait_seconds: float, revision: Fact | None) -> Plan:
+    async def _place(self, run: Run, wait_seconds: float, steering: Steering) -> Plan:
         """Place a run, again while it waits for others. Raises PlacementFailed."""
         try:
             graph = await self.models.get(run.manifest.graph_hash, [])
@@ -259,7 +261,7 @@ class Runs:
             raise PlacementFailed("the data this node has does not fit the run's manifest; has it changed?")
         queued = QueuePlaces(run.id, self.ask)
         clock, ask, executor, asked = self.seams.clock, queued.ask, self.seams.executor, self._decliners
-        attempt = partial(place, run, graph, self.signer, decliners=asked, revision=revision)
+        attempt = partial(place, run, graph, self.signer, decliners=asked, revision=steering.fact)
 
         def tell(reason: str) -> None:
             self.publish(RunChanged(at=clock.wall(), run=run.text, state="placing", reason=reason))
@@ -284,6 +286,11 @@ class Runs:
         self.start_task(queued.withdraw, of=None)
         if short := reduction(run.manifest, plan):
             tell(short)
+        if (left := steering.seconds_left) is not None:
+            rates = {bytes(offer.peer): offer.flops_per_second for offer in self.offers()}
+            needed = partial(least_seconds, run.manifest, graph, plan, rates)
+            if late := late_text(left, await executor.run(needed), by="by what its peers compute"):
+                tell(late)
         return plan
 
     def enter(self, member: RunMember, plan: Plan, history: History) -> None:

@@ -72,6 +72,13 @@ class Steering:
         return steps_of(self._run, self.body)
 
     @property
+    def seconds_left(self) -> float | None:
+        """Until its deadline, less than none where it is over; None where its requester set none."""
+        if self.body is None or not self.body.deadline_milliseconds:
+            return None
+        return self.body.deadline_milliseconds / 1000 - self._service.seams.swarm_clock.wall()
+
+    @property
     def run(self) -> Run:
         """The run with the steps that it has now."""
         manifest = self._run.manifest

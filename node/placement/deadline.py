@@ -1,0 +1,68 @@
+"""Whether a run can be done by the deadline that its requester set, in words for its requester.
+
+A deadline takes no slot from another requester (`node.placement.turns`); it orders the requester's own runs,
+and the requester is warned when it cannot be met.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from node.placement.leases import about
+from node.protocols.manifest import Manifest
+from partition.model.graph import Graph
+from partition.plan.layer_costs import layer_costs
+from partition.plan.plan import Plan
+
+BACKWARD = 3
+"""Both passes take so many times the forward one."""
+PACE_STEPS_MIN = 3
+"""A pace is believed after so many steps: the first one loads what the others find."""
+
+
+def least_seconds(manifest: Manifest, graph: Graph, plan: Plan, rates: Mapping[bytes, float]) -> float:
+    """Return what the steps of a plan take at least: the slowest stage computes all the time, at the rates
+    (FLOP/s) that its replicas offer. 0 where a rate is not known. Cutting and counting take time."""
+    costs = [row.forward_flops for row in layer_costs(graph, manifest.sizes_max)]
+    longest = 0.0
+    for stage in plan.stages:
+        rate = sum(rates.get(peer, 0.0) for peer in stage.replicas)
+        if rate <= 0 or any(not rates.get(peer) for peer in stage.replicas):
+            return 0.0
+        flops = BACKWARD * sum(costs[stage.first_layer : stage.last_layer]) * manifest.microbatches
+        longest = max(longest, flops / rate)
+    return longest * manifest.steps
+
+
+def late_text(seconds_left: float, needed_seconds: float, *, by: str) -> str:
+    """Return a warning where a run needs longer than is left; "" where it does not. `by` says how that is
+    known."""
+    late = needed_seconds - seconds_left
+    if late <= 0:
+        return ""
+    return (
+        f"its deadline cannot be met: {by} it takes about {about(needed_seconds)} more, "
+        f"{about(late)} too long; fewer steps (`peerloom runs revise RUN --steps N`) or more peers help"
+    )
+
+
+@dataclass
+class DeadlineWatch:
+    """One run's pace, by the steps that its requester sees committed. Tells once of each change."""
+
+    _first: tuple[int, float] | None = None
+    _is_late: bool = field(default=False)
+
+    def moved(self, now: float, step: int, steps: int, seconds_left: float) -> str | None:
+        """Take a committed step at monotonic time `now`; a warning, "" where it can be met again, or None for
+        no news."""
+        if self._first is None or step < self._first[0]:
+            self._first = step, now
+        done = step - self._first[0]
+        if done < PACE_STEPS_MIN:
+            return None
+        needed = (now - self._first[1]) / done * max(0, steps - step - 1)
+        said = late_text(seconds_left, needed, by="at the pace of its steps")
+        if bool(said) == self._is_late:
+            return None
+        self._is_late = bool(said)
+        return said
