@@ -41,7 +41,9 @@ AGE_SECONDS_MAX = 6 * HALF_LIFE_SECONDS
 SKEW_SECONDS = 600.0
 WEIGHT_MAX = 8.0
 """A share is at most so many times a stranger's: whoever helps a lot does not shut all others out."""
-WITNESSED_WEIGHT_MAX = 2.0
+WITNESSED_WEIGHT_MAX = 1.05
+"""Below what a queue takes for having given (GIVEN_WEIGHT_MIN of its turns): what can be bought with
+this node's own work makes nobody more than a stranger."""
 PEERS_MAX = 4_096
 """Peers with an account of each kind; the smallest is forgotten first."""
 LEARNED_MAX = 1_024
