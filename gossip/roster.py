@@ -8,12 +8,14 @@ alone: its counts are claims, which `gossip.claims` bounds.
 
 Where more take part than a peer keeps, its list is no longer whole: it keeps those whose hashes are nearest
 to its own, names to others those nearest to them (as Kademlia does), and tells from how far its own reach how
-many there are in all. Groups then form by declarations in the DHT (`node.averaging.participation`).
+many there are in all. A network that crowds such a list makes room first. Groups then form by declarations
+in the DHT (`node.averaging.participation`).
 
 Not here: agreement on a group (`gossip.matchmaking`), and liveness in the swarm (`gossip.swim`),
 which says by `lost` what it knows.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
@@ -47,6 +49,9 @@ SOON_SECONDS = 0.05
 """Between two reports at least, however much there is to say."""
 DISTANCE_BITS = 64
 """The length of the hashes by which participants are near to each other."""
+NETWORK_MIN = 16
+"""Of a list that is full, so many of one network stay in any case. Beyond them the largest network makes room
+for others, however near its ids are: ids cost nothing, addresses do."""
 WHOLE_SHARE = 0.75
 """A list that others did not fit into is whole again once it is no fuller than this."""
 SILENT_SECONDS = 8.0
@@ -108,6 +113,7 @@ class Leave(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
 
 
 Message = Report | Names | Leave
+NetworkOf = Callable[[PeerId], bytes | None]
 Sends = list[tuple[PeerId, Message]]
 
 
@@ -139,6 +145,8 @@ class _Participant:
     heard_at: float
     distance: int
     """From this peer, by hash."""
+    network: bytes | None
+    """Where it came from; None: it counts alone."""
 
 
 class Roster:
@@ -154,10 +162,14 @@ class Roster:
         number: int,
         admits: Callable[[PeerId], bool] | None = None,
         participants_max: int = PARTICIPANTS_MAX,
+        network_of: NetworkOf = lambda _peer: None,
     ) -> None:
         """`number` is above that of any report of an earlier life: the wall clock in milliseconds is. Where
-        not everybody may take part, `admits` says who does."""
+        not everybody may take part, `admits` says who does. `network_of` says from which network packets of
+        a peer come, None where it counts alone."""
         self._admits = admits
+        self._network_of = network_of
+        self._networks: Counter[bytes | None] = Counter()
         self._participants_max = participants_max
         self._place = _place(run, me)
         self._is_crowded = False
@@ -344,7 +356,9 @@ class Roster:
             # It may well list this peer; it is told who is nearer to it.
             return [(sender, self._next_report()), *self._names(sender)] if report.asks else []
         else:
-            self._peers[sender] = _Participant(report, now, self._distance(sender))
+            network = self._network_of(sender)
+            self._peers[sender] = _Participant(report, now, self._distance(sender), network)
+            self._networks[network] += 1
             self._candidates.pop(sender, None)
             self.events.append(Entered(self.run, sender))
         sends: Sends = []
@@ -368,8 +382,8 @@ class Roster:
         return [(asker, Names(self.run, tuple(named)))]
 
     def _make_room(self, newcomer: PeerId) -> bool:
-        """Forget a peer that is not admitted, if there is one, or the farthest if it is farther away than the
-        newcomer."""
+        """Forget a peer that is not admitted, if there is one; else one of the largest network, or the
+        farthest if it is farther away than the newcomer."""
         found = next((peer for peer in self._peers if not self.admits(peer)), None)
         if found is not None:
             self._forget(found, "not admitted")
@@ -377,24 +391,49 @@ class Roster:
         if not self.admits(newcomer):
             return False
         self._is_crowded = True
-        if not self._is_near(newcomer):
+        loser = self._loser(newcomer)
+        if loser is None:
             return False
-        farthest = max(self._peers, key=lambda peer: self._peers[peer].distance)
-        del self._peers[farthest]
-        self.events.append(Left(self.run, farthest, "others are nearer", is_far=True))
+        self._remove(loser)
+        self.events.append(Left(self.run, loser, "others are kept", is_far=True))
         return True
 
     def _is_near(self, peer: PeerId) -> bool:
         """Return whether a peer belongs into the list, which is not whole."""
-        if len(self._peers) < self._participants_max:
-            return True
-        return self._distance(peer) < max(known.distance for known in self._peers.values())
+        return len(self._peers) < self._participants_max or self._loser(peer) is not None
+
+    def _loser(self, newcomer: PeerId) -> PeerId | None:
+        """Return who makes room in a full list for a newcomer; None: it is the newcomer who stays out."""
+        network, is_nearer = self._network_of(newcomer), False
+        size = self._networks[network] + 1 if network is not None else 1
+        sizes = ((count, each) for each, count in self._networks.items() if each is not None)
+        largest, crowding = max(sizes, default=(0, b""))
+        if largest > max(NETWORK_MIN, size):
+            rivals = [peer for peer, known in self._peers.items() if known.network == crowding]
+        elif size > NETWORK_MIN:
+            rivals = [peer for peer, known in self._peers.items() if known.network == network]
+            is_nearer = True
+        else:
+            rivals, is_nearer = list(self._peers), True
+        farthest = max(rivals, key=lambda peer: self._peers[peer].distance)
+        if is_nearer and self._distance(newcomer) >= self._peers[farthest].distance:
+            return None
+        return farthest
+
+    def _remove(self, peer: PeerId) -> bool:
+        known = self._peers.pop(peer, None)
+        if known is None:
+            return False
+        self._networks[known.network] -= 1
+        if not self._networks[known.network]:
+            del self._networks[known.network]
+        return True
 
     def _distance(self, peer: PeerId) -> int:
         return self._place ^ _place(self.run, peer)
 
     def _forget(self, peer: PeerId, reason: str) -> None:
-        if self._peers.pop(peer, None) is not None:
+        if self._remove(peer):
             self.events.append(Left(self.run, peer, reason))
             if len(self._peers) <= WHOLE_SHARE * self._participants_max:
                 self._is_crowded = False
@@ -408,9 +447,17 @@ def _place(run: bytes, peer: PeerId) -> int:
 class Rosters:
     """All runs of one node, behind one protocol."""
 
-    def __init__(self, me: PeerId, rng: Random, *, participants_max: int = PARTICIPANTS_MAX) -> None:
-        """`participants_max` are those of one run that are kept."""
+    def __init__(
+        self,
+        me: PeerId,
+        rng: Random,
+        *,
+        participants_max: int = PARTICIPANTS_MAX,
+        network_of: NetworkOf = lambda _peer: None,
+    ) -> None:
+        """`participants_max` are those of one run that are kept; for `network_of` see `Roster`."""
         self._me = me
+        self._network_of = network_of
         self._rng = rng
         self._participants_max = participants_max
         self._rosters: dict[bytes, Roster] = {}
@@ -432,7 +479,7 @@ class Rosters:
         if run in self._rosters or len(self._rosters) >= RUNS_MAX:
             raise ValueError("this node takes part in the run already, or in too many")
         roster = self._rosters[run] = Roster(
-            self._me, run, signature, self._rng, now, number, admits, self._participants_max
+            self._me, run, signature, self._rng, now, number, admits, self._participants_max, self._network_of
         )
         return roster
 

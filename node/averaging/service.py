@@ -15,6 +15,7 @@ import trio
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Signer
 from crypto.identity import PeerId
+from dht.groups import Origins
 from gossip import matchmaking, roster
 from gossip.averaging.group import Aggregate
 from gossip.averaging.messages import CHUNK_BYTES_MAX
@@ -71,7 +72,13 @@ class Averaging:
         self._live = live
         self._publish = publish
         self._refuse = refuse
-        self._rosters = roster.Rosters(seams.network.peer, rng, participants_max=participants_max)
+        origins = Origins(groups_local=False, host_of=seams.network.host_of)
+        self._rosters = roster.Rosters(
+            seams.network.peer,
+            rng,
+            participants_max=participants_max,
+            network_of=lambda peer: origins.group(peer, ()),
+        )
         self._matches = matchmaking.Matchmaking()
         self._roster_driver = self._driver(self._rosters, roster, self._heard_of)
         self._match_driver = self._driver(self._matches, matchmaking, self._matched)

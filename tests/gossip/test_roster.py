@@ -160,6 +160,35 @@ def test_a_roster_is_bounded_whoever_reports() -> None:
     assert len(core._candidates) <= roster.CANDIDATES_MAX
 
 
+@pytest.mark.parametrize("come_first", [False, True], ids=["honest-first", "eclipse-first"])
+def test_near_ids_of_one_network_do_not_fill_a_roster(come_first: bool) -> None:
+    """Ids are ground until their hashes are next to this peer's, nearer than those of any honest peer."""
+    own = Roster(
+        peer_of(0), RUN, TENSORS, Random(1), 0.0, 1,
+        network_of=lambda peer: b"rack" if peer in near else blake3(peer).digest()[:3],
+    )  # fmt: skip
+    peers = [peer_of(number) for number in range(1, 12_000)]
+    peers.sort(key=own._distance)
+    near, honest = set(peers[:1_100]), Random(2).sample(peers[1_100:], 300)
+    for group in [near, honest] if come_first else [honest, near]:
+        for peer in group:
+            own.receive(0.0, peer, Report(RUN, TENSORS, 1, 0, 0, 0, LINEAGE))
+    assert set(honest) <= set(own.reports)
+    assert len(own.reports) == roster.PARTICIPANTS_MAX
+    own.receive(0.0, honest[0], Names(RUN, (peers[-1],)))
+    assert peers[-1] in own._candidates  # far, and of a network that crowds nobody
+
+
+def test_members_of_one_network_alone_keep_the_nearest() -> None:
+    own = Roster(
+        peer_of(0), RUN, TENSORS, Random(1), 0.0, 1, participants_max=40, network_of=lambda _peer: b"rack"
+    )
+    peers = [peer_of(number) for number in range(1, 200)]
+    for peer in peers:
+        own.receive(0.0, peer, Report(RUN, TENSORS, 1, 0, 0, 0, LINEAGE))
+    assert set(own.reports) == set(sorted(peers, key=own._distance)[:40])
+
+
 def test_a_list_that_is_too_short_keeps_the_nearest_and_estimates_how_many_there_are() -> None:
     count, kept = 70, 12
     world = World(count, kept=kept)
