@@ -8,8 +8,9 @@ import torch
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, CyclicLR, LambdaLR, LRScheduler, OneCycleLR
 
 CHAINED_MAX = 10_000
-"""Steps that a scheduler is moved on by at once, one after the other: some 50 ms. Beyond that it jumps, if
-its learning rate is known in closed form; else it is moved on by so many at each step, until it is there."""
+"""Steps times parameter groups that a scheduler is moved on by at once, one after the other: some 50 ms.
+Beyond that it jumps, if its learning rate is known in closed form; else it is moved on by so many at each
+step, until it is there."""
 CLOSED = (LambdaLR, OneCycleLR, CyclicLR, CosineAnnealingWarmRestarts)
 """Schedulers of torch that compute a learning rate from the number of the step alone, without saying so."""
 
@@ -41,10 +42,11 @@ class GlobalScheduler:
             # The step before may have been made by others: torch would miss this process's own.
             warnings.simplefilter("ignore", UserWarning)
             for scheduler in self._schedulers:
+                most = max(1, CHAINED_MAX // len(scheduler.optimizer.param_groups))
                 is_closed = hasattr(scheduler, "_get_closed_form_lr") or isinstance(scheduler, CLOSED)
-                if is_closed and step - scheduler.last_epoch > CHAINED_MAX:
+                if is_closed and step - scheduler.last_epoch > most:
                     scheduler.step(step)
-                for _ in range(min(step - scheduler.last_epoch, CHAINED_MAX)):
+                for _ in range(min(step - scheduler.last_epoch, most)):
                     scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
