@@ -10,7 +10,8 @@ from collections.abc import Mapping
 
 from crypto.facts import Fact
 from crypto.identity import PeerId
-from gossip.messages import AliveBody, AliveFact, Gossip, read_body
+from crypto.token_buckets import Bucket
+from gossip.messages import FACT_BYTES_MAX, LIFE_BYTES, AliveBody, AliveFact, Gossip, fact_bytes, read_body
 from gossip.table import Row
 
 DISPLACED_MAX = 64
@@ -21,13 +22,19 @@ TOLD_INTERVALS = 10
 """Probe intervals for which displaced lives are told: any one message may be lost, or go to the wrong
 process."""
 
+WRITTEN_MAX = 6.0
+WRITTEN_INTERVALS = 3.0
+"""Messages about lives at once, and then one in this many probe intervals: whoever changes its life with each
+word makes all others write to it. Beyond them lives are told with messages that are sent anyway."""
+
 
 class DisplacedLives:
     """Facts of displaced lives, and for how long they are told; `waits` says whether any are."""
 
-    __slots__ = ("_facts", "_left", "_met", "_turn", "waits")
+    __slots__ = ("_facts", "_left", "_met", "_turn", "_written", "waits")
 
-    def __init__(self) -> None:
+    def __init__(self, interval_seconds: float, now: float) -> None:
+        self._written = Bucket(1 / (WRITTEN_INTERVALS * interval_seconds), WRITTEN_MAX, WRITTEN_MAX, now)
         self._facts: dict[PeerId, dict[bytes, Fact]] = {}
         # Probe intervals for which those of a peer are told.
         self._left: dict[PeerId, int] = {}
@@ -43,6 +50,8 @@ class DisplacedLives:
         before, now = read_body(held.fact), read_body(said.fact)
         if not (isinstance(before, AliveBody) and isinstance(now, AliveBody)) or before.life == now.life:
             return
+        if len(before.life) != LIFE_BYTES or len(now.life) != LIFE_BYTES:
+            return  # a fact that names no life tells nobody of another one
         facts = self._facts.pop(said.peer, {})
         for life in (before.life, now.life):
             facts.pop(life, None)
@@ -70,15 +79,26 @@ class DisplacedLives:
         self._turn += 1
         return (*facts, held.fact)[self._turn % (len(facts) + 1)]
 
-    def next_interval(self, rows: Mapping[PeerId, Row]) -> list[tuple[PeerId, Gossip]]:
+    def next_interval(self, now: float, rows: Mapping[PeerId, Row]) -> list[tuple[PeerId, Gossip]]:
         """A probe interval has begun: return what is to be sent."""
         if not self.waits:
             return []
         self._left = {peer: left - 1 for peer, left in self._left.items() if left > 1}
         self._met.intersection_update(self._left)
         self.waits = bool(self._left)
-        told = [(peer, (*self.of(peer), rows[peer].said.fact)) for peer in self._left if peer in self._met]
-        return [(peer, Gossip((fact,))) for peer, facts in told for fact in facts]
+        # Those that have just begun first: the others were written to before.
+        met = sorted((peer for peer in self._left if peer in self._met), key=lambda peer: -self._left[peer])
+        return [(peer, Gossip(self._message(rows[peer]))) for peer in met if self._written.take(now)]
+
+    def _message(self, row: Row) -> tuple[Fact, ...]:
+        """Return what fits of the lives of a peer, the present one first."""
+        held = row.said.fact
+        facts, room = [held], FACT_BYTES_MAX - fact_bytes(held)
+        for fact in reversed(self.of(row.peer)):
+            if fact_bytes(fact) <= room:
+                room -= fact_bytes(fact)
+                facts.append(fact)
+        return tuple(facts)
 
     def forget(self, peer: PeerId) -> None:
         """Drop what is kept of `peer`."""

@@ -3,21 +3,29 @@
 An accusation is a hint: it makes its receiver probe the accused. Only when that probe fails is the accused
 suspected here, and only then is the accusation passed on. So an accusation travels as far as the accused is
 out of reach, a lie ends at those it was told to, and nobody is buried by a forwarder. An author whose
-accusations are refuted too often (`gossip.suspicion.Credit`) is ignored for a while.
+accusations are refuted too often (`gossip.suspicion.Credit`) is ignored for a while. While one of them was
+refuted lately, its others are doubted: the accused takes the place of another member in this peer's round of
+probes, which costs nobody a message, and is not told.
 
 Not here: probes (`gossip.swim`), and what follows from a failed one (`gossip.state_table`).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from crypto.facts import Fact
 from crypto.identity import PeerId
 from gossip.suspicion import Credit
+from gossip.table import Row
 
 HINTS_MAX = 256
 """Accused members that wait for a probe; more are told of again."""
 HINTS_PROBED_MAX = 16
 """How many of these are probed at once: a message with 32 lies costs no more."""
+DOUBTED_MAX = 32
+"""Accused members that wait for a place in the round, among HINTS_MAX."""
+DOUBTED_INTERVALS = 3
+"""One probe of the round in so many may go to one of them, so that the round goes on."""
 HINT_FACTS_MAX = 9
 """Accusations of one member that wait: as many accusers as `Settings.confirmations` can ask for, and one."""
 SPARED_INTERVALS = 2.0
@@ -27,21 +35,27 @@ accusation comes from several sides."""
 
 @dataclass(slots=True)
 class Hint:
-    """One accused member. `facts` by author; `culprits` pay if it turns out to live."""
+    """One accused member. `facts` by author; `culprits` pay if it turns out to live; `is_doubted` while each
+    of them has erred lately."""
 
     facts: dict[PeerId, Fact] = field(default_factory=dict)
     culprits: list[PeerId] = field(default_factory=list)
-    is_probed: bool = False
+    is_doubted: bool = True
 
 
 class Hints:
     """The accused, in the order in which they were heard of."""
 
-    __slots__ = ("_credit", "_interval_seconds", "_pending", "_spared", "_spared_at", "_waiting", "rows")
+    __slots__ = (
+        "_credit", "_doubted", "_interval_seconds", "_pauses", "_pending", "_spared", "_spared_at",
+        "_waiting", "rows",
+    )  # fmt: skip
 
     def __init__(self, credit: Credit, interval_seconds: float) -> None:
         self.rows: dict[PeerId, Hint] = {}
         self._waiting: dict[PeerId, None] = {}
+        self._doubted: dict[PeerId, None] = {}
+        self._pauses = 0
         self._credit = credit
         self._interval_seconds = interval_seconds
         # Accusations that wait for a verdict, by whoever pays for a false one.
@@ -62,26 +76,47 @@ class Hints:
             return False
         if hint is not None and (accuser in hint.facts or len(hint.facts) >= HINT_FACTS_MAX):
             return False
+        if hint is None and self._credit.is_doubted(culprit, now) and len(self._doubted) >= DOUBTED_MAX:
+            return False
         return not self._credit.is_spent(culprit, now, self._pending.get(culprit, 0))
 
-    def put(self, subject: PeerId, accuser: PeerId, culprit: PeerId, fact: Fact) -> None:
+    def put(self, now: float, subject: PeerId, accuser: PeerId, culprit: PeerId, fact: Fact) -> None:
         """Add an accusation whose signature holds, and that `takes` allows."""
         hint = self.rows.get(subject)
         if hint is None:
             hint = self.rows[subject] = Hint()
-            self._waiting[subject] = None
+            self._doubted[subject] = None
+        if hint.is_doubted and not self._credit.is_doubted(culprit, now):
+            hint.is_doubted = False
+            if subject in self._doubted:
+                del self._doubted[subject]
+                self._waiting[subject] = None
         hint.facts[accuser] = fact
         hint.culprits.append(culprit)
         self._pending[culprit] = self._pending.get(culprit, 0) + 1
 
     def next(self) -> PeerId | None:
         """The next accused member to be probed; None while enough are, or none waits."""
-        if not self._waiting or len(self.rows) - len(self._waiting) >= HINTS_PROBED_MAX:
+        waiting = len(self._waiting) + len(self._doubted)
+        if not self._waiting or len(self.rows) - waiting >= HINTS_PROBED_MAX:
             return None
         subject = next(iter(self._waiting))
         del self._waiting[subject]
-        self.rows[subject].is_probed = True
         return subject
+
+    def next_in_round(self, rows: Mapping[PeerId, Row]) -> Row | None:
+        """Return the accused, if any, that takes the place of the round's next member."""
+        self._pauses = max(0, self._pauses - 1)
+        if self._pauses or not self._doubted:
+            return None
+        self._pauses = DOUBTED_INTERVALS
+        subject = next(iter(self._doubted))
+        del self._doubted[subject]
+        row = rows.get(subject)
+        if row is not None and row.live:
+            return row
+        self.drop(subject)
+        return None
 
     def confirm(self, subject: PeerId) -> list[Fact]:
         """The probe has failed: take the accusations out, which were right."""
@@ -91,10 +126,11 @@ class Hints:
     def about(self, subject: PeerId) -> tuple[Fact, ...]:
         """The first accusation, for the accused itself to hear."""
         hint = self.rows.get(subject)
-        return () if hint is None else tuple(hint.facts.values())[:1]
+        return () if hint is None or hint.is_doubted else tuple(hint.facts.values())[-1:]
 
     def refute(self, now: float, subject: PeerId) -> list[Fact]:
-        """The accused has answered: take the accusations out, at the cost of their culprits."""
+        """The accused has answered: take the accusations out, at the cost of their culprits. Returns those
+        whose authors are to be told."""
         self._age(now)
         self._spared[0].add(subject)
         hint = self._pop(subject)
@@ -102,7 +138,7 @@ class Hints:
             return []
         for culprit in hint.culprits:
             self._credit.refuted(culprit, now)
-        return list(hint.facts.values())
+        return [] if hint.is_doubted else list(hint.facts.values())
 
     def drop(self, subject: PeerId) -> None:
         """Forget the accusations, whatever they are worth."""
@@ -113,6 +149,7 @@ class Hints:
         if hint is None:
             return None
         self._waiting.pop(subject, None)
+        self._doubted.pop(subject, None)
         for culprit in hint.culprits:
             left = self._pending[culprit] - 1
             if left:

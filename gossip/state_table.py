@@ -99,7 +99,7 @@ class MembershipState:
         self.scope = scope
         self._own = OwnFacts(signer, life)
         self.lives = OtherLives(life, events, announce=self._announce_beside, check=self._own.check)
-        self.displaced = DisplacedLives()
+        self.displaced = DisplacedLives(settings.probe_interval_seconds, now)
         self._settings = settings
         self._events = events
         self.peer = signer.peer
@@ -137,16 +137,17 @@ class MembershipState:
     # What this peer says of itself.
 
     def announce(
-        self, profile: Profile, *, above: int = 0, sends: int = news.SENDS_MAX, rival: bytes = b""
+        self, profile: Profile, *, above: int = 0, refutes: bool = False, rival: bytes = b""
     ) -> None:
-        """Be alive under a new incarnation, higher than that of now and than `above`; the fact is sent so
-        often from here, or as often as any, and names the newest `rival`, another life of this key."""
+        """Be alive under a new incarnation, higher than that of now and than `above`. The fact `refutes` an
+        accusation and no more, and names the newest `rival`, another life of this key."""
         if self.lives.is_silent:
             return
         self._own.rival = rival or self._own.rival
         said = self._own.alive(profile, max(self.me.incarnation, above) + 1)
         self.table.renew(self.me, said)
-        self.queue.put(said.peer, said.fact, sends=sends)
+        sends = news.REFUTATION_SENDS if refutes else news.SENDS_MAX
+        self.queue.put(said.peer, said.fact, sends=sends, rides=refutes)
 
     def _announce_beside(self, above: int, rival: bytes) -> None:
         self.announce(self.me.profile, above=above, rival=rival)
@@ -260,7 +261,7 @@ class MembershipState:
 
     # What it tells and is told.
 
-    def facts_for(self, peer: PeerId) -> tuple[Fact, ...]:
+    def facts_for(self, peer: PeerId, *, riding_max: int = 0) -> tuple[Fact, ...]:
         """News for a message to `peer`, the most urgent first.
 
         Once we have left, that. To one whose accusation of us is outdated, that we live: the fact
@@ -284,7 +285,8 @@ class MembershipState:
             if fact_bytes(fact) <= room:
                 room -= fact_bytes(fact)
                 first.append(fact)
-        return self.queue.take(self._retransmits, self._settings.facts_bytes_max, first)
+        bytes_max = self._settings.facts_bytes_max
+        return self.queue.take(self._retransmits, bytes_max, first, riding_max=riding_max)
 
     def learn(
         self,
@@ -391,7 +393,7 @@ class MembershipState:
             self._own.check(fact, body)
             is_news = self._hear_again(now, sender, row, said)
             if is_news and passed_on and (sends := self._changes.sends(peer, now)):
-                self.queue.put(peer, fact, sends=sends)
+                self.queue.put(peer, fact, sends=sends, rides=sends == news.CHANGED_SENDS)
 
     def _hear_of_stranger(
         self, now: float, sender: PeerId, fact: Fact, body: AliveBody, passed_on: bool
@@ -494,7 +496,7 @@ class MembershipState:
         if is_trusted:
             self.health.worsen()
         self._credit.refuted(accuser, now)
-        self.announce(self.me.profile, sends=news.REFUTATION_SENDS)
+        self.announce(self.me.profile, refutes=True)
         reason = self.table.reason(accuser, body.silence_milliseconds)
         self._events.append(SelfAccused(accuser, reason, self.me.incarnation))
 
@@ -507,7 +509,7 @@ class MembershipState:
         culprit = accuser if body.incarnation == row.incarnation else sender
         if self.hints.takes(now, row.peer, accuser, culprit):
             self._own.check(fact, body)
-            self.hints.put(row.peer, accuser, culprit, fact)
+            self.hints.put(now, row.peer, accuser, culprit, fact)
 
     def _hear_of_suspect(
         self, now: float, row: Row, fact: Fact, body: SuspectBody | DeadBody, *, synced: bool

@@ -186,6 +186,10 @@ class Credit:
         well."""
         return self._count(accuser, now) + pending > REFUTED_MAX - 1
 
+    def is_doubted(self, accuser: PeerId, now: float) -> bool:
+        """Return whether it has erred at all lately."""
+        return bool(self._counts) and self._count(accuser, now) > 0.0
+
     def _count(self, accuser: PeerId, now: float) -> float:
         count, at = self._counts.get(accuser, (0.0, now))
         return max(0.0, count - (now - at) / self._leak_seconds)

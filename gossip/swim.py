@@ -59,7 +59,6 @@ from gossip.view import Place, Scope
 
 PROTOCOL = "/peerloom/swim/1"
 
-
 _SYNCS = (Sync, ScopedSync)
 _COMPARISONS = (Compare, ScopedCompare)
 
@@ -442,8 +441,7 @@ class Swim:
             sends = self._probe_candidates(now)
         if self._beliefs.hints.rows:
             sends += self._probe_hints(now)
-        if self._beliefs.queue.waits:
-            self._arm_gossip(now)
+        self._arm_gossip(now)
         return sends
 
     def _learn_on(self, now: float) -> None:
@@ -513,9 +511,12 @@ class Swim:
             self._tick_at = self._exchange.due = float("inf")
             return []
         self._exchange.next_interval(now)
+        told: Sends = [*self._beliefs.displaced.next_interval(now, self._table.rows)]
+        if (accused := self._beliefs.hints.next_in_round(self._table.rows)) is not None:
+            return [*self._probe(now, accused, "hint"), *self._probe_dead(now, 1), *told]
         row = self._table.next_target(self._flight.probing)
-        sends = [] if row is None else self._probe(now, row, is_in_turn=True)
-        return [*sends, *self._probe_dead(now, 1), *self._beliefs.displaced.next_interval(self._table.rows)]
+        told += [] if row is None else self._probe(now, row, is_in_turn=True)
+        return [*told, *self._probe_dead(now, 1)]
 
     def _probe_dead(self, now: float, count: int, peer: PeerId | None = None) -> Sends:
         """Knock at some of those held for dead, or at `peer`: the network may have healed. Where one answers
@@ -540,7 +541,7 @@ class Swim:
         times = now, timeout_at, now + end_seconds, end_seconds
         probe = Probe(peer, row.incarnation, *times, relayed=relayed, kind=kind, is_in_turn=is_in_turn)
         number = self._flight.add_probe(probe)
-        return [(peer, Ping(number, self._beliefs.facts_for(peer)))]
+        return [(peer, Ping(number, self._beliefs.facts_for(peer, riding_max=int(is_in_turn))))]
 
     def _probe_hints(self, now: float) -> Sends:
         """See for ourselves what is true of what others say."""
@@ -584,8 +585,7 @@ class Swim:
         return [(peer, Gossip(facts)) for peer, facts in news if facts]
 
     def _arm_gossip(self, now: float) -> None:
-        others = self._table.live - self._beliefs.me.live
-        if self._gossip_at == float("inf") and others and self._beliefs.queue.waits:
+        if self._gossip_at == float("inf") and self._beliefs.queue.urges and self._table.others:
             self._gossip_at = now + self._settings.gossip_interval_seconds
 
     def _plan(self) -> None:

@@ -246,6 +246,11 @@ class MemberTable:
         self._cursor = before
         return dropped
 
+    @property
+    def others(self) -> int:
+        """How many are listed as live beside this peer."""
+        return self.live - self.rows[self._me].live
+
     def is_live(self, peer: PeerId) -> bool:
         row = self.rows.get(peer)
         return row is not None and (row.verdict is None or row.live)

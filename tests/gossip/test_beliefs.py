@@ -10,6 +10,7 @@ from crypto.contact import Address
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, IdentitySigner
 from crypto.identity import Identity, PeerId
+from gossip.hints import DOUBTED_INTERVALS
 from gossip.member import (
     MemberDown,
     MemberLeft,
@@ -226,15 +227,30 @@ def test_an_accuser_that_is_refuted_too_often_is_not_believed_for_a_while() -> N
     asked = []
     for number in range(2 * int(REFUTED_MAX)):
         peer.pinged.clear()
-        peer.answering = {ANN.peer}
+        peer.answering = {ANN.peer, BOB.peer}
         peer.hear(say(BOB, SuspectBody(ANN.peer, 5, number)))
-        asked.append(ANN.peer in peer.pinged)
-        peer.now += 10  # beyond the time in which an answer spares it another probe
+        asked.append(ANN.peer in peer.pinged or peer.core.sizes["hints"][0] == 1)
+        peer.wait(10.0, peer.answering)  # beyond the time in which an answer spares it another probe
     assert asked == [True] * int(REFUTED_MAX) + [False] * int(REFUTED_MAX)
-    peer.now += LEAK_INTERVALS
+    peer.now += 3 * LEAK_INTERVALS
     peer.pinged.clear()
     peer.hear(say(BOB, SuspectBody(ANN.peer, 5, 99)))
     assert ANN.peer in peer.pinged
+
+
+def test_an_accuser_that_erred_lately_costs_no_message_more() -> None:
+    peer = Peer()
+    peer.answering = {ANN.peer, BOB.peer}
+    peer.hear(say(BOB, SuspectBody(ANN.peer, 5, 1)))
+    peer.wait(10.0, peer.answering)
+    peer.told.clear()
+    accusation = say(BOB, SuspectBody(ANN.peer, 5, 2))
+    peer.hear(accusation)
+    assert peer.told == []
+    peer.wait(3 * DOUBTED_INTERVALS, peer.answering)
+    assert peer.core.sizes["hints"][0] == 0
+    assert not any(accusation in facts for _, facts in peer.told)
+    assert len(peer.pinged) <= 2 + 10 + 3 * DOUBTED_INTERVALS
 
 
 def test_many_accusations_at_once_cost_an_accuser_its_credit_before_they_are_looked_into() -> None:
