@@ -11,6 +11,8 @@ to its own, names to others those nearest to them (as Kademlia does), and tells 
 many there are in all. A network that crowds such a list makes room first. Groups then form by declarations
 in the DHT (`node.averaging.participation`).
 
+Long because reports, greetings and room in the list are rules about one table of participants.
+
 Not here: agreement on a group (`gossip.matchmaking`), and liveness in the swarm (`gossip.swim`),
 which says by `lost` what it knows.
 """
@@ -50,8 +52,8 @@ SOON_SECONDS = 0.05
 DISTANCE_BITS = 64
 """The length of the hashes by which participants are near to each other."""
 NETWORK_MIN = 16
-"""Of a list that is full, so many of one network stay in any case. Beyond them the largest network makes room
-for others, however near its ids are: ids cost nothing, addresses do."""
+"""Participants of one network that stay in a full list in any case. Beyond them the largest network makes
+room for others, however near its ids are: ids cost nothing, addresses do."""
 WHOLE_SHARE = 0.75
 """A list that others did not fit into is whole again once it is no fuller than this."""
 SILENT_SECONDS = 8.0
