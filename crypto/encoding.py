@@ -2,13 +2,17 @@
 
 What is signed is always the exact bytes that were sent, so nothing depends on two encoders
 agreeing. Decoding is the gate for everything hostile: wrong types, missing fields, broken
-MessagePack and oversized input all end in `RemoteProtocolError`, before any field is looked at.
+MessagePack and oversized input all end in `RemoteProtocolError`, before any field is looked at. Text of peers
+leaves here clean: no control characters, escape sequences or marks that turn the direction of writing, so
+that wherever it goes (screens, logs, files, the environment of a command) nobody steers a terminal by it.
 """
 
+import unicodedata
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import inspect
 
 from crypto.errors import RemoteProtocolError
 
@@ -17,27 +21,97 @@ T = TypeVar("T")
 encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
 """Encode one struct (or builtin value) as MessagePack."""
 
-_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
+_decoders: dict[Any, tuple[msgspec.msgpack.Decoder[Any], bool]] = {}
+_text_fields: dict[type, tuple[str, ...]] = {}
+_UNSHOWN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+"""Categories of letters that are instructions: control characters, marks of direction, line breaks."""
 
 
-def decode(data: bytes | memoryview, kind: type[T] | Any, *, bytes_max: int) -> T:
+def clean_text(text: str) -> str:
+    """Return a text of a peer as it may go anywhere: what is no letter is `?`, a line break a space."""
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if unicodedata.category(letter) not in _UNSHOWN else " " if letter.isspace() else "?"
+        for letter in text
+    )
+
+
+def decode(data: bytes | memoryview, kind: type[T] | Any, *, bytes_max: int, cleans_text: bool = True) -> T:
     """Decode `data` as `kind`, a struct or a union of tagged structs.
+
+    Text that no pattern of its type holds is cleaned, unless it is this node's own, which is to come back as
+    it was (`cleans_text`).
 
     Raises:
         RemoteProtocolError: longer than `bytes_max`, not MessagePack, or not a valid `kind`.
     """
     if len(data) > bytes_max:
         raise RemoteProtocolError(f"message of {len(data)} bytes, at most {bytes_max} allowed")
-    decoder = _decoder(kind)  # outside the try: a type it cannot be built for is our bug
+    decoder, holds_text = _decoder(kind)  # outside the try: a type it cannot be built for is our bug
     try:
         message: T = decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise RemoteProtocolError(f"not a valid message: {error}") from None
-    return message
+        raise RemoteProtocolError(f"not a valid message: {clean_text(str(error))}") from None
+    return _cleaned(message) if holds_text and cleans_text else message
 
 
-def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+def _decoder(kind: Any) -> tuple[msgspec.msgpack.Decoder[Any], bool]:
     # Building a decoder costs far more than using it; the kinds are the program's own message types, so few.
     if kind not in _decoders:
-        _decoders[kind] = msgspec.msgpack.Decoder(kind)
+        holds_text = _holds_text(inspect.type_info(kind), set())
+        _decoders[kind] = msgspec.msgpack.Decoder(kind), holds_text
     return _decoders[kind]
+
+
+def _holds_text(kind: inspect.Type, above: set[type]) -> bool:
+    """Return whether text may stand in it that no pattern holds; `above` are the structs that hold it."""
+    match kind:
+        case inspect.Metadata(type=inner):
+            return _holds_text(inner, above)
+        case inspect.StrType():
+            return kind.pattern is None
+        case inspect.UnionType(types=types):
+            return any(_holds_text(each, above) for each in types)
+        case inspect.DictType(key_type=key, value_type=value):
+            return _holds_text(key, above) or _holds_text(value, above)
+        case inspect.TupleType(item_types=types):
+            return any(_holds_text(each, above) for each in types)
+        case inspect.CollectionType(item_type=item):
+            return _holds_text(item, above)
+        case inspect.StructType(cls=struct):
+            # Of a struct within itself nothing is known yet: it is looked at each time.
+            return struct in above or bool(_fields_with_text(struct, above))
+        case inspect.AnyType():
+            return True
+        case _:
+            return False
+
+
+def _fields_with_text(struct: type, above: set[type]) -> tuple[str, ...]:
+    if struct not in _text_fields:
+        kind = inspect.type_info(struct)
+        assert isinstance(kind, inspect.StructType)
+        inner = above | {struct}
+        _text_fields[struct] = tuple(each.name for each in kind.fields if _holds_text(each.type, inner))
+    return _text_fields[struct]
+
+
+def _cleaned(value: Any) -> Any:
+    """Return the value with its text cleaned; structs are changed where they are, being nobody's yet."""
+    kind = type(value)
+    if kind is str:
+        return clean_text(value)
+    if isinstance(value, msgspec.Struct):
+        for name in _fields_with_text(kind, set()):
+            before = getattr(value, name)
+            after = _cleaned(before)
+            if after is not before:
+                msgspec.structs.force_setattr(value, name, after)
+    elif kind in (tuple, list, frozenset, set):
+        items = [_cleaned(item) for item in value]
+        if any(after is not before for after, before in zip(items, value, strict=True)):
+            return kind(items)
+    elif kind is dict:
+        return {_cleaned(key): _cleaned(item) for key, item in value.items()}
+    return value

@@ -30,18 +30,25 @@ def get(
         str, typer.Option("--publisher", metavar="PEER", help="Only this node's value.")
     ] = "",
     immutable: Immutable = False,
+    is_raw: Annotated[
+        bool, typer.Option("--raw", help="The value's bytes as they are, for a file or a program.")
+    ] = False,
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
-    """Print the newest value under a key; exit 1 where there is none."""
+    """Print the newest value under a key, control characters escaped; exit 1 where there is none."""
+    if is_raw and as_json:
+        raise UsageError("dht get: --raw and --json are two forms", "leave one of them out")
     arguments = {"key": key, "publisher": publisher, "immutable": immutable}
     result = ask(find_data_dir(context, data_dir), "dht.get", arguments, seconds=ASK_SECONDS_MAX)
     if as_json:
         show_json({"schema": "peerloom.dht-get/1"} | result)
-    elif result["found"]:
+    elif result["found"] and is_raw:
         sys.stdout.flush()
-        # A pipe or a file gets the value as it is.
-        sys.stdout.buffer.write(bytes.fromhex(result["value"]) + b"\n" * sys.stdout.isatty())
+        sys.stdout.buffer.write(bytes.fromhex(result["value"]))
+        sys.stdout.flush()
+    elif result["found"]:
+        sys.stdout.write(escaped(bytes.fromhex(result["value"])) + "\n")
         sys.stdout.flush()
     else:
         show([f"no value under {key}"], sys.stderr)
@@ -110,6 +117,15 @@ def stat(
         show_json({"schema": "peerloom.dht-stat/1"} | result)
     else:
         show(stat_lines(result))
+
+
+def escaped(value: bytes) -> str:
+    """Return a stranger's bytes as text: what is no letter is `\\xNN` or `\\uNNNN`, line breaks stay."""
+    text = value.decode(errors="backslashreplace")
+    return "".join(
+        letter if letter.isprintable() or letter == "\n" else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
 
 
 def found_lines(document: Mapping[str, Any]) -> list[str]:

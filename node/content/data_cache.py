@@ -41,7 +41,10 @@ class DataCache:
         self._is_swept = True
         try:
             found: dict[str, _Kept] = decode(
-                storage.read(INDEX_NAME) or encode({}), dict[str, _Kept], bytes_max=_INDEX_BYTES_MAX
+                storage.read(INDEX_NAME) or encode({}),
+                dict[str, _Kept],
+                bytes_max=_INDEX_BYTES_MAX,
+                cleans_text=False,
             )
         except RemoteProtocolError:
             found = {}

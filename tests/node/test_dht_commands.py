@@ -48,6 +48,16 @@ def test_put_without_a_value_asks_nothing(asked: list[dict[str, Any]], tmp_path:
     assert asked == []
 
 
-def test_get_writes_a_value_into_a_pipe_as_it_is(asked: list[dict[str, Any]], tmp_path: Path) -> None:
-    assert call(tmp_path, "get", "name").stdout_bytes == b"\x00\xff"
+def test_get_writes_the_bytes_of_a_value_into_a_pipe_where_asked(
+    asked: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    assert call(tmp_path, "get", "name", "--raw").stdout_bytes == b"\x00\xff"
     assert [each["name"] for each in asked] == ["dht.get"]
+
+
+def test_get_shows_a_value_escaped_unless_its_bytes_are_asked_for(
+    asked: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    assert call(tmp_path, "get", "name").stdout == "\\x00\\xff\n"
+    assert call(tmp_path, "get", "name", "--raw", "--json").exit_code != 0
+    assert dht.escaped("\x1b[2Jgrün\u202e\n".encode()) == "\\x1b[2Jgrün\\u202e\n"

@@ -1,0 +1,133 @@
+"""Text of peers is clean once it is decoded, in every message and fact, wherever it goes from there."""
+
+import re
+import unicodedata
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import msgspec.inspect as types
+import pytest
+
+from crypto.encoding import clean_text, decode, encode
+from crypto.errors import RemoteProtocolError
+from gossip.averaging.messages import Chunk
+from node.content.shards import Column, DataManifest
+from node.protocols.manifest import Manifest, PlaceWish
+from tests.hostile.wire import everything
+
+STEERING = "\x1b]0;a\x07\u202e\r\n\x9b\x7f\u2066\u2028"
+"""A title of a terminal, a turned direction, line breaks, two more ways to begin a sequence."""
+BYTES_MAX = 1 << 24
+SAMPLES = ("", "done", "digits", "float32", "a", "0" * 16, "0" * 64)
+"""One of them is what each pattern of a message lets in."""
+CHECKED = {Chunk, DataManifest, Manifest}
+"""These hold their numbers against each other, so what is made here is refused; their parts are tried."""
+
+
+class Known(msgspec.Struct, tag="known"):
+    """One of two messages."""
+
+
+class Other(msgspec.Struct, tag="other"):
+    """The other one."""
+
+
+KINDS: frozenset[type] = (everything() | {Column, PlaceWish}) - CHECKED
+
+
+def fields(kind: types.StructType, depth: int) -> Any:
+    """Return a struct as its decoder wants it, with a value in each field."""
+    found = {field.encode_name: value(field.type, depth + 1) for field in kind.fields}
+    tag = [] if kind.tag is None else [kind.tag]
+    if kind.array_like:
+        return tag + list(found.values())
+    return found if kind.tag is None else {kind.tag_field: kind.tag} | found
+
+
+def value(kind: types.Type, depth: int = 0) -> Any:  # noqa: C901 - a case for each kind of type
+    """Return what the type lets in, with as much steering text as it lets in."""
+    match kind:
+        case types.Metadata(type=inner):
+            return value(inner, depth)
+        case types.StrType():
+            if kind.pattern is not None:
+                return next(sample for sample in SAMPLES if re.search(kind.pattern, sample))
+            return (STEERING * 8)[: 32 if kind.max_length is None else kind.max_length]
+        case types.BytesType():
+            return bytes(kind.min_length or 0)
+        case types.IntType() | types.FloatType():
+            least = kind.ge if kind.ge is not None else 1 if kind.gt is None else kind.gt + 1
+            return int(least) if isinstance(kind, types.IntType) else float(least)
+        case types.BoolType():
+            return False
+        case types.LiteralType(values=values):
+            return values[0]
+        case types.EnumType(cls=enum):
+            return next(iter(enum)).value
+        case types.UnionType(types=others):
+            first = next((each for each in others if not isinstance(each, types.NoneType)), others[0])
+            return value(first, depth) if depth < 6 else value(others[-1], depth)
+        case types.DictType(key_type=key, value_type=item):
+            return {value(key, depth + 1): value(item, depth + 1)}
+        case types.TupleType(item_types=items):
+            return tuple(value(item, depth + 1) for item in items)
+        case types.CollectionType(item_type=item):
+            count = max(kind.min_length or 0, int(depth < 6 and kind.max_length != 0))
+            return [value(item, depth + 1) for _ in range(count)]
+        case types.StructType():
+            return fields(kind, depth)
+    return None
+
+
+def texts(value: Any) -> Iterator[str]:
+    """Yield all text in a decoded value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, msgspec.Struct):
+        for name in value.__struct_fields__:
+            yield from texts(getattr(value, name))
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from (*texts(key), *texts(item))
+    elif isinstance(value, tuple | list | set | frozenset):
+        for item in value:
+            yield from texts(item)
+
+
+def is_clean(text: str) -> bool:
+    return not any(unicodedata.category(letter) in {"Cc", "Cf", "Zl", "Zp"} for letter in text)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS, key=repr))
+def test_every_text_of_a_message_is_clean_once_decoded(kind: type) -> None:
+    data = encode(value(types.type_info(kind)))
+    decoded: Any = decode(data, kind, bytes_max=BYTES_MAX)
+    assert [text for text in texts(decoded) if not is_clean(text)] == []
+
+
+def test_the_samples_have_something_to_clean() -> None:
+    """A type without text says nothing; the others would all steer a terminal, were they not cleaned."""
+    steering = [
+        kind
+        for kind in KINDS
+        if not all(map(is_clean, texts(msgspec.msgpack.decode(encode(value(types.type_info(kind)))))))
+    ]
+    assert len(steering) > 30
+
+
+def test_what_an_error_quotes_of_a_message_is_clean() -> None:
+    with pytest.raises(RemoteProtocolError) as caught:
+        decode(encode({"type": STEERING}), Known | Other, bytes_max=1_000)
+    assert is_clean(str(caught.value))
+
+
+def test_words_of_all_languages_stay_as_they_are() -> None:
+    for text in ("lab-1", "Übung \u00a0 mit", "日本語", "кириллица", "عربي", "a\U0001f600"):
+        assert clean_text(text) == text
+    assert clean_text("two\nlines\tand \x1b[31mred\u202e") == "two lines and ?[31mred?"
+
+
+def test_text_of_our_own_comes_back_as_it_was() -> None:
+    data = encode({"a\tb": "c\nd"})
+    assert decode(data, dict[str, str], bytes_max=100, cleans_text=False) == {"a\tb": "c\nd"}
