@@ -16,11 +16,13 @@ import trio
 
 from crypto.identity import PeerId
 from node.errors import StreamClosed, Unreachable
-from node.events import Event, RunChanged, RunEnded, RunPlanned, StepCommitted
+from node.events import Event, RunChanged, RunEnded, RunEvaluated, RunPlanned, StepCommitted
 from node.placement.leases import PlacementFailed
 from node.protocols.manifest import Manifest, Run
+from partition.run.local_settings import LocalSettings
 from tests.hostile.own_run import learn_run, take_in
 from tests.hostile.virtual import NAME, Hostile, hostile_in
+from tests.node.local.test_runs import ends
 from tests.stack import Swarm, assert_equal, manifest, prepare, reference, simulate, swarm, train, weights
 
 SEEDS = range(1, 1 + int(os.environ.get("PEERLOOM_MEMBER_SEEDS", "1")))
@@ -31,6 +33,13 @@ QUIET_SECONDS = 30.0
 PARTED_SECONDS = 20.0
 HOSTILE_RUN_SECONDS = 60.0
 ROUNDS = 4
+LIES_SECONDS = 10.0
+"""Between two rounds of lies about a run in local mode."""
+LOCAL_PASS_SECONDS = 0.2
+LOCAL_STEPS = 10
+LOSS_RISE_MAX = 0.1
+"""Ten steps move the loss by some 0.03 either way; a state that is not of this run by far more."""
+LOCAL_SECONDS_MAX = 600.0
 TAKEN_IN_MIN = 2
 """Of the hostile peer's own runs so many begin, else it was no test."""
 
@@ -191,6 +200,50 @@ def test_no_node_ends_by_what_a_member_of_its_run_says(seed: int) -> None:
 
     simulate(scenario)
     assert "running" in states
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("takes_part", [False, True], ids=["outside", "inside"])
+def test_a_run_in_local_mode_goes_on_whatever_a_peer_says_in_it(seed: int, takes_part: bool) -> None:
+    """Rosters, groups, attempts, evaluations, ends, columns and states for late members: all that is said in
+    such a run, made of what its members say, with other numbers."""
+    said: set[str] = set()
+
+    async def scenario() -> None:
+        async with (
+            swarm("ab", seed=seed, stage_seconds=LOCAL_PASS_SECONDS, preset="lan") as group,
+            hostile_in(group, seed, takes_stages=takes_part) as bad,
+            trio.open_nursery() as nursery,
+        ):
+
+            async def lie() -> None:
+                while True:
+                    for node in group.nodes.values():
+                        for member in node.runs.local.members.values():
+                            bad.known.learn(member.run.id, "run")
+                        for roster in node.averaging._rosters._rosters.values():
+                            bad.known.learn((roster.own, *roster.claims.values()))
+                    await bad.insider.round(living(group))
+                    await trio.sleep(LIES_SECONDS)
+
+            nursery.start_soon(lie)
+            local = LocalSettings(local_steps=2)
+            run = prepare(group.nodes["a"], small(dtype="float32", local=local, steps=LOCAL_STEPS))
+            await group.nodes["a"].runs.submit(run)
+            # The hostile node may have got the place of the other one, which then has no part in the run.
+            both = "a" if takes_part else "ab"
+            found = await ends(group, both, LOCAL_SECONDS_MAX)
+            assert [event.outcome for event in found] == ["done"] * len(both)
+            assert len({event.weights for event in found}) == 1
+            losses = [event.loss for event in group.events["a"] if isinstance(event, RunEvaluated)]
+            assert losses[-1] < losses[0] + LOSS_RISE_MAX
+            steps = [event.step for event in group.events["a"] if isinstance(event, StepCommitted)]
+            assert max(steps) < LOCAL_STEPS
+            said.update(bad.insider.sent)
+            nursery.cancel_scope.cancel()
+
+    simulate(scenario)
+    assert {"/peerloom/roster/1 Report", "/peerloom/local/1 Said", "/peerloom/column/1 Attach"} <= said
 
 
 @pytest.mark.parametrize("seed", SEEDS)

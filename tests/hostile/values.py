@@ -64,6 +64,8 @@ SPECIMEN_PART = 0.5
 CHANGES_MAX = 2
 FULL_PART = 0.04
 """How often a list or a text is as long as it may be."""
+PLAUSIBLE = (2, 4, 10, 100, 1_000)
+"""A number that was heard, so many times: a step ahead, a weight or a share that nobody would doubt."""
 ITEMS_MAX, BYTES_MAX = 3, 80
 """Of a list and of bytes else."""
 REPEATED_MAX = 5_000
@@ -175,7 +177,7 @@ class Values:
         draw = rng.random()
         heard = self.known.named(int, name, rng)
         if draw < KNOWN_PART and isinstance(heard, int):
-            value = heard + rng.choice((0, 0, 0, 0, 1, -1, 64))
+            value = heard + rng.choice((0, 0, 0, 0, 1, -1, 64, heard * rng.choice(PLAUSIBLE)))
         elif draw < KNOWN_PART + LIMIT_PART:
             value = rng.choice((low, high, low + 1, high - 1, *INTEGERS))
         else:
