@@ -235,7 +235,8 @@ def read_body(fact: Fact) -> Body:
     """Return what a fact claims, well-formed but unproven; else RemoteProtocolError."""
     if len(fact.author) != PEER_ID_BYTES:
         raise RemoteProtocolError("a fact with a malformed author")
-    body: Body = decode(fact.body, Body, bytes_max=ALIVE_BODY_BYTES_MAX)
+    # A name that would have to be cleaned is refused (`read_alive`), for its author never says such a one.
+    body: Body = decode(fact.body, Body, bytes_max=ALIVE_BODY_BYTES_MAX, cleans_text=False)
     return body
 
 
