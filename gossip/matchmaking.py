@@ -1,9 +1,9 @@
 """How peers that want to average now agree on a group: a sans-IO core, one for each wish.
 
 1. Ready: a peer that wants a group tells all it knows of, twice a second, with a nonce drawn for this wish.
-2. Propose: of those that are ready, the one nearest to the hash of the key convenes. Once all that are
-expected are ready, or its window is over, it sends the group to its members. That is all it does, and the
-next in order takes its place when it is silent.
+2. Propose: of those that are ready, the one nearest to the hash of the key convenes; peers that completed a
+round come before others (`rank`). Once all that are expected are ready, or its window is over, it sends the
+group to its members. That is all it does, and the next in order takes its place when it is silent.
 3. A peer that finds itself in a proposed group with its own nonce takes it, once, and declines any other. In
 a numbered round it answers later wishes with `Closed`, so that late ones do not form a second group.
 
@@ -32,8 +32,12 @@ READY_SECONDS = 0.5
 """Between two tellings of a wish that has not been met."""
 SILENT_SECONDS = 2.0
 """Beyond its window, the time a convener has before the next in order takes its place."""
+NEXT_SECONDS = 1.0
+"""The time that each of those next in order has: they have been ready for a while, and send one datagram."""
 WISHES_MAX = 64
 """Keys under which one node may wish at once."""
+CLOSED_VOICES = 2
+"""Peers that must say that the group was formed without this one, where more than one is known."""
 READY_MAX = 1_024
 OTHERS_MAX = 1_024
 """Peers that are told of a wish without being expected: as many as a roster holds."""
@@ -101,7 +105,15 @@ class Declined:
     peer: PeerId
 
 
-Event = Formed | NotFormed | Declined
+@dataclass(frozen=True)
+class CameLate:
+    """A peer is ready under a key whose wish is over here, without that peer."""
+
+    key: bytes
+    peer: PeerId
+
+
+Event = Formed | NotFormed | Declined | CameLate
 Make = Callable[[tuple[Member, ...]], Group]
 
 
@@ -115,7 +127,9 @@ class Wish:
     be equal to what it makes of the same members, but for round and number. Groups of fewer than `size_min`
     are not proposed, of more than `size_max` neither. Where `is_exclusive`, there is one group under the key,
     and late ones get none; otherwise those that are left over form the next. Peers that `admits` does not
-    admit are passed over, and a group with one of them in it is declined.
+    admit are passed over, and a group with one of them in it is declined. Those that `leaves_out` names are
+    not proposed, and no group of theirs is taken; one of another peer's that has them in it is, since others
+    do not know them. Of those with the lowest `rank` one convenes.
     """
 
     def __init__(
@@ -134,8 +148,17 @@ class Wish:
         others: Sequence[PeerId] = (),
         admits: Callable[[PeerId], bool] | None = None,
         size_hoped: int = 0,
+        leaves_out: Callable[[PeerId], bool] | None = None,
+        rank: Callable[[PeerId], int] | None = None,
     ) -> None:
         self._size_hoped = size_hoped
+        self._leaves_out = leaves_out
+        self._rank = rank
+        self.begun_at = now
+        self.ready_at: dict[PeerId, float] = {}
+        """When others were first ready, before this wish was over."""
+        self.convener: PeerId | None = None
+        """Who proposed the group, once there is one."""
         self.key = key
         self._me = me
         self._peer = PeerId(me.peer)
@@ -148,6 +171,7 @@ class Wish:
         self._admits = admits
         self._ready: dict[PeerId, Member] = {}
         self._passed_over: dict[PeerId, None] = {}
+        self._closed_by: set[PeerId] = set()
         self._is_open = False
         self._window_ends_at = now + window_seconds
         self._pass_at = inf
@@ -168,6 +192,16 @@ class Wish:
     def awaited(self) -> tuple[PeerId, ...]:
         """The expected peers that are not ready yet, for a status line."""
         return tuple(peer for peer in self._expected if peer not in self._ready)
+
+    @property
+    def expected(self) -> tuple[PeerId, ...]:
+        """The peers that should come, ready or not."""
+        return tuple(self._expected)
+
+    @property
+    def passed_over(self) -> tuple[PeerId, ...]:
+        """The peers whose turn it was to propose a group, and that did not."""
+        return tuple(self._passed_over)
 
     def expect(self, now: float, peers: Iterable[PeerId]) -> Sends:
         """These should come too."""
@@ -204,10 +238,8 @@ class Wish:
                     self.events.append(Declined(self.key, attempt, sender))
                 return []
             case Closed():
-                if self._is_exclusive and self.group is None and not self.is_over:
-                    self._end("the group of this round was formed without this peer")
-                    return []
                 self._ready.pop(sender, None)  # it is taken, until it says that it is ready again
+                self._take_closed(sender)
                 return self._advance(now)
             case _:
                 assert_never(message)
@@ -238,62 +270,78 @@ class Wish:
         if self.group is not None:
             if _member(sender, message) in self.group.members:  # it has not heard of its group yet
                 return [(sender, Propose(self.key, self.group))]
+            self.events.append(CameLate(self.key, sender))
             return [(sender, Closed(self.key))]
-        if self.is_over or len(self._ready) >= READY_MAX:
+        if self.is_over:
+            self.events.append(CameLate(self.key, sender))
+            return []
+        if len(self._ready) >= READY_MAX and sender not in self._ready:
             return []
         is_new = sender not in self._ready
+        self.ready_at.setdefault(sender, now)
         self._ready[sender] = _member(sender, message)
         # It may have passed over this wish before it had its own.
         answer: Sends = [(sender, self._wish())] if is_new else []
         return answer + self._advance(now)
+
+    def _take_closed(self, sender: PeerId) -> None:
+        """In a numbered round there is no other group; but one peer's word does not end this wish."""
+        known = self._expected.keys() | self._others.keys()
+        if self._is_exclusive and self.group is None and not self.is_over and sender in known:
+            self._closed_by.add(sender)
+            if len(self._closed_by) >= min(CLOSED_VOICES, len(known)):
+                self._end("the group of this round was formed without this peer")
 
     def _take_group(self, sender: PeerId, group: Group) -> Sends:
         if self.group is not None or self.is_over or self._me not in group.members:
             if self.group is not None and group.id == self.group.id:
                 return []
             return [(peer, Decline(self.key, group.id)) for peer in group.peers if peer != self._peer]
-        if self._admits is not None and not all(p == self._peer or self._admits(p) for p in group.peers):
+        is_admitted = self._admits is None or all(p == self._peer or self._admits(p) for p in group.peers)
+        if not is_admitted or (self._leaves_out is not None and self._leaves_out(sender)):
             return [(peer, Decline(self.key, group.id)) for peer in group.peers if peer != self._peer]
         own = msgspec.structs.replace(self._make(group.members), round=group.round, number=group.number)
         is_sound = sender in group.peers and not fault_of(group) and len(group.members) >= self._size_min
         if not is_sound or own != group:
             raise RemoteProtocolError("a group of something else than is averaged here")
-        self._form(group)
+        self._form(group, sender)
         return []
 
     def _advance(self, now: float) -> Sends:
         """Propose a group where it is this peer's turn to."""
         if self.group is not None or self.is_over:
             return []
+        ready = [peer for peer in self._ready if self._leaves_out is None or not self._leaves_out(peer)]
         if not self._is_open:
             # Alone it is not known who comes: the first to come must not shut out those right behind it.
-            is_whole = bool(self._ready) and all(peer in self._ready for peer in self._expected)
-            if now < self._window_ends_at and not (is_whole and len(self._ready) + 1 >= self._size_hoped):
+            is_whole = bool(ready) and all(peer in self._ready for peer in self._expected)
+            if now < self._window_ends_at and not (is_whole and len(ready) + 1 >= self._size_hoped):
                 return []
             self._is_open = True
             self._pass_at = now + SILENT_SECONDS
-        order = sorted((self._peer, *self._ready), key=self._distance)
+        by_distance = sorted((self._peer, *ready), key=self._distance)
+        order = by_distance if self._rank is None else sorted(by_distance, key=self._rank)
         convener = next(peer for peer in order if peer not in self._passed_over)
         if now >= self._pass_at:
-            self._pass_at = now + SILENT_SECONDS
+            self._pass_at = now + NEXT_SECONDS
             if convener != self._peer:
                 self._passed_over[convener] = None
                 convener = next(peer for peer in order if peer not in self._passed_over)
         if convener != self._peer or len(order) < self._size_min:
             return []
-        chosen = [self._peer, *(peer for peer in order if peer != self._peer)][: self._size_max]
+        chosen = [self._peer, *(peer for peer in by_distance if peer != self._peer)][: self._size_max]
         members = tuple(self._ready.get(peer, self._me) for peer in sorted(chosen))
         group = self._make(members)
         if fault_of(group):
             return []
-        self._form(group)
+        self._form(group, self._peer)
         return [(PeerId(member.peer), Propose(self.key, group)) for member in members if member != self._me]
 
     def _distance(self, peer: PeerId) -> bytes:
         return blake3(self.key + peer).digest()
 
-    def _form(self, group: Group) -> None:
-        self.group = group
+    def _form(self, group: Group, convener: PeerId) -> None:
+        self.group, self.convener = group, convener
         self.events.append(Formed(self.key, group))
 
     def _end(self, reason: str) -> None:

@@ -107,6 +107,9 @@ class Attempt:
         self._scatter = Scatter(group, self._owners, self._place, self._codec, vector, weight)
         self._gather = Gather(group, self._owners, self._place, self._codec)
         self._lost: dict[int, None] = {}
+        self._withdrew: set[int] = set()
+        self._heard: set[int] = set()
+        self._unsent: tuple[int, ...] = ()
         # Chunks to be sent to each place, as (is it reduced, owner, number): dictionaries for their order.
         self._queues: dict[int, dict[tuple[bool, int, int], None]] = {place: {} for place in self._others}
         self._facts: dict[tuple[str, int], Fact] = {}
@@ -188,6 +191,16 @@ class Attempt:
         held = [entry.place for entry in self._set]
         return tuple(self._peers[place] for place in self._scatter.senders if place not in held)
 
+    @property
+    def unsent(self) -> tuple[PeerId, ...]:
+        """Members with tensors that did not send this one its part in time; empty where it reduces nothing.
+        What it holds itself is the only evidence: that others hold nothing of a member is their word."""
+        return tuple(self._peers[place] for place in self._unsent)
+
+    def has_heard(self, peer: PeerId) -> bool:
+        """Return whether this member sent anything."""
+        return self._place_of(peer) in self._heard
+
     # What the shell tells.
 
     def start(self, now: float) -> Sends:
@@ -230,6 +243,7 @@ class Attempt:
         place = self._place_of(sender)
         if self.is_closed:
             return []
+        self._heard.add(place)
         match message:
             case Chunk(phase="scatter"):
                 if self._is_scattering:
@@ -247,20 +261,22 @@ class Attempt:
             case Ask():
                 return self._answer(place, message)
             case Withdraw():
-                return self.lost(now, sender)
+                return self.lost(now, sender, has_withdrawn=True)
             case Arrived():
                 self._arrivals.take(place, message, self.sent_bytes)
             case _:
                 assert_never(message)
         return self._advance()
 
-    def lost(self, now: float, peer: PeerId) -> Sends:
+    def lost(self, now: float, peer: PeerId, *, has_withdrawn: bool = False) -> Sends:
         """This peer cannot be reached, is dead, or has withdrawn: wait for it no longer."""
         self._now = now
         place = self._place_of(peer)
         if self.is_closed or place in self._lost:
             return []
         self._lost[place] = None
+        if has_withdrawn:
+            self._withdrew.add(place)
         self._queues[place].clear()
         if self.result is not None:
             return []
@@ -337,6 +353,8 @@ class Attempt:
 
     def _say_have(self) -> Sends:
         sends = self._commit_own()
+        others = (place for place in self._scatter.senders if place not in (self._place, *self._withdrew))
+        self._unsent = tuple(place for place in others if not self._scatter.holds(place))
         body = self._scatter.have()
         fact = self._signer.sign(HAVE_PURPOSE, encode(body))
         self._facts[HAVE_PURPOSE, self._place] = fact
@@ -510,7 +528,12 @@ class Attempt:
         if self.result is not None:
             raise LocalProtocolError("an attempt has one result")
         places = dict.fromkeys((*suspects, *(place for place in self._lost if place in self._owners)))
-        self.result = Failed(reason, tuple(self._peers[p] for p in places if p != self._place))
+        found = [place for place in places if place != self._place]
+        self.result = Failed(
+            reason,
+            tuple(self._peers[place] for place in found if place not in self._withdrew),
+            tuple(self._peers[place] for place in found if place in self._withdrew),
+        )
         if reason is Reason.INCOMPLETE:
             # What this member holds may still help others.
             self._close_at = self._now + self._patience.linger_seconds

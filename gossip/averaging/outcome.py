@@ -56,10 +56,12 @@ class Averaged:
 @dataclass(frozen=True)
 class Failed:
     """Nothing was averaged, and the old tensors stand. `suspects` are the peers to leave out of the next
-    attempt, or to let only send."""
+    attempts: what they had to send did not come here. `withdrew` are those whose withdrawal ended this one;
+    each may have been let down by somebody else."""
 
     reason: Reason
     suspects: tuple[PeerId, ...] = ()
+    withdrew: tuple[PeerId, ...] = ()
 
     def __str__(self) -> str:
         return self.reason.value

@@ -20,16 +20,17 @@ from gossip.averaging.arrivals import UploadRate
 from gossip.averaging.attempt import Attempt
 from gossip.averaging.codecs import codec_of, roundtrip
 from gossip.averaging.grid import GROUP_SIZE_MIN
-from gossip.averaging.group import NONCE_BYTES, Aggregate, Group, Member, Terms
+from gossip.averaging.group import GROUP_MEMBERS_MAX, NONCE_BYTES, Aggregate, Group, Member, Terms
 from gossip.averaging.outcome import Averaged, Failed, Reason
 from gossip.averaging.pace import Pace
 from gossip.averaging.reduction import Vector
 from gossip.averaging.walk import GridWalk, Spot
 from gossip.claims import SLACK_STEPS, LikelySteps
-from gossip.matchmaking import Formed, Matchmaking, NotFormed, Wish
+from gossip.matchmaking import CameLate, Formed, Matchmaking, NotFormed, Wish
 from gossip.matchmaking import Sends as MatchSends
 from gossip.roster import Report, Roster
 from gossip.roster import Sends as RosterSends
+from node.averaging.expectations import Expectations
 from node.averaging.rounds import Gate, Round, RunView, Wanted
 from node.averaging.runner import Runner
 from node.averaging.snapshot import Snapshot, check_finite
@@ -47,9 +48,6 @@ ASKED_AHEAD_MAX = 16
 STATES_MAX = 4
 """States fetched in one attempt, where the first ones cannot be used."""
 
-MET_KEPT_MAX = 4
-"""Wishes that were met and are kept: whoever comes late under one of them is told so."""
-
 ATTEMPTS_MAX = 3
 """In one round: a member that dies while it reduces costs an attempt, and the others meet again."""
 PACE_FLOOR_SECONDS = 5.0
@@ -60,6 +58,8 @@ DECLARED_SECONDS = 3.0
 """Added to a window where members find each other in the DHT: to store a record, and to find others'."""
 NEWCOMERS_SECONDS = 1.0
 """Between two looks for peers that were not known, or not admitted, when a wish was made."""
+UNAWAITED_SECONDS = 0.25
+"""How long a group waits where nobody is waited for, though others are listed: one that is ready enters."""
 SPOT_SECONDS = 1.0
 """Beyond its window, how long a peer waits in its cell of the grid for anybody."""
 FOR_WANT_OF_TIME = (Reason.NO_HAVE_SETS, Reason.INCOMPLETE, Reason.TOO_FEW)
@@ -118,7 +118,8 @@ class Participation:
         self._stirred = trio.Event()
         self._items = 1
         self._dtype: Dtype = "float32"
-        self._met: list[bytes] = []
+        self.expectations = Expectations(self.peer, roster, service.seams.clock)
+        """Which others are waited for and left out, by what this node has seen."""
         self.upload = UploadRate()
         """What others measured that this peer sends."""
         self.walk = GridWalk(key, service.seams.network.peer)
@@ -225,6 +226,7 @@ class Participation:
         begun = clock.monotonic()
         members = sent = received = 0
         error = ""
+        self.expectations.begin()
         for number in range(ATTEMPTS_MAX):
             spot = None
             if wanted.round is None:
@@ -289,9 +291,11 @@ class Participation:
                 await runner.cancel()
             raise
         self.upload.measured(attempt.upload_rate)
+        seconds = seams.clock.monotonic() - begun
+        needs_time = self.expectations.attempted(attempt, result, seconds)
         if isinstance(result, Averaged):
-            self._pace.succeeded(size, seams.clock.monotonic() - begun)
-        elif result.reason in FOR_WANT_OF_TIME:
+            self._pace.succeeded(size, seconds)
+        elif result.reason in FOR_WANT_OF_TIME and needs_time:
             self._pace.failed()
         return attempt, result
 
@@ -354,12 +358,18 @@ class Participation:
 
         fits_all = len(self.walk.axes) < 2
         # In a grid it is not known who stands in which cell, only how many do.
-        expected = self._expected(wanted.round) if wanted.round is not None or fits_all else ()
-        patience = wanted.patience_seconds
+        near = self._expected(wanted.round) if wanted.round is not None or fits_all else ()
+        expected = self.expectations.of(near)
+        window, patience = wanted.window_seconds, wanted.patience_seconds
+        size_hoped = 0 if spot is None else spot.size
+        if near and not expected:
+            # Whoever is ready all the same enters, and those right behind it.
+            window, size_hoped = min(window, UNAWAITED_SECONDS), GROUP_MEMBERS_MAX
+            patience = patience if wanted.round is None else 2 * window
         if attempt:  # members that succeeded in the last one come to no other
-            patience = min(patience, wanted.window_seconds + AGAIN_SECONDS)
+            patience = min(patience, window + AGAIN_SECONDS)
         if spot is not None:  # whoever is alone in its cell goes where others are
-            patience = min(patience, wanted.window_seconds + SPOT_SECONDS)
+            patience = min(patience, window + SPOT_SECONDS)
         is_declared = spot is not None and not self.roster.is_whole
         if is_declared:  # a look in the DHT takes a moment
             patience += DECLARED_SECONDS
@@ -370,14 +380,16 @@ class Participation:
             expected,
             make,
             now,
-            window_seconds=wanted.window_seconds + (DECLARED_SECONDS if is_declared else 0.0),
+            window_seconds=window + (DECLARED_SECONDS if is_declared else 0.0),
             patience_seconds=patience,
             size_min=min(wanted.size_min, wanted.size_max if fits_all else GROUP_SIZE_MIN),
             size_max=wanted.size_max,
             is_exclusive=wanted.round is not None,
             others=() if is_declared else tuple(self.roster.reports),
-            size_hoped=0 if spot is None else spot.size,
+            size_hoped=size_hoped,
             admits=None if self._gate is None else self._gate.admits,
+            leaves_out=self.expectations.leaves_out,
+            rank=self.expectations.rank,
         )
         formed = self._formed[key] = trio.Event()
         self._outcomes.pop(key, None)
@@ -396,12 +408,7 @@ class Participation:
             if self._formed.get(key) is formed:
                 del self._formed[key]
             outcome = self._outcomes.pop(key, None)
-            if isinstance(outcome, Formed):
-                self._met = [*(met for met in self._met if met != key), key]
-                ended, self._met = self._met[:-MET_KEPT_MAX], self._met[-MET_KEPT_MAX:]
-            else:
-                ended = [key]
-            for each in ended:
+            for each in self.expectations.ended(wish, is_kept=outcome is not None):
                 service.match(lambda _, each=each: service.matches.end(each))  # type: ignore[misc]  # bound now
         if isinstance(outcome, Formed):
             return outcome.group
@@ -418,7 +425,7 @@ class Participation:
             if not new:
                 continue
             told.update(new)
-            expected = set(self._expected(round)) if are_expected else set()
+            expected = set(self.expectations.of(self._expected(round))) if are_expected else set()
             awaited = [peer for peer in new if peer in expected]
             others = [peer for peer in new if peer not in expected]
             self._service.match(lambda now, awaited=awaited: matches.expect(now, key, awaited))  # type: ignore[misc]  # bound now
@@ -449,6 +456,8 @@ class Participation:
         if isinstance(event, Formed | NotFormed) and event.key in self._formed:
             self._outcomes[event.key] = event
             self._formed[event.key].set()
+        elif isinstance(event, CameLate):
+            self.expectations.came_late(event)
 
     # States
 

@@ -125,6 +125,11 @@ class Runner:
         if not self._closed.is_set() and peer in self._queues:
             await self._call(self.attempt.lost, peer)
 
+    async def declined(self, peer: PeerId) -> None:
+        """A member takes no part in this attempt, as it said while the group was formed."""
+        if not self._closed.is_set() and peer in self._queues:
+            await self._call(partial(self.attempt.lost, has_withdrawn=True), peer)
+
     async def cancel(self) -> None:
         """Take no further part."""
         if not self._closed.is_set():

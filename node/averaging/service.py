@@ -236,7 +236,7 @@ class Averaging:
         if isinstance(event, matchmaking.Declined):
             runner = self._runners.get(event.attempt)
             if runner is not None and self._nursery is not None:
-                self._nursery.start_soon(runner.lose, event.peer)
+                self._nursery.start_soon(runner.declined, event.peer)
             return
         for run in self._runs.values():
             run.matched(event)

@@ -122,7 +122,8 @@ def test_two_of_five_fail_and_nobody_lies(
         if number not in world.gone:
             assert result is not None, f"{number} waits forever"
             if isinstance(result, Failed):
-                assert number in failed or set(result.suspects) & {peer_of(1), peer_of(3)}
+                blamed = {*result.suspects, *result.withdrew}
+                assert number in failed or blamed & {peer_of(1), peer_of(3)}
 
 
 @pytest.mark.parametrize("way", ["killed", "slow"])

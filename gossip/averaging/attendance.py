@@ -1,0 +1,191 @@
+"""Which peers come to this peer's rounds of averaging in time, and which hold them up: pure.
+
+All of it is this peer's own experience. It is told to nobody, so no peer can be excluded by what others say,
+and it decides three things here:
+
+- who is left out of the groups that this peer proposes: peers by whose silence an attempt failed;
+- who is waited for: peers that came in time when they were last waited for. The others still enter a group
+  if they are ready when it forms;
+- who is expected to propose a group: peers that completed a round first, those that failed to propose last.
+
+Each time that a peer costs is answered by a time without it, `COST_FACTOR` times as long and doubled with
+each repetition, so what a silent or slow peer can cost is a bounded share of the time. A completed round
+forgives failures, and coming in time forgives lateness.
+
+Not here: who may take part (`gossip.roster`), and the agreement on a group (`gossip.matchmaking`).
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from math import inf
+
+from crypto.identity import PeerId
+
+COST_FACTOR = 8.0
+"""A peer that cost a second is not waited for, or left out, for so many."""
+DOUBLINGS_MAX = 6
+BACKOFF_SECONDS_MAX = 600.0
+"""A peer that has recovered is in again after ten minutes, whatever it cost before."""
+LEFT_OUT_SECONDS_MIN = 10.0
+"""For the first failure: an attempt that ends at once, by a broken stream, is not tried again at once."""
+WITHDRAWALS_MAX = 2
+"""Withdrawals in a row that count as a failure. A member withdraws when its own attempt has failed, mostly by
+the silence of somebody else."""
+LATE_SECONDS_MIN = 0.1
+"""Less is no lateness: schedulers and garbage collectors take that long."""
+RECORDS_MAX = 2_048
+"""Peers that are remembered: twice as many as a roster lists."""
+
+
+@dataclass
+class _Record:
+    """What one peer did. `misses` count since it last came in time while it was waited for."""
+
+    has_completed: bool = False
+    failures: int = 0
+    withdrawals: int = 0
+    left_out_until: float = -inf
+    misses: int = 0
+    is_back: bool = True
+    wait_again_at: float = -inf
+    is_passed_over: bool = False
+
+    def missed(self, now: float, seconds: float) -> None:
+        """It was waited for in vain for so long, or kept the others waiting."""
+        self.misses += 1
+        self.is_back = False
+        # The first time it is waited for again as soon as it comes: everybody is late once.
+        again = 0.0 if self.misses == 1 else backoff_seconds(seconds, self.misses - 1)
+        self.wait_again_at = now + again
+
+    def is_waited_for(self, now: float) -> bool:
+        return not self.misses or (self.is_back and now >= self.wait_again_at)
+
+
+def backoff_seconds(cost_seconds: float, times: int) -> float:
+    """Return for how long to do without a peer that cost so much, for the `times`-th time in a row."""
+    return float(min(BACKOFF_SECONDS_MAX, COST_FACTOR * cost_seconds * 2 ** min(times - 1, DOUBLINGS_MAX)))
+
+
+class Attendance:
+    """One peer's experience with the others in one run."""
+
+    def __init__(self) -> None:
+        self._records: dict[PeerId, _Record] = {}
+        self._newcomers = _Record()
+        """Peers that have not come yet, together: a new id costs nothing, so they share one back-off."""
+
+    # What is learnt
+
+    def completed(self, peers: Iterable[PeerId]) -> None:
+        """These contributed to a round that was completed here."""
+        for peer in peers:
+            record = self._record(peer)
+            record.has_completed = True
+            record.failures = record.withdrawals = 0
+            record.left_out_until = -inf
+
+    def failed(self, now: float, peers: Iterable[PeerId], seconds: float) -> None:
+        """An attempt that took so long failed, or took longer, for want of what these did not send."""
+        for peer in peers:
+            record = self._record(peer)
+            record.failures += 1
+            record.withdrawals = 0
+            record.has_completed = False
+            pause = max(LEFT_OUT_SECONDS_MIN / COST_FACTOR, seconds)
+            record.left_out_until = now + backoff_seconds(pause, record.failures)
+            record.misses, record.is_back = max(1, record.misses), False
+
+    def withdrew(self, now: float, peers: Iterable[PeerId], seconds: float) -> None:
+        """An attempt that took so long failed since these withdrew from it."""
+        for peer in peers:
+            record = self._record(peer)
+            record.withdrawals += 1
+            if record.withdrawals >= WITHDRAWALS_MAX:
+                self.failed(now, [peer], seconds)
+
+    def attended(
+        self,
+        now: float,
+        begun_at: float,
+        awaited: Collection[PeerId],
+        ready_at: Mapping[PeerId, float],
+        interval_seconds: float,
+    ) -> None:
+        """This peer was ready for a group at `begun_at` and waits no longer; `ready_at` says when others were
+        ready. Rounds follow each other by about `interval_seconds`."""
+        for peer in ready_at:
+            self.came(peer)
+        if not awaited:
+            return
+        times = sorted([begun_at, *(ready_at.get(peer, inf) for peer in awaited)])
+        middle = times[(len(times) - 1) // 2]
+        base = begun_at if middle == inf else max(begun_at, middle)
+        # Doing without one of n costs 1 / (n - 1) of a round's work: so long it is worth waiting for.
+        late = max(LATE_SECONDS_MIN, interval_seconds / len(awaited))
+        was_new = missed_new = False
+        for peer in awaited:
+            lateness = ready_at.get(peer, now) - base
+            is_new = peer not in self._records or not self._records[peer].has_completed
+            was_new = was_new or (is_new and peer in ready_at)
+            record = self._record(peer)
+            if lateness > late:
+                record.missed(now, lateness)
+                missed_new = missed_new or is_new
+            elif peer in ready_at:
+                record.misses = 0
+        if missed_new:
+            self._newcomers.missed(now, max(0.0, now - base))
+            self._newcomers.is_back = True  # the back-off ends by itself: the next ones are others
+        elif was_new:
+            self._newcomers.misses = max(0, self._newcomers.misses - 1)
+
+    def came(self, peer: PeerId) -> None:
+        """This peer said that it is ready for a group, in time or late."""
+        self._record(peer).is_back = True
+
+    def passed_over(self, peers: Iterable[PeerId]) -> None:
+        """It was the turn of these to propose a group, and they did not."""
+        for peer in peers:
+            self._record(peer).is_passed_over = True
+
+    def proposed(self, peer: PeerId) -> None:
+        """This peer proposed a group."""
+        self._record(peer).is_passed_over = False
+
+    # What follows from it
+
+    @property
+    def has_completed_any(self) -> bool:
+        """Whether a round was completed here with a peer that has not failed since."""
+        return any(record.has_completed for record in self._records.values())
+
+    def has_completed(self, peer: PeerId) -> bool:
+        """Return whether this peer was in a round that was completed here, and has not failed since."""
+        record = self._records.get(peer)
+        return record is not None and record.has_completed
+
+    def is_passed_over(self, peer: PeerId) -> bool:
+        """Return whether this peer failed to propose a group when it last was its turn."""
+        record = self._records.get(peer)
+        return record is not None and record.is_passed_over
+
+    def is_left_out(self, now: float, peer: PeerId) -> bool:
+        """Return whether this peer is to be in no group that is proposed here."""
+        record = self._records.get(peer)
+        return record is not None and now < record.left_out_until
+
+    def is_waited_for(self, now: float, peer: PeerId) -> bool:
+        """Return whether a group waits for this peer."""
+        record = self._records.get(peer)
+        if record is None:
+            return self._newcomers.is_waited_for(now)
+        return now >= record.left_out_until and record.is_waited_for(now)
+
+    def _record(self, peer: PeerId) -> _Record:
+        record = self._records.pop(peer, None) or _Record()
+        self._records[peer] = record  # the newest comes last
+        if len(self._records) > RECORDS_MAX:
+            usual = (each for each, kept in self._records.items() if not kept.has_completed)
+            del self._records[next(usual, next(iter(self._records)))]
+        return record

@@ -1,0 +1,94 @@
+"""Which peers a group of this node waits for, leaves out, and expects to be proposed by.
+
+It applies what `gossip.averaging.attendance` has learnt to the wishes of one run. All of it is this node's
+own experience, and nobody is told.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from crypto.identity import PeerId
+from gossip.averaging.attempt import Attempt
+from gossip.averaging.attendance import Attendance
+from gossip.averaging.outcome import Averaged, Failed
+from gossip.matchmaking import CameLate, Wish
+from gossip.roster import Roster
+from node.seams import Clock
+
+INTERVAL_GAIN = 0.25
+"""The weight of the newest round in the interval between rounds."""
+ENDED_KEPT_MAX = 4
+"""Wishes that are over and are kept: it shows who comes late under one of them, and those are told so."""
+
+
+class Expectations:
+    """What one run's participant expects of the others."""
+
+    def __init__(self, me: PeerId, roster: Roster, clock: Clock) -> None:
+        self._me = me
+        self._roster = roster
+        self._clock = clock
+        self.attendance = Attendance()
+        self._ended: list[bytes] = []
+        self._waited_until: float | None = None
+        self._interval_seconds: float | None = None
+
+    # What follows from experience
+
+    def of(self, peers: Iterable[PeerId]) -> list[PeerId]:
+        """Return which of these a group waits for."""
+        now = self._clock.monotonic()
+        return [peer for peer in peers if self.attendance.is_waited_for(now, peer)]
+
+    def leaves_out(self, peer: PeerId) -> bool:
+        """Return whether this peer is in no group that is proposed here."""
+        return self.attendance.is_left_out(self._clock.monotonic(), peer)
+
+    def rank(self, peer: PeerId) -> int:
+        """Return the order in which peers propose groups: those that have completed a round first, and last
+        those that failed to propose before. A newcomer goes by what others say, so as not to be too early."""
+        if self.attendance.is_passed_over(peer):
+            return 2
+        if not self.attendance.has_completed_any:
+            report = self._roster.reports.get(peer)
+            return 0 if report is not None and report.rounds.reaches(1) else 1
+        return 0 if peer == self._me or self.attendance.has_completed(peer) else 1
+
+    # What is learnt
+
+    def begin(self) -> None:
+        """A round begins: measure how far apart they are, without the time of waiting for a group."""
+        if self._waited_until is not None:
+            seconds, known = self._clock.monotonic() - self._waited_until, self._interval_seconds
+            self._interval_seconds = seconds if known is None else known + INTERVAL_GAIN * (seconds - known)
+
+    def ended(self, wish: Wish, *, is_kept: bool) -> Sequence[bytes]:
+        """A wish is over; learn who came in time, and who did not propose a group when it was to. Return the
+        keys of the wishes to forget. Where it is not `is_kept` it was given up here."""
+        self._ended = [key for key in self._ended if key != wish.key]
+        if not is_kept:
+            return [wish.key]
+        now = self._waited_until = self._clock.monotonic()
+        interval = now - wish.begun_at if self._interval_seconds is None else self._interval_seconds
+        self.attendance.attended(now, wish.begun_at, wish.expected, wish.ready_at, interval)
+        self.attendance.passed_over(wish.passed_over)
+        if wish.convener is not None:
+            self.attendance.proposed(wish.convener)
+        self._ended.append(wish.key)
+        forgotten, self._ended = self._ended[:-ENDED_KEPT_MAX], self._ended[-ENDED_KEPT_MAX:]
+        return forgotten
+
+    def came_late(self, event: CameLate) -> None:
+        """A peer wants a group under a key that this node is done with."""
+        if event.key in self._ended and event.peer in self._roster.reports:
+            self.attendance.came(event.peer)
+
+    def attempted(self, attempt: Attempt, result: Averaged | Failed, seconds: float) -> bool:
+        """An attempt is over. Return whether more time might have helped: members were still sending."""
+        now = self._clock.monotonic()
+        if isinstance(result, Averaged):
+            self.attendance.failed(now, attempt.unsent, seconds)
+            self.attendance.completed(peer for peer in result.shares if peer != self._me)
+            return False
+        self.attendance.failed(now, dict.fromkeys((*result.suspects, *attempt.unsent)), seconds)
+        self.attendance.withdrew(now, result.withdrew, seconds)
+        return not result.suspects or any(map(attempt.has_heard, result.suspects))
