@@ -129,7 +129,8 @@ class Wish:
     and late ones get none; otherwise those that are left over form the next. Peers that `admits` does not
     admit are passed over, and a group with one of them in it is declined. Those that `leaves_out` names are
     not proposed, and no group of theirs is taken; one of another peer's that has them in it is, since others
-    do not know them. Of those with the lowest `rank` one convenes.
+    do not know them. Of those with the lowest `rank` one convenes. Of the expected, those that `brief` names
+    are awaited for `brief_seconds` only.
     """
 
     def __init__(
@@ -148,10 +149,15 @@ class Wish:
         others: Sequence[PeerId] = (),
         admits: Callable[[PeerId], bool] | None = None,
         size_hoped: int = 0,
+        brief: Callable[[PeerId], bool] | None = None,
+        brief_seconds: float = inf,
         leaves_out: Callable[[PeerId], bool] | None = None,
         rank: Callable[[PeerId], int] | None = None,
     ) -> None:
         self._size_hoped = size_hoped
+        self._brief = brief
+        self._brief_ends_at = now + brief_seconds
+        self._is_brief_over = False
         self._leaves_out = leaves_out
         self._rank = rank
         self.begun_at = now
@@ -185,7 +191,7 @@ class Wish:
     def deadline(self) -> float:
         if self.group is not None or self.is_over:
             return inf
-        turn_at = self._pass_at if self._is_open else self._window_ends_at
+        turn_at = self._pass_at if self._is_open else min(self._window_ends_at, self._brief_ends_at)
         return min(self._tell_at, turn_at, self._give_up_at)
 
     @property
@@ -251,6 +257,8 @@ class Wish:
         if now >= self._give_up_at:
             self._end("nobody else was ready" if not self._ready else "nobody proposed a group")
             return []
+        if now >= self._brief_ends_at:
+            self._brief_ends_at, self._is_brief_over = inf, True
         sends: Sends = []
         if now >= self._tell_at:
             self._tell_at = now + READY_SECONDS
@@ -314,7 +322,7 @@ class Wish:
         ready = [peer for peer in self._ready if self._leaves_out is None or not self._leaves_out(peer)]
         if not self._is_open:
             # Alone it is not known who comes: the first to come must not shut out those right behind it.
-            is_whole = bool(ready) and all(peer in self._ready for peer in self._expected)
+            is_whole = bool(ready) and all(peer in self._ready for peer in self._awaited_now())
             if now < self._window_ends_at and not (is_whole and len(ready) + 1 >= self._size_hoped):
                 return []
             self._is_open = True
@@ -336,6 +344,11 @@ class Wish:
             return []
         self._form(group, self._peer)
         return [(PeerId(member.peer), Propose(self.key, group)) for member in members if member != self._me]
+
+    def _awaited_now(self) -> Iterable[PeerId]:
+        if self._brief is None or not self._is_brief_over:
+            return self._expected
+        return [peer for peer in self._expected if not self._brief(peer)]
 
     def _distance(self, peer: PeerId) -> bytes:
         return blake3(self.key + peer).digest()

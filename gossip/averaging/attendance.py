@@ -4,8 +4,9 @@ All of it is this peer's own experience. It is told to nobody, so no peer can be
 and it decides three things here:
 
 - who is left out of the groups that this peer proposes: peers by whose silence an attempt failed;
-- who is waited for: peers that came in time when they were last waited for. The others still enter a group
-  if they are ready when it forms;
+- who is waited for: peers that came in time when they were last waited for, for the whole window; newcomers,
+  and peers that get another chance, for a round's time. The others still enter a group if they are ready when
+  it forms;
 - who is expected to propose a group: peers that completed a round first, those that failed to propose last.
 
 Each time that a peer costs is answered by a time without it, `COST_FACTOR` times as long and doubled with
@@ -181,6 +182,14 @@ class Attendance:
         if record is None:
             return self._newcomers.is_waited_for(now)
         return now >= record.left_out_until and record.is_waited_for(now)
+
+    def is_reliable(self, peer: PeerId) -> bool:
+        """Return whether this peer has completed a round and came in time when it was last waited for; while
+        none has, any may."""
+        record = self._records.get(peer)
+        return not self.has_completed_any or (
+            record is not None and record.has_completed and not record.misses
+        )
 
     def _record(self, peer: PeerId) -> _Record:
         record = self._records.pop(peer, None) or _Record()

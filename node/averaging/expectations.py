@@ -5,6 +5,7 @@ own experience, and nobody is told.
 """
 
 from collections.abc import Iterable, Sequence
+from math import inf
 
 from crypto.identity import PeerId
 from gossip.averaging.attempt import Attempt
@@ -16,6 +17,8 @@ from node.seams import Clock
 
 INTERVAL_GAIN = 0.25
 """The weight of the newest round in the interval between rounds."""
+BRIEF_SECONDS_MIN = 0.25
+"""The shortest wait for a peer that has not come in time yet: the others may be busy for a moment."""
 ENDED_KEPT_MAX = 4
 """Wishes that are over and are kept: it shows who comes late under one of them, and those are told so."""
 
@@ -38,6 +41,16 @@ class Expectations:
         """Return which of these a group waits for."""
         now = self._clock.monotonic()
         return [peer for peer in peers if self.attendance.is_waited_for(now, peer)]
+
+    def is_brief(self, peer: PeerId) -> bool:
+        """Return whether a group waits for this peer for `brief_seconds` only."""
+        return not self.attendance.is_reliable(peer)
+
+    @property
+    def brief_seconds(self) -> float:
+        """How long a group waits for a peer that may never come: a round's work of this one."""
+        interval = inf if self._interval_seconds is None else self._interval_seconds
+        return max(BRIEF_SECONDS_MIN, interval)
 
     def leaves_out(self, peer: PeerId) -> bool:
         """Return whether this peer is in no group that is proposed here."""

@@ -388,6 +388,8 @@ class Participation:
             others=() if is_declared else tuple(self.roster.reports),
             size_hoped=size_hoped,
             admits=None if self._gate is None else self._gate.admits,
+            brief=self.expectations.is_brief,
+            brief_seconds=self.expectations.brief_seconds,
             leaves_out=self.expectations.leaves_out,
             rank=self.expectations.rank,
         )

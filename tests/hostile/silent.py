@@ -1,0 +1,54 @@
+"""A participant of a named averaging run that is there, keeps up with the steps of the others, and gives
+nothing."""
+
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import trio
+
+from node.averaging.rounds import Wanted
+from node.library.portal import Call
+from node.library.sync import SyncNode
+from tests.hostile.participant import LyingParticipant
+
+FOLLOW_SECONDS = 0.02
+WISH_SECONDS = 1.0
+Silence = Literal["absent", "ready"]
+
+
+class SilentParticipant(LyingParticipant):
+    """`absent` is listed, and wants no group. `ready` also says that it wants one, and takes the place in it;
+    it neither proposes a group nor sends anything in one."""
+
+    def __init__(
+        self,
+        me: SyncNode,
+        optimizer: torch.optim.Optimizer,
+        run_id: str,
+        *,
+        silence: Silence = "absent",
+        samples: int = 0,
+        **options: Any,
+    ) -> None:
+        """It claims so many samples of every batch. `options` are those of the run."""
+        super().__init__(me, optimizer, run_id, value=0.0, **options)
+        self._silence, self._samples = silence, samples
+        self._is_batch = "target_batch_size" in options
+        self._vector = np.zeros(self._layout.items, self._layout.dtype)
+        self._call: Call[None] = self._portal.begin(self._follow)
+
+    async def _follow(self) -> None:
+        while True:
+            step = max((each.claimed_step for each in self.run.roster.reports.values()), default=0)
+            self.run.tell(step=step, samples=self._samples, rounds=step, lineage=bytes(32), has_state=True)
+            await trio.sleep(FOLLOW_SECONDS)
+            if self._silence == "ready":
+                wanted = Wanted(round=step if self._is_batch else None, patience_seconds=WISH_SECONDS)
+                with trio.move_on_after(WISH_SECONDS):
+                    await self.run._find_group(self._vector, wanted, 0, None)
+
+    def close(self) -> None:
+        """Leave the run."""
+        self._portal.cancel(self._call)
+        super().close()
