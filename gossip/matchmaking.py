@@ -369,7 +369,8 @@ def _member(sender: PeerId, message: Ready) -> Member:
 class Matchmaking:
     """All wishes of one node, behind one protocol."""
 
-    def __init__(self) -> None:
+    def __init__(self, me: PeerId) -> None:
+        self._me = me
         self._wishes: dict[bytes, Wish] = {}
         self.events: list[Event] = []
 
@@ -403,8 +404,12 @@ class Matchmaking:
         wish = self._wishes.get(message.key)
         if wish is None:
             if isinstance(message, Propose):
-                attempt = message.group.id
-                return [(p, Decline(message.key, attempt)) for p in message.group.peers if p == sender]
+                # All of them would wait for this peer, which has given the wish up.
+                group = message.group
+                if sender in group.peers and self._me in group.peers:
+                    return [
+                        (peer, Decline(message.key, group.id)) for peer in group.peers if peer != self._me
+                    ]
             return []
         sends = wish.receive(now, sender, message)
         self._drain(wish)

@@ -219,6 +219,11 @@ class Roster:
         """Return whether a peer may take part."""
         return self._admits is None or self._admits(peer)
 
+    def takes_part(self, peer: PeerId) -> bool:
+        """Return whether a peer is listed with the same tensors, and admitted."""
+        known = self._peers.get(peer)
+        return known is not None and known.report.signature == self.signature and self.admits(peer)
+
     @property
     def strangers(self) -> int:
         """Participants under this run's name whose tensors are others."""

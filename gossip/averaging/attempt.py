@@ -64,6 +64,8 @@ LARGEST = 1e38
 """Beyond it a lossy codec of float32 has no room to round."""
 ANSWER_SECONDS_MIN = 0.05
 """Between two answers to one member's questions for facts."""
+UNHEARD_FACTOR = 4.0
+"""Where this machine or the network is slow, a member gets so many times what most took to be heard."""
 RELAYS_MAX = 4
 """How often a member may ask for the whole vector again, chunk by chunk."""
 
@@ -107,8 +109,8 @@ class Attempt:
         self._scatter = Scatter(group, self._owners, self._place, self._codec, vector, weight)
         self._gather = Gather(group, self._owners, self._place, self._codec)
         self._lost: dict[int, None] = {}
-        self._withdrew: set[int] = set()
-        self._heard: set[int] = set()
+        self._silent: set[int] = set()
+        self._heard: dict[int, float] = {}
         self._unsent: tuple[int, ...] = ()
         # Chunks to be sent to each place, as (is it reduced, owner, number): dictionaries for their order.
         self._queues: dict[int, dict[tuple[bool, int, int], None]] = {place: {} for place in self._others}
@@ -124,7 +126,7 @@ class Attempt:
         self.equivocations: list[Equivocation] = []
         self.received_bytes = 0
         self.sent_bytes = 0
-        self._now = self._progress_at = now
+        self._now = self._progress_at = self._begun_at = now
         self._scatter_until = now + self._patience.scatter_seconds
         self._phase_until = self._scatter_until + self._patience.commit_seconds
         self._ask_at = self._close_at = inf
@@ -157,8 +159,9 @@ class Attempt:
         if self.result is not None:
             return self._close_at
         if self._is_scattering:
-            return min(self._scatter_until, self._stall_at)
-        return min(self._phase_until, self._stall_at if self._gather.commit else inf, self._ask_at)
+            return min(self._scatter_until, self._stall_at, self._unheard_at)
+        stall_at = self._stall_at if self._gather.commit else inf
+        return min(self._phase_until, stall_at, self._ask_at, self._unheard_at)
 
     @property
     def ready(self) -> tuple[PeerId, ...]:
@@ -205,7 +208,7 @@ class Attempt:
 
     def start(self, now: float) -> Sends:
         """Begin to send. Called once."""
-        self._now = self._progress_at = now
+        self._now = self._progress_at = self._begun_at = now
         self._arrivals = Arrivals(self.id, now)
         if self._scatter.has_tensors:
             for place, owner in self._owners.items():
@@ -243,7 +246,7 @@ class Attempt:
         place = self._place_of(sender)
         if self.is_closed:
             return []
-        self._heard.add(place)
+        self._heard.setdefault(place, now)
         match message:
             case Chunk(phase="scatter"):
                 if self._is_scattering:
@@ -261,22 +264,26 @@ class Attempt:
             case Ask():
                 return self._answer(place, message)
             case Withdraw():
-                return self.lost(now, sender, has_withdrawn=True)
+                return self.lost(now, sender)
             case Arrived():
                 self._arrivals.take(place, message, self.sent_bytes)
             case _:
                 assert_never(message)
         return self._advance()
 
-    def lost(self, now: float, peer: PeerId, *, has_withdrawn: bool = False) -> Sends:
+    def opened(self, now: float, peer: PeerId) -> Sends:
+        """This peer has opened a stream for this attempt: it is there."""
+        self._now = now
+        self._heard.setdefault(self._place_of(peer), now)
+        return []
+
+    def lost(self, now: float, peer: PeerId) -> Sends:
         """This peer cannot be reached, is dead, or has withdrawn: wait for it no longer."""
         self._now = now
         place = self._place_of(peer)
         if self.is_closed or place in self._lost:
             return []
         self._lost[place] = None
-        if has_withdrawn:
-            self._withdrew.add(place)
         self._queues[place].clear()
         if self.result is not None:
             return []
@@ -309,6 +316,8 @@ class Attempt:
         if self.result is not None:
             self._close()
             return []
+        if now >= self._unheard_at:
+            return self._lose_unheard()
         if self._is_scattering:
             return self._say_have() + self._advance()
         if self._gather.commit and now >= min(self._phase_until, self._stall_at):
@@ -316,6 +325,28 @@ class Attempt:
         if now >= self._phase_until:
             return self._fail(Reason.NO_HAVE_SETS, *(p for p in self._owners if p not in self._haves))
         return self._ask() + self._advance()
+
+    @property
+    def _unheard(self) -> list[int]:
+        return [place for place in self._others if place not in self._heard and place not in self._lost]
+
+    @property
+    def _unheard_at(self) -> float:
+        """When to wait no longer for members of which nothing was heard; inf where there is none."""
+        if not self._unheard:
+            return inf
+        delays = sorted(self._heard.values())[: len(self._others) // 2 + 1]
+        usual = delays[-1] - self._begun_at if delays else 0.0
+        return self._begun_at + max(self._patience.unheard_seconds, UNHEARD_FACTOR * usual)
+
+    def _lose_unheard(self) -> Sends:
+        sends: Sends = []
+        for place in self._unheard:
+            self._silent.add(place)
+        for place in self._unheard:
+            if self.result is None:
+                sends += self.lost(self._now, self._peers[place])
+        return sends
 
     # Scatter.
 
@@ -353,7 +384,8 @@ class Attempt:
 
     def _say_have(self) -> Sends:
         sends = self._commit_own()
-        others = (place for place in self._scatter.senders if place not in (self._place, *self._withdrew))
+        gone = self._lost.keys() - self._silent
+        others = (place for place in self._scatter.senders if place != self._place and place not in gone)
         self._unsent = tuple(place for place in others if not self._scatter.holds(place))
         body = self._scatter.have()
         fact = self._signer.sign(HAVE_PURPOSE, encode(body))
@@ -529,10 +561,11 @@ class Attempt:
             raise LocalProtocolError("an attempt has one result")
         places = dict.fromkeys((*suspects, *(place for place in self._lost if place in self._owners)))
         found = [place for place in places if place != self._place]
+        gone = self._lost.keys() - self._silent
         self.result = Failed(
             reason,
-            tuple(self._peers[place] for place in found if place not in self._withdrew),
-            tuple(self._peers[place] for place in found if place in self._withdrew),
+            tuple(self._peers[place] for place in found if place not in gone),
+            tuple(self._peers[place] for place in found if place in gone),
         )
         if reason is Reason.INCOMPLETE:
             # What this member holds may still help others.

@@ -29,11 +29,11 @@ BACKOFF_SECONDS_MAX = 600.0
 """A peer that has recovered is in again after ten minutes, whatever it cost before."""
 LEFT_OUT_SECONDS_MIN = 10.0
 """For the first failure: an attempt that ends at once, by a broken stream, is not tried again at once."""
-WITHDRAWALS_MAX = 2
-"""Withdrawals in a row that count as a failure. A member withdraws when its own attempt has failed, mostly by
-the silence of somebody else."""
-LATE_SECONDS_MIN = 0.1
-"""Less is no lateness: schedulers and garbage collectors take that long."""
+WITHDRAWALS_MAX = 3
+"""Withdrawals in a row, with no completed round between them, that count as a failure. A member withdraws
+when its attempt has failed by somebody else's silence, and declines where it is in another group already."""
+LATE_SECONDS_MIN = 0.25
+"""Less is no lateness: rounds of equals drift apart so far, and a busy machine takes that long."""
 RECORDS_MAX = 2_048
 """Peers that are remembered: twice as many as a roster lists."""
 

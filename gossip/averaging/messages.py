@@ -21,13 +21,15 @@ from gossip.averaging.group import (
 )
 from gossip.claims import Count
 
-PROTOCOL = "/peerloom/averaging/2"
+PROTOCOL = "/peerloom/averaging/3"
 CHUNK_BYTES_MAX = CHUNK_ITEMS * 8 + 4_096
 """Float64, or any codec with its scales."""
 CHUNKS_ASKED_MAX = 1_024
 """In one Ask; who misses more asks again."""
 MESSAGE_BYTES_MAX = CHUNK_BYTES_MAX + 4_096
 """The largest message: a chunk. A have-set of a full group takes under 4 KiB."""
+OPENING_BYTES_MAX = 256
+"""An opening, with room for fields of later versions."""
 COMMITMENT_PURPOSE = "averaging-commitment"
 HAVE_PURPOSE = "averaging-have"
 SEAL_PURPOSE = "averaging-seal"
@@ -122,8 +124,18 @@ class Arrived(msgspec.Struct, frozen=True, array_like=True, tag="arrived"):
     microseconds: Count
 
 
+class Opening(msgspec.Struct, frozen=True, array_like=True, tag="opening"):
+    """The first message of every stream, without a payload: what follows is of this attempt.
+
+    So a receiver that is in no such attempt holds a hash, and not a chunk, and a member shows at once that it
+    is there, however long its first chunk takes.
+    """
+
+    attempt: Hash
+
+
 AttemptMessage = Commitment | Have | Seal | Chunk | Ask | Withdraw | Arrived
-Message = AttemptMessage
+Message = AttemptMessage | Opening
 
 
 def checked_chunk(message: Chunk) -> memoryview:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
 
 from crypto.facts import Fact
 from crypto.identity import PeerId
@@ -16,7 +17,8 @@ class Patience:
     `scatter_seconds`: for all senders, from the start. `commit_seconds`: for the other owners' have-sets,
     beyond that. `gather_seconds`: for all parts, once the commit is known. `stall_seconds`: for the next
     chunk of any sender or owner. `ask_seconds`: between questions for what is missing. `linger_seconds`: to
-    hand on what others miss, once done here.
+    hand on what others miss, once done here. `unheard_seconds`: for the first sign of each member, however
+    much it has to send.
     """
 
     scatter_seconds: float = 30.0
@@ -25,6 +27,7 @@ class Patience:
     stall_seconds: float = 10.0
     ask_seconds: float = 1.0
     linger_seconds: float = 30.0
+    unheard_seconds: float = inf
 
 
 class Reason(StrEnum):
@@ -56,8 +59,8 @@ class Averaged:
 @dataclass(frozen=True)
 class Failed:
     """Nothing was averaged, and the old tensors stand. `suspects` are the peers to leave out of the next
-    attempts: what they had to send did not come here. `withdrew` are those whose withdrawal ended this one;
-    each may have been let down by somebody else."""
+    attempts: what they had to send did not come here in time. `withdrew` are those that withdrew or could not
+    be reached any more; each may have been let down by somebody else."""
 
     reason: Reason
     suspects: tuple[PeerId, ...] = ()

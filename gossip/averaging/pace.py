@@ -12,6 +12,8 @@ DEVIATIONS = 4
 FLOOR_SECONDS = 2.0
 """Under it the start of others, not the transfer, decides."""
 BACKOFF_MAX = 8.0
+UNHEARD_SECONDS = 2.0
+"""A member opens its streams when its group is formed: after a lost datagram, half a second later."""
 
 
 class Pace:
@@ -51,4 +53,5 @@ class Pace:
             stall_seconds=stall,
             ask_seconds=max(seconds / 20, self._floor_seconds / 10),
             linger_seconds=seconds,
+            unheard_seconds=UNHEARD_SECONDS,
         )

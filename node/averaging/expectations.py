@@ -4,8 +4,10 @@ It applies what `gossip.averaging.attendance` has learnt to the wishes of one ru
 own experience, and nobody is told.
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from math import inf
+from statistics import median
 
 from crypto.identity import PeerId
 from gossip.averaging.attempt import Attempt
@@ -15,8 +17,10 @@ from gossip.matchmaking import CameLate, Wish
 from gossip.roster import Roster
 from node.seams import Clock
 
-INTERVAL_GAIN = 0.25
-"""The weight of the newest round in the interval between rounds."""
+INTERVALS_MAX = 5
+"""Rounds whose median distance counts: one of them may have taken long for any reason."""
+BRIEF_FACTOR = 2.0
+"""A peer that may never come is awaited for so many times what it is worth (`Attendance.attended`)."""
 BRIEF_SECONDS_MIN = 0.25
 """The shortest wait for a peer that has not come in time yet: the others may be busy for a moment."""
 ENDED_KEPT_MAX = 4
@@ -33,7 +37,7 @@ class Expectations:
         self.attendance = Attendance()
         self._ended: list[bytes] = []
         self._waited_until: float | None = None
-        self._interval_seconds: float | None = None
+        self._intervals: deque[float] = deque(maxlen=INTERVALS_MAX)
 
     # What follows from experience
 
@@ -46,11 +50,10 @@ class Expectations:
         """Return whether a group waits for this peer for `brief_seconds` only."""
         return not self.attendance.is_reliable(peer)
 
-    @property
-    def brief_seconds(self) -> float:
-        """How long a group waits for a peer that may never come: a round's work of this one."""
-        interval = inf if self._interval_seconds is None else self._interval_seconds
-        return max(BRIEF_SECONDS_MIN, interval)
+    def brief_seconds(self, awaited: int) -> float:
+        """Return how long a group of so many waits for a peer that may never come."""
+        interval = median(self._intervals) if self._intervals else inf
+        return max(BRIEF_SECONDS_MIN, BRIEF_FACTOR * interval / max(1, awaited))
 
     def leaves_out(self, peer: PeerId) -> bool:
         """Return whether this peer is in no group that is proposed here."""
@@ -71,8 +74,7 @@ class Expectations:
     def begin(self) -> None:
         """A round begins: measure how far apart they are, without the time of waiting for a group."""
         if self._waited_until is not None:
-            seconds, known = self._clock.monotonic() - self._waited_until, self._interval_seconds
-            self._interval_seconds = seconds if known is None else known + INTERVAL_GAIN * (seconds - known)
+            self._intervals.append(self._clock.monotonic() - self._waited_until)
 
     def ended(self, wish: Wish, *, is_kept: bool) -> Sequence[bytes]:
         """A wish is over; learn who came in time, and who did not propose a group when it was to. Return the
@@ -81,7 +83,7 @@ class Expectations:
         if not is_kept:
             return [wish.key]
         now = self._waited_until = self._clock.monotonic()
-        interval = now - wish.begun_at if self._interval_seconds is None else self._interval_seconds
+        interval = median(self._intervals) if self._intervals else now - wish.begun_at
         self.attendance.attended(now, wish.begun_at, wish.expected, wish.ready_at, interval)
         self.attendance.passed_over(wish.passed_over)
         if wish.convener is not None:

@@ -389,7 +389,7 @@ class Participation:
             size_hoped=size_hoped,
             admits=None if self._gate is None else self._gate.admits,
             brief=self.expectations.is_brief,
-            brief_seconds=self.expectations.brief_seconds,
+            brief_seconds=self.expectations.brief_seconds(len(expected)),
             leaves_out=self.expectations.leaves_out,
             rank=self.expectations.rank,
         )

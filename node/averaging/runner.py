@@ -18,7 +18,7 @@ from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from gossip.averaging.attempt import Attempt
-from gossip.averaging.messages import CHUNK_BYTES_MAX, PROTOCOL, AttemptMessage, Chunk
+from gossip.averaging.messages import CHUNK_BYTES_MAX, PROTOCOL, AttemptMessage, Chunk, Opening
 from gossip.averaging.outcome import Averaged, Failed, Reason
 from node.errors import StreamClosed, StreamEnded, Unreachable
 from node.seams import Clock, Executor, Network, Stream
@@ -30,6 +30,8 @@ QUEUE_MAX = 4_096
 
 CALLS_MAX = 16
 """Calls into the core at once: what they say to others waits for the last of them, some milliseconds."""
+LAST_WORDS_SECONDS = 1.0
+"""What is queued when an attempt is closed gets so long to be sent."""
 IDLE_SECONDS = 0.5
 """After which a stream is closed that has nothing to send, once there is a result."""
 
@@ -80,6 +82,7 @@ class Runner:
             peer: deque() for peer in attempt.group.peers if peer != network.peer
         }
         self._changed: dict[PeerId, trio.Event] = {peer: trio.Event() for peer in self._queues}
+        self._reading: dict[PeerId, trio.Lock] = {peer: trio.Lock() for peer in self._queues}
         self._moved = trio.Event()
         self._due = inf
         self._finished = trio.Event()
@@ -91,10 +94,13 @@ class Runner:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._compute)
                 await self._call(self.attempt.start)
-                for peer in self._queues:
-                    nursery.start_soon(self._send_to, peer)
                 nursery.start_soon(self._wake)
-                await self._closed.wait()
+                async with trio.open_nursery() as senders:
+                    for peer in self._queues:
+                        senders.start_soon(self._send_to, peer)
+                    await self._closed.wait()
+                    # The last that it has to say is that it withdraws: others would wait for it otherwise.
+                    senders.cancel_scope.deadline = trio.current_time() + LAST_WORDS_SECONDS
                 nursery.cancel_scope.cancel()
         finally:
             self._has_ended = True
@@ -107,14 +113,17 @@ class Runner:
         await self._finished.wait()
         return self.attempt.result or Failed(Reason.CANCELLED)
 
-    async def receive_from(self, stream: Stream, first: AttemptMessage) -> None:
-        """Take what a member sends on its stream; `first` came already."""
-        message: AttemptMessage | None = first
+    async def receive_from(self, stream: Stream) -> None:
+        """Take what a member sends on its stream, whose opening came already. One stream of a member is read
+        at a time, so that it has one chunk here that is not in the attempt yet."""
+        if stream.peer not in self._reading:
+            raise StreamClosed("not a member of this attempt")
         try:
-            while True:
-                if message is not None:
+            await self._call(self.attempt.opened, stream.peer)
+            async with self._reading[stream.peer]:
+                while True:
+                    message = read_message(*await stream.receive_with_payload(CHUNK_BYTES_MAX))
                     await self._take(stream.peer, message)
-                message = read_message(*await stream.receive_with_payload(CHUNK_BYTES_MAX))
         except StreamEnded:
             return  # it had no more to say on this one
         except StreamClosed:
@@ -124,11 +133,6 @@ class Runner:
         """Membership calls this peer dead, or its stream has broken."""
         if not self._closed.is_set() and peer in self._queues:
             await self._call(self.attempt.lost, peer)
-
-    async def declined(self, peer: PeerId) -> None:
-        """A member takes no part in this attempt, as it said while the group was formed."""
-        if not self._closed.is_set() and peer in self._queues:
-            await self._call(partial(self.attempt.lost, has_withdrawn=True), peer)
 
     async def cancel(self) -> None:
         """Take no further part."""
@@ -205,16 +209,20 @@ class Runner:
     async def _send_to(self, peer: PeerId) -> None:
         """Send what there is, on one stream. Once there is a result, a stream with nothing to do is closed,
         and another opened where the peer asks for something later."""
-        while not self._closed.is_set():
-            await self._wait_for_work(peer, inf)
+        has_opened = False
+        while not self._closed.is_set() or self._queues[peer]:
+            if has_opened:  # the first one is opened at once, and shows that this member is there
+                await self._wait_for_work(peer, inf)
             if self._closed.is_set() and not self._queues[peer]:
                 return
+            has_opened = True
             try:
                 stream = await self._network.open(peer, PROTOCOL, message_bytes_max=MESSAGE_BYTES_MAX)
             except Unreachable:
                 await self.lose(peer)
                 return
             try:
+                await stream.send(encode(Opening(self.attempt.id)))
                 while await self._send_one(stream, peer):
                     pass
             except StreamClosed:

@@ -12,18 +12,20 @@ from random import Random
 
 import trio
 
+from crypto.encoding import decode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Signer
 from crypto.identity import PeerId
 from dht.groups import Origins
 from gossip import matchmaking, roster
 from gossip.averaging.group import Aggregate
-from gossip.averaging.messages import CHUNK_BYTES_MAX
+from gossip.averaging.messages import OPENING_BYTES_MAX, Opening
 from gossip.averaging.messages import PROTOCOL as ATTEMPT_PROTOCOL
 from node.averaging.declarations import Declarations
+from node.averaging.early_streams import EarlyStreams
 from node.averaging.participation import Participation, Service
 from node.averaging.rounds import Gate
-from node.averaging.runner import MESSAGE_BYTES_MAX, Runner, read_message
+from node.averaging.runner import MESSAGE_BYTES_MAX, Runner
 from node.averaging.signature import run_key
 from node.averaging.snapshot import Snapshot
 from node.averaging.transfer import StateServer
@@ -42,8 +44,8 @@ GROUP_LOOK_SECONDS = 1.0
 """Between two looks for others that want it."""
 STREAMS = StreamLimits(message_bytes_max=MESSAGE_BYTES_MAX, streams_per_peer_max=32)
 """A stream for each attempt, which stays open a little beyond its result: rounds may follow fast."""
-EARLY_SECONDS_MAX = 15.0
-"""How long a stream of an attempt waits that is not known here yet: its group is on its way."""
+DECLINED_MAX = 128
+"""Members that declined a group before this node was ready to begin its attempt."""
 LOOK_SECONDS_MIN, LOOK_SECONDS_MAX = 2.0, 60.0
 """Between two looks for participants, in the member list and in the DHT: alone often, in company seldom."""
 
@@ -79,12 +81,15 @@ class Averaging:
             participants_max=participants_max,
             network_of=lambda peer: origins.group(peer, ()),
         )
-        self._matches = matchmaking.Matchmaking()
+        self._matches = matchmaking.Matchmaking(seams.network.peer)
         self._roster_driver = self._driver(self._rosters, roster, self._heard_of)
         self._match_driver = self._driver(self._matches, matchmaking, self._matched)
         self._runs: dict[bytes, Participation] = {}
         self._runners: dict[bytes, Runner] = {}
+        self._declined: list[tuple[bytes, PeerId]] = []
         self._stirred = trio.Event()
+        self.early = EarlyStreams(self._early_rank)
+        """Streams that wait for an attempt which is not known here yet."""
         self._nursery: trio.Nursery | None = None
         seams.network.handle(ATTEMPT_PROTOCOL, self._serve, STREAMS)
         StateServer(seams.network, self._snap, self._kept)
@@ -236,7 +241,9 @@ class Averaging:
         if isinstance(event, matchmaking.Declined):
             runner = self._runners.get(event.attempt)
             if runner is not None and self._nursery is not None:
-                self._nursery.start_soon(runner.declined, event.peer)
+                self._nursery.start_soon(runner.lose, event.peer)
+            elif runner is None:  # the group has just formed: its attempt is being prepared
+                self._declined = [*self._declined[1 - DECLINED_MAX :], (event.attempt, event.peer)]
             return
         for run in self._runs.values():
             run.matched(event)
@@ -248,6 +255,9 @@ class Averaging:
         stirred, self._stirred = self._stirred, trio.Event()
         stirred.set()
         self._nursery.start_soon(self._drive, runner)
+        for attempt, peer in self._declined:
+            if attempt == runner.attempt.id:
+                self._nursery.start_soon(runner.lose, peer)
 
     async def _drive(self, runner: Runner) -> None:
         try:
@@ -259,14 +269,17 @@ class Averaging:
     async def _serve(self, stream: Stream) -> None:
         if not self._runs:
             raise StreamClosed("this node averages nothing")
-        first = read_message(*await stream.receive_with_payload(CHUNK_BYTES_MAX))
-        with trio.move_on_after(EARLY_SECONDS_MAX):
-            while first.attempt not in self._runners:
+        with self.early.place(stream.peer):
+            opening: Opening = decode(await stream.receive(), Opening, bytes_max=OPENING_BYTES_MAX)
+            while (runner := self._runners.get(opening.attempt)) is None:
                 await self._stirred.wait()
-        runner = self._runners.get(first.attempt)
-        if runner is None:
-            raise StreamClosed("an attempt that is not known here")
-        await runner.receive_from(stream, first)
+        await runner.receive_from(stream)
+
+    def _early_rank(self, peer: PeerId) -> int:
+        """Whose stream is kept for a while: see `EarlyStreams`."""
+        if any(run.expectations.attendance.has_completed(peer) for run in self._runs.values()):
+            return 2
+        return int(any(run.roster.takes_part(peer) for run in self._runs.values()))
 
     # States
 

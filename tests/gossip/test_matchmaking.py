@@ -50,7 +50,7 @@ class World:
             wires={"": Wire(matchmaking.Message, matchmaking.MESSAGE_BYTES_MAX)},
         )
         self.count = count
-        self.cores = [Matchmaking() for _ in range(count)]
+        self.cores = [Matchmaking(peer_of(number)) for number in range(count)]
         for number, core in enumerate(self.cores):
             self.engine.add(peer_of(number), core)
 
@@ -210,7 +210,7 @@ def test_a_second_group_is_declined_to_all_its_members() -> None:
 
 
 def test_a_wish_that_was_withdrawn_takes_no_group_any_more() -> None:
-    core = Matchmaking()
+    core = Matchmaking(peer_of(0))
     core.begin(0.0, make_wish())
     core.end(KEY)
     group = make_group((member_of(0), member_of(1)))
@@ -221,7 +221,7 @@ def test_a_wish_that_was_withdrawn_takes_no_group_any_more() -> None:
 
 
 def test_wishes_are_bounded() -> None:
-    core = Matchmaking()
+    core = Matchmaking(peer_of(0))
     for number in range(matchmaking.WISHES_MAX):
         key = blake3(number.to_bytes(2, "big")).digest()
         wish = Wish(member_of(0), key, [], make_group, 0.0, window_seconds=1.0, patience_seconds=2.0)
@@ -242,7 +242,7 @@ def test_peers_that_are_introduced_later_hear_of_a_wish_and_are_bounded() -> Non
         event.group.id for events in world.events.values() for _, event in events if isinstance(event, Formed)
     }
     assert len(groups) == 1
-    core = Matchmaking()
+    core = Matchmaking(peer_of(0))
     wish = Wish(member_of(0), KEY, (), make_group, 0.0, window_seconds=1.0, patience_seconds=9.0)
     core.begin(0.0, wish)
     many = [peer_of(number) for number in range(1, matchmaking.OTHERS_MAX + 100)]

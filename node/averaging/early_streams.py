@@ -1,0 +1,77 @@
+"""Streams of averaging attempts that this node is not in yet, or never will be.
+
+A member whose group has formed may send before this node has heard of the group, so its stream waits for a
+moment. Until then nothing but the opening is read of it: it costs a socket and a hash, and no chunk. Places
+are limited for each peer and in all. When all are taken, a peer that has completed a round gets the place of
+one that has not, and a participant that of a stranger, so that no crowd of ids shuts out members.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import trio
+
+from crypto.identity import PeerId
+from node.errors import StreamClosed
+
+EARLY_SECONDS_MAX = 15.0
+"""How long a stream of an attempt waits that is not known here yet: its group is on its way."""
+STREAMS_MAX = 128
+"""Twice the members of the largest group."""
+STREAMS_PER_PEER_MAX = 4
+"""A member is in one group of a run at a time, and this node in few runs with it."""
+STRANGERS_MAX = 16
+"""Streams of peers that are in no list of participants here; a new one may be in a group before that."""
+
+Rank = Callable[[PeerId], int]
+"""0 for a stranger, 1 for a participant, 2 for one that has completed a round here."""
+
+
+@dataclass(eq=False)
+class _Place:
+    peer: PeerId
+    rank: int
+    scope: trio.CancelScope
+
+
+class EarlyStreams:
+    """The places of all that wait."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._places: list[_Place] = []
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @contextmanager
+    def place(self, peer: PeerId) -> Iterator[None]:
+        """Hold a place while the block waits. Raises StreamClosed: there is none, it went to another peer, or
+        the time is over."""
+        rank = self._rank(peer)
+        if sum(each.peer == peer for each in self._places) >= STREAMS_PER_PEER_MAX:
+            raise StreamClosed("too many streams of attempts that are not known here")
+        strangers = sum(not each.rank for each in self._places)
+        if (not rank and strangers >= STRANGERS_MAX) or not self._make_room(rank):
+            raise StreamClosed("no room for streams of attempts that are not known here")
+        place = _Place(peer, rank, trio.CancelScope())
+        self._places.append(place)
+        try:
+            with trio.move_on_after(EARLY_SECONDS_MAX) as patience, place.scope:
+                yield
+        finally:
+            if place in self._places:
+                self._places.remove(place)
+        if patience.cancelled_caught or place.scope.cancelled_caught:
+            raise StreamClosed("an attempt that is not known here")
+
+    def _make_room(self, rank: int) -> bool:
+        if len(self._places) < STREAMS_MAX:
+            return True
+        lowest = min(self._places, key=lambda place: place.rank)  # the oldest of those
+        if lowest.rank >= rank:
+            return False
+        self._places.remove(lowest)
+        lowest.scope.cancel()
+        return True
