@@ -152,7 +152,8 @@ class Participation:
     @property
     def view(self) -> RunView:
         """How the run looks from here, now."""
-        reports = list(self.roster.reports.values())
+        known = self.roster.reports
+        reports = list(known.values())
         return RunView(
             peers=len(reports),
             strangers=self.roster.strangers,
@@ -160,6 +161,7 @@ class Participation:
                 self.alike[each] for each in self.roster.stranger_signatures if each in self.alike
             ),
             reports=reports,
+            awaited={peer: known[peer] for peer in self.expectations.of(known)},
         )
 
     def entered(self, peer: PeerId) -> None:

@@ -27,6 +27,8 @@ class RunView:
     strangers: int = 0
     other_rules: Mapping[str, int] = field(default_factory=dict)
     reports: Sequence[Report] = field(default=(), repr=False)
+    awaited: Mapping[PeerId, Report] = field(default_factory=dict, repr=False)
+    """Those of them that rounds wait for."""
 
 
 @dataclass(frozen=True)

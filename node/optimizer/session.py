@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from crypto.identity import PeerId
 from gossip.averaging.reduction import Vector
 from gossip.averaging.strategies import Mean, Strategy
 from gossip.claims import LikelySteps
@@ -45,6 +46,11 @@ class Session:
         self._run = run
         self.error = ""
         """Why this session does nothing any more; empty while it works."""
+
+    @property
+    def peer(self) -> PeerId:
+        """This peer."""
+        return self._run.peer
 
     @property
     def view(self) -> RunView:

@@ -32,6 +32,7 @@ from gossip.averaging.strategies import Strategy
 from gossip.claims import LikelySteps
 from gossip.roster import Report
 from node.averaging.rounds import Round, Wanted
+from node.optimizer.batch import BatchSamples
 from node.optimizer.layout import Layout
 from node.optimizer.moments import keep_above_zero, moments_of
 from node.optimizer.plugins import own_codecs, strategy_maker
@@ -92,6 +93,7 @@ class PeerOptimizer(torch.optim.Optimizer):
         self._catch_up_at = 0.0
         self._gathered: Vector | None = None
         self._gathered_samples = 0
+        self._batch = BatchSamples()
         self._pending: Pending[Exchanged] | None = None
         self._make_strategy = strategy_maker(settings.strategy, settings.local_steps or 1, settings.codec)
         self._codecs = own_codecs(settings.codec, self._tensors.dtype)
@@ -439,6 +441,7 @@ class PeerOptimizer(torch.optim.Optimizer):
         if not self._is_alone:
             made = self._quietly(self._hold_round, mean, samples) or "the round failed here"
         if isinstance(made, Round) and made.vector is not None:
+            self._batch.completed(made, samples, self._session, self.settings.weighting)
             self._averaged(made)
             return self._make_step(made.vector, samples, made.digest)
         error = made if isinstance(made, str) else made.error
@@ -538,12 +541,9 @@ class PeerOptimizer(torch.optim.Optimizer):
         )
 
     def _total_samples(self) -> int:
-        """Return what this peer and all that are as far have gathered: of each of them a batch at most."""
-        if self._session is None:
-            return self._gathered_samples
-        target = self.settings.target_batch_size or 0
-        reports = [each for each in self._session.view.reports if each.step.equals(self.global_step)]
-        return self._gathered_samples + sum(report.samples.at_most(target) for report in reports)
+        """Return what this peer and all that are as far have gathered."""
+        awaited, target = self._session.view.awaited if self._session else {}, self.settings.target_batch_size
+        return self._batch.total(self._gathered_samples, self.global_step, target or 0, awaited)
 
     def _count(self, samples: int | None) -> int:
         seen = self._counter.take()

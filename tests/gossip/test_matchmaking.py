@@ -13,6 +13,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from dht.settings import Settings as DhtSettings
 from gossip import matchmaking
+from gossip.averaging.attendance import Attendance
 from gossip.averaging.group import Group, Member, Terms
 from gossip.matchmaking import Closed, Declined, Formed, Matchmaking, NotFormed, Propose, Ready, Wish
 from sim.engine import Engine, Wire
@@ -265,3 +266,67 @@ def test_peers_whose_declarations_found_no_room_still_come_into_groups() -> None
     assert len(crowded_out & groups.keys()) >= len(crowded_out) - 1, "one may be left over, alone"
     assert len(groups) >= count - 1
     assert {len(group.members) for group in groups.values()} <= set(range(2, 9))
+
+
+def test_one_peer_that_calls_a_round_closed_ends_no_wish() -> None:
+    others = [peer_of(1), peer_of(2)]
+    wish = Wish(member_of(0), KEY, others, make_group, 0.0, window_seconds=5.0, patience_seconds=9.0)
+    for _ in range(3):
+        wish.receive(0.0, peer_of(1), Closed(KEY))
+        wish.receive(0.0, peer_of(9), Closed(KEY))
+    assert not wish.is_over
+    wish.receive(0.0, peer_of(2), Closed(KEY))
+    assert wish.is_over
+
+
+def test_forty_silent_peers_that_are_ready_delay_no_round_after_the_first() -> None:
+    """They say that they want a group and never propose one. Each round has a key, so another order."""
+    honest, silent = [peer_of(n) for n in range(8)], [peer_of(100 + n) for n in range(40)]
+    attendances = {peer: Attendance() for peer in honest}
+    lasted = []
+    for number in range(20):
+        key = blake3(number.to_bytes(2, "big")).digest()
+        wishes = {
+            peer: Wish(
+                Member(peer, bytes(16), 1),
+                key,
+                (),
+                make_group,
+                0.0,
+                window_seconds=1.0,
+                patience_seconds=60.0,
+                others=honest,
+                leaves_out=lambda other, own=attendances[peer]: own.is_left_out(0.0, other),  # type: ignore[misc]  # bound now
+                rank=lambda other, own=attendances[peer], me=peer: rank_of(own, me, other),  # type: ignore[misc]  # bound now
+            )
+            for peer in honest
+        }
+        lasted.append(form(wishes, silent, key))
+        for peer, wish in wishes.items():
+            assert wish.group is not None
+            attendances[peer].passed_over(wish.passed_over)
+            attendances[peer].failed(0.0, [other for other in wish.group.peers if other in silent], 2.0)
+            attendances[peer].completed(other for other in wish.group.peers if other in honest)
+    assert max(lasted[1:]) < 2.0, "their turns were passed over in the first round"
+
+
+def rank_of(attendance: Attendance, me: PeerId, other: PeerId) -> int:
+    return 2 * attendance.is_passed_over(other) + (other != me and not attendance.has_completed(other))
+
+
+def form(wishes: dict[PeerId, Wish], silent: list[PeerId], key: bytes) -> float:
+    """Deliver all messages at once until each wish has a group; return the time that it took."""
+    now = 0.0
+    while any(wish.group is None for wish in wishes.values()):
+        assert now < 60.0, "no group formed"
+        queue = [(peer, to, message) for peer, wish in wishes.items() for to, message in wish.wake(now)]
+        for peer, wish in wishes.items():
+            for other in silent:
+                sends = wish.receive(now, other, Ready(key, bytes(16), 1))
+                queue += [(peer, to, message) for to, message in sends]
+        while queue:
+            sender, to, message = queue.pop(0)
+            if to in wishes:
+                queue += [(to, after, sent) for after, sent in wishes[to].receive(now, sender, message)]
+        now += 0.25
+    return now

@@ -1,6 +1,7 @@
 """Calls into an attempt that are handed over together: what one raises concerns its caller alone."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 import numpy as np
@@ -10,7 +11,10 @@ import trio
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from gossip.averaging.attempt import Attempt, Sends
+from gossip.averaging.messages import CHUNK_BYTES_MAX, PROTOCOL
 from node.averaging.runner import Runner
+from node.errors import StreamEnded
+from node.seams import Stream
 from sim.executor import SimExecutor
 from sim.network.links import Links
 from sim.network.model import NetworkModel
@@ -44,17 +48,26 @@ class _Busy(SimExecutor):
         return await super().run(function, seconds=seconds, apart=apart)
 
 
+async def _hear(stream: Stream) -> None:
+    with suppress(StreamEnded):
+        while True:
+            await stream.receive_with_payload(CHUNK_BYTES_MAX)
+
+
 def test_a_call_that_fails_ends_its_caller_alone() -> None:
     async def play() -> None:
         fabric = SimNetworkFabric(Links(NetworkModel(), 1))
         group = group_of(members_of(4), ITEMS)
+        own = fabric.attach(peer_of(0))
+        for number in range(1, 4):
+            other = fabric.attach(peer_of(number))
+            other.handle(PROTOCOL, _hear)
+            own.learn(peer_of(number), other.addresses)
         clock, executor = SimClock(), _Busy()
         vector = np.ones(ITEMS, np.float32)
         attempt = _Faulty(HashSigner(peer_of(0)), group, vector, 1.0, clock.monotonic(), PATIENCE)
         refused: list[RemoteProtocolError] = []
-        runner = Runner(
-            attempt, fabric.attach(peer_of(0)), clock, executor, lambda _, error: refused.append(error)
-        )
+        runner = Runner(attempt, own, clock, executor, lambda _, error: refused.append(error))
         over: list[PeerId] = []
 
         async def lose(peer: PeerId) -> None:

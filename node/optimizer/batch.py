@@ -1,0 +1,51 @@
+"""How full the batch of all is, by what members say that they have gathered, bounded by what they brought.
+
+A claim of samples costs nothing, and a batch that looks full is averaged. So a member counts while rounds
+wait for it (`node.averaging.expectations`), and for at most `GROWTH` times the samples that it weighed in the
+last round with it; until the first one, for a batch. Weights are bounded against their median, so a member at
+that bound may have brought more than is seen.
+"""
+
+from collections.abc import Mapping
+
+from crypto.identity import PeerId
+from gossip.averaging.weights import WEIGHT_MEDIANS_MAX
+from gossip.roster import Report
+from node.averaging.rounds import Round
+from node.optimizer.session import Session
+
+GROWTH = 2.0
+"""A member may gather so many times what it brought to the last round: batches of a fleet vary."""
+BOUNDED_SHARE = 0.99
+"""A share this near to the bound of weights is at it."""
+
+
+class BatchSamples:
+    """What one peer counts of the others' samples."""
+
+    def __init__(self) -> None:
+        self._brought: dict[PeerId, int | None] = {}
+
+    def completed(self, made: Round, samples: int, session: Session | None, weighting: str) -> None:
+        """A round is over, to which this peer brought so many. Only a mean that is weighted by samples tells
+        what others brought."""
+        shares = made.shares
+        own = None if session is None else shares.get(session.peer)
+        if not own or weighting != "samples" or made.aggregate != "mean":
+            return
+        middle = sorted(shares.values())[(len(shares) - 1) // 2]
+        for peer, share in shares.items():
+            is_bounded = share >= BOUNDED_SHARE * WEIGHT_MEDIANS_MAX * middle
+            self._brought[peer] = None if is_bounded else round(samples * share / own)
+
+    def total(self, own: int, step: int, target: int, reports: Mapping[PeerId, Report]) -> int:
+        """Return how many samples all have for this step that it waits for, this peer's `own` included."""
+        return own + sum(
+            report.samples.at_most(self._bound(peer, target))
+            for peer, report in reports.items()
+            if report.step.equals(step)
+        )
+
+    def _bound(self, peer: PeerId, target: int) -> int:
+        brought = self._brought.get(peer)
+        return target if brought is None else min(target, int(GROWTH * brought))

@@ -1,0 +1,100 @@
+"""What one peer's experience with the others says about its next groups."""
+
+from crypto.identity import PeerId
+from gossip.averaging.attendance import (
+    BACKOFF_SECONDS_MAX,
+    LEFT_OUT_SECONDS_MIN,
+    RECORDS_MAX,
+    WITHDRAWALS_MAX,
+    Attendance,
+)
+from tests.gossip.swarm import peer_of
+
+SILENT, PUNCTUAL, SLOW = peer_of(1), peer_of(2), peer_of(3)
+
+
+def wait(attendance: Attendance, now: float, ready: dict[PeerId, float], *awaited: PeerId) -> None:
+    """A wish that began at `now` - 5; `ready` counts from its beginning."""
+    times = {peer: now - 5.0 + seconds for peer, seconds in ready.items()}
+    attendance.attended(now, now - 5.0, awaited, times, 1.0)
+
+
+def test_a_peer_that_does_not_come_is_not_waited_for_until_it_comes() -> None:
+    attendance = Attendance()
+    wait(attendance, 5.0, {PUNCTUAL: 0.1}, SILENT, PUNCTUAL)
+    assert attendance.is_waited_for(5.0, PUNCTUAL)
+    assert not attendance.is_waited_for(10_000.0, SILENT)
+    attendance.came(SILENT)
+    assert attendance.is_waited_for(10_000.0, SILENT)
+
+
+def test_a_peer_that_is_late_again_and_again_gets_ever_fewer_chances() -> None:
+    attendance, now, pauses = Attendance(), 0.0, []
+    for _ in range(12):
+        now += 5.0
+        wait(attendance, now, {PUNCTUAL: 0.0, SLOW: 2.0}, SLOW, PUNCTUAL)
+        attendance.came(SLOW)
+        begun = now
+        while not attendance.is_waited_for(now, SLOW):
+            now += 1.0
+        pauses.append(now - begun)
+    assert pauses[0] == 0.0, "everybody is late once"
+    assert pauses[1:] == sorted(pauses[1:])
+    assert pauses[-1] == BACKOFF_SECONDS_MAX
+    wait(attendance, now, {PUNCTUAL: 0.0, SLOW: 0.1}, SLOW, PUNCTUAL)
+    wait(attendance, now, {PUNCTUAL: 0.0, SLOW: 2.0}, SLOW, PUNCTUAL)
+    attendance.came(SLOW)
+    assert attendance.is_waited_for(now, SLOW), "it was punctual, and starts anew"
+
+
+def test_a_peer_within_its_share_of_a_round_stays_punctual() -> None:
+    attendance = Attendance()
+    for number in range(9):
+        wait(attendance, 5.0 * number, {PUNCTUAL: 0.0, SLOW: 0.45}, SLOW, PUNCTUAL)
+    assert attendance.is_waited_for(50.0, SLOW)
+
+
+def test_failures_leave_a_peer_out_for_longer_until_a_round_completes() -> None:
+    attendance, now, pauses = Attendance(), 0.0, []
+    for _ in range(10):
+        attendance.failed(now, [SILENT], 2.0)
+        begun = now
+        while attendance.is_left_out(now, SILENT):
+            now += 1.0
+        pauses.append(now - begun)
+    assert pauses[0] >= LEFT_OUT_SECONDS_MIN
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == BACKOFF_SECONDS_MAX
+    attendance.failed(now, [SILENT], 2.0)
+    attendance.completed([SILENT])
+    assert not attendance.is_left_out(now, SILENT)
+    assert attendance.has_completed(SILENT)
+
+
+def test_one_withdrawal_is_no_failure() -> None:
+    attendance = Attendance()
+    for _ in range(WITHDRAWALS_MAX - 1):
+        attendance.withdrew(0.0, [PUNCTUAL], 1.0)
+    assert not attendance.is_left_out(0.0, PUNCTUAL)
+    attendance.withdrew(0.0, [PUNCTUAL], 1.0)
+    assert attendance.is_left_out(0.0, PUNCTUAL)
+
+
+def test_silent_newcomers_share_one_back_off() -> None:
+    attendance, now, waited = Attendance(), 0.0, 0
+    attendance.completed([PUNCTUAL])
+    for number in range(100):
+        now, newcomer = now + 6.0, peer_of(100 + number)
+        if attendance.is_waited_for(now, newcomer):
+            waited += 1
+            wait(attendance, now, {PUNCTUAL: 0.0}, newcomer, PUNCTUAL)
+    assert waited < 10
+
+
+def test_records_are_bounded_and_keep_those_that_completed() -> None:
+    attendance = Attendance()
+    attendance.completed([PUNCTUAL])
+    for number in range(RECORDS_MAX + 100):
+        attendance.came(peer_of(10 + number))
+    assert attendance.has_completed(PUNCTUAL)
+    assert len(attendance._records) == RECORDS_MAX
