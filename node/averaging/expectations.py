@@ -35,9 +35,19 @@ class Expectations:
         self._roster = roster
         self._clock = clock
         self.attendance = Attendance()
+        self._unawaited: frozenset[PeerId] = frozenset()
         self._ended: list[bytes] = []
         self._waited_until: float | None = None
         self._intervals: deque[float] = deque(maxlen=INTERVALS_MAX)
+
+    @property
+    def unawaited(self) -> frozenset[PeerId]:
+        """The participants that no group waits for, as of the last round; to be read in any thread."""
+        return self._unawaited
+
+    def _refresh(self) -> None:
+        listed = self._roster.reports
+        self._unawaited = frozenset(listed).difference(self.of(listed))
 
     # What follows from experience
 
@@ -88,6 +98,7 @@ class Expectations:
         self.attendance.passed_over(wish.passed_over)
         if wish.convener is not None:
             self.attendance.proposed(wish.convener)
+        self._refresh()
         self._ended.append(wish.key)
         forgotten, self._ended = self._ended[:-ENDED_KEPT_MAX], self._ended[-ENDED_KEPT_MAX:]
         return forgotten
@@ -96,6 +107,7 @@ class Expectations:
         """A peer wants a group under a key that this node is done with."""
         if event.key in self._ended and event.peer in self._roster.reports:
             self.attendance.came(event.peer)
+            self._refresh()
 
     def attempted(self, attempt: Attempt, result: Averaged | Failed, seconds: float) -> bool:
         """An attempt is over. Return whether more time might have helped: members were still sending."""
@@ -103,7 +115,9 @@ class Expectations:
         if isinstance(result, Averaged):
             self.attendance.failed(now, attempt.unsent, seconds)
             self.attendance.completed(peer for peer in result.shares if peer != self._me)
+            self._refresh()
             return False
         self.attendance.failed(now, dict.fromkeys((*result.suspects, *attempt.unsent)), seconds)
         self.attendance.withdrew(now, result.withdrew, seconds)
+        self._refresh()
         return not result.suspects or any(map(attempt.has_heard, result.suspects))

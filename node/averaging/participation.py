@@ -161,7 +161,7 @@ class Participation:
                 self.alike[each] for each in self.roster.stranger_signatures if each in self.alike
             ),
             reports=reports,
-            awaited={peer: known[peer] for peer in self.expectations.of(known)},
+            awaited={peer: known[peer] for peer in known.keys() - self.expectations.unawaited},
         )
 
     def entered(self, peer: PeerId) -> None:

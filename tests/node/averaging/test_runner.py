@@ -58,9 +58,8 @@ def test_a_call_that_fails_ends_its_caller_alone() -> None:
     async def play() -> None:
         fabric = SimNetworkFabric(Links(NetworkModel(), 1))
         group = group_of(members_of(4), ITEMS)
-        own = fabric.attach(peer_of(0))
-        for number in range(1, 4):
-            other = fabric.attach(peer_of(number))
+        own, others = fabric.attach(peer_of(0)), [fabric.attach(peer_of(number)) for number in range(1, 4)]
+        for number, other in enumerate(others, 1):
             other.handle(PROTOCOL, _hear)
             own.learn(peer_of(number), other.addresses)
         clock, executor = SimClock(), _Busy()
@@ -80,6 +79,8 @@ def test_a_call_that_fails_ends_its_caller_alone() -> None:
             over.append(BROKEN)
 
         async with trio.open_nursery() as nursery:
+            for other in others:
+                await nursery.start(other.run)
             nursery.start_soon(runner.run)
             await trio.sleep(0.5)  # the attempt is being started: what is called now goes together
             nursery.start_soon(lose_broken)

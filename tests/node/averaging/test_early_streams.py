@@ -1,0 +1,98 @@
+"""Streams of attempts that a node is not in: what they may make it hold. Real nodes on loopback."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+from crypto.encoding import encode
+from gossip.averaging.messages import CHUNK_BYTES_MAX, PROTOCOL, Chunk, Opening
+from node.averaging import early_streams
+from node.averaging.early_streams import STREAMS_MAX, STREAMS_PER_PEER_MAX, EarlyStreams
+from node.averaging.runner import MESSAGE_BYTES_MAX
+from node.errors import StreamClosed, Unreachable
+from tests.gossip.swarm import peer_of
+from tests.node.averaging.test_average import nodes
+
+STREAMS = 24
+CHUNK_BYTES = CHUNK_BYTES_MAX - 4_096
+HELD_BYTES_MAX = 8 * 2**20
+"""Beside 48 MiB of chunks that wait in sockets."""
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def test_a_chunk_of_an_unknown_attempt_is_not_read(tmp_path: Path) -> None:
+    attempt = bytes(32)
+    chunk = memoryview(bytes(CHUNK_BYTES))
+    message = encode(Chunk(attempt, "scatter", 0, 0, b"", bytes(32), memoryview(b"")))
+    async with nodes(tmp_path, 2) as (victim, hostile):
+        victim.averaging.open("run", bytes(32))
+        ended: list[int] = []
+        few_left = trio.Event()
+
+        async def strike(number: int) -> None:
+            try:
+                stream = await hostile.network.open(
+                    victim.peer, PROTOCOL, message_bytes_max=MESSAGE_BYTES_MAX
+                )
+                await stream.send(encode(Opening(attempt)))
+                await stream.send(message, chunk)
+                await stream.receive()
+            except (StreamClosed, Unreachable):
+                ended.append(number)
+                if len(ended) == STREAMS - STREAMS_PER_PEER_MAX:
+                    few_left.set()
+
+        before = resident_bytes()
+        async with trio.open_nursery() as nursery:
+            for number in range(STREAMS):
+                nursery.start_soon(strike, number)
+            with trio.fail_after(20):
+                await few_left.wait()
+            assert len(victim.averaging.early) == STREAMS_PER_PEER_MAX
+            assert resident_bytes() - before < HELD_BYTES_MAX
+            nursery.cancel_scope.cancel()
+
+
+async def test_a_stream_that_says_nothing_loses_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(early_streams, "EARLY_SECONDS_MAX", 0.2)
+    async with nodes(tmp_path, 2) as (victim, hostile):
+        victim.averaging.open("run", bytes(32))
+        stream = await hostile.network.open(victim.peer, PROTOCOL, message_bytes_max=MESSAGE_BYTES_MAX)
+        with pytest.raises(StreamClosed), trio.fail_after(20):
+            await stream.receive()
+        assert not len(victim.averaging.early)
+
+
+async def test_a_crowd_of_ids_shuts_out_no_member() -> None:
+    member = peer_of(0)
+    early = EarlyStreams(lambda peer: 2 if peer == member else 1)
+    outcomes: list[str] = []
+
+    async def wait(number: int, task_status: Any = trio.TASK_STATUS_IGNORED) -> None:
+        try:
+            with early.place(peer_of(number)):
+                task_status.started()
+                await trio.sleep_forever()
+        except StreamClosed:
+            outcomes.append("evicted")
+
+    async with trio.open_nursery() as nursery:
+        for number in range(1, STREAMS_MAX + 1):
+            await nursery.start(wait, number)
+        with pytest.raises(StreamClosed), early.place(peer_of(STREAMS_MAX + 1)):
+            pass
+        await nursery.start(wait, 0)
+        await trio.testing.wait_all_tasks_blocked()
+        assert outcomes == ["evicted"]
+        assert len(early) == STREAMS_MAX
+        nursery.cancel_scope.cancel()
