@@ -164,7 +164,7 @@ class Wish:
         self.ready_at: dict[PeerId, float] = {}
         """When others were first ready, before this wish was over."""
         self.convener: PeerId | None = None
-        """Who proposed the group, once there is one."""
+        """The peer that proposed the group, once there is one."""
         self.key = key
         self._me = me
         self._peer = PeerId(me.peer)

@@ -62,8 +62,8 @@ class Expectations:
 
     def brief_seconds(self, awaited: int) -> float:
         """Return how long a group of so many waits for a peer that may never come."""
-        interval = median(self._intervals) if self._intervals else inf
-        return max(BRIEF_SECONDS_MIN, BRIEF_FACTOR * interval / max(1, awaited))
+        interval_seconds = median(self._intervals) if self._intervals else inf
+        return max(BRIEF_SECONDS_MIN, BRIEF_FACTOR * interval_seconds / max(1, awaited))
 
     def leaves_out(self, peer: PeerId) -> bool:
         """Return whether this peer is in no group that is proposed here."""
@@ -93,8 +93,8 @@ class Expectations:
         if not is_kept:
             return [wish.key]
         now = self._waited_until = self._clock.monotonic()
-        interval = median(self._intervals) if self._intervals else now - wish.begun_at
-        self.attendance.attended(now, wish.begun_at, wish.expected, wish.ready_at, interval)
+        interval_seconds = median(self._intervals) if self._intervals else now - wish.begun_at
+        self.attendance.attended(now, wish.begun_at, wish.expected, wish.ready_at, interval_seconds)
         self.attendance.passed_over(wish.passed_over)
         if wish.convener is not None:
             self.attendance.proposed(wish.convener)

@@ -276,7 +276,7 @@ class Averaging:
         await runner.receive_from(stream)
 
     def _early_rank(self, peer: PeerId) -> int:
-        """Whose stream is kept for a while: see `EarlyStreams`."""
+        """Return how a peer ranks for a place in `EarlyStreams`."""
         if any(run.expectations.attendance.has_completed(peer) for run in self._runs.values()):
             return 2
         return int(any(run.roster.takes_part(peer) for run in self._runs.values()))
