@@ -14,7 +14,7 @@
 | pace | adaptive deadlines: from measured attempts to a `Patience` |
 | tensors | `Layout`: named tensors to one vector and back, and the signature that names them |
 | reduction | from several parts to one: `weighted_mean`, and the interface that all rules share |
-| aggregates | the rules that a group may agree on: mean, median, trimmed mean |
+| aggregates | the rules that a group may agree on: the mean, and those of `robust` |
 | robust | rules that survive members who lie, a file each |
 | weights | `bounded_weights`: what each claimed weight counts for |
 | codecs | how a chunk is written down |

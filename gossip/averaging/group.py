@@ -42,7 +42,21 @@ Mode = Literal["butterfly", "exchange"]
 every payload and adds up all of it by itself, which suits sparse payloads: their sum is not sparse."""
 
 
-Aggregate = Literal["mean", "median", "trimmed-mean"]
+Aggregate = Literal[
+    "mean",
+    "median",
+    "trimmed-mean",
+    "centered-clipping",
+    "geometric-median",
+    "krum",
+    "multi-krum",
+    "nnm-median",
+    "nnm-trimmed-mean",
+    "nnm-centered-clipping",
+    "nnm-geometric-median",
+    "nnm-krum",
+    "nnm-multi-krum",
+]
 """The rule by which a part is reduced: `gossip.averaging.aggregates`."""
 
 

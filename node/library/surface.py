@@ -200,12 +200,13 @@ class Surface:
         peers: int = 1,
         timeout_seconds: float = 60.0,
         codec: str = "float32",
-        aggregate: str = "mean",
+        aggregate: str = "auto",
     ) -> Averaged:
         """Average arrays or torch tensors with those who call this for the same `group`, names and shapes.
 
-        By `aggregate` "median" or "trimmed-mean" some of them may lie (docs/averaging.md, "Rules"); "auto" is
-        the trimmed mean in a swarm without a key, and the mean in one with it. A group has one rule.
+        By `aggregate` "mean" one liar moves the result anywhere; by the others some peers may lie
+        (docs/averaging.md, "Rules"). "auto" is one of those, "nnm-trimmed-mean", in a swarm without a key,
+        and the mean in one with it. A group has one rule.
 
         It waits until `peers` others take part, and `timeout_seconds` for a round. The tensors are not
         changed. Returns what was averaged and whose tensors entered; where nothing was, the same tensors and

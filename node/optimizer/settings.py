@@ -19,8 +19,8 @@ class Settings:
     long a step waits for a round. `samples_per_step`: the batch size, where it cannot be seen. `only_sends`:
     this peer is behind a slow uplink and reduces nothing for others. `clip_grad_norm`: of the mean gradient.
 
-    `aggregate`: "mean", or a rule by which some peers may lie: "median", "trimmed-mean", or "auto", which is
-    the trimmed mean in a swarm without a key and the mean in one with it (docs/averaging.md, "Rules").
+    `aggregate`: "mean", or a rule by which some peers may lie, such as "nnm-trimmed-mean", which "auto" is in
+    a swarm without a key; in one with a key it is the mean (docs/averaging.md, "Rules").
 
     With local steps, `strategy` says what comes of a round: average, gossip (in pairs), diloco, noloco,
     sparseloco, asynchronous, or a person's own (`node.optimizer.plugins`); `average_moments` averages what
@@ -40,7 +40,7 @@ class Settings:
     clip_grad_norm: float | None = None
     strategy: str = "average"
     average_moments: bool = False
-    aggregate: str = "mean"
+    aggregate: str = "auto"
 
     def __post_init__(self) -> None:
         if (self.target_batch_size is None) == (self.local_steps is None):

@@ -16,7 +16,22 @@ COLUMNS_MAX = 16
 StrategyName = Literal["average", "gossip", "diloco", "noloco", "sparseloco", "asynchronous"]
 CodecName = Literal["float32", "bfloat16", "float16", "int8", "int4", "topk64", "topk256"]
 Weighting = Literal["samples", "equal"]
-AggregateName = Literal["auto", "mean", "median", "trimmed-mean"]
+AggregateName = Literal[
+    "auto",
+    "mean",
+    "median",
+    "trimmed-mean",
+    "centered-clipping",
+    "geometric-median",
+    "krum",
+    "multi-krum",
+    "nnm-median",
+    "nnm-trimmed-mean",
+    "nnm-centered-clipping",
+    "nnm-geometric-median",
+    "nnm-krum",
+    "nnm-multi-krum",
+]
 
 
 class Column(msgspec.Struct, frozen=True, array_like=True):
@@ -52,7 +67,7 @@ class LocalSettings(msgspec.Struct, frozen=True, array_like=True):
     With `own_data` no data travels: every member trains on a set of its own, of which it has told nobody more
     than that it has these columns.
 
-    `aggregate` is the rule of a round. "auto" is the trimmed mean where anybody may join the swarm, and the
+    `aggregate` is the rule of a round. "auto" is "nnm-trimmed-mean" where anybody may join the swarm, and the
     mean in a swarm with a key.
     """
 

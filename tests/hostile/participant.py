@@ -6,11 +6,11 @@ import torch
 
 from crypto.encoding import decode, encode
 from crypto.identity import PeerId
-from node.averaging.signature import signature_of
+from node.averaging.signature import signatures_of
 from node.averaging.transfer import PROTOCOL, TABLE_BYTES_MAX, Answer, Ask
 from node.library.sync import SyncNode
 from node.optimizer.layout import Layout
-from node.optimizer.open import kind_of
+from node.optimizer.open import choose_rule, kind_of
 from node.optimizer.session import Session
 from node.optimizer.settings import Settings, names_of
 from node.optimizer.state import copy_state
@@ -29,9 +29,11 @@ class LyingParticipant:
         for slot in self._layout.slots:
             slot.tensor.detach().fill_(value)
         self._optimizer = optimizer
-        signature = signature_of(kind_of(settings, [optimizer]), list(self._layout.rows))
         portal = self._portal = me._portal
-        self.run = portal.call_sync(portal.subject.averaging.open, run_id, signature)
+        rule = choose_rule(settings, is_private=False)
+        signature, _ = signatures_of(kind_of(settings, [optimizer]), list(self._layout.rows), rule)
+        averaging = portal.subject.averaging
+        self.run = portal.call_sync(averaging.open, run_id, signature, None, rule)
         self._session = Session(portal, self.run)
 
     def claim(self, step: int, *, samples: int = 0, rounds: int = 0, lineage: bytes = bytes(32)) -> None:

@@ -15,7 +15,5 @@ of members changes no byte of a result.
 | krum | the vector nearest to its neighbours; the mean of such | n > 2 f + 2 | to one of the vectors |
 | nearest_neighbours | means of near vectors, for another rule | n > 2 f | as that rule |
 
-Median and trimmed mean look at one number at a time, so a member that reduces a part applies them to that
-part alone (`gossip.averaging.aggregates`). The others need whole vectors, which no member of an attempt
-holds.
+`gossip.averaging.aggregates` says how the members of an attempt apply them.
 """

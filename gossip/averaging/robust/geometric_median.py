@@ -28,7 +28,9 @@ def geometric_median(vectors: Vectors, weights: Weights, f: int = 0) -> Vector:
     for _ in range(ITERATIONS_MAX):
         distances = distances_from(vectors, value)
         scale = np.sort(distances)[(len(distances) - 1) // 2]
-        pulls = 1 / np.maximum(distances, max(SMOOTHING * scale, np.finfo(np.float64).tiny))
+        if not scale:  # half of them are here, so no point is nearer to all
+            break
+        pulls = 1 / np.maximum(distances, SMOOTHING * scale)
         step = mix(vectors, pulls / pulls.sum(), value)
         value = value + step
         if np.sqrt(np.square(step).sum()) <= CONVERGED * scale:

@@ -8,9 +8,14 @@ from gossip.averaging.reduction import Vector
 from gossip.averaging.robust.inputs import Vectors, Weights, in_order, mix, squared_distances, usable
 
 
+def krum_members_min(f: int) -> int:
+    """Return the smallest group of which `f` may lie."""
+    return 2 * f + 3
+
+
 def krum(vectors: Vectors, weights: Weights, f: int = 0) -> Vector:
     """Return the vector with the least sum of squared distances to its n - f - 2 nearest others."""
-    vectors, weights, f = usable(vectors, weights, f, 2 * f + 3, "Krum")
+    vectors, weights, f = usable(vectors, weights, f, krum_members_min(f), "Krum")
     vectors, weights = in_order(vectors, weights)
     best: Vector = vectors[int(np.argmin(_scores(vectors, f)))].copy()
     return best
@@ -19,7 +24,7 @@ def krum(vectors: Vectors, weights: Weights, f: int = 0) -> Vector:
 def multi_krum(vectors: Vectors, weights: Weights, f: int = 0) -> Vector:
     """Return the weighted mean of the n - f - 2 vectors of the least such sums: the most for which its proof
     holds (El Mhamdi, Guerraoui and Rouault 2018)."""
-    vectors, weights, f = usable(vectors, weights, f, 2 * f + 3, "multi-Krum")
+    vectors, weights, f = usable(vectors, weights, f, krum_members_min(f), "multi-Krum")
     vectors, weights = in_order(vectors, weights)
     chosen = np.sort(np.argsort(_scores(vectors, f), kind="stable")[: len(vectors) - f - 2])
     return mix(vectors[chosen], weights[chosen] / weights[chosen].sum()).astype(vectors.dtype)

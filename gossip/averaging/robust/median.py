@@ -5,6 +5,7 @@ import numpy as np
 
 from gossip.averaging.reduction import Vector
 from gossip.averaging.robust.inputs import Vectors, Weights, blocks_of, usable
+from gossip.averaging.robust.sorting import sorted_rows
 
 
 def median(vectors: Vectors, weights: Weights, f: int = 0) -> Vector:
@@ -17,7 +18,7 @@ def median(vectors: Vectors, weights: Weights, f: int = 0) -> Vector:
     found = np.empty(vectors.shape[1], vectors.dtype)
     low, high = (len(vectors) - 1) // 2, len(vectors) // 2
     for block in blocks_of(vectors.shape[1]):
-        rows = np.sort(vectors[:, block], axis=0)
+        rows = sorted_rows(vectors[:, block])
         # Halves first: the sum of two large numbers may overflow. Adding 0 makes of -0 the 0 it equals.
         middle = rows[low] if low == high else rows[low] * 0.5 + rows[high] * 0.5
         found[block] = np.clip(middle, rows[low], rows[high]) + 0.0

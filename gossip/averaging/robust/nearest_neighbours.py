@@ -3,7 +3,7 @@ heterogeneity"): done to the vectors before another rule."""
 
 import numpy as np
 
-from gossip.averaging.robust.inputs import Vectors, Weights, in_order, mix, squared_distances, usable
+from gossip.averaging.robust.inputs import Vectors, Weights, in_order, mixes, squared_distances, usable
 
 
 def mix_nearest(vectors: Vectors, weights: Weights, f: int = 0) -> tuple[Vectors, Weights, int]:
@@ -16,8 +16,9 @@ def mix_nearest(vectors: Vectors, weights: Weights, f: int = 0) -> tuple[Vectors
     vectors, weights, f = usable(vectors, weights, f, 2 * f + 1, "nearest-neighbour mixing")
     vectors, weights = in_order(vectors, weights)
     count = len(vectors) - f
-    nearest = np.argsort(squared_distances(vectors), axis=1, kind="stable")[:, :count]
-    mixed = np.empty_like(vectors)
-    for number, others in enumerate(nearest):
-        mixed[number] = mix(vectors[np.sort(others)], np.full(count, 1 / count))
-    return mixed, weights, f
+    squares = squared_distances(vectors)
+    nearest = np.argsort(squares, axis=1, kind="stable")[:, :count]
+    factors = np.zeros((len(vectors), len(vectors)))
+    np.put_along_axis(factors, nearest, 1 / count, axis=1)
+    middle = np.take_along_axis(squares, nearest, axis=1).sum(axis=1).argmin()
+    return mixes(vectors, factors, vectors[middle]), weights, f

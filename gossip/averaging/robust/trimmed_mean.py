@@ -5,6 +5,7 @@ import numpy as np
 
 from gossip.averaging.reduction import Vector
 from gossip.averaging.robust.inputs import Vectors, Weights, blocks_of, usable
+from gossip.averaging.robust.sorting import sorted_rows, sorted_with
 
 
 def trimmed_mean(vectors: Vectors, weights: Weights, f: int = 0) -> Vector:
@@ -14,27 +15,22 @@ def trimmed_mean(vectors: Vectors, weights: Weights, f: int = 0) -> Vector:
     honest ones, and the mean of those left does too, with any weights.
     """
     vectors, weights, f = usable(vectors, weights, f, 2 * f + 1, "trimmed mean")
-    # By weight first, and then stably by value: equal numbers of other weights are cut alike in any order.
-    order = np.argsort(weights, kind="stable")
-    vectors, weights = vectors[order], weights[order]
     are_equal = bool((weights == weights[0]).all())
     found = np.empty(vectors.shape[1], vectors.dtype)
     last = len(vectors) - f
     for block in blocks_of(vectors.shape[1]):
-        rows = vectors[:, block]
         if are_equal:
-            rows = np.sort(rows, axis=0)
+            rows = sorted_rows(vectors[:, block])
             sums = rows[f].astype(np.float64)
             for row in rows[f + 1 : last]:
                 sums += row
             sums /= last - f
         else:
-            ranks = np.argsort(rows, axis=0, kind="stable")
-            rows = np.take_along_axis(rows, ranks, axis=0)
-            sums, total = np.zeros(rows.shape[1]), np.zeros(rows.shape[1])
-            for row, rank in zip(rows[f:last], ranks[f:last], strict=True):
-                sums += row * weights[rank]
-                total += weights[rank]
+            rows, theirs = sorted_with(vectors[:, block], weights)
+            sums, total = np.zeros(len(rows[0])), np.zeros(len(rows[0]))
+            for row, weight in zip(rows[f:last], theirs[f:last], strict=True):
+                sums += row * weight
+                total += weight
             sums /= total
         # Rounding must not leave the range either. Adding 0 makes of -0 the 0 it equals.
         found[block] = np.clip(sums, rows[f], rows[last - 1]) + 0.0

@@ -54,7 +54,7 @@ async def average_all(found: list[Node], tensors: list[dict[str, Any]], **option
     async def average(number: int) -> None:
         weight = options.get("weights", [1.0] * len(found))[number]
         results[number] = await found[number].average(
-            tensors[number], "x", weight, options.get("peers", len(found) - 1), 40.0
+            tensors[number], "x", weight, options.get("peers", len(found) - 1), 40.0, aggregate="mean"
         )
 
     async with trio.open_nursery() as nursery:

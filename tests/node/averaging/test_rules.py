@@ -36,7 +36,11 @@ async def test_nodes_survive_a_liar_and_name_peers_of_another_rule(tmp_path: Pat
                 nursery.start_soon(average, aggregate, aggregate, number, 3, 60.0)
         for number in range(2):
             nursery.start_soon(average, "apart", ("mean", "median")[number], number, 1, 3.0)
-    for aggregate, rule, liars in (("auto", "trimmed-mean", 1), ("median", "median", 1), ("mean", "mean", 0)):
+    for aggregate, rule, liars in (
+        ("auto", "nnm-trimmed-mean", 1),
+        ("median", "median", 1),
+        ("mean", "mean", 0),
+    ):
         several = [results[aggregate, number] for number in range(4)]
         assert [(each.error, each.aggregate, each.liars_max) for each in several] == [("", rule, liars)] * 4
         assert len({each.tensors["w"].tobytes() for each in several}) == 1

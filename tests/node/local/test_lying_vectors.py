@@ -23,7 +23,7 @@ GUESS = log(10)
 RUINED = 10
 
 
-@pytest.mark.parametrize(("choice", "rule"), [("mean", "mean"), ("auto", "trimmed-mean")])
+@pytest.mark.parametrize(("choice", "rule"), [("mean", "mean"), ("auto", "nnm-trimmed-mean")])
 def test_a_recruited_liar_ruins_a_run_by_mean_and_no_other(
     monkeypatch: pytest.MonkeyPatch, choice: Any, rule: str
 ) -> None:
