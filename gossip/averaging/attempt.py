@@ -9,9 +9,12 @@
    their median (`gossip.averaging.weights`).
 4. Reduce and gather: an owner reduces exactly S, sends its part to all and seals it with a signature. Whoever
    holds a sealed part hands it on to a member that misses it.
+5. Agree: who holds all parts, sealed under one commit, tells all the digest of them. It succeeds once the
+   others have told the same, or have been silent for a while. Of two that hold other bytes each sends the
+   other what it goes by, two facts of one owner among it: that is proof, and both fail.
 
-A member succeeds when it holds all parts, sealed under one commit. An honest owner reduces once, so all that
-report success hold the same bytes and the same S; everybody else keeps what it had. A lost owner fails the
+So all that report success hold the same bytes and the same S, also where an owner signs twice, unless
+messages between them take longer than that while; everybody else keeps what it had. A lost owner fails the
 attempt; the next one has another number, and other nonces. After Moshpit SGD (Ryabinin et al. 2021, section
 3.2), which has neither commitments nor have-sets and can leave members with different means.
 
@@ -19,7 +22,7 @@ In an exchange (`Group.mode`) every member owns the whole vector: it holds every
 arithmetic at home.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import inf
 from typing import assert_never
 
@@ -31,8 +34,10 @@ from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
 from gossip.averaging.aggregates import counted_weights, reduction_of
+from gossip.averaging.agreement import Agreement
 from gossip.averaging.arrivals import Arrivals
 from gossip.averaging.codecs import Codec, codec_of
+from gossip.averaging.first_signs import FirstSigns
 from gossip.averaging.gather import Gather
 from gossip.averaging.group import Group, fault_of, is_weight, owners_of
 from gossip.averaging.messages import (
@@ -50,6 +55,7 @@ from gossip.averaging.messages import (
     Have,
     HaveBody,
     Held,
+    Holding,
     Seal,
     SealBody,
     Withdraw,
@@ -57,15 +63,11 @@ from gossip.averaging.messages import (
 from gossip.averaging.outcome import Averaged, Equivocation, Failed, Patience, Reason
 from gossip.averaging.parts import chunk_count
 from gossip.averaging.reduction import Vector
-from gossip.averaging.scatter import Scatter
+from gossip.averaging.scatter import Scatter, check_vector
 
 Sends = list[tuple[PeerId, AttemptMessage]]
-LARGEST = 1e38
-"""Beyond it a lossy codec of float32 has no room to round."""
 ANSWER_SECONDS_MIN = 0.05
 """Between two answers to one member's questions for facts."""
-UNHEARD_FACTOR = 4.0
-"""Where this machine or the network is slow, a member gets so many times what most took to be heard."""
 RELAYS_MAX = 4
 """How often a member may ask for the whole vector again, chunk by chunk."""
 
@@ -76,8 +78,9 @@ class Attempt:
     `vector` is flat and of the group's type and size, or None for a member without tensors; it must not
     change before `result` is set. Small messages are what `start`, `receive`, `wake`, `lost` and `cancel`
     return; chunks are pulled, one a call, as fast as the stream to that peer takes them (`pull`, `ready`).
-    `codecs` are the user's own, beside those of `gossip.averaging.codecs`. Raises ValueError for a group or
-    vector that do not fit.
+    `codecs` are the user's own, beside those of `gossip.averaging.codecs`. Nobody waits for `silent` peers to
+    say what they hold: those that did not say it last time. Raises ValueError for a group or vector that do
+    not fit.
 
     Long because it is one state machine: every message may come in every phase, and has an answer in each.
     """
@@ -91,6 +94,7 @@ class Attempt:
         now: float,
         patience: Patience | None = None,
         codecs: Mapping[str, Codec] | None = None,
+        silent: Collection[PeerId] = (),
     ) -> None:
         if fault := fault_of(group):
             raise ValueError(fault)
@@ -103,14 +107,13 @@ class Attempt:
         self._place = self._peers.index(signer.peer)
         self._others = [place for place in range(len(self._peers)) if place != self._place]
         self._codec = codec_of(group.terms.codec, group.terms.dtype, codecs)
-        self._check_vector(vector, weight)
+        check_vector(group, self._place, self._codec, vector, weight)
         self._patience = patience or Patience()
         self._owners = {owner.place: owner for owner in owners_of(group)}
         self._scatter = Scatter(group, self._owners, self._place, self._codec, vector, weight)
         self._gather = Gather(group, self._owners, self._place, self._codec)
         self._lost: dict[int, None] = {}
         self._silent: set[int] = set()
-        self._heard: dict[int, float] = {}
         self._unsent: tuple[int, ...] = ()
         # Chunks to be sent to each place, as (is it reduced, owner, number): dictionaries for their order.
         self._queues: dict[int, dict[tuple[bool, int, int], None]] = {place: {} for place in self._others}
@@ -121,33 +124,20 @@ class Attempt:
         self._asked: dict[tuple[int, int], None] = {}
         self._ask_turn = 0
         self._answered: dict[int, float] = {}
+        unawaited = [place for place in self._others if self._peers[place] in silent]
+        self._agreement = Agreement(self._others, unawaited)
+        self._signs = FirstSigns(self._others, self._patience.unheard_seconds, now)
         self.result: Averaged | Failed | None = None
         self.is_closed = False
-        self.equivocations: list[Equivocation] = []
+        self.equivocations: dict[tuple[str, int], Equivocation] = {}
+        """By purpose and author's place: proofs that somebody lied, one of each kind."""
         self.received_bytes = 0
         self.sent_bytes = 0
-        self._now = self._progress_at = self._begun_at = now
+        self._now = self._progress_at = now
         self._scatter_until = now + self._patience.scatter_seconds
         self._phase_until = self._scatter_until + self._patience.commit_seconds
         self._ask_at = self._close_at = inf
         self._arrivals = Arrivals(self.id, now)
-
-    def _check_vector(self, vector: Vector | None, weight: float) -> None:
-        group = self.group
-        if (vector is not None) != group.members[self._place].has_tensors:
-            raise ValueError("a member with tensors averages a vector, and no other does")
-        if vector is None:
-            return
-        if vector.shape != (group.terms.items,) or vector.dtype != group.terms.dtype:
-            raise ValueError(
-                f"want {group.terms.items} of {group.terms.dtype}, not {vector.shape} of {vector.dtype}"
-            )
-        if not is_weight(weight):
-            raise ValueError(f"not a weight: {weight}")
-        if not np.isfinite(vector).all():
-            raise ValueError("the vector holds numbers that are not finite")
-        if not self._codec.is_exact and max(vector.max(), -vector.min()) > LARGEST:
-            raise ValueError(f"the vector holds numbers beyond {LARGEST}, for a codec of float32")
 
     # What the shell asks.
 
@@ -158,10 +148,13 @@ class Attempt:
             return inf
         if self.result is not None:
             return self._close_at
+        unheard_at = self._signs.until(self._lost)
         if self._is_scattering:
-            return min(self._scatter_until, self._stall_at, self._unheard_at)
+            return min(self._scatter_until, self._stall_at, unheard_at)
+        if self._agreement.digest:
+            return self._agreement.until
         stall_at = self._stall_at if self._gather.commit else inf
-        return min(self._phase_until, stall_at, self._ask_at, self._unheard_at)
+        return min(self._phase_until, stall_at, self._ask_at, unheard_at)
 
     @property
     def ready(self) -> tuple[PeerId, ...]:
@@ -177,6 +170,8 @@ class Attempt:
             places = self._unsettled()
         elif not self._gather.commit:
             places = [place for place in self._owners if place not in self._haves]
+        elif self._agreement.digest:
+            places = self._agreement.awaited(self._lost)
         else:
             places = list(self._gather.incomplete)
         return tuple(self._peers[place] for place in places)
@@ -185,6 +180,11 @@ class Attempt:
     def upload_rate(self) -> float | None:
         """Bytes a second that this member was measured to send, None where nobody has told it."""
         return self._arrivals.upload_rate
+
+    @property
+    def undeclared(self) -> tuple[PeerId, ...]:
+        """The members that have not said what they hold, of those that nobody called lost."""
+        return tuple(self._peers[place] for place in self._agreement.undeclared(self._lost))
 
     @property
     def excluded(self) -> tuple[PeerId, ...]:
@@ -202,13 +202,13 @@ class Attempt:
 
     def has_heard(self, peer: PeerId) -> bool:
         """Return whether this member sent anything."""
-        return self._place_of(peer) in self._heard
+        return self._signs.has(self._place_of(peer))
 
     # What the shell tells.
 
     def start(self, now: float) -> Sends:
         """Begin to send. Called once."""
-        self._now = self._progress_at = self._begun_at = now
+        self._now = self._progress_at = self._signs.begun_at = now
         self._arrivals = Arrivals(self.id, now)
         if self._scatter.has_tensors:
             for place, owner in self._owners.items():
@@ -246,7 +246,7 @@ class Attempt:
         place = self._place_of(sender)
         if self.is_closed:
             return []
-        self._heard.setdefault(place, now)
+        self._signs.note(place, now)
         match message:
             case Chunk(phase="scatter"):
                 if self._is_scattering:
@@ -255,14 +255,13 @@ class Attempt:
                     self._moved(size)
             case Chunk():
                 self._take_reduced(place, message)
-            case Commitment(fact=fact):
-                self._take_commitment(place, fact)
-            case Have(fact=fact):
-                self._take_have(fact)
-            case Seal(fact=fact):
-                self._take_seal(fact)
+            case Commitment() | Have() | Seal():
+                self._take_fact(place, message)
             case Ask():
                 return self._answer(place, message)
+            case Holding(digest=digest):
+                if self._agreement.take(place, digest):
+                    return self._tell_facts(place)
             case Withdraw():
                 return self.lost(now, sender)
             case Arrived():
@@ -271,10 +270,21 @@ class Attempt:
                 assert_never(message)
         return self._advance()
 
+    def _take_fact(self, place: int, message: Commitment | Have | Seal) -> None:
+        match message:
+            case Commitment(fact=fact):
+                self._take_commitment(place, fact)
+            case Have(fact=fact):
+                self._take_have(fact)
+            case Seal(fact=fact):
+                self._take_seal(fact)
+            case _:
+                assert_never(message)
+
     def opened(self, now: float, peer: PeerId) -> Sends:
         """This peer has opened a stream for this attempt: it is there."""
         self._now = now
-        self._heard.setdefault(self._place_of(peer), now)
+        self._signs.note(self._place_of(peer), now)
         return []
 
     def lost(self, now: float, peer: PeerId) -> Sends:
@@ -316,7 +326,9 @@ class Attempt:
         if self.result is not None:
             self._close()
             return []
-        if now >= self._unheard_at:
+        if self._agreement.digest:
+            return self._succeed()
+        if now >= self._signs.until(self._lost):
             return self._lose_unheard()
         if self._is_scattering:
             return self._say_have() + self._advance()
@@ -326,24 +338,11 @@ class Attempt:
             return self._fail(Reason.NO_HAVE_SETS, *(p for p in self._owners if p not in self._haves))
         return self._ask() + self._advance()
 
-    @property
-    def _unheard(self) -> list[int]:
-        return [place for place in self._others if place not in self._heard and place not in self._lost]
-
-    @property
-    def _unheard_at(self) -> float:
-        """When to wait no longer for members of which nothing was heard; inf where there is none."""
-        if not self._unheard:
-            return inf
-        delays = sorted(self._heard.values())[: len(self._others) // 2 + 1]
-        usual = delays[-1] - self._begun_at if delays else 0.0
-        return self._begun_at + max(self._patience.unheard_seconds, UNHEARD_FACTOR * usual)
-
     def _lose_unheard(self) -> Sends:
         sends: Sends = []
-        for place in self._unheard:
-            self._silent.add(place)
-        for place in self._unheard:
+        unheard = self._signs.missing(self._lost)
+        self._silent.update(unheard)
+        for place in unheard:
             if self.result is None:
                 sends += self.lost(self._now, self._peers[place])
         return sends
@@ -416,11 +415,20 @@ class Attempt:
     def _advance(self) -> Sends:
         """Do what has become possible."""
         sends: Sends = []
+        if self.result is None and (liars := self._contradicting()):
+            return self._fail(Reason.CONTRADICTED, *liars)
         if self.result is None and self._is_scattering and not self._unsettled():
             sends += self._say_have()
         if self.result is None and not self._gather.commit and len(self._haves) == len(self._owners):
             sends += self._decide()
-        if self.result is None and self._gather.commit and self._gather.is_whole:
+        if (
+            self.result is None
+            and self._gather.commit
+            and self._gather.is_whole
+            and not self._agreement.digest
+        ):
+            sends += self._say_holding()
+        if self.result is None and self._agreement.digest and not self._agreement.awaited(self._lost):
             sends += self._succeed()
         return sends
 
@@ -479,13 +487,27 @@ class Attempt:
             self._progress_at = self._now
             self._gather.parts[author].check()
 
-    def _succeed(self) -> Sends:
+    # Agree.
+
+    def _say_holding(self) -> Sends:
+        """Tell what this member holds; those that said otherwise are sent the facts that it goes by."""
         if not self._gather.parts and not np.isfinite(self._gather.vector).all():
             return self._fail(Reason.NOT_FINITE)
+        digest = self._gather.digest()
+        sends = self._to_all(Holding(self.id, digest))
+        for place in self._agreement.declare(digest, self._now + self._patience.ask_seconds):
+            sends += self._tell_facts(place)
+        return sends
+
+    def _contradicting(self) -> list[int]:
+        """The members that reduce and were proved to have said two things: two may hold different bytes."""
+        return [place for purpose, place in self.equivocations if purpose != COMMITMENT_PURPOSE]
+
+    def _succeed(self) -> Sends:
         total = sum(entry.weight for entry in self._set)
         shares = {self._peers[entry.place]: entry.weight / total for entry in self._set}
         self._gather.vector.flags.writeable = False
-        self.result = Averaged(self._gather.vector, shares, self._gather.digest())
+        self.result = Averaged(self._gather.vector, shares, self._agreement.digest)
         self._close_at = self._now + self._patience.linger_seconds
         return []
 
@@ -518,11 +540,19 @@ class Attempt:
                 if number in part.checksums and self._relayed.get(place, 0) < budget:
                     self._relayed[place] = self._relayed.get(place, 0) + 1
                     self._queues[place][True, message.place, number] = None
-        if self._now < self._answered.get(place, -inf) + ANSWER_SECONDS_MIN:
+        return self._tell_facts(place)
+
+    def _tell_facts(self, place: int) -> Sends:
+        """Tell a member the have-sets and seals that this one knows, now and then."""
+        if self._now < self._answered.get(place, -inf) + ANSWER_SECONDS_MIN or place in self._lost:
             return []
         self._answered[place] = self._now
         kinds: dict[str, type[Have] | type[Seal]] = {HAVE_PURPOSE: Have, SEAL_PURPOSE: Seal}
-        facts = [(kinds[purpose], fact) for (purpose, _), fact in self._facts.items() if purpose in kinds]
+        facts = [
+            (kinds[purpose], fact)
+            for (purpose, author), fact in self._facts.items()
+            if purpose in kinds and author != place
+        ]
         return [(self._peers[place], kind(self.id, fact)) for kind, fact in facts]
 
     # Common.
@@ -541,11 +571,11 @@ class Attempt:
         return author
 
     def _is_new(self, purpose: str, author: int, fact: Fact) -> bool:
-        """Return whether this is the author's first; a second that differs proves a lie."""
+        """Return whether this is the author's first; a second that differs proves its author's lie. It says
+        nothing against whoever hands it on."""
         first = self._facts.setdefault((purpose, author), fact)
-        if first.body != fact.body:
-            self.equivocations.append(Equivocation(self._peers[author], purpose, first, fact))
-            raise RemoteProtocolError(f"two {purpose} facts that differ")
+        if first.body != fact.body and (purpose, author) not in self.equivocations:
+            self.equivocations[purpose, author] = Equivocation(self._peers[author], purpose, first, fact)
         return first is fact
 
     def _moved(self, count: int) -> None:

@@ -117,12 +117,12 @@ class Gather:
         part = self.parts.get(place)
         if part is None or place == self._place or body.attempt != self._attempt:
             raise RemoteProtocolError("a seal of a member that reduces nothing, or of another attempt")
-        if body.commit != (self.commit or part.commit or body.commit):
-            raise RemoteProtocolError("a seal under another commit")
 
     def take_seal(self, body: SealBody, place: int) -> None:
-        """Keep a checked seal."""
+        """Keep a checked seal. Raises RemoteProtocolError: it is under another commit."""
         part = self.parts[place]
+        if body.commit != (self.commit or part.commit or body.commit):
+            raise RemoteProtocolError("a seal under another commit")
         part.commit, part.root = body.commit, body.root
 
     def digest(self) -> bytes:

@@ -110,6 +110,14 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     chunks: Annotated[tuple[ChunkNumber, ...], msgspec.Meta(max_length=CHUNKS_ASKED_MAX)] = ()
 
 
+class Holding(msgspec.Struct, frozen=True, array_like=True, tag="holding"):
+    """I hold all parts, and this is the digest of the commit and of their bytes. Its receiver succeeds once
+    all that it can reach hold the same; who holds something else sends the facts that it goes by."""
+
+    attempt: Hash
+    digest: Hash
+
+
 class Withdraw(msgspec.Struct, frozen=True, array_like=True, tag="withdraw"):
     """I take no further part in this attempt: do not wait for me."""
 
@@ -134,7 +142,7 @@ class Opening(msgspec.Struct, frozen=True, array_like=True, tag="opening"):
     attempt: Hash
 
 
-AttemptMessage = Commitment | Have | Seal | Chunk | Ask | Withdraw | Arrived
+AttemptMessage = Commitment | Have | Seal | Chunk | Ask | Holding | Withdraw | Arrived
 Message = AttemptMessage | Opening
 
 

@@ -16,9 +16,9 @@ class Patience:
 
     `scatter_seconds`: for all senders, from the start. `commit_seconds`: for the other owners' have-sets,
     beyond that. `gather_seconds`: for all parts, once the commit is known. `stall_seconds`: for the next
-    chunk of any sender or owner. `ask_seconds`: between questions for what is missing. `linger_seconds`: to
-    hand on what others miss, once done here. `unheard_seconds`: for the first sign of each member, however
-    much it has to send.
+    chunk of any sender or owner. `ask_seconds`: between questions for what is missing, and for the others to
+    say that they hold the same. `linger_seconds`: to hand on what others miss, once done here.
+    `unheard_seconds`: for the first sign of each member, however much it has to send.
     """
 
     scatter_seconds: float = 30.0
@@ -37,6 +37,7 @@ class Reason(StrEnum):
     TOO_FEW = "fewer than two members' tensors arrived everywhere"
     NO_HAVE_SETS = "not all members that reduce said what they hold"
     INCOMPLETE = "not all reduced parts arrived"
+    CONTRADICTED = "a member that reduces signed two results"
     NOT_FINITE = "the mean is not finite"
     ALONE = "nobody else to average with"
     FINISHED = "the others finished without this peer"

@@ -1,5 +1,6 @@
 """The first half of an attempt: what this member sends of its vector, and what it holds of others."""
 
+import numpy as np
 from blake3 import blake3
 
 from crypto.encoding import encode
@@ -10,6 +11,27 @@ from gossip.averaging.group import Group, Owner, is_weight
 from gossip.averaging.messages import Chunk, CommitmentBody, HaveBody, Held, checked_chunk
 from gossip.averaging.parts import Contributed, Incoming, Outgoing, chunk_count
 from gossip.averaging.reduction import Vector
+
+LARGEST = 1e38
+"""Beyond it a lossy codec of float32 has no room to round."""
+
+
+def check_vector(group: Group, place: int, codec: Codec, vector: Vector | None, weight: float) -> None:
+    """Raises ValueError: what the member at `place` cannot contribute."""
+    if (vector is not None) != group.members[place].has_tensors:
+        raise ValueError("a member with tensors averages a vector, and no other does")
+    if vector is None:
+        return
+    if vector.shape != (group.terms.items,) or vector.dtype != group.terms.dtype:
+        raise ValueError(
+            f"want {group.terms.items} of {group.terms.dtype}, not {vector.shape} of {vector.dtype}"
+        )
+    if not is_weight(weight):
+        raise ValueError(f"not a weight: {weight}")
+    if not np.isfinite(vector).all():
+        raise ValueError("the vector holds numbers that are not finite")
+    if not codec.is_exact and max(vector.max(), -vector.min()) > LARGEST:
+        raise ValueError(f"the vector holds numbers beyond {LARGEST}, for a codec of float32")
 
 
 class Scatter:

@@ -80,9 +80,8 @@ def test_two_commitments_of_one_member_are_kept_as_proof() -> None:
     body: CommitmentBody = decode(true.body, CommitmentBody, bytes_max=10_000)
     other = HashSigner(peer_of(0)).sign(COMMITMENT_PURPOSE, encode(msgspec.structs.replace(body, weight=3.0)))
     victim.attempts[1].receive(0.0, peer_of(0), Commitment(victim.attempts[1].id, true))
-    with suppress(RemoteProtocolError):
-        victim.attempts[1].receive(0.0, peer_of(0), Commitment(victim.attempts[1].id, other))
-    proof = victim.attempts[1].equivocations[0]
+    victim.attempts[1].receive(0.0, peer_of(0), Commitment(victim.attempts[1].id, other))
+    (proof,) = victim.attempts[1].equivocations.values()
     assert (proof.author, proof.first, proof.second) == (peer_of(0), true, other)
 
 

@@ -154,7 +154,7 @@ def test_without_liars_a_rule_is_near_the_mean(rule: Rule) -> None:
 
 @pytest.mark.parametrize("rule", ROBUST)
 def test_vectors_of_which_most_are_equal_give_that_vector(rule: Rule) -> None:
-    vectors = np.tile(np.float32([0.1, -3.7, 1e-20]), (9, 1))
+    vectors = np.tile(np.array([0.1, -3.7, 1e-20], np.float32), (9, 1))
     vectors[8] = 5.0
     np.testing.assert_array_equal(rule(vectors, np.ones(9), 2), vectors[0])
 

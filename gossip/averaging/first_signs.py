@@ -1,0 +1,37 @@
+"""The time at which each member of an attempt was first heard, and how long to wait for the others."""
+
+from collections.abc import Collection, Sequence
+from math import inf
+
+UNHEARD_FACTOR = 4.0
+"""Where this machine or the network is slow, a member gets so many times what most took to be heard."""
+
+
+class FirstSigns:
+    """`others` are the places of the other members; each has `seconds_min` at least."""
+
+    def __init__(self, others: Sequence[int], seconds_min: float, begun_at: float) -> None:
+        self._others = others
+        self._seconds_min = seconds_min
+        self._heard: dict[int, float] = {}
+        self.begun_at = begun_at
+
+    def note(self, place: int, now: float) -> None:
+        """This member was heard."""
+        self._heard.setdefault(place, now)
+
+    def has(self, place: int) -> bool:
+        """Return whether this member was ever heard."""
+        return place in self._heard
+
+    def missing(self, lost: Collection[int]) -> list[int]:
+        """The members, without the lost ones, of which nothing was heard."""
+        return [place for place in self._others if place not in self._heard and place not in lost]
+
+    def until(self, lost: Collection[int]) -> float:
+        """When to wait no longer for those; inf where there is none."""
+        if not self.missing(lost):
+            return inf
+        delays = sorted(self._heard.values())[: len(self._others) // 2 + 1]
+        usual = delays[-1] - self.begun_at if delays else 0.0
+        return self.begun_at + max(self._seconds_min, UNHEARD_FACTOR * usual)

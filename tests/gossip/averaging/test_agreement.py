@@ -1,0 +1,132 @@
+"""Success means that the others hold the same bytes: an owner that signs two results is proved to lie."""
+
+import msgspec
+import numpy as np
+import pytest
+from blake3 import blake3
+
+from crypto.encoding import decode, encode
+from crypto.identity import PeerId
+from gossip.averaging.attempt import Attempt
+from gossip.averaging.codecs import view_of
+from gossip.averaging.messages import (
+    HAVE_PURPOSE,
+    SEAL_PURPOSE,
+    Chunk,
+    Have,
+    HaveBody,
+    Holding,
+    Message,
+    Seal,
+    SealBody,
+    root_of,
+)
+from gossip.averaging.outcome import Averaged, Failed, Reason
+from tests.gossip.averaging.network import PATIENCE, Averaging, group_of, members_of, vectors_of
+from tests.gossip.swarm import HashSigner, peer_of
+
+ITEMS = 4 * 4_096
+LIAR = 0
+LIE = view_of(np.full(ITEMS // 4, 9.0, np.float32))
+
+
+def world_of(count: int = 4, **network: object) -> Averaging:
+    return Averaging(group_of(members_of(count), ITEMS), vectors_of(range(count), ITEMS), **network)  # type: ignore[arg-type]  # its options
+
+
+def seals_twice(sender: int, receiver: int, message: Message) -> Message:
+    """What the liar says to member 1: another reduced part than to all others, under a seal of its own."""
+    if sender != LIAR or receiver != 1:
+        return message
+    match message:
+        case Chunk(phase="gather"):
+            return msgspec.structs.replace(message, data=LIE, checksum=blake3(LIE).digest())
+        case Seal(fact=fact) if fact.author == peer_of(LIAR):
+            body: SealBody = decode(fact.body, SealBody, bytes_max=10_000)
+            lie = msgspec.structs.replace(body, root=root_of([blake3(LIE).digest()]))
+            return Seal(message.attempt, HashSigner(peer_of(LIAR)).sign(SEAL_PURPOSE, encode(lie)))
+        case Holding():
+            return Holding(message.attempt, bytes(32))
+    return message
+
+
+def claims_two_sets(sender: int, receiver: int, message: Message) -> Message:
+    """What the liar says to member 1: that it did not get member 3's part."""
+    if (
+        sender == LIAR
+        and receiver == 1
+        and isinstance(message, Have)
+        and message.fact.author == peer_of(LIAR)
+    ):
+        body: HaveBody = decode(message.fact.body, HaveBody, bytes_max=10_000)
+        lie = HaveBody(body.attempt, tuple(held for held in body.held if held.place != 3))
+        return Have(message.attempt, HashSigner(peer_of(LIAR)).sign(HAVE_PURPOSE, encode(lie)))
+    return message
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_nobody_succeeds_with_other_bytes_when_an_owner_seals_twice(seed: int) -> None:
+    world = world_of(seed=seed)
+    world.tamper = seals_twice
+    world.start()
+    world.run()
+    honest = [world.results[number] for number in range(1, 4)]
+    assert len({each.vector.tobytes() for each in honest if isinstance(each, Averaged)}) <= 1
+    assert honest[0] == Failed(Reason.CONTRADICTED, (peer_of(LIAR),))
+    for number in range(1, 4):
+        (proof,) = world.attempts[number].equivocations.values()
+        assert (proof.author, proof.purpose) == (peer_of(LIAR), SEAL_PURPOSE)
+        assert proof.first.body != proof.second.body
+    assert not any("differ" in reason for _, reason in world.refusals), "who hands a proof on is no liar"
+
+
+def test_two_have_sets_of_one_owner_fail_the_attempt_and_prove_it() -> None:
+    world = world_of()
+    world.tamper = claims_two_sets
+    world.start()
+    world.run()
+    honest = [world.results[number] for number in range(1, 4)]
+    assert len({each.vector.tobytes() for each in honest if isinstance(each, Averaged)}) <= 1
+    assert honest[0] == Failed(Reason.CONTRADICTED, (peer_of(LIAR),))
+    assert world.attempts[1].equivocations[HAVE_PURPOSE, 0].author == peer_of(LIAR)
+
+
+@pytest.mark.parametrize("says", ["nothing", "something else"])
+def test_a_word_without_proof_costs_others_a_moment_and_no_result(says: str) -> None:
+    world = world_of()
+
+    def tamper(sender: int, _receiver: int, message: Message) -> Message:
+        if sender == LIAR and isinstance(message, Holding):
+            return Holding(bytes(32) if says == "nothing" else message.attempt, bytes(32))
+        return message
+
+    world.tamper = tamper
+    world.start()
+    over: dict[int, float] = {}
+    world.hooks.append(lambda: over.update({n: over.get(n, world.now) for n in world.successes}))
+    world.run()
+    assert set(world.successes) == {0, 1, 2, 3}
+    assert len({each.digest for each in world.successes.values()}) == 1
+    assert max(over.values()) < 0.5 + PATIENCE.ask_seconds
+    assert all(world.attempts[number].undeclared == (peer_of(LIAR),) for number in range(1, 4))
+
+
+def test_members_that_said_nothing_last_time_are_not_waited_for() -> None:
+    def seconds(*silent: int) -> float:
+        world = world_of()
+        for number, member in enumerate(world.group.members):
+            signer = HashSigner(PeerId(member.peer))
+            vector = vectors_of(range(4), ITEMS)[number]
+            others = [peer_of(other) for other in silent]
+            made = Attempt(signer, world.group, vector, 1.0, 0.0, PATIENCE, silent=others)
+            world.attempts[number] = made
+        world.tamper = lambda sender, _, message: (
+            Holding(bytes(32), bytes(32)) if sender == LIAR and isinstance(message, Holding) else message
+        )
+        world.start()
+        over: dict[int, float] = {}
+        world.hooks.append(lambda: over.update({n: over.get(n, world.now) for n in world.successes}))
+        world.run()
+        return max(over[number] for number in range(1, 4))
+
+    assert seconds(LIAR) < seconds() - 0.5 * PATIENCE.ask_seconds
