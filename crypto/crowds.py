@@ -6,8 +6,13 @@ made at the expense of the greediest source. Only among equal sources does the n
 network of many honest peers looks like one owner of many addresses.
 """
 
+import ipaddress
 from collections.abc import Collection, Hashable
+from functools import lru_cache
 from typing import Generic, TypeVar
+
+SOURCES_MAX = 4_096
+"""Sources of which it is remembered whether they are local."""
 
 Member = TypeVar("Member", bound=Hashable)
 
@@ -19,6 +24,23 @@ handed out."""
 def network_of(source: bytes) -> bytes:
     """The network that a source is in; a source of another kind is a network by itself."""
     return source[: _NETWORK_BYTES.get(len(source), len(source))]
+
+
+_LOCAL = tuple(
+    ipaddress.ip_network(text)
+    for text in ("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12",
+                 "192.168.0.0/16", "::/64", "fc00::/7", "fe80::/10")
+)  # fmt: skip
+"""Addresses of this machine and of local networks, which nobody can hand out in numbers from outside."""
+
+
+@lru_cache(maxsize=SOURCES_MAX)
+def is_local(source: bytes) -> bool:
+    """Return whether a source is this machine or on a local network; one of another kind is not."""
+    if len(source) not in _NETWORK_BYTES:
+        return False
+    address = ipaddress.ip_address(source if len(source) == 4 else source + bytes(8))
+    return any(address in network for network in _LOCAL if network.version == address.version)
 
 
 class Groups(Generic[Member]):

@@ -18,6 +18,7 @@ import trio
 from crypto.contact import Address
 from crypto.identity import PeerId
 from crypto.noise import Data
+from crypto.registers import Budget
 from partition.codec import Codec
 from partition.codecs.choice import Cost
 
@@ -119,6 +120,20 @@ class StreamLimits:
     streams_per_peer_max: int = 16
     """The streams of one peer at once; one more is refused as busy. A request or two of each task that has to
     do with the other side."""
+    streams_max: int = 256
+    """The streams of all peers at once: half of the connections that a node takes, so that what is held open
+    of one protocol leaves room for the others."""
+    patience_seconds: float = 10.0
+    """How long a peer that has completed something here may move nothing, in either direction, before its
+    stream makes room for another that needs it. A stranger has `crypto.registers.STRANGER_PATIENCE_SECONDS`;
+    while nobody needs the room a stream may be silent for as long as its handler lets it."""
+
+    @property
+    def budget(self) -> Budget:
+        """The budget of a protocol. One network, unless it is a local one, gets half of the streams."""
+        return Budget(
+            self.streams_max, self.streams_per_peer_max, max(1, self.streams_max // 2), self.patience_seconds
+        )
 
 
 USUAL_STREAMS = StreamLimits()

@@ -53,7 +53,7 @@ from sim.network.single_homed import SingleHomed
 from sim.network.sizes import Traffic, envelope_bytes
 from sim.seeds import seeded_entropy, seeded_rng
 from sim.storage import MemoryStorage
-from sim.streams import Line, SimStream, stream_pair
+from sim.streams import Line, SimStream, admit, stream_pair
 from sim.wakeup import Alarm
 
 EPOCH_SECONDS = 1_800_000_000.0
@@ -277,7 +277,7 @@ class SimNetwork(SingleHomed):
         self._inboxes: dict[str, SimInbox] = {}
         self._senders: dict[str, Sender] = {}
         self._held: list[tuple[PeerId, str, bytes, bool]] = []
-        self._handlers = Handlers()
+        self._handlers: Handlers[SimStream] = Handlers()
         self._known: dict[PeerId, None] = {}
         self._impostors: dict[PeerId, PeerId] = {}
         self._streams: dict[SimStream, bool] = {}  # whether the other side opened it
@@ -476,10 +476,8 @@ class SimNetwork(SingleHomed):
         if not self.alive or target._nursery is None or chosen is None:
             target._counters["streams_refused_protocol"] += 1
             raise Unreachable("refused", f"{short_peer(peer)} does not speak {' or '.join(names)}")
-        if not target._handlers.enter(self._peer, chosen):
-            target._counters["streams_refused_busy"] += 1
-            raise Unreachable("refused", f"{short_peer(peer)} has too many streams of ours open")
         near, far = self._join(target, chosen)
+        admit(target._handlers.register, peer, far, target._counters)
         near.message_bytes_max = message_bytes_max
         far.message_bytes_max = target._handlers.message_bytes_max(chosen)
         self._add(near, is_served=False)
@@ -594,10 +592,12 @@ class SimNetwork(SingleHomed):
 
     async def _serve(self, handler: Handler, stream: SimStream) -> None:
         try:
-            if not await serve(handler, stream, self._counters):
+            if await serve(handler, stream, self._counters):
+                self._handlers.register.credit(stream)
+            else:
                 stream.close(is_cut=True)
         finally:
-            self._handlers.leave(stream.peer, stream.protocol)
+            self._handlers.register.leave(stream)
             self._streams.pop(stream, None)
             stream.close()
 

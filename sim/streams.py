@@ -14,16 +14,18 @@ peer itself sends, takes and closes nothing before the thaw.
 """
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 import trio
 
 from crypto.contact import Address
 from crypto.errors import LocalProtocolError
-from crypto.identity import PeerId
+from crypto.identity import PeerId, short_peer
 from crypto.noise import Data
-from node.errors import StreamClosed, StreamEnded
+from crypto.registers import Register, Silence
+from crypto.token_buckets import prefix_of
+from node.errors import StreamClosed, StreamEnded, Unreachable
 from node.locks import Turn
 from node.transport.records import MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX
 from sim.executor import stand_still
@@ -249,6 +251,12 @@ class SimStream:
         """Is called where the other side breaks the protocol."""
         self.is_stalled = False
         self.stalls = 0
+        self._silence = Silence()
+
+    @property
+    def silent_since(self) -> float:
+        """Since when the other side has moved nothing that is awaited: see `crypto.registers.PlaceHolder`."""
+        return self._silence.since
 
     @property
     def peer(self) -> PeerId:
@@ -266,7 +274,11 @@ class SimStream:
                 f" {MESSAGE_BYTES_MAX} and {PAYLOAD_BYTES_MAX} allowed"
             )
         self._check_open()
-        await self._outgoing.put(bytes(message), whole)
+        self._silence.begin(_now())
+        try:
+            await self._outgoing.put(bytes(message), whole)
+        finally:
+            self._silence.end(_now())
         self._count(math.ceil((len(message) + len(whole)) * STREAM_OVERHEAD))
 
     async def receive(self) -> bytes:
@@ -275,9 +287,11 @@ class SimStream:
 
     async def receive_with_payload(self, payload_bytes_max: int) -> tuple[bytes, memoryview]:
         await self._receiving.take()
+        self._silence.begin(_now())
         try:
             message, payload = await self._incoming.get()
         finally:
+            self._silence.end(_now())
             self._receiving.give()
         if len(message) > self.message_bytes_max or len(payload) > payload_bytes_max:
             self.close(is_cut=True)
@@ -325,6 +339,22 @@ class SimStream:
         self.is_stalled = False
         self._incoming.resume()
         self._outgoing.resume()
+
+
+def admit(register: Register[SimStream], at: PeerId, stream: SimStream, counters: Counter[str]) -> None:
+    """Have the peer `at` serve a stream that another opens; the silent make room for it. Raises
+    Unreachable."""
+    now = _now()
+    host = stream.source.host if stream.source is not None else ""
+    evicted = register.admit(now, stream, stream.peer, prefix_of(host) if host else b"")
+    more = None if evicted is None else register.enter(now, stream, stream.protocol)
+    for each in (*(evicted or ()), *(more or ())):
+        counters["connections_displaced"] += 1
+        each.close(is_cut=True)
+    if more is None:
+        register.leave(stream)
+        counters["streams_refused_busy"] += 1
+        raise Unreachable("refused", f"{short_peer(at)} has too many streams of ours open")
 
 
 def stream_pair(

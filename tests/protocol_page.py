@@ -168,8 +168,8 @@ def protocol_lines(protocol: Protocol, known: set[type]) -> Iterator[str]:
         limits = protocol.limits
         yield (
             f"Streams: a message of at most {limits.message_bytes_max:,} bytes from whoever opens one, at"
-            f" most {limits.streams_per_peer_max} streams of one peer at once."
-            + (" A message may have a payload beside it." if protocol.payloads else "")
+            f" most {limits.streams_per_peer_max} streams of one peer at once, and {limits.streams_max}"
+            " of all." + (" A message may have a payload beside it." if protocol.payloads else "")
         )
     else:
         yield "Datagrams, or single messages by a stream where one does not fit a packet."

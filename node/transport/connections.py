@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import trio
 
@@ -26,6 +25,7 @@ from node.transport.address_book import AddressBook
 from node.transport.buffer_pool import Pool
 from node.transport.connection_pool import IDLE_SECONDS, IdleConnections
 from node.transport.half_open import HalfOpenQueue
+from node.transport.handlers import INBOUND_PER_PEER_MAX
 from node.transport.handshake import HANDSHAKE_SECONDS, Credentials, accept, dial
 from node.transport.pace import Paces
 from node.transport.racing import ATTEMPT_DELAY_SECONDS, race
@@ -34,12 +34,6 @@ from node.transport.sockets import address_of
 from node.transport.streams import SecureStream
 from node.transport.tcp import Connection, ReassemblyBudget
 
-INBOUND_MAX = 512
-"""Connections from others at once; each in use costs a buffer of up to 128 KiB. When all are taken, who comes
-takes one from the source that has most, if its own has fewer: in an open swarm anybody has as many peer ids
-as he likes, but not as many addresses."""
-INBOUND_PER_PEER_MAX = 64
-"""So that one peer cannot take them all; a busy neighbour in a run has a dozen open."""
 REFUSALS_MAX = 16
 """Wrong questions in a row on one connection: more than a peer of another version has protocols to try."""
 OPEN_SECONDS = 20.0
@@ -103,10 +97,7 @@ class Connections:
         # Served ones that wait for another hello, the longest first.
         self._waiting: dict[Connection, None] = {}
         self._doorway = HalfOpenQueue[PendingConnection]()
-        # Those that came in, with their source, the newest last.
-        self._inbound: dict[Connection, bytes] = {}
-        self._inbound_by_peer: Counter[PeerId] = Counter()
-        self._inbound_by_source: Counter[bytes] = Counter()
+        self._inbound = router.register
         self._leaving: trio.Event | None = None
         self._nursery: trio.Nursery | None = None
 
@@ -317,10 +308,7 @@ class Connections:
         self._open.pop(connection, None)
         self._waiting.pop(connection, None)
         self._idle.forget(connection)
-        source = self._inbound.pop(connection, None)
-        if source is not None:
-            _take_one(self._inbound_by_peer, connection.peer)
-            _take_one(self._inbound_by_source, source)
+        self._inbound.leave(connection)
 
     def _closed(self, stream: SecureStream) -> None:
         """A stream that was opened here was closed here."""
@@ -397,42 +385,28 @@ class Connections:
         return None
 
     def _has_room(self, source: bytes) -> bool:
-        """Return whether one more from there would be let in."""
-        if len(self._inbound) < INBOUND_MAX or self._waiting:
-            return True
-        most = max(self._inbound_by_source.values())
-        return self._inbound_by_source[source] + 1 < most
+        """Return whether a peer from there would be let in."""
+        return self._inbound.has_room(trio.current_time(), source)
 
     def _enter(self, connection: Connection, source: bytes) -> Connection | None:
         """Count it in, and make room for it where there is none; None if there is none to be made."""
-        if not self._has_room(source):
+        evicted = self._inbound.admit(trio.current_time(), connection, connection.peer, source)
+        if evicted is None:
             self._counters["connections_over_limit"] += 1
             connection.end("there is no room")
             return None
-        if len(self._inbound) >= INBOUND_MAX:
-            self._make_room(next(iter(self._waiting), None) or self._newest_of_most())
-        self._inbound[connection] = source
-        self._inbound_by_source[source] += 1
-        self._inbound_by_peer[connection.peer] += 1
+        for each in evicted:
+            self._router.evict(each)
         return connection
 
-    def _newest_of_most(self) -> Connection:
-        """Return the newest connection of the source that has most of them here: a crowd has come since there
-        was little room, an old connection works."""
-        most = max(self._inbound_by_source, key=self._inbound_by_source.__getitem__)
-        return next(each for each in reversed(self._inbound) if self._inbound[each] == most)
-
-    def _make_room(self, leaving: Connection | None) -> None:
-        """End one, preferably one that waits for another hello; its opener will dial again if it has one."""
-        if leaving is not None:
-            self._counters["connections_displaced"] += 1
-            leaving.end("others need the room")
-
     async def _serve_peer(self, connection: Connection) -> None:
-        by_peer, peer = self._inbound_by_peer, connection.peer
-        if by_peer[peer] > INBOUND_PER_PEER_MAX:
-            self._make_room(next((each for each in self._waiting if each.peer == peer), None))
-        busy = by_peer[peer] > INBOUND_PER_PEER_MAX
+        peer = connection.peer
+        if self._inbound.count(peer) > INBOUND_PER_PEER_MAX:
+            # One that waits for another hello makes room: its opener dials again if it has one.
+            spare = next((each for each in self._waiting if each.peer == peer), None)
+            if spare is not None:
+                self._router.evict(spare)
+        busy = self._inbound.count(peer) > INBOUND_PER_PEER_MAX
         try:
             refusals = 0
             for number in itertools.count():
@@ -453,6 +427,7 @@ class Connections:
         if not is_first:
             seconds = INBOUND_IDLE_SECONDS
             connection.release()
+            connection.is_spare = True
             self._waiting[connection] = None
         try:
             with trio.fail_after(seconds):
@@ -465,6 +440,7 @@ class Connections:
             self._counters["hellos_refused"] += is_first
             connection.end("no hello came")
         finally:
+            connection.is_spare = False
             self._waiting.pop(connection, None)
         return None
 
@@ -481,12 +457,8 @@ class Connections:
         finally:
             stream.close()
         is_free = await stream.finish()
+        if is_free:
+            self._inbound.credit(connection)
         if connection.why is None:
             self._open[connection] = None
         return is_free and self._is_staying
-
-
-def _take_one(counts: "Counter[Any]", key: object) -> None:
-    counts[key] -= 1
-    if not counts[key]:
-        del counts[key]

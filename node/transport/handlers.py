@@ -1,17 +1,33 @@
 """Which protocols are served on streams, by what, and how much of each one peer may ask for. No I/O.
 
-The real network and the simulated one count by it, so they refuse the same.
+Every stream that another peer opens has a place in one register (`crypto.registers`): a peer, a network, a
+protocol and all together have budgets, and a silent stream makes room for one that is needed. The real
+network and the simulated one count by it, so they refuse and evict the same.
 """
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 from crypto.errors import LocalProtocolError, RemoteProtocolError
-from crypto.identity import PeerId
 from crypto.protocols import protocol_bytes
+from crypto.registers import Budget, PlaceHolder, Register
 from node.containment import contain
 from node.errors import StreamClosed, Unreachable
 from node.seams import Handler, Stream, StreamLimits
+
+INBOUND_MAX = 512
+"""Connections from others at once; each in use costs a buffer of up to 128 KiB."""
+INBOUND_PER_PEER_MAX = 64
+"""So that one peer cannot take them all; a busy neighbour in a run has a dozen open."""
+INBOUND_PER_NETWORK_MAX = INBOUND_MAX // 2
+"""So that an owner of many addresses, or many peers behind one, leave room for others."""
+PATIENCE_SECONDS = 10.0
+"""How long a connection with a known peer may carry nothing before it makes room for another."""
+INBOUND = Budget(INBOUND_MAX, INBOUND_PER_PEER_MAX + 1, INBOUND_PER_NETWORK_MAX, PATIENCE_SECONDS)
+"""One more for each peer than it may use: on the last it is told that it has too many."""
+
+H = TypeVar("H", bound=PlaceHolder)
 
 
 async def serve(handler: Handler, stream: Stream, counters: Counter[str]) -> bool:
@@ -31,15 +47,21 @@ async def serve(handler: Handler, stream: Stream, counters: Counter[str]) -> boo
     return part.error is None
 
 
-class Handlers:
-    """Handlers by the name of their protocol, and how many streams of each every peer has open here."""
+class Handlers(Generic[H]):
+    """Handlers by the name of their protocol, and the register of those that have streams open here, or may
+    open one: in the real network a connection, in the simulated one a stream."""
 
     def __init__(self) -> None:
         self._handlers: dict[str, tuple[Handler, StreamLimits]] = {}
-        self._open: Counter[tuple[PeerId, str]] = Counter()
+        self.register: Register[H] = Register(INBOUND)
 
     def __contains__(self, protocol: object) -> bool:
         return protocol in self._handlers
+
+    @property
+    def limits(self) -> dict[str, StreamLimits]:
+        """The limits of each protocol that is served."""
+        return {protocol: limits for protocol, (_, limits) in self._handlers.items()}
 
     def add(self, protocol: str, handler: Handler, limits: StreamLimits) -> None:
         """Serve streams of `protocol`; LocalProtocolError if somebody does already."""
@@ -47,6 +69,7 @@ class Handlers:
         if protocol in self._handlers:
             raise LocalProtocolError(f"{protocol} has a handler already")
         self._handlers[protocol] = handler, limits
+        self.register.open(protocol, limits.budget)
 
     def of(self, protocol: str) -> Handler:
         """Return what serves it."""
@@ -59,18 +82,3 @@ class Handlers:
     def first_of(self, names: Sequence[str]) -> str | None:
         """The first name that is served here."""
         return next((name for name in names if name in self._handlers), None)
-
-    def enter(self, peer: PeerId, protocol: str) -> bool:
-        """Count one more stream of a peer; False where it has as many as it may. Each needs a `leave`."""
-        place = peer, protocol
-        if self._open[place] >= self._handlers[protocol][1].streams_per_peer_max:
-            return False
-        self._open[place] += 1
-        return True
-
-    def leave(self, peer: PeerId, protocol: str) -> None:
-        """One of them is over."""
-        place = peer, protocol
-        self._open[place] -= 1
-        if self._open[place] <= 0:
-            del self._open[place]  # a stranger's name is not kept

@@ -16,6 +16,7 @@ from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, short_peer
 from crypto.protocols import PROTOCOL_BYTES_MAX, protocol_bytes
+from crypto.registers import Register
 from crypto.sessions.packets import payload_bytes_max
 from dht.work import WORK_BITS_MAX, has_work, work_of
 from node.errors import StreamClosed, Unreachable
@@ -122,9 +123,7 @@ class Router:
     def __init__(self, counters: Counter[str], work_bits: int = 0) -> None:
         self._counters = counters
         self._work_bits = work_bits
-        self._handlers = Handlers()
-        # Connections whose opener was promised a stream, and of what protocol.
-        self._promised: dict[Connection, str] = {}
+        self._handlers: Handlers[Connection] = Handlers()
         self._inboxes: dict[str, QueueInbox] = {}
         self.alarm = Alarm()
         self.streamed: Callable[[PeerId], None] | None = None
@@ -188,18 +187,26 @@ class Router:
         finally:
             self.forget(stream.connection)
 
+    @property
+    def register(self) -> Register[Connection]:
+        """The connections that came in, and which protocol each serves now."""
+        return self._handlers.register
+
     def forget(self, connection: Connection) -> None:
         """No stream is served on it, whatever was promised. May be repeated."""
-        protocol = self._promised.pop(connection, None)
-        if protocol is not None:
-            self._handlers.leave(connection.peer, protocol)
+        self.register.step_back(connection)
 
     def _promise(self, connection: Connection, protocol: str) -> bool:
-        """Return whether its peer may have one more stream of this protocol."""
-        if not self._handlers.enter(connection.peer, protocol):
-            return False
-        self._promised[connection] = protocol
-        return True
+        """Return whether its peer may have one more stream of this protocol; the silent make room for it."""
+        evicted = self.register.enter(trio.current_time(), connection, protocol)
+        for each in evicted or ():
+            self.evict(each)
+        return evicted is not None
+
+    def evict(self, connection: Connection) -> None:
+        """End a connection that has lost its place to another."""
+        self._counters["connections_displaced"] += 1
+        connection.end("others need the room")
 
     async def take_one_shot(self, connection: Connection, protocol: str) -> bool:
         """Take the one message that a hello has announced; False if it did not come."""

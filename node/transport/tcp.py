@@ -10,12 +10,14 @@ import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from math import inf
 
 import trio
 
 from crypto.contact import Address
 from crypto.errors import RemoteProtocolError
 from crypto.noise import Data, Session
+from crypto.registers import Silence
 from node.errors import StreamClosed
 from node.forks import keep_from_children
 from node.transport.buffer_pool import Pool
@@ -112,11 +114,20 @@ class Connection:
         self._is_woken = False
         self._stalls_at = 0.0
         self._owed = b""
+        self._silence = Silence()
+        self.is_spare = False
+        """Whether it waits between two conversations that its peer has begun."""
 
     @property
     def inside(self) -> bool:
         """Whether part of a message has come."""
         return self._reader.inside
+
+    @property
+    def silent_since(self) -> float:
+        """Since when its peer has moved nothing that is awaited, in either direction: see
+        `crypto.registers.PlaceHolder`."""
+        return -inf if self.is_spare else self._silence.since
 
     @property
     def source(self) -> Address | None:
@@ -197,6 +208,8 @@ class Connection:
                 sent = self._socket.send(data)
             except BlockingIOError:
                 sent = 0
+            if sent:
+                self._silence.moved(trio.current_time())
             if sent == len(data):
                 return
             data = data[sent:]
@@ -321,12 +334,15 @@ class Connection:
     async def _wait(self, ready: Callable[[socket.socket], Awaitable[None]]) -> bool:
         """Until the socket is ready; False after `wake`."""
         self._calls = 0
+        self._silence.begin(trio.current_time())
         try:
             await ready(self._socket)
         except trio.ClosedResourceError:
             if self.why is not None:
                 raise
             return False
+        finally:
+            self._silence.end(trio.current_time())
         return True
 
     async def _rest(self) -> None:

@@ -16,7 +16,7 @@ from crypto.noise import preferred
 from node.errors import StreamClosed, Unreachable, WrongPeer
 from node.seams import Stream, StreamLimits
 from node.transport import handshake, tcp
-from node.transport.connections import INBOUND_PER_PEER_MAX
+from node.transport.handlers import INBOUND_PER_PEER_MAX
 from node.transport.records import MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX, RECORD_PLAIN_BYTES_MAX
 from node.transport.streams import SecureStream
 from tests.node.nets import (
@@ -337,7 +337,7 @@ async def test_one_peer_cannot_take_all_the_streams() -> None:
             await alice.open(bob.peer, BULK)
         for stream in streams:
             await stream.aclose()
-        await until(lambda: bob._connections._inbound_by_peer[alice.peer] < INBOUND_PER_PEER_MAX)
+        await until(lambda: bob._connections._inbound.count(alice.peer) < INBOUND_PER_PEER_MAX)
         await (await alice.open(bob.peer, BULK)).aclose()
 
 

@@ -1,0 +1,286 @@
+"""A register of all who hold one of a bounded number of places: a connection, a stream, a link, a row of a
+queue. Pure.
+
+After libp2p's resource manager there are budgets for each peer, each network and each protocol, and for all
+together. Unlike there, a full budget does not simply refuse: room is made at the expense of those that hold a
+place and move nothing. The order of eviction: strangers before peers that have completed something, the
+greediest source first, then the greediest peer, and of these the one that has been silent for longest. Where
+nobody is silent, a source or a peer with fewer places takes one of the greediest; a peer without any takes
+that of a stranger that is slow.
+
+The budget per network (/24 of IPv4, /48 of IPv6) does not count machines of a local network or this one: many
+honest peers there look like one owner of many addresses.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from math import inf
+from typing import Generic, Protocol, TypeVar
+
+from crypto.crowds import Crowd, is_local, network_of
+
+STRANGER_PATIENCE_SECONDS = 1.5
+"""A peer that has completed nothing here yet may be silent for so long before it makes room: an honest call
+takes some round trips, and one that waits for this is to be answered within two seconds."""
+SLOW_SECONDS = 0.3
+"""Where nobody else is to go, a stranger that has been silent for this long makes room for a peer without a
+place: longer than a round trip, short beside the two seconds in which a caller is to be answered."""
+KNOWN_MAX = 4_096
+"""Peers that have completed something; of more, those of the greediest source are forgotten."""
+
+
+class Silence:
+    """Since when a peer has moved nothing that this node waits for. `since` is inf while nothing is awaited:
+    what this node has to do itself is no silence of the peer's."""
+
+    __slots__ = ("_waits", "since")
+
+    def __init__(self) -> None:
+        self.since = inf
+        self._waits = 0
+
+    def begin(self, now: float) -> None:
+        """Wait for the peer. Several may, and each ends."""
+        self._waits += 1
+        if self._waits == 1:
+            self.since = now
+
+    def end(self, now: float) -> None:
+        """One wait is over: the peer has moved something."""
+        self._waits -= 1
+        self.since = now if self._waits else inf
+
+    def moved(self, now: float) -> None:
+        """Note that bytes went either way."""
+        if self._waits:
+            self.since = now
+
+
+class PlaceHolder(Protocol):
+    """The holder of a place, and how long it has moved nothing."""
+
+    @property
+    def silent_since(self) -> float:
+        """Since when it has moved nothing; inf while it is this node's turn, -inf where it wants nothing."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many places there are: `places_max` in all. A holder that has been silent for `patience_seconds`
+    makes room where others need it; a stranger after STRANGER_PATIENCE_SECONDS already."""
+
+    places_max: int
+    per_peer_max: int
+    per_network_max: int
+    patience_seconds: float
+
+
+H = TypeVar("H", bound=PlaceHolder)
+
+
+@dataclass(slots=True)
+class _Row:
+    peer: bytes
+    source: bytes
+    network: bytes
+    scope: str = ""
+
+
+class _Scope(Generic[H]):
+    """The holders of one protocol, or all of them."""
+
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
+        # The newest last.
+        self.rows: dict[H, _Row] = {}
+        self.by_peer: Counter[bytes] = Counter()
+        self.by_source: Counter[bytes] = Counter()
+        self.by_network: Counter[bytes] = Counter()
+
+    def add(self, holder: H, row: _Row) -> None:
+        self.rows[holder] = row
+        self.by_peer[row.peer] += 1
+        self.by_source[row.source] += 1
+        self.by_network[row.network] += 1
+
+    def remove(self, holder: H) -> None:
+        row = self.rows.pop(holder, None)
+        if row is not None:
+            _take_one(self.by_peer, row.peer)
+            _take_one(self.by_source, row.source)
+            _take_one(self.by_network, row.network)
+
+    def greed(self, row: _Row) -> tuple[int, int, int]:
+        """Return how much of the room is taken from where a holder is from, and by its peer."""
+        return self.by_source[row.source], self.by_network[row.network], self.by_peer[row.peer]
+
+
+class Register(Generic[H]):
+    """All holders of one kind. Whoever is evicted is out of the register already; its owner ends it."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._all: _Scope[H] = _Scope(budget)
+        self._scopes: dict[str, _Scope[H]] = {}
+        self._known: Crowd[bytes] = Crowd()
+
+    def __len__(self) -> int:
+        return len(self._all.rows)
+
+    def __contains__(self, holder: object) -> bool:
+        return holder in self._all.rows
+
+    @property
+    def scopes(self) -> Collection[str]:
+        """The names of the protocols that have a budget here."""
+        return self._scopes.keys()
+
+    @property
+    def holders(self) -> Collection[H]:
+        """All who hold a place, the newest last."""
+        return self._all.rows.keys()
+
+    def budget(self, scope: str = "") -> Budget:
+        """Return the budget of a protocol, or of all together."""
+        return self._scope(scope).budget
+
+    def open(self, scope: str, budget: Budget) -> None:
+        """Give a protocol a budget of its own, beside that of all together."""
+        self._scopes[scope] = _Scope(budget)
+
+    def count(self, peer: bytes, scope: str = "") -> int:
+        """Return how many places a peer holds."""
+        return self._scope(scope).by_peer[peer]
+
+    # --- entering and leaving ----------------------------------------------------------------------
+
+    def has_room(self, now: float, source: bytes) -> bool:
+        """Return whether a peer from there that holds nothing yet would be admitted."""
+        return self._make_room(now, self._all, _row(b"", source)) is not None
+
+    def admit(self, now: float, holder: H, peer: bytes, source: bytes) -> tuple[H, ...] | None:
+        """Give a place to a holder; return those that have lost theirs for it, None where it gets none."""
+        return self._admit(now, holder, _row(peer, source), self._all)
+
+    def enter(self, now: float, holder: H, scope: str) -> tuple[H, ...] | None:
+        """Give a holder that has a place one of a protocol too; as `admit`. It is in one protocol at once."""
+        row = self._all.rows[holder]
+        self.step_back(holder)
+        evicted = self._admit(now, holder, row, self._scopes[scope])
+        if evicted is not None:
+            row.scope = scope
+        return evicted
+
+    def step_back(self, holder: H) -> None:
+        """It has left its protocol, and keeps its place among all."""
+        row = self._all.rows.get(holder)
+        if row is not None and row.scope:
+            self._scopes[row.scope].remove(holder)
+            row.scope = ""
+
+    def leave(self, holder: H) -> None:
+        """It gives up its place, or has lost it already."""
+        self.step_back(holder)
+        self._all.remove(holder)
+
+    def credit(self, holder: H) -> None:
+        """The peer of a holder has completed something here: from now on strangers make room before it."""
+        row = self._all.rows.get(holder)
+        if row is None or row.peer in self._known:
+            return
+        if len(self._known) >= KNOWN_MAX:
+            crowd = self._known.greedier(row.source) or self._known.equals(row.source)
+            self._known.remove(next(iter(crowd)))
+        self._known.add(row.peer, row.source)
+
+    def is_known(self, peer: bytes) -> bool:
+        """Return whether a peer has completed something here."""
+        return peer in self._known
+
+    # --- inside ------------------------------------------------------------------------------------
+
+    def _scope(self, name: str) -> _Scope[H]:
+        return self._scopes[name] if name else self._all
+
+    def _admit(self, now: float, holder: H, row: _Row, scope: _Scope[H]) -> tuple[H, ...] | None:
+        evicted = self._make_room(now, scope, row)
+        if evicted is None:
+            return None
+        for each in evicted:
+            self.leave(each)
+        scope.add(holder, row)
+        return evicted
+
+    def _make_room(self, now: float, scope: _Scope[H], new: _Row) -> tuple[H, ...] | None:
+        """Return who is to go for one more, None where it cannot be had."""
+        budget = scope.budget
+        if scope.by_peer[new.peer] >= budget.per_peer_max:
+            own = (each for each, row in scope.rows.items() if row.peer == new.peer)
+        elif not is_local(new.source) and scope.by_network[new.network] >= budget.per_network_max:
+            own = (each for each, row in scope.rows.items() if row.network == new.network)
+        elif len(scope.rows) < budget.places_max:
+            return ()
+        else:
+            found = self._silent(now, scope, scope.rows) or self._greedier(scope, new)
+            found = found or self._slow(now, scope, new)
+            return found or None
+        return self._silent(now, scope, own) or None
+
+    def _silent(self, now: float, scope: _Scope[H], among: Iterable[H]) -> tuple[H, ...]:
+        """Return the one of these that has been silent for too long and is to go first."""
+        found: H | None = None
+        first: tuple[object, ...] = ()
+        for holder in among:
+            row, since = scope.rows[holder], holder.silent_since
+            if now - since < STRANGER_PATIENCE_SECONDS:
+                continue  # nobody is evicted sooner
+            is_known = row.peer in self._known
+            if is_known and now - since < self._scope(row.scope).budget.patience_seconds:
+                continue
+            rank = (is_known, *(-count for count in scope.greed(row)), since)
+            if found is None or rank < first:
+                found, first = holder, rank
+        return () if found is None else (found,)
+
+    def _greedier(self, scope: _Scope[H], new: _Row) -> tuple[H, ...]:
+        """Return the newest holder of the greediest source, else of the greediest peer at the new one's own
+        source, if that has more than the new one would: a crowd has come since there was little room, an old
+        connection works. Names cost nothing, so they count only among those of one source."""
+        most = max(scope.by_source.values())
+        if scope.by_source[new.source] + 1 < most:
+            return _newest(scope, lambda row: scope.by_source[row.source] == most)
+        counts = [scope.by_peer[row.peer] for row in scope.rows.values() if row.source == new.source]
+        of_peer = max(counts, default=0)
+        if scope.by_peer[new.peer] + 1 < of_peer:
+            return _newest(scope, lambda row: row.source == new.source and scope.by_peer[row.peer] == of_peer)
+        return ()
+
+    def _slow(self, now: float, scope: _Scope[H], new: _Row) -> tuple[H, ...]:
+        """Return the stranger, of the new one's own source if that is the greediest, that has been silent for
+        longest, where the new one's peer has no place yet."""
+        if scope.by_peer[new.peer]:
+            return ()
+        most = max(scope.by_source.values())
+        is_own = scope.by_source[new.source] == most
+        among = [
+            (holder.silent_since, number, holder)
+            for number, (holder, row) in enumerate(scope.rows.items())
+            if row.peer not in self._known
+            and now - holder.silent_since >= SLOW_SECONDS
+            and (row.source == new.source if is_own else scope.by_source[row.source] == most)
+        ]
+        return (min(among)[2],) if among else ()
+
+
+def _row(peer: bytes, source: bytes) -> _Row:
+    return _Row(peer, source, source if is_local(source) else network_of(source))
+
+
+def _newest(scope: _Scope[H], fits: Callable[[_Row], bool]) -> tuple[H, ...]:
+    return (next(holder for holder in reversed(scope.rows) if fits(scope.rows[holder])),)
+
+
+def _take_one(counts: Counter[bytes], key: bytes) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]  # a stranger's name is not kept
