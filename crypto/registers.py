@@ -13,7 +13,8 @@ honest peers there look like one owner of many addresses.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
 from typing import Generic, Protocol, TypeVar
@@ -50,6 +51,15 @@ class Silence:
         """One wait is over: the peer has moved something."""
         self._waits -= 1
         self.since = now if self._waits else inf
+
+    @contextmanager
+    def waiting(self, clock: Callable[[], float]) -> Iterator[None]:
+        """Wait for the peer as long as the context lasts; `clock` is asked at its start and end."""
+        self.begin(clock())
+        try:
+            yield
+        finally:
+            self.end(clock())
 
     def moved(self, now: float) -> None:
         """Note that bytes went either way."""
@@ -178,6 +188,13 @@ class Register(Generic[H]):
             self._scopes[row.scope].remove(holder)
             row.scope = ""
 
+    def rename(self, holder: H, peer: bytes) -> None:
+        """It has shown whose it is: its place counts as that peer's. Its protocol's place is not affected."""
+        row = self._all.rows.get(holder)
+        if row is not None:
+            self._all.remove(holder)
+            self._all.add(holder, _Row(peer, row.source, row.network, row.scope))
+
     def leave(self, holder: H) -> None:
         """It gives up its place, or has lost it already."""
         self.step_back(holder)
@@ -245,14 +262,20 @@ class Register(Generic[H]):
     def _greedier(self, scope: _Scope[H], new: _Row) -> tuple[H, ...]:
         """Return the newest holder of the greediest source, else of the greediest peer at the new one's own
         source, if that has more than the new one would: a crowd has come since there was little room, an old
-        connection works. Names cost nothing, so they count only among those of one source."""
+        connection works. Names cost nothing, so they count only among those of one source, and a known peer
+        need not make room for a stranger there."""
         most = max(scope.by_source.values())
         if scope.by_source[new.source] + 1 < most:
             return _newest(scope, lambda row: scope.by_source[row.source] == most)
-        counts = [scope.by_peer[row.peer] for row in scope.rows.values() if row.source == new.source]
-        of_peer = max(counts, default=0)
+        is_known = new.peer in self._known
+
+        def count(row: _Row) -> int:
+            is_safe = row.source != new.source or (row.peer in self._known and not is_known)
+            return 0 if is_safe else scope.by_peer[row.peer]
+
+        of_peer = max(map(count, scope.rows.values()))
         if scope.by_peer[new.peer] + 1 < of_peer:
-            return _newest(scope, lambda row: row.source == new.source and scope.by_peer[row.peer] == of_peer)
+            return _newest(scope, lambda row: count(row) == of_peer)
         return ()
 
     def _slow(self, now: float, scope: _Scope[H], new: _Row) -> tuple[H, ...]:

@@ -7,13 +7,18 @@ and plain values, and is never changed once it has happened. New kinds may be ad
 Long because there is one list of all that can happen.
 """
 
+from typing import ClassVar
+
 import msgspec
 
 from crypto.identity import PeerId
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base: when it happened, by this node's wall clock (unix seconds)."""
+    """Base: when it happened, by this node's wall clock (unix seconds). Fields that are `SECRETS` are shown
+    to the person who started the node, and neither kept nor passed on."""
+
+    SECRETS: ClassVar[tuple[str, ...]] = ()
 
     at: float
 
@@ -487,10 +492,14 @@ class StrangerRefused(Event, frozen=True, kw_only=True):
 
 class PageOpened(Event, frozen=True, kw_only=True):
     """The page of this node is served at `address`, a URL of this machine. `port_wanted` was taken by others
-    where it is not the one in `address`."""
+    where it is not the one in `address`. `link` is the address with the token that the page asks for: for the
+    screen of whoever started the node, and for nothing that is kept or passed on."""
+
+    SECRETS: ClassVar[tuple[str, ...]] = ("link",)
 
     address: str
     port_wanted: int
+    link: str = ""
 
 
 class AlertRaised(Event, frozen=True, kw_only=True):

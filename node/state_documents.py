@@ -168,16 +168,22 @@ def event_document(event: events.Event) -> dict[str, Any]:
     """Any event as JSON: its class name, its time, and its fields, peers as text.
 
     Where `step` is the one that is meant, counted from 0, and not how many are done, `step_number` is the
-    same counted from 1, as screens show it.
+    same counted from 1, as screens show it. `SECRETS` of an event are left out.
     """
     document: dict[str, Any] = {"kind": type(event).__name__}
     for name in event.__struct_fields__:
-        document[name] = _plain(getattr(event, name))
+        if name not in event.SECRETS:
+            document[name] = _plain(getattr(event, name))
     if isinstance(event, events.StepCommitted | events.ReplicaDropped | events.RunResumed):
         document["step_number"] = event.step + 1
     document["at"] = rfc3339(event.at)
     document["at_seconds"] = event.at
     return document
+
+
+def screen_document(event: events.Event) -> dict[str, Any]:
+    """Any event as the screen of the person who started the node shows it, with its secrets."""
+    return event_document(event) | {name: getattr(event, name) for name in event.SECRETS}
 
 
 def _plain(value: Any) -> Any:

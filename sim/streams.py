@@ -274,11 +274,8 @@ class SimStream:
                 f" {MESSAGE_BYTES_MAX} and {PAYLOAD_BYTES_MAX} allowed"
             )
         self._check_open()
-        self._silence.begin(_now())
-        try:
+        with self._silence.waiting(_now):
             await self._outgoing.put(bytes(message), whole)
-        finally:
-            self._silence.end(_now())
         self._count(math.ceil((len(message) + len(whole)) * STREAM_OVERHEAD))
 
     async def receive(self) -> bytes:
@@ -287,11 +284,10 @@ class SimStream:
 
     async def receive_with_payload(self, payload_bytes_max: int) -> tuple[bytes, memoryview]:
         await self._receiving.take()
-        self._silence.begin(_now())
         try:
-            message, payload = await self._incoming.get()
+            with self._silence.waiting(_now):
+                message, payload = await self._incoming.get()
         finally:
-            self._silence.end(_now())
             self._receiving.give()
         if len(message) > self.message_bytes_max or len(payload) > payload_bytes_max:
             self.close(is_cut=True)

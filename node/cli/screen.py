@@ -120,7 +120,7 @@ class EventScreen:
         port = event["address"].rpartition(":")[2]
         wanted = event["port_wanted"]
         note = f"   (port {wanted} was taken)" if wanted not in (0, int(port)) else ""
-        return [labelled("dashboard", event["address"] + note)]
+        return [labelled("dashboard", (event.get("link") or event["address"]) + note)]
 
     def _measured(self, event: Event) -> list[str]:
         self._capacity = event

@@ -42,7 +42,7 @@ def start(flags: Mapping[str, Any], *, require_join: str | None, record: str | N
         if as_json:
             show_json({"schema": "peerloom/event/1", **document})
         else:
-            show(screen.lines(document))
+            show(screen.lines(state_documents.screen_document(event)))
 
     into = None if record is None else Path(record).expanduser()
     return process.main(settings, require_join_seconds=seconds, report=report, record=into)

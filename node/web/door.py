@@ -11,18 +11,27 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from itertools import count
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import h11
 import msgspec
 import trio
 
+from crypto.registers import Budget, Register, Silence
+from crypto.token_buckets import prefix_of
 from node.containment import contain
 from node.forks import keep_from_children
 from node.web.guard import HEADERS, Refusal, refuse_stranger
 
 CONNECTIONS_MAX = 128
-"""A browser opens six a page; the newest beyond this are closed at once."""
+"""A browser opens six a page; one more takes the place of whoever has been silent for longest, strangers
+before those who have shown the token."""
+PATIENCE_SECONDS = 10.0
+"""How long the owner's browser may rest on a connection that another needs."""
+PLACES = Budget(CONNECTIONS_MAX, CONNECTIONS_MAX, CONNECTIONS_MAX, PATIENCE_SECONDS)
+"""All are of this machine: there is nothing to tell them apart by but the token."""
+_OWNER, _HERE = b"owner", prefix_of("127.0.0.1")
 HEADER_BYTES_MAX = 16 << 10
 BODY_BYTES_MAX = 64 << 10
 """An action is a few names; a run's data never comes this way."""
@@ -85,11 +94,15 @@ def problem(status: HTTPStatus, reason: str) -> Response:
 class Door:
     """Serves `handler` on `host`, at `port` or at any free one if others hold that."""
 
-    def __init__(self, handler: Handler, host: str, port: int) -> None:
+    def __init__(
+        self, handler: Handler, host: str, port: int, *, is_owner: Callable[[Request], bool]
+    ) -> None:
         self._handler = handler
         self._host = host
         self._port_wanted = port
-        self._connections = 0
+        self._is_owner = is_owner
+        self._places: Register[_Connection] = Register(PLACES)
+        self._numbers = count()
         self.port = 0
         self.turned_away = 0
 
@@ -107,19 +120,30 @@ class Door:
 
     async def _serve(self, stream: trio.SocketStream) -> None:
         keep_from_children(stream.socket)
-        if self._connections >= CONNECTIONS_MAX:
+        connection = _Connection(stream, self._answer)
+        evicted = self._places.admit(trio.current_time(), connection, b"%d" % next(self._numbers), _HERE)
+        if evicted is None:
             self.turned_away += 1
             await trio.aclose_forcefully(stream)
             return
-        self._connections += 1
+        for each in evicted:
+            self.turned_away += 1
+            each.scope.cancel()
         try:
-            with contain("page connection"):
+            with contain("page connection"), connection.scope:
                 stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-                await _Connection(stream, self._handler).run()
+                await connection.run()
         finally:
-            self._connections -= 1
+            self._places.leave(connection)
             with trio.move_on_after(1.0, shield=True):
                 await trio.aclose_forcefully(stream)
+
+    async def _answer(self, connection: "_Connection", request: Request) -> Response | Streaming:
+        if self._is_owner(request) and not connection.is_owner:
+            connection.is_owner = True
+            self._places.rename(connection, _OWNER)
+            self._places.credit(connection)
+        return await self._handler(request)
 
 
 class _Gone(Exception):
@@ -129,11 +153,23 @@ class _Gone(Exception):
 class _Connection:
     """One client: requests one after another."""
 
-    def __init__(self, stream: trio.SocketStream, handler: Handler) -> None:
+    def __init__(
+        self,
+        stream: trio.SocketStream,
+        handler: Callable[["_Connection", Request], Awaitable[Response | Streaming]],
+    ) -> None:
+        self.scope = trio.CancelScope()
+        self.is_owner = False
+        """Whether it has shown the token."""
+        self._silence = Silence()
         self._stream = stream
         self._handler = handler
         self._wants_body = True
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=HEADER_BYTES_MAX)
+
+    @property
+    def silent_since(self) -> float:
+        return self._silence.since
 
     async def run(self) -> None:
         try:
@@ -175,14 +211,18 @@ class _Connection:
         answer: Response | Streaming
         answer = problem(HTTPStatus.INTERNAL_SERVER_ERROR, "the node failed at this; see errors.log")
         with contain("page"):
-            answer = await self._handler(request)
+            answer = await self._handler(self, request)
         return answer
 
     # Reading
 
     async def _first_bytes(self) -> None:
         if not self._http.trailing_data[0] and self._http.their_state is h11.IDLE:
-            self._http.receive_data(await self._stream.receive_some(_CHUNK_BYTES))
+            self._http.receive_data(await self._receive())
+
+    async def _receive(self) -> bytes:
+        with self._silence.waiting(trio.current_time):
+            return bytes(await self._stream.receive_some(_CHUNK_BYTES))
 
     async def _read_request(self) -> Request | Refusal | None:
         head = await self._event()
@@ -204,7 +244,7 @@ class _Connection:
 
     async def _event(self) -> object:
         while (event := self._http.next_event()) is h11.NEED_DATA:
-            self._http.receive_data(await self._stream.receive_some(_CHUNK_BYTES))
+            self._http.receive_data(await self._receive())
         return event
 
     # Writing
@@ -245,14 +285,14 @@ class _Connection:
         with trio.move_on_after(
             DRAIN_SECONDS_MAX
         ):  # closed on unread bytes, the system would drop the answer
-            while await self._stream.receive_some(_CHUNK_BYTES):
+            while await self._receive():
                 pass
 
     async def _send_piece(self, data: bytes) -> None:
         await self._send(self._http.send(h11.Data(data=data)))
 
     async def _send(self, data: bytes | None) -> None:
-        with trio.move_on_after(SEND_SECONDS_MAX) as scope:
+        with trio.move_on_after(SEND_SECONDS_MAX) as scope, self._silence.waiting(trio.current_time):
             await self._stream.send_all(data or b"")
         if scope.cancelled_caught:
             raise _Gone

@@ -3,7 +3,8 @@
 The page listens on this machine alone, yet a browser here also runs pages of strangers. Three things keep
 those out: the Host must name this machine, so a name that a stranger points at 127.0.0.1 (DNS rebinding) is
 refused; an Origin or Sec-Fetch-Site of elsewhere is refused, and no answer allows another origin (no CORS);
-whatever changes something needs the token, which a stranger's page can neither read nor guess.
+whatever changes something, or shows members, paths and runs, needs the token, which neither a stranger's page
+nor another user of this machine can read or guess. The page's own files and `/metrics` need none.
 """
 
 import hmac
@@ -59,7 +60,13 @@ def refuse_action(headers: Mapping[str, str], token: str) -> Refusal | None:
     """None for an action with the token. A form cannot set either header, so no form is an action."""
     if headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         return Refusal(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "want content-type: application/json")
-    given = headers.get(TOKEN_HEADER, "")
+    return refuse_reader(headers, {}, token)
+
+
+def refuse_reader(headers: Mapping[str, str], query: Mapping[str, str], token: str) -> Refusal | None:
+    """None for a request with the token in its header, or in its query: a live stream and a download of a
+    browser have no headers of ours. It is in no address that a person sees, and sent to nobody else."""
+    given = headers.get(TOKEN_HEADER) or query.get("token", "")
     if not hmac.compare_digest(given.encode("utf-8", "replace"), token.encode()):
         return Refusal(HTTPStatus.UNAUTHORIZED, "open the page with the line of: `peerloom page`")
     return None

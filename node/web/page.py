@@ -8,12 +8,15 @@
     /metrics                                     counters and gauges for Prometheus
     /static/...                                  scripts and styles of ours, and the vendored ones
 
+All of /api/ needs the token of the link that the node prints; it stays the same from start to start, so that
+an open page goes on after one.
+
 The page is no part of the node: it reads `State`, the history of events and the counters, and acts through
 the same handlers as the command line. If it fails, it is begun again, and the node has not noticed.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from http import HTTPStatus
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
@@ -36,7 +39,7 @@ from node.state import State
 from node.web import limits, metrics, views, whatif
 from node.web.assets import Assets
 from node.web.door import Door, Request, Response, Send, Streaming, problem
-from node.web.guard import refuse_action
+from node.web.guard import refuse_action, refuse_reader
 from node.web.live import Live
 from node.web.prediction import Predictor
 from node.web.starting import Starter
@@ -48,6 +51,8 @@ EVENTS_ANSWERED_MAX = 2_000
 EXPORT_LINES = 200
 """Lines sent at once; the page waits for a slow reader in between."""
 TOKEN_BYTES = 16
+TOKEN_NAME = "page-token"  # noqa: S105 - the name of a file
+"""Of the blob that keeps it."""
 VIEWS = ("/", "/run", "/plan", "/models", "/node", "/events")
 ACTIONS = {"stop": "runs.stop", "drop": "runs.drop", "save": "checkpoint.save", "leave": "leave"}
 """What a person may do on the page, by the command that does it; beside these `start` and `limits`."""
@@ -75,11 +80,11 @@ class LocalNode(Protocol):
 
 
 class Page:
-    """Serves one node's page until cancelled. `token` is what its actions ask for."""
+    """Serves one node's page until cancelled. `token` is what its views and actions ask for."""
 
     def __init__(self, node: LocalNode) -> None:
         self._node = node
-        self.token = node.seams.entropy(TOKEN_BYTES).hex()
+        self.token = _kept_token(node.seams)
         self._assets = Assets()
         self.live = Live(
             node.history,
@@ -101,15 +106,19 @@ class Page:
         """Serve until cancelled. Raises OSError: this machine has no port for it."""
         wanted = self._node.config.web.address
         assert wanted is not None
-        self._door = door = Door(self.answer, wanted.host, wanted.port)
+        self._door = door = Door(self.answer, wanted.host, wanted.port, is_owner=self._is_owner)
         async with trio.open_nursery() as nursery:
             await nursery.start(door.run)
             host = f"[{wanted.host}]" if ":" in wanted.host else wanted.host
             self._address = f"http://{host}:{door.port}"
-            opened = PageOpened(
-                at=self._node.seams.clock.wall(), address=self._address, port_wanted=wanted.port
+            self._node.publish(
+                PageOpened(
+                    at=self._node.seams.clock.wall(),
+                    address=self._address,
+                    port_wanted=wanted.port,
+                    link=self.link,
+                )
             )
-            self._node.publish(opened)
             nursery.start_soon(self.live.run)
             task_status.started()
 
@@ -133,6 +142,10 @@ class Page:
         """The address with the token, for this user's browser alone: what follows # never leaves it."""
         return f"{self._address}/#token={self.token}"
 
+    def _is_owner(self, request: Request) -> bool:
+        """Return whether a request has the token."""
+        return refuse_reader(request.headers, request.query, self.token) is None
+
     async def answer(self, request: Request) -> Response | Streaming:
         """Answer one request that the guard has let through."""
         path = request.path
@@ -147,13 +160,16 @@ class Page:
         if path.startswith("/static/"):
             name, known = path.removeprefix("/static/"), request.headers.get("if-none-match")
             return self._assets.serve(name, known)
+        if path == "/metrics":
+            return self._metrics()
+        refusal = refuse_reader(request.headers, request.query, self.token)
+        if refusal is not None and path.startswith("/api/"):
+            return problem(refusal.status, shown(refusal.reason, program_from_anywhere))
         if path == "/api/whatif":
             return await self._what_if(request)
         return self._read(path, request)
 
     def _read(self, path: str, request: Request) -> Response | Streaming:
-        if path == "/metrics":
-            return self._metrics()
         if path == "/api/view":
             self.live.tick()
             return _json(self.live.snapshot())
@@ -307,6 +323,18 @@ class Page:
             raise UsageError("accept_runs: want swarm or never")
         self._node.limit(accept_runs="swarm" if accept_runs == "swarm" else "never")
         return limits.document(self._node.config)
+
+
+def _kept_token(seams: Seams) -> str:
+    """Return the token of the last start, or a new one that is kept for the next: it lies beside the keys,
+    behind the same modes."""
+    kept = seams.storage.read(TOKEN_NAME) or b""
+    if len(kept) == 2 * TOKEN_BYTES and kept.isalnum():
+        return kept.decode()
+    token = seams.entropy(TOKEN_BYTES).hex()
+    with suppress(OSError):  # of a full disk the page is not to suffer
+        seams.storage.write(TOKEN_NAME, token.encode())
+    return token
 
 
 def _version() -> str:

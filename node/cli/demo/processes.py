@@ -139,6 +139,11 @@ class SwarmProcesses:
         document: dict[str, Any] = ask(self.nodes[name].data_dir, "status")
         return document
 
+    def page(self, name: str) -> str:
+        """The link to a node's page. Raises NoNode."""
+        document: dict[str, Any] = ask(self.nodes[name].data_dir, "page")
+        return str(document["link"])
+
     def check(self) -> None:
         """Raise NodeEnded where a node has ended that nobody killed or asked to leave."""
         for name, process in self._processes.items():

@@ -109,10 +109,10 @@ class Play:
 
     @property
     def page(self) -> str:
-        """The address of the page that shows this demo; empty where its node has none, or is no more."""
+        """The link to the page that shows this demo; empty where its node has none, or is no more."""
         if self._story.victim is not None and self._story.victim.name == PAGE_NODE:
             return ""
-        return str(self._swarm.status(PAGE_NODE).get("page") or "")
+        return self._swarm.page(PAGE_NODE) if self._swarm.status(PAGE_NODE).get("page") else ""
 
     def train(self) -> None:
         """Hand the run to the starter, follow it to its end, kill a replica on the way."""

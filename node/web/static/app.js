@@ -8,7 +8,8 @@ import { Swarm } from "/static/swarm.js";
 
 const VIEWS = [["/", "Swarm", Swarm], ["/run", "Run", Run], ["/plan", "Plan", Plan], ["/models", "Models", Models],
   ["/node", "This node", ThisNode], ["/events", "Events", Events]];
-const SAYS = { loading: "connecting...", live: "live", lost: "link lost; trying again", unreachable: "the node does not answer" };
+const SAYS = { loading: "connecting...", live: "live", lost: "link lost; trying again", unreachable: "the node does not answer",
+  locked: "locked" };
 
 const theme = localStorage.getItem("theme");
 if (theme) document.documentElement.dataset.theme = theme;
@@ -34,7 +35,7 @@ function App() {
       <nav aria-label="Views">${VIEWS.map(([at, name]) => html`<a href=${at} aria-current=${at === view[0] ? "page" : null}
         onClick=${(event) => follow(event, at)}>${name}</a>`)}</nav>
       <span class="grow"></span>
-      <span class=${`live ${{ live: "good", lost: "warn", unreachable: "bad" }[store.link] || ""}`} role="status">
+      <span class=${`live ${{ live: "good", lost: "warn", unreachable: "bad", locked: "warn" }[store.link] || ""}`} role="status">
         ${store.node ? `${store.node.name}: ` : ""}${SAYS[store.link]}</span>
       <button onClick=${turn} aria-label="Light or dark">${"◐"}</button>
     </header>
@@ -47,6 +48,9 @@ function Guarded({ show: Shown, id, go }) {
   const [error, clear] = useErrorBoundary();
   if (error) {
     return html`<${Notice} kind="bad">This view failed: ${String(error.message || error)} <button onClick=${clear}>Try again</button><//>`;
+  }
+  if (store.link === "locked") {
+    return html`<${Notice} kind="warn">Open this page with the line of: <code>${program} page</code><//>`;
   }
   if (!store.node) {
     return store.link === "unreachable"

@@ -1,7 +1,7 @@
 // The other views: what a plan would be without a peer, models and sessions, this node, events.
 import { html, useEffect, useState } from "/static/vendor/htm-preact.js";
 import { Action, Cards, Notice, Pairs, Table, bytes, clock, count, flops, loss, nameOf, seconds, share } from "/static/parts.js";
-import { program, store, typed } from "/static/store.js";
+import { get, program, store, typed, withToken } from "/static/store.js";
 
 export function Plan() {
   const runs = [...store.runs.values()].filter((run) => run.plan).reverse();
@@ -11,7 +11,7 @@ export function Plan() {
     if (!run) return;
     const wanted = new URLSearchParams({ run: run.run, without: without.join() });
     let is_old = false;
-    fetch(`/api/whatif?${wanted}`).then((got) => got.json()).then((got) => { if (!is_old) setAnswer(got); })
+    get(`/api/whatif?${wanted}`).then((got) => got.json()).then((got) => { if (!is_old) setAnswer(got); })
       .catch((error) => setAnswer({ error: error.message }));
     return () => { is_old = true; };
   }, [run && run.run, run && run.plan.plan, run && run.step, without.join()]);
@@ -90,7 +90,7 @@ export function Events() {
       <label>Kind<select value=${kind} onChange=${(event) => setKind(event.target.value)}><option value="">all</option>
         ${kinds.map((each) => html`<option>${each}</option>`)}</select></label>
       <label>Find<input type="search" value=${text} onInput=${(event) => setText(event.target.value)} /></label>
-      <a href=${`/api/export?${new URLSearchParams({ kind, text })}`} download="events.jsonl">Export as JSON lines</a>
+      <a href=${withToken(`/api/export?${new URLSearchParams({ kind, text })}`)} download="events.jsonl">Export as JSON lines</a>
       <span class="quiet" role="status">${count(found.length)} of the latest ${count(store.events.length)}</span>
     </div>
     <${Table} caption="Newest first" heads=${["When", "Kind", "What"]} rows=${found.slice(-200).reverse().map((event) =>

@@ -1,6 +1,6 @@
 // Small parts of every view: numbers as people read them, cards, tables, notices.
 import { html, useState } from "/static/vendor/htm-preact.js";
-import { act, mayAct, now, program, store, typed } from "/static/store.js";
+import { act, now, store, typed } from "/static/store.js";
 
 export const count = (number) => (number ?? 0).toLocaleString("en");
 
@@ -53,7 +53,6 @@ export const Notice = ({ kind = "", children }) => html`<p class=${`notice ${kin
 // An action asks once more before it does what cannot be undone.
 export function Action({ name, what, body, label, sure }) {
   const [state, setState] = useState("");
-  if (!mayAct()) return html`<span class="quiet">To act, open the line of <code>${program} page</code>.</span>`;
   const run = async () => {
     if (sure && state !== "sure") return setState("sure");
     setState("busy");

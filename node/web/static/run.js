@@ -2,7 +2,7 @@
 import { html, useMemo, useState } from "/static/vendor/htm-preact.js";
 import { Chart } from "/static/chart.js";
 import { Action, Cards, Notice, Table, bytes, clock, count, loss, nameOf, named, seconds, share } from "/static/parts.js";
-import { course, mayAct, program, store } from "/static/store.js";
+import { course, program, store } from "/static/store.js";
 
 const OVER = ["done", "failed", "stopped"];
 
@@ -16,7 +16,7 @@ export function Run({ id, go }) {
     <div class="tools"><label>Run<select value=${run.run} onChange=${(event) => go(`/run/${event.target.value}`)}>
       ${runs.map((each) => html`<option value=${each.run}>${each.run.slice(0, 8)} ${each.model} (${each.status})</option>`)}</select></label>
       ${OVER.includes(run.status) ? "" : html`<${Action} name="stop" what="stop this run for all" label="Stop run" sure body=${{ run: run.run }} />
-        ${mayAct() ? html`<${Action} name="save" what="save" label="Save a checkpoint" body=${{ run: run.run }} />` : ""}`}</div>
+        <${Action} name="save" what="save" label="Save a checkpoint" body=${{ run: run.run }} />`}</div>
     <${Cards} rows=${[
       ["status", run.status, run.status], ["step", `${count(run.step)} of ${count(run.steps)}`], ["loss", loss(run.loss)],
       ["accuracy", run.accuracy == null ? "-" : run.accuracy.toFixed(4)],

@@ -80,7 +80,7 @@ export function course(run) {
   if (known) return known;
   const fresh = { points: null, marks: [], number: 0, version: 0, error: "" };
   store.courses.set(run, fresh);
-  fetch(`/api/run/${encodeURIComponent(run)}`).then(async (answer) => {
+  get(`/api/run/${encodeURIComponent(run)}`).then(async (answer) => {
     const document = await answer.json();
     if (!answer.ok) throw new Error(document.error);
     fresh.number = document.number;
@@ -94,29 +94,40 @@ export function course(run) {
 export const now = () => Date.now() / 1000 + store.skew;
 
 export function connect() {
-  const source = new EventSource("/api/stream");
+  if (!token()) return lock();
+  const source = new EventSource(withToken("/api/stream"));
   source.addEventListener("reset", (event) => reset(JSON.parse(event.data)));
   source.addEventListener("delta", (event) => apply(JSON.parse(event.data)));
   source.onerror = () => {
     store.link = store.node ? "lost" : "unreachable";
     changed();
-    if (source.readyState === EventSource.CLOSED) setTimeout(connect, 2000);
+    if (source.readyState === EventSource.CLOSED) setTimeout(again, 2000);
   };
   source.onopen = () => { if (store.node) { store.link = "live"; changed(); } };
 }
 
-// The token comes behind the # of the link that `peerloom page` prints; it stays in this window.
+// A refused stream does not say why: without the token there is no use in trying again.
+const again = () => get("/api/view").then((got) => (got.status === 401 ? lock() : connect()), connect);
+function lock() {
+  store.link = "locked";
+  changed();
+}
+
+// The token is behind the # of the printed link; it stays in this window. Streams and downloads
+// take no header: theirs is in a query.
 const given = /token=([0-9a-f]+)/.exec(location.hash);
 if (given) {
   sessionStorage.setItem("token", given[1]);
   history.replaceState(null, "", location.pathname);
 }
-export const mayAct = () => Boolean(sessionStorage.getItem("token"));
+const token = () => sessionStorage.getItem("token") || "";
+export const get = (path) => fetch(path, { headers: { "x-peerloom-token": token() } });
+export const withToken = (path) => `${path}${path.includes("?") ? "&" : "?"}token=${token()}`;
 
 export async function act(name, argumentsGiven) {
   const answer = await fetch(`/api/actions/${name}`, {
     method: "POST", body: JSON.stringify(argumentsGiven || {}),
-    headers: { "content-type": "application/json", "x-peerloom-token": sessionStorage.getItem("token") || "" },
+    headers: { "content-type": "application/json", "x-peerloom-token": token() },
   });
   const document = await answer.json();
   if (!answer.ok) throw new Error(document.error || answer.statusText);

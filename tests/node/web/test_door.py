@@ -1,15 +1,19 @@
 """The page's HTTP door on real sockets: what it serves, what it refuses, and that nobody brings it down."""
 
 import json
+from contextlib import suppress
 
 import pytest
 import trio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from crypto.registers import Budget
 from node.web import door
 from node.web.guard import refuse_action, refuse_stranger
-from tests.node.web.world import Told, joined, run_events, served, started
+from tests.node.web.world import Served, Told, joined, run_events, served, started, stream
+
+METRICS = b"GET /metrics HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 
 
 def told() -> Told:
@@ -106,6 +110,61 @@ async def test_an_action_needs_the_token_and_does_what_the_command_does() -> Non
         assert (failed, json.loads(answer)["error"]) == (409, "run is not known here")
 
 
+@pytest.mark.parametrize(
+    "path", ["/api/view", "/api/stream", "/api/export", "/api/events", "/api/whatif", f"/api/run/{'ab' * 8}"]
+)
+async def test_views_of_members_and_runs_need_the_token(path: str) -> None:
+    async with served(told()) as page:
+        for token in ("", "0" * 32):
+            status, _, body = await page.ask(path, x_peerloom_token=token)
+            assert status == 401
+            assert "page" in json.loads(body)["error"]
+        by_query = f"{path}?token={page.page.token}"
+        assert b" 401 " not in (await first_line(page, by_query, "GET"))
+
+
+async def first_line(page: Served, path: str, method: str) -> bytes:
+    async with await trio.open_tcp_stream("127.0.0.1", page.port) as connection:
+        await connection.send_all(f"{method} {path} HTTP/1.1\r\nhost: {page.host}\r\n\r\n".encode())
+        with trio.fail_after(5):
+            return bytes(await connection.receive_some(1_000)).partition(b"\r\n")[0]
+
+
+async def test_a_scraper_of_this_machine_needs_no_token_for_metrics() -> None:
+    async with served(told()) as page:
+        assert b" 200 " in (await first_line(page, "/metrics", "GET"))
+
+
+async def test_the_token_stays_the_same_from_start_to_start() -> None:
+    node = told()
+    async with served(node) as page:
+        token = page.page.token
+        assert node.state.page is not None
+        assert node.state.page.link.endswith(f"/#token={token}")
+    node.seams.entropy = lambda count: bytes(count)
+    async with served(node) as page:
+        assert page.page.token == token
+
+
+async def test_neither_40_streams_nor_140_silent_connections_keep_the_owner_out() -> None:
+    async with served(told()) as page, trio.open_nursery() as nursery:
+        held = [await trio.open_tcp_stream("127.0.0.1", page.port) for _ in range(140)]
+        for each in held[:40]:
+            with suppress(trio.BrokenResourceError):
+                await each.send_all(f"GET /api/stream HTTP/1.1\r\nhost: {page.host}\r\n\r\n".encode())
+        with trio.fail_after(2):
+            while True:
+                with suppress(IndexError):  # turned away before a word
+                    status, _, _ = await page.ask("/api/view")
+                    break
+                await trio.sleep(0.05)
+        assert status == 200
+        async with stream(page) as messages:
+            assert (await messages.next())[0] == "reset"
+        for each in held:
+            nursery.start_soon(each.aclose)
+
+
 def test_a_form_is_no_action_even_with_the_token() -> None:
     headers = {"content-type": "text/plain", "x-peerloom-token": "secret"}
     refusal = refuse_action(headers, "secret")
@@ -142,8 +201,8 @@ async def test_what_is_no_request_gets_a_status(data: bytes, status: bytes) -> N
 
 async def test_one_connection_carries_many_requests() -> None:
     async with served() as page:
-        one = f"GET /api/view HTTP/1.1\r\nhost: {page.host}\r\n\r\n".encode()
-        last = f"GET /api/view HTTP/1.1\r\nhost: {page.host}\r\nconnection: close\r\n\r\n".encode()
+        head = f"GET /api/view HTTP/1.1\r\nhost: {page.host}\r\nx-peerloom-token: {page.page.token}\r\n"
+        one, last = f"{head}\r\n".encode(), f"{head}connection: close\r\n\r\n".encode()
         assert (await page.raw(one * 4 + last)).count(b"HTTP/1.1 200") == 5
 
 
@@ -159,8 +218,20 @@ async def test_idle_connections_are_closed_without_a_word(monkeypatch: pytest.Mo
         assert await page.raw(b"") == b""
 
 
+async def test_a_silent_connection_makes_room_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "PLACES", Budget(1, 1, 1, 10.0))
+    async with served() as page, await trio.open_tcp_stream("127.0.0.1", page.port) as first:
+        await first.send_all(b"GET")
+        with trio.fail_after(2):
+            while True:
+                if await page.raw(METRICS):
+                    break
+                await trio.sleep(0.05)
+        assert await first.receive_some() == b""
+
+
 async def test_the_newest_connection_beyond_the_limit_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "CONNECTIONS_MAX", 1)
+    monkeypatch.setattr(door, "PLACES", Budget(1, 1, 1, 10.0))
     async with served() as page, await trio.open_tcp_stream("127.0.0.1", page.port) as first:
         await first.send_all(b"GET")
         assert await page.raw(b"") == b""

@@ -17,6 +17,7 @@ from node.errors import UsageError
 from node.history import EventHistory
 from node.state import State, apply
 from node.web.page import Page
+from sim.storage import MemoryStorage
 
 STARTED = 1_700_000_000.0
 
@@ -121,6 +122,7 @@ class _Clock:
 class _Seams:
     network: _Network = field(default_factory=_Network)
     clock: _Clock = field(default_factory=_Clock)
+    storage: MemoryStorage = field(default_factory=MemoryStorage)
 
     def entropy(self, count: int) -> bytes:
         return bytes(range(count))
@@ -188,7 +190,7 @@ class Served:
         self, path: str, *, method: str = "GET", body: bytes = b"", **headers: str
     ) -> tuple[int, dict[str, str], bytes]:
         """(status, headers, body) of one request; `headers` names have _ for -."""
-        fields = {"host": self.host, "connection": "close"}
+        fields = {"host": self.host, "connection": "close", "x-peerloom-token": self.page.token}
         fields |= {name.replace("_", "-"): value for name, value in headers.items()}
         if body or method == "POST":
             fields["content-length"] = str(len(body))
@@ -223,6 +225,7 @@ async def stream(page: Served, last: str = "") -> AsyncGenerator["Messages", Non
     """The live stream of a page, as a browser has it."""
     async with await trio.open_tcp_stream("127.0.0.1", page.port) as connection:
         resumed = f"last-event-id: {last}\r\n" if last else ""
+        resumed += f"x-peerloom-token: {page.page.token}\r\n"
         await connection.send_all(f"GET /api/stream HTTP/1.1\r\nhost: {page.host}\r\n{resumed}\r\n".encode())
         yield Messages(connection)
 
