@@ -232,7 +232,8 @@ class Register(Generic[H]):
         """Return who is to go for one more, None where it cannot be had."""
         budget = scope.budget
         if scope.by_peer[new.peer] >= budget.per_peer_max:
-            own = (each for each, row in scope.rows.items() if row.peer == new.peer)
+            # A peer knows what it has open: only what it wants nothing of makes room for itself.
+            own = (e for e, row in scope.rows.items() if row.peer == new.peer and e.silent_since == -inf)
         elif not is_local(new.source) and scope.by_network[new.network] >= budget.per_network_max:
             own = (each for each, row in scope.rows.items() if row.network == new.network)
         elif len(scope.rows) < budget.places_max:

@@ -47,7 +47,7 @@ def test_every_view_of_a_running_swarm_with_a_death_in_it(training: SwarmProcess
         address = training.status("d")["page"]
         OUT.mkdir(exist_ok=True)
         page.goto(f"{address}/run")
-        page.wait_for_selector("text=Open this page with the line of")
+        page.wait_for_selector("text=Open this page by")
         page.goto(ask(training.nodes["d"].data_dir, "page")["link"])
         page.wait_for_selector("h1:has-text('Swarm')")
         page.click("nav >> text=Run")

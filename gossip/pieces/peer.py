@@ -37,8 +37,15 @@ class SwarmPeer:
         self.put_off: dict[int, int] = {}
         self.question_at = now
         self.answered = False
+        self.moved_at = now
+        """When it last said or took something new."""
         self._rate = 0.0
         self._last_at = now
+
+    @property
+    def silent_since(self) -> float:
+        """See `crypto.registers.PlaceHolder`: an exchange waits for its peers all the time."""
+        return self.moved_at
 
     @property
     def window(self) -> int:

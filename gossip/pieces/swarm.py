@@ -22,6 +22,7 @@ import numpy as np
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
+from crypto.registers import Budget, Register
 from gossip.pieces.choice import Bits, Choice, Counts
 from gossip.pieces.messages import (
     NUMBERS_MAX,
@@ -37,7 +38,12 @@ from gossip.pieces.messages import (
 from gossip.pieces.peer import UPLOADS_MAX, SwarmPeer
 
 PEERS_MAX = 32
-"""The peers of one exchange; others are told that nothing is known here."""
+"""The peers of one exchange; who comes then takes the place of one that has moved nothing for a while, or is
+told that nothing is known here."""
+PATIENCE_SECONDS = 60.0
+"""How long a peer that has sent or taken a piece may move nothing before it makes room."""
+PLACES = Budget(PEERS_MAX, 1, PEERS_MAX, PATIENCE_SECONDS)
+"""A peer's source is not known here: each counts as one of its own."""
 TICK_SECONDS = 0.5
 RETRY_SECONDS = 2.0
 """Until a piece that was refused is asked of the same peer again."""
@@ -107,6 +113,7 @@ class PieceSwarm:
         self.wasted_pieces = 0
         """Pieces that came when they were here already."""
         self.peers: dict[PeerId, SwarmPeer] = {}
+        self._places: Register[SwarmPeer] = Register(PLACES)
         self._wanted: Bits = np.zeros(count, np.bool_)
         self._urgency: Counts = np.full(count, URGENCY_USUAL, np.int64)
         self._holders: Counts = np.zeros(count, np.int64)
@@ -125,10 +132,10 @@ class PieceSwarm:
         sends: Sends = []
         for peer in peers:
             if peer != self.me and peer not in self.peers and peer not in self._dropped:
-                if len(self.peers) >= PEERS_MAX:
+                entered = self._enter(now, peer)
+                if entered is None:
                     break
-                self.peers[peer] = SwarmPeer(peer, self.count, now)
-                sends.append((peer, self._have_set(is_question=True)))
+                sends += [*entered, (peer, self._have_set(is_question=True))]
         self._schedule(now)
         return sends
 
@@ -149,6 +156,8 @@ class PieceSwarm:
         if not is_right:
             return self._drop(now, sender, f"piece {number} is not what its hash says")
         sends: Sends = []
+        if sender in self.peers:
+            self._places.credit(self.peers[sender])
         if not self.have[number]:
             self.have[number] = True
             is_complete = self.is_complete
@@ -185,6 +194,8 @@ class PieceSwarm:
         sends: Sends = []
         if was_sent:
             self.uploaded_pieces += 1
+            found.moved_at = now
+            self._places.credit(found)
         else:
             self.have[number] = False
             self._take_back(number)
@@ -266,16 +277,17 @@ class PieceSwarm:
         if len(message.pieces) != -(-self.count // 8) or has[self.count :].any():
             raise RemoteProtocolError("a have-set of another length than the data set's")
         peer = self.peers.get(sender)
+        sends: Sends = []
         if peer is None:
-            if len(self.peers) >= PEERS_MAX:
+            entered = self._enter(now, sender)
+            if entered is None:
                 return [(sender, Unknown(self.data))]
-            peer = self.peers[sender] = SwarmPeer(sender, self.count, now)
+            sends, peer = entered, self.peers[sender]
         self._holders -= peer.has
         peer.has = has[: self.count].astype(np.bool_)
         self._holders += peer.has
         peer.is_complete = message.is_complete
         peer.answered = True
-        sends: Sends = []
         if message.is_question:
             sends.append((sender, self._have_set(is_question=False)))
         self._schedule(now)
@@ -287,6 +299,7 @@ class PieceSwarm:
             if not peer.has[number]:
                 peer.has[number] = True
                 self._holders[number] += 1
+                peer.moved_at = now
             peer.retry_at.pop(number, None)
             if (given := self._given.get(number)) and given[0] == peer.peer:
                 del self._given[number]
@@ -367,6 +380,7 @@ class PieceSwarm:
         if number not in peer.asked:
             raise RemoteProtocolError("a piece that was not asked for")
         peer.arrived(now, number, len(message.body))
+        peer.moved_at = now
         self._release(peer, number)
         if self.have[number] or number in self._verifying:
             self.wasted_pieces += 1
@@ -395,10 +409,22 @@ class PieceSwarm:
         if not any(number in other.asked for other in self.peers.values()):
             self._in_flight[number] = False
 
+    def _enter(self, now: float, peer: PeerId) -> Sends | None:
+        """Take one more peer in; what the one that loses its place for it is told. None: there is no room."""
+        found = SwarmPeer(peer, self.count, now)
+        evicted = self._places.admit(now, found, peer, peer)
+        if evicted is None:
+            return None
+        for each in evicted:
+            self._remove(each.peer)
+        self.peers[peer] = found
+        return [(each.peer, Unknown(self.data)) for each in evicted]
+
     def _remove(self, peer: PeerId) -> None:
         found = self.peers.pop(peer, None)
         if found is None:
             return
+        self._places.leave(found)
         for number in list(found.asked):
             self._release(found, number)
         self._holders -= found.has

@@ -15,7 +15,9 @@ import trio
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from gossip.pieces.messages import DATA_PROTOCOL, MESSAGE_BYTES_MAX, Have, Message, Piece, Unknown
+from crypto.registers import Budget, Register, Silence
+from crypto.token_buckets import prefix_of
+from gossip.pieces.messages import DATA_PROTOCOL, MESSAGE_BYTES_MAX, Ask, Have, Message, Piece, Unknown
 from gossip.pieces.swarm import PeerDropped, PieceArrived, PieceSwarm, Sends, UploadDue
 from node.containment import contain
 from node.errors import StreamClosed, Unreachable
@@ -26,6 +28,13 @@ STREAMS = StreamLimits(message_bytes_max=MESSAGE_BYTES_MAX, streams_per_peer_max
 EXCHANGES_MAX = 16
 """Data sets at once; the one that was used longest ago goes."""
 LINKS_MAX = 64
+"""Peers to which something is on its way at once; one more takes the place of whoever takes nothing, and of
+strangers first."""
+LINKS = Budget(LINKS_MAX, 1, LINKS_MAX // 2, 30.0)
+"""A peer that was sent a piece, or is asked by this node, may take nothing for half a minute."""
+ROOM_SECONDS_MAX = 2.0
+"""How long a question waits for a link by which it can be answered."""
+ROOM_LOOK_SECONDS = 0.1
 QUEUE_MAX = 4_096
 """Small messages that wait for one peer; with more it counts as lost."""
 OPEN_SECONDS_MAX = 10.0
@@ -70,6 +79,7 @@ class DataExchange:
         self._start_task = start_task
         self._open: dict[bytes, Exchange] = {}
         self._links: dict[PeerId, _Link] = {}
+        self._places: Register[_Link] = Register(LINKS)
         self._turn = trio.Lock()
 
     def serve(self) -> None:
@@ -105,6 +115,8 @@ class DataExchange:
             while True:
                 message: Message = decode(await stream.receive(), Message, bytes_max=MESSAGE_BYTES_MAX)
                 exchange = await self._find(message)
+                if isinstance(message, Have) and message.is_question:
+                    await self._await_link(peer)
                 if exchange is not None:
                     exchange.act(exchange.core.receive(trio.current_time(), peer, message))
                 elif isinstance(message, Have) and message.is_question:
@@ -130,6 +142,8 @@ class DataExchange:
             if link is None or len(link.queue) >= QUEUE_MAX:
                 self._lost(peer)
                 continue
+            if isinstance(message, Ask) or (isinstance(message, Have) and message.is_question):
+                self._places.credit(link)  # it is this node that wants something
             link.queue.append(message)
             link.more.set()
 
@@ -144,16 +158,30 @@ class DataExchange:
 
     def _link(self, peer: PeerId) -> "_Link | None":
         link = self._links.get(peer)
-        if link is None and len(self._links) < LINKS_MAX:
-            link = self._links[peer] = _Link()
+        if link is None:
+            link, now = _Link(), trio.current_time()
+            host = self._seams.network.host_of(peer)
+            evicted = self._places.admit(now, link, peer, prefix_of(host) if host is not None else peer)
+            if evicted is None:
+                return None
+            for each in evicted:
+                each.scope.cancel()
+            self._links[peer] = link
             self._start_task(self._keep_link, peer, link)
         return link
 
+    async def _await_link(self, peer: PeerId) -> None:
+        """Wait a little for a link to a peer: those that take nothing make room for it."""
+        with trio.move_on_after(ROOM_SECONDS_MAX):
+            while self._link(peer) is None:  # noqa: ASYNC110 - silence is found by looking
+                await trio.sleep(ROOM_LOOK_SECONDS)
+
     async def _keep_link(self, peer: PeerId, link: "_Link") -> None:
         try:
-            with contain("link of data"):
+            with contain("link of data"), link.scope:
                 await self._drain(peer, link)
         finally:
+            self._places.leave(link)
             if self._links.get(peer) is link:
                 del self._links[peer]
             if link.queue or link.uploads or link.is_broken:
@@ -163,7 +191,7 @@ class DataExchange:
         stream: Stream | None = None
         link.is_broken = True
         try:
-            with trio.move_on_after(OPEN_SECONDS_MAX):
+            with trio.move_on_after(OPEN_SECONDS_MAX), link.silence.waiting(trio.current_time):
                 stream = await self._seams.network.open(
                     peer, DATA_PROTOCOL, message_bytes_max=MESSAGE_BYTES_MAX
                 )
@@ -174,16 +202,19 @@ class DataExchange:
                     exchange, number = item if isinstance(item, tuple) else (None, 0)
                     message = item if not isinstance(item, tuple) else await item[0].read(number)
                     if message is not None:
-                        with trio.fail_after(SEND_SECONDS_MAX):
+                        with trio.fail_after(SEND_SECONDS_MAX), link.silence.waiting(trio.current_time):
                             await stream.send(encode(message))
                     if exchange is not None:
                         self.uploaded_bytes += len(message.body) if isinstance(message, Piece) else 0
                         exchange.on_uploaded(peer, number, was_sent=message is not None)
+                        self._places.credit(link)
                 link.more = trio.Event()
                 if link.queue or link.uploads:
                     continue
                 with trio.move_on_after(IDLE_SECONDS) as idle:
+                    link.is_spare = True
                     await link.more.wait()
+                link.is_spare = False
                 if idle.cancelled_caught and not link.queue and not link.uploads:
                     link.is_broken = False
                     return
@@ -347,6 +378,14 @@ class _Link:
         self.uploads: deque[tuple[Exchange, int]] = deque()
         self.more = trio.Event()
         self.is_broken = False
+        self.scope = trio.CancelScope()
+        self.silence = Silence()
+        self.is_spare = False
+        """Whether there is nothing to send by it now."""
+
+    @property
+    def silent_since(self) -> float:
+        return -inf if self.is_spare else self.silence.since
 
     def take(self) -> "Message | tuple[Exchange, int] | None":
         """The next."""

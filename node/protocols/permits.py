@@ -5,42 +5,49 @@ may have at once. So a permit ends once nothing has moved for some seconds, and 
 waits for one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import inf
 
 import trio
 
 from crypto.identity import PeerId
+from crypto.registers import Budget, Register
 
 
 class Permit:
     """To serve one stream. It can be taken away only while its peer is waited for."""
 
-    def __init__(self, peer: PeerId) -> None:
-        self.peer = peer
-        self.waiting_since = inf
+    def __init__(self, moved: Callable[["Permit"], None]) -> None:
+        self._tell_moved = moved
+        self._has_waited = False
+        self.silent_since = inf
+        """See `crypto.registers.PlaceHolder`."""
         self.scope = trio.CancelScope()
 
     def waits(self, seconds: float) -> None:
         """Something has moved; from now on the peer has so long to move the next."""
-        self.waiting_since = trio.current_time()
-        self.scope.deadline = self.waiting_since + seconds
+        if self._has_waited:
+            self._tell_moved(self)
+        self._has_waited = True
+        self.silent_since = trio.current_time()
+        self.scope.deadline = self.silent_since + seconds
 
     def works(self) -> None:
         """This node has to do something itself, for which the peer pays nothing."""
-        self.waiting_since = self.scope.deadline = inf
+        self.silent_since = self.scope.deadline = inf
 
 
 class Permits:
     """`permits_max` of them, `per_peer_max` for one peer. Where all are given out, one whose peer has moved
-    nothing for `patience_seconds` is taken away, the longest first."""
+    nothing for a while is taken away: `patience_seconds` for a peer that has taken something by now, less for
+    a stranger (`crypto.registers`)."""
 
     def __init__(self, permits_max: int, per_peer_max: int, *, patience_seconds: float) -> None:
-        self._permits_max = permits_max
-        self._per_peer_max = per_peer_max
-        self._patience_seconds = patience_seconds
-        self._taken: dict[Permit, None] = {}
+        # A peer's source is not known here: each counts as one of its own.
+        self._taken: Register[Permit] = Register(
+            Budget(permits_max, per_peer_max, permits_max, patience_seconds)
+        )
 
     def __len__(self) -> int:
         return len(self._taken)
@@ -48,25 +55,15 @@ class Permits:
     @contextmanager
     def take(self, peer: PeerId) -> Iterator[Permit | None]:
         """One while the context lasts, which is left early once it is taken away; None: too many."""
-        permit = self._enter(peer)
-        if permit is None:
+        permit = Permit(self._taken.credit)
+        evicted = self._taken.admit(trio.current_time(), permit, peer, peer)
+        if evicted is None:
             yield None
             return
+        for each in evicted:
+            each.scope.cancel()
         try:
             with permit.scope:
                 yield permit
         finally:
-            self._taken.pop(permit, None)
-
-    def _enter(self, peer: PeerId) -> Permit | None:
-        if sum(permit.peer == peer for permit in self._taken) >= self._per_peer_max:
-            return None
-        if len(self._taken) >= self._permits_max:
-            idle = min(self._taken, key=lambda permit: permit.waiting_since)
-            if trio.current_time() - idle.waiting_since < self._patience_seconds:
-                return None
-            del self._taken[idle]
-            idle.scope.cancel()
-        permit = Permit(peer)
-        self._taken[permit] = None
-        return permit
+            self._taken.leave(permit)

@@ -52,7 +52,7 @@ EXPORT_LINES = 200
 """Lines sent at once; the page waits for a slow reader in between."""
 TOKEN_BYTES = 16
 TOKEN_NAME = "page-token"  # noqa: S105 - the name of a file
-"""Of the blob that keeps it."""
+"""The name of the blob that keeps the token."""
 VIEWS = ("/", "/run", "/plan", "/models", "/node", "/events")
 ACTIONS = {"stop": "runs.stop", "drop": "runs.drop", "save": "checkpoint.save", "leave": "leave"}
 """What a person may do on the page, by the command that does it; beside these `start` and `limits`."""

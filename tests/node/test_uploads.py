@@ -12,6 +12,7 @@ import trio.lowlevel
 
 from crypto.encoding import decode, encode
 from crypto.identity import Identity, PeerId
+from crypto.registers import SLOW_SECONDS
 from node.checkpoints.weights import weights_name
 from node.errors import StreamClosed, Unreachable
 from node.executor import RealExecutor
@@ -169,9 +170,9 @@ def test_a_permit_is_taken_only_from_a_peer_that_is_waited_for() -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(hold, ALICE, lambda permit: permit.works())
             nursery.start_soon(hold, BOB, lambda permit: permit.waits(100))
-            await trio.sleep(1)
-            assert not is_free(CAROL), "a second is no patience"
-            await trio.sleep(2)
+            await trio.sleep(SLOW_SECONDS / 2)
+            assert not is_free(CAROL), "a moment is no patience"
+            await trio.sleep(SLOW_SECONDS)
             assert not is_free(BOB), "one peer has one"
             assert is_free(CAROL)
             await trio.sleep(0.1)

@@ -50,7 +50,7 @@ function Guarded({ show: Shown, id, go }) {
     return html`<${Notice} kind="bad">This view failed: ${String(error.message || error)} <button onClick=${clear}>Try again</button><//>`;
   }
   if (store.link === "locked") {
-    return html`<${Notice} kind="warn">Open this page with the line of: <code>${program} page</code><//>`;
+    return html`<${Notice} kind="warn">Open this page by <code>${program} page</code><//>`;
   }
   if (!store.node) {
     return store.link === "unreachable"

@@ -106,7 +106,7 @@ export function connect() {
   source.onopen = () => { if (store.node) { store.link = "live"; changed(); } };
 }
 
-// A refused stream does not say why: without the token there is no use in trying again.
+// A refused stream may lack the token.
 const again = () => get("/api/view").then((got) => (got.status === 401 ? lock() : connect()), connect);
 function lock() {
   store.link = "locked";

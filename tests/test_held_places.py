@@ -1,0 +1,141 @@
+"""64 peers that hold all they can of one protocol keep nobody else from being answered.
+
+In virtual time, with whole nodes. `PEERLOOM_HELD=full` does the same for two minutes of every protocol, over
+real sockets, and measures the memory (`make soak`).
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import trio
+
+from crypto.encoding import decode, encode
+from crypto.identity import Identity, PeerId
+from gossip.pieces import messages as pieces
+from node.averaging import transfer
+from node.checkpoints import replication
+from node.content import blobs
+from node.errors import StreamClosed, Unreachable
+from node.protocols import calls
+from node.protocols import runs as wire
+from node.runs import receipts, traces
+from node.runtime import Node
+from node.seams import Network, Stream
+from node.transport.handlers import INBOUND_MAX
+from partition.run.asks import Declined
+from tests.hostile.wire import PROTOCOLS
+from tests.stack import Swarm, simulate, swarm
+
+HOSTILE = 64
+ANSWER_SECONDS = 2.0
+HOLD_SECONDS = 1.0
+"""How long the hostile have had all that they can hold before somebody else comes."""
+AGAIN_SECONDS = 1.0
+"""After which a hostile peer that lost a place wants it back."""
+STREAMED = [protocol.name for protocol in PROTOCOLS if protocol.said is not None]
+NOTHING, RUN = bytes(32), "0" * 16
+
+
+async def hold(network: Network, victim: PeerId, protocol: str, first: bytes) -> None:
+    """Open a stream, say `first` if anything, and then neither read nor write; again once it is taken."""
+    while True:
+        with suppress(Unreachable, StreamClosed):
+            stream = await network.open(victim, protocol)
+            if first:
+                await stream.send(first)
+            await closed(stream)
+        await trio.sleep(AGAIN_SECONDS)
+
+
+async def never_read(stream: Stream) -> None:
+    await trio.sleep_forever()
+
+
+async def closed(stream: Stream) -> None:
+    while True:
+        await stream.receive()
+
+
+async def ask(network: Network, node: Node, protocol: str, question: object, kind: Any) -> object:
+    return await calls.call(
+        network, node.peer, protocol, question, kind, seconds=ANSWER_SECONDS, reply_bytes_max=1 << 16
+    )
+
+
+async def ask_about_data(network: Network, node: Node) -> object:
+    """The answer comes by a stream of the other side."""
+    send, receive = trio.open_memory_channel[bytes](8)
+
+    async def take(stream: Stream) -> None:
+        with suppress(StreamClosed):
+            while True:
+                await send.send(await stream.receive())
+
+    network.handle(pieces.DATA_PROTOCOL, take)
+    stream = await network.open(node.peer, pieces.DATA_PROTOCOL)
+    await stream.send(encode(pieces.Have(NOTHING, b"\0", True, False)))
+    return decode(await receive.receive(), pieces.Message, bytes_max=1 << 16)
+
+
+QUESTIONS: dict[str, tuple[object, Any, type]] = {
+    wire.RUNS_PROTOCOL: (wire.Describe(RUN), wire.Reply, Declined),
+    blobs.BLOBS_PROTOCOL: (blobs.Want(NOTHING), blobs.Reply, blobs.Absent),
+    replication.COPIES_PROTOCOL: (replication.Which(RUN), replication.Reply, replication.Here),
+    transfer.PROTOCOL: (transfer.Ask(NOTHING, NOTHING, 0), transfer.Answer, transfer.Nothing),
+    receipts.RECEIPTS_PROTOCOL: (receipts.ShowReceipts(), receipts.Answer, receipts.Shown),
+    traces.TRACES_PROTOCOL: (traces.Ask(NOTHING, 0, 0), traces.Told, traces.Told),
+}
+"""By protocol: a question, what answers it, and what an answer is that is not just `busy`."""
+
+
+async def honest_call(network: Network, node: Node, protocol: str) -> None:
+    """What an honest peer does with a protocol: a question and its answer, else a stream that is taken."""
+    if protocol == pieces.DATA_PROTOCOL:
+        assert isinstance(await ask_about_data(network, node), pieces.Unknown)
+    elif protocol in QUESTIONS:
+        question, kind, expected = QUESTIONS[protocol]
+        assert isinstance(await ask(network, node, protocol, question, kind), expected)
+    else:
+        await network.open(node.peer, protocol)
+
+
+def first_words(protocol: str) -> bytes:
+    """A plausible first message that makes the other side hold something."""
+    if protocol == pieces.DATA_PROTOCOL:
+        return encode(pieces.Have(bytes([1]) * 32, b"\0", True, False))
+    return b""
+
+
+def scenario(test: Callable[[Swarm, Node, Sequence[Network], Network], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with swarm("a") as group, trio.open_nursery() as nursery:
+            node = group.nodes["a"]
+            peers = [Identity(number.to_bytes(32, "big")).peer for number in range(HOSTILE + 1)]
+            networks = [group.medium.attach(peer) for peer in peers]
+            for network in networks:
+                await nursery.start(network.run)
+                network.learn(node.peer, node.network.addresses)
+                node.network.learn(network.peer, network.addresses)
+            await test(group, node, networks[1:], networks[0])
+            nursery.cancel_scope.cancel()
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("protocol", STREAMED)
+def test_what_64_peers_hold_keeps_nobody_from_an_answer(protocol: str) -> None:
+    async def test(group: Swarm, node: Node, hostile: Sequence[Network], honest: Network) -> None:
+        limits = node.network._handlers.limits[protocol]  # type: ignore[attr-defined]  # of the simulated one
+        async with trio.open_nursery() as nursery:
+            for network in hostile:
+                network.handle(pieces.DATA_PROTOCOL, never_read)
+                for _number in range(min(limits.streams_per_peer_max, INBOUND_MAX // HOSTILE)):
+                    nursery.start_soon(hold, network, node.peer, protocol, first_words(protocol))
+            await trio.sleep(HOLD_SECONDS)
+            with trio.fail_after(ANSWER_SECONDS):
+                await honest_call(honest, node, protocol)
+            nursery.cancel_scope.cancel()
+
+    scenario(test)
