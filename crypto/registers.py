@@ -78,12 +78,15 @@ class PlaceHolder(Protocol):
 @dataclass(frozen=True)
 class Budget:
     """How many places there are: `places_max` in all. A holder that has been silent for `patience_seconds`
-    makes room where others need it; a stranger after STRANGER_PATIENCE_SECONDS already."""
+    makes room where others need it; a stranger after `stranger_seconds` already, and for a peer without a
+    place after `slow_seconds`."""
 
     places_max: int
     per_peer_max: int
     per_network_max: int
     patience_seconds: float
+    stranger_seconds: float = STRANGER_PATIENCE_SECONDS
+    slow_seconds: float = SLOW_SECONDS
 
 
 H = TypeVar("H", bound=PlaceHolder)
@@ -250,10 +253,8 @@ class Register(Generic[H]):
         first: tuple[object, ...] = ()
         for holder in among:
             row, since = scope.rows[holder], holder.silent_since
-            if now - since < STRANGER_PATIENCE_SECONDS:
-                continue  # nobody is evicted sooner
-            is_known = row.peer in self._known
-            if is_known and now - since < self._scope(row.scope).budget.patience_seconds:
+            is_known, budget = row.peer in self._known, self._scope(row.scope).budget
+            if now - since < (budget.patience_seconds if is_known else budget.stranger_seconds):
                 continue
             rank = (is_known, *(-count for count in scope.greed(row)), since)
             if found is None or rank < first:
@@ -290,7 +291,7 @@ class Register(Generic[H]):
             (holder.silent_since, number, holder)
             for number, (holder, row) in enumerate(scope.rows.items())
             if row.peer not in self._known
-            and now - holder.silent_since >= SLOW_SECONDS
+            and now - holder.silent_since >= scope.budget.slow_seconds
             and (row.source == new.source if is_own else scope.by_source[row.source] == most)
         ]
         return (min(among)[2],) if among else ()

@@ -23,11 +23,12 @@ import trio
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PEER_ID_BYTES, PeerId
+from crypto.registers import Budget, Register, Silence
 from node.errors import PayloadRefused, StageDiverged, StageFailed, StreamClosed, Unreachable
 from node.seams import Network, Stage, Stream, StreamLimits
 from partition import stage as api
 from partition.codec import Payload
-from partition.plan.plan import STAGES_MAX
+from partition.plan.plan import STAGES_MAX, STEPS_MAX
 from partition.run.admission import Chain
 from partition.stage import REASON_LENGTH_MAX
 
@@ -41,11 +42,19 @@ HEADS_ASKED = 2
 CALL_SECONDS_MAX = 60.0
 """A holder that owes an answer for so long is given up."""
 ATTACH_SECONDS_MAX = 5.0
+HEAD_PATIENCE_SECONDS = CALL_SECONDS_MAX
+"""How long a head may ask for nothing before another that wants its holder gets it: a round of averaging
+between two steps takes less."""
+BEGINNING_SECONDS = 10.0
+"""As much for a head that has made no step: it may look for holders of its other stages meanwhile."""
+HEADS = Budget(1, 1, 1, HEAD_PATIENCE_SECONDS, BEGINNING_SECONDS, BEGINNING_SECONDS)
+HEAD_SECONDS_MAX = 300.0
+"""A head that has asked for nothing for so long loses its holder, whoever else wants that: while it has a
+head, a holder looks for no other."""
 EXPORT_SECONDS_MAX = 300.0
 
 Hash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Subject = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
-Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 Reason = Annotated[str, msgspec.Meta(max_length=REASON_LENGTH_MAX)]
 
 
@@ -54,7 +63,7 @@ class Attach(msgspec.Struct, frozen=True, array_like=True, tag="attach"):
 
     run: Hash
     stage: Annotated[int, msgspec.Meta(ge=1, lt=STAGES_MAX)]
-    step: Count
+    step: Annotated[int, msgspec.Meta(ge=0, le=STEPS_MAX)]
     chain: Chain
 
 
@@ -327,6 +336,19 @@ async def _close(stream: Stream) -> None:
         await stream.aclose()
 
 
+class _Head:
+    """A head that a holder works for, by one stream."""
+
+    def __init__(self, peer: PeerId) -> None:
+        self.peer = peer
+        self.scope = trio.CancelScope()
+        self.silence = Silence()
+
+    @property
+    def silent_since(self) -> float:
+        return self.silence.since
+
+
 class StageServer:
     """A member's stage that works for a head, one at a time. `stage` is opened, and nobody else's.
 
@@ -355,15 +377,13 @@ class StageServer:
         self._accept = accept
         self._apply = apply
         self._payload_bytes_max = payload_bytes_max
-        self._scope = trio.CancelScope()
+        self._heads: Register[_Head] = Register(HEADS)
+        self._own: _Head | None = None
         self.between: Callable[[], Awaitable[None]] | None = None
         self.settle: Callable[[], Awaitable[None]] | None = None
 
     async def serve(self, stream: Stream, attach: Attach) -> None:
-        """Work for the head on the other side of `stream`, until it ends."""
-        if self.head is not None and self.head != stream.peer:
-            await stream.send(encode(Refusal("busy: it works for another head")))
-            return
+        """Work for the head on the other side of `stream`, until it ends, or says nothing for too long."""
         if attach.stage != self.number:
             await stream.send(encode(Refusal("another stage is held here")))
             return
@@ -371,9 +391,17 @@ class StageServer:
         if isinstance(attached, Refusal):
             await stream.send(encode(attached))
             return
-        self._scope.cancel()  # an earlier stream of the same head
-        with trio.CancelScope() as scope:
-            self._scope, self.head = scope, stream.peer
+        head = _Head(stream.peer)
+        if self._own is not None and self._own.peer == stream.peer:
+            self._let_go(self._own)  # an earlier stream of the same head
+        evicted = self._heads.admit(trio.current_time(), head, stream.peer, stream.peer)
+        if evicted is None:
+            await stream.send(encode(Refusal("busy: it works for another head")))
+            return
+        for each in evicted:
+            self._let_go(each)
+        self._own, self.head = head, stream.peer
+        with head.scope:
             try:
                 async with self.lock:
                     await self._stage.call(api.Discard())
@@ -381,18 +409,27 @@ class StageServer:
                     self._apply(attach.step, 0)
                 await stream.send(encode(attached))
                 while True:
-                    await self._answer(stream)
+                    await self._answer(stream, head)
             except StageFailed as error:
                 self.failure = str(error)
             finally:
-                if scope is self._scope:
-                    self.head = None
+                self._heads.leave(head)
+                if head is self._own:
+                    self._own = self.head = None
                     with trio.CancelScope(shield=True), suppress(StageFailed):
                         async with self.lock:
                             await self._stage.call(api.Discard())
 
-    async def _answer(self, stream: Stream) -> None:
-        message, data = await stream.receive_with_payload(self._payload_bytes_max)
+    def _let_go(self, head: "_Head") -> None:
+        self._heads.leave(head)
+        head.scope.cancel()
+
+    async def _answer(self, stream: Stream, head: "_Head") -> None:
+        try:
+            with trio.fail_after(HEAD_SECONDS_MAX), head.silence.waiting(trio.current_time):
+                message, data = await stream.receive_with_payload(self._payload_bytes_max)
+        except trio.TooSlowError:
+            raise StreamClosed("a head that asks for nothing") from None
         question: Question = decode(message, Question, bytes_max=MESSAGE_BYTES_MAX)
         if not isinstance(question, Do):
             raise RemoteProtocolError("a head that attaches twice")
@@ -409,11 +446,18 @@ class StageServer:
         except StageFailed as error:
             await stream.send(encode(Refusal(str(error)[:REASON_LENGTH_MAX])))
             raise
-        await stream.send(encode(Did()), encode(worked))
+        if isinstance(request, api.Apply):
+            self._heads.credit(head)
+        try:
+            with trio.fail_after(HEAD_SECONDS_MAX), head.silence.waiting(trio.current_time):
+                await stream.send(encode(Did()), encode(worked))
+        except trio.TooSlowError:
+            raise StreamClosed("a head that takes no answer") from None
 
     def close(self) -> None:
         """Work for nobody any more."""
-        self._scope.cancel()
+        if self._own is not None:
+            self._own.scope.cancel()
 
     async def _do(self, request: Work) -> object:
         if isinstance(request, api.Norm):

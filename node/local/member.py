@@ -330,8 +330,9 @@ class LocalMember:
     def _accept(self, peer: PeerId, attach: Attach) -> Attached | Refusal:
         """A head wants this member's stage. Raises RemoteProtocolError: it is no member."""
         self._door.check(peer, attach.chain)
-        if not self.has_state:
-            return Refusal("its state is not here yet")
+        is_beyond = attach.step > self.run.manifest.steps
+        if is_beyond or not self.has_state:
+            return Refusal("a step beyond the end of the run" if is_beyond else "its state is not here yet")
         return Attached(self.admission.chain, tuple(self.crew.training[:MATES_MAX]))
 
     def _applied(self, step: int, samples: int) -> None:

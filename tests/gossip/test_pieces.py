@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 
 from crypto.errors import RemoteProtocolError
-from crypto.identity import PeerId
+from crypto.identity import PEER_ID_BYTES, PeerId
+from crypto.registers import STRANGER_PATIENCE_SECONDS
 from gossip.pieces.choice import Choice
-from gossip.pieces.messages import Ask, Cancel, Got, Have, Piece, Refused
+from gossip.pieces.messages import Ask, Cancel, Got, Have, Piece, Refused, Unknown
 from gossip.pieces.swarm import (
     MISSES_MAX,
+    PEERS_MAX,
     STALL_SECONDS,
     PeerDropped,
     PieceArrived,
@@ -175,3 +177,28 @@ def test_events_arrive_for_verification_before_a_piece_counts() -> None:
     core.receive(1.0, A, Piece(DATA, number, b"x"))
     assert PieceArrived(A, number, b"x") in core.events
     assert not core.have[number]
+
+
+def test_peers_that_say_nothing_make_room_in_a_full_exchange() -> None:
+    core = PieceSwarm(ME, DATA, 4, range(4), Random(1))
+    crowd = [PeerId(bytes([100 + number]) * PEER_ID_BYTES) for number in range(PEERS_MAX)]
+    for peer in crowd:
+        core.receive(0.0, peer, Have(DATA, bits(4), True, False))
+    late = Have(DATA, bits(4), True, False)
+    assert core.receive(0.1, A, late) == [(A, Unknown(DATA))]
+    sends = core.receive(STRANGER_PATIENCE_SECONDS, A, late)
+    assert (crowd[0], Unknown(DATA)) in sends
+    assert A in core.peers
+    assert len(core.peers) == PEERS_MAX
+    assert any(to == A and isinstance(message, Have) for to, message in sends)
+
+
+def test_a_peer_that_was_sent_a_piece_stays_in_a_full_exchange() -> None:
+    core = PieceSwarm(ME, DATA, 4, range(4), Random(1))
+    core.receive(0.0, A, Have(DATA, bits(4), True, False))
+    core.receive(0.0, A, Ask(DATA, (0,)))
+    core.uploaded(0.0, A, 0, was_sent=True)
+    for number in range(3 * PEERS_MAX):
+        stranger = PeerId(bytes([100 + number]) * PEER_ID_BYTES)
+        core.receive(2.0 * number, stranger, Have(DATA, bits(4), True, False))
+        assert A in core.peers, "strangers go first"

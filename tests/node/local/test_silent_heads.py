@@ -1,0 +1,128 @@
+"""A head that attaches to a holder of a stage and says nothing does not keep it from others."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+import msgspec
+import pytest
+import trio
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Fact
+from crypto.identity import Identity
+from node.local import column
+from node.seams import Network, Stage, Stream
+from partition import stage as api
+from partition.plan.plan import STEPS_MAX
+from sim.network.links import Links
+from sim.network.model import NetworkModel
+from sim.seams import SimNetworkFabric
+from tests.stack import simulate
+
+RUN = bytes(32)
+
+
+class Idle:
+    """A stage that has nothing to compute."""
+
+    async def call(self, request: object) -> object:
+        del request
+        return api.Done()
+
+
+def chain() -> tuple[Fact, ...]:
+    return ()
+
+
+def attach(step: int = 0) -> bytes:
+    return encode(column.Attach(RUN, 1, step, chain()))
+
+
+async def ask(network: Network, holder: Network, message: bytes) -> tuple[Stream, object]:
+    stream = await network.open(holder.peer, column.PROTOCOL)
+    await stream.send(message)
+    answer: object = decode(await stream.receive(), column.Answer, bytes_max=column.MESSAGE_BYTES_MAX)
+    return stream, answer
+
+
+async def work(stream: Stream, request: object) -> object:
+    await stream.send(encode(column.Do()), encode(request))
+    message, _ = await stream.receive_with_payload(1_000)
+    return decode(message, column.Answer, bytes_max=column.MESSAGE_BYTES_MAX)
+
+
+def scenario(test: Callable[[column.StageServer, Network, Network, Network], Awaitable[None]]) -> None:
+    async def main() -> None:
+        fabric = SimNetworkFabric(Links(NetworkModel(), 1))
+        holder, one, other = networks = [fabric.attach(Identity(bytes([n]) * 32).peer) for n in range(1, 4)]
+        server = column.StageServer(
+            cast("Stage", Idle()),
+            1,
+            accept=lambda _peer, _attach: column.Attached(chain(), ()),
+            apply=lambda _step, _samples: None,
+            payload_bytes_max=1_000,
+        )
+
+        async def serve(stream: Stream) -> None:
+            question: Any = decode(
+                await stream.receive(), column.Question, bytes_max=column.MESSAGE_BYTES_MAX
+            )
+            await server.serve(stream, question)
+
+        holder.handle(column.PROTOCOL, serve, column.STREAMS)
+        async with trio.open_nursery() as nursery:
+            for network in networks:
+                await nursery.start(network.run)
+                network.learn(holder.peer, holder.addresses)
+            await test(server, holder, one, other)
+            nursery.cancel_scope.cancel()
+
+    simulate(main)
+
+
+def test_a_silent_head_makes_room_for_one_that_works() -> None:
+    async def test(server: column.StageServer, holder: Network, one: Network, other: Network) -> None:
+        _, attached = await ask(one, holder, attach())
+        assert isinstance(attached, column.Attached)
+        _, refused = await ask(other, holder, attach())
+        assert isinstance(refused, column.Refusal)
+        await trio.sleep(column.BEGINNING_SECONDS)
+        stream, attached = await ask(other, holder, attach())
+        assert isinstance(attached, column.Attached)
+        assert server.head == other.peer
+        assert isinstance(await work(stream, api.Apply(0, 1, 1.0)), column.Did)
+
+    scenario(test)
+
+
+def test_a_head_that_made_steps_has_a_round_of_averaging_to_be_silent() -> None:
+    async def test(server: column.StageServer, holder: Network, one: Network, other: Network) -> None:
+        stream, _ = await ask(one, holder, attach())
+        assert isinstance(await work(stream, api.Apply(0, 1, 1.0)), column.Did)
+        await trio.sleep(column.HEAD_PATIENCE_SECONDS - 5)
+        _, refused = await ask(other, holder, attach())
+        assert isinstance(refused, column.Refusal)
+        await trio.sleep(10)
+        _, attached = await ask(other, holder, attach())
+        assert isinstance(attached, column.Attached)
+        assert server.head == other.peer
+
+    scenario(test)
+
+
+def test_a_holder_gives_up_a_head_that_asks_for_nothing_at_all() -> None:
+    async def test(server: column.StageServer, holder: Network, one: Network, other: Network) -> None:
+        del other
+        await ask(one, holder, attach())
+        await trio.sleep(column.HEAD_SECONDS_MAX + 1)
+        assert server.head is None
+
+    scenario(test)
+
+
+@pytest.mark.parametrize("step", [-1, STEPS_MAX + 1, 2**52])
+def test_a_step_that_no_run_has_is_no_message(step: int) -> None:
+    data = msgspec.msgpack.encode(["attach", RUN, 1, step, []])
+    with pytest.raises(RemoteProtocolError):
+        decode(data, column.Question, bytes_max=column.MESSAGE_BYTES_MAX)
