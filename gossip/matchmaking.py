@@ -14,6 +14,7 @@ with the reason, and no pretence of one. After hivemind's matchmaking, without i
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import inf
 from typing import Annotated, assert_never
 
@@ -39,6 +40,8 @@ WISHES_MAX = 64
 CLOSED_VOICES = 2
 """Peers that must say that the group was formed without this one, where more than one is known."""
 READY_MAX = 1_024
+DISTANCES_MAX = 8 * READY_MAX
+"""Distances that are kept: to hash all that are ready at each message takes longer than all else of it."""
 OTHERS_MAX = 1_024
 """Peers that are told of a wish without being expected: as many as a roster holds."""
 
@@ -351,7 +354,7 @@ class Wish:
         return [peer for peer in self._expected if not self._brief(peer)]
 
     def _distance(self, peer: PeerId) -> bytes:
-        return blake3(self.key + peer).digest()
+        return _distance(self.key, peer)
 
     def _form(self, group: Group, convener: PeerId) -> None:
         self.group, self.convener = group, convener
@@ -360,6 +363,11 @@ class Wish:
     def _end(self, reason: str) -> None:
         self.is_over = True
         self.events.append(NotFormed(self.key, reason))
+
+
+@lru_cache(maxsize=DISTANCES_MAX)
+def _distance(key: bytes, peer: PeerId) -> bytes:
+    return blake3(key + peer).digest()
 
 
 def _member(sender: PeerId, message: Ready) -> Member:

@@ -11,9 +11,11 @@ from typing import Any, Protocol
 
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
+from crypto.registers import Budget, Register
+from crypto.token_buckets import prefix_of
 from node.placement.leases import about
 from node.placement.slots import Slots
-from node.placement.turns import Turns, Wait, Wish
+from node.placement.turns import HOLD_SECONDS_MAX, WAITING_MAX, Turns, Wait, Wish
 from node.protocols.manifest import Run
 from node.protocols.revision import check_revision
 from node.runs.member import RunMember
@@ -40,12 +42,29 @@ class Service(Protocol):
     def start_task(self, task: Callable[..., Any], *arguments: object, of: Run | None) -> None: ...
 
 
+WAITING = Budget(WAITING_MAX, WAITING_MAX // 4, WAITING_MAX // 2, HOLD_SECONDS_MAX, HOLD_SECONDS_MAX, 2.0)
+"""Requesters ask again within half a minute: one that does not makes room. One that has asked once only, as
+who invents runs does, makes room for a requester of which no run waits yet after two seconds."""
+
+
+class _WaitingRun:
+    """A run that waits, and when it was last asked for."""
+
+    def __init__(self, run: bytes, asker: PeerId, now: float) -> None:
+        self.run = run
+        self.asker = asker
+        self.silent_since = now
+        """See `crypto.registers.PlaceHolder`."""
+
+
 class Queue:
     """One node's, with so many slots."""
 
     def __init__(self, runs: Service, slots: int) -> None:
         self._runs = runs
         self._turns = Turns(slots, runs.signer.peer)
+        self._waiting: dict[bytes, _WaitingRun] = {}
+        self._places: Register[_WaitingRun] = Register(WAITING)
 
     def ask(self, asker: PeerId, run: Run, revision: Fact | None) -> Declined | None:
         """Return None where the run may have a slot now, else how it waits, as long as `asker` is there.
@@ -54,21 +73,30 @@ class Queue:
         """
         now, wish = self._now, replace(self._wish(run, revision), asker=asker)
         self._look(now)
+        if not self._enter(now, asker, run.id):
+            return Declined("busy: too many wait")
         self._turns.weigh(run.requester, self._runs.receipts.weight(run.requester))
         found = self._turns.ask(now, wish)
         for event in self._turns.events:
             reason = MADE_ROOM_OWN if event.is_own else MADE_ROOM
             self._runs.start_task(vacate, self._runs, reason, of_runs({event.run}), of=None)
         self._turns.events.clear()
-        return None if found is None else declined(found)
+        if found is None:
+            self._leave(run.id)
+            return None
+        return declined(found)
 
     def begin(self, run: Run, revision: Fact | None) -> None:
         """A slot is promised to the run."""
+        self._leave(run.id)
         self._runs.receipts.begun(run.id)
         self._turns.begin(self._now, self._wish(run, revision))
 
     def withdraw(self, asker: PeerId, run: bytes | None = None) -> None:
         """Drop a run, or all for which `asker` asked: it gave up, has its slots elsewhere, or is gone."""
+        for each in [each for each in self._waiting.values() if each.asker == asker]:
+            if run in (None, each.run):
+                self._leave(each.run)
         self._turns.withdraw(asker, run)
 
     def resize(self, slots: int) -> list[bytes]:
@@ -76,6 +104,29 @@ class Queue:
         self._turns.slots = self._runs.slots.count = slots
         self._look(self._now)
         return self._turns.surplus()
+
+    def _enter(self, now: float, asker: PeerId, run: bytes) -> bool:
+        """Return whether the run may wait: those that were not asked for again make room for it."""
+        row = self._waiting.get(run)
+        if row is not None:
+            row.silent_since, row.asker = now, asker
+            self._places.credit(row)
+            return True
+        row = _WaitingRun(run, asker, now)
+        host = self._runs.seams.network.host_of(asker)
+        evicted = self._places.admit(now, row, asker, prefix_of(host) if host is not None else asker)
+        if evicted is None:
+            return False
+        for each in evicted:
+            self._leave(each.run)
+            self._turns.drop(each.run)
+        self._waiting[run] = row
+        return True
+
+    def _leave(self, run: bytes) -> None:
+        row = self._waiting.pop(run, None)
+        if row is not None:
+            self._places.leave(row)
 
     @property
     def _now(self) -> float:

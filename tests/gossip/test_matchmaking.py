@@ -330,3 +330,15 @@ def form(wishes: dict[PeerId, Wish], silent: list[PeerId], key: bytes) -> float:
                 queue += [(to, after, sent) for after, sent in wishes[to].receive(now, sender, message)]
         now += 0.25
     return now
+
+
+def test_a_message_of_one_peer_does_not_hash_all_that_are_ready() -> None:
+    wish = Wish(
+        member_of(0), KEY, [], make_group, 0.0, window_seconds=0.0, patience_seconds=9.0, size_min=2_000
+    )
+    for number in range(1, 660):
+        wish.receive(0.0, peer_of(number), Ready(KEY, bytes(16), 1_000))
+    misses = matchmaking._distance.cache_info().misses
+    for number in range(1, 660):
+        wish.receive(0.0, peer_of(number), Ready(KEY, bytes(16), 1_000))
+    assert matchmaking._distance.cache_info().misses == misses
