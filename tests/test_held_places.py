@@ -1,7 +1,6 @@
 """64 peers that hold all they can of one protocol keep nobody else from being answered.
 
-In virtual time, with whole nodes. `PEERLOOM_HELD=full` does the same for two minutes of every protocol, over
-real sockets, and measures the memory (`make soak`).
+In virtual time, with whole nodes; `tests.test_held_places_processes` does it for minutes, with a real one.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -98,7 +97,8 @@ async def honest_call(network: Network, node: Node, protocol: str) -> None:
         question, kind, expected = QUESTIONS[protocol]
         assert isinstance(await ask(network, node, protocol, question, kind), expected)
     else:
-        await network.open(node.peer, protocol)
+        stream = await network.open(node.peer, protocol)
+        await stream.aclose()
 
 
 def first_words(protocol: str) -> bytes:

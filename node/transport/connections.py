@@ -32,7 +32,7 @@ from node.transport.racing import ATTEMPT_DELAY_SECONDS, race
 from node.transport.router import Hello, Router, greet
 from node.transport.sockets import address_of
 from node.transport.streams import SecureStream
-from node.transport.tcp import Connection, ReassemblyBudget
+from node.transport.tcp import STRANGERS_ASSEMBLY_BYTES_MAX, Connection, ReassemblyBudget
 
 REFUSALS_MAX = 16
 """Wrong questions in a row on one connection: more than a peer of another version has protocols to try."""
@@ -90,6 +90,7 @@ class Connections:
         self._counters = counters
         self._paces = paces or Paces()
         self._assembly = ReassemblyBudget()
+        self._strangers_assembly = ReassemblyBudget(STRANGERS_ASSEMBLY_BYTES_MAX)
         self._pool = Pool()
         self._idle = IdleConnections()
         # Every one that stands, with the stream it carries; a dict for its order.
@@ -397,6 +398,8 @@ class Connections:
             return None
         for each in evicted:
             self._router.evict(each)
+        if not self._inbound.is_known(connection.peer):
+            connection.charge(self._strangers_assembly)
         return connection
 
     async def _serve_peer(self, connection: Connection) -> None:
@@ -459,6 +462,7 @@ class Connections:
         is_free = await stream.finish()
         if is_free:
             self._inbound.credit(connection)
+            connection.charge(self._assembly)
         if connection.why is None:
             self._open[connection] = None
         return is_free and self._is_staying

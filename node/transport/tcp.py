@@ -30,6 +30,8 @@ STALL_SECONDS = 60.0
 ASSEMBLY_BYTES_MAX = 2**30
 """Half-received messages of all streams together: sixteen of the longest. Where it is reached, the message
 that began first is given up: who sends one in earnest is done with it, and who lets it drip is not."""
+STRANGERS_ASSEMBLY_BYTES_MAX = 2**26
+"""As much of those streams whose peers have completed nothing here yet: one of the longest messages."""
 CALLS_WITHOUT_REST_MAX = 16
 """Calls in a row that need not wait before others get their turn: well below a millisecond of them. To rest
 after each takes as long as the call."""
@@ -135,6 +137,13 @@ class Connection:
             return address_of(self._socket.getpeername())
         except OSError:
             return None  # it is over
+
+    def charge(self, assembly: ReassemblyBudget) -> None:
+        """Count half-received messages against this budget from now on."""
+        if assembly is not self._assembly:
+            self._assembly.release(self)
+            self._held_bytes = 0
+            self._assembly = assembly
 
     def limit(self, message_bytes_max: int) -> None:
         """The longest message that is taken from now on."""
