@@ -30,8 +30,9 @@ STALL_SECONDS = 60.0
 ASSEMBLY_BYTES_MAX = 2**30
 """Half-received messages of all streams together: sixteen of the longest. Where it is reached, the message
 that began first is given up: who sends one in earnest is done with it, and who lets it drip is not."""
-STRANGERS_ASSEMBLY_BYTES_MAX = 2**26
-"""As much of those streams whose peers have completed nothing here yet: one of the longest messages."""
+STRANGERS_ASSEMBLY_BYTES_MAX = 2**26 + 2**20
+"""As much of those streams whose peers have completed nothing here yet: one of the longest payloads, with its
+message."""
 CALLS_WITHOUT_REST_MAX = 16
 """Calls in a row that need not wait before others get their turn: well below a millisecond of them. To rest
 after each takes as long as the call."""
