@@ -48,7 +48,7 @@ def test_invented_runs_make_room_for_one_that_is_meant() -> None:
     waiting.ask(honest, run, None)
     for _ in range(10):
         clock.now += 25.0
-        for number in range(2 * WAITING_MAX, 2 * WAITING_MAX + 100):
+        for number in range(2 * WAITING_MAX, 2 * WAITING_MAX + 30):
             waiting.ask(*run_of(number + int(100 * clock.now)), None)
         found = waiting.ask(honest, run, None)
         assert isinstance(found, Declined)
