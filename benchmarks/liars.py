@@ -33,23 +33,21 @@ CONTEXT, SYMBOLS = 6, 48
 ten times faster where others use the cores."""
 MEAN_MIN, WORST_MIN, COST_MAX, LOSS_MAX = 0.94, 0.92, 0.005, 1.02
 # "labels": trained on wrong ones; "weight": the same, at the largest weight that is let through.
-KINDS = (
-    "none",
+COMMON = (
     "sign flip",
     "scaled",
     "inner product",
-    "little",
-    "mimic",
-    "min-max",
-    "one number",
-    "noise",
-    "stand still",
     "labels",
     "weight",
+    "one number",
+    "noise",
     "not finite",
     "silence",
 )
-QUICK_KINDS = ("none", "sign flip", "scaled", "inner product", "little", "labels", "weight", "silence")
+SUBTLE = ("little", "mimic", "min-max", "stand still")
+"""Made to look honest, by who knows what all others send."""
+KINDS = ("none", *COMMON, *SUBTLE)
+QUICK_KINDS = ("none", "sign flip", "scaled", "inner product", "labels", "weight", "silence", "little")
 QUICK_CODED_KINDS = ("none", "inner product", "little")
 Array = NDArray[Any]
 
@@ -305,15 +303,15 @@ def main() -> int:
             undisturbed = measure("digits", replace(usual, rule="mean"), seeds)
             played = QUICK_CODED_KINDS if options.quick and usual.codec == "int8" else kinds
             found = [measure("digits", replace(usual, kind=kind), seeds) for kind in played]
-            least = min(found, key=lambda row: row["accuracy"])
             cost = undisturbed["accuracy"] - found[0]["accuracy"]
-            goals += [
-                Goal(
-                    f"{name}: accuracy by {least['lies']}, the worst lie", least["accuracy"], ">=", MEAN_MIN
-                ),
-                Goal(f"{name}: worst peer", min(row["worst"] for row in found), ">=", WORST_MIN),
-                Goal(f"{name}: accuracy that the rule costs without liars", cost, "<=", COST_MAX),
-            ]
+            goals.append(Goal(f"{name}: accuracy that the rule costs without liars", cost, "<=", COST_MAX))
+            for group, members in (("common", COMMON), ("subtle", SUBTLE)):
+                some = [row for row in found if row["lies"] in members]
+                least = min(some, key=lambda row: row["accuracy"])
+                goals += [
+                    Goal(f"{name}, {group}: mean by {least['lies']}", least["accuracy"], ">=", MEAN_MIN),
+                    Goal(f"{name}, {group}: worst peer", min(row["worst"] for row in some), ">=", WORST_MIN),
+                ]
         usual = Game(DEFAULT, "none")
         loss = measure("characters", replace(usual, rule="mean"), 1)["loss"]
         for kind in ("none", "scaled") if options.quick else kinds:

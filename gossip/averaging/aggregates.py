@@ -39,8 +39,8 @@ RULES: tuple[Aggregate, ...] = get_args(Aggregate)
 MIXED = "nnm-"
 """Begins the name of a rule that is applied after nearest-neighbour mixing."""
 DEFAULT: Aggregate = "nnm-trimmed-mean"
-"""What "auto" is where strangers may join: by no lie of `benchmarks/liars.py` does it lose more than a point
-of accuracy, without liars it loses none, and it has a meaning in groups of three."""
+"""What "auto" is where strangers may join: by no common lie of `benchmarks/liars.py` does it lose more than a
+point of accuracy, without liars it loses 0.3, and it has a meaning in groups of three."""
 WEIGHTED: tuple[Aggregate, ...] = (
     "mean",
     "trimmed-mean",
