@@ -443,6 +443,15 @@ class AveragingLeft(Event, frozen=True, kw_only=True):
     peers: int
 
 
+class LiarProved(Event, frozen=True, kw_only=True):
+    """A member of a run of averaging signed two statements of the kind `said` in one attempt, which differ.
+    The proof is kept and told to others, and the member takes no part in the run any more."""
+
+    run: str
+    peer: PeerId
+    said: str
+
+
 class AveragingEnded(Event, frozen=True, kw_only=True):
     """A round of averaging is over here. `outcome`: ok or failed, with the reason; a failed one averaged
     nothing. `averaged` are those whose tensors entered, of `members` in the group; `rounding` is the relative

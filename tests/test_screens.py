@@ -228,6 +228,7 @@ HISTORY: list[events.Event] = [
     ),
     events.RunReleased(at=NOW - 1, run="0123456789abcdef"),
     events.AveragingJoined(at=NOW - 1, run="cifar", peer=peer(2), peers=1),
+    events.LiarProved(at=NOW - 1, run="cifar", peer=peer(2), said="averaging-seal"),
     events.StateFetched(at=NOW - 1, run="cifar", step=40, size_bytes=200_000_000, seconds=2.5),
     events.AveragingStepped(at=NOW - 1, run="cifar", step=50, samples=4_096, peers=1, seconds=2.0),
     events.AveragingEnded(
@@ -334,6 +335,7 @@ def test_the_screen_of_a_node() -> None:
         22:13:18   run 01234567 changed by its requester: 200 steps, priority 7, learning rate 0.001, paused
         22:13:19   run 01234567 goes on without this node
         22:13:19   averaging cifar: lab-2 takes part, 1 other peer
+        22:13:19   averaging cifar: lab-2 is out: it signed two results of one round
         22:13:19   averaging cifar: caught up with step 40, 200.0 MB in 2.5 s
         averaging cifar  step    50  4096 samples  2048 samples/s  1 other peer
         22:13:19   averaging cifar  step 50  ok 1.8 s  2 of 2 peers  40.5 MB  mean

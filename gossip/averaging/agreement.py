@@ -18,7 +18,7 @@ class Agreement:
         self._unawaited = frozenset(unawaited)
         self._told: dict[int, bytes] = {}
         self.digest = b""
-        """Of what this member holds; empty before it holds all."""
+        """The digest of what this member holds; empty before it holds all."""
         self.until = inf
         """When to wait no longer for what others say."""
 

@@ -3,6 +3,7 @@
 It belongs to the node's event loop. `node.library` and `node.optimizer` stand above it, in other threads.
 """
 
+import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -124,6 +125,8 @@ class Participation:
         """What others measured that this peer sends."""
         self.walk = GridWalk(key, service.seams.network.peer)
         self._pace = Pace(floor_seconds=PACE_FLOOR_SECONDS)
+        self._undeclared: tuple[PeerId, ...] = ()
+        self._last_attempt: weakref.ref[Attempt] | None = None
         self._stepped_at = service.seams.clock.monotonic()
         self.status = ""
         self._state_step: int | None = None
@@ -280,8 +283,19 @@ class Participation:
             seams.clock.monotonic(),
         )
         patience = wanted.patience or self._pace.patience(size)
+        # What was said late, while the last attempt lingered, counts too.
+        last = None if self._last_attempt is None else self._last_attempt()
+        silent = self._undeclared if last is None else last.undeclared
         make = partial(
-            Attempt, self._service.signer, group, vector, weight, begun, patience, codecs=wanted.codecs
+            Attempt,
+            self._service.signer,
+            group,
+            vector,
+            weight,
+            begun,
+            patience,
+            codecs=wanted.codecs,
+            silent=silent,
         )
         attempt = await seams.executor.run(make)
         runner = Runner(attempt, seams.network, seams.clock, seams.executor, self._service.refuse)
@@ -295,6 +309,8 @@ class Participation:
         self.upload.measured(attempt.upload_rate)
         seconds = seams.clock.monotonic() - begun
         needs_time = self.expectations.attempted(attempt, result, seconds)
+        if isinstance(result, Averaged):
+            self._undeclared, self._last_attempt = attempt.undeclared, weakref.ref(attempt)
         if isinstance(result, Averaged):
             self._pace.succeeded(size, seconds)
         elif result.reason in FOR_WANT_OF_TIME and needs_time:

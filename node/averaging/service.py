@@ -24,6 +24,7 @@ from gossip.averaging.messages import PROTOCOL as ATTEMPT_PROTOCOL
 from node.averaging.declarations import Declarations
 from node.averaging.early_streams import EarlyStreams
 from node.averaging.participation import Participation, Service
+from node.averaging.proofs import HonestGate, Proofs
 from node.averaging.rounds import Gate
 from node.averaging.runner import MESSAGE_BYTES_MAX, Runner
 from node.averaging.signature import run_key
@@ -31,7 +32,7 @@ from node.averaging.snapshot import Snapshot
 from node.averaging.transfer import StateServer
 from node.containment import contain, keep_running
 from node.errors import StreamClosed, UsageError
-from node.events import Event
+from node.events import Event, LiarProved
 from node.seams import Seams, Stream, StreamLimits
 from node.services.discovery import Discovery
 from node.services.driver import Driver
@@ -91,6 +92,8 @@ class Averaging:
         self.early = EarlyStreams(self._early_rank)
         """Streams that wait for an attempt which is not known here yet."""
         self._nursery: trio.Nursery | None = None
+        self.proofs = Proofs(seams, signer, members=self._members_of, found=self._liar_found, refuse=refuse)
+        """The members of runs that were proved to lie."""
         seams.network.handle(ATTEMPT_PROTOCOL, self._serve, STREAMS)
         StateServer(seams.network, self._snap, self._kept)
 
@@ -112,6 +115,7 @@ class Averaging:
             self._nursery = nursery
             await nursery.start(self._roster_driver.run)
             await nursery.start(self._match_driver.run)
+            await self.proofs.run(nursery)
             task_status.started()
 
     @property
@@ -138,8 +142,10 @@ class Averaging:
         key = run_key(name)
         clock = self._seams.clock
         try:
-            admits = None if gate is None else gate.admits
-            entry = self._rosters.open(key, signature, clock.monotonic(), int(clock.wall() * 1000), admits)
+            gate = HonestGate(self.proofs, key, gate)
+            entry = self._rosters.open(
+                key, signature, clock.monotonic(), int(clock.wall() * 1000), gate.admits
+            )
         except ValueError as error:
             raise UsageError(f"run {name!r}: {error}") from None
         assert self._nursery is not None, "the service is running"
@@ -265,6 +271,15 @@ class Averaging:
                 await runner.run()
         finally:
             self._runners.pop(runner.attempt.id, None)
+            self.proofs.look(runner.attempt)
+
+    def _members_of(self, key: bytes) -> Collection[PeerId] | None:
+        run = self._runs.get(key)
+        return None if run is None else tuple(run.roster.reports)
+
+    def _liar_found(self, key: bytes, peer: PeerId, purpose: str) -> None:
+        run = self._runs[key]
+        self._publish(LiarProved(at=self._seams.clock.wall(), run=run.name, peer=peer, said=purpose))
 
     async def _serve(self, stream: Stream) -> None:
         if not self._runs:

@@ -26,6 +26,11 @@ from node.paths import is_default_data_dir, short_path
 from node.text import CLOCK_REMEDY, clock_text
 
 Event = Mapping[str, Any]
+LIES = {
+    "averaging-commitment": "two versions of what it sends",
+    "averaging-have": "two lists of what it got",
+    "averaging-seal": "two results of one round",
+}
 FIRST_STEPS = 5
 """Every step is shown up to here, then every STEPS_APART-th: the curve stays readable."""
 PACE_STEPS = 20
@@ -334,6 +339,10 @@ class EventScreen:
         rest = f"{event['reason']}; {_counted(event['peers'], 'other peer', 's')}"
         return [_at(event, f"averaging {event['run']}: {self._name(event['peer'])} is out ({rest})")]
 
+    def _liar_proved(self, event: Event) -> list[str]:
+        said = LIES[event["said"]]
+        return [_at(event, f"averaging {event['run']}: {self._name(event['peer'])} is out: it signed {said}")]
+
     def _averaged(self, event: Event) -> list[str]:
         line = f"averaging {event['run']}  step {event['step']}  "
         if event["outcome"] != "ok":
@@ -424,6 +433,7 @@ _RENDERERS = {
     "RunReleased": EventScreen._released,
     "AveragingJoined": EventScreen._peer_averages,
     "AveragingLeft": EventScreen._peer_stopped,
+    "LiarProved": EventScreen._liar_proved,
     "AveragingEnded": EventScreen._averaged,
     "AveragingStepped": EventScreen._stepped,
     "StateFetched": EventScreen._caught_up,

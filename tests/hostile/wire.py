@@ -19,10 +19,11 @@ import gossip.swim
 from crypto.contact import CONTACT_PURPOSE, ContactBody
 from dht.capabilities import Advert
 from gossip import matchmaking, roster
+from gossip.averaging import evidence
 from gossip.averaging import messages as averaging
 from gossip.pieces import messages as pieces
+from node.averaging import proofs, transfer
 from node.averaging import service as averaging_service
-from node.averaging import transfer
 from node.checkpoints import replication
 from node.checkpoints.weights import WEIGHTS_PURPOSE
 from node.content import blobs, exchange
@@ -77,6 +78,7 @@ PROTOCOLS = (
     Protocol(matchmaking.PROTOCOL, None, datagrams=matchmaking.Message),
     Protocol(conclusions.PROTOCOL, None, datagrams=conclusions.Message),
     Protocol(averaging.PROTOCOL, averaging.Message, payloads=True, limits=averaging_service.STREAMS),
+    Protocol(evidence.PROTOCOL, evidence.Evidence, limits=proofs.STREAMS),
     Protocol(column.PROTOCOL, column.Question, column.Answer, payloads=True, limits=column.STREAMS),
     Protocol(transfer.PROTOCOL, transfer.Question, transfer.Answer, limits=transfer.STREAMS),
     Protocol(traces.TRACES_PROTOCOL, traces.Ask, traces.Told),
@@ -121,6 +123,7 @@ FACTS: Mapping[str, tuple[type, ...]] = {
     column.PROTOCOL: (Ticket,),
     runs.PIPELINE_PROTOCOL: (FrameHeader, RevisionBody),
     averaging.PROTOCOL: (averaging.CommitmentBody, averaging.HaveBody, averaging.SealBody),
+    evidence.PROTOCOL: (averaging.CommitmentBody, averaging.HaveBody, averaging.SealBody),
 }
 """Which facts a protocol carries; what belongs elsewhere is tried now and then all the same."""
 

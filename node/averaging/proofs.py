@@ -1,0 +1,136 @@
+"""Members of averaging runs that were proved to lie: kept, told to the others, and left out of the run.
+
+Whoever finds a proof in an attempt, or is told one that holds, tells a few others of the run, once, so it
+spreads as a rumour does. Nobody is believed: each checks the two signatures (`gossip.averaging.evidence`).
+Proofs are kept over restarts.
+"""
+
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Annotated
+
+import msgspec
+import trio
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Signer
+from crypto.identity import PeerId
+from gossip.averaging.attempt import Attempt
+from gossip.averaging.evidence import EVIDENCE_BYTES_MAX, PROTOCOL, Evidence, liar_of
+from node.averaging.rounds import Gate
+from node.containment import contain
+from node.errors import StreamClosed, Unreachable
+from node.protocols.calls import conversation
+from node.seams import Seams, Stream, StreamLimits
+
+KEPT_MAX = 256
+"""Proofs of all runs; the oldest make room. A liar pays an identity for each."""
+TOLD_MAX = 6
+"""Members that a node tells of one proof: with as many, a rumour misses one of 400."""
+TELL_SECONDS = 10.0
+STREAMS = StreamLimits(message_bytes_max=EVIDENCE_BYTES_MAX, streams_per_peer_max=2)
+FILE = "averaging-proofs"
+FILE_BYTES_MAX = KEPT_MAX * EVIDENCE_BYTES_MAX
+Kept = Annotated[tuple[Evidence, ...], msgspec.Meta(max_length=KEPT_MAX)]
+
+
+class Proofs:
+    """The proofs that a node knows. `members` are the others of a run that it is in, None where it is in none
+    of this key; `found` is called for each new proof."""
+
+    def __init__(
+        self,
+        seams: Seams,
+        signer: Signer,
+        *,
+        members: Callable[[bytes], Collection[PeerId] | None],
+        found: Callable[[bytes, PeerId, str], None],
+        refuse: Callable[[PeerId, RemoteProtocolError], None],
+    ) -> None:
+        self._seams = seams
+        self._signer = signer
+        self._members = members
+        self._found = found
+        self._refuse = refuse
+        self._kept: dict[tuple[bytes, PeerId], Evidence] = {}
+        self._nursery: trio.Nursery | None = None
+        seams.network.handle(PROTOCOL, self._serve, STREAMS)
+
+    async def run(self, nursery: trio.Nursery) -> None:
+        """Read what was kept; proofs are told from then on."""
+        self._nursery = nursery
+        data = await self._seams.executor.run(partial(self._seams.storage.read, FILE))
+        try:
+            kept: tuple[Evidence, ...] = decode(data or encode(()), Kept, bytes_max=FILE_BYTES_MAX)
+            for evidence in kept:
+                self._kept[evidence.group.name, liar_of(evidence, self._signer)] = evidence
+        except RemoteProtocolError:
+            pass  # a file that was damaged, or of another swarm: proofs are found again
+
+    def is_out(self, run: bytes, peer: PeerId) -> bool:
+        """Return whether this peer was proved to lie in the run of this key."""
+        return (run, peer) in self._kept
+
+    def look(self, attempt: Attempt) -> None:
+        """Keep and tell the proofs that an attempt has found."""
+        for proof in attempt.equivocations.values():
+            self._take(Evidence(attempt.group, proof.purpose, proof.first, proof.second))  # type: ignore[arg-type]  # one of three
+
+    def _take(self, evidence: Evidence, teller: PeerId | None = None) -> None:
+        """Keep what holds, and pass it on the first time. Raises RemoteProtocolError: it proves nothing."""
+        run, author = evidence.group.name, PeerId(evidence.first.author)
+        members = self._members(run)
+        if members is None or (run, author) in self._kept:
+            return
+        liar_of(evidence, self._signer)
+        if len(self._kept) >= KEPT_MAX:
+            del self._kept[next(iter(self._kept))]
+        self._kept[run, author] = evidence
+        others = [peer for peer in members if peer not in (author, teller)]
+        told = self._seams.rng.sample(others, min(TOLD_MAX, len(others)))
+        if self._nursery is not None:
+            self._nursery.start_soon(self._keep, tuple(self._kept.values()))
+            for peer in told:
+                self._nursery.start_soon(self._tell, peer, evidence)
+        self._found(run, author, evidence.purpose)
+
+    async def _keep(self, kept: tuple[Evidence, ...]) -> None:
+        with contain("keeping of proofs"):
+            await self._seams.executor.run(partial(self._seams.storage.write, FILE, encode(kept)))
+
+    async def _tell(self, peer: PeerId, evidence: Evidence) -> None:
+        try:
+            talk = conversation(
+                self._seams.network,
+                peer,
+                PROTOCOL,
+                seconds=TELL_SECONDS,
+                message_bytes_max=EVIDENCE_BYTES_MAX,
+            )
+            async with talk as stream:
+                await stream.send(encode(evidence))
+        except (Unreachable, StreamClosed):
+            pass  # others tell it too
+
+    async def _serve(self, stream: Stream) -> None:
+        evidence: Evidence = decode(await stream.receive(), Evidence, bytes_max=EVIDENCE_BYTES_MAX)
+        self._take(evidence, stream.peer)
+
+
+class HonestGate:
+    """Lets those into a run that `gate` does, if there is one, and that were not proved to lie in it."""
+
+    def __init__(self, proofs: Proofs, run: bytes, gate: Gate | None) -> None:
+        self._proofs = proofs
+        self._run = run
+        self._gate = gate
+
+    def admits(self, peer: PeerId) -> bool:
+        """Return whether this peer may take part."""
+        return not self._proofs.is_out(self._run, peer) and (self._gate is None or self._gate.admits(peer))
+
+    def seen(self, peer: PeerId) -> None:
+        """Take note that this peer claims to take part."""
+        if self._gate is not None:
+            self._gate.seen(peer)

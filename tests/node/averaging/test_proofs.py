@@ -1,0 +1,122 @@
+"""A member that signs two results of one round is proved to lie, by real nodes, and is out of the run."""
+
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import trio
+from blake3 import blake3
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Fact
+from gossip.averaging import attempt as attempts
+from gossip.averaging.attempt import Attempt
+from gossip.averaging.codecs import view_of
+from gossip.averaging.evidence import Evidence, liar_of
+from gossip.averaging.messages import SEAL_PURPOSE, Chunk, Holding, Seal, SealBody, root_of
+from node.events import LiarProved
+from node.runtime import Node
+from tests.node.averaging.test_average import average_all, nodes, settings
+
+ITEMS = 4 * 4_096
+
+
+class TwoFaced(Attempt):
+    """Sends `victim` another reduced part than the others, under a seal of its own."""
+
+    victim: Any = None
+
+    def _changed(self, sends: attempts.Sends) -> attempts.Sends:
+        return [(peer, self._lie(message) if peer == self.victim else message) for peer, message in sends]
+
+    def _lie(self, message: Any) -> Any:
+        lies = view_of(np.full(ITEMS // 4, 9.0, np.float32))
+        match message:
+            case Chunk(phase="gather"):
+                return msgspec.structs.replace(message, data=lies, checksum=blake3(lies).digest())
+            case Seal(fact=fact) if fact.author == self._signer.peer:
+                body: SealBody = decode(fact.body, SealBody, bytes_max=10_000)
+                other = msgspec.structs.replace(body, root=root_of([blake3(lies).digest()]))
+                return Seal(message.attempt, self._signer.sign(SEAL_PURPOSE, encode(other)))
+            case Holding():
+                return Holding(message.attempt, bytes(32))
+        return message
+
+    def pull(self, *arguments: Any) -> attempts.Sends:
+        return self._changed(super().pull(*arguments))
+
+    def receive(self, *arguments: Any) -> attempts.Sends:
+        return self._changed(super().receive(*arguments))
+
+    def wake(self, *arguments: Any) -> attempts.Sends:
+        return self._changed(super().wake(*arguments))
+
+
+async def test_a_node_that_seals_twice_is_out_of_the_run_also_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = [{"w": np.full(ITEMS, float(number), np.float32)} for number in range(4)]
+    async with AsyncExitStack() as stack:
+        found = await stack.enter_async_context(nodes(tmp_path, 4))
+        liar, victim = found[0], found[1]
+
+        def made(signer: Any, *arguments: Any, **options: Any) -> Attempt:
+            one = TwoFaced if signer.peer == liar.peer else Attempt
+            attempt = one(signer, *arguments, **options)
+            if isinstance(attempt, TwoFaced):
+                attempt.victim = victim.peer
+            return attempt
+
+        monkeypatch.setattr("node.averaging.participation.Attempt", made)
+        told = [stack.enter_context(node.watch()) for node in found[1:]]
+        results = await average_all(found, given, peers=3)
+        honest = results[1:]
+        vectors = {each.tensors["w"].tobytes() for each in honest if each.is_averaged}
+        assert len(vectors) <= 1, "nobody holds other bytes than another honest one"
+        with trio.fail_after(20):
+            for events in told:
+                while not isinstance(event := await events.receive(), LiarProved):
+                    pass
+                assert (event.peer, event.said) == (liar.peer, SEAL_PURPOSE)
+        monkeypatch.setattr("node.averaging.participation.Attempt", Attempt)
+        again = await average_all(found[1:], given[1:], peers=2)
+        assert [each.error for each in again] == [""] * 3
+        assert len(again[0].shares) == 3, "without the liar"
+        key = victim.averaging.runs[0].key
+        assert victim.averaging.proofs.is_out(key, liar.peer)
+    async with Node(settings(tmp_path, "n1")) as back:
+        assert back.peer == victim.peer
+        assert back.averaging.proofs.is_out(key, liar.peer)
+
+
+def test_evidence_needs_two_signed_statements_of_one_attempt() -> None:
+    from tests.gossip.averaging.network import group_of, members_of
+    from tests.gossip.swarm import HashSigner, peer_of
+
+    group = group_of(members_of(3), ITEMS)
+    liar = HashSigner(peer_of(0))
+
+    def seal(number: int, attempt: bytes = group.id, signer: HashSigner = liar) -> Fact:
+        body = encode(SealBody(attempt, bytes(32), bytes([number] * 32)))
+        return signer.sign(SEAL_PURPOSE, body)
+
+    evidence = Evidence(group, "averaging-seal", seal(1), seal(2))
+    assert liar_of(evidence, HashSigner(peer_of(2))) == peer_of(0)
+    for wrong in (
+        replace_second(evidence, seal(1)),
+        replace_second(evidence, seal(2, bytes(32))),
+        replace_second(evidence, seal(2, signer=HashSigner(peer_of(1)))),
+        replace_second(evidence, Fact(peer_of(0), seal(2).body, bytes(64))),
+        msgspec.structs.replace(evidence, purpose="averaging-have"),
+        Evidence(group, "averaging-seal", *(seal(n, signer=HashSigner(peer_of(9))) for n in (1, 2))),
+    ):
+        with pytest.raises(RemoteProtocolError):
+            liar_of(wrong, HashSigner(peer_of(2)))
+
+
+def replace_second(evidence: Evidence, second: Fact) -> Evidence:
+    return msgspec.structs.replace(evidence, second=second)
