@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import trio
 
+from gossip.averaging.aggregates import DEFAULT
 from node.averaging.participation import Participation
 from node.averaging.rounds import Wanted
 from sim.worlds.scheduling import run_virtually
@@ -21,10 +22,12 @@ NAMES = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_"[:PEER
 SIGNATURE = bytes([7]) * 32
 
 
-async def play(runs: list[Participation], values: list[Any], rounds: int) -> list[tuple[float, list[int]]]:
+async def play(
+    runs: list[Participation], values: list[Any], rounds: int, size_max: int = GROUP
+) -> list[tuple[float, list[int]]]:
     """Rounds of all, and after each the variance over all peers and the sizes of the groups."""
     found = []
-    wanted = Wanted(window_seconds=2.0, patience_seconds=10.0, size_max=GROUP)
+    wanted = Wanted(window_seconds=2.0, patience_seconds=10.0, size_max=size_max)
     sizes: list[int] = []
 
     async def average(place: int) -> None:
@@ -67,3 +70,35 @@ def test_nodes_in_a_grid_agree_in_as_many_rounds_as_it_has_axes() -> None:
     assert sizes == [GROUP] * len(NAMES), told
     assert variance < 1e-9, told
     assert all(value == pytest.approx(mean, abs=1e-6) for value in values), told
+
+
+def test_honest_nodes_of_a_grid_stay_among_themselves_beside_liars() -> None:
+    """Liars send a million in every round, whatever came of the last. 27 with three liars where PEERS is 27."""
+    names, size, liars = (NAMES, 9, 3) if len(NAMES) == 27 else (NAMES[:8], 4, 1)
+    draws = np.random.default_rng(2)
+    values: list[Any] = [draws.standard_normal(64) for _ in names]
+    honest = np.stack(values[liars:])
+    least, most = honest.min(axis=0), honest.max(axis=0)
+    spreads = [float(np.var(honest, axis=0).mean())]
+    axes: set[tuple[int, ...]] = set()
+
+    async def main() -> None:
+        async with swarm(names) as group:
+            runs = [group.nodes[name].averaging.open("liars", SIGNATURE, None, DEFAULT) for name in names]
+            with trio.fail_after(60):
+                for run in runs:
+                    await run.wait_for_peers(len(names) - 1)
+            for _ in range(4):
+                for liar in range(liars):
+                    values[liar] = np.full(64, 1e6)
+                await play(runs, values, 1, size)
+                spreads.append(float(np.var(np.stack(values[liars:]), axis=0).mean()))
+            axes.update(run.walk.axes for run in runs)
+
+    run_virtually(main)
+    told = f"{axes}: {spreads}"
+    assert all(len(each) > 1 for each in axes), told
+    kept = np.stack(values[liars:])
+    assert (kept >= least - 1e-9).all(), told
+    assert (kept <= most + 1e-9).all(), told
+    assert spreads[-1] < spreads[0] / 20, told
