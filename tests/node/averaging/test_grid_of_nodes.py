@@ -73,7 +73,7 @@ def test_nodes_in_a_grid_agree_in_as_many_rounds_as_it_has_axes() -> None:
 
 
 def test_honest_nodes_of_a_grid_stay_among_themselves_beside_liars() -> None:
-    """Liars send a million in every round, whatever came of the last. 27 with three liars where PEERS is 27."""
+    """Liars send a million in every round, whatever came of the last. In soak they are three of 27."""
     names, size, liars = (NAMES, 9, 3) if len(NAMES) == 27 else (NAMES[:8], 4, 1)
     draws = np.random.default_rng(2)
     values: list[Any] = [draws.standard_normal(64) for _ in names]
