@@ -24,7 +24,7 @@ from dht.routing import Contact
 
 ADVERT_VERSION = 1
 PURPOSE = "capability"
-DEVICES = ("cpu", "cuda", "mps", "xpu")
+DEVICES = ("cpu", "cuda", "mps")
 """Kinds of devices that are classes; a device of another kind is under "cpu" as well as nowhere: it is not
 advertised."""
 NAME_LENGTH_MAX = 32

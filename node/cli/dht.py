@@ -86,7 +86,7 @@ def put(
 @app.command()
 def find(
     context: typer.Context,
-    device: Annotated[str, typer.Option("--device", metavar="cpu|cuda|mps|xpu", help="Kind of device.")] = "",
+    device: Annotated[str, typer.Option("--device", metavar="cpu|cuda|mps", help="Kind of device.")] = "",
     memory: Annotated[str, typer.Option("--memory", metavar="8GB", help="With at least so much.")] = "0",
     near: Annotated[
         str, typer.Option("--near", metavar="PLACE", help="Where it stands, as its owner says.")

@@ -26,6 +26,7 @@ from crypto.errors import RemoteProtocolError
 from node.forks import keep_from_children
 from node.services.capacity import Capacity
 from node.services.energy import EnergyMeter
+from node.stages.arithmetic import arithmetic_settings
 from partition.plan.operations import Amount
 from partition.plan.rates import MEGA, Calibration, Pace, decode_calibration, encode_calibration
 
@@ -236,6 +237,7 @@ def _begin(wanted: Wanted, seconds: float) -> "subprocess.Popen[bytes]":
 
 def _spawn(module: Sequence[str], threads: int = 1) -> "subprocess.Popen[bytes]":
     environment = {
+        **arithmetic_settings(os.environ),
         **{key: value for key, value in os.environ.items() if key in ("PATH", "HOME", "LD_LIBRARY_PATH")},
         "PYTHONPATH": _SOURCE_ROOT,
         "OMP_NUM_THREADS": str(threads),

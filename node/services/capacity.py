@@ -4,13 +4,12 @@ On a CPU numpy multiplies, in this process (its BLAS is as fast as torch's); for
 must, so a short process does. The figure is a first guess that placement needs, not a promise.
 """
 
-import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -18,6 +17,7 @@ import psutil
 
 from node.config import Resources
 from node.events import CapacityMeasured
+from node.services.gpus import gpus
 
 MATRIX_SIDE = 64
 """So small that BLAS multiplies it on one thread. Its threads wait for each other by spinning: where five
@@ -120,38 +120,20 @@ def usable_device(wanted: str) -> tuple[str, str]:
     if kind == "mps":
         is_there = sys.platform == "darwin" and platform.machine() == "arm64"
         return ("mps", "") if is_there else ("cpu", f"device {wanted}: no Apple GPU; the CPU computes")
-    found, without = _gpus()
-    if int(number or 0) < found:
+    found, without = gpus(os.environ)
+    if int(number or 0) < len(found):
         return ("cuda:0" if wanted == "auto" else wanted), ""
     if wanted == "auto":
         return "cpu", ""
-    return "cpu", f"device {wanted}: {without or f'this machine has {found} GPU'}; the CPU computes"
-
-
-def _gpus() -> tuple[int, str]:
-    """Return how many GPUs of NVIDIA can be used here, and why there are none."""
-    if importlib.metadata.version("torch").endswith("+cpu"):
-        return 0, "torch was installed without CUDA here"
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        count = int(pynvml.nvmlDeviceGetCount())
-    except pynvml.NVMLError:
-        return 0, "there is no such GPU, or no driver of one"
-    return count, "" if count else "there is no such GPU"
+    return "cpu", f"device {wanted}: {without or f'this machine has {len(found)} GPU'}; the CPU computes"
 
 
 def device_memory(device: str) -> tuple[int, int]:
     """(total, free) bytes of what a stage on this device fills: a GPU's own memory, else the machine's."""
     if device.startswith("cuda"):
-        import pynvml
-
-        with suppress(pynvml.NVMLError, ValueError):
-            pynvml.nvmlInit()
-            handle = pynvml.nvmlDeviceGetHandleByIndex(int(device.partition(":")[2] or 0))
-            found = pynvml.nvmlDeviceGetMemoryInfo(handle)
-            return int(found.total), int(found.free)
+        found, place = gpus(os.environ)[0], int(device.partition(":")[2] or 0)
+        if place < len(found):
+            return found[place].total_bytes, found[place].free_bytes
     memory = psutil.virtual_memory()
     return memory.total, memory.available
 

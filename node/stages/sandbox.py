@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from node.stages.arithmetic import arithmetic_settings
 from node.stages.seccomp import ARCHITECTURES, compile_filter
 
 DESCRIPTORS_MAX = 256
@@ -42,19 +43,6 @@ NICE = 5
 """The node's own loop, and whoever sits at the machine, come first."""
 
 _ENVIRONMENT = ("LANG", "LANGUAGE", "LD_LIBRARY_PATH", "PYTHONHOME", "TZ")
-_ENVIRONMENT_PREFIXES = (
-    "CUDA_",
-    "GOMP_",
-    "HIP_",
-    "KMP_",
-    "LC_",
-    "MKL_",
-    "NVIDIA_",
-    "OMP_",
-    "PYTORCH_",
-    "ROCR_",
-)
-"""What libraries of arithmetic are set up by. All else stays with the node: some of it is secret."""
 _PACKAGES = ("crypto", "node", "partition")
 
 _PR_SET_NO_NEW_PRIVS = 38
@@ -90,27 +78,29 @@ class Fenced:
 
 def environment(given: Mapping[str, str], *, scratch: str, path: str, threads: int) -> dict[str, str]:
     """The environment of a stage's process: nothing of the node's but what sets up arithmetic."""
-    kept = {
-        name: value
-        for name, value in given.items()
-        if name in _ENVIRONMENT or name.startswith(_ENVIRONMENT_PREFIXES)
-    }
-    return kept | {
-        "HOME": scratch,
-        "TMPDIR": scratch,
-        # Some of torch's modules make this folder when they are loaded; one that is there may not be written.
-        "TORCHINDUCTOR_CACHE_DIR": scratch,
-        "PYTHONPATH": path,
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "OMP_NUM_THREADS": str(threads),
-        # Threads that wait for each other by spinning take the time of what they wait for, where another
-        # process has a core: a step of a small GPT with two threads took over 5 s, and 0.04-0.36 s without.
-        "OMP_WAIT_POLICY": given.get("OMP_WAIT_POLICY", "PASSIVE"),
-        # numpy only packs here; its threads would begin before the fences, which then miss them.
-        "OPENBLAS_NUM_THREADS": "1",
-        # cuBLAS reads it when it is loaded; without it its sums may differ from run to run.
-        "CUBLAS_WORKSPACE_CONFIG": given.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
-    }
+    kept = {name: value for name, value in given.items() if name in _ENVIRONMENT}
+    return (
+        kept
+        | arithmetic_settings(given)
+        | {
+            "HOME": scratch,
+            "TMPDIR": scratch,
+            # Some of torch's modules make this folder when they are loaded; one that is there may not be
+            # written.
+            "TORCHINDUCTOR_CACHE_DIR": scratch,
+            "PYTHONPATH": path,
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": str(threads),
+            # Threads that wait for each other by spinning take the time of what they wait for, where another
+            # process has a core: a step of a small GPT with two threads took over 5 s, and 0.04-0.36 s
+            # without.
+            "OMP_WAIT_POLICY": given.get("OMP_WAIT_POLICY", "PASSIVE"),
+            # numpy only packs here; its threads would begin before the fences, which then miss them.
+            "OPENBLAS_NUM_THREADS": "1",
+            # cuBLAS reads it when it is loaded; without it its sums may differ from run to run.
+            "CUBLAS_WORKSPACE_CONFIG": given.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
+        }
+    )
 
 
 def enter(*, scratch: str, device: str, memory_bytes: int, allow_unfenced: bool = False) -> Fenced:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from crypto.errors import RemoteProtocolError
+from partition.execute.device_limits import check_type
 from partition.execute.interpret import DTYPES, FORMATS
 from partition.execute.memory_meter import Meter, shown_bytes
 from partition.execute.schema import Signature, check_node
@@ -140,7 +141,7 @@ class _DryRun:
         self._sizes = evaluate(self._graph.expressions, sizes)
         self._types = {number: self._graph.types[row] for number, row in entry.types}
         self._is_trained = entry.name == "train" and is_whole
-        self._meter = Meter(memory_bytes_max, specification.flops_max, base_bytes)
+        self._meter = Meter(memory_bytes_max, specification.flops_max, base_bytes, self._device.type)
         self._values: dict[int, torch.Tensor] = {}
         self._tables: dict[type, dict[int, torch.Tensor]] = {}
         self._last_uses = _last_uses(entry)
@@ -190,6 +191,7 @@ class _DryRun:
     def _kept(self, kind: TensorType) -> torch.Tensor:
         """A tensor that the stage keeps: it is counted among the arenas, not here."""
         shape = shape_of(kind, self._sizes)
+        check_type(self._device.type, DTYPES[kind.dtype])
         return ghost(shape, DTYPES[kind.dtype], self._device, Storage(0, None))
 
     def _bytes_of(self, kind: TensorType) -> int:

@@ -426,7 +426,7 @@ class StageExecutor:
         total = 0.0
         for slot in self._slots:
             if slot.parameter.kind == "parameter" and slot.row not in self._graph.borrowed:
-                norm = torch.linalg.vector_norm(totals.view(slot), dtype=torch.float64)
+                norm = torch.linalg.vector_norm(totals.exact_view(slot), dtype=torch.float64)
                 total += float(norm) * float(norm)  # a power would raise where this is infinite
         return total
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from crypto.errors import RemoteProtocolError
+from partition.execute.device_limits import check_operator, check_type
 from partition.execute.shape_tensors import ShapeInference, ShapeTensor, Storage, ghost
 from partition.model.graph import DIMENSIONS_MAX
 
@@ -43,20 +44,24 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
     `live_bytes` are held now, `peak_bytes` at most at once; `flops` as torch counts them: products,
     convolutions and attention, a multiplication with its addition as two. `work` adds one for each element
     that any operator reads or makes, so that cheap ones in great number cost something too. `base_bytes` are
-    held besides, and only for the words of a refusal.
+    held besides, and only for the words of a refusal. What a device of this kind cannot do is refused too.
     """
 
-    def __init__(self, memory_bytes_max: int, work_max: int, base_bytes: int) -> None:
+    def __init__(
+        self, memory_bytes_max: int, work_max: int, base_bytes: int, device_kind: str = "cpu"
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # of torch
         self.live_bytes = self.peak_bytes = self.flops = self.work = self.calls = 0
         self._memory_bytes_max = memory_bytes_max
         self._work_max = work_max
         self._base_bytes = base_bytes
+        self._device_kind = device_kind
         self._oracle = ShapeInference(self.hold)
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> ShapeTensor:
         """One that comes from outside, and is counted from now on."""
         self._check_shape(shape)
+        check_type(self._device_kind, dtype)
         size = prod(shape) * dtype.itemsize
         return ghost(shape, dtype, device, Storage(size, self.hold(size)))
 
@@ -71,6 +76,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
         if self.calls > CALLS_MAX:
             raise RemoteProtocolError(f"more than {CALLS_MAX} operators")
         kwargs = kwargs or {}
+        check_operator(self._device_kind, func, args, kwargs)
         made = self.compute(func, args, kwargs)
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
@@ -81,6 +87,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
             self.work += tensor.numel()
         for tensor in _tensors((made,)):
             self._check_shape(tensor.shape)
+            check_type(self._device_kind, tensor.dtype)
             self.work += tensor.numel() * _window(func, args)
         if self._work_max and self.work > self._work_max:
             raise RemoteProtocolError(f"needs more than the {self._work_max:.3g} operations offered")

@@ -2,6 +2,7 @@
 
 import torch
 
+from partition.execute.device_limits import MISSING
 from partition.stage import Slot
 
 
@@ -22,6 +23,12 @@ class Vector:
         """Let the node see what was computed."""
         if self.tensor is not self.shared:
             self.shared.copy_(self.tensor)
+
+    def exact_view(self, slot: Slot) -> torch.Tensor:
+        """As `view`, where float64 can be computed with: as the node sees it, on a device that has none."""
+        if torch.float64 not in MISSING.get(self.tensor.device.type, ()):
+            return self.view(slot)
+        return self.shared[slot.offset : slot.offset + slot.size].view(slot.shape)
 
     def view(self, slot: Slot, start: int = 0) -> torch.Tensor:
         """The part of one parameter, in its shape; `start` is where the vector begins, in elements."""

@@ -1,0 +1,90 @@
+"""The GPUs that torch will find under the names cuda:0, cuda:1 and so on, and their memory.
+
+NVIDIA's driver tells of its own. Of AMD's, which torch calls `cuda` too where it was built for ROCm, Linux
+tells under /sys. Those that the environment hides are left out: a person's CUDA_VISIBLE_DEVICES, or that of a
+batch system, says which GPUs this process may use, and in which order.
+"""
+
+import importlib.metadata
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+KFD = "class/kfd/kfd/topology/nodes"
+"""Where Linux lists what AMD's driver can compute on; processors stand there too, with the id 0."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU: its memory, and what of it nobody uses, in bytes."""
+
+    total_bytes: int
+    free_bytes: int
+
+
+def gpus(environment: Mapping[str, str], system: Path = Path("/sys")) -> tuple[list[Gpu], str]:
+    """Return the GPUs in torch's order, and why there are none."""
+    build = importlib.metadata.version("torch").partition("+")[2]
+    if build == "cpu":
+        return [], "torch was installed without CUDA here"
+    if build.startswith("rocm"):
+        found = _of_amd(system)
+        for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
+            found = [found[place] for place in visible(environment.get(name), len(found))]
+        return found, "" if found else "there is no such GPU of AMD, or this process may use none"
+    return _of_nvidia(environment.get("CUDA_VISIBLE_DEVICES"))
+
+
+def visible(said: str | None, count: int, names: Sequence[str] = ()) -> list[int]:
+    """Return the places, of `count`, that a variable such as CUDA_VISIBLE_DEVICES leaves, in its order.
+
+    None leaves all. The first word that names none ends the list, as the drivers have it. `names` are other
+    words for each place, of which a beginning is enough.
+    """
+    if said is None:
+        return list(range(count))
+    found: list[int] = []
+    for word in (part.strip() for part in said.split(",")):
+        matches = [place for place, name in enumerate(names) if word and name.startswith(word)]
+        if word.isdecimal() and int(word) < count:
+            matches = [int(word)]
+        if len(matches) != 1 or matches[0] in found:
+            break
+        found += matches
+    return found
+
+
+def _of_nvidia(said: str | None) -> tuple[list[Gpu], str]:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(n) for n in range(int(pynvml.nvmlDeviceGetCount()))]
+        names = [str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+        chosen = [handles[place] for place in visible(said, len(handles), names)]
+        memory = [pynvml.nvmlDeviceGetMemoryInfo(handle) for handle in chosen]
+    except pynvml.NVMLError:
+        return [], "there is no such GPU, or no driver of one"
+    if handles and not chosen:
+        return [], "CUDA_VISIBLE_DEVICES hides the GPUs of this machine"
+    found = [Gpu(int(each.total), int(each.free)) for each in memory]
+    return found, "" if found else "there is no such GPU"
+
+
+def _of_amd(system: Path) -> list[Gpu]:
+    found = []
+    with suppress(OSError, ValueError):
+        for node in sorted((system / KFD).iterdir(), key=lambda each: int(each.name)):
+            if (node / "gpu_id").read_text().strip() == "0":
+                continue
+            minor = _properties(node / "properties").get("drm_render_minor", 0)
+            device = system / f"class/drm/renderD{minor}/device"
+            total = int((device / "mem_info_vram_total").read_text())
+            found.append(Gpu(total, total - int((device / "mem_info_vram_used").read_text())))
+    return found
+
+
+def _properties(path: Path) -> dict[str, int]:
+    words = (line.split() for line in path.read_text().splitlines())
+    return {pair[0]: int(pair[1]) for pair in words if len(pair) == 2}
