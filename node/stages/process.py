@@ -61,6 +61,7 @@ def main(arguments: list[str]) -> None:
     link = _Link(socket.socket(fileno=int(link_descriptor)))
     from partition.execute import (
         StageExecutor,
+        defer_compiler,
         keep_freed_memory,
         load_late_modules,
         prepare_process,
@@ -69,6 +70,7 @@ def main(arguments: list[str]) -> None:
     from partition.execute.admit import admit
 
     keep_freed_memory()
+    defer_compiler()
     load_late_modules()
     found = link.settings()
     if found is None:

@@ -2,10 +2,18 @@
 
 from partition.execute.executor import StageExecutor
 from partition.execute.process import (
+    defer_compiler,
     keep_freed_memory,
     load_late_modules,
     prepare_process,
     set_threads,
 )
 
-__all__ = ["StageExecutor", "keep_freed_memory", "load_late_modules", "prepare_process", "set_threads"]
+__all__ = [
+    "StageExecutor",
+    "defer_compiler",
+    "keep_freed_memory",
+    "load_late_modules",
+    "prepare_process",
+    "set_threads",
+]
