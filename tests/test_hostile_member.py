@@ -24,6 +24,7 @@ from tests.hostile.own_run import learn_run, take_in
 from tests.hostile.virtual import NAME, Hostile, hostile_in
 from tests.node.local.test_runs import ends
 from tests.stack import Swarm, assert_equal, manifest, prepare, reference, simulate, swarm, train, weights
+from tests.test_revisions import revise
 
 SEEDS = range(1, 1 + int(os.environ.get("PEERLOOM_MEMBER_SEEDS", "1")))
 PASS_SECONDS = 0.3
@@ -139,6 +140,15 @@ async def part(group: Swarm, minority: str) -> None:
     group.medium.heal()
 
 
+async def pause(group: Swarm, run: Run, states: set[str]) -> None:
+    """The requester pauses its run until that was noticed."""
+    await revise(group, "g", run, is_paused=True)
+    with trio.fail_after(QUIET_SECONDS):
+        while "paused" not in states:  # noqa: ASYNC110 - virtual time: waiting costs nothing
+            await trio.sleep(0.1)
+    await revise(group, "g", run, is_paused=False)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_run_is_exact_whatever_a_member_of_the_swarm_says_in_any_of_its_states(seed: int) -> None:
     states: set[str] = set()
@@ -155,6 +165,8 @@ def test_a_run_is_exact_whatever_a_member_of_the_swarm_says_in_any_of_its_states
             async def disturb(event: Event) -> None:
                 if isinstance(event, RunPlanned):
                     plans.append(event)
+                if isinstance(event, StepCommitted) and event.step == 0:
+                    nursery.start_soon(pause, group, run, speaker.states)
                 if isinstance(event, StepCommitted) and event.step == 1:
                     group.kill(group.name_of(plans[-1].stages[1][0]))
                 if isinstance(event, StepCommitted) and event.step == 3:
