@@ -56,7 +56,8 @@ headline: $(READY)
 # hostile graphs, each refused or really run; a million events each of the step machines, the plan chain and
 # whole runs (the last takes half an hour).
 # Exactness for every shape and every death, and real processes killed one after another: some minutes each. At
-# last a hundred seeds of two hundred peers that come and go, which takes an hour and more.
+# last a hundred seeds of two hundred peers that come and go, which takes an hour and more. All tests again, with
+# what falls on one instant in three other orders, take half an hour.
 soak: $(READY) types-darwin
 	$(BIN)/python benchmarks/models.py
 	PEERLOOM_CORPUS=sample $(BIN)/python -m pytest -s tests/test_corpus.py
@@ -99,6 +100,7 @@ soak: $(READY) types-darwin
 	PEERLOOM_SCRIPTS=3 $(BIN)/python -m pytest -s tests/test_pytorch_script.py
 	PEERLOOM_CHURN_SECONDS=600 $(BIN)/python -m pytest -s tests/gossip/averaging/test_churn.py
 	PEERLOOM_MEMBER_SEEDS=50 $(BIN)/python -m pytest -s tests/test_hostile_member.py
+	for order in 2 3 4; do PEERLOOM_ORDER=$$order $(MAKE) --no-print-directory tests || exit 1; done
 	$(BIN)/peerloom sim churn --seeds 100 --jobs 2 --out soak-out
 
 clean:

@@ -1,9 +1,10 @@
-"""Shared by all tests: `async def` tests run under trio, and hypothesis is deterministic."""
+"""Shared by all tests: coroutines run under trio; its order of tasks, and hypothesis, are deterministic."""
 
 import gc
 import inspect
 import os
 from collections.abc import Iterator
+from random import Random
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import trio
 from hypothesis import settings
 
 from node.containment import strictness
+from sim.worlds.scheduling import ordered
 
 EXAMPLES = int(os.environ.get("PEERLOOM_EXAMPLES", "50"))
 """The examples of a property that does not say how many it wants."""
@@ -18,6 +20,17 @@ settings.register_profile("peerloom", derandomize=True, deadline=None, print_blo
 settings.load_profile("peerloom")
 # Nodes in processes of their own would each keep a core busy for seconds, beside what is tested.
 os.environ.setdefault("PEERLOOM_CALIBRATE", "false")
+
+
+ORDER = os.environ.get("PEERLOOM_ORDER", "1")
+"""Another one, and tasks that are ready at one instant take other turns in every test."""
+
+
+@pytest.fixture(autouse=True)
+def _tasks_take_the_same_turns(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In virtual time a test comes out the same in every run of it."""
+    with ordered(Random(f"{ORDER} {request.node.nodeid}")):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -36,12 +36,17 @@ def run_virtually(main: Callable[[], Awaitable[T]]) -> T:
 
 def run_repeatably(main: Callable[[], Awaitable[T]], rng: Random) -> T:
     """Like `run_virtually`; the same draws of `rng` are the same run again."""
-    with _ordered(rng):
+    with ordered(rng):
         return run_virtually(main)
 
 
 @contextmanager
-def _ordered(rng: Random) -> Iterator[None]:
+def ordered(rng: Random) -> Iterator[None]:
+    """Have trio shuffle the tasks that are ready at one instant by the draws of `rng` alone.
+
+    Raises:
+        LocalProtocolError: this trio hides its switch elsewhere.
+    """
     names = vars(trio_run)
     if not isinstance(names.get(_SWITCH), bool) or not isinstance(names.get(_GENERATOR), Random):
         raise LocalProtocolError(
