@@ -20,21 +20,19 @@ _MISFITS_MAX = 16
 
 DEAD_SENDS = 6
 """All who held a suspicion come to its end at about the same time, each by its own probe."""
-REFUTATION_SENDS = 3
-"""A refutation need not reach all: whoever suspects us passes it on, and the others do not. The first is in
-the answer to whoever told us of the accusation, others ride on pings of the round."""
+REFUTATION_SENDS = 4
+"""A refutation need not reach all: whoever suspects us passes it on, and the others do not."""
 CHANGES_MAX = 2.0
 CHANGE_INTERVALS = 300.0
 """How many changes of one member (a new profile, a return, a goodbye) are passed on at once, and then one in
 how many probe intervals: each costs everybody some sends. The rest spreads by Syncs."""
-CHANGED_SENDS = 3
-"""Sends of a change soon after another one. Where each sends on three times, 5 % are left to Syncs."""
-ALL_CHANGES_MAX = 2.0
-ALL_CHANGE_INTERVALS = 30.0
-"""Where nobody else has changed for a while, a change is sent in full. Of more than these of all members
-together, and then one in so many intervals, a member's first is sent CHANGED_SENDS times with pings of the
-round, and its second not at all, so that a minority that changes all the time costs others
-little."""
+CHANGED_SENDS = 4
+"""Sends of a change soon after another one. Where each sends on four times, one in fifty is left to Syncs."""
+ALL_CHANGES_MAX = 4.0
+ALL_CHANGE_INTERVALS = 10.0
+"""Changes of all members together that are sent in full at once, then one in so many intervals. Of more, a
+member's first is sent CHANGED_SENDS times and its second not at all, so that a minority that changes all the
+time costs others little."""
 SENDS_MAX = 1_000
 """More than `Settings.retransmits` can be."""
 OWN_SENDS_MIN = 12
@@ -58,24 +56,21 @@ class Changes:
         is_first = bucket.left(now) >= CHANGES_MAX
         if not bucket.take(now):
             return 0
-        is_calm = self._all.left(now) >= ALL_CHANGES_MAX
-        is_usual = self._all.take(now)
-        if is_first and is_calm:
-            return SENDS_MAX
-        return CHANGED_SENDS if is_first or is_usual else 0
+        if self._all.take(now):
+            return SENDS_MAX if is_first else CHANGED_SENDS
+        return CHANGED_SENDS if is_first else 0
 
 
 class _Item:
     """A fact that waits; `size` as in a message, `sent` so often, and `heard` of those. Small, for where a
     swarm starts all facts of all wait at all."""
 
-    __slots__ = ("fact", "heard", "is_later", "rides", "sends", "sent", "size", "subject")
+    __slots__ = ("fact", "heard", "is_later", "sends", "sent", "size", "subject")
 
-    def __init__(self, subject: PeerId, fact: Fact, *, is_later: bool, rides: bool) -> None:
+    def __init__(self, subject: PeerId, fact: Fact, *, is_later: bool) -> None:
         self.subject = subject
         self.fact = fact
         self.is_later = is_later
-        self.rides = rides
         self.size = fact_bytes(fact)
         self.sent = 0
         self.heard = 0
@@ -87,14 +82,13 @@ class Dissemination:
     One that others tell us is as good as sent once more: they know it, and soon everybody does. But half of
     all times, and OWN_SENDS_MIN times, we send it ourselves, whatever one that would keep it secret tells us.
 
-    `waits` says whether anything is in it, `urges` whether any of it is worth a message of its own.
+    `waits` says whether anything is in it.
     """
 
-    __slots__ = ("_about", "_items", "_later_tiers", "_riding", "_tiers", "waits")
+    __slots__ = ("_about", "_items", "_later_tiers", "_tiers", "waits")
 
     def __init__(self) -> None:
         self.waits = False
-        self._riding = 0
         self._items: dict[bytes, _Item] = {}
         self._tiers: list[dict[bytes, _Item]] = []
         self._later_tiers: list[dict[bytes, _Item]] = []
@@ -104,10 +98,6 @@ class Dissemination:
     def __len__(self) -> int:
         return len(self._items)
 
-    @property
-    def urges(self) -> bool:
-        return self.waits and len(self._items) > self._riding
-
     def put(
         self,
         subject: PeerId,
@@ -116,18 +106,15 @@ class Dissemination:
         beside: bool = False,
         sends: int = SENDS_MAX,
         is_later: bool = False,
-        rides: bool = False,
     ) -> None:
         """Let `fact` about `subject` travel, `sends` times at most; it replaces older ones unless it stands
-        `beside` them. What `is_later` takes only the room that all else leaves; what `rides` goes with
-        pings of the round, one in each."""
+        `beside` them. What `is_later` takes only the room that all else leaves."""
         if not beside:
             self.drop(subject)
         others = self._about.get(subject, ())
         if any(other.fact.signature == fact.signature for other in others):
             return
-        item = _Item(subject, fact, is_later=is_later, rides=rides)
-        self._riding += rides
+        item = _Item(subject, fact, is_later=is_later)
         self._about[subject] = (*others, item)
         item.sends = sends
         self._tier(item)[fact.signature] = item
@@ -146,11 +133,8 @@ class Dissemination:
         for item in self._about.get(subject, ()):
             self._remove(item)
 
-    def take(
-        self, transmits_max: int, bytes_max: int, first: Sequence[Fact] = (), *, riding_max: int = 1
-    ) -> tuple[Fact, ...]:
-        """Facts for one message of at most `bytes_max`: `first`, then those due, of which `riding_max` ride.
-        Counts them as sent.
+    def take(self, transmits_max: int, bytes_max: int, first: Sequence[Fact] = ()) -> tuple[Fact, ...]:
+        """Facts for one message of at most `bytes_max`: `first`, then those due. Counts them as sent.
 
         A fact sent `transmits_max` times is dropped.
         """
@@ -163,13 +147,10 @@ class Dissemination:
         for item in self._due():
             if len(chosen) >= FACTS_MAX or room < _SMALLEST_BYTES or misfits >= _MISFITS_MAX:
                 break
-            if item.rides and riding_max == 0:
-                continue
             if item.size > room:
                 misfits += 1
             elif not first or item.fact not in first:
                 room -= item.size
-                riding_max -= item.rides
                 chosen.append(item.fact)
                 taken.append(item)
         for item in taken:
@@ -202,7 +183,6 @@ class Dissemination:
         if rest:
             self._about[item.subject] = rest
         del self._items[item.fact.signature]
-        self._riding -= item.rides
         if not self._items:
             # Fresh ones: a dict keeps its size when it is emptied, and is slow to walk where it was.
             self._tiers, self._later_tiers, self._about = [], [], {}

@@ -147,7 +147,7 @@ class MembershipState:
         said = self._own.alive(profile, max(self.me.incarnation, above) + 1)
         self.table.renew(self.me, said)
         sends = news.REFUTATION_SENDS if refutes else news.SENDS_MAX
-        self.queue.put(said.peer, said.fact, sends=sends, rides=refutes)
+        self.queue.put(said.peer, said.fact, sends=sends)
 
     def _announce_beside(self, above: int, rival: bytes) -> None:
         self.announce(self.me.profile, above=above, rival=rival)
@@ -261,7 +261,7 @@ class MembershipState:
 
     # What it tells and is told.
 
-    def facts_for(self, peer: PeerId, *, riding_max: int = 0) -> tuple[Fact, ...]:
+    def facts_for(self, peer: PeerId) -> tuple[Fact, ...]:
         """News for a message to `peer`, the most urgent first.
 
         Once we have left, that. To one whose accusation of us is outdated, that we live: the fact
@@ -285,8 +285,7 @@ class MembershipState:
             if fact_bytes(fact) <= room:
                 room -= fact_bytes(fact)
                 first.append(fact)
-        bytes_max = self._settings.facts_bytes_max
-        return self.queue.take(self._retransmits, bytes_max, first, riding_max=riding_max)
+        return self.queue.take(self._retransmits, self._settings.facts_bytes_max, first)
 
     def learn(
         self,
@@ -393,7 +392,7 @@ class MembershipState:
             self._own.check(fact, body)
             is_news = self._hear_again(now, sender, row, said)
             if is_news and passed_on and (sends := self._changes.sends(peer, now)):
-                self.queue.put(peer, fact, sends=sends, rides=sends == news.CHANGED_SENDS)
+                self.queue.put(peer, fact, sends=sends)
 
     def _hear_of_stranger(
         self, now: float, sender: PeerId, fact: Fact, body: AliveBody, passed_on: bool

@@ -541,7 +541,7 @@ class Swim:
         times = now, timeout_at, now + end_seconds, end_seconds
         probe = Probe(peer, row.incarnation, *times, relayed=relayed, kind=kind, is_in_turn=is_in_turn)
         number = self._flight.add_probe(probe)
-        return [(peer, Ping(number, self._beliefs.facts_for(peer, riding_max=int(is_in_turn))))]
+        return [(peer, Ping(number, self._beliefs.facts_for(peer)))]
 
     def _probe_hints(self, now: float) -> Sends:
         """See for ourselves what is true of what others say."""
@@ -585,7 +585,7 @@ class Swim:
         return [(peer, Gossip(facts)) for peer, facts in news if facts]
 
     def _arm_gossip(self, now: float) -> None:
-        if self._gossip_at == float("inf") and self._beliefs.queue.urges and self._table.others:
+        if self._gossip_at == float("inf") and self._beliefs.queue.waits and self._table.others:
             self._gossip_at = now + self._settings.gossip_interval_seconds
 
     def _plan(self) -> None:
