@@ -51,9 +51,9 @@ def decode(data: bytes | memoryview, kind: type[T] | Any, *, bytes_max: int, cle
     decoder, holds_text = _decoder(kind)  # outside the try: a type it cannot be built for is our bug
     try:
         message: T = decoder.decode(data)
+        return _cleaned(message) if holds_text and cleans_text else message
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
         raise RemoteProtocolError(f"not a valid message: {clean_text(str(error))}") from None
-    return _cleaned(message) if holds_text and cleans_text else message
 
 
 def _decoder(kind: Any) -> tuple[msgspec.msgpack.Decoder[Any], bool]:

@@ -242,8 +242,10 @@ class Register(Generic[H]):
         elif len(scope.rows) < budget.places_max:
             return ()
         else:
-            found = self._silent(now, scope, scope.rows) or self._greedier(scope, new)
-            found = found or self._slow(now, scope, new)
+            # Strangers that are silent, then a crowd, and only then those that have completed something.
+            strangers = (each for each, row in scope.rows.items() if row.peer not in self._known)
+            found = self._silent(now, scope, strangers) or self._greedier(scope, new)
+            found = found or self._silent(now, scope, scope.rows) or self._slow(now, scope, new)
             return found or None
         return self._silent(now, scope, own) or None
 

@@ -155,6 +155,7 @@ class Wish:
         brief: Callable[[PeerId], bool] | None = None,
         brief_seconds: float = inf,
         leaves_out: Callable[[PeerId], bool] | None = None,
+        declines: Callable[[PeerId], bool] | None = None,
         rank: Callable[[PeerId], int] | None = None,
     ) -> None:
         self._size_hoped = size_hoped
@@ -162,6 +163,7 @@ class Wish:
         self._brief_ends_at = now + brief_seconds
         self._is_brief_over = False
         self._leaves_out = leaves_out
+        self._declines = declines
         self._rank = rank
         self.begun_at = now
         self.ready_at: dict[PeerId, float] = {}
@@ -309,7 +311,7 @@ class Wish:
                 return []
             return [(peer, Decline(self.key, group.id)) for peer in group.peers if peer != self._peer]
         is_admitted = self._admits is None or all(p == self._peer or self._admits(p) for p in group.peers)
-        if not is_admitted or (self._leaves_out is not None and self._leaves_out(sender)):
+        if not is_admitted or (self._declines is not None and self._declines(sender)):
             return [(peer, Decline(self.key, group.id)) for peer in group.peers if peer != self._peer]
         own = msgspec.structs.replace(self._make(group.members), round=group.round, number=group.number)
         is_sound = sender in group.peers and not fault_of(group) and len(group.members) >= self._size_min

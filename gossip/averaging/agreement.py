@@ -17,24 +17,32 @@ class Agreement:
         self._others = others
         self._unawaited = frozenset(unawaited)
         self._told: dict[int, bytes] = {}
+        self._answered: set[int] = set()
         self.digest = b""
         """The digest of what this member holds; empty before it holds all."""
         self.until = inf
         """When to wait no longer for what others say."""
 
     def declare(self, digest: bytes, until: float) -> list[int]:
-        """This member holds a result; return the places of those that said otherwise."""
+        """This member holds a result; return the places of those that said otherwise: each is to be sent what
+        this one goes by, once."""
         self.digest, self.until = digest, until
-        return [place for place, told in self._told.items() if told != digest]
+        others = [place for place, told in self._told.items() if told != digest]
+        self._answered.update(others)
+        return others
 
     def take(self, place: int, digest: bytes) -> bool:
-        """Keep what a member says, and return whether this one holds something else.
+        """Keep what a member says; return whether it is to be sent what this one goes by, which holds
+        something else.
 
         Raises RemoteProtocolError: it said something else before.
         """
         if self._told.setdefault(place, digest) != digest:
             raise RemoteProtocolError("two digests of one member's result")
-        return bool(self.digest) and digest != self.digest
+        if not self.digest or digest == self.digest or place in self._answered:
+            return False
+        self._answered.add(place)
+        return True
 
     def undeclared(self, lost: Collection[int]) -> list[int]:
         """The members, without the lost ones, that have not said that they hold the same."""

@@ -22,7 +22,7 @@ In an exchange (`Group.mode`) every member owns the whole vector: it holds every
 arithmetic at home.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from math import inf
 from typing import assert_never
 
@@ -64,10 +64,13 @@ from gossip.averaging.outcome import Averaged, Equivocation, Failed, Patience, R
 from gossip.averaging.parts import chunk_count
 from gossip.averaging.reduction import Vector
 from gossip.averaging.scatter import Scatter, check_vector
+from gossip.averaging.statements import Statements
 
 Sends = list[tuple[PeerId, AttemptMessage]]
 ANSWER_SECONDS_MIN = 0.05
 """Between two answers to one member's questions for facts."""
+STALL_SECONDS = 1.0
+"""A deadline that is met so much later was missed by this machine, not by others."""
 RELAYS_MAX = 4
 """How often a member may ask for the whole vector again, chunk by chunk."""
 
@@ -117,7 +120,7 @@ class Attempt:
         self._unsent: tuple[int, ...] = ()
         # Chunks to be sent to each place, as (is it reduced, owner, number): dictionaries for their order.
         self._queues: dict[int, dict[tuple[bool, int, int], None]] = {place: {} for place in self._others}
-        self._facts: dict[tuple[str, int], Fact] = {}
+        self._statements = Statements(signer, self._peers, self._place)
         self._haves: dict[int, HaveBody] = {}
         self._set: tuple[Held, ...] = ()
         self._relayed: dict[int, int] = {}
@@ -129,8 +132,8 @@ class Attempt:
         self._signs = FirstSigns(self._others, self._patience.unheard_seconds, now)
         self.result: Averaged | Failed | None = None
         self.is_closed = False
-        self.equivocations: dict[tuple[str, int], Equivocation] = {}
-        """By purpose and author's place: proofs that somebody lied, one of each kind."""
+        self.has_stood_still = False
+        """Whether this machine was stopped meanwhile, as by a debugger or a suspended lid."""
         self.received_bytes = 0
         self.sent_bytes = 0
         self._now = self._progress_at = now
@@ -185,6 +188,11 @@ class Attempt:
     def undeclared(self) -> tuple[PeerId, ...]:
         """The members that have not said what they hold, of those that nobody called lost."""
         return tuple(self._peers[place] for place in self._agreement.undeclared(self._lost))
+
+    @property
+    def equivocations(self) -> Sequence[Equivocation]:
+        """The proofs that a member lied."""
+        return tuple(self._statements.equivocations.values())
 
     @property
     def excluded(self) -> tuple[PeerId, ...]:
@@ -326,6 +334,9 @@ class Attempt:
         if self.result is not None:
             self._close()
             return []
+        if now - self.deadline > STALL_SECONDS and not self.has_stood_still:
+            self._make_up_for(now - self.deadline)
+            return []
         if self._agreement.digest:
             return self._succeed()
         if now >= self._signs.until(self._lost):
@@ -337,6 +348,17 @@ class Attempt:
         if now >= self._phase_until:
             return self._fail(Reason.NO_HAVE_SETS, *(p for p in self._owners if p not in self._haves))
         return self._ask() + self._advance()
+
+    def _make_up_for(self, seconds: float) -> None:
+        """This machine stood still for so long: what came meanwhile is read only now. Once an attempt, so
+        that it ends also on a machine that is always late."""
+        self.has_stood_still = True
+        self._scatter_until += seconds
+        self._phase_until += seconds
+        self._progress_at += seconds
+        self._ask_at += seconds
+        self._agreement.until += seconds
+        self._signs.begun_at += seconds
 
     def _lose_unheard(self) -> Sends:
         sends: Sends = []
@@ -368,17 +390,16 @@ class Attempt:
     def _commit_own(self) -> Sends:
         if self._scatter.is_committed:
             return []
-        fact = self._signer.sign(COMMITMENT_PURPOSE, self._scatter.commit())
-        self._facts[COMMITMENT_PURPOSE, self._place] = fact
+        fact = self._statements.make(COMMITMENT_PURPOSE, self._scatter.commit())
         return self._to_all(Commitment(self.id, fact))
 
     def _take_commitment(self, place: int, fact: Fact) -> None:
-        author = self._author_of(COMMITMENT_PURPOSE, fact)
+        author = self._statements.author_of(COMMITMENT_PURPOSE, fact)
         body: CommitmentBody = decode(fact.body, CommitmentBody, bytes_max=FACT_BODY_BYTES_MAX)
         if author != place:
             raise RemoteProtocolError("a commitment of somebody else")
         self._scatter.check(author, body)
-        if self._is_new(COMMITMENT_PURPOSE, author, fact):
+        if self._statements.is_new(COMMITMENT_PURPOSE, author, fact):
             self._scatter.take_commitment(author, body, fact.body)
 
     def _say_have(self) -> Sends:
@@ -387,8 +408,7 @@ class Attempt:
         others = (place for place in self._scatter.senders if place != self._place and place not in gone)
         self._unsent = tuple(place for place in others if not self._scatter.holds(place))
         body = self._scatter.have()
-        fact = self._signer.sign(HAVE_PURPOSE, encode(body))
-        self._facts[HAVE_PURPOSE, self._place] = fact
+        fact = self._statements.make(HAVE_PURPOSE, encode(body))
         self._haves[self._place] = body
         self._phase_until = max(self._scatter_until, self._now) + self._patience.commit_seconds
         self._ask_at = self._now + self._patience.ask_seconds
@@ -399,7 +419,7 @@ class Attempt:
     # Commit.
 
     def _take_have(self, fact: Fact) -> None:
-        author = self._author_of(HAVE_PURPOSE, fact)
+        author = self._statements.author_of(HAVE_PURPOSE, fact)
         body: HaveBody = decode(fact.body, HaveBody, bytes_max=FACT_BODY_BYTES_MAX)
         places = [entry.place for entry in body.held]
         if author not in self._owners or body.attempt != self.id:
@@ -408,7 +428,7 @@ class Attempt:
             raise RemoteProtocolError("a have-set out of order, or of members without tensors")
         if not all(is_weight(entry.weight) for entry in body.held):
             raise RemoteProtocolError("a have-set with a wrong weight")
-        if self._is_new(HAVE_PURPOSE, author, fact):
+        if self._statements.is_new(HAVE_PURPOSE, author, fact):
             self._haves[author] = body
             self._ask_at = min(self._ask_at, self._now + self._patience.ask_seconds)
 
@@ -465,8 +485,7 @@ class Attempt:
         body = self._gather.seal()
         if body is None:
             return self._fail(Reason.NOT_FINITE)
-        fact = self._signer.sign(SEAL_PURPOSE, body)
-        self._facts[SEAL_PURPOSE, self._place] = fact
+        fact = self._statements.make(SEAL_PURPOSE, body)
         return self._to_all(Seal(self.id, fact))
 
     def _take_reduced(self, place: int, message: Chunk) -> None:
@@ -479,10 +498,10 @@ class Attempt:
             self._gather.parts[message.place].check()
 
     def _take_seal(self, fact: Fact) -> None:
-        author = self._author_of(SEAL_PURPOSE, fact)
+        author = self._statements.author_of(SEAL_PURPOSE, fact)
         body: SealBody = decode(fact.body, SealBody, bytes_max=FACT_BODY_BYTES_MAX)
         self._gather.check(body, author)
-        if self._is_new(SEAL_PURPOSE, author, fact):
+        if self._statements.is_new(SEAL_PURPOSE, author, fact):
             self._gather.take_seal(body, author)
             self._progress_at = self._now
             self._gather.parts[author].check()
@@ -495,13 +514,13 @@ class Attempt:
             return self._fail(Reason.NOT_FINITE)
         digest = self._gather.digest()
         sends = self._to_all(Holding(self.id, digest))
-        for place in self._agreement.declare(digest, self._now + self._patience.ask_seconds):
+        for place in self._agreement.declare(digest, self._now + self._patience.agree_seconds):
             sends += self._tell_facts(place)
         return sends
 
     def _contradicting(self) -> list[int]:
         """The members that reduce and were proved to have said two things: two may hold different bytes."""
-        return [place for purpose, place in self.equivocations if purpose != COMMITMENT_PURPOSE]
+        return [place for purpose, place in self._statements.equivocations if purpose != COMMITMENT_PURPOSE]
 
     def _succeed(self) -> Sends:
         total = sum(entry.weight for entry in self._set)
@@ -540,19 +559,17 @@ class Attempt:
                 if number in part.checksums and self._relayed.get(place, 0) < budget:
                     self._relayed[place] = self._relayed.get(place, 0) + 1
                     self._queues[place][True, message.place, number] = None
+        if self._now < self._answered.get(place, -inf) + ANSWER_SECONDS_MIN:
+            return []
+        self._answered[place] = self._now
         return self._tell_facts(place)
 
     def _tell_facts(self, place: int) -> Sends:
-        """Tell a member the have-sets and seals that this one knows, now and then."""
-        if self._now < self._answered.get(place, -inf) + ANSWER_SECONDS_MIN or place in self._lost:
+        """Tell a member the have-sets and seals that this one knows."""
+        if place in self._lost:
             return []
-        self._answered[place] = self._now
         kinds: dict[str, type[Have] | type[Seal]] = {HAVE_PURPOSE: Have, SEAL_PURPOSE: Seal}
-        facts = [
-            (kinds[purpose], fact)
-            for (purpose, author), fact in self._facts.items()
-            if purpose in kinds and author != place
-        ]
+        facts = [(kinds[said], fact) for said, fact in self._statements.of_others_than(place, kinds)]
         return [(self._peers[place], kind(self.id, fact)) for kind, fact in facts]
 
     # Common.
@@ -561,22 +578,6 @@ class Attempt:
         if peer not in self._peers or peer == self._signer.peer:
             raise RemoteProtocolError("a peer from outside of the group")
         return self._peers.index(peer)
-
-    def _author_of(self, purpose: str, fact: Fact) -> int:
-        """The place of the author of a fact, whose signature is checked unless it is known already."""
-        author = self._peers.index(PeerId(fact.author)) if fact.author in self._peers else -1
-        if author < 0 or self._facts.get((purpose, author)) != fact:
-            self._signer.check(purpose, fact)
-            self._place_of(PeerId(fact.author))
-        return author
-
-    def _is_new(self, purpose: str, author: int, fact: Fact) -> bool:
-        """Return whether this is the author's first; a second that differs proves its author's lie. It says
-        nothing against whoever hands it on."""
-        first = self._facts.setdefault((purpose, author), fact)
-        if first.body != fact.body and (purpose, author) not in self.equivocations:
-            self.equivocations[purpose, author] = Equivocation(self._peers[author], purpose, first, fact)
-        return first is fact
 
     def _moved(self, count: int) -> None:
         if count:

@@ -46,6 +46,7 @@ class _Record:
     failures: int = 0
     withdrawals: int = 0
     left_out_until: float = -inf
+    is_tried: bool = False
     misses: int = 0
     is_back: bool = True
     wait_again_at: float = -inf
@@ -85,6 +86,7 @@ class Attendance:
             record.has_completed = True
             record.failures = record.withdrawals = 0
             record.left_out_until = -inf
+            record.is_tried = False
 
     def failed(self, now: float, peers: Iterable[PeerId], seconds: float) -> None:
         """An attempt that took so long failed, or took longer, for want of what these did not send."""
@@ -92,7 +94,7 @@ class Attendance:
             record = self._record(peer)
             record.failures += 1
             record.withdrawals = 0
-            record.has_completed = False
+            record.has_completed = record.is_tried = False
             pause = max(LEFT_OUT_SECONDS_MIN / COST_FACTOR, seconds)
             record.left_out_until = now + backoff_seconds(pause, record.failures)
             record.misses, record.is_back = max(1, record.misses), False
@@ -175,6 +177,15 @@ class Attendance:
         """Return whether this peer is to be in no group that is proposed here."""
         record = self._records.get(peer)
         return record is not None and now < record.left_out_until
+
+    def declines(self, now: float, peer: PeerId) -> bool:
+        """Return whether a group that this peer proposes is declined. One that is left out has one taken all
+        the same: it is there, and may not be at fault. Two that leave each other out would never meet."""
+        if not self.is_left_out(now, peer):
+            return False
+        record = self._record(peer)
+        was_tried, record.is_tried = record.is_tried, True
+        return was_tried
 
     def is_waited_for(self, now: float, peer: PeerId) -> bool:
         """Return whether a group waits for this peer."""

@@ -16,9 +16,9 @@ class Patience:
 
     `scatter_seconds`: for all senders, from the start. `commit_seconds`: for the other owners' have-sets,
     beyond that. `gather_seconds`: for all parts, once the commit is known. `stall_seconds`: for the next
-    chunk of any sender or owner. `ask_seconds`: between questions for what is missing, and for the others to
-    say that they hold the same. `linger_seconds`: to hand on what others miss, once done here.
-    `unheard_seconds`: for the first sign of each member, however much it has to send.
+    chunk of any sender or owner. `ask_seconds`: between questions for what is missing. `agree_seconds`: for
+    the others to say that they hold the same, or why not. `linger_seconds`: to hand on what others miss, once
+    done here. `unheard_seconds`: for the first sign of each member, however much it has to send.
     """
 
     scatter_seconds: float = 30.0
@@ -27,6 +27,7 @@ class Patience:
     stall_seconds: float = 10.0
     ask_seconds: float = 1.0
     linger_seconds: float = 30.0
+    agree_seconds: float = 2.0
     unheard_seconds: float = inf
 
 

@@ -12,8 +12,11 @@ DEVIATIONS = 4
 FLOOR_SECONDS = 2.0
 """Under it the start of others, not the transfer, decides."""
 BACKOFF_MAX = 8.0
-UNHEARD_SECONDS = 2.0
-"""A member opens its streams when its group is formed: after a lost datagram, half a second later."""
+UNHEARD_SECONDS = 5.0
+"""A member opens its streams when its group is formed: after a lost datagram half a second later, and on a
+link of a second there and back after four of them."""
+AGREE_SECONDS = 2.0
+"""Twice the longest way from one member to another on which two honest ones never hold other bytes."""
 
 
 class Pace:
@@ -54,4 +57,5 @@ class Pace:
             ask_seconds=max(seconds / 20, self._floor_seconds / 10),
             linger_seconds=seconds,
             unheard_seconds=UNHEARD_SECONDS,
+            agree_seconds=AGREE_SECONDS,
         )

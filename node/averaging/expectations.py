@@ -69,6 +69,10 @@ class Expectations:
         """Return whether this peer is in no group that is proposed here."""
         return self.attendance.is_left_out(self._clock.monotonic(), peer)
 
+    def declines(self, peer: PeerId) -> bool:
+        """Return whether a group that this peer proposes is declined."""
+        return self.attendance.declines(self._clock.monotonic(), peer)
+
     def rank(self, peer: PeerId) -> int:
         """Return the order in which peers propose groups: those that have completed a round first, and last
         those that failed to propose before. A newcomer goes by what others say, so as not to be too early."""
@@ -112,12 +116,16 @@ class Expectations:
     def attempted(self, attempt: Attempt, result: Averaged | Failed, seconds: float) -> bool:
         """An attempt is over. Return whether more time might have helped: members were still sending."""
         now = self._clock.monotonic()
+        # What was missing because this machine stood still says nothing of others.
+        unsent = () if attempt.has_stood_still else attempt.unsent
         if isinstance(result, Averaged):
-            self.attendance.failed(now, attempt.unsent, seconds)
+            self.attendance.failed(now, unsent, seconds)
             self.attendance.completed(peer for peer in result.shares if peer != self._me)
             self._refresh()
             return False
-        self.attendance.failed(now, dict.fromkeys((*result.suspects, *attempt.unsent)), seconds)
+        if attempt.has_stood_still:
+            return True
+        self.attendance.failed(now, dict.fromkeys((*result.suspects, *unsent)), seconds)
         self.attendance.withdrew(now, result.withdrew, seconds)
         self._refresh()
         return not result.suspects or any(map(attempt.has_heard, result.suspects))

@@ -409,7 +409,8 @@ class Participation:
             brief=self.expectations.is_brief,
             brief_seconds=self.expectations.brief_seconds(len(expected)),
             leaves_out=self.expectations.leaves_out,
-            rank=self.expectations.rank,
+            declines=self.expectations.declines,
+            rank=None if is_declared else self.expectations.rank,
         )
         formed = self._formed[key] = trio.Event()
         self._outcomes.pop(key, None)

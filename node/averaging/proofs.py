@@ -28,6 +28,8 @@ KEPT_MAX = 256
 """Proofs of all runs; the oldest make room. A liar pays an identity for each."""
 TOLD_MAX = 6
 """Members that a node tells of one proof: with as many, a rumour misses one of 400."""
+INTRODUCED_MAX = 4
+"""Proofs that one member tells a newcomer."""
 TELL_SECONDS = 10.0
 STREAMS = StreamLimits(message_bytes_max=EVIDENCE_BYTES_MAX, streams_per_peer_max=2)
 FILE = "averaging-proofs"
@@ -72,9 +74,19 @@ class Proofs:
         """Return whether this peer was proved to lie in the run of this key."""
         return (run, peer) in self._kept
 
+    def introduce(self, run: bytes, peer: PeerId) -> None:
+        """Tell a peer that has just come into the run what is known, the newest first. Of many members some
+        do."""
+        members = len(self._members(run) or ())
+        proofs = [proof for (each, liar), proof in self._kept.items() if each == run and liar != peer]
+        if self._nursery is None or self._seams.rng.random() * members >= TOLD_MAX:
+            return
+        for proof in proofs[: -INTRODUCED_MAX - 1 : -1]:
+            self._nursery.start_soon(self._tell, peer, proof)
+
     def look(self, attempt: Attempt) -> None:
         """Keep and tell the proofs that an attempt has found."""
-        for proof in attempt.equivocations.values():
+        for proof in attempt.equivocations:
             self._take(Evidence(attempt.group, proof.purpose, proof.first, proof.second))  # type: ignore[arg-type]  # one of three
 
     def _take(self, evidence: Evidence, teller: PeerId | None = None) -> None:

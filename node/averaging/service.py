@@ -237,6 +237,7 @@ class Averaging:
                 pass  # it is alive, and may be in a group with this node
             case roster.Entered(run=key, peer=peer) if key in self._runs:
                 self._runs[key].entered(peer)
+                self.proofs.introduce(key, peer)
             case roster.Left(run=key, peer=peer, reason=reason) if key in self._runs:
                 self._runs[key].left(peer, reason)
                 self._match_driver.command(lambda now: self._matches.lost(now, peer))

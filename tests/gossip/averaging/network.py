@@ -28,7 +28,7 @@ from gossip.matchmaking import Declined, Wish
 from gossip.matchmaking import Message as MatchMessage
 from tests.gossip.swarm import HashSigner, peer_of
 
-PATIENCE = Patience(3.0, 1.0, 3.0, 1.0, 0.1, 4.0)
+PATIENCE = Patience(3.0, 1.0, 3.0, 1.0, 0.1, 4.0, 0.2)
 SIGNATURE = b"s" * 32
 
 

@@ -74,14 +74,14 @@ def test_two_commitments_of_one_member_are_kept_as_proof() -> None:
     # Owner 1 holds it under another weight than the others: it is in nobody's mean.
     assert all(peer_of(0) not in result.shares for result in world.successes.values())
     check(world, vectors)
-    true = world.attempts[0]._facts[COMMITMENT_PURPOSE, 0]
+    true = world.attempts[0]._statements.facts[COMMITMENT_PURPOSE, 0]
     victim = Averaging(group_of(members_of(3), ITEMS), vectors)
     victim.start()
     body: CommitmentBody = decode(true.body, CommitmentBody, bytes_max=10_000)
     other = HashSigner(peer_of(0)).sign(COMMITMENT_PURPOSE, encode(msgspec.structs.replace(body, weight=3.0)))
     victim.attempts[1].receive(0.0, peer_of(0), Commitment(victim.attempts[1].id, true))
     victim.attempts[1].receive(0.0, peer_of(0), Commitment(victim.attempts[1].id, other))
-    (proof,) = victim.attempts[1].equivocations.values()
+    (proof,) = victim.attempts[1].equivocations
     assert (proof.author, proof.first, proof.second) == (peer_of(0), true, other)
 
 
