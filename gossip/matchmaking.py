@@ -216,7 +216,7 @@ class Wish:
 
     def expect(self, now: float, peers: Iterable[PeerId]) -> Sends:
         """These should come too."""
-        new = [peer for peer in peers if peer != self._peer and peer not in self._expected]
+        new = [peer for peer in self._admitted(peers) if peer != self._peer and peer not in self._expected]
         self._expected.update(dict.fromkeys(new))
         if self.group is not None or self.is_over:
             return []
@@ -224,7 +224,7 @@ class Wish:
 
     def introduce(self, peers: Iterable[PeerId]) -> Sends:
         """These may come too: tell them, as many as there is room for."""
-        new = [peer for peer in peers if peer != self._peer and peer not in self._others]
+        new = [peer for peer in self._admitted(peers) if peer != self._peer and peer not in self._others]
         new = new[: max(0, OTHERS_MAX - len(self._others))]
         self._others.update(dict.fromkeys(new))
         return [] if self.group is not None or self.is_over else [(peer, self._wish()) for peer in new]
@@ -267,13 +267,17 @@ class Wish:
         sends: Sends = []
         if now >= self._tell_at:
             self._tell_at = now + READY_SECONDS
-            sends += [(peer, self._wish()) for peer in {**self._expected, **self._others, **self._ready}]
+            told = self._admitted({**self._expected, **self._others, **self._ready})
+            sends += [(peer, self._wish()) for peer in told]
         return sends + self._advance(now)
 
     def withdraw(self) -> None:
         """Want no group any more; a group proposed from now on is declined."""
         if self.group is None and not self.is_over:
             self._end("withdrawn")
+
+    def _admitted(self, peers: Iterable[PeerId]) -> list[PeerId]:
+        return [peer for peer in peers if self._admits is None or self._admits(peer)]
 
     def _wish(self) -> Ready:
         me = self._me
@@ -324,7 +328,8 @@ class Wish:
         """Propose a group where it is this peer's turn to."""
         if self.group is not None or self.is_over:
             return []
-        ready = [peer for peer in self._ready if self._leaves_out is None or not self._leaves_out(peer)]
+        ready = self._admitted(self._ready)  # tickets expire while a wish waits
+        ready = [peer for peer in ready if self._leaves_out is None or not self._leaves_out(peer)]
         if not self._is_open:
             # Alone it is not known who comes: the first to come must not shut out those right behind it.
             is_whole = bool(ready) and all(peer in self._ready for peer in self._awaited_now())

@@ -13,12 +13,15 @@ in the DHT (`node.averaging.participation`).
 
 Long because reports, greetings and room in the list are rules about one table of participants.
 
+Where not everybody may take part, a peer that is not admitted hears a greeting, and nothing else: no reports,
+no names; and nothing that it says counts.
+
 Not here: agreement on a group (`gossip.matchmaking`), and liveness in the swarm (`gossip.swim`),
 which says by `lost` what it knows.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
 from random import Random
@@ -40,6 +43,9 @@ RUNS_MAX = 64
 NAMES_MAX = 24
 """Peers named in one answer: they fit a datagram."""
 CANDIDATES_MAX = 2_048
+CLAIMANTS_MAX = 64
+"""Peers that claim to take part and are not admitted, where not everybody may: each is asked for its tickets
+as soon as it is heard, and is greeted again once it is admitted."""
 GREETED_AT_ONCE = 32
 """Candidates greeted in one interval; the rest wait for the next ones."""
 GREETINGS = 3
@@ -209,7 +215,7 @@ class Roster:
     def count(self) -> int:
         """How many take part, this peer included: counted where the list is whole, else estimated by how far
         apart those in it are."""
-        counted = len(self._peers) + 1
+        counted = len(self._admitted) + 1
         if not self._is_crowded or not self._peers:
             return counted
         reach = max(known.distance for known in self._peers.values()) + 1
@@ -218,6 +224,21 @@ class Roster:
     def admits(self, peer: PeerId) -> bool:
         """Return whether a peer may take part."""
         return self._admits is None or self._admits(peer)
+
+    @property
+    def _admitted(self) -> Collection[PeerId]:
+        return self._peers.keys() if self._admits is None else [p for p in self._peers if self._admits(p)]
+
+    def admitted(self, now: float, peer: PeerId) -> Sends:
+        """This peer was admitted: tell it how far this one is, and ask for the same."""
+        if peer not in self._peers:
+            return self.introduce(now, [peer])
+        return [(peer, self._next_report(asks=True))]
+
+    def expel(self, peer: PeerId, reason: str) -> Sends:
+        """This peer is admitted no more."""
+        self._forget(peer, reason)
+        return []
 
     def takes_part(self, peer: PeerId) -> bool:
         """Return whether a peer is listed with the same tensors, and admitted."""
@@ -314,7 +335,7 @@ class Roster:
 
     def leave(self) -> Sends:
         """Tell all that this peer takes no further part."""
-        return [(peer, Leave(self.run)) for peer in self._peers]
+        return [(peer, Leave(self.run)) for peer in self._admitted]
 
     def wake(self, now: float) -> Sends:
         """Report, greet and expire, whatever is due."""
@@ -326,12 +347,13 @@ class Roster:
         if now >= self._tell_at:
             report = self._next_report()
             # One of them is asked for names, so that two who have missed each other meet in the end.
-            asked = {self._rng.choice(list(self._peers))} if self._peers else set()
+            told = list(self._admitted)
+            asked = {self._rng.choice(told)} if told else set()
             # And those that have not been heard of for a while, which may not list this peer.
             quiet = now - self._silence_seconds / 2
             asked |= {peer for peer, known in self._peers.items() if known.heard_at < quiet}
             asking = msgspec.structs.replace(report, asks=True)
-            sends += [(peer, asking if peer in asked else report) for peer in self._peers]
+            sends += [(peer, asking if peer in asked else report) for peer in told]
             self._told_at = now
             self._tell_at = now + self._interval_seconds
         if now >= self._greet_at:
@@ -361,14 +383,18 @@ class Roster:
                 known.report = report
         elif len(self._peers) >= self._participants_max and not self._make_room(sender):
             # It may well list this peer; it is told who is nearer to it.
-            return [(sender, self._next_report()), *self._names(sender)] if report.asks else []
+            is_asked = report.asks and self.admits(sender)
+            return [(sender, self._next_report()), *self._names(sender)] if is_asked else []
         else:
+            self._limit_claimants(sender)
             network = self._network_of(sender)
             self._peers[sender] = _Participant(report, now, self._distance(sender), network)
             self._networks[network] += 1
             self._candidates.pop(sender, None)
             self.events.append(Entered(self.run, sender))
         sends: Sends = []
+        if not self.admits(sender):
+            return []
         if report.asks:
             sends += [(sender, self._next_report()), *self._names(sender)]
         elif known is None:
@@ -377,7 +403,7 @@ class Roster:
 
     def _names(self, asker: PeerId) -> Sends:
         """Others that take part: any, or where these are not all, those nearest to whoever asks."""
-        others = [peer for peer in self._peers if peer != asker]
+        others = [peer for peer in self._admitted if peer != asker]
         if not others:
             return []
         if self._is_crowded:
@@ -404,6 +430,14 @@ class Roster:
         self._remove(loser)
         self.events.append(Left(self.run, loser, "others are kept", is_far=True))
         return True
+
+    def _limit_claimants(self, newcomer: PeerId) -> None:
+        """Forget the peer that claims to take part for longest, where too many do that are not admitted."""
+        if self._admits is None or self.admits(newcomer):
+            return
+        claimants = [peer for peer in self._peers if not self.admits(peer)]
+        if len(claimants) >= CLAIMANTS_MAX:
+            self._forget(claimants[0], "not admitted")
 
     def _is_near(self, peer: PeerId) -> bool:
         """Return whether a peer belongs into the list, which is not whole."""

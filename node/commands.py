@@ -11,9 +11,10 @@ from typing import Any, Protocol
 
 import trio
 
-from crypto.identity import PeerId, peer_text
+from crypto.identity import PeerId, parse_peer, peer_text
 from node import state as views
 from node import state_documents, toml
+from node.averaging.service import Averaging
 from node.checkpoints.weights import HASHED_BYTES, WEIGHTS_PURPOSE, fetch_weights, weights_name
 from node.content import datasets as datasets
 from node.control import CommandHandler, Emit
@@ -53,6 +54,7 @@ class LocalNode(Protocol):
     seams: Seams
     measurements: Measurements
     membership: Membership
+    averaging: Averaging
     provider: Provider
     discovery: Discovery
     runs: Runs
@@ -139,6 +141,8 @@ class Commands:
             "runs.stop": self._stop,
             "runs.drop": self._drop,
             "runs.trace": self._trace,
+            "runs.invite": self._invite,
+            "runs.revoke": self._revoke,
             "dht.get": self._dht_get,
             "dht.put": self._dht_put,
             "dht.find": self._dht_find,
@@ -408,6 +412,41 @@ class Commands:
         if node.state.started is not None:
             names[node.peer] = node.state.started.name
         return trace_document(name, rows, names)
+
+    async def _invite(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
+        run, hours = str(arguments.get("run", "")), number_argument(arguments, "hours", 168.0)
+        peer, admit = str(arguments.get("peer", "")), str(arguments.get("admit", ""))
+        return {"run": run, "invitation": self.invite(run, peer, hours, admit)}
+
+    def invite(self, run: str, peer: str, hours: float, admit: str) -> str:
+        """Return an invitation to an averaging run. Raises UsageError."""
+        if not run:
+            raise UsageError("invite: the run has no name")
+        return self._node.averaging.invitations.invite(run, self._peer(peer), hours * 3600, admit)
+
+    async def _revoke(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
+        run, peer = str(arguments.get("run", "")), str(arguments.get("peer", ""))
+        return {"run": run, "peer": peer_text(self._peer(peer)), "told": await self.revoke(run, peer)}
+
+    async def revoke(self, run: str, peer: str) -> int:
+        """Revoke the tickets of a peer for a run in local mode, by its id, or an averaging run, by its name;
+        return how many members were told. Raises UsageError."""
+        node, subject = self._node, self._peer(peer)
+        ids = [member.run.text for member in node.runs.local.members.values()]
+        if run and any(each.startswith(run) for each in ids) and not node.averaging.invitations.knows(run):
+            return await node.runs.local.revoke(find_run(ids, run), subject)
+        return await node.averaging.invitations.revoke(run, subject)
+
+    def _peer(self, text: str) -> PeerId:
+        """Return a peer by its id, or by the name of one member. Raises UsageError."""
+        named = [peer for peer, member in self._node.state.members.items() if member.name == text]
+        if len(named) == 1:
+            return named[0]
+        try:
+            return parse_peer(text)
+        except ValueError as error:
+            many = f"{len(named)} members are called {text!r}; give the id" if named else str(error)
+            raise UsageError(f"peer: {many}", "ids: `peerloom peers`") from None
 
     def _going(self, arguments: Mapping[str, Any]) -> str:
         known = {*self._node.state.runs, *self._node.runs.stopping.known()}

@@ -426,6 +426,16 @@ class RunReleased(Event, frozen=True, kw_only=True):
     run: str
 
 
+class AveragingOpened(Event, frozen=True, kw_only=True):
+    """This node takes part in a run of averaging from now on. `admit` says who may: open (anybody who knows
+    the run's name, where the swarm has no key), invited or vouched; `aggregate` is the rule."""
+
+    run: str
+    admit: str
+    aggregate: str
+    is_private: bool
+
+
 class AveragingJoined(Event, frozen=True, kw_only=True):
     """Another peer takes part in a run of averaging that this node is in; now `peers` others do."""
 

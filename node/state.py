@@ -93,6 +93,8 @@ class AveragingView:
     rounds: int = 0
     failed: int = 0
     last: events.AveragingEnded | None = None
+    admit: str = "open"
+    """The peers that may take part: open (any), invited or vouched."""
 
 
 @dataclass(frozen=True)
@@ -381,6 +383,11 @@ def _result(event: events.RunEnded | events.RunRemembered) -> str:
     if event.is_here:
         return "here"
     return "elsewhere" if event.outcome == "done" else ""
+
+
+@_fold.register
+def _(event: events.AveragingOpened, state: State) -> State:
+    return _with_averaging(state, event.run, admit=event.admit)
 
 
 @_fold.register

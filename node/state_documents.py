@@ -89,6 +89,7 @@ def averaging_document(view: AveragingView) -> dict[str, Any]:
     last = view.last
     return {
         "run": view.run,
+        "admit": view.admit,
         "peers": view.peers,
         "step": view.step,
         "rounds": view.rounds,

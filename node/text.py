@@ -15,6 +15,19 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
+def admit_text(admit: str, *, is_private: bool) -> str:
+    """Say who may take part in an averaging run."""
+    match admit, is_private:
+        case "invited", _:
+            return "those take part that its owner invited"
+        case "vouched", _:
+            return "those take part that its owner or they themselves invited"
+        case _, True:
+            return "whoever has the swarm's key and knows the run's name takes part"
+        case _:
+            return "anybody who knows the run's name takes part"
+
+
 def bytes_text(count: float) -> str:
     """`21.3 GB`, in powers of ten."""
     for unit in ("bytes", "kB", "MB", "GB"):

@@ -54,17 +54,22 @@ async def average_once(
     timeout_seconds: float,
     codec: str,
     aggregate: str,
+    admit: str = "open",
+    invitation: str = "",
 ) -> Averaged:
     """See `node.library.surface.Surface.average`."""
     if not is_weight(weight):
         raise UsageError(f"average: weight {weight} must be from {WEIGHT_MIN:g} to {WEIGHT_MAX:g}")
+    door = await service.invitations.door(group, admit, invitation)
+    is_private = service.is_private or door is not None
     try:
-        rule = chosen(aggregate, is_private=service.is_private, obstacle=obstacle_of("", codec))
+        rule = chosen(aggregate, is_private=is_private, obstacle=obstacle_of("", codec))
     except ValueError as error:
         raise UsageError(f"average: {error}") from None
     vector, rows = await trio.to_thread.run_sync(partial(_join, tensors))
     signature, alike = signatures_of("average", rows, rule)
-    run = service.find(group, signature) or service.open(group, signature, aggregate=rule, alike=alike)
+    run = service.find(group, signature, door)
+    run = run or service.open(group, signature, aggregate=rule, alike=alike, door=door)
     begun = trio.current_time()
     with trio.move_on_after(timeout_seconds) as patience:
         await run.wait_for_peers(peers)

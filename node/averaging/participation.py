@@ -132,6 +132,11 @@ class Participation:
         self._state_step: int | None = None
         """Somebody waits for a copy of this peer's state at this step or later."""
         self.counters: Counter[str] = Counter()
+        self.ended = ""
+        """Why this peer takes part no more, though it wants to."""
+        self._is_closed = False
+        self._entered: set[PeerId] = set()
+        """The peers of which it was told that they take part."""
 
     @property
     def peer(self) -> PeerId:
@@ -146,6 +151,8 @@ class Participation:
 
     def tell(self, *, step: int, samples: int, rounds: int, lineage: bytes, has_state: bool) -> None:
         """Say how far this peer is."""
+        if self.ended:
+            return
         self._service.tell(
             lambda now: self.roster.tell(
                 now, step=step, samples=samples, rounds=rounds, lineage=lineage, has_state=has_state
@@ -155,6 +162,8 @@ class Participation:
     @property
     def view(self) -> RunView:
         """How the run looks from here, now."""
+        if self.ended:
+            return RunView()
         known = self.roster.reports
         reports = list(known.values())
         return RunView(
@@ -173,7 +182,8 @@ class Participation:
             self._gate.seen(peer)
             return
         at = self._service.seams.clock.wall()
-        if peer in self.roster.reports:
+        if peer in self.roster.reports and peer not in self._entered:
+            self._entered.add(peer)
             self._service.publish(
                 AveragingJoined(at=at, run=self.name, peer=peer, peers=len(self.roster.reports))
             )
@@ -181,11 +191,31 @@ class Participation:
 
     def left(self, peer: PeerId, reason: str) -> None:
         """A peer takes no part any more."""
-        if self._gate is not None and not self._gate.admits(peer):
-            return
+        if peer not in self._entered:
+            return  # it only claimed to
+        self._entered.remove(peer)
         at = self._service.seams.clock.wall()
         peers = len(self.roster.reports)
         self._service.publish(AveragingLeft(at=at, run=self.name, peer=peer, reason=reason, peers=peers))
+        self._stir()
+
+    def admits(self, peer: PeerId) -> bool:
+        """Return whether a peer may take part."""
+        return self._gate is None or self._gate.admits(peer)
+
+    def admitted(self, peer: PeerId) -> None:
+        """A peer has shown that it may take part."""
+        self._service.tell(lambda now: self.roster.admitted(now, peer))
+        self.entered(peer)
+
+    def expelled(self, peer: PeerId, reason: str) -> None:
+        """A peer may take part no more."""
+        self._service.tell(lambda _: self.roster.expel(peer, reason))
+
+    def end(self, reason: str) -> None:
+        """This peer may take part no more: each further round says so, and training goes on alone."""
+        self.ended = reason
+        self.close()
         self._stir()
 
     def _stir(self) -> None:
@@ -193,8 +223,8 @@ class Participation:
         stirred.set()
 
     async def wait_for_peers(self, count: int) -> None:
-        """Until so many others take part."""
-        while len(self.roster.reports) < count:
+        """Until so many others take part, or this peer may no more."""
+        while not self.ended and len(self.roster.reports) < count:
             await self._stirred.wait()
 
     def stepped(self, step: int, samples: int) -> None:
@@ -218,6 +248,9 @@ class Participation:
 
     def close(self) -> None:
         """Take no further part."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         for formed in self._formed.values():
             formed.set()
         self._service.close()
@@ -233,6 +266,9 @@ class Participation:
         error = ""
         self.expectations.begin()
         for number in range(ATTEMPTS_MAX):
+            if self.ended:
+                error = self.ended
+                break
             spot = None
             if wanted.round is None:
                 count = 0 if self.roster.is_whole else self.roster.count
@@ -433,7 +469,7 @@ class Participation:
                 service.match(lambda _, each=each: service.matches.end(each))  # type: ignore[misc]  # bound now
         if isinstance(outcome, Formed):
             return outcome.group
-        return outcome.reason if outcome is not None else "this peer takes no further part"
+        return outcome.reason if outcome is not None else self.ended or "this peer takes no further part"
 
     async def _tell_newcomers(self, key: bytes, round: int | None, are_expected: bool) -> None:  # noqa: A002 - the field's word
         """Tell a wish to peers that become known after it was made, which it would not reach otherwise. Runs

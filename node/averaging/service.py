@@ -8,6 +8,7 @@ the group's key, which expire with the wish.
 """
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from random import Random
 
 import trio
@@ -22,7 +23,9 @@ from gossip.averaging.group import Aggregate
 from gossip.averaging.messages import OPENING_BYTES_MAX, Opening
 from gossip.averaging.messages import PROTOCOL as ATTEMPT_PROTOCOL
 from node.averaging.declarations import Declarations
+from node.averaging.door import Door
 from node.averaging.early_streams import EarlyStreams
+from node.averaging.invitations import Invitations
 from node.averaging.participation import Participation, Service
 from node.averaging.proofs import HonestGate, Proofs
 from node.averaging.rounds import Gate
@@ -32,7 +35,7 @@ from node.averaging.snapshot import Snapshot
 from node.averaging.transfer import StateServer
 from node.containment import contain, keep_running
 from node.errors import StreamClosed, UsageError
-from node.events import Event, LiarProved
+from node.events import AveragingOpened, Event, LiarProved
 from node.seams import Seams, Stream, StreamLimits
 from node.services.discovery import Discovery
 from node.services.driver import Driver
@@ -89,6 +92,7 @@ class Averaging:
         self._runners: dict[bytes, Runner] = {}
         self._declined: list[tuple[bytes, PeerId]] = []
         self._stirred = trio.Event()
+        self.invitations = Invitations(seams, signer, refuse)
         self.early = EarlyStreams(self._early_rank)
         """Streams that wait for an attempt which is not known here yet."""
         self._nursery: trio.Nursery | None = None
@@ -115,6 +119,7 @@ class Averaging:
             self._nursery = nursery
             await nursery.start(self._roster_driver.run)
             await nursery.start(self._match_driver.run)
+            await nursery.start(self.invitations.run)
             await self.proofs.run(nursery)
             task_status.started()
 
@@ -135,14 +140,17 @@ class Averaging:
         gate: Gate | None = None,
         aggregate: Aggregate = "mean",
         alike: Mapping[bytes, str] | None = None,
+        door: Door | None = None,
     ) -> Participation:
         """Take part in the run of this name, with those that `gate` admits, by this rule, which `signature`
-        covers. `alike` are the signatures of the same tensors under other rules. Raises UsageError: in it
-        already, or in too many."""
-        key = run_key(name)
+        covers. `alike` are the signatures of the same tensors under other rules. A `door` is the gate of a
+        run of invited peers (`node.averaging.invitations`). Raises UsageError: in it already, or in
+        too many."""
+        key = run_key(name) if door is None else door.admission.run
+        is_named = door is not None or gate is None  # else it is a run in local mode, which says so itself
         clock = self._seams.clock
         try:
-            gate = HonestGate(self.proofs, key, gate)
+            gate = HonestGate(self.proofs, key, gate if door is None else door)
             entry = self._rosters.open(
                 key, signature, clock.monotonic(), int(clock.wall() * 1000), gate.admits
             )
@@ -163,14 +171,26 @@ class Averaging:
             close=lambda: self._close(key, scope),
         )
         found = self._runs[key] = Participation(name, key, entry, service, gate, aggregate, alike)
-        self._nursery.start_soon(self._look_for_others, found, scope)
+        if door is not None:
+            self.invitations.open(found, door)
+        if is_named:
+            self._publish(
+                AveragingOpened(
+                    at=clock.wall(),
+                    run=name,
+                    admit="open" if door is None else door.admit,
+                    aggregate=aggregate,
+                    is_private=self.is_private,
+                )
+            )
+        self._nursery.start_soon(self._look_for_others, found, scope, door)
         return found
 
-    def find(self, name: str, signature: bytes) -> Participation | None:
+    def find(self, name: str, signature: bytes, door: Door | None = None) -> Participation | None:
         """This node's part in the run of this name, None where it has none. Raises UsageError: other tensors
         are
         averaged under this name here."""
-        run = self._runs.get(run_key(name))
+        run = self._runs.get(run_key(name) if door is None else door.admission.run)
         if run is not None and run.roster.signature != signature:
             other = f"these tensors by {run.aggregate}" if signature in run.alike else ""
             raise UsageError(
@@ -190,15 +210,19 @@ class Averaging:
     def _close(self, key: bytes, scope: trio.CancelScope) -> None:
         self._roster_driver.command(lambda _: self._rosters.close(key))
         self._runs.pop(key, None)
+        self.invitations.close(key)
         scope.cancel()
 
     # Participants
 
-    async def _look_for_others(self, run: Participation, scope: trio.CancelScope) -> None:
+    async def _look_for_others(self, run: Participation, scope: trio.CancelScope, door: Door | None) -> None:
         """Greet the members of the swarm, and those whom the DHT knows, more and more seldom."""
         with scope:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(keep_running, "declaring of a run", self._declare, run)
+                if door is not None:
+                    follow = partial(self.invitations.follow, run, door)
+                    nursery.start_soon(keep_running, "tickets of a run", follow)
                 pause = LOOK_SECONDS_MIN
                 while True:
                     live = list(self._live())
@@ -285,6 +309,8 @@ class Averaging:
     async def _serve(self, stream: Stream) -> None:
         if not self._runs:
             raise StreamClosed("this node averages nothing")
+        if not any(run.admits(stream.peer) for run in self._runs.values()):
+            raise StreamClosed("this peer is admitted to no run that this node takes part in")
         with self.early.place(stream.peer):
             opening: Opening = decode(await stream.receive(), Opening, bytes_max=OPENING_BYTES_MAX)
             while (runner := self._runners.get(opening.attempt)) is None:
@@ -305,6 +331,6 @@ class Averaging:
             return "this node takes no part in such a run"
         return await run.snap(step)
 
-    def _kept(self, key: bytes, digest: bytes) -> Snapshot | None:
+    def _kept(self, peer: PeerId, key: bytes, digest: bytes) -> Snapshot | None:
         run = self._runs.get(key)
-        return None if run is None else run.kept(digest)
+        return None if run is None or not run.admits(peer) else run.kept(digest)

@@ -7,9 +7,11 @@ from typing import get_args
 from blake3 import blake3
 
 from crypto.encoding import encode
+from crypto.identity import PeerId
 from gossip.averaging.group import Aggregate
 
 RUN_PURPOSE = b"peerloom averaging run\0"
+OWNED_RUN_PURPOSE = b"peerloom averaging run of an owner\0"
 TENSORS_MAX = 1 << 17
 """Tensors of one run: some ten for each of ten thousand layers."""
 
@@ -20,6 +22,11 @@ Row = tuple[str, tuple[int, ...], str]
 def run_key(name: str) -> bytes:
     """The 32 bytes by which a run's name is known on the wire."""
     return blake3(RUN_PURPOSE + name.encode()).digest()
+
+
+def owned_run_key(name: str, owner: PeerId) -> bytes:
+    """The same of a run that not everybody may take part in: it is its owner's."""
+    return blake3(OWNED_RUN_PURPOSE + owner + name.encode()).digest()
 
 
 def signature_of(kind: str, rows: Iterable[Row]) -> bytes:

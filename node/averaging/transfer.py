@@ -93,13 +93,15 @@ Question = Ask | Fetch
 Answer = Offer | Nothing | Sent
 Snap = Callable[[PeerId, bytes, bytes, int], Awaitable[Snapshot | str]]
 """For this peer, of a run with this signature, at this step or later: its snapshot, or why there is none."""
+Kept = Callable[[PeerId, bytes, bytes], Snapshot | None]
+"""For this peer, of a run: its snapshot with this digest."""
 
 
 class StateServer:
     """Serves the snapshots of this node's runs."""
 
-    def __init__(self, network: Network, snap: Snap, kept: Callable[[bytes, bytes], Snapshot | None]) -> None:
-        """`kept` finds a snapshot by run and digest."""
+    def __init__(self, network: Network, snap: Snap, kept: Kept) -> None:
+
         self._snap = snap
         self._kept = kept
         network.handle(PROTOCOL, self._serve, STREAMS)
@@ -116,7 +118,7 @@ class StateServer:
                     await self._send_chunks(stream, question)
 
     async def _send_chunks(self, stream: Stream, asked: Fetch) -> None:
-        snapshot = self._kept(asked.run, asked.digest)
+        snapshot = self._kept(stream.peer, asked.run, asked.digest)
         if snapshot is None or asked.first + asked.count > len(snapshot.table.chunks):
             await stream.send(encode(Nothing("this state is no longer kept")))
             return

@@ -134,6 +134,49 @@ def drop(context: typer.Context, run: Run, data_dir: DataDir = "", as_json: AsJs
         show([f"run {result['run'][:8]} dropped: this node is free, and takes no part in it again"])
 
 
+Peer = Annotated[str, typer.Argument(metavar="PEER", help="The peer's id, or a member's name.")]
+
+
+@app.command()
+def invite(
+    context: typer.Context,
+    run: Annotated[
+        str, typer.Argument(metavar="NAME", help="The name of an averaging run of this node's own.")
+    ],
+    peer: Peer,
+    hours: Annotated[float, typer.Option("--hours", help="How long it is valid.")] = 168.0,
+    admit: Annotated[str, typer.Option("--admit", help="invited or vouched, as the scripts say.")] = "",
+    data_dir: DataDir = "",
+    as_json: AsJson = False,
+) -> None:
+    """Print the text by which one peer may take part in an averaging run (invitation= in its script)."""
+    arguments = {"run": run, "peer": peer, "hours": hours, "admit": admit}
+    result = ask(find_data_dir(context, data_dir), "runs.invite", arguments)
+    if as_json or context.obj["as_json"]:
+        show_json({"schema": "peerloom/invitation/1", **result})
+    else:
+        show([result["invitation"]])
+
+
+@app.command()
+def revoke(
+    context: typer.Context,
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="The id of a run in local mode, or an averaging run's name.")
+    ],
+    peer: Peer,
+    data_dir: DataDir = "",
+    as_json: AsJson = False,
+) -> None:
+    """Revoke what lets a peer take part in a run of this node's own: it is out with the next round."""
+    result = ask(find_data_dir(context, data_dir), "runs.revoke", {"run": run, "peer": peer})
+    if as_json or context.obj["as_json"]:
+        show_json({"schema": "peerloom/revocation/1", **result})
+    else:
+        told = f"{result['told']} members were told"
+        show([f"{short_id(result['peer'])} may take no part in {run} any more; {told}"])
+
+
 @app.command("show")
 def show_run(context: typer.Context, run: Run, data_dir: DataDir = "", as_json: AsJson = False) -> None:
     """Say how a run is: as this node knows it, or else as its members say."""

@@ -23,7 +23,7 @@ from node.cli.render import (
 )
 from node.invocation import command_span, elsewhere, program_from_anywhere, shown
 from node.paths import is_default_data_dir, short_path
-from node.text import CLOCK_REMEDY, clock_text
+from node.text import CLOCK_REMEDY, admit_text, clock_text
 
 Event = Mapping[str, Any]
 LIES = {
@@ -356,6 +356,10 @@ class EventScreen:
             line += f"  {event.get('aggregate', 'mean')}"
         return [_at(event, line + (f"  rounding {event['rounding']:.1e}" if event.get("rounding") else ""))]
 
+    def _averaging_opened(self, event: Event) -> list[str]:
+        who = admit_text(event["admit"], is_private=event["is_private"])
+        return [_at(event, f"averaging {event['run']}: {who}; by {event['aggregate']}")]
+
     def _stepped(self, event: Event) -> list[str]:
         step = event["step"]
         if step > FIRST_STEPS and step % STEPS_APART:
@@ -431,6 +435,7 @@ _RENDERERS = {
     "RunEnded": EventScreen._ended,
     "ResultDiffers": EventScreen._differs,
     "RunReleased": EventScreen._released,
+    "AveragingOpened": EventScreen._averaging_opened,
     "AveragingJoined": EventScreen._peer_averages,
     "AveragingLeft": EventScreen._peer_stopped,
     "LiarProved": EventScreen._liar_proved,

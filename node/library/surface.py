@@ -201,12 +201,15 @@ class Surface:
         timeout_seconds: float = 60.0,
         codec: str = "float32",
         aggregate: str = "auto",
+        admit: str = "open",
+        invitation: str = "",
     ) -> Averaged:
         """Average arrays or torch tensors with those who call this for the same `group`, names and shapes.
 
         By `aggregate` "mean" one liar moves the result anywhere; by the others some peers may lie
         (docs/averaging.md, "Rules"). "auto" is one of those, "nnm-trimmed-mean", in a swarm without a key,
-        and the mean in one with it. A group has one rule.
+        and the mean in one with it. A group has one rule. `admit` and `invitation` say who takes part, as for
+        `optimizer` (docs/averaging.md, "Who takes part").
 
         It waits until `peers` others take part, and `timeout_seconds` for a round. The tensors are not
         changed. Returns what was averaged and whose tensors entered; where nothing was, the same tensors and
@@ -221,7 +224,26 @@ class Surface:
             timeout_seconds=timeout_seconds,
             codec=codec,
             aggregate=aggregate,
+            admit=admit,
+            invitation=invitation,
         )
+
+    async def invite(self, run: str, peer: str, hours: float = 168.0, admit: str = "") -> str:
+        """Return the text by which a peer may take part in an averaging run of this name, for so many hours.
+
+        It is for `invitation=` of that peer alone. The run is this node's own, or one of `admit="vouched"`
+        that it takes part in. `admit` is "invited" or "vouched", for a run that is not open here yet. Raises
+        UsageError: this node may not invite, or no such peer.
+        """
+        return Commands(self).invite(run, peer, hours, admit)
+
+    async def revoke(self, run: str, peer: str) -> int:
+        """Revoke what lets a peer take part in a run of this node's own; return how many members were told.
+
+        `run` is the id of a run in local mode, or the name of an averaging run. The peer is out with the next
+        round, and so are those that take part by its word. Raises UsageError: the run is another's.
+        """
+        return await Commands(self).revoke(run, peer)
 
     async def train(
         self, model: object, data: str = "", wait_seconds: float = 0.0, **settings: Any

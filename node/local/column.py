@@ -29,7 +29,7 @@ from node.seams import Network, Stage, Stream, StreamLimits
 from partition import stage as api
 from partition.codec import Payload
 from partition.plan.plan import STAGES_MAX, STEPS_MAX
-from partition.run.admission import Chain
+from partition.run.tickets import Chain
 from partition.stage import REASON_LENGTH_MAX
 
 PROTOCOL = "/peerloom/column/1"
@@ -316,6 +316,13 @@ class ColumnStage:
         for stage in list(self._streams):
             await self._break(stage)
 
+    async def expel(self, peer: PeerId) -> None:
+        """This peer is no member any more: it holds no stage of this column."""
+        for stage, mates in self.mates.items():
+            mates.pop(peer, None)
+            if self.holder(stage) == peer:
+                await self._give_up(stage)
+
     def holder(self, stage: int) -> PeerId | None:
         """Return the peer that holds a stage of this column, None where it is missing."""
         stream = self._streams.get(stage)
@@ -419,6 +426,11 @@ class StageServer:
                     with trio.CancelScope(shield=True), suppress(StageFailed):
                         async with self.lock:
                             await self._stage.call(api.Discard())
+
+    def expel(self, peer: PeerId) -> None:
+        """This peer is no member any more: do not work for it."""
+        if self._own is not None and self._own.peer == peer:
+            self._let_go(self._own)
 
     def _let_go(self, head: "_Head") -> None:
         self._heads.leave(head)

@@ -14,7 +14,6 @@ from node.local.catch_up import likely_steps
 from node.local.crew import Crew
 from node.local.headless import HEADLESS_SECONDS
 from node.local.keeper import Keeper
-from node.local.saved import MEMBERS_MAX, SavedRun
 from node.protocols.manifest import Run
 from partition.run.admission import Admission
 
@@ -69,8 +68,7 @@ class Copies:
         except Unreachable:
             return  # whoever had it is gone, or hands it over later
         self._keeper.begin(found.table.step)
-        peers = tuple(self._admission.admitted)[-MEMBERS_MAX:]
-        await self._keeper.remember(SavedRun(self._run.fact, self._admission.chain, False, peers))
+        await self._keeper.remember(self._keeper.part(is_training=False))
         await self._keeper.save(found)
         self._not_before = trio.current_time() + FETCH_SHARE * (trio.current_time() - begun)
 

@@ -61,11 +61,16 @@ class Keeper:
     ) -> None:
         """Put the state away in the background, and who takes part."""
         self.begin(trainer.step)
-        peers = tuple(self._admission.admitted)[-MEMBERS_MAX:]
-        saved = SavedRun(self._run.fact, self._admission.chain, is_training, peers, self._stage)
+        saved = self.part(is_training=is_training)
         snapshot = await trainer.snapshot(rounds.count, self._run.id, rounds.outer)
         nursery.start_soon(self.remember, saved)
         nursery.start_soon(self.save, snapshot)
+
+    def part(self, *, is_training: bool) -> SavedRun:
+        """Return what this node needs to be a member again."""
+        admission = self._admission
+        peers, revoked = tuple(admission.admitted)[-MEMBERS_MAX:], admission.revocations.facts
+        return SavedRun(self._run.fact, admission.chain, is_training, peers, self._stage, revoked)
 
     async def remember(self, saved: SavedRun) -> None:
         """Keep what this node needs to be a member again. On a full disk it will not be one."""

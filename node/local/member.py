@@ -16,6 +16,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact
 from crypto.identity import PeerId
 from gossip.claims import agreed_count, newcomer_steps
+from node.averaging.door import Door
 from node.averaging.participation import Participation
 from node.checkpoints.weights import export_bytes_max, weights_name
 from node.errors import StageDiverged, StageFailed, Unreachable, UsageError
@@ -32,7 +33,6 @@ from node.local.column import (
 from node.local.context import Service, training_data
 from node.local.copies import Copies
 from node.local.crew import Crew
-from node.local.door import Door
 from node.local.due import Due
 from node.local.headless import HeadWatch, stranded_reason
 from node.local.keeper import Keeper
@@ -118,7 +118,7 @@ class LocalMember:
         self.results = Results(service, run, ending, tell, self)
         self._first_loss = inf
         """The held-out loss of the values that all began with."""
-        self._keeper = Keeper(service, run, door.admission, stage)
+        self.keeper = Keeper(service, run, door.admission, stage)
         self.heads = HeadWatch(is_holder=bool(stage))
         self._recruiter = Recruiter(service, run, door, self.crew, self._stages)
         self._is_waiting = False
@@ -165,9 +165,9 @@ class LocalMember:
         self.begun.set()
         return had_others
 
-    def cancel(self) -> None:
-        """Take no further part."""
-        self.is_over = True
+    def cancel(self, reason: str = "") -> None:
+        """Take no further part; the run is over here, or for a `reason` it goes on without this node."""
+        self.is_over, self.reason = not reason, reason or self.reason
         self._life.cancel()
 
     async def _close(self) -> None:
@@ -202,7 +202,7 @@ class LocalMember:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._look)
             if self._trainer is None:
-                copies = Copies(self.run, self._keeper, self.crew, self.admission, bytes_max=bytes_max)
+                copies = Copies(self.run, self.keeper, self.crew, self.admission, bytes_max=bytes_max)
                 nursery.start_soon(copies.run, part)
             if not self._stage:
                 nursery.start_soon(self._recruiter.run)
@@ -376,7 +376,7 @@ class LocalMember:
 
     async def _begin(self, trainer: LocalTrainer, rounds: Rounds) -> None:
         """Go on from the state of the others, or from the own last one where nobody is further."""
-        own = await self._keeper.load(trainer.state_bytes_max)
+        own = await self.keeper.load(trainer.state_bytes_max)
         others = [report.step for report in self.crew.reports.values() if report.has_state]
         likely = newcomer_steps(others, LIKELY_ROUNDS * self._settings.local_steps, are_equal=False)
         if own is not None and not any(each.is_between(own.table.step + 1, likely.last) for each in others):
@@ -384,7 +384,7 @@ class LocalMember:
                 rounds.take_over(own.table.rounds, await trainer.take_over(own))
                 if self.crew.column is not None:
                     await self.crew.column.let_go()
-                self._keeper.begin(trainer.step)
+                self.keeper.begin(trainer.step)
                 return
         if others:
             await self._catch_up()
@@ -405,8 +405,8 @@ class LocalMember:
         if self._part.wants_state(trainer.step):
             lineage = self.run.id
             self._part.offer(await trainer.snapshot(rounds.count, lineage, rounds.outer))
-        if self._keeper.is_due(trainer.step) and not self._diverged:
-            await self._keeper.keep(trainer, rounds, nursery, is_training=self.crew.is_training)
+        if self.keeper.is_due(trainer.step) and not self._diverged:
+            await self.keeper.keep(trainer, rounds, nursery, is_training=self.crew.is_training)
         if not self._stage:
             await self._evaluate_if_due(trainer, rounds)
             await self._judge(trainer)
@@ -579,8 +579,8 @@ class LocalMember:
 
     def admitted(self, peer: PeerId) -> None:
         """A peer has shown that it is a member."""
-        if self._part is not None and peer in self._part.roster.claims:
-            self._part.entered(peer)
+        if self._part is not None:
+            self._part.admitted(peer)
 
     async def _look(self) -> None:
         """Follow who takes part."""

@@ -7,9 +7,9 @@ from typing import Protocol
 import trio
 
 from crypto.identity import PeerId
+from node.averaging.door import Door
 from node.errors import Unreachable
 from node.local.context import Service
-from node.local.door import Door
 from node.protocols.manifest import Run
 from node.protocols.runs import Join
 from partition.run.asks import Done

@@ -21,12 +21,12 @@ from node.averaging.snapshot import CHUNK_BYTES, Snapshot, Table, check_table
 from node.protocols.manifest import Run, check_run
 from node.seams import Storage
 from partition.plan.plan import STAGES_MAX
-from partition.run.admission import Chain, check_chain
+from partition.run.tickets import REVOKED_MAX, Chain, Revocations, Standing, check_chain
 
 FOLDER = "runs"
 RUN_FILE, STATE_FILE = "local", "local.state"
-RUN_BYTES_MAX = 32_768
-"""A full chain of tickets, a manifest and the names of members."""
+RUN_BYTES_MAX = 98_304
+"""A full chain of tickets, a manifest, the names of members, and as many revocations as there may be."""
 TABLE_BYTES_MAX = 16 << 20
 MEMBERS_MAX = 64
 """Members that are remembered: those that a member which comes back tells that it is there."""
@@ -43,6 +43,7 @@ class SavedRun(msgspec.Struct, frozen=True, array_like=True):
     is_training: bool
     members: Annotated[tuple[Subject, ...], msgspec.Meta(max_length=MEMBERS_MAX)]
     stage: Annotated[int, msgspec.Meta(ge=0, lt=STAGES_MAX)] = 0
+    revoked: Annotated[tuple[Fact, ...], msgspec.Meta(max_length=REVOKED_MAX)] = ()
 
 
 def run_name(run: str) -> str:
@@ -111,8 +112,9 @@ def forget(storage: Storage, run: str) -> None:
         storage.delete(name)
 
 
-def saved_runs(storage: Storage, signer: Signer) -> Iterator[tuple[Run, SavedRun]]:
-    """Yield the runs that this node was a member of when it was stopped; forget those that are damaged."""
+def saved_runs(storage: Storage, signer: Signer, wall: float) -> Iterator[tuple[Run, SavedRun]]:
+    """Yield the runs that this node was a member of when it was stopped; forget those that are damaged, and
+    those of which its tickets have expired by now, `wall` seconds."""
     for name in sorted(storage.sizes(FOLDER)):
         text, _, file = name.removeprefix(f"{FOLDER}/").partition("/")
         if file != RUN_FILE:
@@ -121,7 +123,10 @@ def saved_runs(storage: Storage, signer: Signer) -> Iterator[tuple[Run, SavedRun
             saved: SavedRun = decode(storage.read(name) or b"", SavedRun, bytes_max=RUN_BYTES_MAX)
             run = check_run(signer, saved.manifest)
             if saved.chain or run.requester != signer.peer:
-                check_chain(signer, run.id, run.requester, saved.chain, signer.peer)
+                tickets = check_chain(signer, run.id, run.requester, saved.chain, signer.peer)
+                if Standing(tuple(tickets)).until <= wall:
+                    raise RemoteProtocolError("tickets that have expired")
+            Revocations(signer, run.id, run.requester).learn(saved.revoked)
             if run.manifest.local is None or run.text != text:
                 raise RemoteProtocolError("another run")
         except RemoteProtocolError:

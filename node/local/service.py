@@ -13,12 +13,12 @@ from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact
 from crypto.identity import PeerId
+from node.averaging.door import Door
 from node.checkpoints.weights import has_result
-from node.errors import Unreachable
+from node.errors import Unreachable, UsageError
 from node.events import ResultDiffers, RunAccepted, RunChanged, RunEnded, RunReleased
 from node.local import column
 from node.local.context import Service
-from node.local.door import Door
 from node.local.keeper import release
 from node.local.member import LocalMember
 from node.local.saved import forget, saved_runs
@@ -30,6 +30,7 @@ from node.protocols.manifest import Run, check_run, run_text
 from node.runs.archive import ArchiveShell
 from node.seams import Stream
 from node.services.driver import Driver
+from partition.run import admission as admissions
 from partition.run import conclusions as core
 from partition.run.admission import Admission, Joins
 from partition.run.asks import Declined, Done
@@ -90,14 +91,19 @@ class LocalRuns:
     async def resume(self) -> None:
         """Take part again in the runs that this node was in when it was stopped; one at most trains here."""
         service, storage = self._service, self._service.seams.storage
-        for run, saved in list(saved_runs(storage, service.signer)):
+        for run, saved in list(saved_runs(storage, service.signer, service.seams.swarm_clock.wall())):
             if service.is_over(run.id) or run.id in self.members:
                 forget(storage, run.text)
                 continue
             others = [PeerId(peer) for peer in saved.members]
             is_training = saved.is_training and service.has_slot
             member = self._begin(
-                run, is_training=is_training, holders=others, chain=saved.chain, stage=saved.stage
+                run,
+                is_training=is_training,
+                holders=others,
+                chain=saved.chain,
+                stage=saved.stage,
+                revoked=saved.revoked,
             )
             # Where the run has ended meanwhile, those that were in it still say so for a while.
             self._command(member.ending, partial(member.ending.set_peers, peers=others))
@@ -165,11 +171,13 @@ class LocalRuns:
         chain: Sequence[Fact] = (),
         stage: int = 0,
         inviter: PeerId | None = None,
+        revoked: Sequence[Fact] = (),
     ) -> LocalMember:
         service, manifest = self._service, run.manifest
         assert manifest.local is not None, "a run in local mode"
         ending = Ending(service.signer.peer, run.id, manifest.local, manifest.steps, run.requester)
-        admission = Admission(service.signer, run.id, run.requester, chain)
+        wall = service.seams.swarm_clock.wall()
+        admission = Admission(service.signer, run.id, run.requester, chain, wall=wall, revocations=revoked)
         now = service.seams.clock.monotonic()
         self._endings.open(now, ending, admission)
         show, greet = partial(self._show, admission), partial(self._greet, admission)
@@ -266,10 +274,43 @@ class LocalRuns:
                 found = event.conclusion
                 end = partial(self.end, member, found.outcome, found.reason, found.weights, for_all=True)
                 self._service.start_task(end, of=member.run)
-            case core.Admitted():
-                member.admitted(event.peer)
+            case admissions.Admitted(peer=peer):
+                member.admitted(peer)
+            case admissions.Expelled(peer=peer, reason=reason):
+                self._expelled(member, peer, reason)
             case core.Voided():
                 pass
+
+    def _expelled(self, member: LocalMember, peer: PeerId, reason: str) -> None:
+        """The tickets of a member have expired or were revoked: it averages with this one no more."""
+        if peer == self._service.signer.peer:
+            member.cancel(f"this node may take part no more: {reason}")
+            return
+        crew = member.crew
+        if crew.part is not None:
+            crew.part.expelled(peer, reason)
+        if crew.column is not None:
+            self._service.start_task(crew.column.expel, peer, of=member.run)
+        if crew.server is not None:
+            crew.server.expel(peer)
+
+    async def revoke(self, text: str, peer: PeerId) -> int:
+        """Revoke the tickets of a member of a run of this node's own; return how many others were told.
+        Raises UsageError: another node asked for the run."""
+        member = next(each for each in self.members.values() if each.run.text == text)
+        admission, wall = member.admission, self._service.seams.swarm_clock.wall()
+        if not admission.is_requester:
+            raise UsageError(
+                f"run {text[:8]} is another node's", "its requester revokes; `peerloom runs drop` leaves"
+            )
+        if peer == self._service.signer.peer:
+            raise UsageError(
+                f"run {text[:8]} is this node's own", f"to end it: `peerloom runs stop {text[:8]}`"
+            )
+        told = len(set(admission.admitted) - {peer})
+        self._driver.command(lambda _: self._endings.admitted(admission, admission.revoke(peer, wall)))
+        await member.keeper.remember(member.keeper.part(is_training=member.crew.is_training))
+        return told
 
     async def _differs(self, event: core.Differs) -> None:
         run, weights = run_text(event.run), event.other.weights

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import trio
 
+from node.averaging.door import Door
 from node.averaging.participation import Participation
 from node.averaging.signature import run_key
 from node.averaging.transfer import fetch_state
@@ -17,7 +18,6 @@ from node.errors import Unreachable, UsageError
 from node.local.context import Service
 from node.local.copies import FETCH_SHARE, LOOK_SECONDS
 from node.local.crew import Crew
-from node.local.door import Door
 from node.local.keeper import Keeper
 from node.local.stages import open_part, roster_of
 from node.local.trainer import state_bytes_max

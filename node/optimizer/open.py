@@ -1,5 +1,6 @@
 """From an optimizer of torch and a running node to an optimizer that trains with peers."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,9 @@ from node.optimizer.plugins import strategy_maker
 from node.optimizer.session import Session
 from node.optimizer.settings import Settings
 from node.optimizer.wrapper import PeerOptimizer
+from node.text import admit_text
 
+log = logging.getLogger("peerloom")
 Optimizer = torch.optim.Optimizer
 Module = torch.nn.Module
 """Under these names `node.library` types its method, which itself does not import torch."""
@@ -35,9 +38,16 @@ def open_optimizer(
     several = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     wrapped = PeerOptimizer(several, model, settings)
     me = portal.subject
-    rule = choose_rule(settings, is_private=me.averaging.is_private)
+    averaging = me.averaging
+    is_private = averaging.is_private or settings.admit != "open"
+    door = portal.run(averaging.invitations.door, settings.run_id, settings.admit, settings.invitation)
+    rule = choose_rule(settings, is_private=is_private)
     signature, alike = signatures_of(kind_of(settings, several), wrapped.rows, rule)
-    run: Participation = portal.call_sync(me.averaging.open, settings.run_id, signature, None, rule, alike)
+    run: Participation = portal.call_sync(averaging.open, settings.run_id, signature, None, rule, alike, door)
+    if not is_private:
+        who = admit_text(settings.admit, is_private=False)
+        keeps_out = 'admit="invited", or a swarm with a key, keeps others out'
+        log.warning("run %r: %s; averaged by %s; %s", settings.run_id, who, rule, keeps_out)
     if portal.call_sync(lambda: len(me.members())):
         portal.run(run.settle, join_seconds)
     wrapped.join(Session(portal, run))

@@ -44,8 +44,12 @@ class Session:
     def __init__(self, portal: Portal[Any], run: Participation) -> None:
         self._portal = portal
         self._run = run
-        self.error = ""
+        self._error = ""
+
+    @property
+    def error(self) -> str:
         """Why this session does nothing any more; empty while it works."""
+        return self._error or self._run.ended
 
     @property
     def peer(self) -> PeerId:
@@ -144,9 +148,10 @@ class Session:
 
     def close(self) -> None:
         """Take no further part."""
-        if not self.error:
-            self._post(self._run.close)
-            self.error = CLOSED
+        if self._error:
+            return
+        self._post(self._run.close)
+        self._error = CLOSED
 
     def _post(self, function: Callable[[], object]) -> None:
         """Have this done in the node's thread, in the order of the calls."""
@@ -155,7 +160,7 @@ class Session:
         try:
             self._portal.post(_contained, function)
         except PortalClosed as error:
-            self.error = f"the node has ended: {error}"
+            self._error = f"the node has ended: {error}"
 
     def _begin(self, function: Callable[..., Any], *arguments: Any) -> "Call[Any] | None":
         if self.error:
@@ -163,7 +168,7 @@ class Session:
         try:
             return self._portal.begin(function, *arguments)
         except PortalClosed as error:
-            self.error = f"the node has ended: {error}"
+            self._error = f"the node has ended: {error}"
             return None
 
 

@@ -1,7 +1,7 @@
 """What a training run is told when it is joined, what it tells of itself, and how its tensors are named."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -22,6 +22,10 @@ class Settings:
     `aggregate`: "mean", or a rule by which some peers may lie, such as "nnm-trimmed-mean", which "auto" is in
     a swarm without a key; in one with a key it is the mean (docs/averaging.md, "Rules").
 
+    `admit` says who takes part: "open", whoever knows the run's name; "invited", those that its owner
+    invited, and "vouched", also those that they invited. The owner is the peer without an `invitation`
+    (`node.library.surface.Surface.invite`). With one of the latter "auto" is the mean.
+
     With local steps, `strategy` says what comes of a round: average, gossip (in pairs), diloco, noloco,
     sparseloco, asynchronous, or a person's own (`node.optimizer.plugins`); `average_moments` averages what
     the optimizer remembers too, which strategies with outer steps leave alone.
@@ -41,6 +45,8 @@ class Settings:
     strategy: str = "average"
     average_moments: bool = False
     aggregate: str = "auto"
+    admit: str = "open"
+    invitation: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         if (self.target_batch_size is None) == (self.local_steps is None):

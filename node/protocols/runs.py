@@ -24,10 +24,10 @@ from partition.plan.plan import (
     StageNumber,
     StepNumber,
 )
-from partition.run.admission import Chain
 from partition.run.asks import Declined, Done
 from partition.run.messages import Absent, Checkpointed, GivenUp, Leaving, Reason, Recut
 from partition.run.states import State
+from partition.run.tickets import Chain
 from partition.steps.frames import Frame
 from partition.steps.messages import CommitterMessage, ReplicaMessage
 

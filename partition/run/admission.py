@@ -1,11 +1,15 @@
-"""Admission of members to a run in local mode: a sans-IO core, one for each run.
+"""Admission of members to a run, in local mode or of named averaging: a sans-IO core, one for each run.
 
-The requester is a member. A member that asks a node to take part signs a `Ticket` for it, and sends it along
-with its own: a *chain* of tickets, the first by the requester, each by the one that the last was made for. A
-peer counts once it has shown its chain (`Present`); before that nothing it says of the run is used, however
-it came to know the run's id. A chain is bound to the run by every signature, and to the peer that shows it
-by the session it comes on. A request to join counts only while its ticket is fresh, and once (`Joins`), so
-that an old one starts nothing.
+The requester is a member (of a named averaging run: its owner). A member that asks a node to take part signs
+a `Ticket` for it, and sends it along with its own: a *chain* of tickets, the first by the requester, each by
+the one that the last was made for. A peer counts once it has shown its chain (`Present`); before that nothing
+it says of the run is used, however it came to know the run's id. A chain is bound to the run by every
+signature, and to the peer that shows it by the session it comes on. A request to join counts only while its
+ticket is fresh, and once (`Joins`), so that an old one starts nothing.
+
+Tickets expire, and the requester can revoke those of a member (`partition.run.tickets`). Each member checks
+both by itself, and passes revocations on. A member without a valid chain is out, and so are those whose
+chains pass through it.
 
 Chains stay short: a member that hears a longer chain than its own allows for signs a shorter one (`Vouch`).
 So chains grow only where all members of a generation are gone.
@@ -14,21 +18,35 @@ Not here: whether a member computes honestly. Whoever has a free slot and is ask
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from math import inf
 from typing import Annotated
 
 import msgspec
 from blake3 import blake3
 
-from crypto.encoding import decode, encode
+from crypto.encoding import decode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, Signer
-from crypto.identity import PEER_ID_BYTES, PeerId
+from crypto.identity import PeerId
+from partition.run.tickets import (
+    CHAIN_MAX,
+    TICKET_BYTES_MAX,
+    Chain,
+    Hash,
+    Revocations,
+    Standing,
+    Ticket,
+    check_chain,
+    fact_name,
+    make_revocation,
+    make_ticket,
+)
 
-TICKET_PURPOSE = "local-run-ticket"
-TICKET_BYTES_MAX = 128
-CHAIN_MAX = 32
-"""Tickets in a chain: generations of members that were all replaced by the next."""
+PROTOCOL = "/peerloom/admission/1"
+"""That of named averaging runs; in local mode these messages go by `partition.run.conclusions`."""
+MESSAGE_BYTES_MAX = 16_384
+"""A full chain of tickets takes some 7 KiB."""
 FRESH_SECONDS = 600.0
 """How far a ticket's time may be from this node's clock for a request to join: what clocks are allowed."""
 USED_MAX = 1_024
@@ -40,19 +58,13 @@ PRESENT_SECONDS = 1.0
 PRESENTS_MAX = 8
 """A peer that shows no chain of its own is shown this one so often, and then once in `SELDOM_SECONDS`."""
 SELDOM_SECONDS = 30.0
+REVOKED_AT_ONCE = 16
+"""Revocations in one message: some 3 KiB."""
+PASSED_ON_MAX = 64
+"""Members that a revocation is passed on to: it reaches 1,024 members in two turns."""
 
-Hash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-Subject = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
-Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
-Chain = Annotated[tuple[Fact, ...], msgspec.Meta(max_length=CHAIN_MAX)]
-
-
-class Ticket(msgspec.Struct, frozen=True, array_like=True):
-    """Its author asks `member` to take part in `run`, at this time by the author's clock."""
-
-    run: Hash
-    member: Subject
-    at_milliseconds: Count
+EXPIRED = "its invitation has expired"
+REVOKED = "its invitation was revoked"
 
 
 class Present(msgspec.Struct, frozen=True, array_like=True, tag="present"):
@@ -70,45 +82,35 @@ class Vouch(msgspec.Struct, frozen=True, array_like=True, tag="vouch"):
     chain: Chain
 
 
-Message = Present | Vouch
+class Revoke(msgspec.Struct, frozen=True, array_like=True, tag="revoke"):
+    """The requester has revoked the tickets of these members. Each fact is a `Revocation`."""
+
+    run: Hash
+    facts: Annotated[tuple[Fact, ...], msgspec.Meta(max_length=REVOKED_AT_ONCE)]
+
+
+Message = Present | Vouch | Revoke
 Sends = list[tuple[PeerId, Message]]
 
 
-def make_ticket(signer: Signer, run: bytes, member: PeerId, wall: float) -> Fact:
-    """Return a ticket for `member`, `wall` being the wall clock in seconds."""
-    return signer.sign(TICKET_PURPOSE, encode(Ticket(run, member, int(wall * 1000))))
+@dataclass(frozen=True)
+class Admitted:
+    """This peer is a member of the run."""
+
+    run: bytes
+    peer: PeerId
 
 
-def check_chain(
-    signer: Signer,
-    run: bytes,
-    requester: PeerId,
-    chain: Sequence[Fact],
-    member: PeerId,
-    verified: Collection[bytes] = (),
-) -> list[tuple[PeerId, Ticket]]:
-    """Return the tickets of a chain for `member`, each with its author. Raises RemoteProtocolError.
+@dataclass(frozen=True)
+class Expelled:
+    """This peer, which may be this node itself, is a member no more; `reason` is for people."""
 
-    All but the signatures is checked first; those of `verified` facts are not checked again.
-    """
-    author, found = requester, []
-    for fact in chain:
-        ticket: Ticket = decode(fact.body, Ticket, bytes_max=TICKET_BYTES_MAX)
-        if ticket.run != run or fact.author != author:
-            raise RemoteProtocolError("a chain of tickets of another run, or with a gap")
-        found.append((author, ticket))
-        author = PeerId(ticket.member)
-    if author != member:
-        raise RemoteProtocolError("a chain of tickets for somebody else")
-    for fact in chain:
-        if fact_name(fact) not in verified:
-            signer.check(TICKET_PURPOSE, fact)
-    return found
+    run: bytes
+    peer: PeerId
+    reason: str
 
 
-def fact_name(fact: Fact) -> bytes:
-    """Return the hash of all of a fact."""
-    return blake3(fact.author + fact.signature + fact.body).digest()
+Event = Admitted | Expelled
 
 
 class Joins:
@@ -130,11 +132,14 @@ class Joins:
         or an old one."""
         if not chain:
             raise RemoteProtocolError("a request to join without a ticket")
-        author, ticket = check_chain(signer, run, requester, chain, signer.peer)[-1]
+        tickets = check_chain(signer, run, requester, chain, signer.peer)
+        author, ticket = tickets[-1]
         if author != asker:
             raise RemoteProtocolError("a request to join by a ticket of somebody else")
         if abs(ticket.at_milliseconds / 1000 - wall) > FRESH_SECONDS:
             raise RemoteProtocolError("a request to join by a ticket that is not fresh")
+        if Standing(tuple(tickets)).until <= wall:
+            raise RemoteProtocolError("a request to join by a ticket that has expired")
         self._used = {name: until for name, until in self._used.items() if until > wall}
         name = fact_name(chain[-1])
         if name in self._used:
@@ -145,42 +150,82 @@ class Joins:
 
 
 class Admission:
-    """One run, as one member sees it: who else is one."""
+    """One run, as one member sees it: who else is one.
 
-    def __init__(self, signer: Signer, run: bytes, requester: PeerId, chain: Sequence[Fact]) -> None:
-        """`chain` is this member's own, checked before."""
+    It has no clock: `expire` tells it the time, and has to be called before an answer counts.
+    """
+
+    def __init__(
+        self,
+        signer: Signer,
+        run: bytes,
+        requester: PeerId,
+        chain: Sequence[Fact],
+        *,
+        wall: float = 0.0,
+        chain_max: int = CHAIN_MAX,
+        revocations: Sequence[Fact] = (),
+    ) -> None:
+        """`chain` is this member's own, checked before. Chains of more than `chain_max` tickets admit nobody:
+        with 1 only those that the requester itself asked are members. `revocations` are those that this
+        member knew in an earlier life."""
         self.run = run
         self.chain = tuple(chain)
-        self.admitted: dict[PeerId, None] = {}
-        self.events: list[PeerId] = []
-        """Peers that were found to be members since this was drained."""
+        self.admitted: dict[PeerId, Standing] = {}
+        self.events: list[Event] = []
+        self.ended = ""
+        """Why this member is one no more."""
+        self.revocations = Revocations(signer, run, requester)
         self._signer = signer
         self._requester = requester
+        self.chain_max = chain_max
+        self._wall = wall
+        self._expires_at = inf
+        self._own = Standing()
         self._verified: dict[bytes, None] = {}
         self._shown: dict[PeerId, tuple[int, float]] = {}
+        self._reminded_at = -inf
+        self._use(chain)
         # Those by whose tickets this member is one are members.
-        for fact in chain:
-            self._verified[fact_name(fact)] = None
-            self._admit(PeerId(fact.author))
-        self._admit(requester)
+        for number, (author, _) in enumerate(self._own.tickets):
+            self._admit(author, Standing(self._own.tickets[:number]))
+        self._admit(requester, Standing())
+        self.revocations.learn(revocations)
+        self._expel_invalid()
 
     def admits(self, peer: PeerId) -> bool:
         """Return whether a peer is known to be a member."""
         return peer in self.admitted
 
     @property
+    def requester(self) -> PeerId:
+        """The peer that asked for the run."""
+        return self._requester
+
+    @property
+    def is_requester(self) -> bool:
+        """Whether this member asked for the run, and may revoke tickets."""
+        return self._signer.peer == self._requester
+
+    @property
     def can_vouch(self) -> bool:
         """Whether this member may ask others to take part."""
-        return len(self.chain) < CHAIN_MAX
+        return len(self.chain) < self.chain_max and not self.ended
 
-    def extended(self, member: PeerId, wall: float) -> tuple[Fact, ...]:
+    def extended(self, member: PeerId, wall: float, until: float | None = None) -> tuple[Fact, ...]:
         """Return a chain for `member`, who is asked to take part."""
         assert self.can_vouch, "a chain is not full"
-        return (*self.chain, make_ticket(self._signer, self.run, member, wall))
+        return (*self.chain, make_ticket(self._signer, self.run, member, wall, until))
+
+    def expire(self, wall: float) -> None:
+        """Expel those whose tickets have expired at `wall` seconds."""
+        self._wall = wall
+        if wall >= self._expires_at:
+            self._expel_invalid()
 
     def show(self, now: float, peers: Collection[PeerId]) -> Sends:
         """Show this member's chain to those of `peers` that are not known to be members, and ask for
-        theirs."""
+        theirs; now and then, remind members of revocations."""
         found: Sends = []
         for peer in peers:
             times, at = self._shown.get(peer, (0, -inf))
@@ -190,42 +235,161 @@ class Admission:
                 found.append((peer, Present(self.run, self.chain, asks=True)))
         while len(self._shown) > ADMITTED_MAX:
             del self._shown[next(iter(self._shown))]
+        if now - self._reminded_at >= SELDOM_SECONDS:
+            self._reminded_at = now
+            found += self._told(self._some(self.admitted), self.revocations.facts)
         return found
 
     def greet(self, peers: Collection[PeerId]) -> Sends:
         """Tell members of an earlier life that this one is back."""
         return [(peer, Present(self.run, self.chain, asks=True)) for peer in peers]
 
+    def revoke(self, member: PeerId, wall: float) -> Sends:
+        """Revoke the tickets of `member`, as the requester. Return what to tell all others, and it."""
+        assert self.is_requester, "the requester revokes"
+        told = {**dict.fromkeys(self.admitted), member: None}
+        self._wall = wall
+        new = self.revocations.learn([make_revocation(self._signer, self.run, member, wall)])
+        self._expel_invalid()
+        return self._told(told, new)
+
     def receive(self, sender: PeerId, message: Message) -> Sends:
         """Take one message. Raises RemoteProtocolError: a chain that proves nothing."""
-        if isinstance(message, Vouch):
-            self._take(sender, message.chain)
+        match message:
+            case Vouch(chain=chain):
+                self._take(sender, chain)
+                return []
+            case Revoke(facts=facts):
+                told = self._some(self.admitted)
+                new = self.revocations.learn(facts)
+                if new:
+                    self._expel_invalid()
+                return self._told([peer for peer in told if peer != sender], new)
+            case Present(chain=chain, asks=asks):
+                return self._presented(sender, chain, asks=asks)
+
+    def _presented(self, sender: PeerId, chain: Sequence[Fact], *, asks: bool) -> Sends:
+        standing = Standing()
+        if sender != self._requester or chain:
+            standing = self._check(chain, sender)
+        revoked = self.revocations.against(standing)
+        if revoked is not None:
+            return self._told([sender], [revoked])
+        if standing.until <= self._wall:
             return []
-        if sender != self._requester or message.chain:
-            self._check(message.chain, sender)
-        self._admit(sender)
-        if not message.asks or sender not in self.admitted:
-            return []
-        sends: Sends = [(sender, Present(self.run, self.chain))]
-        if len(message.chain) > len(self.chain) + 1:
-            # Its time is that of no request to join.
-            sends.append((sender, Vouch(self.run, self.extended(sender, 0.0))))
+        is_new = self._admit(sender, standing)
+        sends: Sends = []
+        if asks and sender in self.admitted:
+            sends.append((sender, Present(self.run, self.chain)))
+            if len(chain) > len(self.chain) + 1 and self.can_vouch:
+                # Its time is that of no request to join, and it makes no chain last longer.
+                sends.append((sender, Vouch(self.run, self.extended(sender, 0.0, standing.until))))
+        if is_new:
+            sends += self._told([sender], self.revocations.facts)
         return sends
 
     def _take(self, sender: PeerId, chain: Sequence[Fact]) -> None:
         """Use a shorter chain."""
         if len(chain) < len(self.chain) and sender in self.admitted and chain:
-            self._check(chain, self._signer.peer)
-            self.chain = tuple(chain)
+            standing = self._check(chain, self._signer.peer)
+            is_valid = self.revocations.against(standing) is None and standing.until > self._wall
+            if is_valid:
+                self._use(chain)
 
-    def _check(self, chain: Sequence[Fact], member: PeerId) -> None:
-        check_chain(self._signer, self.run, self._requester, chain, member, self._verified)
+    def _use(self, chain: Sequence[Fact]) -> None:
+        """Be a member by this chain, which was checked."""
+        self.chain = tuple(chain)
+        found: list[tuple[PeerId, Ticket]] = [
+            (PeerId(fact.author), decode(fact.body, Ticket, bytes_max=TICKET_BYTES_MAX)) for fact in chain
+        ]
+        self._own = Standing(tuple(found))
+        self._expires_at = min(self._expires_at, self._own.until)
+        for fact in chain:
+            self._verified[fact_name(fact)] = None
+
+    def _check(self, chain: Sequence[Fact], member: PeerId) -> Standing:
+        if len(chain) > self.chain_max:
+            raise RemoteProtocolError("a chain of more tickets than this run takes")
+        tickets = check_chain(self._signer, self.run, self._requester, chain, member, self._verified)
         for fact in chain:
             self._verified[fact_name(fact)] = None
         while len(self._verified) > VERIFIED_MAX:
             del self._verified[next(iter(self._verified))]
+        return Standing(tuple(tickets))
 
-    def _admit(self, peer: PeerId) -> None:
-        if peer != self._signer.peer and peer not in self.admitted and len(self.admitted) < ADMITTED_MAX:
-            self.admitted[peer] = None
-            self.events.append(peer)
+    def _admit(self, peer: PeerId, standing: Standing) -> bool:
+        """Return whether this peer was not known to be a member, and is now."""
+        if peer == self._signer.peer:
+            return False
+        known = self.admitted.get(peer)
+        if known is None and len(self.admitted) >= ADMITTED_MAX:
+            return False
+        if known is None or standing.until >= known.until:
+            self.admitted[peer] = standing
+            self._expires_at = min(self._expires_at, standing.until)
+        if known is None:
+            self.events.append(Admitted(self.run, peer))
+        return known is None
+
+    def _fault_of(self, standing: Standing) -> str:
+        if self.revocations.against(standing) is not None:
+            return REVOKED
+        return EXPIRED if standing.until <= self._wall else ""
+
+    def _expel_invalid(self) -> None:
+        """Expel members, and this one, whose tickets have expired or were revoked."""
+        for peer, standing in list(self.admitted.items()):
+            if fault := self._fault_of(standing):
+                del self.admitted[peer]
+                self._shown.pop(peer, None)  # it may have another chain
+                self.events.append(Expelled(self.run, peer, fault))
+        if not self.ended and (fault := self._fault_of(self._own)):
+            self.ended = fault
+            self.events.append(Expelled(self.run, self._signer.peer, fault))
+        own = inf if self.ended else self._own.until
+        self._expires_at = min((each.until for each in self.admitted.values()), default=inf)
+        self._expires_at = min(self._expires_at, own)
+
+    def _some(self, peers: Collection[PeerId]) -> list[PeerId]:
+        """Return as many of `peers` as something is passed on to; each member chooses others."""
+        own = self._signer.peer
+        return sorted(peers, key=lambda peer: blake3(own + peer).digest())[:PASSED_ON_MAX]
+
+    def _told(self, peers: Collection[PeerId], facts: Sequence[Fact]) -> Sends:
+        parts = [tuple(facts[at : at + REVOKED_AT_ONCE]) for at in range(0, len(facts), REVOKED_AT_ONCE)]
+        return [(peer, Revoke(self.run, part)) for part in parts for peer in peers]
+
+
+class Admissions:
+    """The admissions of all named averaging runs of one node, behind one protocol."""
+
+    def __init__(self) -> None:
+        self._admissions: dict[bytes, Admission] = {}
+        self.events: list[Event] = []
+
+    @property
+    def deadline(self) -> float:
+        return inf
+
+    def open(self, admission: Admission) -> None:
+        """Take part in a run."""
+        self._admissions[admission.run] = admission
+
+    def close(self, run: bytes) -> None:
+        """Take no further part in a run."""
+        self._admissions.pop(run, None)
+
+    def receive(self, now: float, sender: PeerId, message: Message) -> Sends:  # noqa: ARG002 - the shape of a core
+        """Take one message; one of a run that is not known here is passed over."""
+        admission = self._admissions.get(message.run)
+        return [] if admission is None else self.drained(admission, admission.receive(sender, message))
+
+    def wake(self, now: float) -> Sends:  # noqa: ARG002 - the shape of a core
+        """Nothing is ever due."""
+        return []
+
+    def drained(self, admission: Admission, sends: Sends) -> Sends:
+        """Return `sends`, with what a call taught put among the events."""
+        self.events += admission.events
+        admission.events.clear()
+        return sends

@@ -110,15 +110,7 @@ class Differs:
     peer: PeerId
 
 
-@dataclass(frozen=True)
-class Admitted:
-    """This peer is a member of the run."""
-
-    run: bytes
-    peer: PeerId
-
-
-Event = EvaluationHeard | Preferred | Voided | Settled | Differs | Admitted
+Event = EvaluationHeard | Preferred | Voided | Settled | Differs | admissions.Event
 
 
 def rank(conclusion: Conclusion) -> tuple[bool, int, bytes, str]:

@@ -4,8 +4,8 @@ from math import inf
 
 from crypto.identity import PeerId
 from partition.run import admission as admissions
-from partition.run.admission import Admission, Present, Vouch
-from partition.run.conclusions import Admitted, AllSends, Event, Message, Sends
+from partition.run.admission import Admission, Present, Revoke, Vouch
+from partition.run.conclusions import AllSends, Event, Message, Sends
 from partition.run.ending import Ending
 
 RUNS_MAX = 64
@@ -53,7 +53,7 @@ class Endings:
         ending, admission = self._endings.get(message.run), self._admissions.get(message.run)
         if ending is None:
             return []
-        if isinstance(message, Present | Vouch):
+        if isinstance(message, Present | Vouch | Revoke):
             if admission is None:
                 return []
             sends = self.admitted(admission, admission.receive(sender, message))
@@ -64,8 +64,8 @@ class Endings:
         return self.drained(ending, ending.receive(now, sender, message))
 
     def admitted(self, admission: Admission, sends: admissions.Sends) -> AllSends:
-        """Return `sends`, with who was found to be a member put among the events."""
-        self.events += [Admitted(admission.run, peer) for peer in admission.events]
+        """Return `sends`, with who was found to be a member, or is none any more, put among the events."""
+        self.events += admission.events
         admission.events.clear()
         return [*sends]
 

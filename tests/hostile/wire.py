@@ -40,9 +40,9 @@ from partition.plan.history import FIRST_PLAN_PURPOSE, SEGMENT_PURPOSE, Segment
 from partition.plan.observed import Observed
 from partition.plan.plan import Plan
 from partition.plan.rates import Calibration
-from partition.run import conclusions
-from partition.run.admission import TICKET_PURPOSE, Ticket
+from partition.run import admission, conclusions
 from partition.run.receipts import MEASURED_PURPOSE, ReceiptBody
+from partition.run.tickets import REVOCATION_PURPOSE, TICKET_PURPOSE, Revocation, Ticket
 from partition.steps.frames import FRAME_PURPOSE, FrameHeader
 
 DATAGRAM_BYTES_MAX = 1_100
@@ -76,6 +76,7 @@ PROTOCOLS = (
     Protocol(replication.COPIES_PROTOCOL, replication.Request, replication.Reply),
     Protocol(roster.PROTOCOL, None, datagrams=roster.Message),
     Protocol(matchmaking.PROTOCOL, None, datagrams=matchmaking.Message),
+    Protocol(admission.PROTOCOL, None, datagrams=admission.Message),
     Protocol(conclusions.PROTOCOL, None, datagrams=conclusions.Message),
     Protocol(averaging.PROTOCOL, averaging.Message, payloads=True, limits=averaging_service.STREAMS),
     Protocol(evidence.PROTOCOL, evidence.Evidence, limits=proofs.STREAMS),
@@ -109,6 +110,7 @@ PURPOSES: Mapping[type, str] = {
     Segment: SEGMENT_PURPOSE,
     StopBody: STOP_PURPOSE,
     Ticket: TICKET_PURPOSE,
+    Revocation: REVOCATION_PURPOSE,
     RevisionBody: REVISION_PURPOSE,
     ReceiptBody: MEASURED_PURPOSE,
 }
@@ -119,7 +121,8 @@ FACTS: Mapping[str, tuple[type, ...]] = {
     dht.messages.PROTOCOL: (dht.records.RecordBody,),
     runs.RUNS_PROTOCOL: (manifest.Manifest, runs.LeaseBody, Plan, Segment, StopBody, RevisionBody, Ticket),
     receipts.RECEIPTS_PROTOCOL: (ReceiptBody,),
-    conclusions.PROTOCOL: (Ticket,),
+    conclusions.PROTOCOL: (Ticket, Revocation),
+    admission.PROTOCOL: (Ticket, Revocation),
     column.PROTOCOL: (Ticket,),
     runs.PIPELINE_PROTOCOL: (FrameHeader, RevisionBody),
     averaging.PROTOCOL: (averaging.CommitmentBody, averaging.HaveBody, averaging.SealBody),

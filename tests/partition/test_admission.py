@@ -11,16 +11,15 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, IdentitySigner
 from crypto.identity import Identity
 from partition.run.admission import (
-    CHAIN_MAX,
     FRESH_SECONDS,
     PRESENTS_MAX,
     Admission,
+    Admitted,
     Joins,
     Present,
     Vouch,
-    check_chain,
-    make_ticket,
 )
+from partition.run.tickets import CHAIN_MAX, check_chain, make_ticket
 
 RUN, OTHER_RUN = bytes(32), bytes([1]) * 32
 WALL = 1e9
@@ -45,7 +44,7 @@ def test_a_member_is_admitted_by_a_chain_that_begins_with_the_requester() -> Non
     assert receiver == SIGNERS[4].peer
     answers = own.receive(SIGNERS[3].peer, shown)
     assert own.admits(SIGNERS[3].peer)
-    assert own.events[-1] == SIGNERS[3].peer
+    assert own.events[-1] == Admitted(RUN, SIGNERS[3].peer)
     assert [type(message) for _, message in answers] == [Present, Vouch]
     assert other.admits(SIGNERS[1].peer), "a member of its own chain"
 

@@ -38,7 +38,7 @@ async def seconds_from(donors: int, snapshot: Snapshot) -> float:
         return snapshot
 
     for network in networks[1:]:
-        StateServer(network, snap, lambda run, digest: snapshot)
+        StateServer(network, snap, lambda peer, run, digest: snapshot)
     async with trio.open_nursery() as nursery:
         for network in networks:
             await nursery.start(network.run)
@@ -122,7 +122,7 @@ async def _fetched(snapshots: list[Snapshot], holders_min: int = 1) -> tuple[int
         async def snap(*_: object, snapshot: Snapshot = snapshot) -> Snapshot:
             return snapshot
 
-        StateServer(network, snap, lambda run, digest, snapshot=snapshot: snapshot)  # type: ignore[misc]  # bound now
+        StateServer(network, snap, lambda peer, run, digest, snapshot=snapshot: snapshot)  # type: ignore[misc]  # bound now
     async with trio.open_nursery() as nursery:
         for network in networks:
             await nursery.start(network.run)

@@ -17,10 +17,11 @@ from node.events import AveragingEnded, AveragingJoined, Event, RunEnded, StepCo
 from node.protocols.calls import ask
 from node.protocols.runs import Join
 from partition.run import conclusions as core
-from partition.run.admission import Present, make_ticket
+from partition.run.admission import Present
 from partition.run.conclusions import Conclusion, Evaluated, Said, Sends, Told
 from partition.run.ending import Ending
 from partition.run.local_settings import LocalSettings
+from partition.run.tickets import make_ticket
 from sim.worlds.scheduling import run_virtually
 from tests import stack
 from tests.node.local.test_runs import QUICK, SLOW, ends, train

@@ -14,7 +14,7 @@ from node.local.rounds import Rounds
 from node.local.verdict import fault_of
 from node.protocols.calls import ask
 from node.protocols.runs import Join
-from partition.run.admission import make_ticket
+from partition.run.tickets import make_ticket
 from sim.worlds.scheduling import run_virtually
 from tests import stack
 from tests.node.local.test_runs import QUICK, SLOW, ends, train

@@ -134,5 +134,5 @@ def test_a_damaged_state_is_none_and_a_damaged_run_is_forgotten() -> None:
     storage.write(state_name("r"), bytes(data[:-3]))
     assert load_state(storage, "r", 1 << 30) is None
     storage.write(run_name("0123456789abcdef"), b"\xc1")
-    assert list(saved_runs(storage, IdentitySigner(Identity(bytes([1]) * 32), "tests"))) == []
+    assert list(saved_runs(storage, IdentitySigner(Identity(bytes([1]) * 32), "tests"), 0.0)) == []
     assert storage.read(run_name("0123456789abcdef")) is None

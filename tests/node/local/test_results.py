@@ -11,9 +11,9 @@ from blake3 import blake3
 
 from crypto.facts import IdentitySigner
 from crypto.identity import Identity, PeerId
+from node.averaging.door import Door
 from node.checkpoints.weights import digest_of, weights_name
 from node.local import results as module
-from node.local.door import Door
 from node.local.member import LocalMember
 from node.protocols.manifest import make_run
 from partition.run.admission import Admission

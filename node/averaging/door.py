@@ -1,4 +1,4 @@
-"""Admission to a run in local mode, for the averaging service and for members that ask nodes to join."""
+"""Admission to a run by tickets: for the averaging service, and for members that ask nodes to join."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -22,7 +22,13 @@ class Door:
 
     def admits(self, peer: PeerId) -> bool:
         """Return whether a peer is known to be a member."""
+        self.admission.expire(self.clock.wall())
         return self.admission.admits(peer)
+
+    @property
+    def admit(self) -> str:
+        """The peers that may take part: invited by the requester, or also vouched for by those."""
+        return "invited" if self.admission.chain_max == 1 else "vouched"
 
     def seen(self, peer: PeerId) -> None:
         """A peer claims to be a member."""
@@ -32,8 +38,11 @@ class Door:
         """Admit a peer by its chain. Raises RemoteProtocolError: it proves nothing."""
         self.admission.receive(peer, Present(self.admission.run, chain))
         if not self.admits(peer):
-            raise RemoteProtocolError("too many members")
+            raise RemoteProtocolError("no ticket that is valid any more, or too many members")
 
     def chain_for(self, peer: PeerId) -> tuple[Fact, ...] | None:
         """Return the tickets by which a peer that is asked would be a member; None: this one cannot ask."""
-        return self.admission.extended(peer, self.clock.wall()) if self.admission.can_vouch else None
+        is_barred = self.admission.revocations.fact_of(peer) is not None
+        if is_barred or not self.admission.can_vouch:
+            return None
+        return self.admission.extended(peer, self.clock.wall())

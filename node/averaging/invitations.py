@@ -1,0 +1,264 @@
+"""Admission to named averaging runs: of everybody ("open"), of those that a run's owner invited ("invited"),
+or also of those that they invited in turn ("vouched").
+
+The owner is the peer that takes part without an invitation. An invitation is a text for one peer: the owner's
+id and a chain of tickets (`partition.run.tickets`). The run's name on the wire follows from its owner's id
+too, so a run of that name of somebody else is another one. Members show each other their chains before
+anything that one says counts to the other.
+"""
+
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from binascii import Error as Base64Error
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Literal, get_args
+
+import msgspec
+import trio
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Fact, Signer
+from crypto.identity import PEER_ID_BYTES, PeerId, short_peer
+from node.averaging.door import Door
+from node.averaging.participation import Participation
+from node.averaging.signature import owned_run_key
+from node.errors import UsageError
+from node.seams import Seams
+from node.services.driver import Driver
+from partition.run import admission as core
+from partition.run.admission import Admission, Admissions
+from partition.run.tickets import CHAIN_MAX, REVOKED_MAX, Chain, Revocations, Standing, check_chain
+
+Admit = Literal["open", "invited", "vouched"]
+ADMITS: tuple[Admit, ...] = get_args(Admit)
+INVITATION_SECONDS = 7 * 24 * 3600.0
+"""How long an invitation is valid, where nothing else is said."""
+INVITATION_SECONDS_MAX = 366 * 24 * 3600.0
+INVITATION_BYTES_MAX = 16_384
+PREFIX = "peerloom-invitation-"
+SHOW_SECONDS = 1.0
+"""Between two looks at who claims to take part and has shown no tickets, and at tickets that expire."""
+REVOKED_FOLDER = "averaging"
+REVOKED_BYTES_MAX = 512 * REVOKED_MAX
+
+Subject = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
+Publish = Callable[[PeerId, RemoteProtocolError], None]
+
+
+class Invitation(msgspec.Struct, frozen=True, array_like=True):
+    """What one peer needs to take part: whose run it is, whom it admits, and the tickets."""
+
+    owner: Subject
+    admit: Literal["invited", "vouched"]
+    chain: Chain
+
+
+def invitation_text(invitation: Invitation) -> str:
+    """Return an invitation as a text to be handed on."""
+    return PREFIX + urlsafe_b64encode(encode(invitation)).decode().rstrip("=")
+
+
+def read_invitation(text: str) -> Invitation:
+    """Return the invitation in a text. Raises UsageError."""
+    data = text.strip().removeprefix(PREFIX)
+    try:
+        found: Invitation = decode(
+            urlsafe_b64decode(data + "=" * (-len(data) % 4)), Invitation, bytes_max=INVITATION_BYTES_MAX
+        )
+    except (Base64Error, ValueError, RemoteProtocolError):
+        raise UsageError(
+            "invitation: not a text that an invitation is", "copy all of what `peerloom runs invite` printed"
+        ) from None
+    return found
+
+
+def check_admit(admit: str, invitation: str) -> None:
+    """Raise UsageError: these two contradict each other."""
+    if admit not in ADMITS:
+        raise UsageError(f"admit: {admit!r}: want one of {', '.join(ADMITS)}")
+    if admit == "open" and invitation:
+        raise UsageError('an invitation is for a run of admit="invited" or "vouched"')
+
+
+class Invitations:
+    """One node's. `run` drives it."""
+
+    def __init__(self, seams: Seams, signer: Signer, refuse: Publish) -> None:
+        self._seams = seams
+        self._signer = signer
+        self._admissions = Admissions()
+        self._runs: dict[bytes, Participation] = {}
+        self._doors: dict[bytes, Door] = {}
+        self._driver = Driver(
+            self._admissions,
+            core.PROTOCOL,
+            core.Message,
+            message_bytes_max=core.MESSAGE_BYTES_MAX,
+            network=seams.network,
+            clock=seams.clock,
+            publish=self._on_event,
+            refuse=refuse,
+        )
+        self.run = self._driver.run
+
+    async def door(self, name: str, admit: str, text: str) -> Door | None:
+        """Return who guards the run of this name, which this node has an invitation to or owns; None where
+        everybody may take part. Raises UsageError."""
+        check_admit(admit, text)
+        if admit == "open":
+            return None
+        owner, chain = self._signer.peer, Chain()
+        if text:
+            invitation = read_invitation(text)
+            if invitation.admit != admit:
+                raise UsageError(
+                    f"run {name!r}: the invitation is to a run of admit={invitation.admit!r}, not {admit!r}"
+                )
+            owner, chain = PeerId(invitation.owner), invitation.chain
+        key, wall = owned_run_key(name, owner), self._seams.swarm_clock.wall()
+        if text:
+            self._check(name, key, owner, chain, wall)
+        chain_max = 1 if admit == "invited" else CHAIN_MAX
+        if len(chain) > chain_max:
+            raise UsageError(f"run {name!r}: the invitation is not the owner's own, as admit='invited' wants")
+        known = await self._load(key, owner)
+        admission = Admission(
+            self._signer, key, owner, chain, wall=wall, chain_max=chain_max, revocations=known.facts
+        )
+        if admission.ended:
+            raise UsageError(f"run {name!r}: this node may not take part: {admission.ended}")
+        return Door(admission, self._seams.swarm_clock, partial(self._show, admission))
+
+    def _check(self, name: str, key: bytes, owner: PeerId, chain: tuple[Fact, ...], wall: float) -> None:
+        if not chain:
+            raise UsageError(f"run {name!r}: the invitation holds no ticket")
+        try:
+            tickets = check_chain(self._signer, key, owner, chain, self._signer.peer)
+        except RemoteProtocolError as error:
+            hint = f"an invitation is for one peer and one name; this node is {short_peer(self._signer.peer)}"
+            raise UsageError(f"run {name!r}: the invitation does not fit: {error}", hint) from None
+        if Standing(tuple(tickets)).until <= wall:
+            raise UsageError(f"run {name!r}: the invitation has expired", "ask the run's owner for a new one")
+
+    # A run that goes on
+
+    def open(self, run: Participation, door: Door) -> None:
+        """This node takes part in a run behind this door."""
+        self._runs[run.key], self._doors[run.key] = run, door
+        self._admissions.open(door.admission)
+
+    def close(self, key: bytes) -> None:
+        """This node takes no further part in a run."""
+        self._admissions.close(key)
+        self._runs.pop(key, None)
+        self._doors.pop(key, None)
+
+    async def follow(self, run: Participation, door: Door) -> None:
+        """Show tickets to those that claim to take part, expel those whose tickets have expired, and keep
+        revocations. Runs until cancelled."""
+        admission, kept = door.admission, door.admission.revocations.facts
+        try:
+            while True:
+                admission.expire(door.clock.wall())
+                self._show(admission, tuple(run.roster.claims))
+                if kept != admission.revocations.facts:
+                    kept = admission.revocations.facts
+                    await self._save(run.key, kept)
+                await trio.sleep(SHOW_SECONDS)
+        finally:
+            # One of this peer's own tickets ends its part in the run.
+            if kept != admission.revocations.facts:
+                with trio.CancelScope(shield=True):
+                    await self._save(run.key, admission.revocations.facts)
+
+    def _show(self, admission: Admission, peers: tuple[PeerId, ...] | list[PeerId]) -> None:
+        self._driver.command(lambda now: self._admissions.drained(admission, admission.show(now, peers)))
+
+    def _on_event(self, event: core.Event) -> None:
+        run = self._runs.get(event.run)
+        if run is None:
+            return
+        match event:
+            case core.Admitted(peer=peer):
+                run.admitted(peer)
+            case core.Expelled(peer=peer, reason=reason) if peer == self._signer.peer:
+                run.end(f"this node may take part no more: {reason}")
+            case core.Expelled(peer=peer, reason=reason):
+                run.expelled(peer, reason)
+
+    # What a person does
+
+    def invite(self, name: str, peer: PeerId, seconds: float, admit: str = "") -> str:
+        """Return an invitation of a peer to a run of this node's own, or of one that it takes part in and
+        that admits those whom members vouch for. `admit` says which kind a run is that is not open here.
+        Raises UsageError."""
+        if not 0 < seconds <= INVITATION_SECONDS_MAX:
+            raise UsageError(f"an invitation lasts from a moment to {INVITATION_SECONDS_MAX:g} s")
+        wall, door = self._seams.swarm_clock.wall(), self._find(name)
+        if peer == self._signer.peer:
+            raise UsageError("a node needs no invitation of its own")
+        if door is None:
+            owner, kind = self._signer.peer, admit or "invited"
+            if kind not in ("invited", "vouched"):
+                raise UsageError(f"admit: {kind!r}: an invitation is for admit='invited' or 'vouched'")
+            admission = Admission(self._signer, owned_run_key(name, owner), owner, ())
+        else:
+            admission, owner = door.admission, door.admission.requester
+            kind = door.admit
+            if admit and admit != kind:
+                raise UsageError(f"run {name!r} is one of admit={kind!r} here, not {admit!r}")
+        if not admission.can_vouch:
+            raise UsageError(
+                f"run {name!r}: this node may invite nobody: {admission.ended or 'only the owner may'}"
+            )
+        chain = admission.extended(peer, wall, wall + seconds)
+        return invitation_text(Invitation(owner, kind, chain))  # type: ignore[arg-type]  # checked above
+
+    async def revoke(self, name: str, peer: PeerId) -> int:
+        """Revoke the invitation of a peer to a run of this node's own; return how many other members were
+        told at once. Where the run is not open here, they are told when it is. Raises UsageError."""
+        door, own = self._find(name), self._signer.peer
+        if door is not None and not door.admission.is_requester:
+            raise UsageError(
+                f"run {name!r}: only its owner revokes", f"ask {short_peer(door.admission.requester)}"
+            )
+        if peer == own:
+            raise UsageError(f"run {name!r} is this node's own: close it instead")
+        wall, key = self._seams.swarm_clock.wall(), owned_run_key(name, own)
+        if door is None:
+            known = await self._load(key, own)
+            admission = Admission(self._signer, key, own, (), wall=wall, revocations=known.facts)
+            admission.revoke(peer, wall)
+            await self._save(key, admission.revocations.facts)
+            return 0
+        admission = door.admission
+        count = len(set(admission.admitted) - {peer})
+        self._driver.command(lambda _: self._admissions.drained(admission, admission.revoke(peer, wall)))
+        await self._save(key, admission.revocations.facts)
+        return count
+
+    def knows(self, name: str) -> bool:
+        """Return whether this node takes part in a run of this name that not everybody may take part in."""
+        return self._find(name) is not None
+
+    def _find(self, name: str) -> Door | None:
+        return next((self._doors[key] for key, run in self._runs.items() if run.name == name), None)
+
+    async def _load(self, key: bytes, owner: PeerId) -> Revocations:
+        known = Revocations(self._signer, key, owner)
+        data = await self._seams.executor.run(partial(self._seams.storage.read, _revoked_name(key)))
+        if data is not None:
+            try:
+                known.learn(decode(data, list[Fact], bytes_max=REVOKED_BYTES_MAX))
+            except RemoteProtocolError:
+                known = Revocations(self._signer, key, owner)  # damaged: members tell of them again
+        return known
+
+    async def _save(self, key: bytes, facts: tuple[Fact, ...]) -> None:
+        write = partial(self._seams.storage.write, _revoked_name(key), encode(list(facts)))
+        await self._seams.executor.run(write)
+
+
+def _revoked_name(key: bytes) -> str:
+    return f"{REVOKED_FOLDER}/{key.hex()}.revoked"

@@ -1,0 +1,160 @@
+"""Tickets of a run: signed by whoever asks a peer to take part, expiring, and revoked by the requester.
+
+A chain of tickets begins with one by the requester; each next one is by the peer that the last was made for.
+A chain is as good as the first of its tickets to expire. A revocation is signed by the requester alone and
+names a member: from then on no chain that holds a ticket for that member is valid, but one that the requester
+itself signed later.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Annotated
+
+import msgspec
+from blake3 import blake3
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Fact, Signer
+from crypto.identity import PEER_ID_BYTES, PeerId
+
+TICKET_PURPOSE = "run-ticket"
+REVOCATION_PURPOSE = "run-ticket-revocation"
+TICKET_BYTES_MAX = 128
+CHAIN_MAX = 32
+"""Tickets in a chain: generations of members that were all replaced by the next."""
+TICKET_SECONDS = 90 * 24 * 3600.0
+"""How long a ticket of a run in local mode is valid: longer than runs take, since they go on without the
+requester, who could renew it."""
+REVOKED_MAX = 256
+"""Revocations of one run that a member keeps; only the requester can make more, and the newest count."""
+
+Hash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Subject = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+Chain = Annotated[tuple[Fact, ...], msgspec.Meta(max_length=CHAIN_MAX)]
+
+
+class Ticket(msgspec.Struct, frozen=True, array_like=True):
+    """Its author asks `member` to take part in `run`, at this time by the author's clock, until then."""
+
+    run: Hash
+    member: Subject
+    at_milliseconds: Count
+    until_milliseconds: Count
+
+
+class Revocation(msgspec.Struct, frozen=True, array_like=True):
+    """The requester revokes the tickets for `member` in `run` that were made up to this time."""
+
+    run: Hash
+    member: Subject
+    at_milliseconds: Count
+
+
+@dataclass(frozen=True)
+class Standing:
+    """By which tickets a peer is a member, each with its author; none for the requester."""
+
+    tickets: tuple[tuple[PeerId, Ticket], ...] = ()
+
+    @property
+    def until(self) -> float:
+        """When the first of them expires, in seconds of the wall clock."""
+        return min((ticket.until_milliseconds / 1000 for _, ticket in self.tickets), default=inf)
+
+
+def make_ticket(signer: Signer, run: bytes, member: PeerId, wall: float, until: float | None = None) -> Fact:
+    """Return a ticket for `member`. `wall` is the wall clock in seconds, `until` when the ticket expires, by
+    default after TICKET_SECONDS."""
+    until = wall + TICKET_SECONDS if until is None else until
+    return signer.sign(TICKET_PURPOSE, encode(Ticket(run, member, int(wall * 1000), int(until * 1000))))
+
+
+def make_revocation(signer: Signer, run: bytes, member: PeerId, wall: float) -> Fact:
+    """Return the requester's revocation of all tickets for `member` until now."""
+    return signer.sign(REVOCATION_PURPOSE, encode(Revocation(run, member, int(wall * 1000))))
+
+
+def check_chain(
+    signer: Signer,
+    run: bytes,
+    requester: PeerId,
+    chain: Sequence[Fact],
+    member: PeerId,
+    verified: Collection[bytes] = (),
+) -> list[tuple[PeerId, Ticket]]:
+    """Return the tickets of a chain for `member`, each with its author. Raises RemoteProtocolError.
+
+    All but the signatures is checked first; those of `verified` facts are not checked again. Whether the
+    tickets have expired or were revoked is for the caller.
+    """
+    author, found = requester, []
+    for fact in chain:
+        ticket: Ticket = decode(fact.body, Ticket, bytes_max=TICKET_BYTES_MAX)
+        if ticket.run != run or fact.author != author:
+            raise RemoteProtocolError("a chain of tickets of another run, or with a gap")
+        found.append((author, ticket))
+        author = PeerId(ticket.member)
+    if author != member:
+        raise RemoteProtocolError("a chain of tickets for somebody else")
+    for fact in chain:
+        if fact_name(fact) not in verified:
+            signer.check(TICKET_PURPOSE, fact)
+    return found
+
+
+def fact_name(fact: Fact) -> bytes:
+    """Return the hash of all of a fact."""
+    return blake3(fact.author + fact.signature + fact.body).digest()
+
+
+class Revocations:
+    """Those of one run that are known: the newest for each member."""
+
+    def __init__(self, signer: Signer, run: bytes, requester: PeerId) -> None:
+        self._signer = signer
+        self._run = run
+        self._requester = requester
+        self._facts: dict[PeerId, tuple[Revocation, Fact]] = {}
+
+    @property
+    def facts(self) -> tuple[Fact, ...]:
+        """All of them, the oldest first."""
+        return tuple(fact for _, fact in self._facts.values())
+
+    def fact_of(self, peer: PeerId) -> Fact | None:
+        """Return the revocation of a member's tickets."""
+        found = self._facts.get(peer)
+        return None if found is None else found[1]
+
+    def learn(self, facts: Sequence[Fact]) -> list[Fact]:
+        """Take revocations; return those that are new. Raises RemoteProtocolError: not the requester's."""
+        new = []
+        for fact in facts:
+            body: Revocation = decode(fact.body, Revocation, bytes_max=TICKET_BYTES_MAX)
+            if fact.author != self._requester or body.run != self._run or body.member == self._requester:
+                raise RemoteProtocolError("a revocation that is not the requester's")
+            known = self._facts.get(PeerId(body.member))
+            if known is not None and known[0].at_milliseconds >= body.at_milliseconds:
+                continue
+            self._signer.check(REVOCATION_PURPOSE, fact)
+            self._facts.pop(PeerId(body.member), None)
+            self._facts[PeerId(body.member)] = body, fact
+            new.append(fact)
+        while len(self._facts) > REVOKED_MAX:
+            del self._facts[next(iter(self._facts))]
+        return new
+
+    def against(self, standing: Standing) -> Fact | None:
+        """Return the revocation that makes these tickets invalid."""
+        known: Mapping[PeerId, tuple[Revocation, Fact]] = self._facts
+        for author, ticket in standing.tickets:
+            found = known.get(PeerId(ticket.member))
+            if found is None:
+                continue
+            is_later = ticket.at_milliseconds > found[0].at_milliseconds
+            if author != self._requester or not is_later:
+                return found[1]
+        return None
