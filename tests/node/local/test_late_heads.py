@@ -63,7 +63,7 @@ def test_a_head_after_the_last_begins_with_what_that_one_learnt(stages: int) -> 
         async with swarm(names, stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
             await begin(group, stages=stages, local=LOCAL if stages > 1 else QUICK)
             head = "b" if stages == 1 else next(iter(await columns(group, 1, names)))
-            await begun(group, head, 40)
+            await begun(group, head, 70)  # a copy of a state that had learnt something has been made
             first = losses_of(group, head)[0]
             group.kill(head)
             await nursery.start(stack._live, group, "d", "a", 1, SLOW)

@@ -1,0 +1,56 @@
+"""Members of a run in local mode whose tickets the requester revokes, in virtual time."""
+
+import pytest
+import trio
+
+from crypto.identity import peer_text
+from node.commands import Commands
+from node.errors import UsageError
+from node.events import AveragingEnded, RunChanged, RunEnded, RunReleased
+from sim.worlds.scheduling import run_virtually
+from tests import stack
+from tests.node.local.test_runs import ADAM, QUICK, SLOW, ends
+from tests.stack import Swarm, swarm
+
+
+def rounds(group: Swarm, name: str) -> list[AveragingEnded]:
+    return [each for each in group.events[name] if isinstance(each, AveragingEnded) and each.outcome == "ok"]
+
+
+def test_a_revoked_member_leaves_and_the_others_end_the_run() -> None:
+    async def play() -> None:
+        async with swarm("abc", stage_seconds=SLOW, preset="lan") as group:
+            wanted = stack.manifest(
+                stages=1,
+                replicas=0,
+                microbatches=2,
+                microbatch=16,
+                test_samples=32,
+                dtype="float32",
+                optimizer=ADAM,
+                local=QUICK,
+                steps=40,
+            )
+            run = stack.prepare(group.nodes["a"], wanted)
+            await group.nodes["a"].runs.submit(run, wait_seconds=60.0)
+            out = group.nodes["b"].peer
+            with trio.fail_after(120):
+                while not any(out in each.averaged for each in rounds(group, "c")):  # noqa: ASYNC110 - virtual
+                    await trio.sleep(0.1)
+            with pytest.raises(UsageError, match="another node's"):
+                await Commands(group.nodes["c"]).revoke(run.text, peer_text(out))
+            assert await Commands(group.nodes["a"]).revoke(run.text, peer_text(out)) == 1
+            before = {name: len(rounds(group, name)) for name in "ac"}
+            found = await ends(group, "ac")
+            assert [each.outcome for each in found] == ["done", "done"]
+            for name, count in before.items():
+                later = rounds(group, name)[count + 1 :]  # the one under way may have had it
+                assert later
+                assert not any(out in each.averaged for each in later)
+            told = [each for each in group.events["b"] if isinstance(each, RunChanged) and each.reason]
+            assert "was revoked" in told[-1].reason
+            assert [each for each in group.events["b"] if isinstance(each, RunReleased)]
+            assert not [each for each in group.events["b"] if isinstance(each, RunEnded)]
+            assert not group.nodes["b"].runs.local.members
+
+    run_virtually(play)
