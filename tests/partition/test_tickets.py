@@ -20,6 +20,7 @@ from partition.run.admission import (
     Revoke,
 )
 from partition.run.tickets import (
+    CHAIN_MAX,
     REVOKED_MAX,
     Chain,
     Revocations,
@@ -39,8 +40,8 @@ def chain(*numbers: int, wall: float = WALL, until: float = WALL + HOUR) -> Chai
     return tuple(make_ticket(author, RUN, member.peer, wall, until) for author, member in pairwise(signers))
 
 
-def member(*numbers: int, wall: float = WALL, **options: int) -> Admission:
-    return Admission(MEMBERS[numbers[-1]], RUN, OWNER.peer, chain(*numbers), wall=wall, **options)
+def member(*numbers: int, chain_max: int = CHAIN_MAX) -> Admission:
+    return Admission(MEMBERS[numbers[-1]], RUN, OWNER.peer, chain(*numbers), wall=WALL, chain_max=chain_max)
 
 
 def owner() -> Admission:

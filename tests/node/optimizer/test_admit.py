@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,8 +45,8 @@ def begin() -> Iterator[Callable[..., Trainer]]:
     """Have a node train, until the test is over."""
     made: list[Trainer] = []
 
-    def start(me: SyncNode, name: str, **options: object) -> Trainer:
-        made.append(Trainer(me, len(made), name, {**OPTIONS, **options}))  # type: ignore[arg-type]  # whichever
+    def start(me: SyncNode, name: str, **options: Any) -> Trainer:
+        made.append(Trainer(me, len(made), name, {**OPTIONS, **options}))
         made[-1].begin()
         return made[-1]
 
