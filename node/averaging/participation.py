@@ -5,8 +5,7 @@ It belongs to the node's event loop. `node.library` and `node.optimizer` stand a
 
 import weakref
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Literal, TypeVar
 
@@ -15,7 +14,6 @@ import trio
 from blake3 import blake3
 
 from crypto.errors import RemoteProtocolError
-from crypto.facts import Signer
 from crypto.identity import PeerId
 from gossip.averaging.arrivals import UploadRate
 from gossip.averaging.attempt import Attempt
@@ -27,18 +25,16 @@ from gossip.averaging.pace import Pace
 from gossip.averaging.reduction import Vector
 from gossip.averaging.walk import GridWalk, Spot
 from gossip.claims import SLACK_STEPS, LikelySteps
-from gossip.matchmaking import CameLate, Formed, Matchmaking, NotFormed, Wish
-from gossip.matchmaking import Sends as MatchSends
+from gossip.matchmaking import CameLate, Formed, NotFormed, Wish
 from gossip.roster import Report, Roster
-from gossip.roster import Sends as RosterSends
+from node.averaging.context import Service
 from node.averaging.expectations import Expectations
 from node.averaging.rounds import Gate, Round, RunView, Wanted
 from node.averaging.runner import Runner
 from node.averaging.snapshot import Snapshot, check_finite
 from node.averaging.transfer import DONORS_MAX, OFFER_SECONDS_MAX, fetch_state
 from node.errors import Unreachable
-from node.events import AveragingEnded, AveragingJoined, AveragingLeft, AveragingStepped, Event, StateFetched
-from node.seams import Seams
+from node.events import AveragingEnded, AveragingJoined, AveragingLeft, AveragingStepped, StateFetched
 
 SNAPSHOTS_KEPT_MAX = 2
 """The newest two: one that is fetched is not taken away by the next."""
@@ -69,22 +65,6 @@ SAMPLE_ITEMS = 1 << 14
 
 T = TypeVar("T")
 Dtype = Literal["float32", "float64"]
-
-
-@dataclass(frozen=True)
-class Service:
-    """What a participation needs of its node."""
-
-    seams: Seams
-    signer: Signer
-    publish: Callable[[Event], None]
-    refuse: Callable[[PeerId, RemoteProtocolError], None]
-    tell: Callable[[Callable[[float], RosterSends]], None]
-    match: Callable[[Callable[[float], MatchSends]], None]
-    matches: Matchmaking
-    start: Callable[[Runner], None]
-    declare: Callable[[bytes, float], Awaitable[None]]
-    close: Callable[[], None]
 
 
 class Participation:

@@ -22,11 +22,12 @@ from gossip import matchmaking, roster
 from gossip.averaging.group import Aggregate
 from gossip.averaging.messages import OPENING_BYTES_MAX, Opening
 from gossip.averaging.messages import PROTOCOL as ATTEMPT_PROTOCOL
+from node.averaging.context import Service
 from node.averaging.declarations import Declarations
 from node.averaging.door import Door
 from node.averaging.early_streams import EarlyStreams
 from node.averaging.invitations import Invitations
-from node.averaging.participation import Participation, Service
+from node.averaging.participation import Participation
 from node.averaging.proofs import HonestGate, Proofs
 from node.averaging.rounds import Gate
 from node.averaging.runner import MESSAGE_BYTES_MAX, Runner

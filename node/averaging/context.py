@@ -1,0 +1,30 @@
+"""What a participation in a run of averaging needs of its node."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Signer
+from crypto.identity import PeerId
+from gossip.matchmaking import Matchmaking
+from gossip.matchmaking import Sends as MatchSends
+from gossip.roster import Sends as RosterSends
+from node.averaging.runner import Runner
+from node.events import Event
+from node.seams import Seams
+
+
+@dataclass(frozen=True)
+class Service:
+    """What a participation needs of its node."""
+
+    seams: Seams
+    signer: Signer
+    publish: Callable[[Event], None]
+    refuse: Callable[[PeerId, RemoteProtocolError], None]
+    tell: Callable[[Callable[[float], RosterSends]], None]
+    match: Callable[[Callable[[float], MatchSends]], None]
+    matches: Matchmaking
+    start: Callable[[Runner], None]
+    declare: Callable[[bytes, float], Awaitable[None]]
+    close: Callable[[], None]
