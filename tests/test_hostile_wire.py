@@ -47,7 +47,7 @@ ELSEWHERE = {
     "node.content.data_cache": "this node's own disk",
     "node.content.dataset_store": "a data set's manifest: tests.node.test_shards",
     "node.local.saved": "a run in local mode, from this node's own disk: tests.node.local.test_restart",
-    "node.averaging.invitations": "what a person pasted, and this node's disk: tests.node.optimizer.test_admit",
+    "node.averaging.invitations": "a person's text, and this node's disk: tests.node.optimizer.test_admit",
     "node.stages.host": "answers of a stage's process: tests.partition.hostile_stage",
     "node.stages.process": "requests to a stage's process, by its own node",
     "node.transport.router": "hellos: tests.hostile.guests",
