@@ -39,6 +39,11 @@ def get(
     """Print the newest value under a key, control characters escaped; exit 1 where there is none."""
     if is_raw and as_json:
         raise UsageError("dht get: --raw and --json are two forms", "leave one of them out")
+    if publisher and immutable:
+        raise UsageError(
+            "dht get: --publisher has no effect with --immutable: the hash names the value, whoever put it",
+            "leave one of them out",
+        )
     arguments = {"key": key, "publisher": publisher, "immutable": immutable}
     result = ask(find_data_dir(context, data_dir), "dht.get", arguments, seconds=ASK_SECONDS_MAX)
     if as_json:
@@ -68,7 +73,12 @@ def put(
 ) -> None:
     """Store a value under a key, as this node's; with --immutable under its own hash, which is printed."""
     seconds = _seconds(lifetime)
-    if immutable and not value:
+    if immutable and value:
+        raise UsageError(
+            f"dht put: with --immutable the key is the hash of the value, not {key[:40]!r}",
+            "leave the key out: `peerloom dht put --immutable VALUE`",
+        )
+    if immutable:
         key, value = "-", key
     if not value:
         raise UsageError("dht put: the value is missing", "`peerloom dht put KEY VALUE`")

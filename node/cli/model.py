@@ -78,6 +78,9 @@ def capture(
     if dtype not in ("float32", "float64"):
         raise UsageError(f"--dtype {dtype}: want float32 or float64")
     if explain:
+        unused = {"--out": out, "--split": split, "--together": together, "--no-proof": not proof}
+        for flag in (name for name, given in unused.items() if given):
+            raise UsageError(f"model capture: {flag} has no effect with --explain, which writes nothing")
         chosen_type: Literal["float32", "float64"] = "float64" if dtype == "float64" else "float32"
         _explain(_Wanted(source, sample, classes, tuple(settings or ()), chosen_type), as_json=as_json)
         return

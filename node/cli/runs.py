@@ -27,6 +27,7 @@ from node.cli.render import (
 )
 from node.cli.screen import EventScreen, name_and_id, with_names
 from node.cli.trace import chrome_trace, send_otlp
+from node.errors import UsageError
 
 TRACE_SECONDS_MAX = 30.0
 STOP_SECONDS_MAX = 30.0
@@ -246,6 +247,8 @@ def metrics(
     as_json: AsJson = False,
 ) -> None:
     """Show what was measured of a run, a row a step."""
+    if as_csv and (as_json or context.obj["as_json"]):
+        raise UsageError("runs metrics: --csv and --json are two forms", "leave one of them out")
     document = ask(find_data_dir(context, data_dir), "runs.metrics", {"run": run})
     if as_json or context.obj["as_json"]:
         show_json({"schema": "peerloom/metrics/1", **document})

@@ -15,10 +15,12 @@ from node.cli.client import ask, request
 from node.cli.options import AsJson, DataDir, find_data_dir
 from node.cli.render import bytes_text, capacity_text, seconds_text, short_id, show, show_json, table
 from node.cli.screen import EventScreen, rate_text
+from node.errors import UsageError
 
 RUNS_SHOWN_MAX = 4
 EVENT_LINES_MAX = 8
 EVENTS_SECONDS = 600.0
+EVERY_SECONDS = 1.0
 BARS = " .:-=+*#%@"
 _OVER = ("done", "failed", "stopped")
 _HOME_AND_CLEAR = "\x1b[H\x1b[J"
@@ -27,13 +29,16 @@ _HOME_AND_CLEAR = "\x1b[H\x1b[J"
 def top(
     context: typer.Context,
     every: Annotated[
-        float, typer.Option(min=0.2, max=60.0, metavar="SECONDS", help="How often to look.")
-    ] = 1.0,
+        float | None,
+        typer.Option(min=0.2, max=60.0, metavar="SECONDS", help="How often to look; 1 by default."),
+    ] = None,
     once: Annotated[bool, typer.Option("--once", help="Look once, as without a terminal.")] = False,
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
     """Show the swarm, runs and newest events, again and again, until Ctrl-C."""
+    if every is not None and (once or as_json):
+        raise UsageError("top: --every has no effect where it looks once", "leave --every out")
     folder = find_data_dir(context, data_dir)
     curves: dict[str, list[float]] = {}
     while True:
@@ -55,7 +60,7 @@ def top(
         sys.stdout.write(_HOME_AND_CLEAR)
         show(lines)
         try:
-            time.sleep(every)
+            time.sleep(EVERY_SECONDS if every is None else every)
         except KeyboardInterrupt:
             return
 

@@ -274,6 +274,7 @@ def problem_of(
         ),
         links={(one.hex(), other.hex()): link for (one, other), link in links.items()},
         microbatches=manifest.microbatches,
+        objective=manifest.objective,
         pipeline=manifest.pipeline,
         recompute=manifest.recompute,
         moments=manifest.optimizer.moments,
@@ -310,6 +311,8 @@ def _cost(offer: Offer, operations: Sequence[Operations], calibration: Calibrati
         step_nanoseconds=device.step_nanoseconds,
         node_nanoseconds=device.node_nanoseconds,
         node_step_nanoseconds=device.node_step_nanoseconds,
+        busy_milliwatts=device.draw_milliwatts[0],
+        idle_milliwatts=device.draw_milliwatts[1],
     )
 
 

@@ -10,6 +10,7 @@ from node.planning.peers import Peers
 from node.planning.planner import plan_model
 from node.planning.report import FRAME_BYTES_MAX, Wanted
 from node.protocols.manifest import RunFile
+from node.protocols.run_keys import unused_keys
 from partition.model.graph import Graph
 from partition.model.together import kept_ranges
 from partition.plan.problem import Constraints
@@ -43,6 +44,7 @@ def choose(
     train, rules = run_file.train, run_file.plan
     wanted = Wanted(
         batch=train.batch,
+        objective=rules.objective,
         microbatch=train.microbatch if isinstance(train.microbatch, int) else 0,
         recompute=train.recompute if isinstance(train.recompute, bool) else None,
         pipeline=rules.pipeline,
@@ -68,4 +70,6 @@ def choose(
         frames=report.frames if train.frames == "auto" else train.frames,
         mode=report.mode if train.mode == "auto" else train.mode,
     )
-    return replace(run_file, train=chosen), report.reasons
+    found = replace(run_file, train=chosen)
+    unused = [key for key, _ in unused_keys(found)] if train.mode == "auto" else []
+    return found, (*report.reasons, *(f"{key} has no effect in mode {chosen.mode}" for key in unused))

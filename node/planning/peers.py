@@ -214,14 +214,14 @@ def live_peers(
         names[row["peer"]] = name
         rate = int(capacity["flops_per_second"])
         calibration = _calibration(row["peer"], max(1, rate), measured)
-        is_metered = calibration.busy_milliwatts > calibration.idle_milliwatts
+        busy, idle = calibration.draw_milliwatts
         found.append(
             PeerSpecification(
                 name=name,
                 memory_bytes=capacity["memory_free_bytes"],
                 calibration=calibration,
-                busy_milliwatts=calibration.busy_milliwatts if is_metered else BUSY_MILLIWATTS,
-                idle_milliwatts=calibration.idle_milliwatts if is_metered else IDLE_MILLIWATTS,
+                busy_milliwatts=busy,
+                idle_milliwatts=idle,
                 reason=_reason(row, rate),
                 location=(row.get("place") or {}).get("location") or capacity["location"],
                 device=capacity.get("device", "").partition(":")[0],

@@ -224,6 +224,8 @@ class _Planner:
 
     def mode_of(self, problem: Problem, split: Split) -> tuple[Literal["exact", "local"], tuple[str, ...]]:
         """Exact steps, or local ones with averages between, by the samples a second of both."""
+        if problem.trains and self._wanted.objective == "energy" and self._wanted.mode == "auto":
+            return "exact", ("exact steps: what local ones take of energy is not known",)
         if not problem.trains or self._wanted.objective != "throughput":
             return "exact", ()
         rate, peers = self._local_rate(problem)

@@ -72,6 +72,13 @@ def wishes(
     _among("objective", objective, get_args(Objective))
     _among("pipeline", pipeline, get_args(Pipeline))
     _among("optimizer", optimizer, OPTIMIZERS)
+    if objective == "latency" and (optimizer != "adam" or pipeline != "1f1b"):
+        raise UsageError(
+            "--optimizer and --pipeline have no effect with --objective latency: no step is planned",
+            "leave them out",
+        )
+    if replicas and replicas_min > 1:
+        raise UsageError("--replicas and --replicas-min: give one of the two")
     if min(batch, replicas_min, microbatch + 1, stages + 1, replicas + 1) < 1:
         raise UsageError("--batch, --microbatch, --stages, --replicas, --replicas-min: want numbers from 1")
     return Wanted(

@@ -18,6 +18,7 @@ from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
 from gossip.averaging.aggregates import chosen, obstacle_of
 from node.errors import UsageError
+from node.protocols.run_keys import check_keys
 from partition.codecs.choice import Frames
 from partition.model.graph import LAYERS_MAX, SYMBOLS_MAX
 from partition.model.together import RANGES_MAX
@@ -107,7 +108,7 @@ class TrainTable(msgspec.Struct, frozen=True):
     """What older files call a key."""
 
     steps: Annotated[int, msgspec.Meta(ge=1, le=STEPS_MAX)] = 200
-    epochs: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
+    epochs: Annotated[float, msgspec.Meta(gt=0, le=1e6)] | None = None
     batch: Annotated[int, msgspec.Meta(ge=1, le=1_048_576)] = 128
     microbatch: Annotated[int, msgspec.Meta(ge=1, le=65_536)] | Auto = 16
     window: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0
@@ -140,6 +141,8 @@ class TrainTable(msgspec.Struct, frozen=True):
     keep: Literal["last", "best"] = "last"
 
 
+Objective = Literal["throughput", "energy"]
+"""What a plan of a run is best by. Latency, which `peerloom plan` has too, is that of answers."""
 DeviceKind = Literal["cuda", "mps", "cpu"]
 DEVICE_KINDS = 3
 
@@ -160,6 +163,8 @@ class PlanTable(msgspec.Struct, frozen=True):
     `max_rtt_milliseconds` of it (30 where that is 0), which alone is counted from the requester. With
     `devices` only peers that compute on one of these hold stages, and those on a later one only where those
     on the ones before it are too few.
+    With `objective` "energy" peers and cuts are those that take the fewest joules, and borders do not move;
+    with "throughput" those that train the most samples a second.
     Each stage gets `replicas_min` peers at least where `replicas` is 0. The layers from the first to the last
     of a group in `together` (modules, layers by name or number, ranges such as "3-5") stay in one stage, with
     `keep_tied` also those that use one weight.
@@ -168,6 +173,7 @@ class PlanTable(msgspec.Struct, frozen=True):
     stages: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
     replicas: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
     replicas_min: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    objective: Objective = "throughput"
     together: Annotated[tuple[LayerGroup, ...], msgspec.Meta(max_length=RANGES_MAX)] = ()
     keep_tied: bool = False
     trainers: Annotated[int, msgspec.Meta(ge=1, le=TRAINERS_MAX)] = 1
@@ -272,6 +278,7 @@ class RunFile(msgspec.Struct, frozen=True):
 def check_run_file(run: RunFile, where: str) -> None:
     """What no single key's range can say. Raises UsageError."""
     train = run.train
+    check_keys(run, where)
     if isinstance(train.microbatch, int):
         _check_batch(train.batch, train.microbatch, where)
     if len(set(run.plan.devices)) < len(run.plan.devices):
@@ -293,8 +300,14 @@ def _check_batch(batch: int, microbatch: int, where: str) -> None:
         raise UsageError(
             f"{where}: train.batch {batch} is {batch // microbatch} micro-batches of "
             f"{microbatch}; at most {IN_FLIGHT_MAX}",
-            f"a train.microbatch of at least {-(-batch // IN_FLIGHT_MAX)}",
+            f"train.batch = {IN_FLIGHT_MAX * microbatch} at most; or train.microbatch = "
+            f"{_least_divisor(batch, -(-batch // IN_FLIGHT_MAX))}, if the model and the peers take so many",
         )
+
+
+def _least_divisor(number: int, least: int) -> int:
+    """Return the least divisor of `number` that is `least` at least: the number itself is one."""
+    return next(each for each in range(least, number + 1) if number % each == 0)
 
 
 def _check_local(run: RunFile, where: str) -> None:
@@ -382,6 +395,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     place: PlaceWish | None = None
     together: Annotated[tuple[tuple[LayerNumber, LayerNumber], ...], msgspec.Meta(max_length=RANGES_MAX)] = ()
     replicas_min: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    objective: Objective = "throughput"
 
     @property
     def graph_hash(self) -> bytes:
@@ -425,6 +439,7 @@ _NOT_ARITHMETIC = frozenset(
         "place",
         "together",
         "replicas_min",
+        "objective",
     }
 )
 """Fields of a Manifest that change nothing of what a step computes, only whether it is applied.

@@ -13,7 +13,8 @@ from crypto.errors import RemoteProtocolError
 from node.content.datasets import Array, Batches, Dataset
 from node.content.samples import ITEM
 from node.errors import UsageError
-from node.placement.admission import check_model, train_entry
+from node.placement.admission import check_model, input_frame_bytes, train_entry
+from node.placement.leases import FRAME_BYTES_MAX
 from node.planning.choices import layers_together
 from node.protocols.manifest import (
     ACCURACY,
@@ -28,6 +29,7 @@ from partition.model.graph import Entry, Graph, Size, TensorType
 from partition.model.sizes import bind
 from partition.plan.plan import STEPS_MAX
 from partition.run.local_settings import LocalSettings, OwnData
+from partition.stage import IN_FLIGHT_MAX
 from partition.steps.validation import ValidationSettings
 
 WINDOW = 64
@@ -76,6 +78,12 @@ def make_manifest(
             f"{name}: plan.stages {stages}: the model has {layers} layers to cut between",
             f"plan.stages = {layers} at most; 0 is as many as pay off",
         )
+    if train.window and not (dataset.window or run_file.tokenizer):
+        raise UsageError(
+            f"{name}: train.window: has no effect on {run_file.data}, which is no text",
+            "leave train.window out",
+        )
+    _check_microbatch(train.batch, microbatch, graph, name)
     sizes = bind_data(graph, dataset, microbatch, name)
     entry = train_entry(graph)
     manifest = Manifest(
@@ -108,12 +116,50 @@ def make_manifest(
         place=run_file.place,
         together=layers_together(run_file, graph, name),
         replicas_min=run_file.plan.replicas_min,
+        objective=run_file.plan.objective,
     )
     try:
         check_model(manifest, graph)
     except RemoteProtocolError as error:
         raise UsageError(f"{name}: model: {error}") from None
+    _check_frames(manifest, train.batch, graph, name)
     return manifest
+
+
+def _check_microbatch(batch: int, microbatch: int, graph: Graph, name: str) -> None:
+    """Refuse a batch for which the model takes too few samples at once. Raises UsageError."""
+    most = graph.symbols[0].maximum
+    if microbatch > most and batch > most * IN_FLIGHT_MAX:
+        raise _too_large(f"{name}: train.batch {batch}: the model takes {most} samples at once", most)
+
+
+def _check_frames(manifest: Manifest, batch: int, graph: Graph, name: str) -> None:
+    """Refuse a micro-batch whose inputs are longer than a frame. Raises UsageError."""
+    size, microbatch = input_frame_bytes(manifest, graph), manifest.microbatch
+    if size <= FRAME_BYTES_MAX:
+        return
+    most = FRAME_BYTES_MAX * microbatch // size
+    what = (
+        f"{name}: train.microbatch {microbatch}: its inputs are {size / 1e6:.0f} MB, and a frame holds"
+        f" {FRAME_BYTES_MAX / 1e6:.0f}"
+    )
+    if not most:
+        raise UsageError(f"{what}; one sample alone is too large")
+    if batch > most * IN_FLIGHT_MAX:
+        raise _too_large(what, most)
+    least = -(-batch // IN_FLIGHT_MAX)
+    fitting = [each for each in range(most, least - 1, -1) if batch % each == 0]
+    raise UsageError(
+        what, f"train.microbatch = {fitting[0]}" if fitting else f"train.batch = {most * IN_FLIGHT_MAX}"
+    )
+
+
+def _too_large(what: str, microbatch: int) -> UsageError:
+    """Return the refusal of a batch that no micro-batch makes fit: both numbers that do."""
+    return UsageError(
+        f"{what}, and a step has at most {IN_FLIGHT_MAX} micro-batches",
+        f"train.microbatch = {microbatch} and train.batch = {microbatch * IN_FLIGHT_MAX} at most",
+    )
 
 
 def _local(run_file: RunFile, own_data: OwnData | None) -> LocalSettings | None:

@@ -99,6 +99,8 @@ class Rebalancing:
             service.measurements.stages_found(found_rates(base, plan, paces))
             if len(plan.stages) < 2 or steps_left < 1:
                 return
+            if self._run.manifest.objective != "throughput":  # a faster cut may take more energy
+                return
             seconds = self._watch.seconds
             pause = pause_nanoseconds(plan, knowledge)
             work = partial(
@@ -140,7 +142,7 @@ def base_problem(
         for peer, rate in zip(stage.replicas, stage.rates, strict=True)
     ]
     problem = problem_of(run.manifest, graph, rows, knowledge)
-    problem = replace(problem, default_link=ASSUMED_LINK, hides_links=True)
+    problem = replace(problem, objective="throughput", default_link=ASSUMED_LINK, hides_links=True)
     # Whatever a peer offers by now, what it holds has been let in.
     tables, split = Tables(problem), split_of(problem, plan)
     needed = {

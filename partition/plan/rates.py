@@ -14,6 +14,7 @@ from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from partition.plan.cost import NANOSECONDS
 from partition.plan.operations import KINDS, Amount, Kind, Operations
+from partition.plan.problem import BUSY_MILLIWATTS, IDLE_MILLIWATTS
 
 CALIBRATION_BYTES_MAX = 8 * 1024
 KINDS_MAX = 64
@@ -99,6 +100,13 @@ class Calibration(msgspec.Struct, frozen=True, array_like=True):
         in both passes, and for a MiB of its frames."""
         call = self.node.call + FRAMES_OF_BOTH_PASSES * self.frame.call
         return call // self.share_permille, (self.node.mebibyte + self.frame.mebibyte) // self.share_permille
+
+    @property
+    def draw_milliwatts(self) -> tuple[int, int]:
+        """Return what the machine draws, computing and idle; an assumption where no meter could be read."""
+        if self.busy_milliwatts <= self.idle_milliwatts:
+            return BUSY_MILLIWATTS, IDLE_MILLIWATTS
+        return self.busy_milliwatts, self.idle_milliwatts
 
     @property
     def node_step_nanoseconds(self) -> int:

@@ -246,3 +246,23 @@ def test_a_plan_goes_by_what_others_found_of_a_peer_and_by_its_own_calibration()
     assert rates[PEERS[0]] == 10**9
     assert rates[PEERS[1]] == pytest.approx(2e9, rel=0.05)
     assert rates[PEERS[2]] == 10**10
+
+
+def test_a_run_for_energy_is_placed_on_the_peers_that_draw_least() -> None:
+    model = simple_cnn()
+    signer = IdentitySigner(Identity(bytes(32)), "test")
+    offers = [Offer(peer, 1e10, 8 << 30, has_slot=True) for peer in PEERS[:3]]
+    drawn = {PEERS[0]: 200_000, PEERS[1]: 20_000, PEERS[2]: 120_000}
+    paces = {
+        peer: msgspec.structs.replace(assumed(10**10), busy_milliwatts=milliwatts, idle_milliwatts=10_000)
+        for peer, milliwatts in drawn.items()
+    }
+    known = Knowledge(PEERS[9], paces, {})
+
+    def placed(objective: str) -> list[bytes]:
+        run = make_run(signer, manifest(stages=1, replicas=0, objective=objective))
+        (stage,) = make_plan(run, model.graph, offers, knowledge=known).stages
+        return list(stage.replicas)
+
+    assert placed("energy") == [PEERS[1]]
+    assert PEERS[1] != placed("throughput")[0] or len(placed("throughput")) > 1

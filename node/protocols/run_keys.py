@@ -1,0 +1,105 @@
+"""Refuse keys of RUN.toml that would change nothing: each key acts in its run's mode, or is refused there.
+
+Pure. `EXACT_ONLY` and `LOCAL_ONLY` name the keys that one mode alone reads; `tests/test_keys.py` walks them.
+"""
+
+from collections.abc import Iterator
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from msgspec.structs import fields
+
+from node.errors import UsageError
+
+GRAPH_SUFFIX = ".peerloom"
+
+LOCAL_ONLY = MappingProxyType(
+    {
+        "train.local_steps": "in exact mode gradients are summed in every step",
+        "train.strategy": "in exact mode nothing is averaged",
+        "train.codec": "in exact mode train.frames compresses what stages exchange",
+        "train.weighting": "in exact mode every sample counts once",
+        "train.evaluate_every": "exact mode has train.validate_every",
+    }
+)
+"""Keys that only `train.mode = "local"` reads, and why exact mode does not."""
+EXACT_ONLY = MappingProxyType(
+    {
+        "train.frames": "in local mode train.codec compresses what members exchange",
+        "train.on_divergence": "in local mode such a member goes back to the others' state",
+        "plan.trainers": "in local mode every member feeds itself",
+        "plan.pipeline": "in local mode no plan orders micro-batches",
+        "plan.on_lost_quorum": "in local mode members need no quorum",
+        "plan.replicas_min": "in local mode plan.replicas is the number of members, 0 for as many as come",
+        "plan.objective": "in local mode no plan is solved",
+        "plan.priority": "in local mode members join where a slot is free, and wait in no queue",
+        "plan.deadline_minutes": "in local mode members join where a slot is free, and wait in no queue",
+    }
+)
+"""Keys that only `train.mode = "exact"` reads, and why local mode does not."""
+
+
+class Run(Protocol):
+    """A RUN.toml: `node.protocols.manifest.RunFile`."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def options(self) -> dict[str, Any]: ...
+    @property
+    def data(self) -> str: ...
+    @property
+    def tokenizer(self) -> str: ...
+    @property
+    def train(self) -> Any: ...
+    @property
+    def plan(self) -> Any: ...
+
+
+def is_given(run: Run, key: str) -> bool:
+    """Return whether a key, such as `train.codec`, differs from its default."""
+    table, _, name = key.partition(".")
+    found = getattr(run, table)
+    default = next(each.default for each in fields(type(found)) if each.name == name)
+    return bool(getattr(found, name) != default)
+
+
+def unused_keys(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield each key that is given and that the run's mode does not read, and why it does not."""
+    if run.train.mode == "auto":
+        return  # either may be chosen
+    other = LOCAL_ONLY if run.train.mode == "exact" else EXACT_ONLY
+    yield from ((key, why) for key, why in other.items() if is_given(run, key))
+
+
+def check_keys(run: Run, where: str) -> None:
+    """Refuse the first key that would change nothing. Raises UsageError."""
+    train, plan = run.train, run.plan
+    for key, why in unused_keys(run):
+        raise UsageError(
+            f'{where}: {key}: has no effect with train.mode = "{train.mode}": {why}',
+            f'leave {key} out, or train.mode = "{"local" if train.mode == "exact" else "exact"}"',
+        )
+    if train.momentum and train.optimizer != "sgd":
+        raise UsageError(
+            f'{where}: train.momentum: has no effect with train.optimizer = "{train.optimizer}"',
+            'leave train.momentum out, or train.optimizer = "sgd"',
+        )
+    if plan.replicas and plan.replicas_min > 1:
+        raise UsageError(
+            f"{where}: plan.replicas and plan.replicas_min: give one of the two",
+            "plan.replicas = 0 leaves the number open, from plan.replicas_min on",
+        )
+    if run.tokenizer and ".py:" in run.data:
+        raise UsageError(
+            f"{where}: tokenizer: has no effect on {run.data}, which returns samples, not a text",
+            "leave tokenizer out, and use it in the function",
+        )
+    if run.model.endswith(GRAPH_SUFFIX):
+        captured = [("options", run.options), ("train.dtype", is_given(run, "train.dtype"))]
+        for key, is_set in captured:
+            if is_set:
+                raise UsageError(
+                    f"{where}: {key}: has no effect on {run.model}, which is captured already",
+                    f"leave {key} out, and capture the model again with it: `peerloom model capture`",
+                )
