@@ -20,9 +20,9 @@ import trio
 from node.alerts.service import Alerts
 from node.config import Config
 from node.containment import keep_running
-from node.errors import EXIT_DONE, EXIT_FORCED, EXIT_UNEXPECTED, JoinTimeout, PeerloomError, UsageError
+from node.errors import EXIT_DONE, EXIT_FORCED, EXIT_UNEXPECTED, JoinTimeout, PeerloomError
 from node.events import Event, MemberJoined
-from node.recording.recorder import Recorder
+from node.recording.recorder import Recorder, open_record
 from node.runtime import Node
 from node.web.page import Page
 
@@ -46,7 +46,7 @@ def main(
 
     Raises PeerloomError.
     """
-    recorder = None if record is None else _recorder(record)
+    recorder = None if record is None else open_record(record, "--record")
     spare_imports()
     keep_freed_memory()
     try:
@@ -54,13 +54,6 @@ def main(
     finally:
         if recorder is not None:
             recorder.close()
-
-
-def _recorder(path: Path) -> Recorder:
-    try:
-        return Recorder(path)
-    except OSError as error:
-        raise UsageError(f"--record {path}: {(error.strerror or str(error)).lower()}") from None
 
 
 def spare_imports() -> None:

@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -21,6 +22,7 @@ from node.events import Event
 from node.library.blocking import BlockingSurface
 from node.library.portal import Portal
 from node.paths import is_default_data_dir, short_path
+from node.recording.recorder import Recorder, open_record
 from node.runtime import Node
 from node.storage.folder_lock import find_holder
 
@@ -35,8 +37,12 @@ SCRIPTS_MAX = 64
 class SyncNode(BlockingSurface):
     """A node in blocking form: see `sync`. Its methods may be called from any thread, also from several."""
 
-    def __init__(self, configs: Iterable[Config], make: Callable[[Config], Node]) -> None:
-        """`configs` are tried in turn: the first whose data folder nobody else holds is taken."""
+    def __init__(
+        self, configs: Iterable[Config], make: Callable[[Config], Node], recorder: Recorder | None = None
+    ) -> None:
+        """`configs` are tried in turn: the first whose data folder nobody else holds is taken. `recorder` is
+        closed with the node."""
+        self._recorder = recorder
         self._configs = tuple(configs)
         self._make = make
         self._is_closed = False
@@ -116,6 +122,8 @@ class SyncNode(BlockingSurface):
             self._is_closed = True
             atexit.unregister(self.close)
             self._portal.close()
+            if self._recorder is not None and self._portal.is_here:
+                self._recorder.close()
 
     def __enter__(self) -> Self:
         return self.open()
@@ -140,6 +148,7 @@ def sync(
     listen: Sequence[str] = (),
     lan: bool | None = None,
     report: Callable[[Event], None] | None = None,
+    record: Path | str | None = None,
 ) -> SyncNode:
     """Return a node in blocking form, to be entered by `with` or `open()`.
 
@@ -151,7 +160,8 @@ def sync(
 
     A child that the script forks, such as a worker of a DataLoader, has no part in the node: its calls raise
     `node.forks.ForkedChild` there.
-    `report` is told of every event, in the node's thread. Raises UsageError.
+    `report` is told of every event, in the node's thread. `record` is a file that is written as by `peerloom
+    --record` (docs/recording.md). Raises UsageError.
     """
     configs = [config] if config is not None else []
     if config is None:
@@ -170,4 +180,6 @@ def sync(
         if is_default_data_dir(found.data_dir, os.environ):
             scripts = found.data_dir.parent / "scripts"
             configs = [replace(found, data_dir=scripts / str(number + 1)) for number in range(SCRIPTS_MAX)]
-    return SyncNode(configs, lambda settings: Node(settings, join=join, report=report))
+    recorder = None if record is None else open_record(Path(record), "record")
+    made = partial(Node, join=join, report=report, recorder=recorder)
+    return SyncNode(configs, made, recorder)

@@ -24,6 +24,7 @@ import trio
 from crypto.errors import ProtocolError
 from node.config import Config
 from node.containment import log
+from node.errors import UsageError
 from node.forks import keep_from_children
 from node.recording import values
 from node.recording.blocks import MAGIC, pack_block
@@ -45,8 +46,8 @@ QUIET = frozenset({
     "acquainted", "deadline", "document", "export", "get", "is_replica", "member", "others", "status", "wall",
 })  # fmt: skip
 """Methods that only tell: no core is another after them."""
-PARTS = frozenset({"failures", "origins", "vouched"})
-"""Parts of cores that their shells change themselves: these changes are turns too."""
+PARTS = frozenset({"failures", "losses", "origins", "saves", "vouched"})
+"""Parts of cores that their shells change themselves: these changes are turns too. A test finds others."""
 OUTBOXES = ("events", "sends")
 ENDED = "the node has ended"
 
@@ -269,6 +270,14 @@ class Recorder:
             return
         if self.size_bytes > self._bytes_max and not self.over:
             self._stop(f"the record has {self.size_bytes} bytes, and may have {self._bytes_max}")
+
+
+def open_record(path: Path, flag: str) -> Recorder:
+    """Begin a record in a file that a person named by `flag`. Raises UsageError."""
+    try:
+        return Recorder(path)
+    except OSError as error:
+        raise UsageError(f"{flag} {path}: {(error.strerror or str(error)).lower()}") from None
 
 
 class Handed:

@@ -107,8 +107,9 @@ class SwarmProcesses:
                     start_new_session=True,
                 )
 
-    def start(self, name: str, join: str | None) -> Neighbour:
+    def start(self, name: str, join: str | None, flags: Sequence[str] = ()) -> Neighbour:
         """Make a launched process a node that joins through the address `join`; returns when it answers.
+        `flags` are further ones of its command line.
 
         Raises:
             NodeEnded: it ended, or did not answer in time.
@@ -118,7 +119,7 @@ class SwarmProcesses:
         arguments = ["--data-dir", str(data_dir), "--listen", f"{HOST}:0", "--no-lan", "--name", name]
         arguments += ["--web", f"{HOST}:0" if name == self._with_page else "off"]
         arguments += ["--swarm", self._swarm, "--preset", self._preset, "--device", "cpu", "--cores", "1"]
-        arguments += ["--join", join] if join is not None else []
+        arguments += [*(["--join", join] if join is not None else []), *flags]
         process = self._processes[name]
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it ended: said below, with its own words

@@ -8,7 +8,7 @@ import numpy as np
 
 from gossip.pieces.messages import PIECE_BYTES
 from node.content.datasets import load_folder
-from node.recording.recorder import Recorder
+from node.recording.recorder import OUTBOXES, PARTS, Recorder
 from sim.replay.player import CORES, play
 from tests.source import ROOT
 from tests.stack import manifest, simulate, swarm
@@ -36,6 +36,40 @@ def test_every_core_that_is_made_through_seams_is_known_to_the_player() -> None:
     made = made_through_seams()
     assert len(made) >= 6, "the search has gone blind"
     unknown = {place for kind, place in made.items() if kind not in CORES.values()}
+    assert not unknown
+
+
+ONLY_TOLD = {
+    ("records", "get"): "returns records",
+    ("records", "watch_changes"): "notes what the disk has to keep; no message depends on it",
+    ("records", "take_changes"): "as watch_changes",
+}
+"""What shells call on a part of a core without a turn of it, and why that changes nothing of its answers."""
+
+
+def shell_changes() -> dict[tuple[str, str], str]:
+    """Return each part of a core that a module of `node` assigns to or calls, with the name, and where."""
+    found: dict[tuple[str, str], str] = {}
+    for file in sorted((ROOT / "node").rglob("*.py")):
+        if "recording" in file.parts:
+            continue
+        for each in ast.walk(ast.parse(file.read_text())):
+            changed = each.func if isinstance(each, ast.Call) else each
+            is_stored = isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)
+            if not (isinstance(changed, ast.Attribute) and (is_stored or isinstance(each, ast.Call))):
+                continue
+            part = changed.value
+            whole = part.value if isinstance(part, ast.Attribute) else None
+            if isinstance(part, ast.Attribute) and getattr(whole, "attr", "") in ("core", "_core"):
+                found[part.attr, changed.attr] = f"{file.relative_to(ROOT)}:{changed.lineno}"
+    return found
+
+
+def test_every_change_that_a_shell_makes_to_a_part_of_a_core_is_recorded() -> None:
+    changes = shell_changes()
+    assert ("saves", "every") in changes, "the search has gone blind"
+    known = {*PARTS, *OUTBOXES, "plan"}
+    unknown = {key: place for key, place in changes.items() if key[0] not in known and key not in ONLY_TOLD}
     assert not unknown
 
 

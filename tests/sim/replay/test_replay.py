@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
+import trio
 from typer.testing import CliRunner
 
 from crypto.identity import Identity
 from node.containment import log
 from node.errors import EXIT_DONE
-from node.events import Event, MemberLost, StepCommitted
+from node.events import AveragingEnded, Event, MemberLost, StepCommitted
 from node.recording import values
 from node.recording.blocks import MAGIC, Damage, pack_block, read_blocks
 from node.recording.recorder import Recorder
@@ -21,7 +22,9 @@ from node.recording.values import Unrecordable, read
 from sim.cli import run
 from sim.replay.cli import app
 from sim.replay.player import play
-from tests.stack import manifest, simulate, swarm, train
+from tests.node.local.test_runs import QUICK
+from tests.node.local.test_runs import train as train_locally
+from tests.stack import Swarm, manifest, simulate, swarm, train
 
 NAMES = "abcde"
 TOKEN_SECRETS: dict[str, bytes] = {}
@@ -47,9 +50,20 @@ class FullDisk(io.BufferedIOBase):
         self._file.close()
 
 
+async def lost(group: Swarm, name: str) -> None:
+    """Wait until the first node has told of the loss of another."""
+    peer = group.nodes[name].peer
+    with trio.fail_after(60):
+        while not any(  # noqa: ASYNC110 - virtual time: waiting costs nothing
+            isinstance(each, MemberLost) and each.peer == peer for each in group.events["a"]
+        ):
+            await trio.sleep(0.1)
+
+
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The records of five nodes that train, one of which dies while it holds a stage."""
+    """The records of five nodes that train with checkpoints, one of which dies while it holds a stage; those
+    left then train in local mode, and another one dies."""
     folder = tmp_path_factory.mktemp("records")
     recorders = {name: Recorder(folder / f"{name}.record") for name in NAMES}
 
@@ -68,8 +82,16 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
                     killed.append(next(name for name in holders if name != "a"))
                     group.kill(killed[0])
 
-            _, seen = await train(group, "a", manifest(steps=3), disturb)
-            assert any(isinstance(event, MemberLost) for event in seen)
+            await train(group, "a", manifest(steps=6, save_every=2), disturb)
+            await lost(group, killed[0])
+
+            async def disturb_local(event: Event) -> None:
+                if isinstance(event, AveragingEnded) and len(killed) < 2:
+                    killed.append(next(name for name in NAMES if name not in ("a", *killed)))
+                    group.kill(killed[1])
+
+            await train_locally(group, QUICK, disturb_local, steps=16)
+            await lost(group, killed[1])
 
     simulate(scenario)
     for recorder in recorders.values():
@@ -89,6 +111,7 @@ def test_every_node_of_a_run_with_a_death_in_it_replays_to_the_same_events(recor
     assert kinds == {"Committer", "Feeder", "Kademlia", "Member", "PaxosChain", "Replica", "Swim"}
     told = [event["kind"] for event in play(records["a"]).events]
     assert {"MemberJoined", "MemberLost", "RunChanged", "StepCommitted", "ReplicaDropped"} <= set(told)
+    assert {"CheckpointKept", "AveragingEnded"} <= set(told)
 
 
 def test_no_key_is_in_a_record(records: dict[str, Path]) -> None:
