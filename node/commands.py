@@ -400,13 +400,13 @@ class Commands:
         run = find_run(node.state.runs, str(arguments.get("run", "")))
         plan = node.state.runs[run].plan if run in node.state.runs else None
         if plan is None:
-            raise RunFailed(f"run {run[:8]} has no plan here, so nobody could be asked")
+            raise RunFailed(f"run {run[:8]} has no stages to trace: it has no plan, or is in local mode")
         last = max(0, node.state.runs[run].step - 1)
         peers = list(dict.fromkeys(peer for stage in plan.stages for peer in stage))
         known = [*(member.run.id for member in node.runs.members.values()), *node.runs.spans.runs]
         name = next((name for name in known if run_text(name) == run), None)
         if name is None:
-            raise RunFailed(f"run {run[:8]} did not go on here since this node started")
+            raise RunFailed(f"run {run[:8]}: its plan is of before this node was started; spans are not kept")
         rows = await node.runs.traces.collect(name, peers, max(0, last - steps + 1), last)
         names = {peer: member.name for peer, member in node.state.members.items()}
         if node.state.started is not None:

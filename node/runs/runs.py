@@ -514,6 +514,7 @@ class Runs:
 
     def publish_plan(self, run: Run, plan: Plan) -> None:
         """Say that a plan is in force here."""
+        self.spans.admit(plan)  # a requester without a stage may collect the others' spans, also in the end
         self.publish(run_planned(self.seams.clock.wall(), run, plan))
 
     def publish_lease(self, run: Run, plan: Plan, stage: int) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from node.cli.trace import chrome_trace, otlp_trace, send_otlp
+from node.commands import Commands
 from node.errors import UsageError
 from node.events import RunPlanned
 from node.pipeline.spans import SPANS_KEPT_MAX, Span, Spans, trace_id
@@ -49,6 +50,27 @@ def test_a_microbatch_is_seen_in_all_stages_of_all_machines() -> None:
             assert max(abs(row["offset_seconds"]) for row in rows) < 0.001
             arrows = [row for row in chrome_trace(document)["traceEvents"] if row["ph"] == "s"]
             assert len(arrows) >= 3 * 8
+
+    run_virtually(main)
+
+
+def test_a_requester_without_a_stage_traces_its_ended_run() -> None:
+    async def main() -> None:
+        async with swarm("abcde", preset="lan") as group:
+            run, seen = await train(group, "a", manifest(steps=3))
+            asker = group.nodes["a"]
+            plan = next(event for event in seen if isinstance(event, RunPlanned))
+            assert all(asker.peer not in stage for stage in plan.stages)
+            with trio.fail_after(60):
+                while asker.runs.members:  # noqa: ASYNC110 - virtual time: waiting costs nothing
+                    await trio.sleep(0.1)
+
+            async def nothing(_event: object) -> None:
+                await trio.lowlevel.checkpoint()
+
+            found: Any = await Commands(asker).handlers["runs.trace"]({"run": run.text}, nothing)
+            assert len(found["peers"]) == 4
+            assert all(peer["spans"] for peer in found["peers"]), found
 
     run_virtually(main)
 
