@@ -131,7 +131,7 @@ def revision_document(revised: events.RunRevised | None) -> dict[str, Any] | Non
 
 
 def offer_document(offer: events.OfferChanged | None) -> dict[str, Any] | None:
-    """Whether this machine serves others now; None where no rule of its owner has said otherwise."""
+    """Whether this machine serves others now; None where it always has."""
     if offer is None:
         return None
     return {"may_serve": offer.may_serve, "reason": offer.reason, "unread": list(offer.unread)}

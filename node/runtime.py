@@ -46,7 +46,6 @@ from node.events import (
     MemberRefuted,
     MemberSuspected,
     NodeStopped,
-    OfferChanged,
 )
 from node.executor import RealExecutor
 from node.forks import keep_loop_from_children
@@ -310,6 +309,8 @@ class Node(Surface):
         tried = await self._executor.run(partial(try_here, self.config.resources, self._clock.wall()))
         self.provider.unfenced = tried.unfenced
         self._publish(tried)
+        if not self.provider.offered.may_serve:
+            self._publish(self.provider.offer(self._clock.wall()))
 
     def _profile(self) -> Profile:
         accepts, standing = self.provider.takes_stages_of_others, self._standing.told
@@ -498,16 +499,13 @@ class Node(Surface):
         self.provider.set(name, text)
         self.config = self.provider.config
         change(self._parts, name, self.config, self.capacity, is_real=self._capacity is None)
-        if self.provider.read is not None:
-            self.provider.look(self.provider.read())
         self._permitted(self.provider.permission)
 
     def _permitted(self, permission: Permission) -> None:
         """Others may be served from now on, or may not: then what they have here is handed over."""
-        at, told = self._clock.wall(), permission.may_serve
-        self._publish(OfferChanged(at=at, may_serve=told, reason=permission.reason, unread=permission.unread))
+        self._publish(self.provider.offer(self._clock.wall()))
         self._standing.tell_now()
-        if not told:
+        if not permission.may_serve:
             self.runs.start_task(vacate, self.runs, permission.reason, of_others(self.peer), of=None)
 
     @property
@@ -602,6 +600,7 @@ class Node(Surface):
 
     def _judged(self, is_unreachable: bool) -> None:
         self.provider.is_unreachable = is_unreachable
+        self._publish(self.provider.offer(self._clock.wall()))
         self._standing.tell_now()
 
     async def _tell_of_checkpoints(self) -> None:

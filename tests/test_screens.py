@@ -357,6 +357,7 @@ def test_the_screen_of_status() -> None:
           listening   192.168.1.20:9747
           reachable   yes
           compute     cpu, 2 cores, 21.3 of 24.0 GB free, 118 GFLOP/s fp32 measured
+          serves      nobody else: on battery
           fences      incomplete: takes no stages but of its own runs
                       missing: files: no landlock
           members     0 alive of 2 known

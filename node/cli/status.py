@@ -78,6 +78,7 @@ def status_lines(document: Mapping[str, Any]) -> list[str]:
         lines.append(labelled("datagrams", datagrams_text(datagrams)))
     if document["capacity"] is not None:
         lines += compute_lines(document["capacity"])
+    lines += offer_lines(document.get("offer"))
     if (place := document.get("place")) is not None and place["is_doubted"]:
         doubt = f"{place['claimed']} is doubted: by its round trips it is in {place['location']}"
         lines.append(labelled("location", doubt))
@@ -102,6 +103,13 @@ def status_lines(document: Mapping[str, Any]) -> list[str]:
     lines += _counted("broken", {name: counters[name] for name in broken})
     lines += _counted("refused", {name: counters[name] for name in others if name not in broken})
     return lines
+
+
+def offer_lines(document: Mapping[str, Any] | None) -> list[str]:
+    """Return the lines for `offer` in a status document, where this machine serves nobody else."""
+    if document is None or document["may_serve"]:
+        return []
+    return [labelled("serves", f"nobody else: {document['reason']}")]
 
 
 def fence_lines(document: Mapping[str, Any]) -> list[str]:

@@ -13,6 +13,7 @@ import trio
 from crypto.identity import PeerId
 from node.config import AcceptRuns, Config, read_setting, rule_of
 from node.errors import UsageError
+from node.events import OfferChanged
 from node.offering import Offering
 from node.placement.admission import Machine
 from node.placement.permission import LOOK_SECONDS, Permission, Permit, Reading
@@ -79,6 +80,35 @@ class Provider:
         is_fenced = not self.unfenced or self.config.resources.allow_unfenced
         return self.takes_stages and is_fenced and self.permission.may_serve and not self.is_unreachable
 
+    @property
+    def offered(self) -> Permission:
+        """Whether any other node is served now, and why not; `permission` is by how the machine is used."""
+        if reason := self._refuses_all():
+            return replace(self.permission, may_serve=False, reason=reason)
+        return self.permission
+
+    def _refuses_all(self) -> str:
+        """Return why no other node is served, but for how the machine is used; empty where some may be."""
+        accepts, rules = self.config.resources.accept_runs, self.rules
+        if self.config.observer:
+            return "it only watches (observer)"
+        if accepts == "never":
+            return "accept_runs = never"
+        if accepts == "listed" and not rules.peers:
+            return "accept_runs = listed, and no peers are listed"
+        if accepts == "invited" and not rules.runs:
+            return "accept_runs = invited, and no runs are invited"
+        if self.is_unreachable:
+            return "no other node gets through to it"
+        if self.unfenced and not self.config.resources.allow_unfenced:
+            return "it cannot fence stages in (`peerloom status` says what is missing)"
+        return ""
+
+    def offer(self, at: float) -> OfferChanged:
+        """Return what people are told of it."""
+        found = self.offered
+        return OfferChanged(at=at, may_serve=found.may_serve, reason=found.reason, unread=found.unread)
+
     def refusal(self, run: Run, me: PeerId) -> str | None:
         """Return why no stage of this run is taken, for a person; None where one is."""
         if not self.takes_stages:
@@ -137,6 +167,8 @@ class Provider:
         value = tuple(read) if rule.many else read[0]
         self.config = replace(self.config, **{table: replace(getattr(self.config, table), **{key: value})})
         self._permit.reset()
+        if self.read is not None:
+            self.look(self.read())
         return value
 
     def look(self, reading: Reading) -> None:

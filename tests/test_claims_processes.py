@@ -1,0 +1,91 @@
+"""What commands say about a real node is so: two processes, asked by the commands that a person types."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from node.cli.demo.processes import SwarmProcesses
+from node.cli.main import run
+from node.errors import EXIT_DONE
+
+NAMES = "ab"
+pause = time.sleep
+"""Real processes take real time to expire a record."""
+Command = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SwarmProcesses]:
+    """Two nodes, of which the second joined through the first."""
+    processes = SwarmProcesses(tmp_path_factory.mktemp("claims"), "claims", time.sleep, calibrate=False)
+    try:
+        processes.launch(NAMES)
+        first = processes.start("a", None)
+        processes.start("b", first.address)
+        yield processes
+    finally:
+        processes.close()
+
+
+@pytest.fixture
+def typed(swarm: SwarmProcesses, capfd: pytest.CaptureFixture[str]) -> Command:
+    """Type a command about a node; what it prints."""
+
+    def command(name: str, *words: str, code: int = EXIT_DONE) -> str:
+        capfd.readouterr()
+        found = run([*words, "--data-dir", str(swarm.nodes[name].data_dir)])
+        told = capfd.readouterr()
+        assert found == code, told
+        return told.out
+
+    return command
+
+
+def eventually(holds: Callable[[], bool], seconds: float = 20.0) -> None:
+    begun = time.monotonic()
+    while not holds():
+        assert time.monotonic() - begun < seconds
+        pause(0.05)
+
+
+def test_a_machine_that_accepts_no_runs_says_that_it_serves_nobody(typed: Command) -> None:
+    assert "serves" not in typed("b", "status")
+    reason = "accept_runs = never"
+    assert f"serves no others now: {reason}" in typed("b", "config", "set", "accept_runs", "never")
+    assert f"serves no others now: {reason}" in typed("b", "config", "set", "upload", "100Mbit/s")
+    assert f"nobody else: {reason}" in typed("b", "status")
+    assert "this machine serves others" in typed("b", "config", "set", "accept_runs", "swarm")
+    listed = typed("b", "config", "set", "accept_runs", "listed")
+    assert "no peers are listed" in listed
+    assert "this machine serves others" in typed("b", "config", "set", "accept_runs", "swarm")
+    assert "serves" not in typed("b", "status")
+
+
+def test_a_value_is_found_for_as_long_as_the_command_says(typed: Command) -> None:
+    assert "for 2.0 s" in typed("a", "dht", "put", "brief", "rain", "--ttl", "2s")
+    assert typed("b", "dht", "get", "brief") == "rain\n"
+    pause(3.1)
+    typed("b", "dht", "get", "brief", code=1)
+
+
+def test_one_author_keeps_several_values_under_a_key(typed: Command) -> None:
+    typed("a", "dht", "put", "losses", "2.5", "--subkey", "first")
+    typed("a", "dht", "put", "losses", "x" * 2_000, "--subkey", "second")
+    typed("a", "dht", "put", "losses", "gone", "--subkey", "third", "--ttl", "1s")
+    typed("b", "dht", "put", "losses", "plain")
+    assert typed("b", "dht", "get", "losses", "--subkey", "first") == "2.5\n"
+    assert typed("b", "dht", "get", "losses", "--subkey", "second") == "x" * 2_000 + "\n"
+    assert typed("a", "dht", "get", "losses") == "plain\n"
+    pause(2.1)
+    typed("b", "dht", "get", "losses", "--subkey", "third", code=1)
+
+
+def test_nodes_are_found_by_their_measured_speed(typed: Command) -> None:
+    def found(*words: str) -> int:
+        return len(json.loads(typed("a", "dht", "find", "--json", *words))["nodes"])
+
+    eventually(lambda: found() == 1, 30.0)
+    assert found("--speed", "1MFLOPS") == 1
+    assert found("--speed", "900000GFLOPS") == 0
