@@ -69,12 +69,14 @@ class Query:
     near: str = ""
     count: int = 20
     needs_slot: bool = False
+    flops_per_second: float = 0.0
 
     def fits(self, advert: Advert) -> bool:
         """Return whether an advert has what is asked for."""
         return (
             (not self.device or advert.device == self.device)
             and advert.memory_bytes >= self.memory_bytes
+            and advert.flops_per_second >= self.flops_per_second
             and (not self.near or advert.region == self.near)
             and (advert.has_slot or not self.needs_slot)
         )

@@ -263,7 +263,8 @@ class Commands:
         if arguments.get("immutable"):
             value = await dht.get_immutable(key)
         else:
-            value = await dht.get(key, str(arguments.get("publisher", "")))
+            words = (str(arguments.get(name, "")) for name in ("publisher", "subkey"))
+            value = await dht.get(key, *words)
         return {"key": key, "found": value is not None, "value": (value or b"").hex()}
 
     async def _dht_put(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
@@ -275,7 +276,8 @@ class Commands:
         if arguments.get("immutable"):
             stored = await dht.put_immutable(value, seconds)
         else:
-            stored = await dht.put(str(arguments.get("key", "")), value, seconds)
+            key, subkey = (str(arguments.get(name, "")) for name in ("key", "subkey"))
+            stored = await dht.put(key, value, seconds, subkey)
         return {"key": stored.key, "holders": stored.holders, "wanted": stored.wanted}
 
     async def _dht_find(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
@@ -284,6 +286,7 @@ class Commands:
             number_argument(arguments, "memory_bytes", 0),
             str(arguments.get("near", "")),
             int(number_argument(arguments, "count", 20)),
+            flops_per_second=number_argument(arguments, "flops_per_second", 0),
         )
         return {"nodes": [asdict(node) for node in found]}
 

@@ -90,6 +90,7 @@ RUN_KEYS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "plan.near": ('"berlin"', {}),
     "plan.max_rtt_milliseconds": ("20", {}),
     "plan.devices": ('["cpu"]', {}),
+    "plan.gflops_min": ("50", {}),
     "plan.priority": ("7", {}),
     "plan.deadline_minutes": ("9", {}),
     "splits.validation": ('"other.npz"', {"data": '"rows.npz"'}),

@@ -19,6 +19,9 @@ app = typer.Typer(
 )
 
 Key = Annotated[str, typer.Argument(metavar="KEY", help="The name of the key.")]
+Subkey = Annotated[
+    str, typer.Option("--subkey", metavar="NAME", help="One of a node's several values under the key.")
+]
 Immutable = Annotated[bool, typer.Option("--immutable", help="The key is the hash of the value.")]
 
 
@@ -29,6 +32,7 @@ def get(
     publisher: Annotated[
         str, typer.Option("--publisher", metavar="PEER", help="Only this node's value.")
     ] = "",
+    subkey: Subkey = "",
     immutable: Immutable = False,
     is_raw: Annotated[
         bool, typer.Option("--raw", help="The value's bytes as they are, for a file or a program.")
@@ -39,12 +43,13 @@ def get(
     """Print the newest value under a key, control characters escaped; exit 1 where there is none."""
     if is_raw and as_json:
         raise UsageError("dht get: --raw and --json are two forms", "leave one of them out")
-    if publisher and immutable:
+    if immutable and (publisher or subkey):
+        flag = "--publisher" if publisher else "--subkey"
         raise UsageError(
-            "dht get: --publisher has no effect with --immutable: the hash names the value, whoever put it",
+            f"dht get: {flag} has no effect with --immutable: the hash names the value, whoever put it",
             "leave one of them out",
         )
-    arguments = {"key": key, "publisher": publisher, "immutable": immutable}
+    arguments = {"key": key, "publisher": publisher, "subkey": subkey, "immutable": immutable}
     result = ask(find_data_dir(context, data_dir), "dht.get", arguments, seconds=ASK_SECONDS_MAX)
     if as_json:
         show_json({"schema": "peerloom.dht-get/1"} | result)
@@ -67,12 +72,15 @@ def put(
     key: Annotated[str, typer.Argument(metavar="KEY", help="Its key; with --immutable leave it out.")],
     value: Annotated[str, typer.Argument(metavar="VALUE", help="As text; - reads it from stdin.")] = "",
     lifetime: Annotated[str, typer.Option("--ttl", metavar="1h", help="How long it lives.")] = "1h",
+    subkey: Subkey = "",
     immutable: Immutable = False,
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
     """Store a value under a key, as this node's; with --immutable under its own hash, which is printed."""
     seconds = _seconds(lifetime)
+    if immutable and subkey:
+        raise UsageError("dht put: --subkey has no effect with --immutable", "leave one of them out")
     if immutable and value:
         raise UsageError(
             f"dht put: with --immutable the key is the hash of the value, not {key[:40]!r}",
@@ -83,7 +91,13 @@ def put(
     if not value:
         raise UsageError("dht put: the value is missing", "`peerloom dht put KEY VALUE`")
     data = sys.stdin.buffer.read() if value == "-" else value.encode()
-    arguments = {"key": key, "value": data.hex(), "ttl_seconds": seconds, "immutable": immutable}
+    arguments = {
+        "key": key,
+        "value": data.hex(),
+        "ttl_seconds": seconds,
+        "subkey": subkey,
+        "immutable": immutable,
+    }
     result = ask(find_data_dir(context, data_dir), "dht.put", arguments, seconds=ASK_SECONDS_MAX)
     if as_json:
         show_json({"schema": "peerloom.dht-put/1"} | result)
@@ -98,6 +112,9 @@ def find(
     context: typer.Context,
     device: Annotated[str, typer.Option("--device", metavar="cpu|cuda|mps", help="Kind of device.")] = "",
     memory: Annotated[str, typer.Option("--memory", metavar="8GB", help="With at least so much.")] = "0",
+    speed: Annotated[
+        str, typer.Option("--speed", metavar="50GFLOPS", help="Measured to compute at least this fast.")
+    ] = "",
     near: Annotated[
         str, typer.Option("--near", metavar="PLACE", help="Where it stands, as its owner says.")
     ] = "",
@@ -106,7 +123,13 @@ def find(
     as_json: AsJson = False,
 ) -> None:
     """Search the whole swarm for nodes by what they offer, the nearest first."""
-    arguments = {"device": device, "memory_bytes": _bytes(memory), "near": near, "count": count}
+    arguments = {
+        "device": device,
+        "memory_bytes": _bytes(memory),
+        "flops_per_second": _flops(speed),
+        "near": near,
+        "count": count,
+    }
     result = ask(find_data_dir(context, data_dir), "dht.find", arguments, seconds=ASK_SECONDS_MAX)
     if as_json:
         show_json({"schema": "peerloom.dht-find/1"} | result)
@@ -172,6 +195,12 @@ def stat_lines(document: Mapping[str, Any]) -> list[str]:
     if document["is_client"]:
         lines.append(labelled("client", "others do not reach this node: it asks, and holds nothing"))
     return lines
+
+
+def _flops(text: str) -> int:
+    from node.planning.peers import flops_of  # only here: the other commands start faster without the planner
+
+    return flops_of(text, "--speed") if text else 0
 
 
 def _seconds(text: str) -> float:

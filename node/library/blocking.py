@@ -112,14 +112,17 @@ class BlockingDirectory:
         self._portal = portal
         self._of = of
 
-    def put(self, key: str, value: bytes, ttl_seconds: float = 3600.0) -> StoredEntry:
-        """Store this node's value under a key; it is kept alive while this node runs, and expires after that.
+    def put(self, key: str, value: bytes, ttl_seconds: float = 3600.0, subkey: str = "") -> StoredEntry:
+        """Store this node's value under a key. Nobody finds it after `ttl_seconds`; until then its holders
+        keep it alive, and this node while it runs.
+
+        With a `subkey` it stands beside this node's values of other sub-keys; without one it replaces them.
 
         Raises:
             NotStored: fewer nodes keep it than others may rely on.
             UsageError: a key, value or time out of bounds.
         """
-        return self._portal.run(self._of.put, key, value, ttl_seconds)
+        return self._portal.run(self._of.put, key, value, ttl_seconds, subkey)
 
     def put_immutable(self, value: bytes, ttl_seconds: float = 3600.0) -> StoredEntry:
         """Store a value under the hash of itself, which whoever finds it can check; nobody can change it.
@@ -128,15 +131,16 @@ class BlockingDirectory:
         """
         return self._portal.run(self._of.put_immutable, value, ttl_seconds)
 
-    def get(self, key: str, publisher: str = "") -> bytes | None:
-        """Return the newest value under a key, of this publisher if one is named; None where there is none.
+    def get(self, key: str, publisher: str = "", subkey: str = "") -> bytes | None:
+        """Return the newest value under a key and sub-key, of this publisher if one is named; None where
+        there is none.
 
         Raises UsageError: a malformed publisher; PeerloomError: the value is a blob that nobody handed over.
         """
-        return self._portal.run(self._of.get, key, publisher)
+        return self._portal.run(self._of.get, key, publisher, subkey)
 
     def get_all(self, key: str) -> list[Entry]:
-        """Return every node's value under a key, by publisher. A value of more than a record is its name."""
+        """Return every node's values under a key, by publisher. A value of more than a record is its name."""
         return self._portal.run(self._of.get_all, key)
 
     def get_immutable(self, key: str) -> bytes | None:
@@ -161,12 +165,16 @@ class BlockingDirectory:
         near: str = "",
         count: int = 20,
         needs_slot: bool = False,
+        flops_per_second: float = 0.0,
     ) -> tuple[FoundNode, ...]:
-        """Search the whole swarm for nodes with at least so much, the nearest first; all of them answered.
+        """Search the whole swarm for nodes with at least so much memory and measured speed, the nearest
+        first; all of them answered.
 
         Raises UsageError: a device that no node advertises, or a number out of bounds.
         """
-        return self._portal.run(self._of.find, device, memory_bytes, near, count, needs_slot)
+        return self._portal.run(
+            self._of.find, device, memory_bytes, near, count, needs_slot, flops_per_second
+        )
 
     def stat(self, key: str = "") -> dict[str, object]:
         """Return this node's part of the DHT, or how many nodes hold what is under a key."""

@@ -2,17 +2,24 @@
 
     await me.dht.put("weather/berlin", b"rain", ttl_seconds=3600)
     print(await me.dht.get("weather/berlin"))
-    await me.dht.find(device="cuda", memory_bytes=8e9, near="eu-west", count=20)
+    await me.dht.put("weather", b"rain", subkey="berlin")           # one of this node's values under the key
+    await me.dht.find(device="cuda", memory_bytes=8e9, flops_per_second=50e9, near="eu-west", count=20)
 
 The types of records on the wire, for other programs, stand in `docs/dht.md`. A value that does not fit a
 record is kept here as a blob, and the record names its hash. Nobody owns a key: each node has a value of its
-own under it, so whoever has to rely on one names its publisher.
+own under it, or several by sub-keys, so whoever has to rely on one names its publisher.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import partial
-from math import isfinite
+from math import ceil, isfinite
+from typing import Annotated
 
+import msgspec
+import trio
+
+from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, parse_peer, peer_text
 from dht.capabilities import DEVICES, Offer, Query
@@ -31,8 +38,21 @@ PROVIDER_PURPOSE = "provider"
 KEY_BYTES_MAX = 512
 FOUND_MAX = 256
 """Nodes of one search."""
-_PLAIN, _BLOB = b"\x00", b"\x01"
+SUBKEYS_MAX = 256
+"""Of one node under one key: as many as it may have records."""
+_PLAIN, _BLOB, _ROWS, _ROWS_BLOB = b"\x00", b"\x01", b"\x02", b"\x03"
 _SIZE_BYTES = 8
+
+
+class SubkeyRow(msgspec.Struct, frozen=True, array_like=True):
+    """One value of a node that has several under a key. `expires` is in unix seconds."""
+
+    subkey: Annotated[str, msgspec.Meta(max_length=KEY_BYTES_MAX)]
+    value: bytes
+    expires: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+Rows = Annotated[tuple[SubkeyRow, ...], msgspec.Meta(max_length=SUBKEYS_MAX)]
 
 
 class NotStored(PeerloomError):
@@ -42,12 +62,13 @@ class NotStored(PeerloomError):
 @dataclass(frozen=True)
 class Entry:
     """One node's value under a key. `expires` is in unix seconds; of two values of one publisher the higher
-    `sequence` is the newer. `publisher` is empty for an immutable value."""
+    `sequence` is the newer. `publisher` is empty for an immutable value, `subkey` for a node's only value."""
 
     publisher: str
     value: bytes
     sequence: int
     expires: float
+    subkey: str = ""
 
 
 @dataclass(frozen=True)
@@ -80,9 +101,14 @@ class Directory:
         self._seams = seams
         self._blobs = blobs
         self._peer = peer
+        self._rows: dict[bytes, dict[str, SubkeyRow]] = {}
+        self._putting = trio.Lock()
 
-    async def put(self, key: str, value: bytes, ttl_seconds: float = 3600.0) -> StoredEntry:
-        """Store this node's value under a key; it is kept alive while this node runs, and expires after that.
+    async def put(self, key: str, value: bytes, ttl_seconds: float = 3600.0, subkey: str = "") -> StoredEntry:
+        """Store this node's value under a key. Nobody finds it after `ttl_seconds`; until then its holders
+        keep it alive, and this node while it runs.
+
+        With a `subkey` it stands beside this node's values of other sub-keys; without one it replaces them.
 
         Raises:
             NotStored: fewer nodes keep it than others may rely on.
@@ -90,10 +116,38 @@ class Directory:
         """
         name = _name(key)
         _check(ttl_seconds)
+        if subkey:
+            return await self._put_row(name, key, value, ttl_seconds, subkey)
+        self._rows.pop(name, None)
         data = _PLAIN + value
         if len(data) > VALUE_BYTES_MAX:
-            data = await self._put_blob(key, value)
+            data = _BLOB + await self._put_blob(key, value)
         stored = await self._discovery.publish_for(USER_PURPOSE, name, data, ttl_seconds)
+        return _told(self._discovery.key(USER_PURPOSE, name), stored, self._seams)
+
+    async def _put_row(
+        self, name: bytes, key: str, value: bytes, ttl_seconds: float, subkey: str
+    ) -> StoredEntry:
+        if len(subkey.encode()) > KEY_BYTES_MAX:
+            raise UsageError(f"dht: a sub-key has 1 to {KEY_BYTES_MAX} bytes")
+        async with self._putting:
+            wall = self._seams.swarm_clock.wall()
+            known = self._rows.get(name)
+            if known is None:  # of an earlier life of this node
+                own = [entry for entry in await self.get_all(key) if entry.publisher == peer_text(self._peer)]
+                rows = [SubkeyRow(each.subkey, each.value[1:], int(each.expires)) for each in own]
+                known = {row.subkey: row for row in rows if row.subkey}
+            row = SubkeyRow(subkey, value, ceil(wall + ttl_seconds))
+            found = {each.subkey: each for each in known.values() if each.expires > wall} | {subkey: row}
+            if len(found) > SUBKEYS_MAX:
+                raise UsageError(f"dht: {SUBKEYS_MAX} sub-keys of one node under one key at most")
+            packed = encode(tuple(found.values()))
+            data = _ROWS + packed
+            if len(data) > VALUE_BYTES_MAX:
+                data = _ROWS_BLOB + await self._put_blob(key, packed)
+            self._rows[name] = found
+            seconds = max(each.expires for each in found.values()) - wall
+            stored = await self._discovery.publish_for(USER_PURPOSE, name, data, seconds)
         return _told(self._discovery.key(USER_PURPOSE, name), stored, self._seams)
 
     async def put_immutable(self, value: bytes, ttl_seconds: float = 3600.0) -> StoredEntry:
@@ -107,28 +161,59 @@ class Directory:
         stored = await self._discovery.publish_immutable(value, ttl_seconds)
         return _told(content_key(value), stored, self._seams)
 
-    async def get(self, key: str, publisher: str = "") -> bytes | None:
-        """Return the newest value under a key, of this publisher if one is named; None where there is none.
+    async def get(self, key: str, publisher: str = "", subkey: str = "") -> bytes | None:
+        """Return the newest value under a key and sub-key, of this publisher if one is named; None where
+        there is none.
 
         Raises UsageError: a malformed publisher; PeerloomError: the value is a blob that nobody handed over.
         """
-        entries = await self.get_all(key)
         wanted = peer_text(_peer(publisher)) if publisher else ""
-        entries = [entry for entry in entries if not wanted or entry.publisher == wanted]
+        entries = [
+            entry
+            for entry in await self.get_all(key)
+            if entry.subkey == subkey and wanted in ("", entry.publisher)
+        ]
         if not entries:
             return None
         newest = max(entries, key=lambda entry: (entry.sequence, entry.publisher))
         return await self._value(newest)
 
     async def get_all(self, key: str) -> list[Entry]:
-        """Return every node's value under a key, by publisher. A value of more than a record is its name."""
+        """Return every node's values under a key, by publisher. A value of more than a record is its name."""
         records = await self._discovery.find(USER_PURPOSE, _name(key), careful=True)
-        return [_entry(record) for record in records if record.publisher != NOBODY]
+        found: list[Entry] = []
+        for record in self._live(records):
+            if record.publisher != NOBODY:
+                found += await self._entries(_entry(record))
+        return found
+
+    def _live(self, records: Iterable[Record]) -> list[Record]:
+        """Return the records that have not expired by the clock of the swarm. Holders keep them for longer,
+        for their clocks may differ from the publisher's."""
+        wall = self._seams.swarm_clock.wall()
+        return [record for record in records if record.expires > wall]
+
+    async def _entries(self, entry: Entry) -> list[Entry]:
+        """Return the values in a record: one, or one for each sub-key that has not expired."""
+        kind, data = entry.value[:1], entry.value[1:]
+        if kind not in (_ROWS, _ROWS_BLOB):
+            return [entry]
+        try:
+            packed = data if kind == _ROWS else await self._blob(entry.publisher, data)
+            rows: tuple[SubkeyRow, ...] = decode(packed, Rows, bytes_max=BLOB_BYTES_MAX)
+        except (PeerloomError, RemoteProtocolError):
+            return []  # malformed, or its publisher is gone: the values of others are there
+        wall = self._seams.swarm_clock.wall()
+        return [
+            replace(entry, value=_PLAIN + row.value, expires=float(row.expires), subkey=row.subkey)
+            for row in rows
+            if row.expires > wall
+        ]
 
     async def get_immutable(self, key: str) -> bytes | None:
         """Return an immutable value by its key in hexadecimal, None where nobody has it."""
         records = await self._discovery.find_key(_content_key(key), first=True)
-        return next((record.value for record in records if record.publisher == NOBODY), None)
+        return next((each.value for each in self._live(records) if each.publisher == NOBODY), None)
 
     async def provide(self, name: str) -> StoredEntry:
         """Say that this node has the content with this hash (hexadecimal), while it runs.
@@ -142,7 +227,7 @@ class Directory:
     async def providers(self, name: str) -> tuple[str, ...]:
         """Return the peers that say they have the content with this hash (hexadecimal)."""
         records = await self._discovery.find(PROVIDER_PURPOSE, _digest(name))
-        return tuple(peer_text(record.publisher) for record in records if record.publisher != NOBODY)
+        return tuple(peer_text(each.publisher) for each in self._live(records) if each.publisher != NOBODY)
 
     async def find(
         self,
@@ -151,16 +236,18 @@ class Directory:
         near: str = "",
         count: int = 20,
         needs_slot: bool = False,
+        flops_per_second: float = 0.0,
     ) -> tuple[FoundNode, ...]:
-        """Search the whole swarm for nodes with at least so much, the nearest first; all of them answered.
+        """Search the whole swarm for nodes with at least so much memory and measured speed, the nearest
+        first; all of them answered.
 
         Raises UsageError: a device that no node advertises, or a number out of bounds.
         """
         if device and device not in DEVICES:
             raise UsageError(f"dht: no device is called '{device}'; there are {', '.join(DEVICES)}")
-        if not 1 <= count <= FOUND_MAX or not 0 <= memory_bytes < 2**62:
-            raise UsageError(f"dht: count is 1 to {FOUND_MAX}, memory_bytes 0 or more")
-        query = Query(device, int(memory_bytes), near, count, needs_slot)
+        if not 1 <= count <= FOUND_MAX or not 0 <= memory_bytes < 2**62 or not 0 <= flops_per_second < 1e18:
+            raise UsageError(f"dht: count is 1 to {FOUND_MAX}, memory_bytes and flops_per_second 0 or more")
+        query = Query(device, int(memory_bytes), near, count, needs_slot, flops_per_second)
         return tuple(_found(offer) for offer in await self._discovery.hunt(query))
 
     async def stat(self, key: str = "") -> dict[str, object]:
@@ -170,7 +257,7 @@ class Directory:
         records, holders = await self._discovery.holders(USER_PURPOSE, _name(key))
         return {
             "key": self._discovery.key(USER_PURPOSE, _name(key)).hex(),
-            "values": len(records),
+            "values": len(self._live(records)),
             "holders": holders,
         }
 
@@ -179,7 +266,7 @@ class Directory:
             raise UsageError(f"dht: a value has {len(value)} bytes; {BLOB_BYTES_MAX} at most")
         digest = await self._seams.executor.run(partial(self._keep_blob, key, value))
         await self.provide(digest.hex())
-        return _BLOB + digest + len(value).to_bytes(_SIZE_BYTES, "big")
+        return digest + len(value).to_bytes(_SIZE_BYTES, "big")
 
     def _keep_blob(self, key: str, value: bytes) -> bytes:
         with self._blobs.hold():
@@ -189,13 +276,15 @@ class Directory:
 
     async def _value(self, entry: Entry) -> bytes:
         kind, data = entry.value[:1], entry.value[1:]
-        if kind != _BLOB:
-            return data
+        return await self._blob(entry.publisher, data) if kind == _BLOB else data
+
+    async def _blob(self, publisher: str, data: bytes) -> bytes:
+        """Return the blob whose hash and length a record holds. Raises PeerloomError."""
         digest, size = data[:HASH_BYTES], int.from_bytes(data[HASH_BYTES:], "big")
         if len(digest) != HASH_BYTES or not 0 < size <= BLOB_BYTES_MAX:
             raise PeerloomError("dht: the value under this key is malformed")
         sink = _OneBlob(await self._seams.executor.run(lambda: self._blobs.get(digest)))
-        holders = [_peer(entry.publisher), *(_peer(text) for text in await self.providers(digest.hex()))]
+        holders = [_peer(publisher), *(_peer(text) for text in await self.providers(digest.hex()))]
         try:
             await fetch_all(self._seams.network, {digest: size}, holders, sink=sink, refuse=_refuse)
         except Unreachable as error:

@@ -54,6 +54,8 @@ class Places:
         found = list(offers)
         if wish.devices:
             found = on_devices(found, wish.devices)
+        if wish.gflops_min:
+            found = at_least(found, wish.gflops_min * 1e9)
         if not (wish.location or wish.near or wish.max_rtt_milliseconds):
             return found
         claims = self._claims()
@@ -161,6 +163,14 @@ def on_devices(offers: Iterable[Offer], devices: Collection[str]) -> list[Offer]
     return [replace(offer, has_slot=offer.has_slot and offer.device in devices) for offer in offers]
 
 
+def at_least(offers: Iterable[Offer], flops_per_second: float) -> list[Offer]:
+    """Return the offers, of which only those of peers this fast have a slot: as they and others measured."""
+    return [
+        replace(offer, has_slot=offer.has_slot and offer.flops_per_second >= flops_per_second)
+        for offer in offers
+    ]
+
+
 def devices_text(wish: PlaceWish, offers: Iterable[Offer], plan: Plan) -> str:
     """Return on which devices a plan is where it is not on the first that was wanted; "" where it is."""
     kinds = {offer.peer: offer.device for offer in offers}
@@ -178,5 +188,6 @@ def wish_text(wish: PlaceWish) -> str:
         f"near {wish.near}" if wish.near else "",
         f"within {wish.max_rtt_milliseconds} ms" if wish.max_rtt_milliseconds else "",
         f"on {' or '.join(wish.devices)}" if wish.devices else "",
+        f"at {wish.gflops_min:g} GFLOP/s or more" if wish.gflops_min else "",
     )
     return " ".join(part for part in parts if part)

@@ -162,7 +162,8 @@ class PlanTable(msgspec.Struct, frozen=True):
     With `place` only peers of this location hold stages, with `near` (a location or a peer id) those within
     `max_rtt_milliseconds` of it (30 where that is 0), which alone is counted from the requester. With
     `devices` only peers that compute on one of these hold stages, and those on a later one only where those
-    on the ones before it are too few.
+    on the ones before it are too few. With `gflops_min` only peers that were measured to compute that fast do
+    (10^9 float32 operations a second, of one slot).
     With `objective` "energy" peers and cuts are those that take the fewest joules, and borders do not move;
     with "throughput" those that train the most samples a second.
     Each stage gets `replicas_min` peers at least where `replicas` is 0. The layers from the first to the last
@@ -184,6 +185,7 @@ class PlanTable(msgspec.Struct, frozen=True):
     near: Annotated[str, msgspec.Meta(max_length=64)] = ""
     max_rtt_milliseconds: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 0
     devices: Annotated[tuple[DeviceKind, ...], msgspec.Meta(max_length=DEVICE_KINDS)] = ()
+    gflops_min: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
     priority: Annotated[int, msgspec.Meta(ge=0, le=9)] = 5
     deadline_minutes: Annotated[int, msgspec.Meta(ge=0, le=525_600)] = 0
 
@@ -195,6 +197,7 @@ class PlaceWish(msgspec.Struct, frozen=True, array_like=True):
     near: Annotated[str, msgspec.Meta(max_length=64)] = ""
     max_rtt_milliseconds: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 0
     devices: Annotated[tuple[DeviceKind, ...], msgspec.Meta(max_length=DEVICE_KINDS)] = ()
+    gflops_min: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
 
 
 class SplitsTable(msgspec.Struct, frozen=True):
@@ -245,7 +248,7 @@ class RunFile(msgspec.Struct, frozen=True):
     def place(self) -> PlaceWish | None:
         """Where stages may be; None for anywhere."""
         plan = self.plan
-        wish = PlaceWish(plan.place, plan.near, plan.max_rtt_milliseconds, plan.devices)
+        wish = PlaceWish(plan.place, plan.near, plan.max_rtt_milliseconds, plan.devices, plan.gflops_min)
         return None if wish == PlaceWish() else wish
 
     @property

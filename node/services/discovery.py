@@ -1,6 +1,7 @@
 """What is where: the Kademlia core driven over datagrams, with its lookups as awaitable calls."""
 
 from collections.abc import Callable, Sequence
+from math import ceil
 from random import Random
 
 import trio
@@ -77,7 +78,7 @@ class Discovery:
         self._short = 0
         self._waiting: dict[int, _Answer] = {}
         self._sought: dict[int, Callable[[Sequence[PeerId]], None]] = {}
-        self._own: dict[tuple[str, bytes], tuple[bytes, float]] = {}
+        self._own: dict[tuple[str, bytes], tuple[bytes, float | None]] = {}
         self._driver = Driver(
             self._core,
             PROTOCOL,
@@ -100,9 +101,9 @@ class Discovery:
             task_status.started()
             while True:
                 await trio.sleep(RENEW_SECONDS)
-                for (purpose, name), (value, seconds) in list(self._own.items()):
+                for (purpose, name), (value, until) in list(self._own.items()):
                     with contain("renewing of a record"):
-                        await self._store(purpose, name, value, seconds)
+                        await self._renew(purpose, name, value, until)
 
     def follow_clock(self) -> None:
         """The clock shows another time than before: records are signed and checked by that."""
@@ -248,27 +249,35 @@ class Discovery:
     async def publish_for(
         self, purpose: str, name: bytes, value: bytes, seconds: float | None
     ) -> RecordStored:
-        """The same for so many seconds, and what came of it; None: as long as this node runs."""
+        """The same for so many seconds, and what came of it; None: as long as this node runs. Until it expires
+        it is stored again as others are, where it lives longer than that takes."""
+        wall = self._clock.wall()
         self._own.pop((purpose, name), None)
-        if seconds is None:
-            self._own[purpose, name] = value, RECORD_SECONDS
+        if seconds is None or seconds > RENEW_SECONDS:
+            self._own[purpose, name] = value, None if seconds is None else wall + seconds
         while len(self._own) > OWN_RECORDS_MAX:
             del self._own[next(iter(self._own))]
-        return await self._store(purpose, name, value, seconds or RECORD_SECONDS)
+        return await self._store(purpose, name, value, wall + (seconds or RECORD_SECONDS))
+
+    async def _renew(self, purpose: str, name: bytes, value: bytes, until: float | None) -> None:
+        wall = self._clock.wall()
+        if until is not None and until <= wall:
+            self._own.pop((purpose, name), None)
+            return
+        await self._store(purpose, name, value, wall + RECORD_SECONDS if until is None else until)
 
     async def publish_immutable(self, value: bytes, seconds: float) -> RecordStored:
         """Store an immutable value for so long."""
-        fact = make_immutable(value, expires=int(self._clock.wall() + seconds))
+        fact = make_immutable(value, expires=ceil(self._clock.wall() + seconds))
         return await self._stored("immutable", fact)
 
-    async def _store(self, purpose: str, name: bytes, value: bytes, seconds: float) -> RecordStored:
-        wall = self._clock.wall()
+    async def _store(self, purpose: str, name: bytes, value: bytes, until: float) -> RecordStored:
         fact = sign_record(
             self._signer,
             record_key(purpose, name),
             value,
             sequence=self._core.next_sequence(self._clock.monotonic()),
-            expires=int(wall + seconds),
+            expires=ceil(until),
         )
         return await self._stored(purpose, fact)
 

@@ -27,7 +27,7 @@ from node.placement.leases import (
     place,
     smaller_shapes,
 )
-from node.protocols.manifest import make_run
+from node.protocols.manifest import PlaceWish, make_run
 from node.protocols.runs import (
     LEASE_PURPOSE,
     LeaseBody,
@@ -44,7 +44,7 @@ from partition.plan.plan import decode_plan, plan_hash
 from partition.plan.rates import assumed
 from partition.run.asks import Declined, Done
 from partition.run.decliners import DECLINERS_MAX, Decliners
-from tests.stack import manifest, simple_cnn, simulate, swarm, train
+from tests.stack import manifest, prepare, simple_cnn, simulate, swarm, train
 
 ENORMOUS = 9e18
 PEERS = [PeerId(bytes([number]) * 32) for number in range(200)]
@@ -266,3 +266,19 @@ def test_a_run_for_energy_is_placed_on_the_peers_that_draw_least() -> None:
 
     assert placed("energy") == [PEERS[1]]
     assert PEERS[1] != placed("throughput")[0] or len(placed("throughput")) > 1
+
+
+def test_a_run_may_ask_for_peers_of_a_measured_speed() -> None:
+    async def scenario() -> None:
+        async with swarm("abc") as group:
+            a = group.nodes["a"]
+            offers = [
+                Offer(PEERS[0], 4e10, 8 << 30, has_slot=True),
+                Offer(PEERS[1], 6e10, 8 << 30, has_slot=True),
+            ]
+            run = prepare(a, manifest(place=PlaceWish(gflops_min=50.0)))
+            assert [offer.peer for offer in a.runs.places.choose(run, offers) if offer.has_slot] == [PEERS[1]]
+            with pytest.raises(PlacementFailed, match=r"of 3 with a slot 0 are at 50 GFLOP/s or more"):
+                await a.runs.submit(run)
+
+    simulate(scenario)

@@ -43,6 +43,8 @@ model = torch.nn.Linear(8, 1)
 with node.sync(join=join, listen=["127.0.0.1:0"], lan=False, data_dir=f"{folder}/{name}", name=name,
                record=f"{folder}/{name}.record") as me:
     print("at", me.addresses[0], flush=True)
+    while len(me.members()) < 4:
+        time.sleep(0.1)
     optimizer = me.optimizer(torch.optim.SGD(model.parameters(), 0.01), run_id="lines", local_steps=5)
     while optimizer.stats.global_step < 120:
         x = torch.randn(16, 8)
