@@ -78,7 +78,14 @@ class Memory:
         return min(self.bytes or int(self.fraction * total_bytes), total_bytes)
 
     def __str__(self) -> str:
-        return f"{self.bytes} bytes" if self.bytes else f"{self.fraction * 100:g}%"
+        """As a person writes it: `16GiB`, `12GB`, `80%`."""
+        if not self.bytes:
+            return f"{self.fraction * 100:g}%"
+        for power, letter in zip((4, 3, 2, 1), "TGMK", strict=True):
+            for base, unit in ((1024, "iB"), (1000, "B")):
+                if self.bytes % base**power == 0:
+                    return f"{self.bytes // base**power}{letter}{unit}"
+        return f"{self.bytes / 1e9:.3g} GB"
 
 
 @dataclass(frozen=True)

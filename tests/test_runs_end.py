@@ -377,7 +377,7 @@ def test_a_run_waits_for_the_peers_that_it_lacks_where_it_is_told_to() -> None:
             await trio.sleep(100)
             said = [event for event in group.events["a"] if isinstance(event, RunChanged)]
             assert [event.reason for event in said if "waiting" in event.reason] == [
-                "waiting for peers: simple-cnn: 3 peers are needed (1 stages x 3), 2 offer a slot"
+                "waiting for peers: simple-cnn: 3 peers are needed (1 stage x 3), 2 offer a slot"
             ]
             assert not ends(group)
             await nursery.start(_live, group, "c", "b", 1, STAGE_SECONDS)

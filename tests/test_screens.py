@@ -314,12 +314,12 @@ def test_the_screen_of_a_node() -> None:
           trainer   lab-1
         22:11:41   run 01234567 stage 2: e?[2J computes at 40% of what was promised
         22:11:41   leased to run 01234567: stage 1
-        step     1  loss 2.3000  256 samples/s  replicas 3  bubble 15 %  rounding 6.0e-03  1 min 40 s left
-        step     2  loss 1.1500  256 samples/s  replicas 3  bubble 15 %  rounding 6.0e-03  1 min 39 s left
-        step     3  loss 0.7667  256 samples/s  replicas 3  bubble 15 %  rounding 6.0e-03  1 min 38 s left
-        step     4  loss 0.5750  256 samples/s  replicas 3  bubble 15 %  rounding 6.0e-03  1 min 38 s left
-        step     5  loss 0.4600  256 samples/s  replicas 3  bubble 15 %  rounding 6.0e-03  1 min 38 s left
-        step    10  loss 0.2300  256 samples/s  replicas 3  bubble 15 %  rounding 6.0e-03  1 min 35 s left
+        step     1  loss 2.3000  256 samples/s  peers 3  bubble 15 %  rounding 6.0e-03  1 min 40 s left
+        step     2  loss 1.1500  256 samples/s  peers 3  bubble 15 %  rounding 6.0e-03  1 min 39 s left
+        step     3  loss 0.7667  256 samples/s  peers 3  bubble 15 %  rounding 6.0e-03  1 min 38 s left
+        step     4  loss 0.5750  256 samples/s  peers 3  bubble 15 %  rounding 6.0e-03  1 min 38 s left
+        step     5  loss 0.4600  256 samples/s  peers 3  bubble 15 %  rounding 6.0e-03  1 min 38 s left
+        step    10  loss 0.2300  256 samples/s  peers 3  bubble 15 %  rounding 6.0e-03  1 min 35 s left
         22:12:20   e?[2J suspected by lab-2
         22:12:21   e?[2J is alive after all
         22:12:30   e?[2J suspected by lab-2
@@ -361,7 +361,7 @@ def test_the_screen_of_status() -> None:
           fences      incomplete: takes no stages but of its own runs
                       missing: files: no landlock
           members     0 alive of 2 known
-          dht         123 contacts of about 980 nodes, 9 records held, 2 own; 1 stores kept by too few
+          dht         123 contacts of about 980 nodes, 9 records held, 2 own; 1 store kept by too few
           join        refused  old-box:9747  10.0.0.6 is up, but no node listens on port 9747
           run         fedcba9876543210  gpt on digits  done  step 100 of 100  loss 0.2500
           run         0123456789abcdef  simple-cnn on digits  done  step 12 of 200  loss 0.1917
@@ -561,3 +561,15 @@ def test_moved_layers_are_told_from_a_way_back_to_a_checkpoint() -> None:
     assert "height 1, back to the checkpoint of step 40" in shown(screen.lines(event_document(back)))
     assert "height 2, layers moved after step 40" in shown(screen.lines(event_document(moved)))
     assert "layers moved" not in shown(EventScreen().lines(event_document(moved)))
+
+
+def test_a_done_run_of_which_no_step_was_heard_shows_no_step() -> None:
+    ended = events.RunEnded(
+        at=NOW, run="0123456789abcdef", outcome="done", detail="", weights="ab", is_here=False
+    )
+    asked = events.RunAccepted(
+        at=NOW, run="0123456789abcdef", model="m", data="digits", steps=200, requester=peer(1)
+    )
+    document = status_document(apply(apply(State(), asked), ended), NOW, {})
+    assert "step 0 of 200" not in shown(status_lines(document))
+    assert " of 200" not in shown(runs_lines(document))

@@ -333,7 +333,7 @@ def _row(run: Mapping[str, Any], names: Mapping[str, str]) -> tuple[str, ...]:
         run["model"],
         data_text(run["data"]),
         _status_text(run),
-        f"{run['step']} of {run['steps']}",
+        step_text(run),
         f"{run['loss']:.4f}" if run["loss"] is not None else "-",
         f"{run['accuracy']:.3f}" if run["accuracy"] is not None else "-",
         run["result"] or "-",
@@ -393,5 +393,13 @@ def _other_text(weights: str) -> str:
 def run_text(run: Mapping[str, Any]) -> str:
     """A run in one line, for other screens."""
     loss = f"  loss {run['loss']:.4f}" if run["loss"] is not None else ""
-    place = f"step {run['step']} of {run['steps']}"
+    place = step_text(run)
+    place = "steps not followed here" if place == "-" else f"step {place}"
     return f"{run['run']}  {run['model']} on {data_text(run['data'])}  {run['status']}  {place}{loss}"
+
+
+def step_text(run: Mapping[str, Any]) -> str:
+    """How far a run is, `12 of 200`; `-` where it is done and this node, which had left it, heard no step."""
+    if run["status"] == "done" and not run["step"]:
+        return "-"
+    return f"{run['step']} of {run['steps']}"

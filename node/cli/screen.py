@@ -295,7 +295,7 @@ class EventScreen:
             return []
         if event.get("diverged"):
             return [f"step {step:>5}  skipped: {event['diverged']}"]
-        line = f"step {step:>5}  loss {event['loss']:.4f}  {rate_text(event)}  replicas {event['replicas']}"
+        line = f"step {step:>5}  loss {event['loss']:.4f}  {rate_text(event)}  peers {event['replicas']}"
         if event["utilisation"]:
             line += f"  bubble {100 * event['bubble']:.0f} %"
         if any(event["rounding"]):

@@ -144,7 +144,8 @@ def table_text(document: Mapping[str, Any]) -> str:
     text = f"{document['contacts']} contacts of about {document['nodes_estimated']} nodes, "
     text += f"{document['records']} records held, {document['own_records']} own"
     if document["records_short"]:
-        text += f"; {document['records_short']} stores kept by too few"
+        stores = "1 store" if document["records_short"] == 1 else f"{document['records_short']} stores"
+        text += f"; {stores} kept by too few"
     return text
 
 

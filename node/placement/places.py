@@ -178,7 +178,8 @@ def devices_text(wish: PlaceWish, offers: Iterable[Offer], plan: Plan) -> str:
     if not wish.devices or set(held) <= {wish.devices[0]}:
         return ""
     found = " and ".join(f"{held.count(kind)} on {kind}" for kind in wish.devices if kind in held)
-    return f"too few peers with a slot on {wish.devices[0]}: {len(held)} stages are placed, {found}"
+    placed = "1 stage is placed" if len(held) == 1 else f"{len(held)} stages are placed"
+    return f"too few peers with a slot on {wish.devices[0]}: {placed}, {found}"
 
 
 def wish_text(wish: PlaceWish) -> str:

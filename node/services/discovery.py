@@ -249,7 +249,7 @@ class Discovery:
     async def publish_for(
         self, purpose: str, name: bytes, value: bytes, seconds: float | None
     ) -> RecordStored:
-        """The same for so many seconds, and what came of it; None: as long as this node runs. Until it expires
+        """The same for so many seconds, and what came of it; None: as long as this node runs. Until then
         it is stored again as others are, where it lives longer than that takes."""
         wall = self._clock.wall()
         self._own.pop((purpose, name), None)

@@ -3,6 +3,7 @@
 from typing import Any
 
 from node.config import Config
+from node.planning.planner import rate_text
 
 
 def document(config: Config) -> dict[str, Any]:
@@ -14,9 +15,9 @@ def document(config: Config) -> dict[str, Any]:
         "scratch": str(resources.scratch),
         "disk": str(resources.disk),
         "slots": config.offer.slots,
-        "upload_bytes_per_second": config.offer.upload_bytes_per_second,
-        "download_bytes_per_second": config.offer.download_bytes_per_second,
-        "cores": resources.cores,
+        "upload": _rate(config.offer.upload_bytes_per_second),
+        "download": _rate(config.offer.download_bytes_per_second),
+        "cores": resources.cores or "all",
         "location": resources.location,
         "accept_runs": "never" if config.observer else resources.accept_runs,
         "allow_unfenced": resources.allow_unfenced,
@@ -25,3 +26,7 @@ def document(config: Config) -> dict[str, Any]:
         "lan": config.join.lan,
         "remember": config.join.remember,
     }
+
+
+def _rate(bytes_per_second: int) -> str:
+    return rate_text(bytes_per_second) if bytes_per_second else "any"

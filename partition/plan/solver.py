@@ -70,12 +70,14 @@ def _check(problem: Problem) -> None:
     copies = max(1, rules.replicas or rules.replicas_min)
     wanted = max(1, rules.stages) * copies
     if wanted > peers:
-        shape = f"{max(1, rules.stages)} stages x {copies}"
+        shape = f"{_counted(max(1, rules.stages), 'stage')} x {copies}"
         raise Infeasible(
-            f"{wanted} peers are needed ({shape}), {peers} offer a slot",
-            need=f"{wanted} peers",
-            have=f"{peers} peers",
-            do=f"add {wanted - peers} peers, or ask for fewer stages or replicas",
+            f"{_peers(wanted)} {'is' if wanted == 1 else 'are'} needed ({shape}), "
+            f"{peers or 'none'} {'offers' if peers == 1 else 'offer'} a slot",
+            need=_peers(wanted),
+            have=_peers(peers),
+            do=f"add {_peers(wanted - peers)}"
+            + (", or ask for fewer stages or replicas" if wanted > 1 else ""),
         )
     places = [
         position
@@ -108,7 +110,7 @@ def _missing(problem: Problem, tables: Tables) -> Infeasible:
     if largest > max(offers):
         return Infeasible(
             f"one layer alone needs {_gb(largest)} to {verb}, "
-            f"the largest of {len(offers)} peers offers {_gb(max(offers))}",
+            f"the largest of {_peers(len(offers))} offers {_gb(max(offers))}",
             need=_gb(largest),
             have=_gb(max(offers)),
             do=_remedy(problem, largest - max(offers)),
@@ -127,7 +129,7 @@ def _missing(problem: Problem, tables: Tables) -> Infeasible:
         )
     shape = f"{rules.stages or 'any number of'} stages x {rules.replicas or 'any number of'} replicas"
     return Infeasible(
-        f"no cut into {shape} fits the memory of {len(offers)} peers, though together they offer "
+        f"no cut into {shape} fits the memory of {_peers(len(offers))}, though together they offer "
         f"{_gb(offer)} and the model needs {_gb(need)}",
         need=_gb(need),
         have=_gb(offer),
@@ -143,6 +145,14 @@ def _remedy(problem: Problem, missing: int) -> str:
     if problem.trains and not problem.recompute:
         ways.append("recompute")
     return ", ".join(ways[:-1]) + f", or {ways[-1]}" if len(ways) > 1 else ways[0]
+
+
+def _peers(count: int) -> str:
+    return _counted(count, "peer")
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
 def _gb(size: int) -> str:

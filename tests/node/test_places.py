@@ -154,7 +154,7 @@ def test_a_run_for_a_gpu_fails_among_cpus_and_says_why_or_goes_on_the_cpu_where_
             run = prepare(a, manifest(stages=1, replicas=1, created_milliseconds=2, place=wish))
             await a.runs.submit(run)
             said = [e.reason for e in group.events["a"] if isinstance(e, RunChanged) and e.run == run.text]
-            assert "too few peers with a slot on cuda: 1 stages are placed, 1 on cpu" in said
+            assert "too few peers with a slot on cuda: 1 stage is placed, 1 on cpu" in said
             await all_ended(group)
 
     simulate(scenario)

@@ -1,4 +1,4 @@
-// The other views: what a plan would be without a peer, models and sessions, this node, events.
+// The other views: what a plan would be without a peer, models, this node, events.
 import { html, useEffect, useState } from "/static/vendor/htm-preact.js";
 import { Action, Cards, Notice, Pairs, Table, bytes, clock, count, flops, loss, nameOf, seconds, share } from "/static/parts.js";
 import { get, program, store, typed, withToken } from "/static/store.js";
@@ -45,14 +45,12 @@ function Planned({ found }) {
 }
 
 export function Models() {
-  const runs = [...store.runs.values()].reverse(), sessions = store.node.sessions || [];
-  return html`<h1>Models and sessions</h1>
+  const runs = [...store.runs.values()].reverse();
+  return html`<h1>Models</h1>
     <${Table} caption=${`Models, by the runs that train them; to get one: ${program} runs fetch RUN`}
       heads=${["Model", "Data", "Run", "Status", "Loss", "Accuracy", "Result", "Weights"]} rows=${runs.map((run) => [run.run, run.model, run.data,
         html`<a href=${`/run/${run.run}`}><code>${run.run.slice(0, 8)}</code></a>`, html`<span class=${run.status}>${run.status}</span>`,
-        loss(run.loss), loss(run.accuracy), run.result || "-", html`<code>${run.weights.slice(0, 16)}</code>`])} />
-    <${Table} caption="Sessions of models that are served" empty="this node serves none" heads=${["Session", "Model", "Tokens", "Since"]}
-      rows=${sessions.map((each) => [each.id, each.id, each.model, count(each.tokens), clock(each.since)])} />`;
+        loss(run.loss), loss(run.accuracy), run.result || "-", html`<code>${run.weights.slice(0, 16)}</code>`])} />`;
 }
 
 export function ThisNode() {

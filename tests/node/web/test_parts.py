@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node import events
+from node.config import read_memory, resolve
 from node.history import EventHistory
 from node.invocation import program
 from node.state import State, apply
-from node.web import charts, whatif
+from node.web import charts, limits, whatif
 from node.web.assets import FOLDER, Assets
 from node.web.views import peer_key
 from tests.node.web.world import STARTED, joined, peer, run_events, started
@@ -143,3 +144,16 @@ def test_the_page_loads_nothing_from_elsewhere() -> None:
         for name in re.findall(r'(?:from|src=|href=) ?"(/static/[^"]+)"', text):
             assert (FOLDER / name.removeprefix("/static/")).is_file(), f"{path.name} wants {name}"
     assert wrong == []
+
+
+def test_the_page_shows_limits_as_a_person_writes_them() -> None:
+    shown = limits.document(resolve({}, {}))
+    assert (shown["disk"], shown["scratch"], shown["upload"], shown["cores"]) == (
+        "16GiB",
+        "16GiB",
+        "any",
+        "all",
+    )
+    given = resolve({"memory": "12GB", "upload": "10Mbit/s"}, {})
+    assert (limits.document(given)["memory"], limits.document(given)["upload"]) == ("12GB", "10 Mbit/s")
+    assert read_memory(str(given.resources.disk)) == given.resources.disk
