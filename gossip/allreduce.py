@@ -8,7 +8,7 @@ and Yuan 2009), in two steps instead of a ring's 2 (m - 1), which suits a few re
 An owner adds in the order of `members`, never in the order of arrival, so the result does not
 depend on the network and equals the plain sum in member order, bit for bit.
 
-This is the butterfly-free all-reduce of a stage's replicas; Moshpit groups come on top later. It does
+This is the all-reduce of a stage's replicas; peers that average parameters use `gossip.averaging`. It does
 not survive the loss of a member (`missing` says whom it waits for; start again with another key and
 without them), and it does not know a lie from a gradient.
 """

@@ -16,7 +16,7 @@ from crypto.errors import RemoteProtocolError
 from gossip.averaging.reduction import Vector
 
 BLOCK_ITEMS = 64
-"""Numbers that share a scale: 2 bytes over 64 are 3 % of int8."""
+"""Numbers that share a scale: its 4 bytes over 64 numbers are 6.25 % of int8."""
 TOP_BLOCK_ITEMS = 4_096
 TOPS = (64, 128, 256, 512, 1_024)
 """Numbers of a block that are sent: 1.56 %, as SparseLoCo does, to 25 % for very small models."""

@@ -73,7 +73,7 @@ def _check(problem: Problem) -> None:
         shape = f"{_counted(max(1, rules.stages), 'stage')} x {copies}"
         raise Infeasible(
             f"{_peers(wanted)} {'is' if wanted == 1 else 'are'} needed ({shape}), "
-            f"{peers or 'none'} {'offers' if peers == 1 else 'offer'} a slot",
+            f"{peers} {'offers' if peers == 1 else 'offer'} a slot",
             need=_peers(wanted),
             have=_peers(peers),
             do=f"add {_peers(wanted - peers)}"
