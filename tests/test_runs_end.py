@@ -390,7 +390,7 @@ def test_a_run_waits_for_the_peers_that_it_lacks_where_it_is_told_to() -> None:
             await requester.runs.submit(late, wait_seconds=50.0)
             assert 50 <= trio.current_time() - began < 80
             reasons = [event.reason for event in group.events["a"] if isinstance(event, RunChanged)]
-            assert "reduced to 1 x 3 for want of peers: 1 stages x 4 were asked for" in reasons
+            assert "reduced to 1 x 3 for want of peers: 1 stage x 4 were asked for" in reasons
             nursery.cancel_scope.cancel()
 
     simulate(scenario)

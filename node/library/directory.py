@@ -39,7 +39,7 @@ KEY_BYTES_MAX = 512
 FOUND_MAX = 256
 """Nodes of one search."""
 SUBKEYS_MAX = 256
-"""Of one node under one key: as many as it may have records."""
+"""The sub-keys of one node under one key: as many as it may have records."""
 _PLAIN, _BLOB, _ROWS, _ROWS_BLOB = b"\x00", b"\x01", b"\x02", b"\x03"
 _SIZE_BYTES = 8
 

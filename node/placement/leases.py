@@ -191,7 +191,8 @@ def reduction(manifest: Manifest, plan: Plan) -> str:
     found = len(plan.stages), min(len(stage.replicas) for stage in plan.stages)
     if found[0] >= wanted[0] and found[1] >= wanted[1]:
         return ""
-    return "reduced to {} x {} for want of peers: {} stages x {} were asked for".format(*found, *wanted)
+    shape = "{} stage{} x {}".format(wanted[0], "" if wanted[0] == 1 else "s", wanted[1])
+    return "reduced to {} x {} for want of peers: {} were asked for".format(*found, shape)
 
 
 def _plan_as(

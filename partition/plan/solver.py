@@ -127,7 +127,8 @@ def _missing(problem: Problem, tables: Tables) -> Infeasible:
             have=_gb(offer),
             do=_remedy(problem, need - offer),
         )
-    shape = f"{rules.stages or 'any number of'} stages x {rules.replicas or 'any number of'} replicas"
+    cut = _counted(rules.stages, "stage") if rules.stages else "any number of stages"
+    shape = f"{cut} x {_counted(rules.replicas, 'replica') if rules.replicas else 'any number of replicas'}"
     return Infeasible(
         f"no cut into {shape} fits the memory of {_peers(len(offers))}, though together they offer "
         f"{_gb(offer)} and the model needs {_gb(need)}",

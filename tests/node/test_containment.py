@@ -347,7 +347,7 @@ def test_a_full_disk_ends_no_node_and_no_goodbye(monkeypatch: pytest.MonkeyPatch
             run = prepare(group.nodes["b"], manifest(stages=1, replicas=3, steps=2))
             await group.nodes["b"].runs.submit(run)
             reasons = [event.reason for event in group.events["b"] if isinstance(event, RunChanged)]
-            assert "reduced to 1 x 2 for want of peers: 1 stages x 3 were asked for" in reasons
+            assert "reduced to 1 x 2 for want of peers: 1 stage x 3 were asked for" in reasons
             assert node.runs.members == {}
             assert node.runs.has_slot
             with trio.fail_after(120):

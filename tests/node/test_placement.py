@@ -191,7 +191,7 @@ def test_a_placement_plans_once_for_each_refusal_where_all_declined_lately() -> 
     async def ask(_peer: PeerId, _request: Request, _seconds: float) -> Reply:
         return Declined("busy")
 
-    with pytest.raises(PlacementFailed, match="1 offer a slot"):
+    with pytest.raises(PlacementFailed, match="1 offers a slot"):
         trio.run(
             partial(
                 place, run, captured.graph, requester, offers, ask, Counting(),

@@ -298,7 +298,7 @@ def test_search_alone_is_within_some_percent_of_the_yardstick() -> None:
         ([layer(1)], [], 0, 0, "1 peer is needed (1 stage x 1), 0 offer a slot"),
         ([layer(100)], [(1, SMALL)] * 3, 0, 0, "one layer alone needs 0.94 GB to train, the largest of 3"),
         ([layer(10)] * 20, [(1, SMALL)] * 2, 0, 0, "the model needs 1.47 GB to train, 2 peers offer 0.96 GB"),
-        ([layer(10)] * 4, [(1, BIG), (1, SMALL)], 1, 2, "no cut into 1 stages x 2 replicas fits"),
+        ([layer(10)] * 4, [(1, BIG), (1, SMALL)], 1, 2, "no cut into 1 stage x 2 replicas fits"),
         ([], [(1, BIG)], 0, 0, "the model has no layers"),
     ],
 )
