@@ -63,7 +63,7 @@ ROOM_MADE = {
     ("partition/execute/sessions.py", "SESSIONS_MAX"): "the one unused for longest",
     ("partition/plan/tables.py", "_CACHED_MAX"): OWN,
     ("partition/run/admission.py", "ADMITTED_MAX"): "members with a chain of tickets alone",
-    ("partition/run/admission.py", "CHAIN_MAX"): "the length of one message",
+    ("partition/run/admission.py", "chain_max"): "the length of one message",
     ("partition/run/admission.py", "USED_MAX"): "tickets expire in minutes; each was issued by a member",
     ("partition/run/ending.py", "KNOWN_MAX"): "members of a run alone",
     ("partition/run/endings.py", "RUNS_MAX"): "the oldest that is over",

@@ -227,6 +227,7 @@ HISTORY: list[events.Event] = [
         is_paused=True,
     ),
     events.RunReleased(at=NOW - 1, run="0123456789abcdef"),
+    events.AveragingOpened(at=NOW - 1, run="cifar", admit="invited", aggregate="mean", is_private=False),
     events.AveragingJoined(at=NOW - 1, run="cifar", peer=peer(2), peers=1),
     events.LiarProved(at=NOW - 1, run="cifar", peer=peer(2), said="averaging-seal"),
     events.StateFetched(at=NOW - 1, run="cifar", step=40, size_bytes=200_000_000, seconds=2.5),
@@ -334,6 +335,7 @@ def test_the_screen_of_a_node() -> None:
         22:13:18   serves no others now: on battery
         22:13:18   run 01234567 changed by its requester: 200 steps, priority 7, learning rate 0.001, paused
         22:13:19   run 01234567 goes on without this node
+        22:13:19   averaging cifar: those take part that its owner invited; by mean
         22:13:19   averaging cifar: lab-2 takes part, 1 other peer
         22:13:19   averaging cifar: lab-2 is out: it signed two results of one round
         22:13:19   averaging cifar: caught up with step 40, 200.0 MB in 2.5 s

@@ -27,6 +27,7 @@ from node.averaging import service as averaging_service
 from node.checkpoints import replication
 from node.checkpoints.weights import WEIGHTS_PURPOSE
 from node.content import blobs, exchange
+from node.library import directory
 from node.local import column
 from node.protocols import checkpoint, manifest
 from node.protocols import runs as runs
@@ -132,7 +133,7 @@ FACTS: Mapping[str, tuple[type, ...]] = {
 
 INSIDE: Mapping[str, tuple[type, ...]] = {
     "plan": (Plan,),
-    "value": (Change, replication.Offer, Calibration, Advert, Observed),
+    "value": (Change, replication.Offer, Calibration, Advert, Observed, directory.SubkeyRow),
     "links": (Change,),
     "metadata": (metadata.Metadata,),
     "data": (checkpoint.StatePart,),

@@ -242,7 +242,9 @@ def test_only_whoever_asked_for_a_lease_releases_it() -> None:
             plan = plan_of(run, a.peer)
             assert isinstance(await lease(b, a, run, plan), wire.Leased)
             await ask(c, a, wire.Release(run.id, plan_hash(plan)))
-            assert await lease(c, a, other, plan_of(other, a.peer)) == Declined("busy")
+            declined = await lease(c, a, other, plan_of(other, a.peer))
+            assert isinstance(declined, Declined)
+            assert declined.reason == "busy"
             await ask(b, a, wire.Release(run.id, plan_hash(plan)))
             assert isinstance(await lease(c, a, other, plan_of(other, a.peer)), wire.Leased)
 
