@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 from msgspec.structs import replace
 
 from crypto.errors import RemoteProtocolError
@@ -16,6 +17,7 @@ from node import state as views
 from node import state_documents
 from node.content import datasets as datasets
 from node.content.datasets import Dataset
+from node.content.reading import kept_name, read_reading
 from node.errors import RunFailed, UsageError
 from node.local.own_data import own_data_like
 from node.local.stages import check_columns
@@ -59,13 +61,13 @@ async def make_signed_run(
     )
     window = window_of(run_file, graph, name)
     base = Path(str(arguments.get("path", name))).parent
-    shown, is_own = run_file.data, run_file.train.federated
+    shown, is_own = run_file.source, run_file.train.federated
     if arguments.get("data"):  # the command has converted it
         run_file = replace(run_file, data=str(arguments["data"]))
-    if run_file.data == datasets.DIGITS_NAME:
+    if run_file.source == datasets.DIGITS_NAME:
         dataset = await node.seams.executor.run(datasets.load_digits)
     else:
-        path = datasets.path_of(run_file.data, base)
+        path = datasets.path_of(run_file.source, base)
         read = node.runs.own_data.read if is_own else node.runs.data.learn
         dataset = await read(path, window=window)
     chosen = ""
@@ -78,9 +80,9 @@ async def make_signed_run(
     )
     await node.seams.executor.run(partial(check_columns, manifest, graph, name), apart=True)
     await node.seams.executor.run(partial(_check, graph, dataset, manifest, arguments, name, shown))
-    if run_file.data != datasets.DIGITS_NAME and not is_own:
+    if run_file.source != datasets.DIGITS_NAME and not is_own:
         try:
-            path = datasets.path_of(run_file.data, base)
+            path = datasets.path_of(run_file.source, base)
             await node.runs.data.keep(dataset.digest, path, window=dataset.window)
         except OSError as error:
             raise UsageError(f"{name}: the data could not be kept: {error.strerror or error}") from None
@@ -90,7 +92,23 @@ async def make_signed_run(
         raise UsageError(f"{name}: this data and these numbers make no run: {error}") from None
     if is_own:
         node.runs.own_data.hold(run.id, dataset)
+    await _keep_reading(node, run, arguments)
     return run, chosen
+
+
+async def _keep_reading(node: RequestingNode, run: Run, arguments: Mapping[str, Any]) -> None:
+    """Keep how the run's data was read, by which `predict` knows the classes' words. Raises UsageError."""
+    converted = arguments.get("data")
+    reading = (
+        await node.seams.executor.run(partial(read_reading, Path(str(converted)))) if converted else None
+    )
+    if reading is None:
+        return
+    try:
+        write = partial(node.seams.storage.write, kept_name(run.text), msgspec.json.encode(reading))
+        await node.seams.executor.run(write)
+    except OSError as error:
+        raise UsageError(f"how the data was read could not be kept: {error.strerror or error}") from None
 
 
 def _check(

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import inspect as shapes
@@ -119,9 +119,12 @@ def _syntax_error(name: str, text: str, message: str) -> str:
 def _check(value: Any, kind: Any, path: TomlPath, places: Document[None]) -> None:
     """Find the first fault of `value` in reading order, and say it with its line."""
     bare = get_args(kind)[0] if get_origin(kind) is Annotated else kind
-    if get_origin(bare) is UnionType:
+    if get_origin(bare) in (Union, UnionType):
         # TOML has no null, so an optional table is simply a table.
         kinds = [each for each in get_args(bare) if each is not NoneType]
+        tables = [each for each in kinds if isinstance(each, type) and issubclass(each, msgspec.Struct)]
+        if isinstance(value, dict) and len(tables) == 1:
+            kinds = tables
         bare = kinds[0] if len(kinds) == 1 else bare
     if isinstance(bare, type) and issubclass(bare, msgspec.Struct):
         _check_table(value, bare, path, places)

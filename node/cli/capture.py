@@ -12,10 +12,13 @@ from crypto.errors import RemoteProtocolError
 from node.cli.options import GRAPH_SUFFIX, VALUES_SUFFIX
 from node.cli.temporary import command_folder
 from node.content import datasets as datasets
+from node.content.fenced_reading import convert_fenced
+from node.content.reading import SourceReading, describe, read_reading
 from node.content.samples import write_samples
-from node.content.sources import convert, is_source
+from node.content.sources import Tell, Wish, is_source
 from node.content.tokens import tokenize, vocabulary_of
 from node.errors import UsageError
+from node.protocols.data_table import DataTable
 from node.protocols.manifest import RunFile, SplitsTable
 from node.runs.manifest_builder import WINDOW
 from node.suggest import did_you_mean
@@ -27,43 +30,62 @@ DATA_SEED = 20
 _GRAPH_NAME = f"model{GRAPH_SUFFIX}"
 
 
-def prepare_data(run_file: RunFile, base: Path, folder: Path, name: str) -> bool:
-    """Turn the data of a run into arrays in `folder`; False where it is of a form that a run takes as it is.
+def prepare_data(
+    run_file: RunFile, base: Path, folder: Path, name: str, tell: Tell = lambda _: None
+) -> SourceReading | None:
+    """Turn the data of a run into arrays in `folder`, and return how it was read; None where it is of a form
+    that a run takes as it is.
 
     `base` is the folder of RUN.toml, which errors call `name`. Raises UsageError.
     """
-    splits = run_file.splits
-    if splits != SplitsTable() and (".py:" in run_file.data or not _is_converted(run_file, base)):
+    splits, source, keys = run_file.splits, run_file.source, run_file.data_keys
+    is_converted = ".py:" not in source and _is_converted(run_file, base)
+    if splits != SplitsTable() and not is_converted:
         raise UsageError(
-            f"{name}: splits: {run_file.data} is dealt into parts by itself",
+            f"{name}: splits: {source} is dealt into parts by itself",
             "a pair of data sets from the function; or a table, arrays, or a folder of images",
         )
-    if ".py:" in run_file.data:
-        _run_own_data(str(base / Path(run_file.data).expanduser()), folder, f"{name}: data")
-    elif run_file.tokenizer:
-        text, tokenizer = (base / Path(each).expanduser() for each in (run_file.data, run_file.tokenizer))
-        tokenize(text, tokenizer, run_file.train.window or WINDOW, folder)
-    elif _is_converted(run_file, base):
-        try:
-            convert(
-                run_file.data,
-                base,
-                folder,
-                test=splits.test or splits.test_share,
-                validation=splits.validation or splits.validation_share,
-            )
-        except UsageError as error:
-            raise UsageError(f"{name}: {error}", error.do) from None
-    else:
-        return False
-    return True
+    if keys != DataTable(source) and not is_converted:
+        raise UsageError(
+            f"{name}: data: {source} is read in one way only",
+            f'data = "{source}", and no other key of [data]',
+        )
+    if ".py:" in source:
+        _run_own_data(str(base / Path(source).expanduser()), folder, f"{name}: data")
+        return _own_reading(source, folder)
+    if run_file.tokenizer:
+        text, tokenizer = (base / Path(each).expanduser() for each in (source, run_file.tokenizer))
+        window = run_file.train.window or WINDOW
+        count = tokenize(text, tokenizer, window, folder)
+        form = f"text, {count:,} tokens of {run_file.tokenizer}, in windows of {window}"
+        return SourceReading(source, form, "the tokens one further on")
+    if not is_converted:
+        return None
+    wish = Wish(
+        source,
+        base,
+        keys,
+        splits.test or splits.test_share,
+        splits.validation or splits.validation_share,
+    )
+    try:
+        return convert_fenced(wish, folder, tell)
+    except UsageError as error:
+        raise UsageError(f"{name}: {error.written[0]}", error.written[1]) from None
+
+
+def _own_reading(source: str, folder: Path) -> SourceReading:
+    """What the samples of a person's own function look like."""
+    reading = SourceReading(source, "samples of a function")
+    describe(reading, datasets.load_folder(folder).parts)
+    return reading
 
 
 def _is_converted(run_file: RunFile, base: Path) -> bool:
     if run_file.tokenizer:
         return False
-    is_folder = (base / Path(run_file.data).expanduser() / "train.npz").exists()
-    return is_source(run_file.data, base) or (is_folder and run_file.splits != SplitsTable())
+    is_folder = (base / Path(run_file.source).expanduser() / "train.npz").exists()
+    return is_source(run_file.source, base) or (is_folder and run_file.splits != SplitsTable())
 
 
 def _run_own_data(reference: str, folder: Path, where: str) -> None:
@@ -141,12 +163,14 @@ def capture_to(graph: Path, run_file: RunFile, path: Path, name: str) -> None:
         elif is_folder(str(folder := path.parent / Path(run_file.model).expanduser())):
             found = capture_folder(str(folder), dtype=train.dtype, options=run_file.options)
         elif run_file.model in BUILTIN:
-            dataset = datasets.load(run_file.data, path.parent, window=train.window or WINDOW)
+            dataset = datasets.load(run_file.source, path.parent, window=train.window or WINDOW)
+            reading = read_reading(datasets.path_of(run_file.source, path.parent))
+            words = reading.words if reading is not None else []  # the last of them may be of no sample
             tokenizer = path.parent / Path(run_file.tokenizer).expanduser() if run_file.tokenizer else None
             found = capture_built_in(
                 run_file.model,
                 dataset.sample_shape,
-                dataset.classes if not tokenizer else vocabulary_of(tokenizer),
+                max(dataset.classes, len(words)) if not tokenizer else vocabulary_of(tokenizer),
                 dtype=train.dtype,
                 options=run_file.options,
             )

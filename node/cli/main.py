@@ -11,6 +11,7 @@ import typer
 
 from node.cli import (
     checkpoint,
+    data,
     dht,
     events,
     identity,
@@ -51,6 +52,7 @@ app.command("top")(top.top)
 app.command("id")(identity.identity)
 app.command("train")(train.train)
 app.command("predict")(predict.predict)
+app.add_typer(data.app, name="data")
 app.add_typer(model.app, name="model")
 app.add_typer(runs.app, name="runs")
 app.add_typer(checkpoint.app, name="checkpoint")

@@ -16,7 +16,7 @@ import typer
 
 from node.cli.options import GRAPH_SUFFIX, AsJson, DataDir, find_data_dir
 from node.cli.outputs import output_path
-from node.cli.render import show, show_json
+from node.cli.render import progress, show, show_json
 from node.errors import UsageError
 
 BATCH = 64
@@ -53,12 +53,15 @@ def predict(
         raise UsageError(f"--picture {picture}: want FILE.svg")
     with tempfile.TemporaryDirectory(prefix="peerloom-") as text:
         folder = Path(text)
+        kept = None
         if run:
             weights = str(folder / "weights.safetensors")
             from node.cli.client import ask
 
-            ask(find_data_dir(context, data_dir), "runs.fetch", {"run": run, "out": weights}, seconds=None)
-        found = run_model(Path(run_file).expanduser(), Path(weights).expanduser(), data, folder)
+            home = find_data_dir(context, data_dir)
+            ask(home, "runs.fetch", {"run": run, "out": weights}, seconds=None)
+            kept = ask(home, "runs.show", {"run": run}).get("reading")
+        found = run_model(Path(run_file).expanduser(), Path(weights).expanduser(), data, folder, kept)
     if "out" in written:
         write_predictions(written["out"], found)
     if "picture" in written:
@@ -101,8 +104,11 @@ class Predictions:
     words: list[str]
 
 
-def run_model(path: Path, weights: Path, data: str, folder: Path) -> Predictions:
-    """Predict for the samples of `data`, of the run in the RUN.toml at `path` if empty. Raises UsageError."""
+def run_model(
+    path: Path, weights: Path, data: str, folder: Path, kept: Mapping[str, Any] | None = None
+) -> Predictions:
+    """Predict for the samples of `data`, of the run in the RUN.toml at `path` if empty. `kept` is how the
+    run's data was read, where this machine's node knows it. Raises UsageError."""
     import numpy as np
     import safetensors
     import safetensors.numpy
@@ -124,7 +130,7 @@ def run_model(path: Path, weights: Path, data: str, folder: Path) -> Predictions
     if ".py:" in run_file.model:
         own = str(path.parent / Path(run_file.model).expanduser())
         run_file = replace(run_file, model=own)
-    arrays, shape, classes, words = _samples(run_file, path, data, folder)
+    arrays, shape, classes, words = _samples(run_file, path, data, folder, kept)
     try:
         stored = safetensors.numpy.load_file(weights)
         task = make_task(run_file.model, shape, classes, dtype=run_file.train.dtype, options=run_file.options)
@@ -157,40 +163,73 @@ def _batches(columns: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 def _samples(
-    run_file: Any, path: Path, data: str, folder: Path
+    run_file: Any, path: Path, data: str, folder: Path, kept: Mapping[str, Any] | None
 ) -> tuple[Mapping[str, Any], tuple[int, ...], int, list[str]]:
     """Arrays to predict from, shape and classes of what was trained on, and words for the classes. Raises
     UsageError."""
-    from msgspec.structs import replace
+    import msgspec
 
     from node.cli.capture import prepare_data
     from node.content import datasets as datasets
-    from node.content.sources import is_source, read_new, schema_of
+    from node.content.reading import SourceReading
     from node.runs.manifest_builder import WINDOW
     from partition.capture.models import BUILTIN
 
-    schema = schema_of(run_file.data, path.parent, folder)
+    reading = None if kept is None else msgspec.convert(kept, SourceReading)
     is_built_in = run_file.model in BUILTIN
     shape: tuple[int, ...] = ()
     classes = 0
     found: Mapping[str, Any] = {}
-    window = run_file.train.window or WINDOW
-    if is_built_in or not data:
+    if is_built_in or not data or reading is None:
         trained = folder / "trained"
         trained.mkdir()
         source = run_file
-        if prepare_data(run_file, path.parent, trained, str(path)):
-            source = replace(run_file, data=str(trained))
-        dataset = datasets.load(source.data, path.parent, window=window)
-        if is_built_in:
-            shape, classes = dataset.sample_shape, dataset.classes
-        found = dataset.test
+        if (now := prepare_data(run_file, path.parent, trained, str(path), progress)) is not None:
+            source = msgspec.structs.replace(run_file, data=str(trained))
+            reading = _agreed(reading, now, str(path))
+        if is_built_in or not data:
+            window = run_file.train.window or WINDOW
+            dataset = datasets.load(source.source, path.parent, window=window)
+            if is_built_in:
+                words = [] if reading is None else reading.words
+                shape, classes = dataset.sample_shape, max(dataset.classes, len(words))
+            found = dataset.test
     if data:
-        if is_source(data, Path()) or Path(data).expanduser().is_dir():
-            found = read_new(data, Path(), folder, schema)
-        else:
-            found = datasets.load(data, Path(), window=window).test
-    return found, shape, classes, schema.words
+        found = _new_samples(run_file, data, folder, reading)
+    return found, shape, classes, [] if reading is None else reading.words
+
+
+def _agreed(kept: Any, now: Any, name: str) -> Any:
+    """The reading by which a run was trained. Raises UsageError: its data says something else by now."""
+    if kept is None:
+        return now
+    for key, called in (("words", "classes"), ("features", "features")):
+        if getattr(kept, key) != getattr(now, key):
+            raise UsageError(
+                f"{name}: data: the {called} of {now.source} are not those that the run was trained on",
+                "the data as it was when the run was started; how it was read then: `peerloom runs show RUN`",
+            )
+    return kept
+
+
+def _new_samples(run_file: Any, data: str, folder: Path, reading: Any) -> Mapping[str, Any]:
+    """Samples of another source, read as those that were trained on."""
+    from msgspec.structs import replace
+
+    from node.content import datasets as datasets
+    from node.content.fenced_reading import read_fenced
+    from node.content.reading import SourceReading
+    from node.content.sources import Wish, is_source
+    from node.runs.manifest_builder import WINDOW
+
+    if not is_source(data, Path()) and not Path(data).expanduser().is_dir():
+        return datasets.load(data, Path(), window=run_file.train.window or WINDOW).test
+    like = reading if reading is not None else SourceReading(run_file.source)
+    keys = replace(run_file.data_keys, source=data)
+    is_table = Path(data).suffix.lower() in (".csv", ".tsv")
+    if not is_table:  # how a table of text is written says nothing of another form
+        keys = replace(keys, separator="", decimal="", encoding="", header=None)
+    return read_fenced(Wish(data, Path(), keys, like=like), folder, progress).parts["train"]
 
 
 def write_predictions(path: Path, found: Predictions) -> None:

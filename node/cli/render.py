@@ -47,6 +47,13 @@ def show(lines: Iterable[str], stream: TextIO | None = None) -> None:
     target.flush()
 
 
+def progress(text: str) -> None:
+    """Say on a terminal's stderr how far something is, in one line that the next one overwrites."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K  {_printable(text)}\r")
+        sys.stderr.flush()
+
+
 def show_json(document: Mapping[str, Any]) -> None:
     """One document on stdout, one line."""
     text = json.dumps(document)

@@ -346,6 +346,17 @@ def _status_text(run: Mapping[str, Any]) -> str:
     return f"{run['status']}{detail}{', split' if run.get('other_results') else ''}"
 
 
+def reading_lines(document: Mapping[str, Any] | None) -> list[str]:
+    """How a run's data was read, as the command `data show` has it; nothing where that is not known here."""
+    if document is None:
+        return []
+    import msgspec
+
+    from node.content.reading import SourceReading
+
+    return msgspec.convert(document, SourceReading).lines()
+
+
 def run_lines(run: Mapping[str, Any]) -> list[str]:
     """The screen of a `peerloom/run/1` document: one run."""
     names = {row["peer"]: row["name"] for row in run.get("waits_for", ())} | run.get("names", {})
@@ -359,6 +370,7 @@ def run_lines(run: Mapping[str, Any]) -> list[str]:
         last = run["validations"][-1]
         best = f"best after step {last['best_step']}"
         lines.append(f"  validation    loss {last['loss']:.4f} after step {last['step']}, {best}")
+    lines += [f"  {line}" for line in reading_lines(run.get("reading"))]
     if run.get("last_round"):
         last = run["last_round"]
         whose = ", ".join(map(called, last["peers"]))

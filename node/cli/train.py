@@ -11,7 +11,7 @@ import typer
 from node.cli.client import ask, peer_names
 from node.cli.options import AsJson, DataDir, find_data_dir
 from node.cli.outputs import output_path
-from node.cli.render import show, show_json
+from node.cli.render import progress, show, show_json
 from node.cli.runs import fetch_weights
 from node.cli.screen import EventScreen
 from node.errors import PeerloomError, RunFailed, UsageError
@@ -67,7 +67,7 @@ def train(
         else:
             show(screen.lines(event), sys.stderr)
 
-    with handed_over(text, path, run_file) as arguments:
+    with handed_over(text, path, run_file, shows=True) as arguments:
         try:
             result: dict[str, Any] = ask(
                 folder, "train", arguments | {"follow": follow, "wait_seconds": waits}, on_event, seconds=None
@@ -80,11 +80,13 @@ def train(
 
 def keys_as_flags() -> dict[str, str]:
     """Return what the keys of RUN.toml would be called as flags, and where each stands, for who types one."""
+    from node.protocols.data_table import DataTable
     from node.protocols.manifest import PlanTable, RunFile, SplitsTable, TrainTable
 
     tables = (
         ("of RUN.toml", RunFile),
         ("in [splits] of RUN.toml", SplitsTable),
+        ("in [data] of RUN.toml", DataTable),
         ("in [plan] of RUN.toml", PlanTable),
     )
     found: dict[str, str] = {}
@@ -149,8 +151,9 @@ def _read(path: Path) -> str:
 
 
 @contextmanager
-def handed_over(text: str, path: Path, name: str) -> Iterator[dict[str, object]]:
-    """What the node wants to know of the run in the file at `path`, which errors call `name`.
+def handed_over(text: str, path: Path, name: str, *, shows: bool = False) -> Iterator[dict[str, object]]:
+    """What the node wants to know of the run in the file at `path`, which errors call `name`. With `shows` it
+    says on stderr how the data was read.
 
     Raises:
         UsageError: a text that is no run, or a model that cannot be captured.
@@ -166,7 +169,10 @@ def handed_over(text: str, path: Path, name: str) -> Iterator[dict[str, object]]
     check_run_file(run_file, name)
     with command_folder() as folder:
         found: dict[str, object] = {}
-        if prepare_data(run_file, path.parent, folder, name):
+        reading = prepare_data(run_file, path.parent, folder, name, progress)
+        if reading is not None:
+            if shows:
+                show(reading.lines(), sys.stderr)
             run_file = replace(run_file, data=str(folder))
             found = {"data": str(folder)}
         with captured(run_file, path, name) as files:

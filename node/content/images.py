@@ -1,22 +1,39 @@
-"""Images as arrays, for `node.content.sources`: a folder for each class, and CIFAR-10's binary version."""
+"""Images as arrays, for `node.content.sources`: a folder for each class, and CIFAR-10's binary version.
 
+Pillow reads them, by conversions that the reading states. Folders are read as torchvision's `ImageFolder` and
+Keras' `image_dataset_from_directory` document it: classes in the order of their names.
+"""
+
+import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from node.content.shards import PARTS, PartName
+from node.content.reading import SourceReading, shown, unclear
+from node.content.shards import PartName
 from node.errors import UsageError
 from node.invocation import install_command
+from node.protocols.data_table import DataTable
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Parts = dict[PartName, dict[str, Array]]
+Tell = Callable[[str], None]
 
 IMAGE_SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
 IMAGE_PIXELS_MAX = 1 << 24
+_PART_NAMES: dict[PartName, tuple[str, ...]] = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+_PROGRAMS_OWN = ("__MACOSX", "__pycache__", "lost+found", "System Volume Information", "$RECYCLE.BIN")
+_FILES_OF_SYSTEMS = ("Thumbs.db", "desktop.ini")
+_ORIENTATION = 0x0112
+"""The EXIF tag by which a camera says how it was held."""
 CIFAR_SHAPE = (3, 32, 32)
 CIFAR_CLASSES = 10
 _CIFAR_TEST = "test_batch.bin"
@@ -27,43 +44,167 @@ def is_cifar(folder: Path) -> bool:
     return (folder / _CIFAR_TEST).exists()
 
 
-def read_images(folder: Path, words: list[str], *, needs_labels: bool = True) -> Parts:
+def read_images(
+    folder: Path,
+    words: list[str],
+    reading: SourceReading,
+    keys: DataTable,
+    *,
+    needs_labels: bool = True,
+    tell: Tell,
+) -> Parts:
     """Read images as float32 (N, 3, H, W) from 0 to 1. `words` are the classes in the order of their numbers,
     found where there are none yet. Raises UsageError."""
-    parts: dict[PartName, Path] = {name: folder / name for name in PARTS if (folder / name).is_dir()}
-    if parts and not {"train", "test"} <= set(parts):
-        missing = " and no ".join(f"'{name}'" for name in ("train", "test") if name not in parts)
-        raise UsageError(f"{folder}: has a folder '{next(iter(parts))}' and no {missing}")
-    parts = parts or {"train": folder}
-    classes = sorted({each.name for part in parts.values() for each in part.iterdir() if each.is_dir()})
-    if not classes and not needs_labels and (images := _images_in(folder)):
-        return {"train": {"x": _read_pixels(images)}}
+    reading.form = "folders of images, a class each"
+    for table in ("metadata.csv", "metadata.jsonl", "metadata.parquet", "labels.csv"):
+        if (folder / table).exists():
+            raise UsageError(
+                f"{folder / table}: a list beside images is not read; the labels are the folders' names",
+                "a folder for each class, such as cats/ and dogs/, with the images in it",
+            )
+    parts = _parts(folder, reading)
+    found = {part: _classes_in(each, keys, reading) for part, each in parts.items()}
+    classes = sorted({name for names in found.values() for name in names})
+    if not classes and not needs_labels and (images := _images_in(folder, reading)):
+        return {"train": {"x": _read_pixels(images, reading, tell)}}
     if len(classes) < 2 and not words:
+        only = f"; the one folder is {shown(classes[0])}" if classes else ""
         raise UsageError(
-            f"{folder}: no train.npz, no data_batch_1.bin, and fewer than two folders of images",
+            f"{folder}: no train.npz, no data_batch_1.bin, and fewer than two folders of images{only}",
             "a folder for each class, such as cats/ and dogs/, with the images in it",
         )
+    if isinstance(keys.classes, tuple) and keys.classes and not words:
+        if missing := [name for name in classes if name not in keys.classes]:
+            raise UsageError(f"{folder}: the folder {shown(missing[0])} is none of `classes`")
+        words[:] = keys.classes
     unknown = [name for name in classes if words and name not in words]
     if unknown:
         raise UsageError(f"{folder}: no training sample is of the class '{unknown[0]}'")
     words[:] = words or classes
-    return {name: dict(zip("xy", _read_classes(part, words), strict=True)) for name, part in parts.items()}
+    _check_numbered(folder, words, keys, reading)
+    files = {part: [_images_in(each / name, reading) for name in words] for part, each in parts.items()}
+    empty = [
+        name for at, name in enumerate(words) if (parts["train"] / name).is_dir() and not files["train"][at]
+    ]
+    for part, each in parts.items():
+        if not any(files[part]):
+            raise UsageError(f"{each}: no images ({', '.join(IMAGE_SUFFIXES)}) in the folders of its classes")
+    if empty and not keys.classes:
+        raise unclear(
+            parts["train"] / empty[0],
+            "a folder without images: no class, or one without samples",
+            keys,
+            {"ignore": [*(keys.ignore or ()), *empty]},
+            {"classes": words},
+        )
+    reading.label = "the name of each image's folder"
+    return {part: _labelled(files[part], reading, tell) for part in parts}
 
 
-def _read_classes(folder: Path, classes: Sequence[str]) -> tuple[Array, Array]:
-    found = [_images_in(folder / name) for name in classes]
-    if not any(found):
-        raise UsageError(f"{folder}: no images ({', '.join(IMAGE_SUFFIXES)}) in the folders of its classes")
-    labels = np.repeat(np.arange(len(classes), dtype=np.int64), [len(paths) for paths in found])
-    return _read_pixels([path for paths in found for path in paths]), labels
+def _parts(folder: Path, reading: SourceReading) -> dict[PartName, Path]:
+    """The folders of parts, by the names that torchvision's, fastai's and Hugging Face's readers know."""
+    parts: dict[PartName, Path] = {}
+    for name, words in _PART_NAMES.items():
+        there = [folder / word for word in words if (folder / word).is_dir()]
+        if len(there) > 1:
+            raise UsageError(
+                f"{folder}: {there[0].name} and {there[1].name} are both folders of {name} samples"
+            )
+        if there:
+            parts[name] = there[0]
+            if there[0].name != name:
+                reading.notes.append(f"{there[0].name}/ holds the {name} samples")
+    if parts and ("train" not in parts or len(parts) < 2):
+        missing = " and no ".join(f"'{name}'" for name in ("train", "test") if name not in parts)
+        raise UsageError(f"{folder}: has a folder '{next(iter(parts.values())).name}' and no {missing}")
+    if parts:
+        others = [each.name for each in folder.iterdir() if each.is_dir() and each not in parts.values()]
+        if others := sorted(name for name in others if not _is_hidden(name)):
+            raise UsageError(
+                f"{folder}: has parts ({', '.join(each.name for each in parts.values())}) and a folder"
+                f" {shown(others[0])}, which is none",
+                "move it elsewhere; or, if all folders are classes, rename the parts",
+            )
+    return parts or {"train": folder}
 
 
-def _images_in(folder: Path) -> list[Path]:
-    paths = sorted(folder.iterdir()) if folder.is_dir() else []
-    return [path for path in paths if path.suffix.lower() in IMAGE_SUFFIXES]
+def _classes_in(folder: Path, keys: DataTable, reading: SourceReading) -> list[str]:
+    """The names of the folders of classes; hidden ones are left out, and that is said."""
+    found = []
+    for each in sorted(folder.iterdir()):
+        if not each.is_dir():
+            continue
+        if _is_hidden(each.name):
+            reading.skipped.append(f"{each.relative_to(folder)}/: a hidden folder of a program's own")
+        elif each.name in (keys.ignore or ()):
+            reading.skipped.append(f"{each.name}/: by `ignore`")
+        else:
+            found.append(each.name)
+    return found
 
 
-def _read_pixels(paths: Sequence[Path]) -> Array:
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name in _PROGRAMS_OWN
+
+
+def _check_numbered(folder: Path, words: list[str], keys: DataTable, reading: SourceReading) -> None:
+    """Folders that are called by numbers: their classes' numbers are other ones where 10 comes before 2."""
+    if all(word.isdecimal() for word in words) and [int(word) for word in words] != list(range(len(words))):
+        reading.notes.append("the folders are called by numbers, which are not those of their classes")
+        counted = sorted(words, key=int)
+        if not keys.classes and words != counted:
+            at = next(at for at, word in enumerate(words) if word != counted[at])
+            raise unclear(
+                folder,
+                f"its folders are numbers, and {shown(words[at])} comes before {shown(counted[at])} by the"
+                " alphabet: the classes are numbered by the alphabet, or as they count",
+                keys,
+                {"classes": words},
+                {"classes": counted},
+            )
+
+
+def _labelled(files: Sequence[Sequence[Path]], reading: SourceReading, tell: Tell) -> dict[str, Array]:
+    labels = np.repeat(np.arange(len(files), dtype=np.int64), [len(paths) for paths in files])
+    return {"x": _read_pixels([path for paths in files for path in paths], reading, tell), "y": labels}
+
+
+def _images_in(folder: Path, reading: SourceReading) -> list[Path]:
+    """All images under a folder, also in folders within (as torchvision reads them), ordered by path."""
+    found: list[Path] = []
+    others: dict[str, int] = {}
+    deeper = 0
+    for at, names, files in os.walk(folder):
+        names[:] = sorted(name for name in names if not _is_hidden(name))
+        for name in sorted(files):
+            path = Path(at) / name
+            if path.suffix.lower() in IMAGE_SUFFIXES and not name.startswith("."):
+                found.append(path)
+                deeper += Path(at) != folder
+            elif not _is_hidden(name) and name not in _FILES_OF_SYSTEMS:
+                others[path.suffix.lower() or name] = others.get(path.suffix.lower() or name, 0) + 1
+    if deeper:
+        reading.notes.append(f"{folder.name}/: {deeper} images lie in folders within, and are of its class")
+    if others:
+        told = ", ".join(f"{count} {name}" for name, count in sorted(others.items())[:4])
+        reading.skipped.append(f"{folder.name}/: files that are no images ({told})")
+    return found
+
+
+class _Conversions:
+    """Which images were converted how; a line for each way."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+
+    def note(self, way: str) -> None:
+        self._counts[way] = self._counts.get(way, 0) + 1
+
+    def lines(self) -> list[str]:
+        return [f"{count:,} images: {way}" for way, count in self._counts.items()]
+
+
+def _read_pixels(paths: Sequence[Path], reading: SourceReading, tell: Tell) -> Array:
     """Images of one size as float32 (N, 3, H, W) from 0 to 1. Raises UsageError."""
     try:
         from PIL import Image, UnidentifiedImageError
@@ -71,9 +212,10 @@ def _read_pixels(paths: Sequence[Path]) -> Array:
         raise UsageError(
             f"{paths[0]}: Pillow, which reads images, is not installed", install_command("pillow")
         ) from None
-    images: list[Array] = []
+    found: Array | None = None
     first: tuple[Path, tuple[int, int]] | None = None
-    for path in paths:
+    ways = _Conversions()
+    for number, path in enumerate(paths):
         try:
             with Image.open(path) as image:
                 if image.width * image.height > IMAGE_PIXELS_MAX:
@@ -85,7 +227,10 @@ def _read_pixels(paths: Sequence[Path]) -> Array:
                         f"{first[1][0]} x {first[1][1]}",
                         "scale all images to one size first",
                     )
-                images.append(np.asarray(image.convert("RGB"), np.uint8))
+                if found is None:
+                    found = np.empty((len(paths), 3, image.height, image.width), np.float32)
+                found[number] = _pixels(image, path, ways)
+                tell(f"{number + 1:,} of {len(paths):,} images")
         except (
             UnidentifiedImageError,
             OSError,
@@ -99,15 +244,51 @@ def _read_pixels(paths: Sequence[Path]) -> Array:
             raise UsageError(
                 f"{path}: no image that can be read: {(str(error).splitlines() or [''])[0][:200]}"
             ) from None
-    return _scaled(np.stack(images).transpose(0, 3, 1, 2))
+    reading.notes += ways.lines()
+    assert found is not None
+    return found
+
+
+def _pixels(image: Any, path: Path, ways: _Conversions) -> Array:
+    """One image as (3, H, W) from 0 to 1 by a stated conversion. Raises UsageError: there is none."""
+    if getattr(image, "n_frames", 1) > 1:
+        ways.note("several frames, of which the first is read")
+    if image.getexif().get(_ORIENTATION, 1) != 1:
+        ways.note("a tag of orientation, which is not applied")
+    mode = image.mode
+    if mode.startswith("I;16"):
+        ways.note("16-bit grey, divided by 65,535, the same in red, green and blue")
+        levels = np.asarray(image, np.float32) / np.float32(65_535)
+        return np.broadcast_to(levels, (3, *levels.shape))
+    if mode in ("I", "F"):
+        levels = np.asarray(image)
+        if mode == "I" and image.format == "PNG" and levels.min() >= 0 and levels.max() <= 65_535:
+            ways.note("16-bit grey, divided by 65,535, the same in red, green and blue")
+            return np.broadcast_to(levels.astype(np.float32) / np.float32(65_535), (3, *levels.shape))
+        raise UsageError(
+            f"{path}: pixels of {'32-bit' if mode == 'I' else 'floating-point'} numbers, whose black and"
+            " white are not known",
+            "convert the images to 8 or 16 bits first",
+        )
+    if mode not in ("RGB", "L", "1"):
+        if "A" in mode or "transparency" in image.info:
+            ways.note(f"{mode} with transparency, which is dropped")
+        else:
+            ways.note(f"{mode}, converted to RGB")
+    elif mode == "L":
+        ways.note("8-bit grey, the same in red, green and blue")
+    bytes_ = np.asarray(image.convert("RGB"), np.uint8)
+    return (bytes_.transpose(2, 0, 1) / np.float32(255)).astype(np.float32, copy=False)
 
 
 def _scaled(pixels: Array) -> Array:
     """Bytes (N, C, H, W) as float32 from 0 to 1."""
-    return np.ascontiguousarray(pixels, np.float32) / np.float32(255)
+    found = np.ascontiguousarray(pixels, np.float32)
+    found /= np.float32(255)
+    return found
 
 
-def read_cifar(folder: Path, words: list[str]) -> Parts:
+def read_cifar(folder: Path, words: list[str], reading: SourceReading) -> Parts:
     """Read CIFAR-10's binary version: of each sample a byte of label, then 3,072 bytes of pixels, C first.
     `words` are as `read_images` has them. Raises UsageError."""
     batches = sorted(folder.glob("data_batch_*.bin"))
@@ -116,6 +297,8 @@ def read_cifar(folder: Path, words: list[str]) -> Parts:
     with suppress(OSError, UnicodeDecodeError):
         names = (folder / "batches.meta.txt").read_text().split()
         words[:] = words or (names if len(names) == CIFAR_CLASSES else [])
+    reading.form = "CIFAR-10's binary version"
+    reading.label = "the first byte of each sample"
     train = [_read_batch(path) for path in batches]
     test_x, test_y = _read_batch(folder / _CIFAR_TEST)
     x, y = np.concatenate([x for x, _ in train]), np.concatenate([y for _, y in train])

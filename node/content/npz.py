@@ -161,8 +161,8 @@ def map_arrays(layouts: Layouts, out: IO[bytes]) -> Arrays:
     return arrays_of(layouts, mapping)
 
 
-def arrays_of(layouts: Layouts, mapping: mmap.mmap) -> Arrays:
-    """The same of a file that is mapped."""
+def arrays_of(layouts: Layouts, mapping: mmap.mmap | Array) -> Arrays:
+    """The same of a file that is mapped, or of bytes in memory."""
     found = {}
     for name, begin in layouts.begins.items():
         layout = layouts.arrays[name]

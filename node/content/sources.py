@@ -1,11 +1,12 @@
 """Data as people have it, made into a folder of `train.npz` and `test.npz`: the form that a run takes.
 
-The requester's own command does so, in its own process, with files that belong to the person who asks:
-what travels afterwards is arrays. Nothing here runs code or unpickles. Read are:
+The requester's own command does so, with files that belong to the person who asks: what travels afterwards is
+arrays. Nothing here runs code or unpickles, and nothing is guessed: how a source was read is stated
+(`node.content.reading`), and one that can be read in two ways is refused with the key that decides. Read are:
 
-    TABLE.csv, TABLE.parquet    a row a sample: numbers, and one column of labels
+    TABLE.csv, .tsv, .parquet   a row a sample: numbers, and one column of labels
     ARRAYS.npz, .safetensors    `x` and `y`, or arrays named as the model's inputs and labels; or all of them
-                                as `train_NAME` and `test_NAME`, perhaps `validation_NAME`
+                                with the name of a part, `train_NAME` or `NAME_train`
     a folder of images          a folder for each class, at the top or under `train`, `test` and `validation`
     a folder of arrays          `train.npz`, and perhaps `test.npz` and `validation.npz`
     a folder of CIFAR-10        `data_batch_*.bin` and `test_batch.bin` (its binary version)
@@ -16,61 +17,73 @@ the training samples. Where neither it nor the source has a test part, a fixed f
 every conversion. Equal sources make equal bytes, so that their hash names them.
 """
 
-import csv
 import tempfile
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.numpy
 
+from node.content.array_files import channels_first, parts_of, read_npz, read_safetensors
+from node.content.columns import Schema, schema_from
 from node.content.datasets import ORIGINS_NAME
 from node.content.images import is_cifar, read_cifar, read_images
-from node.content.npz import BadArchive, unpack_here
+from node.content.reading import SourceReading, describe, write_reading
 from node.content.shards import PARTS, PartName
+from node.content.tables import read_csv, read_parquet
 from node.errors import UsageError
-from node.invocation import install_command
+from node.protocols.data_table import DataTable
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Arrays = dict[str, Array]
 Parts = dict[PartName, Arrays]
 """What a source has of each part; `train` is there always."""
+Tell = Callable[[str], None]
+"""Takes how far the reading is."""
 
 _NUMBER = " number"
 SCHEMES = ("http://", "https://")
-LABEL_COLUMNS = ("label", "labels", "class", "target", "y")
-"""A table's column of labels, by the first of these names that it has; else its last column."""
 DOWNLOAD_BYTES_MAX = 1 << 31
 DOWNLOAD_SECONDS = 60.0
 """Without a byte."""
 HELD_OUT = 5
 """One sample in five is held out where the source does not say which."""
 SAMPLES_MIN = 2
-TABLE_NUMBERS_MAX = 1 << 29
-"""The numbers in a Parquet file, whose few bytes may stand for many."""
-SHOWN_MAX = 40
-"""Letters of a value in an error."""
 _SPLIT_SEED = 20
 _VALIDATION_SEED = 21
 _CHUNK_BYTES = 1 << 20
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
+_ARCHIVES = {".npz": read_npz, ".safetensors": read_safetensors}
+_TABLES = {".csv": read_csv, ".tsv": read_csv, ".parquet": read_parquet}
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is to be read: `data` of a RUN.toml in the folder `base`, by these keys.
+
+    `test` and `validation` name another source each, or a share of the training samples. With `like`, the
+    samples are new ones, read as those of that reading were; their labels may be missing.
+    """
+
+    data: str
+    base: Path
+    keys: DataTable
+    test: str | float = ""
+    validation: str | float = ""
+    like: SourceReading | None = None
 
 
 @dataclass
-class Schema:
-    """What the training samples call things: the columns of a table, the classes in the order of their
-    numbers. The first source that is read fills it in, and later ones must keep to it."""
+class SampleParts:
+    """What was read: arrays of each part, how, and of each part the numbers of its samples in the source."""
 
-    features: list[str] = field(default_factory=list)
-    label: str = ""
-    words: list[str] = field(default_factory=list)
-    needs_labels: bool = True
-    """False where samples are predicted from: those without labels will do."""
+    parts: Parts
+    reading: SourceReading
+    origins: dict[PartName, Array] = field(default_factory=dict)
 
 
 def is_source(data: str, base: Path) -> bool:
@@ -80,98 +93,147 @@ def is_source(data: str, base: Path) -> bool:
     path = base / Path(data).expanduser()
     if path.is_dir():
         return not (path / "train.npz").exists()
-    return path.suffix.lower() in {*_READERS, *_ARCHIVES}
+    return path.suffix.lower() in {*_TABLES, *_ARCHIVES}
 
 
 def convert(
-    data: str, base: Path, folder: Path, *, test: str | float = "", validation: str | float = ""
-) -> None:
-    """Write `train.npz` and `test.npz`, and `validation.npz` where there is such a part, into `folder`, which
-    exists. `test` and `validation` name another source each, or a share of the training samples.
+    data: str,
+    base: Path,
+    folder: Path,
+    *,
+    test: str | float = "",
+    validation: str | float = "",
+    keys: DataTable | None = None,
+) -> SourceReading:
+    """Write `train.npz` and `test.npz`, `validation.npz` where there is such a part, and how they were read,
+    into `folder`, which exists. It is read in this process; `node.content.fenced_reading` starts one.
 
     Raises:
         UsageError: what is missing, cannot be read or does not fit together, with its file.
     """
+    wish = Wish(data, base, keys or DataTable(data), test, validation)
+    with downloaded(wish, folder) as (here, names), called(names):
+        samples = read(here)
+    samples.reading.source = data
+    return write(samples, folder)
+
+
+def write(samples: SampleParts, folder: Path) -> SourceReading:
+    """Put samples into `folder`, in the form that a run takes. Raises UsageError."""
+    try:
+        for name, arrays in samples.parts.items():
+            np.savez(folder / f"{name}.npz", **arrays)  # type: ignore[arg-type]  # numpy's own
+        if len(samples.origins) > 1:
+            np.savez(folder / ORIGINS_NAME, **samples.origins)  # type: ignore[arg-type]  # numpy's own
+        write_reading(samples.reading, folder)
+    except OSError as error:
+        raise UsageError(f"{folder}: {error.strerror or error}") from None
+    return samples.reading
+
+
+def read(wish: Wish, tell: Tell = lambda _: None) -> SampleParts:
+    """Read what is wished for, of files that are here. Raises UsageError."""
+    reading = SourceReading(wish.data)
+    if wish.like is not None:
+        schema = replace(schema_from(wish.like), needs_labels=False)
+        parts = _read_source(wish.data, wish, schema, reading, tell)
+        new = parts.get("test", parts["train"])
+        schema.state(reading)
+        describe(reading, {"train": new})
+        return SampleParts({"train": new}, reading)
     schema = Schema()
-    parts = _read_source(data, base, folder, schema)
-    parts["train"][_NUMBER] = np.arange(len(next(iter(parts["train"].values()))))
-    wanted: tuple[tuple[PartName, str | float], ...] = (("test", test), ("validation", validation))
+    parts = _read_source(wish.data, wish, schema, reading, tell)
+    whole = np.arange(len(next(iter(parts["train"].values()))))
+    wanted: tuple[tuple[PartName, str | float], ...] = (("test", wish.test), ("validation", wish.validation))
     for part, source in wanted:
         if source and part in parts:
             raise UsageError(
-                f"splits.{part}: {data} has {part} samples of its own", f"leave splits.{part} out"
+                f"splits.{part}: {wish.data} has {part} samples of its own", f"leave splits.{part} out"
             )
         if isinstance(source, str) and source:
-            other = _read_source(source, base, folder, schema, part=part)
+            of_other = SourceReading(source)
+            other = _read_source(source, wish, schema, of_other, tell, part=part)
             if len(other) > 1:
                 raise UsageError(f"splits.{part}: {source} has several parts of its own")
             parts[part] = other["train"]
+            reading.notes += [f"{part}: {source}: {of_other.form}", *(f"{part}: {e}" for e in of_other.notes)]
+            reading.skipped += [f"{part}: {each}" for each in of_other.skipped]
+    parts["train"][_NUMBER] = whole
     for part, source in wanted:
         if isinstance(source, float) and source:
-            parts["train"], parts[part] = hold_out(parts["train"], source, data, part)
+            parts["train"], parts[part] = hold_out(parts["train"], source, wish.data, part)
+            reading.notes.append(f"{part}: {source:g} of the training samples, dealt by a fixed seed")
     if "test" not in parts:
-        parts["train"], parts["test"] = hold_out(parts["train"], 1 / HELD_OUT, data, "test")
+        parts["train"], parts["test"] = hold_out(parts["train"], 1 / HELD_OUT, wish.data, "test")
+        reading.notes.append(f"test: one sample in {HELD_OUT}, dealt by a fixed seed")
     origins = {name: arrays.pop(_NUMBER) for name, arrays in parts.items() if _NUMBER in arrays}
-    _check_parts(parts, data)
-    try:
-        for name, arrays in parts.items():
-            np.savez(folder / f"{name}.npz", **arrays)  # type: ignore[arg-type]  # numpy's own
-        if len(origins) > 1:
-            np.savez(folder / ORIGINS_NAME, **origins)  # type: ignore[arg-type]  # numpy's own
-    except OSError as error:
-        raise UsageError(f"{folder}: {error.strerror or error}") from None
+    _check_parts(parts, wish.data)
+    schema.state(reading)
+    describe(reading, parts)
+    return SampleParts({part: parts[part] for part in PARTS if part in parts}, reading, origins)
 
 
-def schema_of(data: str, base: Path, folder: Path) -> Schema:
-    """What a source calls its columns and classes. Raises UsageError."""
-    schema = Schema()
-    if is_source(data, base):
-        _read_source(data, base, folder, schema)
-    return schema
-
-
-def read_new(data: str, base: Path, folder: Path, schema: Schema) -> Arrays:
-    """Samples to predict from: a source's test part, or all of one that has no parts. `schema` is that of the
-    training samples; labels may be missing. Raises UsageError."""
-    parts = _read_source(data, base, folder, replace(schema, needs_labels=False))
-    return parts.get("test", parts["train"])
-
-
-def _read_source(data: str, base: Path, folder: Path, schema: Schema, *, part: str = "") -> Parts:
-    is_url = data.startswith(SCHEMES)
-    path = _download(data, folder) if is_url else base / Path(data).expanduser()
+def _read_source(
+    data: str, wish: Wish, schema: Schema, reading: SourceReading, tell: Tell, *, part: str = ""
+) -> Parts:
+    path = wish.base / Path(data).expanduser()
     if not path.exists():
         where = f"splits.{part}: " if part else ""
         raise UsageError(
             f"{where}{path}: no such file", "data, and what [splits] names, are files or folders"
         )
-    parts = _read(path, schema)
+    parts = _read(path, wish.keys, schema, reading, tell)
     for name, arrays in parts.items():
         _count(arrays, path if len(parts) == 1 else path / name)
     return parts
 
 
-def _read(path: Path, schema: Schema) -> Parts:
+def _read(path: Path, keys: DataTable, schema: Schema, reading: SourceReading, tell: Tell) -> Parts:
     """Arrays by name for each part."""
+    suffix = path.suffix.lower()
+    _check_keys(path, keys)
     try:
         if path.is_dir():
             if (path / "train.npz").exists():
+                reading.form = "a folder of npz files"
                 return {
-                    name: _read_npz(path / f"{name}.npz")
+                    name: read_npz(path / f"{name}.npz")
                     for name in PARTS
                     if name == "train" or (path / f"{name}.npz").exists()
                 }
             if is_cifar(path):
-                return read_cifar(path, schema.words)
-            return read_images(path, schema.words, needs_labels=schema.needs_labels)
-        suffix = path.suffix.lower()
+                return read_cifar(path, schema.words, reading)
+            return read_images(path, schema.words, reading, keys, needs_labels=schema.needs_labels, tell=tell)
         if suffix in _ARCHIVES:
-            return _from_named(_ARCHIVES[suffix](path), path)
-        if suffix not in _READERS:
-            raise UsageError(f"{path}: want {', '.join(sorted({*_READERS, *_ARCHIVES}))}, or a folder")
-        return {"train": _from_columns(_READERS[suffix](path), path, schema)}
+            parts = parts_of(_ARCHIVES[suffix](path), path, keys, reading)
+            channels_first(parts, keys, reading)
+            return parts
+        if suffix not in _TABLES:
+            raise UsageError(f"{path}: want {', '.join(sorted({*_TABLES, *_ARCHIVES}))}, or a folder")
+        return {"train": _TABLES[suffix](path, keys, schema, reading, tell)}
     except OSError as error:
         raise UsageError(f"{path}: {(error.strerror or str(error)).lower()}") from None
+
+
+_TABLE_KEYS = ("features", "separator", "decimal", "encoding", "header")
+
+
+def _check_keys(path: Path, keys: DataTable) -> None:
+    """Refuse keys that mean nothing for a source of this form. Raises UsageError."""
+    suffix = path.suffix.lower()
+    if path.is_dir():
+        useless: tuple[str, ...] = (*_TABLE_KEYS, "label", "channels")
+    elif suffix in _ARCHIVES:
+        useless = (*_TABLE_KEYS, "classes")
+    elif suffix == ".parquet":
+        useless = ("separator", "decimal", "encoding", "header", "channels")
+    else:
+        useless = ("channels",)
+    for name in useless:
+        if getattr(keys, name) not in ("", (), None):
+            raise UsageError(f"{path}: {name} says nothing of such a source", f"leave {name} out of [data]")
+    if isinstance(keys.classes, str) and keys.classes and path.is_dir():
+        raise UsageError(f"{path}: classes: want a list of its folders in the order of their numbers")
 
 
 def _check_parts(parts: Parts, where: str) -> None:
@@ -203,157 +265,6 @@ def hold_out(arrays: Arrays, share: float, where: str, part: str) -> tuple[Array
     }
 
 
-# Tables
-
-
-def _read_csv(path: Path) -> Mapping[str, Sequence[Any]]:
-    try:
-        with path.open(newline="", encoding="utf-8", errors="replace") as file:
-            rows = csv.reader(file)
-            names = next(rows, [])
-            table = [row for row in rows if row]
-    except csv.Error as error:
-        raise UsageError(f"{path}: no table of text: {error}") from None
-    if not names or not table:
-        raise UsageError(f"{path}: want a line of names and then a row for each sample")
-    if len(set(names)) != len(names):
-        raise UsageError(f"{path}: two columns of one name in the first line")
-    for number, row in enumerate(table):
-        if len(row) != len(names):
-            raise UsageError(f"{path}: row {number + 2} has {len(row)} fields, the first line {len(names)}")
-    return {name: [row[index] for row in table] for index, name in enumerate(names)}
-
-
-def _read_parquet(path: Path) -> Mapping[str, Sequence[Any]]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise UsageError(
-            f"{path}: pyarrow, which reads Parquet, is not installed", install_command("pyarrow")
-        ) from None
-    try:
-        told = pyarrow.parquet.ParquetFile(path).metadata
-        if told.num_rows * told.num_columns > TABLE_NUMBERS_MAX:
-            raise UsageError(f"{path}: {told.num_rows} rows of {told.num_columns} columns are too many")
-        table = pyarrow.parquet.read_table(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UsageError(f"{path}: no Parquet file: {(str(error).splitlines() or [''])[0][:200]}") from None
-    if not table.num_rows:
-        raise UsageError(f"{path}: no rows")
-    return {name: table[name].to_pylist() for name in table.column_names}
-
-
-def _from_columns(columns: Mapping[str, Sequence[Any]], path: Path, schema: Schema) -> Arrays:
-    if not schema.features:
-        lower = {name.strip().lower(): name for name in columns}
-        schema.label = next((lower[name] for name in LABEL_COLUMNS if name in lower), list(columns)[-1])
-        schema.features = [name for name in columns if name != schema.label]
-    if not schema.features:
-        raise UsageError(f"{path}: only one column, '{schema.label}'; want numbers and a column of labels")
-    known = (*schema.features, schema.label)
-    for name in known if schema.needs_labels else schema.features:
-        if name not in columns:
-            raise UsageError(f"{path}: no column {_shown(name)}, which the training samples have")
-    for name in columns:
-        if name not in known:
-            raise UsageError(f"{path}: a column {_shown(name)}, which the training samples do not have")
-    found = {"x": np.stack([_numbers(columns[name], name, path) for name in schema.features], axis=1)}
-    if schema.label in columns:
-        found["y"] = _labels(columns[schema.label], schema.label, path, schema.words)
-    return found
-
-
-def _numbers(column: Sequence[Any], name: str, path: Path) -> Array:
-    found = np.empty(len(column), np.float32)
-    for row, value in enumerate(column):
-        try:
-            number = float(value)
-        except (TypeError, ValueError, OverflowError):
-            raise UsageError(
-                f"{path}: column '{name}', sample {row + 1}: {_shown(value)} is no number"
-            ) from None
-        if not np.isfinite(np.float32(number) if abs(number) < _FLOAT32_MAX else np.inf):
-            raise UsageError(
-                f"{path}: column '{name}', sample {row + 1}: {_shown(value)} is no finite number"
-            )
-        found[row] = number
-    return found
-
-
-def _shown(value: object) -> str:
-    text = str(value)
-    return f"'{text[:SHOWN_MAX]}{'...' if len(text) > SHOWN_MAX else ''}'"
-
-
-def _labels(column: Sequence[Any], name: str, path: Path, words: list[str]) -> Array:
-    """Whole numbers as they are, other numbers as float32, words by their alphabetical order."""
-    if any(value is None or value == "" for value in column):
-        raise UsageError(f"{path}: column '{name}' of labels has an empty field")
-    try:
-        numbers = [float(value) for value in column] if not words else None
-    except (TypeError, ValueError, OverflowError):
-        numbers = None
-    if numbers is None:
-        words[:] = words or sorted({str(value) for value in column})
-        index = {word: number for number, word in enumerate(words)}
-        for row, value in enumerate(column):
-            if str(value) not in index:
-                raise UsageError(
-                    f"{path}: column '{name}', sample {row + 1}: no training sample has the label "
-                    f"{_shown(value)}"
-                )
-        return np.array([index[str(value)] for value in column], np.int64)
-    if not all(abs(number) < _FLOAT32_MAX for number in numbers):
-        raise UsageError(f"{path}: column '{name}' of labels has a number that is not finite")
-    if all(number.is_integer() and abs(number) < 2**53 for number in numbers):
-        return np.array(numbers).astype(np.int64)
-    return np.array(numbers, np.float32)
-
-
-# Arrays
-
-
-def _read_npz(path: Path) -> Arrays:
-    try:
-        with path.open("rb") as file, tempfile.TemporaryFile(buffering=0) as out:
-            return unpack_here(file, out, same_count=False)
-    except BadArchive as error:
-        raise UsageError(f"{path}: no archive of plain arrays: {_first_line(error)}") from None
-
-
-def _read_safetensors(path: Path) -> Arrays:
-    try:
-        return safetensors.numpy.load_file(path)
-    except (safetensors.SafetensorError, TypeError, ValueError, KeyError, AttributeError) as error:
-        raise UsageError(f"{path}: no safetensors file of numpy's types: {_first_line(error)}") from None
-
-
-def _first_line(error: Exception) -> str:
-    # What numpy says of pickled data is advice that nobody should follow.
-    text = (str(error).splitlines() or [""])[0]
-    return "it holds Python objects" if "pickle" in text.lower() else text[:200]
-
-
-def _from_named(arrays: Arrays, path: Path) -> Parts:
-    """Arrays of one archive, in parts by their names where all have such. Raises UsageError."""
-    parts: Parts = {
-        part: {
-            name.removeprefix(f"{part}_"): array
-            for name, array in arrays.items()
-            if name.startswith(f"{part}_")
-        }
-        for part in PARTS
-    }
-    found = {part: named for part, named in parts.items() if named}
-    if {"train", "test"} <= set(found) and sum(map(len, found.values())) == len(arrays):
-        return found
-    if not arrays or any(not array.ndim for array in arrays.values()):
-        names = ", ".join(sorted(arrays)[:8]) or "nothing"
-        raise UsageError(f"{path}: holds {names}; want x and y, or arrays as the model's inputs are called")
-    return {"train": arrays}
-
-
 def _count(arrays: Arrays, path: Path) -> int:
     """How many samples they hold. Raises UsageError: each another number, or none."""
     lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
@@ -368,11 +279,51 @@ def _count(arrays: Arrays, path: Path) -> int:
 # From elsewhere
 
 
+@contextmanager
+def downloaded(wish: Wish, folder: Path) -> Iterator[tuple[Wish, dict[str, str]]]:
+    """Yield the wish with files in the place of URLs, and what people call these files. Raises UsageError."""
+    names: dict[str, str] = {}
+    with ExitStack() as stack:
+
+        def here(source: str) -> str:
+            if not source.startswith(SCHEMES):
+                return source
+            into = stack.enter_context(tempfile.TemporaryDirectory(prefix="download-", dir=folder))
+            path = str(_download(source, Path(into)))
+            names[path] = source
+            return path
+
+        data = here(wish.data)
+        others = [here(each) if isinstance(each, str) else each for each in (wish.test, wish.validation)]
+        yield replace(wish, data=data, test=others[0], validation=others[1]), names
+
+
+@contextmanager
+def called(names: dict[str, str]) -> Iterator[None]:
+    """Errors within call files as people do."""
+    try:
+        yield
+    except UsageError as error:
+        raise renamed(error, names) from None
+
+
+def renamed(error: UsageError, names: dict[str, str]) -> UsageError:
+    """Return an error that calls files by other names."""
+    texts = [text and _replaced(text, names) for text in error.written]
+    return UsageError(texts[0] or "", texts[1])
+
+
+def _replaced(text: str, names: dict[str, str]) -> str:
+    for path, name in names.items():
+        text = text.replace(path, name)
+    return text
+
+
 def _download(url: str, folder: Path) -> Path:
     """Fetch a file of a known form into `folder`. Raises UsageError."""
     suffix = Path(urllib.parse.urlsplit(url).path).suffix.lower()
-    if suffix not in {*_READERS, *_ARCHIVES}:
-        raise UsageError(f"{url}: want a file that ends in {', '.join(sorted({*_READERS, *_ARCHIVES}))}")
+    if suffix not in {*_TABLES, *_ARCHIVES}:
+        raise UsageError(f"{url}: want a file that ends in {', '.join(sorted({*_TABLES, *_ARCHIVES}))}")
     path = folder / f"download{suffix}"
     try:
         with (
@@ -387,7 +338,3 @@ def _download(url: str, folder: Path) -> Path:
         reason = getattr(error, "reason", None) or error
         raise UsageError(f"{url}: {reason}") from None
     return path
-
-
-_ARCHIVES = {".npz": _read_npz, ".safetensors": _read_safetensors}
-_READERS = {".csv": _read_csv, ".parquet": _read_parquet}

@@ -23,6 +23,7 @@ from node import toml
 from node.errors import UsageError
 from node.forks import keep_from_children
 from node.invocation import KEEPS_SPANS
+from node.protocols.data_table import DataTable
 from node.protocols.manifest import RunFile, check_run_file
 from node.seams import Executor
 from node.suggest import did_you_mean
@@ -52,12 +53,16 @@ def run_document(model: str, data: str, settings: Mapping[str, Any]) -> tuple[di
         document = {"model": model}
     name = model if model.endswith(".toml") else NAME
     if data:
-        document["data"] = data
+        document["data"] = (
+            data if not isinstance(document.get("data"), dict) else document["data"] | {"source": data}
+        )
     homes = _homes()
     for key, value in settings.items():
         if key not in homes:
             raise UsageError(f"{name}: unknown setting '{key[:40]}'{did_you_mean(key, sorted(homes))}")
         table = homes[key]
+        if table == "data" and isinstance(document.setdefault("data", "digits"), str):
+            document["data"] = {"source": document["data"]}
         if table:
             document.setdefault(table, {})[key] = value
         else:
@@ -67,7 +72,7 @@ def run_document(model: str, data: str, settings: Mapping[str, Any]) -> tuple[di
 
 def _homes() -> dict[str, str]:
     """Return in which table of RUN.toml each key stands, "" for the file's own."""
-    found: dict[str, str] = {}
+    found = {field.name: "data" for field in msgspec.structs.fields(DataTable) if field.name != "source"}
     for field in msgspec.structs.fields(RunFile):
         default = field.default
         if isinstance(default, msgspec.Struct):
@@ -135,7 +140,7 @@ async def _prepared_file(model: str, data: str, settings: Mapping[str, Any]) -> 
 
 def _captured_already(run_file: RunFile, path: Path, name: str) -> dict[str, str] | None:
     """Return where the model lies, if nothing is to be captured or converted. Raises UsageError."""
-    if run_file.train.groups or run_file.data != "digits" or not run_file.model.endswith(GRAPH_SUFFIX):
+    if run_file.train.groups or run_file.source != "digits" or not run_file.model.endswith(GRAPH_SUFFIX):
         return None
     graph = path.parent / Path(run_file.model).expanduser()
     if not graph.is_file():
@@ -197,9 +202,16 @@ async def _read_all(pipe: Any, into: bytearray) -> None:
         into += data
 
 
+def error_lines(text: str) -> list[str]:
+    """The lines of a command's error, without those that it said before."""
+    lines = text.strip().splitlines()
+    begins = [number for number, line in enumerate(lines) if line.startswith("error: ")]
+    return lines[begins[-1] :][:_LINES_SHOWN] if begins else lines[-_LINES_SHOWN:]
+
+
 def refusal(errors: bytes | bytearray, name: str) -> UsageError:
     """Return what a command's lines of errors say, the last ones, as the error of the call `name`."""
-    lines = errors.decode(errors="replace").strip().splitlines()[-_LINES_SHOWN:]
+    lines = error_lines(errors.decode(errors="replace"))
     advice = lines.pop().strip().removeprefix("do: ") if lines and lines[-1].startswith("  do: ") else None
     what = " ".join(lines)[:_LENGTH_SHOWN].removeprefix("error: ").removeprefix(f"{name}: ")
     return UsageError(f"{name}: {what or 'the model could not be captured'}", advice)

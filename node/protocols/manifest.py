@@ -18,6 +18,7 @@ from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
 from gossip.averaging.aggregates import chosen, obstacle_of
 from node.errors import UsageError
+from node.protocols.data_table import DataTable
 from node.protocols.run_keys import check_keys
 from partition.codecs.choice import Frames
 from partition.model.graph import LAYERS_MAX, SYMBOLS_MAX
@@ -218,17 +219,28 @@ class RunFile(msgspec.Struct, frozen=True):
     of what makes it (`layers` and `width` of a gpt). `data` is `digits`, a folder with train.npz and
     test.npz (arrays x and y, or as the model's inputs and labels are called), a file of text, or what
     `node.content.sources` makes such a folder of: a table, arrays, images; or PATH.py:FUNCTION, which returns
-    a Dataset, an iterator or arrays (`node.content.samples`). With `tokenizer`, a tokenizer.json, a text is
+    a Dataset, an iterator or arrays (`node.content.samples`). As a table, `[data]`, it also says how that is
+    read. With `tokenizer`, a tokenizer.json, a text is
     its tokens and `train.window` counts those.
     """
 
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=4_096)]
-    data: Annotated[str, msgspec.Meta(min_length=1, max_length=4_096)] = "digits"
+    data: Annotated[str, msgspec.Meta(min_length=1, max_length=4_096)] | DataTable = "digits"
     options: dict[str, bool | int | float | str] = {}
     train: TrainTable = TrainTable()
     plan: PlanTable = PlanTable()
     splits: SplitsTable = SplitsTable()
     tokenizer: Annotated[str, msgspec.Meta(max_length=4_096)] = ""
+
+    @property
+    def source(self) -> str:
+        """What `data` names."""
+        return self.data if isinstance(self.data, str) else self.data.source
+
+    @property
+    def data_keys(self) -> DataTable:
+        """How the source is to be read."""
+        return DataTable(self.data) if isinstance(self.data, str) else self.data
 
     @property
     def optimizer(self) -> OptimizerSettings:

@@ -28,8 +28,9 @@ import struct
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from node.stages.arithmetic import arithmetic_settings
@@ -103,12 +104,19 @@ def environment(given: Mapping[str, str], *, scratch: str, path: str, threads: i
     )
 
 
-def enter(*, scratch: str, device: str, memory_bytes: int, allow_unfenced: bool = False) -> Fenced:
+def enter(
+    *,
+    scratch: str,
+    device: str,
+    memory_bytes: int,
+    allow_unfenced: bool = False,
+    readable: Sequence[str] = (),
+) -> Fenced:
     """Fence this process in, for good. Call it with everything imported and before any thread is started.
 
     With an accelerator `scratch` is the only folder it may write to afterwards, else there is none.
     `memory_bytes` is what it may take on top of what it has now. With `allow_unfenced` it goes on without
-    what this system lacks.
+    what this system lacks. `readable` are further files and folders that it may read.
 
     Raises:
         NotFenced: a fence does not stand; those that do stay. Or another thread runs already, allowed or not:
@@ -116,13 +124,13 @@ def enter(*, scratch: str, device: str, memory_bytes: int, allow_unfenced: bool 
     """
     if others := _other_threads():
         raise NotFenced(f"other threads run already, which some fences would miss: {', '.join(others)}")
-    fenced = _fence(scratch, device, memory_bytes)
+    fenced = _fence(scratch, device, memory_bytes, readable)
     if fenced.unfenced and not allow_unfenced:
         raise NotFenced("; ".join(fenced.unfenced))
     return fenced
 
 
-def _fence(scratch: str, device: str, memory_bytes: int) -> Fenced:
+def _fence(scratch: str, device: str, memory_bytes: int, readable: Sequence[str]) -> Fenced:
     tempfile.tempdir = scratch  # else it tries out by writing which folder it may use
     accelerator = device != "cpu"
     fences: list[str] = []
@@ -134,7 +142,7 @@ def _fence(scratch: str, device: str, memory_bytes: int) -> Fenced:
     kernel = _Kernel()
     namespaces = "an accelerator" if accelerator else _try(kernel.leave_namespaces)
     kernel.forbid_new_privileges()
-    landlock, problem = kernel.restrict_files(scratch, accelerator=accelerator)
+    landlock, problem = kernel.restrict_files(scratch, readable, accelerator=accelerator)
     seccomp = _try(lambda: kernel.filter_calls(files_fenced=landlock > 0, accelerator=accelerator))
     by = [name for name, missing in (("seccomp", seccomp), ("namespaces", namespaces)) if not missing]
     if landlock:
@@ -243,7 +251,7 @@ class _Kernel:
         )
         self._call(_SECCOMP[machine], _SECCOMP_SET_MODE_FILTER, _SECCOMP_TSYNC, header)
 
-    def restrict_files(self, scratch: str, *, accelerator: bool) -> tuple[int, str]:
+    def restrict_files(self, scratch: str, readable: Sequence[str], *, accelerator: bool) -> tuple[int, str]:
         """Landlock's version and '', or 0 and why it does not stand."""
         if os.uname().machine not in ARCHITECTURES:
             return 0, f"unknown architecture {os.uname().machine}"
@@ -260,7 +268,10 @@ class _Kernel:
             buffer = ctypes.create_string_buffer(attributes, len(attributes))
             ruleset = self._call(_CREATE_RULESET, buffer, len(attributes), 0)
             try:
-                for path, actions in _open_paths(scratch, accelerator=accelerator):
+                paths = chain(
+                    _open_paths(scratch, accelerator=accelerator), ((path, _READ) for path in readable)
+                )
+                for path, actions in paths:
                     self._allow_beneath(ruleset, path, actions & handled)
                 self._call(_RESTRICT_SELF, ruleset, 0)
             finally:

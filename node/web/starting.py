@@ -16,13 +16,13 @@ import trio
 from node import toml
 from node.errors import PeerloomError, UsageError
 from node.invocation import KEEPS_SPANS
+from node.library.preparing import error_lines
 from node.protocols.manifest import RunFile, check_run_file
 
 START_SECONDS_MAX = 300.0
 """How long capturing and placing may take; a run that waits for peers longer is begun by the command."""
 TEXT_LENGTH_MAX = 32_000
 NAME = "RUN.toml"
-_LINES_SHOWN = 3
 
 
 class Starter:
@@ -38,7 +38,7 @@ class Starter:
             raise UsageError(f"a run of {len(text)} letters, at most {TEXT_LENGTH_MAX}")
         run_file = toml.parse(text, RunFile, name=NAME).value
         check_run_file(run_file, NAME)
-        if ".py" in run_file.model or ".py" in run_file.data:
+        if ".py" in run_file.model or ".py" in run_file.source:
             raise UsageError(
                 "the page starts built-in and captured models on data in files; "
                 "your own code: `peerloom train`"
@@ -69,8 +69,8 @@ class Starter:
 
 
 def _told(code: int, out: bytes, errors: bytes) -> dict[str, str]:
-    lines = errors.decode(errors="replace").strip().splitlines()
     if code:
-        raise PeerloomError(" ".join(lines[-_LINES_SHOWN:])[:500] or f"it ended with status {code}")
+        lines = error_lines(errors.decode(errors="replace"))
+        raise PeerloomError(" ".join(lines)[:500] or f"it ended with status {code}")
     document = json.loads(out.decode().strip().splitlines()[-1])
     return {"run": str(document["run"]), "status": str(document["status"])}

@@ -158,7 +158,7 @@ def test_a_parquet_file_that_is_damaged_or_swells_is_refused(tmp_path: Path) -> 
             convert("d.parquet", tmp_path, tmp_path)
     (tmp_path / "d.parquet").write_bytes(data)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("node.content.sources.TABLE_NUMBERS_MAX", 1_000_000)
+        patch.setattr("node.content.tables.TABLE_NUMBERS_MAX", 1_000_000)
         with pytest.raises(UsageError, match="too many"):
             convert("d.parquet", tmp_path, tmp_path)
 

@@ -1,0 +1,108 @@
+"""`peerloom data show SOURCE`: how a source of samples would be read, before anything is trained on it.
+
+The same reading that `train` states in its first lines. The flags are keys of `[data]` in RUN.toml.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from node.cli.options import AsJson
+from node.cli.render import progress, show, show_json
+from node.cli.temporary import command_folder
+from node.errors import UsageError
+
+app = typer.Typer(no_args_is_help=False, rich_markup_mode=None)
+
+Names = list[str] | None
+
+
+@app.callback(invoke_without_command=True)
+def data(context: typer.Context) -> None:
+    """Show how data would be read."""
+    if context.invoked_subcommand is None:
+        raise UsageError("data: want a command", "`peerloom data show SOURCE`")
+
+
+@app.command("show")
+def show_source(
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="A table, arrays, a folder of images; or RUN.toml.")
+    ],
+    label: Annotated[str, typer.Option("--label", metavar="COL", help="The column of labels.")] = "",
+    feature: Annotated[
+        Names, typer.Option("--feature", "--features", metavar="COL", help="Learn from this column.")
+    ] = None,
+    ignore: Annotated[Names, typer.Option("--ignore", metavar="COL", help="Leave this column out.")] = None,
+    separator: Annotated[str, typer.Option("--separator", metavar="C", help="Between fields.")] = "",
+    decimal: Annotated[str, typer.Option("--decimal", metavar=".|,", help="The mark of decimals.")] = "",
+    encoding: Annotated[str, typer.Option("--encoding", metavar="NAME", help="Such as cp1252.")] = "",
+    header: Annotated[
+        bool | None, typer.Option("--header/--no-header", help="Whether the first line holds names.")
+    ] = None,
+    classes: Annotated[
+        str, typer.Option("--classes", metavar="words|numbers|amounts|A,B", help="What labels are.")
+    ] = "",
+    channels: Annotated[
+        str, typer.Option("--channels", metavar="first|last", help="Where pictures in arrays have theirs.")
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Show how a source is read: its form, label, classes, shapes and first samples."""
+    given: dict[str, Any] = {
+        "label": label,
+        "features": feature or (),
+        "ignore": ignore,
+        "separator": separator.replace("\\t", "\t"),
+        "decimal": decimal,
+        "encoding": encoding,
+        "header": header,
+        "classes": classes
+        if classes in ("words", "numbers", "amounts")
+        else [e for e in classes.split(",") if e],
+        "channels": channels,
+    }
+    keys = {name: value for name, value in given.items() if value not in ("", (), [], None)}
+    reading = read_source(source, keys)
+    if as_json:
+        from node.content.reading import reading_document
+
+        show_json(reading_document(reading))
+    else:
+        show(reading.lines())
+
+
+def read_source(source: str, keys: dict[str, Any]) -> Any:
+    """Read a source, or the data of a RUN.toml, with further keys of `[data]`. Raises UsageError."""
+    import msgspec
+
+    from node.cli.capture import prepare_data
+    from node.content import datasets
+    from node.content.reading import SourceReading, describe
+    from node.protocols.data_table import DataTable
+    from node.protocols.manifest import RunFile
+    from node.runs.manifest_builder import WINDOW
+    from node.toml import load
+
+    base, name = Path(), "data show"
+    run_file = RunFile("mlp", source)
+    if source.endswith(".toml"):
+        base, name = Path(source).expanduser().parent, source
+        run_file = load(Path(source).expanduser(), RunFile)
+    whole = msgspec.to_builtins(run_file.data_keys) | keys
+    try:
+        table = msgspec.convert({key: value for key, value in whole.items() if value is not None}, DataTable)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"data show: {error}") from None
+    run_file = msgspec.structs.replace(run_file, data=table)
+    with command_folder() as folder:
+        reading = prepare_data(run_file, base, folder, name, progress)
+        if reading is None:
+            dataset = datasets.load(run_file.source, base, window=run_file.train.window or WINDOW)
+            form = (
+                f"text, its bytes in windows of {dataset.window}" if dataset.window else "arrays of numbers"
+            )
+            reading = SourceReading(run_file.source, form)
+            describe(reading, dataset.parts)
+        return reading

@@ -1,0 +1,330 @@
+"""A fenced process that reads a person's files, `python -m node.content.fenced_reading`, and its caller.
+
+The process fences itself in (`node.stages.sandbox`) before it opens a file: it reads the sources and nothing
+else of the person's, writes nowhere, reaches no network, and has bounds on memory and time that follow from
+the sources' size. It says what it found; the command checks that, makes room in a nameless file, and has
+the numbers put there. Where a machine lacks a fence the reading says so: the files are the person's own.
+"""
+
+import ctypes
+import mmap
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+import numpy as np
+
+from node.content.npz import RATIO_FREE_BYTES, RATIO_MAX
+from node.content.reading import READING_BYTES_MAX, SourceReading
+from node.content.shards import PARTS, PartName
+from node.content.sources import SampleParts, Tell, Wish, downloaded, read, renamed, write
+from node.errors import UsageError
+from node.protocols.data_table import DataTable
+from node.stages import sandbox
+from node.stages.scratch import Scratch
+
+MEMORY_BYTES = 512 << 20
+"""On top of Python, numpy and the libraries that read: a few chunks as text, one row group of Parquet."""
+TEXT_RATIO = 8
+"""A field of two bytes is a number of four, and there are two copies while samples are held out."""
+COPIES = 3
+"""Arrays of the other forms are there as often at most while they are dealt into parts."""
+START_SECONDS = 60.0
+SLOW_BYTES_PER_SECOND = 1e6
+"""A slow machine's reading of csv or JPEG; a source that takes longer is made to."""
+ARRAYS_BYTES_MAX = 64 << 30
+"""What a data set may have (docs/data.md)."""
+TELL_SECONDS = 0.5
+LINE_BYTES_MAX = 2 * READING_BYTES_MAX
+_ROOT = str(Path(__file__).parents[2])
+_ORIGINS = "origins"
+
+
+class _Ask(msgspec.Struct, frozen=True):
+    data: str
+    base: str
+    keys: DataTable
+    test: str | float
+    validation: str | float
+    like: SourceReading | None
+    sources: list[str]
+    seconds: int
+    memory_bytes: int
+
+
+class _Array(msgspec.Struct, frozen=True):
+    part: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return int(np.prod(self.shape, dtype=object)) * np.dtype(self.dtype).itemsize
+
+
+class _Said(msgspec.Struct, frozen=True):
+    """A line of the process: how far it is, what it found, or why it failed; empty when it is done."""
+
+    progress: str = ""
+    arrays: list[_Array] | None = None
+    reading: SourceReading | None = None
+    refused: str = ""
+    do: str | None = None
+
+
+def read_fenced(wish: Wish, folder: Path, tell: Tell = lambda _: None) -> SampleParts:
+    """Read what is wished for in a process of its own; its arrays are mapped from a file without a name in
+    `folder`. Raises UsageError."""
+    with downloaded(wish, folder) as (here, names):
+        shown_base = here.base
+        here = replace(here, base=here.base.absolute())
+        texts = [each for each in (here.data, here.test, here.validation) if isinstance(each, str) and each]
+        sources = [here.base / Path(text).expanduser() for text in texts]
+        for text, source in zip(texts, sources, strict=True):
+            names.setdefault(str(source), str(shown_base / Path(text).expanduser()))
+        missing = [source for source in sources if not source.exists()]
+        try:
+            if missing:
+                read(here)  # which says what is not there
+            samples = _asked(here, sources, folder, tell)
+        except UsageError as error:
+            raise renamed(error, names) from None
+    samples.reading.source = wish.data
+    return samples
+
+
+def convert_fenced(wish: Wish, folder: Path, tell: Tell = lambda _: None) -> SourceReading:
+    """Write the parts of a source into `folder`, as `sources.convert` does. Raises UsageError."""
+    return write(read_fenced(wish, folder, tell), folder)
+
+
+def _asked(wish: Wish, sources: list[Path], folder: Path, tell: Tell) -> SampleParts:
+    size = sum(map(_size_bytes, sources))
+    is_text = all(source.suffix.lower() in (".csv", ".tsv") for source in sources)
+    numbers = TEXT_RATIO * size if is_text else COPIES * max(RATIO_FREE_BYTES, RATIO_MAX * size)
+    seconds = round(START_SECONDS + size / SLOW_BYTES_PER_SECOND)
+    ask = _Ask(
+        wish.data,
+        str(wish.base),
+        wish.keys,
+        wish.test,
+        wish.validation,
+        wish.like,
+        [os.path.realpath(source) for source in sources],
+        seconds,
+        min(MEMORY_BYTES + numbers, ARRAYS_BYTES_MAX),
+    )
+    scratch = Scratch()
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as out:
+        process = _start(out, scratch.path)
+        timer = threading.Timer(seconds, process.kill)
+        timer.daemon = True
+        timer.start()
+        begun = time.monotonic()
+        try:
+            return _converse(process, ask, out, tell)
+        except EOFError:
+            spent = time.monotonic() - begun
+            reason = (
+                f"more than {seconds} s" if spent >= seconds else f"more than {ask.memory_bytes >> 20} MiB"
+            )
+            raise UsageError(
+                f"{sources[0]}: the process that reads it has ended: it takes {reason} for {size:,} bytes",
+                "is it damaged? A smaller file, or one of arrays (npz), takes less",
+            ) from None
+        finally:
+            timer.cancel()
+            process.kill()
+            process.wait()
+            scratch.remove()
+
+
+def _size_bytes(source: Path) -> int:
+    if not source.is_dir():
+        return source.stat().st_size
+    found = 0
+    for at, _, files in os.walk(source):
+        for name in files:
+            with_path = os.path.join(at, name)
+            found += os.stat(with_path).st_size if os.path.exists(with_path) else 0
+    return found
+
+
+def _start(out: IO[bytes], scratch: str) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(  # noqa: S603 - our own program and arguments
+        [sys.executable, "-P", "-m", "node.content.fenced_reading", str(out.fileno()), str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        pass_fds=(out.fileno(),),
+        cwd=scratch,
+        env=sandbox.environment(os.environ, scratch=scratch, path=_ROOT, threads=1),
+    )
+
+
+def _converse(process: "subprocess.Popen[bytes]", ask: _Ask, out: IO[bytes], tell: Tell) -> SampleParts:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process.stdin as to, process.stdout as come:
+        try:
+            to.write(msgspec.json.encode(ask) + b"\n")
+            to.flush()
+            said = _listen(come, tell)
+            if said.arrays is None or said.reading is None:
+                raise EOFError
+            size = sum(_padded(each) for each in said.arrays)
+            if not 0 < size <= ARRAYS_BYTES_MAX or any(each.size_bytes <= 0 for each in said.arrays):
+                raise UsageError(f"{ask.data}: {size >> 30} GiB of samples; at most {ARRAYS_BYTES_MAX >> 30}")
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(out.fileno(), 0, size)  # a full disk is an error here, not in the map
+            else:
+                out.truncate(size)
+            mapping = mmap.mmap(out.fileno(), size, access=mmap.ACCESS_READ)
+            to.write(b"go\n")
+            to.flush()
+            _listen(come, tell)
+        except BrokenPipeError:
+            raise EOFError from None
+        except OSError as error:
+            raise UsageError(f"{ask.data}: no room for its numbers: {error.strerror or error}") from None
+    return _samples(said.arrays, said.reading, mapping)
+
+
+def _padded(array: _Array) -> int:
+    return -(-array.size_bytes // 64) * 64
+
+
+def _samples(arrays: list[_Array], reading: SourceReading, mapping: mmap.mmap) -> SampleParts:
+    samples = SampleParts({}, reading)
+    place = 0
+    for each in arrays:
+        kind = np.dtype(each.dtype)
+        found = np.frombuffer(mapping, kind, each.size_bytes // kind.itemsize, place).reshape(each.shape)
+        place += _padded(each)
+        part: PartName = next(name for name in PARTS if name == each.part.removeprefix(_ORIGINS))
+        if each.part.startswith(_ORIGINS):
+            samples.origins[part] = found
+        else:
+            samples.parts.setdefault(part, {})[each.name] = found
+    return samples
+
+
+def _listen(come: IO[bytes], tell: Tell) -> _Said:
+    while True:
+        line = come.readline(LINE_BYTES_MAX)
+        if not line:
+            raise EOFError
+        try:
+            said = msgspec.json.decode(line, type=_Said)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            raise EOFError from None
+        if said.refused:
+            raise UsageError(said.refused, said.do)
+        if not said.progress:
+            return said
+        tell(said.progress)
+
+
+# In the process
+
+
+def main(arguments: list[str]) -> None:
+    out, parent = map(int, arguments)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        return
+    ask = msgspec.json.decode(sys.stdin.buffer.readline(), type=_Ask)
+    resource.setrlimit(resource.RLIMIT_CPU, (ask.seconds, ask.seconds))
+    _load_readers(ask.sources)
+    try:
+        fenced = sandbox.enter(
+            scratch=os.getcwd(),
+            device="cpu",
+            memory_bytes=ask.memory_bytes,
+            allow_unfenced=True,
+            readable=ask.sources,
+        )
+        wish = Wish(ask.data, Path(ask.base), ask.keys, ask.test, ask.validation, ask.like)
+        samples = read(wish, _teller())
+        samples.reading.notes += [f"read without a fence: {each}" for each in fenced.unfenced]
+        _give(samples, out)
+    except UsageError as error:
+        _say(_Said(refused=error.written[0], do=error.written[1]))
+    except sandbox.NotFenced as error:
+        _say(_Said(refused=f"{ask.data}: no process can be fenced in to read it: {error}"))
+    except MemoryError:
+        limit = ask.memory_bytes >> 20
+        _say(
+            _Said(refused=f"{ask.data}: takes more than {limit} MiB to read, which its size does not explain")
+        )
+
+
+def _load_readers(sources: list[str]) -> None:
+    """Load what reads these sources: behind the fence no library is loaded any more."""
+    suffixes = {Path(source).suffix.lower() for source in sources}
+    try:
+        if ".parquet" in suffixes:
+            import pyarrow.parquet
+
+            pyarrow.set_cpu_count(1)
+            pyarrow.set_io_thread_count(1)
+        if any(map(os.path.isdir, sources)):
+            from PIL import Image
+
+            Image.init()
+    except ImportError:
+        return  # the reader says what is not installed
+
+
+def _teller() -> Callable[[str], None]:
+    last = time.monotonic()
+
+    def tell(text: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= TELL_SECONDS:
+            last = time.monotonic()
+            _say(_Said(progress=text))
+
+    return tell
+
+
+def _give(samples: SampleParts, out: int) -> None:
+    found: list[tuple[_Array, Any]] = []
+    for part, arrays in samples.parts.items():
+        for name, array in arrays.items():
+            found.append((_Array(part, name, array.dtype.str, array.shape), array))
+    for part, numbers in samples.origins.items():
+        found.append((_Array(f"{_ORIGINS}{part}", "", numbers.dtype.str, numbers.shape), numbers))
+    _say(_Said(arrays=[each for each, _ in found], reading=samples.reading))
+    if not sys.stdin.buffer.readline():
+        return
+    place = 0
+    with mmap.mmap(out, sum(_padded(each) for each, _ in found)) as mapping:
+        for each, array in found:
+            target: Any = np.frombuffer(mapping, each.dtype, array.size, place).reshape(each.shape)
+            target[...] = array
+            del target
+            place += _padded(each)
+    _say(_Said())
+
+
+def _say(said: _Said) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(said) + b"\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,219 @@
+"""How a source of samples is read: stated, shown before training, and kept with the run.
+
+A reading says which file and form, separator and encoding, which column is the label and why, the classes
+with their numbers and counts, what was left out and why, and what the samples look like. What can be read in
+two ways is no reading: `unclear` makes the error that names both, with the line of RUN.toml for each.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from node.errors import UsageError
+from node.protocols.data_table import DataTable
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+READING_NAME = "reading.json"
+"""Beside the parts that were made of a source."""
+READING_BYTES_MAX = 8 << 20
+CLASSES_MAX = 65_536
+"""Different labels that are words: as many as the largest sets of species have."""
+SHOWN_MAX = 40
+"""Letters of a value on a screen."""
+CLASSES_SHOWN = 10
+FEATURES_SHOWN = 6
+SAMPLES_SHOWN = 3
+_NUMBERS_SHOWN = 6
+
+
+class ClassCount(msgspec.Struct, frozen=True):
+    """A class: its word, its number, and how many samples of all parts have it."""
+
+    word: str
+    number: int
+    samples: int
+
+
+class ArrayFacts(msgspec.Struct, frozen=True):
+    """An array of the training samples: type, shape of one sample, lowest and highest number."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    low: float
+    high: float
+
+
+@dataclass
+class SourceReading:
+    """How a source was read.
+
+    `words` are the classes' words in the order of their numbers, where labels have some; `classes` are empty
+    where labels are amounts. `label` says what the labels are and why, `column` is a table's column of them,
+    `ignored` are the columns that are neither labels nor features.
+    """
+
+    source: str
+    form: str = ""
+    label: str = ""
+    column: str = ""
+    label_kind: str = ""
+    ignored: list[str] = field(default_factory=list)
+    features: list[str] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    parts: dict[str, int] = field(default_factory=dict)
+    classes: list[ClassCount] = field(default_factory=list)
+    arrays: list[ArrayFacts] = field(default_factory=list)
+    samples: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """Return the reading as a screen shows it."""
+        counts = ", ".join(f"{count:,} {part}" for part, count in self.parts.items())
+        rows = [("data", f"{self.source}: {self.form}"), ("parts", counts), ("label", self.label)]
+        if self.classes:
+            rows.append(("classes", self._classes_text()))
+        if self.features:
+            rows.append(("features", _some(list(map(shown, self.features)), FEATURES_SHOWN, ", ")))
+        rows += [("left out", each) for each in self.skipped]
+        rows += [("note", each) for each in self.notes]
+        rows += [("array", _array_text(each)) for each in self.arrays]
+        rows += [("sample", each) for each in self.samples]
+        return [f"{name:<9} {text}" for name, text in rows if text]
+
+    def _classes_text(self) -> str:
+        told = [f"{each.number} {shown(each.word)} {each.samples:,}" for each in self.classes]
+        return f"{len(told)} (number word samples): {_some(told, CLASSES_SHOWN, '; ')}"
+
+
+def _some(texts: Sequence[str], count: int, between: str) -> str:
+    if len(texts) <= count + 1:
+        return between.join(texts)
+    return between.join([*texts[:count], "...", texts[-1]]) + f" ({len(texts)})"
+
+
+def _array_text(array: ArrayFacts) -> str:
+    shape = " x ".join(map(str, array.shape)) or "one number"
+    return f"{array.name}: {array.dtype}, {shape}, from {array.low:g} to {array.high:g}"
+
+
+def shown(value: object) -> str:
+    """A value of a person's file, quoted and cut to a bearable length."""
+    text = str(value)
+    return f"'{text[:SHOWN_MAX]}{'...' if len(text) > SHOWN_MAX else ''}'"
+
+
+def unclear(path: Path, what: str, keys: DataTable, *choices: Mapping[str, Any]) -> UsageError:
+    """Return the error for a source that can be read in two ways: each of `choices` decides, a few keys of
+    `[data]`."""
+    lines = " or ".join(keys.line(**choice) for choice in choices)
+    return UsageError(f"{path}: {what}", f"in RUN.toml: {lines}")
+
+
+def describe(reading: SourceReading, parts: Mapping[Any, Mapping[str, Array]]) -> None:
+    """Fill in what the arrays of all parts say: counts, classes, ranges, and three samples."""
+    train = parts["train"]
+    reading.parts = {str(part): len(next(iter(arrays.values()))) for part, arrays in parts.items()}
+    reading.arrays = [
+        ArrayFacts(name, str(array.dtype), array.shape[1:], float(array.min()), float(array.max()))
+        for name, array in train.items()
+    ]
+    labels = [arrays["y"] for arrays in parts.values() if "y" in arrays]
+    if labels and all(each.ndim == 1 and each.dtype.kind in "iub" for each in labels):
+        reading.classes = _classes(np.concatenate(labels), reading.words)
+    reading.samples = [
+        _sample_text(train, row, reading)
+        for row in range(min(SAMPLES_SHOWN, len(next(iter(train.values())))))
+    ]
+
+
+def _classes(labels: Array, words: Sequence[str]) -> list[ClassCount]:
+    numbers, counts = np.unique(labels, return_counts=True)
+    if len(numbers) > CLASSES_MAX:
+        return []
+    found = dict(zip(map(int, numbers), map(int, counts), strict=True))
+    if words:
+        return [ClassCount(word, number, found.get(number, 0)) for number, word in enumerate(words)]
+    return [ClassCount(str(number), number, count) for number, count in found.items()]
+
+
+def _sample_text(arrays: Mapping[str, Array], row: int, reading: SourceReading) -> str:
+    told = []
+    for name, array in arrays.items():
+        value = array[row]
+        if name == "y" and value.ndim == 0:
+            number = int(value) if value.dtype.kind in "iub" else None
+            is_word = number is not None and 0 <= number < len(reading.words)
+            told.append(f"y {value:g}" + (f" {shown(reading.words[number or 0])}" if is_word else ""))
+        elif value.ndim == 1 and len(value) == len(reading.features):
+            pairs = list(zip(reading.features, value, strict=True))[:_NUMBERS_SHOWN]
+            told.append(", ".join(f"{column[:SHOWN_MAX]} {number:g}" for column, number in pairs))
+            told[-1] += " ..." if len(value) > _NUMBERS_SHOWN else ""
+        elif is_picture(value):
+            told.append(f"{name} {picture_text(value)}")
+        else:
+            flat = np.asarray(value).reshape(-1)
+            told.append(f"{name} {' '.join(f'{number:g}' for number in flat[:_NUMBERS_SHOWN])}")
+            told[-1] += " ..." if flat.size > _NUMBERS_SHOWN else ""
+    return "; ".join(told)
+
+
+def is_picture(value: Array) -> bool:
+    """Return whether an array of one sample can be drawn: (H, W), (C, H, W) or (H, W, C)."""
+    shape = value.shape
+    if len(shape) == 3:
+        is_first = min(shape[1:]) >= 4 and shape[0] in (1, 3, 4)
+        return is_first or (min(shape[:2]) >= 4 and shape[2] in (1, 3, 4))
+    return len(shape) == 2 and min(shape) >= 4
+
+
+def picture_text(value: Array) -> str:
+    """A picture of one line: the mean brightness of 16 columns, dark to light."""
+    pixels = np.asarray(value, np.float64)
+    if pixels.ndim == 3:
+        pixels = pixels.mean(axis=0 if pixels.shape[0] in (1, 3, 4) else 2)
+    low, high = pixels.min(), pixels.max()
+    columns = np.array([part.mean() for part in np.array_split(pixels, min(16, pixels.shape[1]), axis=1)])
+    scaled = (columns - low) / (high - low) if high > low else np.zeros(len(columns))
+    return "|" + "".join(" .:-=+*#%@"[min(9, int(each * 10))] for each in scaled) + "|"
+
+
+def write_reading(reading: SourceReading, folder: Path) -> None:
+    """Put a reading beside the parts that it made. Raises OSError."""
+    (folder / READING_NAME).write_bytes(msgspec.json.encode(reading))
+
+
+def kept_name(run: str) -> str:
+    """What a node calls the reading of a run's data in its storage."""
+    return f"readings/{run}"
+
+
+def read_reading(folder: Path) -> SourceReading | None:
+    """Return the reading that lies in a folder, if there is one."""
+    try:
+        data = (folder / READING_NAME).read_bytes()
+        return decode_reading(data)
+    except OSError:
+        return None
+
+
+def reading_document(reading: SourceReading) -> dict[str, Any]:
+    """Return a reading as a `peerloom/data/1` document."""
+    found: dict[str, Any] = msgspec.to_builtins(reading)
+    return {"schema": "peerloom/data/1", **found}
+
+
+def decode_reading(data: bytes) -> SourceReading | None:
+    """Return the reading that `data` holds, None where it is none."""
+    if len(data) > READING_BYTES_MAX:
+        return None
+    try:
+        return msgspec.json.decode(data, type=SourceReading)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None

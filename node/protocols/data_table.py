@@ -1,0 +1,69 @@
+"""`[data]` of RUN.toml: where a run's samples come from, and how they are read where that is not plain.
+
+What each key decides is in docs/data.md. A source that can be read in two ways is refused with the line that
+decides between them, which `line` writes.
+"""
+
+import json
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+COLUMNS_MAX = 65_536
+"""The columns of a table: tables of genes have 60,000."""
+_TEXT_MAX = 4_096
+
+Name = Annotated[str, msgspec.Meta(max_length=_TEXT_MAX)]
+Names = Annotated[tuple[Name, ...], msgspec.Meta(max_length=COLUMNS_MAX)]
+ClassRule = Literal["words", "numbers", "amounts"]
+
+
+class DataTable(msgspec.Struct, frozen=True):
+    """Where samples come from, and the keys that decide what would otherwise be refused as unclear.
+
+    `source` is what `data = "..."` names. `label` is the column of labels; `features` are the columns that
+    are learnt from, `ignore` those that are left out (`[]`: none). `separator`, `decimal`, `encoding` and
+    `header` (the first line holds names) say how a table is written. `classes` lists the labels' words in the
+    order of their numbers, or says that each label is a word, the number of its class, or an amount.
+    `channels` says where those of pictures in arrays lie.
+    """
+
+    source: Annotated[str, msgspec.Meta(min_length=1, max_length=_TEXT_MAX)]
+    label: Name = ""
+    features: Names = ()
+    ignore: Names | None = None
+    separator: Annotated[str, msgspec.Meta(max_length=1)] = ""
+    decimal: Literal["", ".", ","] = ""
+    encoding: Annotated[str, msgspec.Meta(max_length=40)] = ""
+    header: bool | None = None
+    classes: ClassRule | Names = ()
+    channels: Literal["", "first", "last"] = ""
+
+    def line(self, **more: Any) -> str:
+        """Return the line of RUN.toml with these keys, and with `more`."""
+        given = {
+            name: getattr(self, name)
+            for name in self.__struct_fields__
+            if getattr(self, name) not in ("", (), None) or (name == "ignore" and self.ignore is not None)
+        } | more
+        return "data = { " + ", ".join(f"{name} = {_toml(value)}" for name, value in given.items()) + " }"
+
+    def flags(self, **more: Any) -> str:
+        """Return the flags of `data show` that say the same as `more`."""
+        words = []
+        for name, value in more.items():
+            if isinstance(value, bool):
+                words.append(f"--{name}" if value else f"--no-{name}")
+            elif isinstance(value, list | tuple):
+                words += [f"--{name} {each}" for each in value]
+            else:
+                words.append(f"--{name} {value}")
+        return " ".join(words)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
