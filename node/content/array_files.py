@@ -76,33 +76,16 @@ def parts_of(arrays: Arrays, path: Path, keys: DataTable, reading: SourceReading
     if ignored:
         reading.skipped.append(f"by `ignore`: {', '.join(map(shown, sorted(ignored)))}")
     arrays = {name: array for name, array in arrays.items() if name not in ignored}
-    found = _split(arrays, path, keys)
-    for part, named in found.items():
-        found[part] = _called(named, path, keys)
+    split = _split(arrays, path, keys)
+    found: Parts = {}
+    for part, named in split.items():
+        found[part] = _called(part, named, path, keys, reading)
     for name, array in found["train"].items():
         _check_channels(path, name, array, keys)
-    _note_names(arrays, found, reading)
+    if len(split) > 1 or "train" not in split or split["train"].keys() != arrays.keys():
+        told = (f"{part} has {', '.join(named)}" for part, named in split.items())
+        reading.notes.append(f"parts by the arrays' names: {'; '.join(told)}")
     return found
-
-
-def _note_names(arrays: Arrays, found: Parts, reading: SourceReading) -> None:
-    """State what each array was taken for, where it is called otherwise."""
-    told = []
-    for name, array in arrays.items():
-        for part, named in found.items():
-            role = next((role for role, each in named.items() if each is array or each.base is array), None)
-            if role is not None and name not in (role, f"{part}_{role}"):
-                told.append(f"{name} is {role} of {part}")
-    if told:
-        reading.notes.append("; ".join(told))
-    flat = {
-        role
-        for named in found.values()
-        for role, each in named.items()
-        if each.ndim == 1 and any(each.base is array and array.ndim == 2 for array in arrays.values())
-    }
-    if flat:
-        reading.notes.append(f"{', '.join(sorted(flat))}: of shape (N, 1) in the file, read as (N,)")
 
 
 def _split(arrays: Arrays, path: Path, keys: DataTable) -> Parts:
@@ -134,7 +117,7 @@ def _split(arrays: Arrays, path: Path, keys: DataTable) -> Parts:
     return {part: parts[part] for part in PARTS if part in parts}
 
 
-def _called(arrays: Arrays, path: Path, keys: DataTable) -> Arrays:
+def _called(part: PartName, arrays: Arrays, path: Path, keys: DataTable, reading: SourceReading) -> Arrays:
     """The arrays of a part, called x and y where two of them are inputs and labels."""
     if keys.label and keys.label not in arrays:
         raise UsageError(
@@ -149,8 +132,13 @@ def _called(arrays: Arrays, path: Path, keys: DataTable) -> Arrays:
         else:
             return arrays
     x, y = arrays[inputs[0]], arrays[labels[0]]
+    if part == "train" and (inputs[0], labels[0]) != ("x", "y"):
+        reading.notes.append(f"{shown(inputs[0])} is x, {shown(labels[0])} is y")
     if y.ndim == 2 and y.shape[1] == 1 and y.dtype.kind in "iub":
         y = y[:, 0]
+        reading.notes.append(f"the labels of {part} are of shape (N, 1), and are read as (N,)")
+    if part == "train":
+        reading.label = f"the array {shown(labels[0])}" + (", by the key `label`" if keys.label else "")
     return {"x": x, "y": y}
 
 

@@ -262,7 +262,7 @@ class LabelColumn:
             self._overflow()
 
     def _overflow(self) -> None:
-        """So many different labels are amounts, or none at all."""
+        """Take labels that are too many for classes as amounts. Raises UsageError: some are words."""
         wrong = next((each for each in self._codes if not NUMBER.match(each.strip())), None)
         if wrong is not None or self._schema.words or self._keys.classes in ("words", "numbers"):
             raise UsageError(

@@ -32,6 +32,9 @@ WEAK_LABELS = ("class", "y")
 SAMPLE_CHARACTERS = 1 << 18
 SAMPLE_ROWS = 200
 """What the way of writing is found from; all rows are held to it."""
+HEAD_BYTES_MAX = 1 << 24
+"""What is looked at where lines are long: three of 65,536 columns with long names."""
+_LINES_MIN = 4
 _SEPARATORS = ",;\t|"
 _SEPARATOR_NAMES = {"\t": "tab", " ": "space"}
 _MARKS = (
@@ -76,13 +79,16 @@ def find_form(path: Path, keys: DataTable, *, known: tuple[str, ...] = ()) -> Ta
     """
     with path.open("rb") as file:
         head = file.read(4 * SAMPLE_CHARACTERS)
+        if head.count(b"\n") < _LINES_MIN:
+            head += file.read(HEAD_BYTES_MAX - len(head))
         is_whole = not file.read(1)
     encoding, is_marked = _encoding(path, head, keys)
     text = _decoded(path, head, encoding, keys, is_whole=is_whole)
     if _UNPRINTABLE.search(text):
         raise UsageError(f"{path}: no table of text: it holds bytes that are no letters")
-    if len(text) > SAMPLE_CHARACTERS:
+    if len(text) > SAMPLE_CHARACTERS and text.count("\n", 0, SAMPLE_CHARACTERS) >= _LINES_MIN:
         text, is_whole = text[:SAMPLE_CHARACTERS], False
+    _check_width(path, text, keys)
     stated, skipped = _stated_separator(text)
     body = text.split("\n", 1)[1] if skipped else text
     separator, rows = _separator(path, body, keys, stated, is_whole=is_whole)
@@ -95,6 +101,14 @@ def find_form(path: Path, keys: DataTable, *, known: tuple[str, ...] = ()) -> Ta
     if not sample:
         raise UsageError(f"{path}: want a line of names and then a row for each sample")
     return TableForm(encoding, separator, decimal, has_names, skipped, columns, sample, is_marked)
+
+
+def _check_width(path: Path, text: str, keys: DataTable) -> None:
+    """Refuse what has too many columns before it is parsed. Raises UsageError."""
+    first = text[: text.find("\n")] if "\n" in text else text
+    count = 1 + max(first.count(each) for each in keys.separator or _SEPARATORS)
+    if count > COLUMNS_MAX and '"' not in first:
+        raise UsageError(f"{path}: {count:,} columns; at most {COLUMNS_MAX:,}")
 
 
 def rows_of(path: Path, form: TableForm, keys: DataTable) -> Iterator[tuple[int, list[str]]]:

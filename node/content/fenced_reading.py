@@ -48,6 +48,8 @@ TELL_SECONDS = 0.5
 LINE_BYTES_MAX = 2 * READING_BYTES_MAX
 _ROOT = str(Path(__file__).parents[2])
 _ORIGINS = "origins"
+_ARROW = {"ARROW_DEFAULT_MEMORY_POOL": "system", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+"""pyarrow's own allocators start threads when it is loaded, which the fences would miss."""
 
 
 class _Ask(msgspec.Struct, frozen=True):
@@ -169,7 +171,7 @@ def _start(out: IO[bytes], scratch: str) -> "subprocess.Popen[bytes]":
         stderr=subprocess.DEVNULL,
         pass_fds=(out.fileno(),),
         cwd=scratch,
-        env=sandbox.environment(os.environ, scratch=scratch, path=_ROOT, threads=1),
+        env=sandbox.environment(os.environ, scratch=scratch, path=_ROOT, threads=1) | _ARROW,
     )
 
 
