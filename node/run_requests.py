@@ -18,6 +18,7 @@ from node import state_documents
 from node.content import datasets as datasets
 from node.content.datasets import Dataset
 from node.content.reading import kept_name, read_reading
+from node.content.sources import called, data_names
 from node.errors import RunFailed, UsageError
 from node.local.own_data import own_data_like
 from node.local.stages import check_columns
@@ -69,7 +70,8 @@ async def make_signed_run(
     else:
         path = datasets.path_of(run_file.source, base)
         read = node.runs.own_data.read if is_own else node.runs.data.learn
-        dataset = await read(path, window=window)
+        with called(data_names(str(path), shown) if arguments.get("data") else {}):
+            dataset = await read(path, window=window)
     chosen = ""
     if has_open(run_file):
         run_file, chosen = await _choose(node, run_file, graph, dataset, name)

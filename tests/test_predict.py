@@ -82,6 +82,26 @@ def test_a_persons_own_model_predicts_new_rows_of_a_table_by_their_words(tmp_pat
     assert [float(rows[0][f"output_{n}"]) for n in range(3)] == [1, 0, 5]
 
 
+def test_class_names_that_look_like_numbers_stay_apart(tmp_path: Path) -> None:
+    words = ["1_1", "11", "1_11", "11_1"]
+    (tmp_path / "own.py").write_text(OWN.replace("nn.Linear(2, 3)", "nn.Linear(2, 4)"))
+    lines = "".join(f"{n % 4},{n},{words[n % 4]}\n" for n in range(16))
+    (tmp_path / "d.csv").write_text(f"a,b,kind\n{lines}")
+    data = f'[data]\nsource = "{tmp_path}/d.csv"\nlabel = "kind"\n'
+    (tmp_path / "run.toml").write_text(f'model = "own.py:build"\n{data}')
+    # Four lines that are highest for a = 0, 1, 2 and 3, in the order of the words' numbers.
+    order = [sorted(words).index(word) for word in words]
+    weight, bias = np.zeros((4, 2), np.float32), np.zeros(4, np.float32)
+    for value, number in enumerate(order):
+        weight[number, 0], bias[number] = 2 * value, -value * value
+    safetensors.numpy.save_file({"weight": weight, "bias": bias}, tmp_path / "w.safetensors")
+    flags = ["--weights", str(tmp_path / "w.safetensors"), "--data", str(tmp_path / "d.csv")]
+    assert run(["predict", str(tmp_path / "run.toml"), *flags, "--out", str(tmp_path / "p.csv")]) == 0
+    rows = list(csv.DictReader((tmp_path / "p.csv").read_text().splitlines()))
+    assert [row["truth"] for row in rows] == words * 4
+    assert [row["predicted"] for row in rows] == words * 4
+
+
 def test_a_table_without_the_label_column_is_predicted_by_its_names(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -163,10 +163,12 @@ def handed_over(text: str, path: Path, name: str, *, shows: bool = False) -> Ite
     from node import toml
     from node.cli.capture import captured, prepare_data
     from node.cli.temporary import command_folder
+    from node.content.sources import called, data_names
     from node.protocols.manifest import RunFile, check_run_file
 
     run_file = toml.parse(text, RunFile, name=name).value
     check_run_file(run_file, name)
+    source = run_file.source
     with command_folder() as folder:
         found: dict[str, object] = {}
         reading = prepare_data(run_file, path.parent, folder, name, progress)
@@ -175,7 +177,8 @@ def handed_over(text: str, path: Path, name: str, *, shows: bool = False) -> Ite
                 show(reading.lines(), sys.stderr)
             run_file = replace(run_file, data=str(folder))
             found = {"data": str(folder)}
-        with captured(run_file, path, name) as files:
+        names = data_names(str(folder), source) if found else {}
+        with called(names), captured(run_file, path, name) as files:
             yield {"text": text, "path": str(path.absolute()), "name": name, **found, **files}
 
 

@@ -44,7 +44,7 @@ def read_npz(path: Path) -> Arrays:
         with path.open("rb") as file:
             layouts = read_layouts(file, same_count=False)
             numbers = np.empty(layouts.unpacked_bytes, np.uint8)
-            unpack(file, layouts, memoryview(numbers))
+            unpack(file, layouts, numbers.data)
             return arrays_of(layouts, numbers)
     except BadArchive as error:
         raise UsageError(f"{path}: no archive of plain arrays: {_first_line(error)}") from None

@@ -261,6 +261,13 @@ def _separator(
         )
     if many:
         return many[0], found[many[0]]
+    for each, rows in found.items():
+        if len(rows) > 1 and {len(row) for row in rows[1:]} == {len(rows[0]) + 1} and len(rows[0]) > 1:
+            error = _ragged(path, 2, rows[1], len(rows[0]), each)
+            raise UsageError(
+                f"{error.written[0]}: names of rows without a name of their own, as R writes them",
+                f"write.csv of R, or col.names = NA; if it is no table of R: {error.written[1]}",
+            )
     # None fits: the one whose first line has most fields says what is wrong with the rows.
     best = max(found, key=lambda each: len(found[each][0]) if found[each] and each != " " else 0)
     rows = found[best]

@@ -59,7 +59,7 @@ class _Ask(msgspec.Struct, frozen=True):
     test: str | float
     validation: str | float
     like: SourceReading | None
-    sources: list[str]
+    readable: list[str]
     seconds: int
     memory_bytes: int
 
@@ -112,7 +112,10 @@ def convert_fenced(wish: Wish, folder: Path, tell: Tell = lambda _: None) -> Sou
 
 
 def _asked(wish: Wish, sources: list[Path], folder: Path, tell: Tell) -> SampleParts:
-    size = sum(map(_size_bytes, sources))
+    size, readable = 0, []
+    for source in sources:
+        more, places = _extent(source)
+        size, readable = size + more, [*readable, *places]
     is_text = all(source.suffix.lower() in (".csv", ".tsv") for source in sources)
     numbers = TEXT_RATIO * size if is_text else COPIES * max(RATIO_FREE_BYTES, RATIO_MAX * size)
     seconds = round(START_SECONDS + size / SLOW_BYTES_PER_SECOND)
@@ -123,7 +126,7 @@ def _asked(wish: Wish, sources: list[Path], folder: Path, tell: Tell) -> SampleP
         wish.test,
         wish.validation,
         wish.like,
-        [os.path.realpath(source) for source in sources],
+        readable,
         seconds,
         min(MEMORY_BYTES + numbers, ARRAYS_BYTES_MAX),
     )
@@ -152,15 +155,24 @@ def _asked(wish: Wish, sources: list[Path], folder: Path, tell: Tell) -> SampleP
             scratch.remove()
 
 
-def _size_bytes(source: Path) -> int:
+def _extent(source: Path) -> tuple[int, list[str]]:
+    """How many bytes a source has, and what must be readable for it: itself, and what links in it lead to."""
+    places = [os.path.realpath(source)]
     if not source.is_dir():
-        return source.stat().st_size
-    found = 0
-    for at, _, files in os.walk(source):
-        for name in files:
-            with_path = os.path.join(at, name)
-            found += os.stat(with_path).st_size if os.path.exists(with_path) else 0
-    return found
+        return source.stat().st_size, places
+    found, seen = 0, {places[0]}
+    for at, folders, files in os.walk(source, followlinks=True):
+        for name in [*folders, *files]:
+            path = os.path.join(at, name)
+            real = os.path.realpath(path) if os.path.islink(path) else path
+            if real != path and real in seen and os.path.isdir(real):
+                folders.remove(name)  # a link to where the walk has been
+            elif real != path and os.path.exists(real):
+                seen.add(real)
+                places.append(real)
+            if name in files and os.path.exists(path):
+                found += os.stat(path).st_size
+    return found, places
 
 
 def _start(out: IO[bytes], scratch: str) -> "subprocess.Popen[bytes]":
@@ -250,14 +262,14 @@ def main(arguments: list[str]) -> None:
         return
     ask = msgspec.json.decode(sys.stdin.buffer.readline(), type=_Ask)
     resource.setrlimit(resource.RLIMIT_CPU, (ask.seconds, ask.seconds))
-    _load_readers(ask.sources)
+    _load_readers(ask.readable)
     try:
         fenced = sandbox.enter(
             scratch=os.getcwd(),
             device="cpu",
             memory_bytes=ask.memory_bytes,
             allow_unfenced=True,
-            readable=ask.sources,
+            readable=ask.readable,
         )
         wish = Wish(ask.data, Path(ask.base), ask.keys, ask.test, ask.validation, ask.like)
         samples = read(wish, _teller())

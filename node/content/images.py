@@ -174,8 +174,14 @@ def _images_in(folder: Path, reading: SourceReading) -> list[Path]:
     found: list[Path] = []
     others: dict[str, int] = {}
     deeper = 0
-    for at, names, files in os.walk(folder):
+    seen = {os.path.realpath(folder)}
+    for at, names, files in os.walk(folder, followlinks=True):
         names[:] = sorted(name for name in names if not _is_hidden(name))
+        for name in [name for name in names if os.path.islink(os.path.join(at, name))]:
+            real = os.path.realpath(os.path.join(at, name))
+            if real in seen:
+                names.remove(name)  # a link in a circle
+            seen.add(real)
         for name in sorted(files):
             path = Path(at) / name
             if path.suffix.lower() in IMAGE_SUFFIXES and not name.startswith("."):

@@ -247,6 +247,9 @@ def _check_parts(parts: Parts, where: str) -> None:
                 raise UsageError(
                     f"{where}: {array} of train holds samples of {shapes[0]}, of {name} {shapes[1]}"
                 )
+            kinds = [each[array].dtype for each in (train, arrays)]
+            if kinds[0] != kinds[1] and not np.can_cast(kinds[1], kinds[0], "same_kind"):
+                raise UsageError(f"{where}: {array} of train is {kinds[0]}, of {name} {kinds[1]}")
 
 
 def hold_out(arrays: Arrays, share: float, where: str, part: str) -> tuple[Arrays, Arrays]:
@@ -305,6 +308,12 @@ def called(names: dict[str, str]) -> Iterator[None]:
         yield
     except UsageError as error:
         raise renamed(error, names) from None
+
+
+def data_names(folder: str, source: str) -> dict[str, str]:
+    """Return what people call the parts of a source that were made in a folder which they never see."""
+    parts = {f"{folder}/{part}.npz": f"{source} ({part})" for part in PARTS}
+    return parts | {folder: source}
 
 
 def renamed(error: UsageError, names: dict[str, str]) -> UsageError:

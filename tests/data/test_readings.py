@@ -1,0 +1,142 @@
+"""How data is read is shown before training, and kept with the run; what is unclear is asked about."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from node.cli.main import run
+from node.content.fenced_reading import read_fenced
+from node.content.sources import Wish
+from node.content.tokens import tokenize, vocabulary_of
+from node.errors import UsageError
+from node.protocols.data_table import DataTable
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+def fenced(name: str, folder: Path) -> Any:
+    return read_fenced(Wish(name, folder, DataTable(name)), folder)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_name(capsys: Capture) -> None:
+    rows = "".join(f"{n % 3},{n},{n * 2}\r\n" for n in range(9))
+    Path("digits.csv").write_text(f"\ufefflabel,p0,p1\r\n{rows}", encoding="utf-8", newline="")
+    assert run(["data", "show", "digits.csv", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["column"], shown["features"]) == ("label", ["p0", "p1"])
+    assert "byte-order mark" in shown["form"]
+    assert [each["samples"] for each in shown["classes"]] == [3, 3, 3]
+
+
+def test_a_line_of_the_error_decides_what_was_unclear(capsys: Capture) -> None:
+    Path("d.csv").write_text("cut,x,y,z\n" + "".join(f"{n % 2},{n}.5,{n},{n}\n" for n in range(20)))
+    Path("RUN.toml").write_text('model = "mlp"\ndata = "d.csv"\n')
+    assert run(["data", "show", "RUN.toml"]) == 2
+    error = capsys.readouterr().err
+    assert "'y' (whole numbers, each once), 'z'" in error
+    assert len(error.splitlines()) <= 3
+    lines = re.findall(r"data = \{.*?\}", error)
+    assert len(lines) == 2
+    assert 'label = "y"' in lines[0]
+    Path("RUN.toml").write_text(f'model = "mlp"\n{lines[1]}\n')
+    assert run(["data", "show", "RUN.toml"]) == 0
+    assert "label     'z', by the key" in capsys.readouterr().out
+
+
+def test_a_key_that_says_nothing_of_a_source_is_refused(capsys: Capture) -> None:
+    np.savez("d.npz", x=np.zeros((4, 2)), y=np.arange(4))
+    for source, flags in (("d.npz", ["--separator", ";"]), ("digits", ["--label", "y"])):
+        assert run(["data", "show", source, *flags]) == 2
+        assert "[data]" in capsys.readouterr().err
+
+
+def test_errors_call_a_part_as_the_person_does(tmp_path: Path, capsys: Capture) -> None:
+    np.savez(
+        "d.npz",
+        train_x=np.zeros((4, 2), np.int8),
+        train_y=np.arange(4),
+        test_x=np.zeros((2, 2)),
+        test_y=np.arange(2),
+    )
+    assert run(["data", "show", "d.npz"]) == 2
+    error = capsys.readouterr().err
+    assert "d.npz: x of train is int8, of test float64" in error
+    assert "train.npz" not in error
+    assert "/tmp" not in error.replace(str(tmp_path), "")
+
+
+# The fenced process
+
+
+def test_parquet_that_swells_is_refused_within_bounds(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    words = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 4_000), ["a" * 1_000_000])
+    parquet.write_table(pyarrow.table({"a": range(4_000), "label": words}), "swells.parquet")
+    assert (tmp_path / "swells.parquet").stat().st_size < 100_000
+    with pytest.raises(UsageError, match=r"swells\.parquet"):
+        fenced("swells.parquet", tmp_path)
+
+
+def test_a_table_of_very_many_columns_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "wide.csv").write_text("a," * 199_999 + "label\n" + "1," * 199_999 + "0\n")
+    with pytest.raises(UsageError, match=r"200,000 columns; at most 65,536"):
+        fenced("wide.csv", tmp_path)
+
+
+def test_images_behind_links_are_read_and_nothing_else_is(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    for name in ("cats", "dogs"):
+        (tmp_path / "store" / name).mkdir(parents=True)
+        image.new("L", (6, 5), 255).save(tmp_path / "store" / name / "1.png")
+    (tmp_path / "set" / "dogs").mkdir(parents=True)
+    (tmp_path / "set" / "cats").symlink_to(tmp_path / "store" / "cats")
+    (tmp_path / "set" / "dogs" / "1.png").symlink_to(tmp_path / "store" / "dogs" / "1.png")
+    found = fenced("set", tmp_path)
+    assert found.reading.words == ["cats", "dogs"]
+    assert all(each["x"].min() == 1 for each in found.parts.values())
+
+
+# Tokens
+
+
+def tokenizer(path: Path, ids: dict[str, int], **more: Any) -> Path:
+    tokenizers = pytest.importorskip("tokenizers")
+    known = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="?"))
+    known.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    if more:
+        known.enable_truncation(**more)
+    known.save(str(path))
+    return path
+
+
+def test_ids_beyond_the_count_of_tokens_are_kept(tmp_path: Path) -> None:
+    known = tokenizer(tmp_path / "t.json", {"?": 0, "a": 70_000, "b": 3})
+    (tmp_path / "t.txt").write_text("a b " * 40)
+    tokenize(tmp_path / "t.txt", known, 8, tmp_path)
+    with np.load(tmp_path / "train.npz") as train:
+        assert set(np.unique(train["x"]).tolist()) == {3, 70_000}
+    assert vocabulary_of(known) == 70_001
+
+
+def test_a_tokenizer_that_cuts_sentences_cuts_no_text(tmp_path: Path) -> None:
+    known = tokenizer(tmp_path / "t.json", {"?": 0, "a": 1}, max_length=5)
+    (tmp_path / "t.txt").write_text("a " * 100)
+    assert tokenize(tmp_path / "t.txt", known, 8, tmp_path) == 100
+
+
+def test_a_text_that_is_no_utf_8_is_refused(tmp_path: Path) -> None:
+    known = tokenizer(tmp_path / "t.json", {"?": 0, "a": 1})
+    (tmp_path / "t.txt").write_bytes("café ".encode("cp1252") * 40)
+    with pytest.raises(UsageError, match=r"t\.txt: not UTF-8"):
+        tokenize(tmp_path / "t.txt", known, 8, tmp_path)
