@@ -17,7 +17,7 @@ from node import state_documents, toml
 from node.averaging.service import Averaging
 from node.checkpoints.weights import HASHED_BYTES, WEIGHTS_PURPOSE, fetch_weights, weights_name
 from node.content import datasets as datasets
-from node.content.reading import decode_reading, kept_name, reading_document
+from node.content.reading import kept_reading, reading_document
 from node.control import CommandHandler, Emit
 from node.documents import offer_document
 from node.errors import PeerloomError, RunFailed, Unreachable, UsageError
@@ -310,8 +310,7 @@ class Commands:
         if state.started is not None:
             names[peer_text(state.started.peer)] = state.started.name
         document = await self.show(run) | {"receipts": [*found["issued"], *found["earned"]]}
-        kept = await self._node.seams.executor.run(partial(self._node.seams.storage.read, kept_name(run)))
-        reading = decode_reading(kept) if kept else None
+        reading = await kept_reading(self._node.seams, run)
         document["reading"] = None if reading is None else reading_document(reading)
         return document | {"names": _of_run(names, document)}
 

@@ -70,7 +70,10 @@ class Schema:
         reading.features, reading.words, reading.column = list(self.features), list(self.words), self.label
         reading.ignored, reading.label_kind = list(self.ignored), self.label_kind
         if self.label:
-            reading.label = f"{shown(self.label)}, {self.why}; {_LABEL_TEXTS.get(self.label_kind, '')}"
+            told = _LABEL_TEXTS.get(self.label_kind, "")
+            if self.label_kind == "words" and self.words != sorted(self.words):
+                told = "words, numbered in the order of `classes`"
+            reading.label = f"{shown(self.label)}, {self.why}; {told}"
 
 
 def schema_from(reading: SourceReading) -> Schema:
@@ -86,7 +89,7 @@ def schema_from(reading: SourceReading) -> Schema:
 
 
 _LABEL_TEXTS = {
-    "words": "words, numbered in the order of the alphabet or of `classes`",
+    "words": "words, numbered in the order of the alphabet",
     "numbers": "numbers of classes, as they are",
     "amounts": "amounts, as float32",
 }

@@ -7,6 +7,7 @@ the numbers put there. Where a machine lacks a fence the reading says so: the fi
 """
 
 import ctypes
+import gc
 import mmap
 import os
 import resource
@@ -112,7 +113,8 @@ def convert_fenced(wish: Wish, folder: Path, tell: Tell = lambda _: None) -> Sou
 
 
 def _asked(wish: Wish, sources: list[Path], folder: Path, tell: Tell) -> SampleParts:
-    size, readable = 0, []
+    size = 0
+    readable: list[str] = []
     for source in sources:
         more, places = _extent(source)
         size, readable = size + more, [*readable, *places]
@@ -260,6 +262,7 @@ def main(arguments: list[str]) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         return
+    gc.disable()  # millions of rows without a circle among them, looked through again and again
     ask = msgspec.json.decode(sys.stdin.buffer.readline(), type=_Ask)
     resource.setrlimit(resource.RLIMIT_CPU, (ask.seconds, ask.seconds))
     _load_readers(ask.readable)

@@ -7,6 +7,7 @@ two ways is no reading: `unclear` makes the error that names both, with the line
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from node.errors import UsageError
 from node.protocols.data_table import DataTable
+from node.seams import Seams
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -192,6 +194,12 @@ def write_reading(reading: SourceReading, folder: Path) -> None:
 def kept_name(run: str) -> str:
     """What a node calls the reading of a run's data in its storage."""
     return f"readings/{run}"
+
+
+async def kept_reading(seams: Seams, run: str) -> SourceReading | None:
+    """Return how the data of a run was read, where this node has asked for the run."""
+    data = await seams.executor.run(partial(seams.storage.read, kept_name(run)))
+    return decode_reading(data) if data else None
 
 
 def read_reading(folder: Path) -> SourceReading | None:

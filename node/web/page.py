@@ -27,6 +27,7 @@ import trio
 
 from node import state_documents
 from node.config import Config
+from node.content.reading import kept_reading
 from node.control import CommandHandler, Emit
 from node.errors import PeerloomError, UsageError
 from node.events import Event, PageOpened
@@ -167,6 +168,8 @@ class Page:
             return problem(refusal.status, shown(refusal.reason, program_from_anywhere))
         if path == "/api/whatif":
             return await self._what_if(request)
+        if path.startswith("/api/run/"):
+            return await self._course(path.removeprefix("/api/run/"))
         return self._read(path, request)
 
     def _read(self, path: str, request: Request) -> Response | Streaming:
@@ -179,8 +182,6 @@ class Page:
             return self._export(request)
         if path == "/api/events":
             return self._events(request)
-        if path.startswith("/api/run/"):
-            return self._course(path.removeprefix("/api/run/"))
         return problem(HTTPStatus.NOT_FOUND, "there is nothing here")
 
     async def _what_if(self, request: Request) -> Response:
@@ -230,10 +231,11 @@ class Page:
 
     # Reading
 
-    def _course(self, run: str) -> Response:
+    async def _course(self, run: str) -> Response:
         view = self._node.state.runs.get(run)
         if view is None:
             return problem(HTTPStatus.NOT_FOUND, "this run is not known here")
+        reading = await kept_reading(self._node.seams, run)
         self.live.tick()
         course = self.live.charts.courses.get(run)
         document = {
@@ -241,6 +243,7 @@ class Page:
             "number": self.live.number,
             "run": views.run_row(view),
             "course": course.document() if course is not None else None,
+            "reading": [] if reading is None else reading.lines(),
         }
         return _json(msgspec.json.encode(document))
 

@@ -86,6 +86,7 @@ export function course(run) {
     fresh.number = document.number;
     fresh.points = document.course ? document.course.points : [];
     fresh.marks = document.course ? document.course.marks : [];
+    fresh.reading = document.reading;
   }).catch((error) => { fresh.error = String(error.message || error); fresh.points = []; })
     .finally(() => { fresh.version += 1; changed(); });
   return fresh;

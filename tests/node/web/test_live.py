@@ -2,11 +2,13 @@
 
 import json
 
+import msgspec
 import pytest
 import trio
 import trio.lowlevel
 
 from node import events
+from node.content.reading import SourceReading, kept_name
 from node.web import live, views
 from tests.node.web.world import STARTED, Told, joined, peer, run_events, served, started, stream
 
@@ -45,6 +47,19 @@ async def test_a_death_in_a_run_is_a_mark_on_its_curve() -> None:
         course = (await page.json(f"/api/run/{RUN}"))["course"]
         assert mark in course["marks"]
         assert [point[2] for point in course["points"]] == [2.3, 1.15, pytest.approx(2.3 / 3)]
+
+
+async def test_a_run_is_shown_with_how_its_data_was_read() -> None:
+    node = told()
+    async with served(node) as page:
+        assert (await page.json(f"/api/run/{RUN}"))["reading"] == []
+        reading = SourceReading(
+            "d.csv", "csv, separator ';'", "'kind', by the key `label`", words=["1_1", "11"]
+        )
+        node.seams.storage.write(kept_name(RUN), msgspec.json.encode(reading))
+        lines = (await page.json(f"/api/run/{RUN}"))["reading"]
+        assert "data      d.csv: csv, separator ';'" in lines
+        assert "label     'kind', by the key `label`" in lines
 
 
 async def test_a_page_that_was_away_goes_on_where_it_was() -> None:

@@ -1,7 +1,7 @@
 """A page on a real socket of this machine, of a node that only exists as its state and its events."""
 
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -118,11 +118,17 @@ class _Clock:
         return STARTED + trio.current_time()
 
 
+class _Executor:
+    async def run(self, work: Callable[[], Any]) -> Any:
+        return work()
+
+
 @dataclass
 class _Seams:
     network: _Network = field(default_factory=_Network)
     clock: _Clock = field(default_factory=_Clock)
     storage: MemoryStorage = field(default_factory=MemoryStorage)
+    executor: _Executor = field(default_factory=_Executor)
 
     def entropy(self, count: int) -> bytes:
         return bytes(range(count))
