@@ -93,10 +93,10 @@ async def submit(
     run_file = run_file_of(training, seed)
     with TemporaryDirectory(prefix="peerloom-sim-") as folder:
         graph_name, graph = await node.runs.models.learn(*captured.put(Path(folder)))
-    dataset = datasets.load(run_file.data, Path(), window=window_of(run_file, graph, "runs"))
+    dataset = datasets.load(run_file.source, Path(), window=window_of(run_file, graph, "runs"))
     if dataset.digest != datasets.DIGITS_NAME:
         await node.runs.data.keep(
-            dataset.digest, datasets.path_of(run_file.data, Path()), window=dataset.window
+            dataset.digest, datasets.path_of(run_file.source, Path()), window=dataset.window
         )
     while True:
         created = node.seams.clock.wall()

@@ -30,7 +30,7 @@ export function Run({ id, go }) {
     <${Table} caption="What happened to it" heads=${["When", "Step", "What", "More"]} numbers=${[1]}
       rows=${found.marks.slice(-60).reverse().map((mark, index) => [`${mark[0]}-${index}`, clock(mark[0]), count(mark[1]),
         html`<span class=${{ death: "bad", leave: "warn", join: "good" }[mark[2]] || ""}>${mark[2]}</span>`, named(mark[3])])} />
-    ${found.reading && found.reading.length ? html`<details><summary>How the data was read</summary><pre class="mono">${found.reading.join("\n")}</pre></details>` : ""}
+    <pre>${found.reading.join("\n")}</pre>
     <details><summary>Start another run</summary><${Begin} /></details>`;
 }
 
