@@ -1,5 +1,5 @@
 // What the page knows: one snapshot, then deltas by server-sent events. The browser reconnects by itself and
-// names its last delta; the node answers with what came after it, or with a new snapshot.
+// names the last delta that it has; the node answers with what came after it, or with a new snapshot.
 
 export const EVENTS_MAX = 2000;
 export const POINTS_MAX = 4000;
@@ -74,7 +74,7 @@ function extend(run, what, rows, number) {
   course.version += 1;
 }
 
-// A run's course is asked for at the first look; then deltas go on with it.
+// A run's course is asked for once somebody looks at it; from then on deltas go on with it.
 export function course(run) {
   const known = store.courses.get(run);
   if (known) return known;
@@ -83,8 +83,7 @@ export function course(run) {
   get(`/api/run/${encodeURIComponent(run)}`).then(async (answer) => {
     const document = await answer.json();
     if (!answer.ok) throw new Error(document.error);
-    const { number, reading, course } = document;
-    Object.assign(fresh, { points: [] }, course, { number, reading });
+    Object.assign(fresh, { points: [] }, document.course, document);
   }).catch((error) => { fresh.error = String(error.message || error); fresh.points = []; })
     .finally(() => { fresh.version += 1; changed(); });
   return fresh;
