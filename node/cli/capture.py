@@ -15,7 +15,7 @@ from node.content import datasets as datasets
 from node.content.fenced_reading import convert_fenced
 from node.content.reading import SourceReading, describe, read_reading
 from node.content.samples import write_samples
-from node.content.sources import Tell, Wish, is_source
+from node.content.sources import Tell, Wish, check_form, is_source, is_table_by_keys
 from node.content.tokens import tokenize, vocabulary_of
 from node.errors import UsageError
 from node.protocols.data_table import DataTable
@@ -27,6 +27,8 @@ from partition.model.groups import with_groups
 
 DATA_SEED = 20
 """What a person's own data draws, such as an augmentation, is drawn the same again."""
+LOOKED_AT_BYTES_MAX = 1 << 30
+"""Arrays that a run takes as they are, which are unpacked once more to be described."""
 _GRAPH_NAME = f"model{GRAPH_SUFFIX}"
 
 
@@ -40,6 +42,8 @@ def prepare_data(
     """
     splits, source, keys = run_file.splits, run_file.source, run_file.data_keys
     is_converted = ".py:" not in source and _is_converted(run_file, base)
+    if ".py:" not in source and not is_converted:
+        check_form(base / Path(source).expanduser())
     if splits != SplitsTable() and not is_converted:
         raise UsageError(
             f"{name}: splits: {source} is dealt into parts by itself",
@@ -74,6 +78,18 @@ def prepare_data(
         raise UsageError(f"{name}: {error.written[0]}", error.written[1]) from None
 
 
+def reading_as_is(run_file: RunFile, base: Path) -> SourceReading:
+    """How data is read that a run takes as it is: a text, arrays, the digits. Raises UsageError."""
+    path = datasets.path_of(run_file.source, base)
+    if path.is_dir() and sum(each.stat().st_size for each in path.glob("*.npz")) > LOOKED_AT_BYTES_MAX:
+        return SourceReading(run_file.source, "arrays of numbers, too many to look through")
+    dataset = datasets.load(run_file.source, base, window=run_file.train.window or WINDOW)
+    form = f"text, its bytes in windows of {dataset.window}" if dataset.window else "arrays of numbers"
+    reading = SourceReading(run_file.source, form, "the bytes one further on" if dataset.window else "")
+    describe(reading, dataset.parts)
+    return reading
+
+
 def _own_reading(source: str, folder: Path) -> SourceReading:
     """What the samples of a person's own function look like."""
     reading = SourceReading(source, "samples of a function")
@@ -84,7 +100,10 @@ def _own_reading(source: str, folder: Path) -> SourceReading:
 def _is_converted(run_file: RunFile, base: Path) -> bool:
     if run_file.tokenizer:
         return False
-    is_folder = (base / Path(run_file.source).expanduser() / "train.npz").exists()
+    path = base / Path(run_file.source).expanduser()
+    if path.is_file() and is_table_by_keys(run_file.data_keys):
+        return True
+    is_folder = (path / "train.npz").exists()
     return is_source(run_file.source, base) or (is_folder and run_file.splits != SplitsTable())
 
 

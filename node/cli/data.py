@@ -10,7 +10,6 @@ import typer
 
 from node.cli.options import AsJson
 from node.cli.render import progress, show, show_json
-from node.cli.temporary import command_folder
 from node.errors import UsageError
 
 app = typer.Typer(no_args_is_help=False, rich_markup_mode=None)
@@ -77,12 +76,10 @@ def read_source(source: str, keys: dict[str, Any]) -> Any:
     """Read a source, or the data of a RUN.toml, with further keys of `[data]`. Raises UsageError."""
     import msgspec
 
-    from node.cli.capture import prepare_data
-    from node.content import datasets
-    from node.content.reading import SourceReading, describe
+    from node.cli.capture import prepare_data, reading_as_is
+    from node.cli.temporary import command_folder
     from node.protocols.data_table import DataTable
     from node.protocols.manifest import RunFile
-    from node.runs.manifest_builder import WINDOW
     from node.toml import load
 
     base, name = Path(), "data show"
@@ -99,10 +96,5 @@ def read_source(source: str, keys: dict[str, Any]) -> Any:
     with command_folder() as folder:
         reading = prepare_data(run_file, base, folder, name, progress)
         if reading is None:
-            dataset = datasets.load(run_file.source, base, window=run_file.train.window or WINDOW)
-            form = (
-                f"text, its bytes in windows of {dataset.window}" if dataset.window else "arrays of numbers"
-            )
-            reading = SourceReading(run_file.source, form)
-            describe(reading, dataset.parts)
+            return reading_as_is(run_file, base)
         return reading

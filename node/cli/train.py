@@ -161,8 +161,9 @@ def handed_over(text: str, path: Path, name: str, *, shows: bool = False) -> Ite
     from msgspec.structs import replace
 
     from node import toml
-    from node.cli.capture import captured, prepare_data
+    from node.cli.capture import captured, prepare_data, reading_as_is
     from node.cli.temporary import command_folder
+    from node.content.datasets import DIGITS_NAME
     from node.content.sources import called, data_names
     from node.protocols.manifest import RunFile, check_run_file
 
@@ -172,9 +173,10 @@ def handed_over(text: str, path: Path, name: str, *, shows: bool = False) -> Ite
     with command_folder() as folder:
         found: dict[str, object] = {}
         reading = prepare_data(run_file, path.parent, folder, name, progress)
+        if shows and source != DIGITS_NAME:  # which everybody has, and reads in one way
+            stated = reading if reading is not None else reading_as_is(run_file, path.parent)
+            show(stated.lines(), sys.stderr)
         if reading is not None:
-            if shows:
-                show(reading.lines(), sys.stderr)
             run_file = replace(run_file, data=str(folder))
             found = {"data": str(folder)}
         names = data_names(str(folder), source) if found else {}

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+from unicodedata import normalize
 
 import numpy as np
 
@@ -353,10 +354,10 @@ class LabelColumn:
                 )
             bare: dict[str, str] = {}
             for each in values:
-                other = bare.setdefault(each.strip(), each)
+                other = bare.setdefault(normalize("NFC", each.strip()), each)
                 if other != each:
                     raise self._ask(
-                        f"has {shown(other)} and {shown(each)}, which differ by spaces alone: one class,"
+                        f"has {shown(other)} and {shown(each)}, which look alike: one class,"
                         " to be mended in the file, or two",
                         {"classes": "words"},
                     )

@@ -33,7 +33,7 @@ from node.content.array_files import channels_first, parts_of, read_npz, read_sa
 from node.content.columns import Schema, schema_from
 from node.content.datasets import ORIGINS_NAME
 from node.content.images import is_cifar, read_cifar, read_images
-from node.content.reading import SourceReading, describe, write_reading
+from node.content.reading import SourceReading, describe, shown, write_reading
 from node.content.shards import PARTS, PartName
 from node.content.tables import read_csv, read_parquet
 from node.errors import UsageError
@@ -58,6 +58,18 @@ _SPLIT_SEED = 20
 _VALIDATION_SEED = 21
 _CHUNK_BYTES = 1 << 20
 _ARCHIVES = {".npz": read_npz, ".safetensors": read_safetensors}
+_UNPACK = "unpack it first"
+_OTHER_FORMS = {
+    **dict.fromkeys((".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz", ".7z", ".rar"), _UNPACK),
+    **dict.fromkeys((".xlsx", ".xls", ".ods", ".numbers"), "save the sheet as csv"),
+    ".npy": "numpy.savez makes an npz of arrays x and y",
+    **dict.fromkeys(
+        (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"), "a folder for each class"
+    ),
+    **dict.fromkeys((".pt", ".pth", ".pkl", ".pickle", ".h5", ".hdf5", ".mat", ".feather", ".arrow"), ""),
+    **dict.fromkeys((".orc", ".avro", ".sqlite", ".db", ".tfrecord", ".rds", ".rdata", ".pdf", ".docx"), ""),
+}
+"""Files that are no text, which training on bytes would take for one; and what makes one that is read."""
 _TABLES = {".csv": read_csv, ".tsv": read_csv, ".parquet": read_parquet}
 
 
@@ -94,6 +106,22 @@ def is_source(data: str, base: Path) -> bool:
     if path.is_dir():
         return not (path / "train.npz").exists()
     return path.suffix.lower() in {*_TABLES, *_ARCHIVES}
+
+
+def is_table_by_keys(keys: DataTable) -> bool:
+    """Return whether keys say that a file of any name, such as iris.data, is a table of text."""
+    return any(getattr(keys, name) not in ("", (), None) for name in ("label", *_TABLE_KEYS))
+
+
+def check_form(path: Path) -> None:
+    """Refuse a file whose name says that its bytes are no text. Raises UsageError."""
+    suffix = path.suffix.lower()
+    if suffix in _OTHER_FORMS and path.is_file():
+        raise UsageError(
+            f"{path}: {suffix} files are not read; what is: {', '.join(sorted({*_TABLES, *_ARCHIVES}))}, a"
+            " folder, or a text",
+            _OTHER_FORMS[suffix] or 'or a function that reads it: data = "FILE.py:FUNCTION"',
+        )
 
 
 def convert(
@@ -169,6 +197,7 @@ def read(wish: Wish, tell: Tell = lambda _: None) -> SampleParts:
     origins = {name: arrays.pop(_NUMBER) for name, arrays in parts.items() if _NUMBER in arrays}
     _check_parts(parts, wish.data)
     schema.state(reading)
+    _note_untrained(parts, reading)
     describe(reading, parts)
     return SampleParts({part: parts[part] for part in PARTS if part in parts}, reading, origins)
 
@@ -208,11 +237,25 @@ def _read(path: Path, keys: DataTable, schema: Schema, reading: SourceReading, t
             parts = parts_of(_ARCHIVES[suffix](path), path, keys, reading)
             channels_first(parts, keys, reading)
             return parts
+        if suffix not in _TABLES and is_table_by_keys(keys):
+            check_form(path)
+            return {"train": read_csv(path, keys, schema, reading, tell)}
         if suffix not in _TABLES:
             raise UsageError(f"{path}: want {', '.join(sorted({*_TABLES, *_ARCHIVES}))}, or a folder")
         return {"train": _TABLES[suffix](path, keys, schema, reading, tell)}
     except OSError as error:
         raise UsageError(f"{path}: {(error.strerror or str(error)).lower()}") from None
+
+
+def _note_untrained(parts: Parts, reading: SourceReading) -> None:
+    """State which classes have no training sample, though others have some."""
+    if not reading.words or "y" not in parts["train"]:
+        return
+    trained = set(np.unique(parts["train"]["y"]).tolist())
+    missing = [word for number, word in enumerate(reading.words) if number not in trained]
+    if missing:
+        told = ", ".join(map(shown, missing[:8])) + (" ..." if len(missing) > 8 else "")
+        reading.notes.append(f"no training sample is of the class {told}")
 
 
 _TABLE_KEYS = ("features", "separator", "decimal", "encoding", "header")

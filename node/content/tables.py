@@ -32,6 +32,7 @@ CHUNK_FIELDS = 1 << 18
 """Fields that are text at once: some 15 MB of Python's strings."""
 _ODD = re.compile(r"[^0-9+\-.eE ]")
 """A letter that no plain number has: Python's `float` reads more than numbers as programs write them."""
+_ROUNDED = "features above 16,777,216 are rounded: x is float32"
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -155,8 +156,10 @@ class _Csv:
             if is_plain:
                 found = np.array(list(map(float, flat)), np.float64)
                 if np.abs(found).max(initial=0.0) < _FLOAT32_MAX:
+                    note_rounded(found, self._reading)
                     return found.astype(np.float32).reshape(len(rows), -1)
         found = np.array([self._number(place, field) for place, field in enumerate(flat)], np.float64)
+        note_rounded(found, self._reading)
         return found.astype(np.float32).reshape(len(rows), -1)
 
     def _number(self, place: int, field: str) -> float:
@@ -180,6 +183,12 @@ def _leave_out(keys: DataTable, name: str) -> str:
     """What to do where a column holds no numbers."""
     line = keys.line(ignore=[*(keys.ignore or ()), name])
     return f"mend the file, or leave the column out, in RUN.toml: {line}"
+
+
+def note_rounded(numbers: Array, reading: SourceReading) -> None:
+    """State it where whole numbers are larger than float32 has them apart, such as ids."""
+    if np.abs(numbers).max(initial=0.0) > 1 << 24 and _ROUNDED not in reading.notes:
+        reading.notes.append(_ROUNDED)
 
 
 def joined(blocks: list[Array]) -> Array:
@@ -350,6 +359,7 @@ class _Parquet:
         if odd.any():
             wrong = int(odd.argmax())
             raise self._no_number(name, row + wrong, found[wrong], " finite")
+        note_rounded(found, self._reading)
         return found
 
     def _no_number(self, name: str, row: int, value: object, finite: str) -> UsageError:

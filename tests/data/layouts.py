@@ -234,6 +234,16 @@ LAYOUTS: dict[str, Layout] = {
         text("d.csv", table([*WORDS[:5], "\\N"], separator="\t")), refused="missing label", asks="classes"
     ),
     "uci iris.data": Layout(text("d.csv", table(names=None)), refused="sample", asks="header"),
+    "uci iris.data, with the keys": Layout(
+        text("iris.data", table(names=None)), {"header": False, "label": "column_3"}, rows=X, labels=WORDS
+    ),
+    "a packed table": Layout(text("d.csv.gz", table()), {"label": "label"}, refused=".gz", asks="unpack"),
+    "a table of a spreadsheet": Layout(
+        text("d.xlsx", table()), {"label": "label"}, refused=".xlsx", asks="save the sheet as csv"
+    ),
+    "words that look alike": Layout(
+        text("d.csv", table(["cafe\u0301", "café"] * 3)), refused="look alike", asks="classes"
+    ),
     "uci with spaces": Layout(
         text("d.csv", table(separator=", ")), rows=X, labels=[f" {each}" for each in WORDS]
     ),
