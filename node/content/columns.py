@@ -26,8 +26,6 @@ Kind = Literal["numbers", "whole", "words", "names", "empty"]
 
 DISTINCT_ROWS_MIN = 10
 """Words that occur once each in so many rows are names of samples and no classes."""
-COUNTED_AMOUNT_MIN = 1_000
-"""Whole numbers up to here may be class numbers although few of those between occur."""
 AMOUNTS_REPEAT = 5
 """Numbers with a point that occur so often each may be names of classes."""
 _AMOUNT_CLASSES_MAX = 100
@@ -430,10 +428,11 @@ class LabelColumn:
         if low < 0:
             choices = ({"classes": "words"}, {"classes": "amounts"})
             raise self._ask(f"has the number {low}: the name of a class, or an amount", *choices)
-        if high > COUNTED_AMOUNT_MIN and high + 1 > 2 * len(numbers):
+        if self._count > 1 and (low > 1 or high - low + 1 > len(numbers)):
             raise self._ask(
-                f"has {len(numbers)} different numbers from {low} to {high}: names of classes, or amounts",
-                {"classes": "words"},
+                f"has {len(numbers)} different numbers from {low} to {high}, and not all from 0 or 1 on:"
+                " numbers of classes, or amounts",
+                {"classes": "numbers"},
                 {"classes": "amounts"},
             )
         return "numbers"

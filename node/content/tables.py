@@ -218,7 +218,10 @@ def read_parquet(path: Path, keys: DataTable, schema: Schema, reading: SourceRea
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             return _Parquet(path, file, keys, schema, reading).read(tell)
-    except (pyarrow.ArrowException, OSError, MemoryError) as error:
+    except MemoryError:
+        size = path.stat().st_size
+        raise UsageError(f"{path}: takes more memory to read than {size:,} bytes of Parquet may") from None
+    except (pyarrow.ArrowException, OSError) as error:
         raise UsageError(f"{path}: no Parquet file: {(str(error).splitlines() or [''])[0][:200]}") from None
 
 

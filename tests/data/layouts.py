@@ -273,6 +273,19 @@ LAYOUTS: dict[str, Layout] = {
     "class names with zeros": Layout(
         text("d.csv", table(["01", "1", "01", "1", "01", "1"])), refused="one number", asks="classes"
     ),
+    "ages": Layout(text("d.csv", table([31, 44, 31, 58, 44, 31])), refused="from 31 to 58", asks="amounts"),
+    "classes from 1": Layout(text("d.csv", table([1, 2, 1, 3, 2, 1])), rows=X, labels=[1, 2, 1, 3, 2, 1]),
+    "classes of a machine": Layout(
+        text("d.csv", table([-1, 1, -1, 1, 1, 1])),
+        {"classes": "words"},
+        rows=X,
+        labels=["-1", "1", "-1", "1", "1", "1"],
+    ),
+    "prices": Layout(
+        text("d.csv", table([12.5, 99.0, 14.25, 7.0, 8.5, 3.0])),
+        rows=X,
+        labels=[12.5, 99.0, 14.25, 7.0, 8.5, 3.0],
+    ),
     "missing values": Layout(
         text("d.csv", table().replace("2.5,3", "2.5,")), refused="no number", asks="ignore"
     ),

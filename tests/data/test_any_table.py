@@ -111,7 +111,7 @@ def as_meant(table: Table, samples: SampleParts) -> None:
     assert len(set(labels)) == len(set(table.words)), "two words are not one class"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     tables(),
     st.sampled_from(",;\t|"),
@@ -136,7 +136,7 @@ def test_a_table_of_text_is_read_as_it_was_meant_or_refused(
         as_meant(table, found)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(tables(), st.booleans())
 def test_a_parquet_table_is_read_as_it_was_meant_or_refused(table: Table, says_label: bool) -> None:
     pyarrow = pytest.importorskip("pyarrow")

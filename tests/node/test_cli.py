@@ -81,7 +81,7 @@ CAPTURED = "model = 'digits.peerloom'\n"
 
 
 async def _train(arguments: dict[str, Any], emit: Emit) -> object:
-    assert arguments["text"] == CAPTURED
+    assert str(arguments["text"]).startswith(CAPTURED)
     assert arguments["graph"].endswith("/digits.peerloom")
     await emit({"kind": "RunEvaluated", "run": "ab" * 8, "accuracy": 0.975, "samples": 360})
     return {"run": "ab" * 8, "status": "failed" if "fail" in arguments["path"] else "done", "accuracy": 0.975}
@@ -284,6 +284,26 @@ async def test_the_data_folder_is_found_through_environment_and_config_file(
         assert await run_in_thread("--config", "node.toml", "status") == 0
         monkeypatch.setenv("PEERLOOM_DATA_DIR", "data")
         assert await run_in_thread("status") == 0
+
+
+async def test_train_states_how_its_data_is_read_or_asks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "digits.peerloom").write_bytes(b"for the node to read")
+    (tmp_path / "d.csv").write_text("a;b;kind\n1,5;2;1_1\n2,5;3;11\n3,5;4;11\n")
+    (tmp_path / "RUN.toml").write_text(CAPTURED + 'data = "d.csv"\n')
+    (tmp_path / "ask.toml").write_text(CAPTURED + 'data = "x.csv"\n')
+    (tmp_path / "x.csv").write_text("a,y,z\n1,2,3\n4,5,6\n")
+    async with serving(tmp_path / "data"):
+        assert await run_in_thread("train", "RUN.toml", "--data-dir", "data") == 0
+        lines = capsys.readouterr().err.splitlines()
+        assert lines[0] == "data      d.csv: csv, separator ';', decimal ',', utf-8, first line is names"
+        assert "classes   2 (number word samples): 0 '11' 2; 1 '1_1' 1" in lines
+        assert await run_in_thread("train", "ask.toml", "--data-dir", "data") == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert "which column is the label is not clear" in lines[0]
+        assert 'data = { source = "x.csv", label = "y" }' in lines[1]
+        assert len(lines) == 2
 
 
 async def test_train_follows_and_fetches_the_weights(
