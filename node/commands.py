@@ -306,13 +306,10 @@ class Commands:
         run = find_run(self._node.state.runs, str(arguments.get("run", "")))
         found = self._node.runs.receipts.document(run)
         state = self._node.state
-        names = {peer_text(peer): row.name for peer, row in state.members.items() if row.name}
-        if state.started is not None:
-            names[peer_text(state.started.peer)] = state.started.name
+        names = state_documents.peer_names(state)
         document = await self.show(run) | {"receipts": [*found["issued"], *found["earned"]]}
-        reading = await kept_reading(self._node.seams, run)
-        document["reading"] = None if reading is None else reading_document(reading)
-        return document | {"names": _of_run(names, document)}
+        reading = reading_document(await kept_reading(self._node.seams, run))
+        return document | {"names": _of_run(names, document), "reading": reading}
 
     async def _receipts(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
         return self._node.runs.receipts.document()

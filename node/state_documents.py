@@ -108,6 +108,14 @@ def averaging_document(view: AveragingView) -> dict[str, Any]:
     }
 
 
+def peer_names(state: State) -> dict[str, str]:
+    """Return the names of all members by their peers' text, this node's among them."""
+    names = {peer_text(peer): row.name for peer, row in state.members.items() if row.name}
+    if state.started is not None:
+        names[peer_text(state.started.peer)] = state.started.name
+    return names
+
+
 def run_document(view: RunView) -> dict[str, Any]:
     """One run, with its plan and its loss so far."""
     evaluated, committed = view.evaluated, view.committed

@@ -181,7 +181,7 @@ def handed_on(text: str, folder: Path) -> tuple[Any, ...]:
         wanted = msgspec.structs.replace(wanted, data=str(made))
     graph_name, graph = _graph(wanted, folder)
     window = window_of(wanted, graph, "RUN.toml")
-    dataset: Dataset = datasets.load(wanted.data, folder, window=window)
+    dataset: Dataset = datasets.load(wanted.source, folder, window=window)
     manifest = make_manifest(wanted, graph, graph_name, dataset, name="RUN.toml", created=1.0)
     is_own = wanted.train.federated
     return manifest, wanted.plan.priority, wanted.plan.deadline_minutes, is_own

@@ -67,7 +67,7 @@ def show_source(
     if as_json:
         from node.content.reading import reading_document
 
-        show_json(reading_document(reading))
+        show_json(reading_document(reading) or {})
     else:
         show(reading.lines())
 

@@ -211,8 +211,10 @@ def read_reading(folder: Path) -> SourceReading | None:
         return None
 
 
-def reading_document(reading: SourceReading) -> dict[str, Any]:
-    """Return a reading as a `peerloom/data/1` document."""
+def reading_document(reading: SourceReading | None) -> dict[str, Any] | None:
+    """Return a reading, where there is one, as a `peerloom/data/1` document."""
+    if reading is None:
+        return None
     found: dict[str, Any] = msgspec.to_builtins(reading)
     return {"schema": "peerloom/data/1", **found}
 

@@ -47,7 +47,7 @@ class Run(Protocol):
     @property
     def options(self) -> dict[str, Any]: ...
     @property
-    def data(self) -> str: ...
+    def source(self) -> str: ...
     @property
     def tokenizer(self) -> str: ...
     @property
@@ -90,9 +90,9 @@ def check_keys(run: Run, where: str) -> None:
             f"{where}: plan.replicas and plan.replicas_min: give one of the two",
             "plan.replicas = 0 leaves the number open, from plan.replicas_min on",
         )
-    if run.tokenizer and ".py:" in run.data:
+    if run.tokenizer and ".py:" in run.source:
         raise UsageError(
-            f"{where}: tokenizer: has no effect on {run.data}, which returns samples, not a text",
+            f"{where}: tokenizer: has no effect on {run.source}, which returns samples, not a text",
             "leave tokenizer out, and use it in the function",
         )
     if run.model.endswith(GRAPH_SUFFIX):

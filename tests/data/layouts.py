@@ -32,7 +32,7 @@ class Layout:
     write: Write
     keys: dict[str, Any] = field(default_factory=dict)
     rows: Sequence[Sequence[float]] | None = None
-    labels: Sequence[str | int] = ()
+    labels: Sequence[str | float] = ()
     counts: dict[str, int] = field(default_factory=dict)
     shape: tuple[int, ...] = ()
     refused: str = ""

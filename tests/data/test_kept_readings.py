@@ -22,7 +22,7 @@ def test_a_reading_is_kept_with_the_run_and_errors_name_the_persons_file(tmp_pat
         async with swarm("a") as group:
             me = group.nodes["a"]
             data = str(tmp_path / "d.npz")
-            run = await me.train(str(model), data=data, steps=1, batch=16, microbatch=16, dtype="float64")
+            run = await me.train(str(model), data=data, steps=1, batch=16, microbatch=16)
             reading = await kept_reading(me.seams, run.id)
             assert reading is not None
             assert reading.source == data

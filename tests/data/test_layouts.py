@@ -19,7 +19,7 @@ def read_here(source: Path, **keys: Any) -> SampleParts:
     return read(Wish(str(source), source.parent, table))
 
 
-def in_order(samples: SampleParts) -> tuple[list[list[float]], list[str | int]]:
+def in_order(samples: SampleParts) -> tuple[list[list[float]], list[str | float]]:
     """Rows and labels as they lie in the source, labels as words where they have some."""
     rows = {
         int(number): (arrays["x"][at].tolist(), arrays["y"][at].item())
