@@ -92,6 +92,9 @@ class LikelySteps:
     is_newest: bool = False
     """Where no two hold the same, the newest is taken, and any if not: a liar can claim to be the newest, so
     that is for whoever tries what it takes."""
+    is_nearest: bool = False
+    """Honest members hold states that differ a little: of three or more that are offered, the one nearest to
+    the others is taken (`gossip.nearest`)."""
 
 
 def newcomer_steps(claims: Collection[ClaimedCount], slack: int, *, are_equal: bool) -> LikelySteps:
@@ -102,7 +105,7 @@ def newcomer_steps(claims: Collection[ClaimedCount], slack: int, *, are_equal: b
     wanted = min(VOICES_MIN, near) if are_equal else 1
     # Of more than two, two that are honest hold the same.
     needed = wanted if near > VOICES_MIN else 1
-    return LikelySteps(max(0, middle - slack), middle + slack, needed, wanted)
+    return LikelySteps(max(0, middle - slack), middle + slack, needed, wanted, is_nearest=not are_equal)
 
 
 class CountEvidence:

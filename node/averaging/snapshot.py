@@ -7,6 +7,8 @@ stranger's is bounded by what this peer expects of its own model.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
+from random import Random
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -25,6 +27,9 @@ STATE_BYTES_MAX = 1 << 36
 CHUNKS_MAX = STATE_BYTES_MAX // CHUNK_BYTES
 NAME_LENGTH_MAX = 512
 DIMENSIONS_MAX = 16
+SAMPLE_CHUNKS_MAX = 8
+"""Chunks of each state that are compared with others': 8 MiB, two million numbers. Of a larger state, one
+whose numbers are made up in a share p of its chunks looks right with a probability of (1 - p)^8."""
 
 BFLOAT16_EXPONENT = np.uint16(0x7F80)
 """Where all these bits of a bfloat16 are set it is an infinity or no number."""
@@ -128,6 +133,49 @@ def check_finite(snapshot: Snapshot) -> str:
         if not is_finite(row.dtype, data):
             return f"the state of others is not finite in {name[:80]}"
     return ""
+
+
+def sampled_chunks(count: int, rng: Random) -> list[int]:
+    """Return which of `count` chunks of a state are compared: SAMPLE_CHUNKS_MAX at random, spread over it."""
+    if count <= SAMPLE_CHUNKS_MAX:
+        return list(range(count))
+    edges = [count * part // SAMPLE_CHUNKS_MAX for part in range(SAMPLE_CHUNKS_MAX + 1)]
+    return [rng.randrange(first, end) for first, end in pairwise(edges)]
+
+
+def numbers_of(table: Table, chunks: Mapping[int, Array]) -> dict[str, NDArray[np.float32]]:
+    """Return the numbers of a state that are in these chunks, by what they are: parameters, each thing that
+    an optimizer or a strategy remembers. Call it where computing is allowed."""
+    found: dict[str, list[NDArray[np.float32]]] = {}
+    end = 0
+    for row in table.rows:
+        begin, end, item = end, end + row.size_bytes, ITEM_BYTES[row.dtype]
+        for number in range(begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
+            if (chunk := chunks.get(number)) is None:
+                continue
+            edge = number * CHUNK_BYTES
+            first = begin + -(-max(0, edge - begin) // item) * item - edge
+            count = (min(end - edge, CHUNK_BYTES) - first) // item
+            if count > 0:
+                data = chunk[first : first + count * item]
+                found.setdefault(_kind_of(row.name), []).append(_as_float32(row.dtype, data))
+    return {kind: np.concatenate(parts) for kind, parts in found.items()}
+
+
+def _kind_of(name: str) -> str:
+    """Return what an array is of its state: `tensor/NAME`, `memory/NAME/KEY` and `outer/NAME` of
+    `node.optimizer.state`, `parameters`, `moments` and `outer/NAME` of `node.local.trainer`."""
+    first, _, rest = name.partition("/")
+    if first == "memory":
+        return f"{first}/{rest.rpartition('/')[2]}"
+    return name if first == "outer" else first
+
+
+def _as_float32(dtype: str, data: Array) -> NDArray[np.float32]:
+    if dtype == "bfloat16":
+        return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    with np.errstate(over="ignore"):
+        return data.view(dtype).astype(np.float32)
 
 
 def check_table(table: Table, bytes_max: int) -> None:

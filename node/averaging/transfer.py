@@ -5,6 +5,9 @@
 
 Peers with the same bytes are found by the digest of the table; each is asked for chunks as fast as it
 delivers them, and every chunk is checked by its hash before it counts.
+
+Where members train apart, no two hold the same bytes. Then a few chunks of each state are fetched, drawn once
+the tables with their hashes are here, and the state nearest to the others is taken (`gossip.nearest`).
 """
 
 from collections import Counter, deque
@@ -22,8 +25,19 @@ from blake3 import blake3
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
+from gossip import nearest
 from gossip.claims import VOICES_MIN, ClaimedCount, Count, LikelySteps, OfferedState, choose_state
-from node.averaging.snapshot import CHUNK_BYTES, CHUNKS_MAX, Hash, Snapshot, Table, check_table
+from node.averaging.snapshot import (
+    CHUNK_BYTES,
+    CHUNKS_MAX,
+    Array,
+    Hash,
+    Snapshot,
+    Table,
+    check_table,
+    numbers_of,
+    sampled_chunks,
+)
 from node.errors import StreamClosed, Unreachable
 from node.protocols.calls import conversation
 from node.seams import Executor, Network, Stream, StreamLimits
@@ -50,6 +64,8 @@ AHEAD_STEPS = 2
 the same step."""
 AHEAD_SECONDS = 10.0
 """How long such an offer is waited for: where steps are slower than that, members are at one step anyway."""
+SAMPLE_SECONDS_MAX = 60.0
+"""For the samples of states: one whose holder takes longer is not taken. At 1 Mbit/s they take as long."""
 
 ChunkNumber = Annotated[int, msgspec.Meta(ge=0, lt=CHUNKS_MAX)]
 
@@ -145,7 +161,7 @@ async def fetch_state(
 ) -> Snapshot:
     """Return the state, of `step` or later and `step_max` at most, that most of `donors` offer, fetched from
     all of them that hold the same bytes. Where it is known which steps are `likely`, only one of these, held
-    by as many as that wants.
+    by as many as that wants, or the nearest to the others.
 
     Raises Unreachable: nobody has one, or nobody delivered it.
     """
@@ -157,12 +173,53 @@ async def fetch_state(
         offers = again if request.likely_of(again) else offers
     if not offers:
         raise Unreachable("unknown", request.reasons[0] if request.reasons else "no peer has a state")
+    transfer = _Transfer(network, executor, run, refuse)
+    apart = request.likely_of(offers)
+    if likely is not None and likely.is_nearest and len(apart) >= nearest.STATES_MIN:
+        return await _fetch_nearest(transfer, {peer: offers[peer] for peer in apart}, rng)
     holders = choose_state(_offered(offers), likely, rng)
     if not holders:
         raise Unreachable("unknown", "no two members hold the same state of a step that the run can be at")
-    table = offers[holders[0]]
-    data = await _fetch(network, executor, holders, run, table, refuse)
-    return Snapshot(table, data, tuple(holders))
+    return await transfer.state(holders, offers[holders[0]])
+
+
+async def _fetch_nearest(transfer: "_Transfer", offers: Mapping[PeerId, Table], rng: Random) -> Snapshot:
+    """Return the state that is nearest to the others by a sample of each, or the next one where its holder
+    does not deliver it. Raises Unreachable."""
+    layouts = Counter(table.rows for table in offers.values())
+    rows, _ = max(layouts.items(), key=lambda item: item[1])
+    alike = {peer: table for peer, table in sorted(offers.items()) if table.rows == rows}
+    numbers = sampled_chunks(len(next(iter(alike.values())).chunks), rng)
+    samples: dict[PeerId, Mapping[str, nearest.Numbers]] = {}
+    reason = "no sample of a state came in time"
+
+    async def sample(peer: PeerId, table: Table) -> None:
+        nonlocal reason
+        try:
+            chunks = await transfer.sample(peer, table, numbers)
+        except Unreachable as error:
+            reason = error.detail
+        else:
+            samples[peer] = await transfer.executor.run(partial(numbers_of, table, chunks))
+
+    if len(alike) >= nearest.STATES_MIN:
+        with trio.move_on_after(SAMPLE_SECONDS_MAX):
+            async with trio.open_nursery() as nursery:
+                for peer, table in alike.items():
+                    nursery.start_soon(sample, peer, table)
+        found = dict(sorted(samples.items()))
+    else:
+        found = {peer: {} for peer in alike}
+    if len(found) >= nearest.STATES_MIN:
+        order = await transfer.executor.run(partial(nearest.nearest_first, found))
+    else:
+        order = rng.sample(list(found), len(found))
+    for peer in order:
+        try:
+            return await transfer.state([peer], offers[peer])
+        except Unreachable as error:
+            reason = error.detail
+    raise Unreachable("timeout", reason)
 
 
 def _offered(offers: Mapping[PeerId, Table]) -> dict[PeerId, OfferedState]:
@@ -236,7 +293,10 @@ class _OfferRequest:
             offers[donor] = answer
             if self.likely_of({donor: answer}):
                 wanted = VOICES_MIN if self.likely is None else max(VOICES_MIN, self.likely.holders_wanted)
-                left = AGREED_SECONDS if self.most_alike(offers) >= wanted else OTHERS_SECONDS
+                # Where states differ, two that are the same say nothing, and others are to be compared.
+                is_apart = self.likely is not None and self.likely.is_nearest
+                is_agreed = self.most_alike(offers) >= wanted and not is_apart
+                left = AGREED_SECONDS if is_agreed else OTHERS_SECONDS
                 patience.deadline = min(patience.deadline, trio.current_time() + left)
 
 
@@ -252,65 +312,88 @@ def _read_offer(data: bytes, bytes_max: int, step_max: int | None) -> Table | st
     raise RemoteProtocolError("a chunk where an offer was asked for")
 
 
-async def _fetch(
-    network: Network,
-    executor: Executor,
-    holders: Sequence[PeerId],
-    run: bytes,
-    table: Table,
-    refuse: Callable[[PeerId, RemoteProtocolError], None],
-) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
-    data = np.empty(table.size_bytes, np.uint8)
-    count = len(table.chunks)
-    # Cut enough spans for every holder to get several, however small the state is.
-    span_chunks = max(1, min(ASKED_AT_ONCE, count // (SPANS_PER_HOLDER * len(holders))))
-    left: deque[tuple[int, int]] = deque(
-        (first, min(span_chunks, count - first)) for first in range(0, count, span_chunks)
-    )
-    reasons: list[str] = []
+@dataclass(frozen=True)
+class _Transfer:
+    """Chunks of states on their way to this peer."""
 
-    async def fetch_from(holder: PeerId) -> None:
-        asked: deque[tuple[int, int]] = deque()
-        try:
-            stream = await network.open(holder, PROTOCOL)
+    network: Network
+    executor: Executor
+    run: bytes
+    refuse: Callable[[PeerId, RemoteProtocolError], None]
+
+    async def state(self, holders: Sequence[PeerId], table: Table) -> Snapshot:
+        """Return the state of this table, from all of `holders` at once. Raises Unreachable."""
+        data = np.empty(table.size_bytes, np.uint8)
+        count = len(table.chunks)
+        # Cut enough spans for every holder to get several, however small the state is.
+        span_chunks = max(1, min(ASKED_AT_ONCE, count // (SPANS_PER_HOLDER * len(holders))))
+        spans = deque((first, min(span_chunks, count - first)) for first in range(0, count, span_chunks))
+
+        def room(number: int) -> Array:
+            return data[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
+
+        await self._fetch(holders, table, spans, room)
+        return Snapshot(table, data, tuple(holders))
+
+    async def sample(self, holder: PeerId, table: Table, numbers: Sequence[int]) -> dict[int, Array]:
+        """Return these chunks of a state. Raises Unreachable."""
+        rooms = {
+            number: np.empty(min(CHUNK_BYTES, table.size_bytes - number * CHUNK_BYTES), np.uint8)
+            for number in numbers
+        }
+        await self._fetch([holder], table, deque((number, 1) for number in numbers), rooms.__getitem__)
+        return rooms
+
+    async def _fetch(
+        self,
+        holders: Sequence[PeerId],
+        table: Table,
+        left: deque[tuple[int, int]],
+        room: Callable[[int], Array],
+    ) -> None:
+        """Fetch these spans of chunks, each into its room. Raises Unreachable."""
+        reasons: list[str] = []
+
+        async def fetch_from(holder: PeerId) -> None:
+            asked: deque[tuple[int, int]] = deque()
             try:
-                while left or asked:
-                    while left and len(asked) < SPANS_AHEAD:  # the link never waits for the next question
-                        asked.append(left.popleft())
-                        await stream.send(encode(Fetch(run, table.digest, *asked[-1])))
-                    first, length = asked[0]
-                    for number in range(first, first + length):
-                        with trio.fail_after(CHUNK_SECONDS_MAX):
-                            message, payload = await stream.receive_with_payload(CHUNK_BYTES)
-                        answer: Answer = decode(message, Answer, bytes_max=1_024)
-                        if not isinstance(answer, Sent) or answer.number != number:
-                            raise StreamClosed("this state is no longer kept")
-                        await executor.run(partial(_put, data, table, number, payload))
-                    asked.popleft()
+                stream = await self.network.open(holder, PROTOCOL)
+                try:
+                    while left or asked:
+                        while left and len(asked) < SPANS_AHEAD:  # the link never waits for the next question
+                            asked.append(left.popleft())
+                            await stream.send(encode(Fetch(self.run, table.digest, *asked[-1])))
+                        first, length = asked[0]
+                        for number in range(first, first + length):
+                            with trio.fail_after(CHUNK_SECONDS_MAX):
+                                message, payload = await stream.receive_with_payload(CHUNK_BYTES)
+                            answer: Answer = decode(message, Answer, bytes_max=1_024)
+                            if not isinstance(answer, Sent) or answer.number != number:
+                                raise StreamClosed("this state is no longer kept")
+                            await self.executor.run(
+                                partial(_put, room(number), table.chunks[number], payload)
+                            )
+                        asked.popleft()
+                finally:
+                    await stream.aclose()
+            except RemoteProtocolError as error:
+                self.refuse(holder, error)
+                reasons.append(str(error))
+            except (Unreachable, StreamClosed, trio.TooSlowError) as error:
+                reasons.append(str(error) or "a chunk did not come in time")
             finally:
-                await stream.aclose()
-        except RemoteProtocolError as error:
-            refuse(holder, error)
-            reasons.append(str(error))
-        except (Unreachable, StreamClosed, trio.TooSlowError) as error:
-            reasons.append(str(error) or "a chunk did not come in time")
-        finally:
-            left.extendleft(asked)
+                left.extendleft(asked)
 
-    while left:
-        before = len(left)
-        async with trio.open_nursery() as nursery:
-            for holder in holders:
-                nursery.start_soon(fetch_from, holder)
-        if left and len(left) >= before:
-            raise Unreachable("timeout", reasons[-1] if reasons else "nobody delivered the state")
-    return data
+        while left:
+            before = len(left)
+            async with trio.open_nursery() as nursery:
+                for holder in holders:
+                    nursery.start_soon(fetch_from, holder)
+            if left and len(left) >= before:
+                raise Unreachable("timeout", reasons[-1] if reasons else "nobody delivered the state")
 
 
-def _put(
-    data: "np.ndarray[tuple[int], np.dtype[np.uint8]]", table: Table, number: int, payload: memoryview
-) -> None:
-    room = data[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
-    if len(payload) != room.size or blake3(payload).digest() != table.chunks[number]:
+def _put(room: Array, digest: bytes, payload: memoryview) -> None:
+    if len(payload) != room.size or blake3(payload).digest() != digest:
         raise RemoteProtocolError("a chunk of a state that does not match its hash")
     room[:] = np.frombuffer(payload, np.uint8)

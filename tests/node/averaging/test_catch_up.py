@@ -6,11 +6,20 @@ from contextlib import suppress
 from random import Random
 
 import numpy as np
+import pytest
 import trio
 
 from crypto.identity import Identity, PeerId
 from gossip.claims import LikelySteps
-from node.averaging.snapshot import Snapshot, make_snapshot
+from node.averaging.snapshot import (
+    CHUNK_BYTES,
+    ITEM_BYTES,
+    Array,
+    Kind,
+    Snapshot,
+    make_snapshot,
+    numbers_of,
+)
 from node.averaging.transfer import StateServer, fetch_state
 from node.errors import Unreachable
 from sim.executor import SimExecutor
@@ -105,13 +114,74 @@ def test_a_state_of_more_holders_comes_before_a_newer_one_of_a_single_peer() -> 
     assert play(5, 9, holders_min=2) == (None, 0)
 
 
+def test_of_three_states_that_differ_the_one_far_from_the_others_is_not_taken() -> None:
+    """Each is larger than the sample, and the one that is made up of the newest step."""
+    honest = [_drifted(1), _drifted(2)]
+    lie = make_snapshot(10, 1, RUN, {"parameters": _of(np.ones(PARAMETERS, np.float32))})
+    likely = LikelySteps(0, 10, is_nearest=True)
+
+    async def play() -> None:
+        for seed in range(2):  # the newest, one at random: it comes first in any order
+            for order in ([*honest, lie], [lie, *honest]):
+                assert await _fetched(order, likely=likely, seed=seed) == (5, 0)
+        assert (await _fetched([honest[0], lie], likely=likely))[0] in (5, 10), "nobody can say"
+
+    run_virtually(play)
+
+
+def test_a_state_whose_sample_does_not_come_is_not_taken() -> None:
+    likely = LikelySteps(0, 10, is_nearest=True)
+    honest = [_drifted(seed) for seed in (1, 2, 3)]
+
+    async def play() -> None:
+        silent = make_snapshot(9, 1, RUN, {"parameters": _of(np.ones(PARAMETERS, np.float32))})
+        assert await _fetched([silent, *honest], likely=likely, kept=honest) == (5, 0)
+
+    run_virtually(play)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_numbers_of_each_type_are_read_from_chunks_that_cut_arrays(dtype: Kind) -> None:
+    """An odd count of bytes lies before, so that numbers lie across the edges of chunks."""
+    count = 3 * CHUNK_BYTES // ITEM_BYTES[dtype]
+    values = np.random.default_rng(1).integers(-64, 64, count).astype(np.float32)
+    bits = (values.view(np.uint32) >> 16).astype(np.uint16)
+    data = (bits if dtype == "bfloat16" else values.astype(dtype)).view(np.uint8)
+    flags = ("uint8", (3,), np.ones(3, np.uint8))
+    whole = make_snapshot(1, 1, RUN, {"count/f": flags, "tensor/w": (dtype, (count,), data)})
+    found = numbers_of(whole.table, {n: np.frombuffer(whole.chunk(n), np.uint8) for n in (0, 2)})
+    first = (CHUNK_BYTES - 3) // ITEM_BYTES[dtype]
+    third = -(-(2 * CHUNK_BYTES - 3) // ITEM_BYTES[dtype])
+    end = (3 * CHUNK_BYTES - 3) // ITEM_BYTES[dtype]
+    assert found["count"].tolist() == [1.0] * 3
+    assert np.array_equal(found["tensor"], [*values[:first], *values[third:end]])
+
+
+def _drifted(seed: int) -> Snapshot:
+    """A state of a member that has trained apart: a little unlike others, and larger than the sample."""
+    common = np.random.default_rng(0).normal(size=PARAMETERS).astype(np.float32)
+    own = np.random.default_rng(seed).normal(size=PARAMETERS).astype(np.float32)
+    return make_snapshot(5, 1, RUN, {"parameters": _of(common + 0.1 * own)})
+
+
+def _of(vector: "np.ndarray[tuple[int], np.dtype[np.float32]]") -> tuple[str, tuple[int, ...], Array]:
+    return "float32", (vector.size,), vector.view(np.uint8)
+
+
 def _snapshot(step: int) -> Snapshot:
     return make_snapshot(step, 1, RUN, {"v": ("float32", (4,), np.full(16, step % 256, np.uint8))})
 
 
-async def _fetched(snapshots: list[Snapshot], holders_min: int = 1) -> tuple[int | None, int]:
+async def _fetched(
+    snapshots: list[Snapshot],
+    holders_min: int = 1,
+    *,
+    likely: LikelySteps | None = None,
+    seed: int = 1,
+    kept: list[Snapshot] | None = None,
+) -> tuple[int | None, int]:
     """The step that is chosen of those offered, at most 1,000 and likely not above 10, None where none is;
-    how many refused."""
+    how many refused. `kept` are those of which chunks are handed out, None for all."""
     fabric = SimNetworkFabric(Links(NetworkModel(), 1))
     networks = [
         fabric.attach(Identity(bytes([number + 1]) * 32).peer) for number in range(len(snapshots) + 1)
@@ -122,7 +192,8 @@ async def _fetched(snapshots: list[Snapshot], holders_min: int = 1) -> tuple[int
         async def snap(*_: object, snapshot: Snapshot = snapshot) -> Snapshot:
             return snapshot
 
-        StateServer(network, snap, lambda peer, run, digest, snapshot=snapshot: snapshot)  # type: ignore[misc]  # bound now
+        held = snapshot if kept is None or snapshot in kept else None
+        StateServer(network, snap, lambda peer, run, digest, held=held: held)  # type: ignore[misc]  # bound now
     async with trio.open_nursery() as nursery:
         for network in networks:
             await nursery.start(network.run)
@@ -137,11 +208,11 @@ async def _fetched(snapshots: list[Snapshot], holders_min: int = 1) -> tuple[int
                 RUN,
                 SIGNATURE,
                 0,
-                bytes_max=1 << 20,
+                bytes_max=8 * PARAMETERS,
                 refuse=lambda peer, error: refused.append(peer),
                 step_max=1_000,
-                likely=LikelySteps(0, 10, holders_min, holders_min),
-                rng=Random(1),
+                likely=likely or LikelySteps(0, 10, holders_min, holders_min),
+                rng=Random(seed),
             )
             step = found.table.step
         nursery.cancel_scope.cancel()

@@ -1,0 +1,70 @@
+"""Which of several states is nearest to the others, where no two are the same: pure.
+
+Members that train apart and are averaged now and then have states that differ a little. A state that a member
+made up differs from all of them by more. Each state is scored by its distance to the nearest others that are
+a majority together with it (after Krum: Blanchard et al. 2017), in each of its arrays. The state whose worst
+score is the lowest is taken.
+
+Where fewer than half of the members lie, every majority has an honest member in it, and the honest ones are a
+majority themselves. So with one array, the state that is taken is as near to an honest one as the honest are
+to one another. With several that is not exact. Scores are in units of their median, which a liar lowers by
+copying arrays of honest members, one's here and another's there; UNIT_SHARE bounds what it gains by that. A
+liar within these distances may be the one that is taken.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crypto.identity import PeerId
+
+STATES_MIN = 3
+"""With fewer nothing is compared: of two states that differ nobody can say which is made up."""
+UNIT_SHARE = 0.1
+"""The unit of an array's scores is at least so much of the median length: then honest members that have
+drifted by a tenth are no worse than one that a liar has copied."""
+
+Numbers = NDArray[np.float32]
+
+
+def nearest_first(states: Mapping[PeerId, Mapping[str, Numbers]]) -> list[PeerId]:
+    """Return whose states these are, the one nearest to the others first. `states` has for each the numbers
+    of arrays by name, which are the same of all and equally long. Numbers that are not finite are infinitely
+    far away."""
+    owners = list(states)
+    majority = len(owners) // 2
+    if not majority:
+        return owners
+    worst = np.zeros(len(owners))
+    for name in next(iter(states.values())):
+        vectors = [states[owner][name] for owner in owners]
+        scores = np.sort(_distances(vectors), axis=1)[:, majority]  # the first is the distance to itself
+        unit = max(_lower_median(scores), UNIT_SHARE * _lower_median(_lengths(vectors)))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            units = scores / unit
+        units[np.isnan(units)] = 0.0 if unit == 0 else np.inf
+        worst = np.maximum(worst, units)
+    return [owners[place] for place in np.argsort(worst, kind="stable")]
+
+
+def _lower_median(values: NDArray[Any]) -> float:
+    return float(np.sort(values)[(len(values) - 1) // 2])
+
+
+def _lengths(vectors: list[Numbers]) -> NDArray[Any]:
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = np.array([np.linalg.norm(vector) for vector in vectors])
+    return np.where(np.isnan(found), np.inf, found)
+
+
+def _distances(vectors: list[Numbers]) -> NDArray[Any]:
+    count = len(vectors)
+    found = np.zeros((count, count))
+    for i in range(count):
+        for j in range(i):
+            with np.errstate(over="ignore", invalid="ignore"):
+                distance = float(np.linalg.norm(vectors[i] - vectors[j]))
+            found[i, j] = found[j, i] = np.inf if np.isnan(distance) else distance
+    return found
