@@ -128,11 +128,23 @@ class Session:
         self._post(partial(self._run.stepped, step, samples))
 
     def fetch(
-        self, likely: LikelySteps, *, bytes_max: int, check: Callable[[Snapshot], str]
+        self,
+        likely: LikelySteps,
+        *,
+        bytes_max: int,
+        check: Callable[[Snapshot], str],
+        passed_over: frozenset[PeerId] = frozenset(),
     ) -> "Pending[Snapshot]":
-        """Begin to fetch the state of the run, of a likely step; `check` says what is wrong with one, in
-        another thread."""
-        fetch = partial(self._run.fetch, likely.first, bytes_max=bytes_max, likely=likely, check=check)
+        """Begin to fetch the state of the run, of a likely step, from others than those that are passed over;
+        `check` says what is wrong with one, in another thread."""
+        fetch = partial(
+            self._run.fetch,
+            likely.first,
+            bytes_max=bytes_max,
+            likely=likely,
+            check=check,
+            passed_over=passed_over,
+        )
         return Pending(self._begin(fetch), self._portal)
 
     def offer(

@@ -1,6 +1,6 @@
 """What a training run is told when it is joined, what it tells of itself, and how its tensors are named."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -29,6 +29,10 @@ class Settings:
     With local steps, `strategy` says what comes of a round: average, gossip (in pairs), diloco, noloco,
     sparseloco, asynchronous, or a person's own (`node.optimizer.plugins`); `average_moments` averages what
     the optimizer remembers too, which strategies with outer steps leave alone.
+
+    `own_loss` returns the loss of the model as it is, on some data of this peer's own that stays the same. It
+    is called before and after a state of others is put in place, without gradients, and changes nothing. A
+    state whose loss is not finite, or worse than `node.averaging.loss_bound.loss_max`, is refused.
     """
 
     run_id: str
@@ -47,6 +51,7 @@ class Settings:
     aggregate: str = "auto"
     admit: str = "open"
     invitation: str = field(default="", repr=False)
+    own_loss: Callable[[], float] | None = None
 
     def __post_init__(self) -> None:
         if (self.target_batch_size is None) == (self.local_steps is None):
@@ -78,6 +83,7 @@ class Stats:
     rounds_failed: int = 0
     rounds_skipped: int = 0
     states_loaded: int = 0
+    states_refused: int = 0
     samples_dropped: int = 0
     blocked_seconds: float = 0.0
     last_round: Round | None = None

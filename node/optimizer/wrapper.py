@@ -20,7 +20,6 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +40,8 @@ from node.optimizer.samples import SampleCounter
 from node.optimizer.schedule import GlobalScheduler
 from node.optimizer.session import Exchanged, Pending, Session
 from node.optimizer.settings import Settings, Stats, names_of
-from node.optimizer.state import check_state, copy_state, outer_arrays, outer_of, put_state, size_of
+from node.optimizer.state import copy_state, outer_arrays, outer_of
+from node.optimizer.takeover import Takeover
 
 log = logging.getLogger("peerloom")
 WINDOW_STEPS = 3.0
@@ -55,8 +55,6 @@ TOLD_SECONDS = 1.0
 CATCH_UP_PAUSES = 2.0
 """A member whose attempt to catch up failed trains on for so many times as long as that took, before the
 next."""
-STATE_SECONDS_MAX = 600.0
-"""For one attempt to catch up; a state of many gigabytes over a slow link takes minutes."""
 
 
 class PeerOptimizer(torch.optim.Optimizer):
@@ -90,6 +88,7 @@ class PeerOptimizer(torch.optim.Optimizer):
         self.global_step = 0
         self._lineage = self._origin()
         self._position = RunPosition(settings.local_steps)
+        self._takeover = Takeover(self._tensors, self._inner, self._counts, settings.own_loss)
         self._catch_up_at = 0.0
         self._gathered: Vector | None = None
         self._gathered_samples = 0
@@ -282,7 +281,10 @@ class PeerOptimizer(torch.optim.Optimizer):
         self._tensors.copy_out(vector)
         self._strategy = self._make_strategy(vector)
         if state:
-            self._strategy.load(state)
+            try:
+                self._strategy.load(state)
+            except (KeyError, ValueError):  # what others handed over lacks something
+                self._strategy = self._make_strategy(vector)
 
     def _origin(self) -> bytes:
         """The hash of the parameters as they are: equal where two scripts began with the same seed."""
@@ -315,15 +317,11 @@ class PeerOptimizer(torch.optim.Optimizer):
     def _catch_up(self, likely: LikelySteps) -> bool:
         assert self._session is not None
         self._status = f"catching up: fetching the state of the run, {self._session.view.peers} peers"
-        check = partial(check_state, layout=self._tensors, counts=self._counts)
-        pending = self._session.fetch(likely, bytes_max=size_of(self._tensors), check=check)
-        pending.wait(STATE_SECONDS_MAX)
-        found = pending.outcome() if pending.is_over else "no state came in time"
+        found = self._takeover.take(self._session, likely)
+        self._update(states_refused=self._takeover.refused_count)
         if isinstance(found, str):
-            pending.cancel()
             self._status = f"behind the run: {found}"
             return False
-        put_state(found, self._tensors, self._inner, self._counts)
         self._begin_strategy(outer_of(found, self._tensors))
         rounds = self._stats.rounds
         if self.settings.strategy in EVERY_ROUND:

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 
 import pytest
@@ -25,7 +25,7 @@ from node.optimizer.schedule import CHAINED_MAX, GlobalScheduler
 from node.optimizer.state import check_state, copy_state
 from node.optimizer.wrapper import PeerOptimizer
 from tests.hostile.participant import LyingParticipant
-from tests.node.optimizer.test_wrapper import adamw, backward, batch_of, model_of, open_nodes, until
+from tests.node.optimizer.test_wrapper import adamw, backward, batch_of, model_of, open_nodes, until, weights
 
 torch.set_num_threads(1)
 RUNS = itertools.count()
@@ -48,8 +48,12 @@ def norm(model: torch.nn.Module) -> float:
 class Trainer:
     """A script that trains: a model, its optimizer, and a loop in a thread of its own."""
 
-    def __init__(self, me: SyncNode, number: int, run_id: str, options: Options) -> None:
-        """Join the run, in which nobody else is to be waited for where it is the first."""
+    def __init__(
+        self, me: SyncNode, number: int, run_id: str, options: Options, *, tries_states: bool = False
+    ) -> None:
+        """Join the run, in which nobody else is to be waited for where it is the first. `tries_states`: it
+        gives its loss on data of its own."""
+        self.me = me
         self.number = number
         self.model = model_of(number)
         self.longest_seconds = 0.0
@@ -61,8 +65,12 @@ class Trainer:
             adamw(self.model),
             run_id,
             join_seconds=2.0 if number else 0.0,
+            own_loss=self.loss if tries_states else None,
             **options,  # type: ignore[arg-type]  # whichever
         )
+
+    def loss(self) -> float:
+        return float(self.model(batch_of(0)).square().sum(1).mean())
 
     def step(self, number: int) -> None:
         backward(self.model, batch_of(100 * self.number + number))
@@ -109,10 +117,16 @@ class Run:
         self._free, self._options = list(nodes), options
         self._liars: list[LyingParticipant] = []
 
-    def join(self) -> Trainer:
-        made = Trainer(self._free.pop(0), len(self.members) + len(self._liars), self.name, self._options)
+    def join(self, *, tries_states: bool = False) -> Trainer:
+        number = len(self.members) + len(self._liars)
+        made = Trainer(self._free.pop(0), number, self.name, self._options, tries_states=tries_states)
         self.members.append(made)
         return made
+
+    def leave(self, member: Trainer) -> None:
+        member.close()
+        self.members.remove(member)
+        self._free.append(member.me)
 
     def lie(self, step: int, *, samples: int = 0, value: float = GARBAGE) -> LyingParticipant:
         me, model = self._free.pop(0), model_of(9)
@@ -120,6 +134,25 @@ class Run:
         liar.claim(step, samples=samples, rounds=step)
         self._liars.append(liar)
         return liar
+
+    @contextmanager
+    def lie_near(self, member: Trainer) -> Iterator[None]:
+        """Have a liar claim the step of a member, whatever that is."""
+        liar = self.lie(member.optimizer.global_step)
+        ended = threading.Event()
+
+        def follow() -> None:
+            while not ended.wait(0.02):
+                liar.claim(member.optimizer.global_step)
+
+        follower = threading.Thread(target=follow)
+        follower.start()
+        try:
+            until(lambda: all(each.optimizer.stats.peers == len(self.members) for each in self.members))
+            yield
+        finally:
+            ended.set()
+            follower.join()
 
     def train(self, count: int) -> None:
         """Have honest members train together."""
@@ -173,17 +206,7 @@ def test_a_liar_at_the_step_of_others_has_no_second_holder(start: Callable[[Opti
     run = start({**BATCH, "window_seconds": 0.2})
     run.train(2)
     before = max(norm(each.model) for each in run.members)
-    liar = run.lie(run.members[0].optimizer.global_step)
-    ended = threading.Event()
-
-    def follow() -> None:
-        while not ended.wait(0.02):
-            liar.claim(run.members[0].optimizer.global_step)
-
-    follower = threading.Thread(target=follow)
-    follower.start()
-    try:
-        until(lambda: all(each.optimizer.stats.peers == 2 for each in run.members))
+    with run.lie_near(run.members[0]):
         loaded = [each.optimizer.stats.states_loaded for each in run.members]
         newcomer = run.join()
         newcomer.begin()
@@ -191,9 +214,51 @@ def test_a_liar_at_the_step_of_others_has_no_second_holder(start: Callable[[Opti
         until(lambda: all(m.optimizer.global_step >= t for m, t in zip(run.members, targets, strict=True)))
         assert [each.optimizer.stats.states_loaded for each in run.members[:2]] == loaded
         assert [norm(each.model) < 2 * before for each in run.members] == [True] * 3
-    finally:
-        ended.set()
-        follower.join()
+
+
+def test_of_three_states_of_local_steps_a_newcomer_never_takes_the_garbage(
+    start: Callable[[Options], Run],
+) -> None:
+    """The liar is at the step of the others, and all of its numbers are finite."""
+    run = start(LOCAL)
+    run.train(2)
+    before = max(norm(each.model) for each in run.members)
+    with run.lie_near(run.members[0]):
+        for _ in range(3):
+            newcomer = run.join()
+            assert newcomer.optimizer.stats.states_loaded == 1
+            assert norm(newcomer.model) < 2 * before
+            run.leave(newcomer)
+
+
+def test_a_newcomer_with_own_data_takes_the_other_state_of_two(start: Callable[[Options], Run]) -> None:
+    run = start(LOCAL)
+    run.train(1)
+    with run.lie_near(run.members[0]):
+        for _ in range(3):
+            newcomer = run.join(tries_states=True)
+            assert newcomer.optimizer.stats.states_loaded == 1
+            assert norm(newcomer.model) < 2 * norm(run.members[0].model)
+            run.leave(newcomer)
+
+
+def test_a_state_that_is_worse_on_own_data_is_refused_and_the_own_one_stays(
+    start: Callable[[Options], Run],
+) -> None:
+    run = start(LOCAL)
+    run.lie(5)
+    newcomer = run.join(tries_states=True)
+    stats, status = newcomer.optimizer.stats, newcomer.optimizer.status
+    assert (stats.peers, stats.states_loaded, stats.states_refused) == (1, 0, 1)
+    assert "its loss on own data is" in status
+    assert weights(newcomer.model) == weights(model_of(1))
+    assert not newcomer.optimizer.state, "nor does the optimizer remember anything of it"
+
+
+def test_a_loss_function_that_raises_does_so_where_the_optimizer_is_made(nodes: list[SyncNode]) -> None:
+    with pytest.raises(ZeroDivisionError):
+        nodes[0].optimizer(adamw(model_of()), "raises", local_steps=4, own_loss=lambda: 1 / 0)
+    assert "raises" not in [run.name for run in nodes[0]._portal.subject.averaging.runs]
 
 
 @pytest.mark.parametrize(

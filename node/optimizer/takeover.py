@@ -1,0 +1,128 @@
+"""Taking over a state of others: it is fetched, checked, tried on own data, and put in place.
+
+It is tried where a person gave `own_loss`. One that is worse than the own state by more than a bound is
+refused, and the next one is tried.
+
+Not here: when a peer takes over a state, and of which step (`node.optimizer.position`).
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from crypto.identity import PeerId
+from gossip.claims import LikelySteps
+from node.averaging.loss_bound import is_within, loss_max
+from node.averaging.snapshot import Snapshot
+from node.optimizer.layout import Layout
+from node.optimizer.session import Session
+from node.optimizer.state import check_state, put_state, size_of
+
+STATE_SECONDS_MAX = 600.0
+"""For one attempt to catch up; a state of many gigabytes over a slow link takes minutes."""
+TRIED_MAX = 4
+"""States tried in one attempt, each by a call of `own_loss`."""
+
+
+class Takeover:
+    """How one optimizer takes over states."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        optimizers: Sequence[torch.optim.Optimizer],
+        counts: Mapping[str, torch.Tensor],
+        own_loss: Callable[[], float] | None,
+    ) -> None:
+        """Calls `own_loss` for the first values; raises what it raises."""
+        self._layout = layout
+        self._optimizers = optimizers
+        self._counts = counts
+        self._own_loss = own_loss
+        self._first = self._loss() if own_loss is not None else 0.0
+        self.refused_count = 0
+        """States that were refused for their loss."""
+
+    def take(self, session: Session, likely: LikelySteps) -> Snapshot | str:
+        """Put a state of a likely step in place of the own one and return it; or return why there is none,
+        where the own one stays."""
+        end = time.perf_counter() + STATE_SECONDS_MAX
+        check = partial(check_state, layout=self._layout, counts=self._counts)
+        refused: set[PeerId] = set()
+        fault = ""
+        for _ in range(TRIED_MAX):
+            pending = session.fetch(
+                likely, bytes_max=size_of(self._layout), check=check, passed_over=frozenset(refused)
+            )
+            pending.wait(end - time.perf_counter())
+            found = pending.outcome() if pending.is_over else "no state came in time"
+            if isinstance(found, str):
+                pending.cancel()
+                return fault or found
+            if self._own_loss is None:
+                put_state(found, self._layout, self._optimizers, self._counts)
+                return found
+            try:
+                fault = self._try(found)
+            except Exception as error:  # whatever a person's function raises
+                return f"own_loss failed, so no state was taken: {type(error).__name__}: {error}"
+            if not fault:
+                return found
+            self.refused_count += 1
+            refused.update(found.holders)
+        return fault
+
+    def _try(self, found: Snapshot) -> str:
+        """Put a state in place if its loss is within the bound; why it is refused, empty where it is not."""
+        own = _Kept(self._layout, self._optimizers, self._counts)
+        loss, limit = float("nan"), loss_max(self._first, self._loss())
+        try:
+            put_state(found, self._layout, self._optimizers, self._counts)
+            loss = self._loss()
+        finally:
+            if not is_within(loss, limit):
+                own.put_back()
+        if is_within(loss, limit):
+            return ""
+        return f"the state of others was refused: its loss on own data is {loss:.4g}, above {limit:.4g}"
+
+    def _loss(self) -> float:
+        assert self._own_loss is not None
+        with torch.no_grad():
+            return float(self._own_loss())
+
+
+class _Kept:
+    """The own state, while another is tried."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        optimizers: Sequence[torch.optim.Optimizer],
+        counts: Mapping[str, torch.Tensor],
+    ) -> None:
+        tensors = [*(slot.tensor for slot in layout.slots), *counts.values()]
+        self._tensors = [(tensor, tensor.detach().clone()) for tensor in tensors]
+        # Tensors in an optimizer's memory are replaced by those of others, not written to.
+        self._memories = [
+            (
+                each,
+                {
+                    slot.tensor: dict(each.state[slot.tensor])
+                    for slot in layout.slots
+                    if slot.tensor in each.state
+                },
+            )
+            for each in optimizers
+        ]
+
+    def put_back(self) -> None:
+        with torch.no_grad():
+            for tensor, kept in self._tensors:
+                tensor.copy_(kept)
+        for optimizer, memory in self._memories:
+            for tensor, _ in self._tensors:
+                optimizer.state.pop(tensor, None)
+            optimizer.state.update(memory)
