@@ -43,7 +43,8 @@ from node.local.stage_copies import StageCopies, state_sizes
 from node.local.stages import local_plan, open_part, stage_count
 from node.local.telling import Teller
 from node.local.trainer import LocalTrainer, state_bytes_max
-from node.local.verdict import Losses, fault_of, is_usable
+from node.local.trial import Trial
+from node.local.verdict import Losses, fault_of
 from node.placement.admission import build_stage_spec
 from node.protocols.manifest import Run
 from node.runs.manifest_builder import make_batches
@@ -118,6 +119,7 @@ class LocalMember:
         self.results = Results(service, run, ending, tell, self)
         self._first_loss = inf
         """The held-out loss of the values that all began with."""
+        self._trial: Trial | None = None
         self.keeper = Keeper(service, run, door.admission, stage)
         self.heads = HeadWatch(is_holder=bool(stage))
         self._recruiter = Recruiter(service, run, door, self.crew, self._stages)
@@ -278,6 +280,9 @@ class LocalMember:
                 await self._mend(trainer)
                 if not is_begun:
                     self._first_loss = await trainer.held_out_loss()
+                    if self._stages == 1:  # nobody can tell a good state of one stage from a bad one
+                        is_apart = self._settings.is_federated
+                        self._trial = await Trial.open(trainer, self._first_loss, is_apart=is_apart)
                     await self._begin(trainer, rounds)
                     is_begun = self.has_state = True
                     self.begun.set()
@@ -379,15 +384,16 @@ class LocalMember:
         own = await self.keeper.load(trainer.state_bytes_max)
         others = [report.step for report in self.crew.reports.values() if report.has_state]
         likely = newcomer_steps(others, LIKELY_ROUNDS * self._settings.local_steps, are_equal=False)
-        if own is not None and not any(each.is_between(own.table.step + 1, likely.last) for each in others):
+        is_resumed = False
+        if own is not None:
             with suppress(ValueError):
                 rounds.take_over(own.table.rounds, await trainer.take_over(own))
                 if self.crew.column is not None:
                     await self.crew.column.let_go()
                 self.keeper.begin(trainer.step)
-                return
-        if others:
-            await self._catch_up()
+                is_resumed = True
+        if any(each.is_between(trainer.step + 1, likely.last) for each in others) if is_resumed else others:
+            await self._catch_up(is_needed=not is_resumed)
 
     async def _between_steps(self, trainer: LocalTrainer, rounds: Rounds, nursery: trio.Nursery) -> None:
         """Use a round that is over, begin the next, hand on the state, evaluate."""
@@ -416,25 +422,19 @@ class LocalMember:
         others = [report.rounds for report in self.crew.reports.values() if report.has_state]
         return rounds.needs_all and agreed_count(others) > rounds.count
 
-    async def _catch_up(self) -> None:
-        """Take over the state of those that are furthest. Raises StageFailed: nobody hands one over."""
+    async def _catch_up(self, *, is_needed: bool = True) -> None:
+        """Take over the state of others. Raises StageFailed: it `is_needed`, and nobody hands one over."""
         assert self._part is not None
         assert self._trainer is not None
         assert self._rounds is not None
-        trainer = self._trainer
-
-        async def usable() -> bool:
-            return is_usable(self._first_loss, await trainer.held_out_loss())
-
-        # Nobody can tell a good state of one stage from a bad one by itself.
-        is_tried = not self.has_state and self._stages == 1
         is_taken = await catch_up(
             self._part,
-            trainer,
+            self._trainer,
             self._rounds,
             steps=self.run.manifest.steps,
             local_steps=self._settings.local_steps,
-            is_usable=usable if is_tried else None,
+            trial=self._trial,
+            is_needed=is_needed,
         )
         if is_taken:
             self._diverged = 0

@@ -156,7 +156,11 @@ class Rounds:
         return made
 
     def take_over(self, count: int, outer: dict[str, Vector]) -> None:
-        """Go on from the state of others, after so many rounds. A round under way is not used any more."""
+        """Go on from the state of others, after so many rounds. A round under way is not used any more.
+
+        Raises ValueError: it is not of this run's strategy, and nothing has changed."""
+        if outer.keys() != self._strategy.state().keys():
+            raise ValueError("the state of others is of another strategy")
         self.count = count
         self._life += 1
         self._mean_step = -1

@@ -183,20 +183,28 @@ class LocalTrainer:
     def _clips(self) -> bool:
         return bool(self._manifest.optimizer.clip_norm)
 
-    async def evaluate(self) -> tuple[float, int, tuple[float, ...]]:
+    @property
+    def held_out_microbatches(self) -> int:
+        """How many micro-batches the held-out samples are."""
+        return -(-self._held_out // self._manifest.microbatch)
+
+    async def evaluate(self, microbatches_max: int | None = None) -> tuple[float, int, tuple[float, ...]]:
         """The mean loss over the validation samples, or the held-out ones where a run has no such, how many
-        these are, and the sums of their metrics. Raises StageFailed."""
-        done = await self._pass_all(-(-self._held_out // self._manifest.microbatch), self._test_microbatch)
+        these are, and the sums of their metrics; of the first micro-batches alone where their number is
+        given. Raises StageFailed."""
+        count = self.held_out_microbatches
+        count = count if microbatches_max is None else min(count, microbatches_max)
+        done = await self._pass_all(count, self._test_microbatch)
         samples, loss = sum(each.samples for each in done), sum(each.loss for each in done)
         metrics = np.zeros(len(self._manifest.metrics))
         for each in done:
             metrics += each.metrics
         return loss / max(1, samples), samples, tuple(float(each) for each in metrics)
 
-    async def held_out_loss(self) -> float:
+    async def held_out_loss(self, microbatches_max: int | None = None) -> float:
         """Return the mean held-out loss of the numbers that this member has now; inf where it is none."""
         try:
-            loss, _, _ = await self.evaluate()
+            loss, _, _ = await self.evaluate(microbatches_max)
         except StageDiverged:
             return inf
         return loss if isfinite(loss) else inf
@@ -294,8 +302,8 @@ class LocalTrainer:
         return state_bytes_max(self._specification)
 
     async def take_over(self, found: Snapshot) -> dict[str, Vector]:
-        """Go on from the state of others; what it has for the strategy. Raises StageFailed: it is not of this
-        model. ValueError: its numbers cannot be used."""
+        """Go on from the state of others; what it has for the strategy. Raises ValueError: it is not of this
+        model, or its numbers cannot be used."""
         if found.table.step > self._manifest.steps:
             raise ValueError("the state of others is of a step that the run does not have")
         arrays = found.arrays()
@@ -304,7 +312,7 @@ class LocalTrainer:
             row, data = arrays.get(name, (None, None))
             size = self._arena(name).size
             if row is None or data is None or row.shape != (size,) or row.dtype != self.dtype:
-                raise StageFailed(f"the state of others has no such {name}")
+                raise ValueError(f"the state of others has no such {name}")
         for _, data in arrays.values():
             if not np.isfinite(data.view(self.dtype)).all():
                 raise ValueError("the state of others is not finite")
@@ -316,11 +324,6 @@ class LocalTrainer:
         self.step = found.table.step
         await self.stage.call(api.Restore(self.step))
         return outer
-
-    async def begin_again(self, vector: Vector) -> None:
-        """Go back to these numbers, as `copy_out` gives them, and to no step made. Raises StageFailed."""
-        self.step = 0
-        await self.copy_in(vector)
 
     async def export(self) -> bytes:
         """The model as a safetensors file of one stage. Raises StageFailed."""

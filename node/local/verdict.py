@@ -8,6 +8,8 @@ a result that is as good as the others' own models are at that time.
 from dataclasses import dataclass
 from math import inf, isfinite
 
+from node.averaging.loss_bound import apart_loss_max, is_within
+
 GAIN_SHARE = 0.5
 """A result has at least so much of what this member's own model has gained over the first values: members
 that trained apart for a while differ by a fifth and more where the loss falls fast."""
@@ -16,8 +18,6 @@ SERIES_SHARE = 0.1
 that."""
 NOISE_SHARE = 0.01
 """The share of the first loss that means nothing."""
-WORSE_SHARE = 0.5
-"""A state that is worse than the first values by more of the first loss is no state to go on from."""
 
 
 @dataclass(frozen=True)
@@ -58,5 +58,5 @@ def fault_of(
 
 
 def is_usable(first: float, found: float) -> bool:
-    """Return whether a state whose held-out loss is `found` is one to go on from."""
-    return isfinite(found) and found <= first + WORSE_SHARE * abs(first)
+    """Return whether numbers whose held-out loss is `found` are some to go on from."""
+    return is_within(found, apart_loss_max(first))

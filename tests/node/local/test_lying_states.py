@@ -1,0 +1,143 @@
+"""A member of a run in local mode hands out a state that is worse than it says: nobody goes on from it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+
+from node.averaging.snapshot import Snapshot, make_snapshot
+from node.local.trainer import LocalTrainer
+from partition.run.local_settings import LocalSettings
+from sim.worlds.scheduling import run_virtually
+from tests import stack
+from tests.node.local.test_late_heads import begun, losses_of, step_of
+from tests.node.local.test_runs import ADAM, QUICK, SLOW
+from tests.stack import Swarm, swarm
+
+DILOCO = LocalSettings(local_steps=2, strategy="diloco")
+AHEAD_STEPS = 3
+"""So far ahead the liar says it is: of two states that differ the newest is tried first."""
+Arrays = dict[str, "np.ndarray[Any, np.dtype[np.float32]]"]
+
+
+async def begin(group: Swarm, local: LocalSettings) -> None:
+    """The first node asks all others to train, and trains nothing itself."""
+    node = group.nodes["a"]
+    node.limit(accept_runs="never")
+    wanted = stack.manifest(
+        stages=1,
+        replicas=0,
+        microbatches=2,
+        microbatch=16,
+        test_samples=32,
+        dtype="float32",
+        optimizer=ADAM,
+        local=local,
+        steps=1_000,
+        save_every=4,
+    )
+    await node.runs.submit(stack.prepare(node, wanted), wait_seconds=60.0)
+
+
+def junk(arrays: Arrays) -> None:
+    arrays["parameters"][:] = 0.3
+
+
+def moments(arrays: Arrays) -> None:
+    """A first step of gigantic length, from the very numbers that are right."""
+    arrays["moments"][: arrays["moments"].size // 2] = 1e6
+    arrays["moments"][arrays["moments"].size // 2 :] = 0.0
+
+
+def no_outer(arrays: Arrays) -> None:
+    for name in [name for name in arrays if name.startswith("outer/")]:
+        del arrays[name]
+
+
+@dataclass
+class Lie:
+    """What a member's state becomes where others ask for it."""
+
+    change: Callable[[Arrays], None]
+    told: int = 0
+
+    def install(self, group: Swarm, name: str) -> None:
+        trainer = trainer_of(group, name)
+        honest = trainer.snapshot
+
+        async def snapshot(*arguments: Any) -> Snapshot:
+            true = await honest(*arguments)
+            arrays = {key: data.view("float32").copy() for key, (_, data) in true.arrays().items()}
+            self.change(arrays)
+            self.told += 1
+            rows = {key: ("float32", each.shape, each.view(np.uint8)) for key, each in arrays.items()}
+            table = true.table
+            return make_snapshot(table.step + AHEAD_STEPS, table.rounds, table.lineage, rows)
+
+        trainer.snapshot = snapshot  # type: ignore[method-assign]  # a member that lies
+
+
+def trainer_of(group: Swarm, name: str) -> LocalTrainer:
+    (member,) = group.nodes[name].runs.local.members.values()
+    assert member._trainer is not None
+    return member._trainer
+
+
+def refused_by(group: Swarm, name: str) -> int:
+    return sum(part.counters["states_refused"] for part in group.nodes[name].averaging.runs)
+
+
+@pytest.mark.parametrize(
+    ("change", "local"),
+    [(junk, QUICK), (moments, QUICK), (no_outer, DILOCO)],
+)
+def test_a_late_member_passes_over_a_state_that_it_cannot_go_on_from(
+    change: Callable[[Arrays], None], local: LocalSettings
+) -> None:
+    async def play() -> None:
+        async with swarm("abc", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
+            await begin(group, local)
+            for name in "bc":
+                await begun(group, name, 16)
+            lie = Lie(change)
+            lie.install(group, "c")
+            await nursery.start(stack._live, group, "d", "a", 1, SLOW)
+            steps = await begun(group, "d", step_of(group, "b") + 4)
+            assert lie.told
+            assert refused_by(group, "d") >= 1
+            assert min(steps) >= 16, "it has the state of the honest one"
+            assert max(losses_of(group, "d")[:4]) < losses_of(group, "b")[0]
+            nursery.cancel_scope.cancel()
+
+    run_virtually(play)
+
+
+def test_a_member_that_is_back_keeps_its_own_state_where_the_others_is_worse() -> None:
+    """The liar hands out numbers that have learnt nothing, as if they were of a later step."""
+
+    def untrained(arrays: Arrays) -> None:
+        arrays["parameters"][:] = np.random.default_rng(1).normal(scale=0.01, size=arrays["parameters"].size)
+
+    async def play() -> None:
+        async with swarm("abc", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
+            await begin(group, QUICK)
+            for name in "bc":
+                await begun(group, name, 60)
+            lie = Lie(untrained)
+            lie.install(group, "c")
+            first, disk = losses_of(group, "b")[0], group.storages["b"]
+            group.kill("b")
+            group.events["b"] = []
+            await begun(group, "c", step_of(group, "c") + 12)
+            await nursery.start(stack._live, group, "b", "a", 1, SLOW, disk)
+            steps = await begun(group, "b", 60)
+            assert lie.told
+            assert refused_by(group, "b") == 1
+            assert min(steps) >= 52
+            assert losses_of(group, "b")[0] < 0.8 * first
+            nursery.cancel_scope.cancel()
+
+    run_virtually(play)
