@@ -63,7 +63,7 @@ async def catch_up(
                 0, steps, bytes_max=trainer.state_bytes_max, passed_over=useless, likely=likely
             )
             outer = await trainer.take_over(found)
-            if trial is not None and (fault := await trial.fault(limit)):
+            if trial is not None and (fault := await trial.fault(own, limit)):
                 raise ValueError(fault)
             made = [report.rounds for report in part.roster.reports.values() if report.has_state]
             most = lower_median(made) + LIKELY_ROUNDS

@@ -5,6 +5,8 @@ Where a run has one stage: a member of a column has no loss of its own.
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from gossip.averaging.reduction import Vector
 from node.averaging.loss_bound import apart_loss_max, is_within, loss_max
 from node.local.trainer import LocalTrainer
@@ -53,12 +55,17 @@ class Trial:
         """Return the highest loss of a state that is as good as the present one, about."""
         if self._is_apart:
             return apart_loss_max(self._first)
-        return loss_max(self._first, await self._trainer.held_out_loss(MICROBATCHES_MAX))
+        is_first = self._trainer.step == 0
+        own = self._first if is_first else await self._trainer.held_out_loss(MICROBATCHES_MAX)
+        return loss_max(self._first, own)
 
-    async def fault(self, limit: float) -> str:
-        """Return why the numbers that are here now are not gone on from; empty where they are. One training
-        step is made and taken back, for moments of the optimizer that would ruin them. Raises StageFailed."""
+    async def fault(self, own: TrainerPlace, limit: float) -> str:
+        """Return why the numbers that are here now are not gone on from; empty where they are, or are no
+        others than before (`own`). One training step is made and taken back, for moments of the optimizer
+        that would ruin them. Raises StageFailed."""
         trainer = self._trainer
+        if np.array_equal(await trainer.copy_out(moments=True), own.numbers):
+            return ""  # members that begin together
         loss = await trainer.held_out_loss(MICROBATCHES_MAX)
         if not is_within(loss, limit):
             return f"the state of others has a held-out loss of {loss:.4g} here, above {limit:.4g}"
