@@ -77,7 +77,7 @@ class Lie:
             table = true.table
             return make_snapshot(table.step + AHEAD_STEPS, table.rounds, table.lineage, rows)
 
-        trainer.snapshot = snapshot  # type: ignore[method-assign]  # a member that lies
+        trainer.snapshot = snapshot  # type: ignore[method-assign,assignment]  # a member that lies
 
 
 def trainer_of(group: Swarm, name: str) -> LocalTrainer:

@@ -21,6 +21,7 @@ from node.averaging.snapshot import make_snapshot
 from node.averaging.transfer import Nothing
 from node.library.sync import SyncNode
 from node.optimizer.layout import Layout
+from node.optimizer.position import YOUNG_ROUNDS
 from node.optimizer.schedule import CHAINED_MAX, GlobalScheduler
 from node.optimizer.state import check_state, copy_state
 from node.optimizer.wrapper import PeerOptimizer
@@ -70,7 +71,8 @@ class Trainer:
         )
 
     def loss(self) -> float:
-        return float(self.model(batch_of(0)).square().sum(1).mean())
+        with torch.no_grad():
+            return float(self.model(batch_of(0)).square().sum(1).mean())
 
     def step(self, number: int) -> None:
         backward(self.model, batch_of(100 * self.number + number))
@@ -234,6 +236,10 @@ def test_of_three_states_of_local_steps_a_newcomer_never_takes_the_garbage(
 def test_a_newcomer_with_own_data_takes_the_other_state_of_two(start: Callable[[Options], Run]) -> None:
     run = start(LOCAL)
     run.train(1)
+    first = float(model_of(2)(batch_of(0)).square().sum(1).mean().detach())
+    until(lambda: run.members[0].loss() < first)
+    # In its first rounds it would take over what others began with.
+    until(lambda: run.members[0].optimizer.global_step > 2 * YOUNG_ROUNDS * LOCAL["local_steps"])
     with run.lie_near(run.members[0]):
         for _ in range(3):
             newcomer = run.join(tries_states=True)
