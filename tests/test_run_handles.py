@@ -29,7 +29,6 @@ SETTINGS: dict[str, Any] = {
     "microbatch": 16,
     "stages": 1,
     "replicas": 2,
-    "dtype": "float64",
 }
 
 
