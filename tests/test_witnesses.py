@@ -17,7 +17,7 @@ from tests.test_takeover import SAVE_EVERY, newest, play, said, small
 
 GOES_ON_SECONDS = 10.0
 REPORT_ERROR_SECONDS = 0.5
-ONE_STAGE = {"stages": 1, "steps": 24}
+ONE_STAGE = {"stages": 1, "steps": 40}
 PLANNER, OTHER = PeerId(bytes(32)), PeerId(bytes([1]) * 32)
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crypto.contact import make_address, parse_address
-from crypto.encoding import decode, encode
+from crypto.encoding import clean_text, decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact
 from crypto.identity import PeerId
@@ -34,7 +34,8 @@ PEER = PeerId(bytes(range(32)))
 keys = st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES)
 peers = st.binary(min_size=32, max_size=32)
 ids = st.integers(0, 2**63 - 1)
-addresses = st.lists(st.text(max_size=64), max_size=HINT_ADDRESSES_MAX).map(tuple)
+texts = st.text(max_size=64).map(clean_text)
+addresses = st.lists(texts, max_size=HINT_ADDRESSES_MAX).map(tuple)
 hints = st.lists(st.builds(Hint, peers, addresses), max_size=HINTS_MAX).map(tuple)
 facts = st.builds(Fact, peers, st.binary(max_size=50), st.binary(max_size=64))
 messages = st.one_of(
@@ -45,7 +46,7 @@ messages = st.one_of(
     st.builds(FindValue, ids, addresses, keys, peers | st.just(b"")),
     st.builds(Values, ids, addresses, st.lists(facts, max_size=4).map(tuple), st.booleans(), hints),
     st.builds(Store, ids, addresses, facts),
-    st.builds(Stored, ids, addresses, st.text(max_size=24)),
+    st.builds(Stored, ids, addresses, st.text(max_size=24).map(clean_text)),
 )
 
 

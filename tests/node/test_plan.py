@@ -175,7 +175,7 @@ def test_an_infeasible_plan_says_what_is_needed_and_what_to_do(graph: Graph, tmp
     file.write_text('[[peers]]\nname = "a"\nmemory = "200MB"\nrate = "1GFLOPS"\n')
     with pytest.raises(Infeasible) as refused:
         planned(graph, read_peers(str(file)))
-    assert "1 peers offers 0.20 GB" in str(refused.value)
+    assert "1 peer offers 0.20 GB" in str(refused.value)
     assert refused.value.do.startswith("free ")
 
 

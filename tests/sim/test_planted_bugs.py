@@ -233,12 +233,12 @@ LOSSY_RUN = Scenario(
 )
 
 
-def test_a_step_that_counts_twice_is_found_with_the_first_seed() -> None:
-    assert seeds_until("sums", LOSSY_RUN, replica=CountsTwice) == 1
+def test_a_step_that_counts_twice_is_found_within_three_seeds() -> None:
+    assert seeds_until("sums", LOSSY_RUN, replica=CountsTwice) <= 3
 
 
 def test_it_is_found_by_watching_alone_where_nobody_computes_what_the_sums_must_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Truth, "state", lambda *_: ANY)
-    assert seeds_until("sums", LOSSY_RUN, replica=CountsTwice) == 1
+    assert seeds_until("sums", LOSSY_RUN, replica=CountsTwice) <= 3

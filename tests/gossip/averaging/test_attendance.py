@@ -98,3 +98,15 @@ def test_records_are_bounded_and_keep_those_that_completed() -> None:
         attendance.came(peer_of(10 + number))
     assert attendance.has_completed(PUNCTUAL)
     assert len(attendance._records) == RECORDS_MAX
+
+
+def test_one_group_that_a_left_out_peer_proposes_is_taken_each_time() -> None:
+    """So two that leave each other out meet again, and a silent one that proposes costs one attempt."""
+    attendance = Attendance()
+    assert not attendance.declines(0.0, PUNCTUAL)
+    attendance.failed(0.0, [PUNCTUAL], 1.0)
+    assert [attendance.declines(1.0, PUNCTUAL) for _ in range(3)] == [False, True, True]
+    attendance.failed(2.0, [PUNCTUAL], 1.0)
+    assert [attendance.declines(3.0, PUNCTUAL) for _ in range(2)] == [False, True]
+    attendance.completed([PUNCTUAL])
+    assert not any(attendance.declines(4.0, PUNCTUAL) for _ in range(3))
