@@ -12,9 +12,10 @@ DEVIATIONS = 4
 FLOOR_SECONDS = 2.0
 """Under it the start of others, not the transfer, decides."""
 BACKOFF_MAX = 8.0
-UNHEARD_SECONDS = 5.0
+UNHEARD_SECONDS = 3.5
 """A member opens its streams when its group is formed: after a lost datagram half a second later, and on a
-link of a second there and back after four of them."""
+slow link after four ways there and back. Less than a scatter's floor, or the silent would be found out only
+when it fails, and others be blamed with them."""
 AGREE_SECONDS = 2.0
 """Twice the longest way from one member to another on which two honest ones never hold other bytes."""
 

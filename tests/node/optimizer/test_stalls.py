@@ -1,5 +1,5 @@
-"""One stall of an honest member, as of a machine that swaps or sleeps, ends no run. In `make soak`: it takes a
-minute until the two that blamed each other meet."""
+"""One stall of an honest member, as of a machine that swaps or sleeps, ends no run. In `make soak`: a minute
+goes by until the two that blamed each other meet."""
 
 import os
 from contextlib import ExitStack
