@@ -122,11 +122,13 @@ def test_a_run_ends_everywhere_once_its_evaluations_stop_improving() -> None:
     async def play() -> None:
         async with swarm("abc", stage_seconds=SLOW, preset="lan") as group:
             local = LocalSettings(local_steps=2, patience=2, improvement=0.5)
-            _, events = await train(group, local, steps=10_000)
+            await train(group, local, steps=10_000)
             found = await ends(group, "abc")
             assert {event.detail for event in found} == {"its evaluations stopped improving"}
             assert len({event.weights for event in found}) == 1
-            losses = [event.loss for event in events if isinstance(event, RunEvaluated)]
+            # Whoever evaluated most has found it: the others hear of it, some before their third evaluation.
+            seen = [[e.loss for e in group.events[name] if isinstance(e, RunEvaluated)] for name in "abc"]
+            losses = max(seen, key=len)
             best = losses.index(min(losses[:-2]))
             assert min(losses[-2:]) > losses[best] - 0.5
 
