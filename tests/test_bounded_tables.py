@@ -1,4 +1,4 @@
-"""Who makes room in every bounded table: places are not to be held by whoever came first and says nothing.
+"""Every bounded table makes room: no place is held by whoever came first and says nothing.
 
 A table that refuses the newest when it is full is listed here with what makes room in it. Where that is
 nothing but those who hold it, it wants a register (`crypto.registers`), or a crowd (`crypto.crowds`).

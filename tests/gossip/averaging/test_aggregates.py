@@ -1,5 +1,7 @@
 """Rules that a group agrees on: end to end in one attempt, with members that lie in their vectors."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,7 @@ from gossip.averaging.attempt import Attempt
 from gossip.averaging.codecs import CHUNK_ITEMS
 from gossip.averaging.group import Aggregate, Group
 from gossip.averaging.reduction import Vector
+from partition.run.local_settings import AggregateName
 from tests.gossip.averaging.network import Averaging, group_of, mean_of, members_of, vectors_of
 from tests.gossip.swarm import HashSigner, peer_of
 
@@ -97,6 +100,10 @@ def test_the_median_counts_every_member_once() -> None:
     world, found = averaged("median", vectors, weights={0: 3.0, 1: 1.0, 2: 1.0})
     assert set(world.successes[0].shares.values()) == {1 / 3}
     np.testing.assert_array_equal(found, np.median(np.stack(list(vectors.values())), axis=0))
+
+
+def test_a_run_may_ask_for_every_rule_that_a_group_knows() -> None:
+    assert get_args(AggregateName) == ("auto", *RULES)
 
 
 def test_members_by_different_rules_never_mix() -> None:

@@ -1,4 +1,4 @@
-"""Who takes part in a named averaging run, on real nodes in threads of this process."""
+"""The admission of participants to a named averaging run, on real nodes in threads of this process."""
 
 import itertools
 import logging
