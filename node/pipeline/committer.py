@@ -263,9 +263,9 @@ class CommitterShell:
                 peer=PeerId(peer),
                 microbatches_replayed=self._moved[PeerId(peer)] + self.core.open_count(PeerId(peer)),
             )
-            for number, (old, new) in enumerate(zip(self._plan.stages, after.stages, strict=True))
+            for number, old in enumerate(self._plan.stages)
             for peer in old.replicas
-            if peer not in new.replicas
+            if after.stage_of(PeerId(peer)) is None
         ]
 
     # Events for people

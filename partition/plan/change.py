@@ -33,6 +33,7 @@ from partition.plan.plan import (
 CHANGE_BYTES_MAX = 64 * 1024
 JOININGS_MAX = 64
 Cuts = Annotated[tuple[Count, ...], msgspec.Meta(max_length=STAGES_MAX - 1)]
+Stages = Annotated[tuple[StagePlan, ...], msgspec.Meta(max_length=STAGES_MAX)]
 
 
 class Joining(msgspec.Struct, frozen=True, array_like=True):
@@ -53,6 +54,8 @@ class Change(msgspec.Struct, frozen=True, array_like=True):
     `fork` names those who go on without the majority. `cuts` moves the borders between stages: the layer
     before which each stage ends, for all but the last; () keeps them. What moves comes from the checkpoint,
     so borders move only together with `restored`. `is_final`: what is restored is the result of the run.
+    `stages` are those of the next plan, whole, where their number changes; () keeps it. They too need
+    `restored`, and whoever holds one held one before or is in `joined`.
     """
 
     lost: Peers = ()
@@ -64,6 +67,7 @@ class Change(msgspec.Struct, frozen=True, array_like=True):
     fork: Hash = NO_HASH
     cuts: Cuts = ()
     is_final: bool = False
+    stages: Stages = ()
 
 
 def encode_change(change: Change) -> bytes:
@@ -89,30 +93,18 @@ def successor(plan: Plan, change: Change) -> Plan:
         raise RemoteProtocolError("a change in which a peer joins twice")
     if not lost <= set(plan.roster):
         raise RemoteProtocolError("a change that loses somebody who was not there")
-    if any(row.stage >= len(plan.stages) for row in change.joined):
+    if any(row.stage >= len(change.stages or plan.stages) for row in change.joined):
         raise RemoteProtocolError("a change that adds to a stage that is none")
     if change.restored == NO_HASH and change.step:
         raise RemoteProtocolError("a change to a step without a checkpoint")
     if change.is_final and change.restored == NO_HASH:
         raise RemoteProtocolError("a change to a result without a checkpoint")
-    spans = _spans(plan, change)
     if plan.height + 1 >= HEIGHT_MAX:
         raise RemoteProtocolError("a chain of plans without an end")
     roster = tuple(sorted((set(plan.roster) - lost) | set(joined) | set(change.admitted)))
     if len(roster) > ROSTER_MAX:
         raise RemoteProtocolError(f"a roster of {len(roster)}, at most {ROSTER_MAX}")
-    stages = []
-    for number, stage in enumerate(plan.stages):
-        left = [
-            (peer, rate)
-            for peer, rate in zip(stage.replicas, stage.rates, strict=True)
-            if peer not in lost and peer not in joined
-        ]
-        left += [(row.peer, row.rate) for row in change.joined if row.stage == number]
-        if not left:
-            raise RemoteProtocolError(f"stage {number + 1} of {len(plan.stages)} would have no replica")
-        peers, rates = zip(*left, strict=True)
-        stages.append(StagePlan(*spans[number], peers, rates))
+    stages = _given_stages(plan, change) if change.stages else _kept_stages(plan, change)
     kept = tuple(peer for peer in (change.trainers or plan.trainers) if peer in roster)
     new = Plan(
         run=plan.run,
@@ -128,6 +120,42 @@ def successor(plan: Plan, change: Change) -> Plan:
         is_final=plan.is_final or change.is_final,
     )
     return decode_plan(encode_plan(new))  # a plan that nobody could read is none
+
+
+def _kept_stages(plan: Plan, change: Change) -> list[StagePlan]:
+    """Return as many stages as before, each with those that are left and those that join it."""
+    gone = {*change.lost, *(row.peer for row in change.joined)}
+    spans = _spans(plan, change)
+    stages = []
+    for number, stage in enumerate(plan.stages):
+        left = [
+            (peer, rate)
+            for peer, rate in zip(stage.replicas, stage.rates, strict=True)
+            if peer not in gone
+        ]
+        left += [(row.peer, row.rate) for row in change.joined if row.stage == number]
+        if not left:
+            raise RemoteProtocolError(f"stage {number + 1} of {len(plan.stages)} would have no replica")
+        peers, rates = zip(*left, strict=True)
+        stages.append(StagePlan(*spans[number], peers, rates))
+    return stages
+
+
+def _given_stages(plan: Plan, change: Change) -> list[StagePlan]:
+    """Return the stages that a change names, where nobody is given one who neither held one nor joins it."""
+    if change.restored == NO_HASH:
+        raise RemoteProtocolError("a change of the number of stages without a checkpoint to take them from")
+    if change.cuts:
+        raise RemoteProtocolError("a change that names stages and moves the borders of others")
+    if change.stages[-1].last_layer != plan.stages[-1].last_layer:
+        raise RemoteProtocolError("a change to stages of another model")
+    held = {peer for stage in plan.stages for peer in stage.replicas} - set(change.lost)
+    joined = {(row.peer, row.stage) for row in change.joined}
+    given = {(peer, number) for number, stage in enumerate(change.stages) for peer in stage.replicas}
+    joining = {row.peer for row in change.joined}
+    if not joined <= given or any(peer in joining or peer not in held for peer, _ in given - joined):
+        raise RemoteProtocolError("a change that gives a stage to a peer that does not join it")
+    return list(change.stages)
 
 
 def _spans(plan: Plan, change: Change) -> list[tuple[int, int]]:

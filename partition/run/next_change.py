@@ -1,10 +1,13 @@
 """Which change of the plan should be decided next: who is lost, who joins which stage, who is admitted."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from crypto.identity import PeerId
 from partition.plan.change import JOININGS_MAX, Change, Joining
+from partition.plan.merging import Refused, merged_stages
 from partition.plan.plan import NO_HASH, VOTERS_MIN, Plan
 from partition.run import timeouts
 from partition.run.messages import Recut
@@ -31,6 +34,7 @@ class PlanInputs:
     may_refill: bool = True
     asks: bool = True
     recut: Recut | None = None
+    refused: Refused = ()
 
 
 @dataclass(frozen=True)
@@ -62,19 +66,23 @@ def next_change(view: PlanInputs) -> Change | NoViablePlan | None:
             f"{where} has no replica left, and no member that is here has a copy of the newest checkpoint"
         )
         return NoViablePlan(reason, timeouts.PAUSE_SECONDS_MAX, lost=held[empty[0]])
-    for number in empty:
-        if not candidates:
-            reason = f"stage {number + 1} of {len(left)} has no replica left"
-            reason += ", and no member has room for it" if view.asks else ""
-            return NoViablePlan(reason, timeouts.PAUSE_SECONDS_MAX, lost=held[number])
+    for number in empty[: len(candidates)]:
         peer, rate = candidates.pop(0)
         joined.append(Joining(peer, number, rate))
+    if len(joined) < len(empty):
+        number = empty[len(joined)]
+        if (merged := _merge(view, lost, joined)) is not None:
+            return merged
+        reason = f"stage {number + 1} of {len(left)} has no replica left"
+        reason += ", and no member has room for it" if view.asks else ""
+        return NoViablePlan(reason, timeouts.PAUSE_SECONDS_MAX, lost=held[number])
+    wanted = wanted_now(plan, view.wanted)
     staying = [[peer for peer in peers if peer not in view.leaving] for peers in left]
     for number, peers in enumerate(staying):
         # A member that leaves is replaced before it goes where it is the last of its stage; else a free place
         # is filled if there is one.
         is_last = not peers and number not in empty
-        is_short = bool(view.wanted) and len(peers) + (number in empty) < view.wanted[number]
+        is_short = bool(wanted) and len(peers) + (number in empty) < wanted[number]
         refills = is_short and view.may_refill and not lost and not joined
         if candidates and len(joined) < JOININGS_MAX and (is_last or refills):
             peer, rate = candidates.pop(0)
@@ -91,6 +99,42 @@ def next_change(view: PlanInputs) -> Change | NoViablePlan | None:
     return Change(
         lost=tuple(sorted(lost)), joined=tuple(joined), admitted=admitted, restored=restored, step=step
     )
+
+
+def _merge(view: PlanInputs, lost: Collection[bytes], joined: Sequence[Joining]) -> Change | None:
+    """Return the change by which stages without anybody go to those beside them; None where nobody can hold
+    more. `joined` already take some of the empty stages."""
+    plan = view.plan
+    if not view.asks or view.restorable is None:
+        return None
+    groups = [
+        [
+            (peer, rate)
+            for peer, rate in zip(stage.replicas, stage.rates, strict=True)
+            if peer not in lost and peer not in view.leaving
+        ]
+        for stage in plan.stages
+    ]
+    for row in joined:
+        groups[row.stage].append((row.peer, row.rate))
+    stages = merged_stages(plan, groups, view.refused)
+    if stages is None:
+        return None
+    numbers = {peer: number for number, stage in enumerate(stages) for peer in stage.replicas}
+    restored, step = view.restorable
+    return Change(
+        lost=tuple(sorted(lost)),
+        joined=tuple(replace(row, stage=numbers[row.peer]) for row in joined if row.peer in numbers),
+        restored=restored,
+        step=step,
+        stages=stages,
+    )
+
+
+def wanted_now(plan: Plan, wanted: Sequence[int]) -> Sequence[int]:
+    """Return the replicas that each stage of `plan` should have, where each `wanted` so many at first. With
+    another number of stages than that, a machine more is to bring back a stage before any has two."""
+    return wanted if not wanted or len(wanted) == len(plan.stages) else (min(wanted),) * len(plan.stages)
 
 
 def choose_witnesses(voters: Collection[bytes], candidates: Collection[PeerId]) -> tuple[PeerId, ...]:

@@ -131,6 +131,7 @@ class Proposer:
         self._settled_at = 0.0
         self._busy: dict[PeerId, _Refusal] = {}
         self._decliners = Decliners()
+        self._refused: dict[tuple[bytes, int, int], float] = {}  # layers, with until when
         self._no_way_since: float | None = None
         self._pending: _Pending | None = None
         self._starting: dict[int, tuple[Plan, PeerId]] = {}
@@ -237,7 +238,7 @@ class Proposer:
             return None
         self._no_way_since = None
         self.events.append(WayFound())
-        if found is None or not (found.joined or found.admitted):
+        if found is None or not (found.joined or found.admitted or found.stages):
             return found
         try:
             plan = successor(view.plan, found)
@@ -245,6 +246,8 @@ class Proposer:
             return None
         leases: dict[PeerId, int | None] = {PeerId(row.peer): row.stage for row in found.joined}
         leases |= {PeerId(peer): None for peer in found.admitted if peer != self._requester}
+        if found.stages:  # whoever is to hold more may have no room for it
+            leases |= _growing(view.plan, plan)
         self._pending = pending = _Pending(found, plan, leases, sorted(leases))
         self._ask_next(pending)
         return None
@@ -264,8 +267,11 @@ class Proposer:
             return
         peer = pending.asked.pop(number)
         if not isinstance(reply, Done):
-            self._note_refusal(now, peer)
-            self._decliners.note(peer, now)
+            if pending.plan.stage_of(peer) is not None and self._chain.head.stage_of(peer) is not None:
+                self._note_refused(now, pending.plan, peer)
+            else:
+                self._note_refusal(now, peer)
+                self._decliners.note(peer, now)
             # One that gave no answer too: it may have leased, and its answer was lost.
             self._drop(pending, [*pending.leased, peer])
         elif not pending.is_opening:
@@ -286,6 +292,14 @@ class Proposer:
         for peer in plan.roster:
             if peer != self._me and peer in self._around.live():
                 self.asks.put(PeerId(peer), StartRun(plan), timeouts.LEASE_SECONDS_MAX)
+
+    def _note_refused(self, now: float, plan: Plan, peer: PeerId) -> None:
+        """A member cannot hold what `plan` gives it: ask it for no such stage for a while."""
+        number = plan.stage_of(peer)
+        if number is not None:
+            stage = plan.stages[number]
+            self._refused = {row: until for row, until in self._refused.items() if now < until}
+            self._refused[peer, stage.first_layer, stage.last_layer] = now + timeouts.REFUSED_SECONDS
 
     def _note_refusal(self, now: float, peer: PeerId) -> None:
         """Ask this peer again after a while, which doubles each time it refuses."""
@@ -326,6 +340,7 @@ class Proposer:
         for peer in pending.newcomers:
             opening = OpenStage(pending.plan, pending.change)
             pending.asked[self.asks.put(peer, opening, timeouts.PREPARE_SECONDS_MAX)] = peer
+        pending.is_done = not pending.asked
 
     def _drop(self, pending: _Pending, peers: Collection[PeerId] = ()) -> None:
         """Give up a change; those that were asked release their slots, unless it was decided."""
@@ -375,6 +390,7 @@ class Proposer:
             may_refill=asks and now >= self._settled_at + timeouts.REFILL_SECONDS,
             asks=asks,
             recut=self.recut,
+            refused=[row for row, until in self._refused.items() if now < until],
         )
 
     def _candidates(self, plan: Plan, now: float) -> tuple[tuple[PeerId, int], ...]:
@@ -396,3 +412,16 @@ class Proposer:
         is_here = peer in self._around.live() and not self._wants_out(peer)
         refusal = self._busy.get(peer)
         return is_here and (refusal is None or refusal.until <= now)
+
+
+def _growing(before: Plan, after: Plan) -> dict[PeerId, int]:
+    """Return who holds other layers by the plan `after` than before, with their stage."""
+    spans = {
+        peer: (stage.first_layer, stage.last_layer) for stage in before.stages for peer in stage.replicas
+    }
+    return {
+        PeerId(peer): number
+        for number, stage in enumerate(after.stages)
+        for peer in stage.replicas
+        if spans.get(peer) not in (None, (stage.first_layer, stage.last_layer))
+    }

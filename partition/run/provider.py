@@ -45,13 +45,15 @@ class KnownRun(NamedTuple):
 
 class Hold(NamedTuple):
     """A request for a slot that nothing spoke against so far. `given_up` counts how often its plan was given
-    up before, `was_gone` whether membership held its planner for gone already."""
+    up before, `was_gone` whether membership held its planner for gone already. `keeps_slot`: the run has one
+    here already, and its stage is to hold other layers."""
 
     plan: Plan
     stage: int | None
     planner: PeerId
     given_up: int
     was_gone: bool
+    keeps_slot: bool
 
 
 class StageProvider:
@@ -95,16 +97,18 @@ class StageProvider:
             raise RemoteProtocolError("a lease for a stage that the plan does not give to this node")
         if known.is_over:
             return Declined(OVER)
-        if stage is not None and (waits := turn()) is not None:
+        keeps_slot = stage is not None and self._has_stage(plan, known)
+        if stage is not None and not keeps_slot and (waits := turn()) is not None:
             return waits
-        if stage is not None and not self.slots.is_free_for(now, plan.run):
+        if stage is not None and not keeps_slot and not self.slots.is_free_for(now, plan.run):
             lapsing = self.slots.lapsing(now).values()
             return Declined(BUSY, ceil(min(lapsing)) if lapsing else None)
         if known.member is not None and known.member.is_behind(asker, plan):
             return Declined(BEHIND)
         if stage is None and self._witnesses_enough:
             return Declined("busy: a witness of too many runs")
-        return Hold(plan, stage, asker, self._released.count(plan_hash(plan)), asker in self._gone())
+        given_up = self._released.count(plan_hash(plan))
+        return Hold(plan, stage, asker, given_up, asker in self._gone(), keeps_slot)
 
     def promise(self, now: float, hold: Hold) -> Promise | Declined:
         """Return the promise that answers `hold`, for the driver to keep in `slots`; or why it is not given:
@@ -116,7 +120,7 @@ class StageProvider:
         is_awaited = is_awaited and (hold.was_gone or hold.planner not in self._gone())
         if hold.stage is None:
             self._witnessed.promise(now, plan.run, name, hold.planner, SILENCE_SECONDS_MAX)
-        elif not is_awaited or not self.slots.is_free_for(now, plan.run):
+        elif not is_awaited or not (hold.keeps_slot or self.slots.is_free_for(now, plan.run)):
             return Declined(BUSY)
         return promise
 
@@ -151,6 +155,12 @@ class StageProvider:
         # What was promised before others began counts only now.
         is_full = known.requester != self._me and self._witnesses_enough
         return Declined("busy: too many runs") if is_full else None
+
+    def _has_stage(self, plan: Plan, known: KnownRun) -> bool:
+        """Return whether a stage of the run is open here, or on its way, by the plan that `plan` follows."""
+        held = None if known.member is None else known.member.plan
+        is_held = held is not None and held.stage_of(self._me) is not None and plan_hash(held) == plan.parent
+        return is_held and self.slots.hosts(plan.run)
 
     def _holds(self, now: float, plan: Plan) -> bool:
         """Return whether the slot is promised to the stage that `plan` gives to this node."""

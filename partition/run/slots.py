@@ -57,6 +57,10 @@ class Slots:
         left = {row.run: row.until - now for row in self.live(now) if row.run not in begun}
         return {run: seconds for run, seconds in left.items() if seconds <= ORPHAN_SECONDS}
 
+    def hosts(self, run: bytes) -> bool:
+        """Return whether a stage of this run is open here, or on its way."""
+        return run in self._hosted()
+
     def is_free_for(self, now: float, run: bytes) -> bool:
         """Return whether a stage of this run may be placed here."""
         return run not in self.taken(now) and self.free(now) > 0

@@ -72,6 +72,8 @@ OVER: frozenset[State] = frozenset(state for state, leads in NEXT.items() if not
 
 def cause_of(plan: Plan, wanted: Sequence[int]) -> Cause:
     """The cause that a plan in force is; `wanted` are the replicas that each stage began with."""
+    if len(plan.stages) != len(wanted):
+        return "stage short of replicas" if len(plan.stages) < len(wanted) else "plan in force"
     short = any(len(stage.replicas) < count for stage, count in zip(plan.stages, wanted, strict=True))
     return "stage short of replicas" if short else "plan in force"
 

@@ -20,6 +20,8 @@ BUSY_SECONDS_MIN = 2.0
 """A provider that declined is asked again after so long: what it holds may have been given back since."""
 BUSY_SECONDS = 30.0
 """One that declines again and again, at most so often."""
+REFUSED_SECONDS = 60.0
+"""A member without room for more layers is asked again after so long: its owner may give more."""
 NEW_MEMBER_GRACE_SECONDS = 30.0
 """A member that has not been heard of at all counts as living for so long."""
 REFILL_SECONDS = 10.0

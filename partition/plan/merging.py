@@ -1,0 +1,67 @@
+"""Fewer stages for the same layers: where a stage has nobody left, the stages beside it take its layers.
+
+Borders stay where borders were, for only there it is known that the model can be cut. Of all ways the one
+whose slowest stage has the fewest layers for its rate is taken, without asking anybody to hold what it has
+refused to hold.
+"""
+
+from collections.abc import Collection, Sequence
+from fractions import Fraction
+
+from partition.plan.plan import Plan, StagePlan
+
+Refused = Collection[tuple[bytes, int, int]]
+"""Peers that could not hold a stage from one layer to before another."""
+Group = Sequence[tuple[bytes, int]]
+"""The replicas that a stage has left, each with its rate."""
+
+
+def merged_stages(plan: Plan, groups: Sequence[Group], refused: Refused = ()) -> tuple[StagePlan, ...] | None:
+    """Return the stages of a plan like `plan` in which only the groups with somebody left hold stages; None
+    where no group can hold more.
+
+    `groups` are of the plan's stages, in their order.
+    """
+    places = [number for number, group in enumerate(groups) if group]
+    if not places:
+        return None
+    borders = [0, *(stage.last_layer for stage in plan.stages)]
+    # By the border at which the stages so far end: the worst of their paces, and the stages.
+    best: dict[int, tuple[Fraction, tuple[StagePlan, ...]]] = {0: (Fraction(0), ())}
+    for index, place in enumerate(places):
+        is_last = index + 1 == len(places)
+        ends = [len(plan.stages)] if is_last else range(place + 1, places[index + 1] + 1)
+        found: dict[int, tuple[Fraction, tuple[StagePlan, ...]]] = {}
+        for begin, (worst, stages) in best.items():
+            for end in ends:
+                stage = _stage(borders[begin], borders[end], groups[place], refused)
+                if stage is None:
+                    continue
+                pace = max(worst, stage_pace(stage))
+                if end not in found or pace < found[end][0]:
+                    found[end] = pace, (*stages, stage)
+        best = found
+    return best[len(plan.stages)][1] if best else None
+
+
+def _stage(first: int, last: int, group: Group, refused: Refused) -> StagePlan | None:
+    """Return these layers at those of a group that have not refused them, or fewer; None for nobody."""
+    able = [
+        (peer, rate)
+        for peer, rate in group
+        if not any(peer == other and first <= begin and end <= last for other, begin, end in refused)
+    ]
+    if not able:
+        return None
+    peers, rates = zip(*able, strict=True)
+    return StagePlan(first, last, peers, rates)
+
+
+def stage_pace(stage: StagePlan) -> Fraction:
+    """Return the layers of a stage for each FLOP/s of its replicas together."""
+    return Fraction(stage.last_layer - stage.first_layer, max(1, sum(stage.rates)))
+
+
+def slowest_pace(plan: Plan) -> Fraction:
+    """Return the pace of the stage that all others wait for, with all layers taken to be alike."""
+    return max(map(stage_pace, plan.stages))
