@@ -7,6 +7,7 @@ same micro-batches.
 
 import os
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -157,6 +158,8 @@ def test_a_newcomer_that_is_to_commit_is_told_so_by_the_others() -> None:
 def test_without_a_free_provider_the_run_waits_for_one_and_says_so() -> None:
     async def scenario(world: World) -> None:
         await world.kept(SAVE_EVERY)
+        for node in world.group.nodes.values():  # what they hold stays, and they can hold no more
+            node.capacity = replace(node.capacity, memory_free_bytes=1)
         world.crash(other(world, "c"))
         await trio.sleep(60)
         await spare(world, "x")

@@ -23,7 +23,7 @@ from node.protocols.manifest import Run
 from node.runs.context import Service
 from node.storage.blobs import NoRoom
 from partition.plan.plan import Plan
-from partition.run.completion import DECLINES_MAX
+from partition.run.completion import COLLECT_SECONDS_MAX
 from partition.run.member import Member
 from partition.run.messages import REASON_LENGTH_MAX
 from partition.run.timeouts import END_SECONDS_MAX, RETRY_SECONDS
@@ -44,8 +44,8 @@ async def collect_result(
     if replica is not None:
         with suppress(StageFailed):  # another replica of its stage may hand them over
             own = await replica.export()
-    reason = ""
-    for _ in range(DECLINES_MAX):
+    until = seams.clock.monotonic() + COLLECT_SECONDS_MAX
+    while True:
         try:
             graph = await service.models.get(run.manifest.graph_hash, plan.members)
             data = await collect(run, graph, plan, tuple(service.live()), me, own, seams)
@@ -57,9 +57,10 @@ async def collect_result(
             return "", f"the weights could not be kept: {error}"
         except OSError as error:
             return "", f"the weights could not be kept: {error.strerror or error}"
+        if seams.clock.monotonic() >= until:
+            return "", reason
         # If a new plan was the reason, it comes here meanwhile, and all this begins again under it.
         await trio.sleep(RETRY_SECONDS)
-    return "", reason
 
 
 async def tell_end(core: Member, wake: Callable[[], None], act: Callable[[], None]) -> None:

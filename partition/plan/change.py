@@ -129,9 +129,7 @@ def _kept_stages(plan: Plan, change: Change) -> list[StagePlan]:
     stages = []
     for number, stage in enumerate(plan.stages):
         left = [
-            (peer, rate)
-            for peer, rate in zip(stage.replicas, stage.rates, strict=True)
-            if peer not in gone
+            (peer, rate) for peer, rate in zip(stage.replicas, stage.rates, strict=True) if peer not in gone
         ]
         left += [(row.peer, row.rate) for row in change.joined if row.stage == number]
         if not left:

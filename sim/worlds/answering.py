@@ -38,7 +38,7 @@ def answer(member: Answering, asker: PeerId, question: Question, reply: Answer) 
     """Answer now or later, or not at all where `asker` is not to wait."""
     match question:
         case FetchCopy():
-            reply(member.keeping.copy(question.step, question.stage))
+            reply(member.keeping.copy(question.step, question.unit))
         case KeepCopy():
             member.keeping.keep(question, reply)
         case HoldStage():

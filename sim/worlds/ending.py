@@ -5,10 +5,10 @@ from typing import Any, Protocol
 
 from crypto.identity import PeerId
 from partition.plan.plan import Plan, plan_hash
-from partition.run.completion import DECLINES_MAX
+from partition.run.completion import COLLECT_SECONDS_MAX
 from partition.run.timeouts import END_SECONDS_MAX, RETRY_SECONDS
 from sim.observers import Broken
-from sim.worlds.integer_stage import State
+from sim.worlds.integer_stage import State, units_of
 from sim.worlds.run_context import Setting
 from sim.worlds.run_messages import ExportStage, Question
 from sim.worlds.streams import Answer
@@ -17,6 +17,8 @@ from sim.worlds.streams import Answer
 class Committing(Protocol):
     """The member that commits."""
 
+    @property
+    def now(self) -> float: ...
     @property
     def plan(self) -> Plan | None: ...
     def finished(self, reason: str | None) -> None: ...
@@ -27,7 +29,7 @@ class Committing(Protocol):
 def collect(setting: Setting, member: Committing, plan: Plan) -> None:
     """As the committer: have each stage's state, and end the run. Raises Broken where one is not exact."""
     found: dict[int, State] = {}
-    tries = 0
+    until = member.now + COLLECT_SECONDS_MAX
 
     def next_stage() -> None:
         missing = [number for number in range(len(plan.stages)) if number not in found]
@@ -40,8 +42,6 @@ def collect(setting: Setting, member: Committing, plan: Plan) -> None:
         fetch(missing[0], [PeerId(peer) for peer in plan.stages[missing[0]].replicas])
 
     def fetch(stage: int, left: list[PeerId]) -> None:
-        nonlocal tries
-
         def take(state: Any) -> None:
             if isinstance(state, State):
                 found[stage] = state
@@ -52,8 +52,7 @@ def collect(setting: Setting, member: Committing, plan: Plan) -> None:
         if left:
             member.ask(left.pop(0), ExportStage(plan_hash(plan)), END_SECONDS_MAX, take)
             return
-        tries += 1
-        if tries >= DECLINES_MAX:
+        if member.now >= until:
             member.finished(f"nobody handed over stage {stage + 1}")
         else:
             # If a new plan was the reason, all this begins again under it.
@@ -64,7 +63,8 @@ def collect(setting: Setting, member: Committing, plan: Plan) -> None:
 
 def _check(setting: Setting, plan: Plan, found: dict[int, State]) -> None:
     for stage, state in sorted(found.items()):
-        if state != setting.truth.state(setting.training.steps, stage):
+        units = units_of(plan, stage, setting.training.stages)
+        if state != setting.truth.state(setting.training.steps, units):
             raise Broken(
                 "sums",
                 f"run {setting.number} ends with other sums than the undisturbed run in stage"

@@ -7,9 +7,11 @@ sum tells whether each was counted once, in the right step and from the right fr
 It sums whatever it is told to: what must not happen is for those who watch the world.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from partition.plan.plan import Plan
 from sim.observers import Broken
 
 WIDTH = 4
@@ -73,6 +75,29 @@ class State:
         return hashed(vector_bytes(self.parameters))
 
 
+def joined(states: Sequence[State]) -> State:
+    """Return the state of a stage that is made of several, all after the same step."""
+    (step,) = {state.step for state in states}
+    return State(step, tuple(number for state in states for number in state.parameters))
+
+
+def parted(state: State) -> list[State]:
+    """Return the states that one is made of."""
+    numbers = state.parameters
+    return [State(state.step, numbers[place : place + WIDTH]) for place in range(0, len(numbers), WIDTH)]
+
+
+def units_of(plan: Plan, stage: int, units: int) -> range:
+    """Return which of the `units` stages that a run began with a stage of `plan` is made of: those whose
+    layers it has, by the nearest border, and at least one."""
+    layers, end = plan.stages[-1].last_layer, 0
+    for number, row in enumerate(plan.stages[: stage + 1]):
+        begin = end
+        nearest = (2 * row.last_layer * units + layers) // (2 * layers)
+        end = min(max(nearest, begin + 1), units - (len(plan.stages) - 1 - number))
+    return range(begin, end)
+
+
 @dataclass
 class SummingStage:
     """Stage `index` of `stages`. `counted` is what the sums hold, each as often as it was summed."""
@@ -112,6 +137,10 @@ class SummingStage:
             raise Broken("sums", f"micro-batch {microbatch} went back through a stage without going forward")
         self._add(microbatch, given, gradient, +1)
         return self._gradient(given, gradient)
+
+    def replayed(self, given: bytes, after: bytes) -> tuple[bytes, bytes]:
+        """Return what a micro-batch was to the stages beside: its output, and its gradient."""
+        return hashed(b"output", self._digest, given, b""), self._gradient(given, after) or b""
 
     def remove(self, microbatch: int, given: bytes, after: bytes) -> None:
         """The replay with the sign turned. Raises Broken: it is not in the sums."""
@@ -158,6 +187,87 @@ class SummingStage:
         return hashed(b"gradient", self._digest, given, after) if self.index else None
 
 
+class SummingSpan:
+    """A stage that is made of one or more of those that the run began with (`units_of`), as a replica holds
+    it; `index` is its number by the plan, and its state that of all its parts in their order."""
+
+    def __init__(self, plan: Plan, index: int, units: int, run: bytes) -> None:
+        self.index = index
+        self.stages = len(plan.stages)
+        self.units = units_of(plan, index, units)
+        self._parts = [SummingStage(unit, units, first_state(run, unit)) for unit in self.units]
+
+    @property
+    def state(self) -> State:
+        return joined([part.state for part in self._parts])
+
+    @property
+    def sums(self) -> list[int]:
+        return [number for part in self._parts for number in part.sums]
+
+    @property
+    def counted(self) -> list[int]:
+        """What the sums hold: the same in all parts once nothing is in flight."""
+        return self._parts[0].counted
+
+    def forward(
+        self, microbatch: int, train: bool, given: bytes, labels: bytes | None
+    ) -> tuple[bytes, bytes | None]:
+        """See `SummingStage`."""
+        gradient: bytes | None = None
+        for part in self._parts:
+            given, gradient = part.forward(microbatch, train, given, labels if part.is_last else None)
+        if gradient is not None:
+            gradient = self._back(self._parts[:-1], microbatch, gradient)
+        return given, gradient
+
+    def backward(self, microbatch: int, gradient: bytes) -> bytes | None:
+        """See `SummingStage`."""
+        return self._back(self._parts, microbatch, gradient)
+
+    def _back(self, parts: Sequence[SummingStage], microbatch: int, gradient: bytes | None) -> bytes | None:
+        for part in reversed(parts):
+            assert gradient is not None
+            gradient = part.backward(microbatch, gradient)
+        return gradient
+
+    def remove(self, microbatch: int, given: bytes, after: bytes) -> None:
+        """See `SummingStage`."""
+        inputs = [given]
+        for part in self._parts[:-1]:
+            inputs.append(part.replayed(inputs[-1], b"")[0])
+        for part, came in zip(reversed(self._parts), reversed(inputs), strict=True):
+            part.remove(microbatch, came, after)
+            after = part.replayed(came, after)[1]
+
+    def forget(self, microbatch: int) -> None:
+        """See `SummingStage`."""
+        for part in self._parts:
+            part.forget(microbatch)
+
+    def discard(self) -> None:
+        """See `SummingStage`."""
+        for part in self._parts:
+            part.discard()
+
+    def restore(self, state: State) -> None:
+        """See `SummingStage`."""
+        for part, mine in zip(self._parts, parted(state), strict=True):
+            part.restore(mine)
+
+    def total(self, total: Vector) -> float:
+        """Take the sum over all replicas. Return its squared norm."""
+        for place, part in enumerate(self._parts):
+            part.total = total[place * WIDTH : (place + 1) * WIDTH]
+        return sum(part.squared_norm() for part in self._parts)
+
+    def apply(self, samples: int, squared_norm: float | None) -> bytes:
+        """See `SummingStage`."""
+        for part in self._parts:
+            part.apply(samples, squared_norm)
+        return self.state.digest
+
+
 def stepped(state: State, total: Vector, samples: int, squared_norm: float | None) -> State:
     """One step of the optimizer."""
     turn = samples + int((squared_norm or 0.0) * 16)
@@ -177,10 +287,10 @@ class Truth:
         self._states = [[stage.state for stage in self._stages]]
         self._losses: list[float] = []
 
-    def state(self, step: int, stage: int) -> State:
-        """After so many steps."""
+    def state(self, step: int, units: Sequence[int]) -> State:
+        """Of a stage made of these, after so many steps."""
         self._reach(step)
-        return self._states[step][stage]
+        return joined([self._states[step][unit] for unit in units])
 
     def loss(self, step: int) -> float:
         """The mean over the step's samples."""

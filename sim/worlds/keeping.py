@@ -20,7 +20,7 @@ from partition.run.checkpoint_rounds import (
     SpreadWanted,
 )
 from partition.run.messages import Checkpointed
-from sim.worlds.integer_stage import State
+from sim.worlds.integer_stage import State, joined, parted, units_of
 from sim.worlds.run_context import Setting
 from sim.worlds.run_messages import Disk, FetchCopy, KeepCopy, Saved, checkpoint_name
 
@@ -55,6 +55,7 @@ class Keeping:
         self._send = send
         self._later = later
         self._learned = learned
+        self._units = setting.training.stages
         self._rounds = self._make_rounds()
 
     def _make_rounds(self) -> CheckpointRounds[None]:
@@ -65,12 +66,10 @@ class Keeping:
         """The newest checkpoint that is whole, and its step."""
         return self._rounds.newest
 
-    def can_restore(self, stages: int) -> bool:
+    def can_restore(self) -> bool:
         """Return whether copies of it are here, or may be at another that lives."""
         newest = self.restorable
-        is_here = newest is not None and all(
-            self.copy(newest[1], stage) is not None for stage in range(stages)
-        )
+        is_here = newest is not None and self._held(newest[1], range(self._units)) is not None
         return is_here or any(peer != self._me for peer in self._live())
 
     def forget(self) -> None:
@@ -83,52 +82,67 @@ class Keeping:
     def save(self, plan: Plan, stage: int, state: State) -> None:
         """Put a copy away, if that is for this replica to do."""
         if self._rounds.saves(plan, stage):
-            self.put(stage, state)
+            self.put(units_of(plan, stage, self._units), state)
             self._send(plan.committer, Saved(plan_hash(plan), state.step, stage))
 
-    def put(self, stage: int, state: State) -> None:
-        """On this disk; the oldest go."""
+    def put(self, units: Sequence[int], state: State) -> None:
+        """On this disk, each of the stages that it is made of; the oldest go."""
         copies = self._disk.copies
-        copies[state.step, stage] = state
+        for unit, part in zip(units, parted(state), strict=True):
+            copies[state.step, unit] = part
         steps = sorted({step for step, _ in copies})
         for key in [key for key in copies if key[0] in steps[:-KEPT_MAX]]:
             del copies[key]
 
-    def copy(self, step: int, stage: int) -> State | None:
-        """Return what is here of it."""
-        found = self._disk.copies.get((step, stage))
+    def copy(self, step: int, unit: int) -> State | None:
+        """Return what is here of one."""
+        found = self._disk.copies.get((step, unit))
         return found if isinstance(found, State) else None
+
+    def _held(self, step: int, units: Sequence[int]) -> State | None:
+        """Return the state of a stage that is made of these; None where one is not here."""
+        found = [self.copy(step, unit) for unit in units]
+        states = [state for state in found if state is not None]
+        return joined(states) if len(states) == len(found) else None
 
     def keep(self, wanted: KeepCopy, answer: Callable[[Any], None]) -> None:
         """Hold what another has put away; answered once it is here."""
-        if self.copy(wanted.step, wanted.stage) is not None:
+        missing = [unit for unit in wanted.units if self.copy(wanted.step, unit) is None]
+        if not missing:
             answer(Done())
             return
 
         def take(state: Any) -> None:
             if isinstance(state, State):
-                self.put(wanted.stage, state)
-                answer(Done())
+                self.put(missing[:1], state)
+                self.keep(wanted, answer)
             else:
                 answer(None)
 
-        self._ask(wanted.holder, FetchCopy(wanted.step, wanted.stage), FETCH_SECONDS_MAX, take)
+        self._ask(wanted.holder, FetchCopy(wanted.step, missing[0]), FETCH_SECONDS_MAX, take)
 
-    def restore(self, name: bytes, stage: int, step: int, then: Callable[[State | None], None]) -> None:
-        """Bring a stage's copy here; while nobody has it, whoever has may come back."""
-        mine = self.copy(step, stage)
+    def restore(
+        self, name: bytes, units: Sequence[int], step: int, then: Callable[[State | None], None]
+    ) -> None:
+        """Bring a copy of a stage that is made of these here; while nobody has one, whoever has may come
+        back."""
+        mine = self._held(step, units)
         if name != checkpoint_name(self._setting.run, step) or mine is not None:
             then(mine)
             return
+        missing = next(unit for unit in units if self.copy(step, unit) is None)
 
         def take(state: State | None) -> None:
-            if state is not None:
+            if state is not None and len(units) == 1:
                 then(state)
+            elif state is not None:
+                self.put([missing], state)
+                self.restore(name, units, step, then)
             else:
-                self._later(RESTORE_AGAIN_SECONDS, lambda: self.restore(name, stage, step, then))
+                self._later(RESTORE_AGAIN_SECONDS, lambda: self.restore(name, units, step, then))
 
         others = [peer for peer in self._live() if peer != self._me]
-        fetch_from(self._ask, self._later, others, FetchCopy(step, stage), take)
+        fetch_from(self._ask, self._later, others, FetchCopy(step, missing), take)
 
     # The committer's side
 
@@ -176,7 +190,8 @@ class Keeping:
 
         for stage, (saver, peers) in enumerate(zip(wanted.savers, wanted.keepers, strict=True)):
             for peer in peers:
-                question = KeepCopy(wanted.step, stage, saver)
+                units = tuple(units_of(wanted.plan, stage, self._units))
+                question = KeepCopy(wanted.step, units, saver)
                 self._ask(peer, question, CONCLUDE_SECONDS_MAX, partial(kept, stage, peer))
 
 

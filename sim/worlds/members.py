@@ -137,7 +137,7 @@ class Member(Turns):
     @property
     def can_restore(self) -> bool:
         """Whether copies of that are here, or may be at another that lives."""
-        return self.plan is None or self.keeping.can_restore(len(self.plan.stages))
+        return self.plan is None or self.keeping.can_restore()
 
     @property
     def can_tell(self) -> bool:

@@ -55,19 +55,19 @@ class ExportStage:
 
 @dataclass(frozen=True)
 class KeepCopy:
-    """Committer to a keeper: hold what `holder` has put away."""
+    """Committer to a keeper: hold what `holder` has put away of a stage that is made of these."""
 
     step: int
-    stage: int
+    units: tuple[int, ...]
     holder: PeerId
 
 
 @dataclass(frozen=True)
 class FetchCopy:
-    """Anybody to anybody: the copy of a stage."""
+    """Anybody to anybody: the copy of one of the stages that the run began with."""
 
     step: int
-    stage: int
+    unit: int
 
 
 Question = Request | FetchState | ExportStage | KeepCopy | FetchCopy
@@ -78,7 +78,8 @@ Question = Request | FetchState | ExportStage | KeepCopy | FetchCopy
 
 @dataclass
 class Disk:
-    """What one peer keeps of one run over a restart. `chain` is empty while it is not a member."""
+    """What one peer keeps of one run over a restart. `chain` is empty while it is not a member; `copies` are
+    by step, and stage that the run began with."""
 
     chain: bytes = b""
     newest: tuple[bytes, int] | None = None

@@ -23,9 +23,10 @@ from sim.events import SamplesCounted
 from sim.observers import Broken
 from sim.worlds.integer_stage import (
     State,
-    SummingStage,
+    SummingSpan,
     first_state,
     hashed,
+    joined,
     loss_of,
     samples_of,
     vector_bytes,
@@ -86,13 +87,13 @@ class Hosted:
         send: Callable[[PeerId, Any], None],
         save: Callable[[Plan, int, State], None],
         fetch: Callable[[Sequence[PeerId], bytes, int, Then], None],
-        restore: Callable[[bytes, int, int, Then], None],
+        restore: Callable[[bytes, Sequence[int], int, Then], None],
     ) -> None:
         """`save` keeps a copy of the stage of a plan; `fetch` brings its state of a step from sources, and
         `restore` from a checkpoint."""
         number = plan.stage_of(me)
         assert number is not None
-        self.stage = SummingStage(number, len(plan.stages), first_state(setting.run, number))
+        self.stage = SummingSpan(plan, number, setting.training.stages, setting.run)
         self.core = setting.cores.replica(me, plan, step=step, awaits_gradient=number < len(plan.stages) - 1)
         self._setting = setting
         self._me = me
@@ -250,7 +251,7 @@ class Hosted:
         counted = tuple(sorted(stage.counted))
         setting.publish(self._me, SamplesCounted(setting.run, work.plan, work.step, stage.index, counted))
         digest = stage.apply(work.samples, work.squared_norm)
-        if stage.state != setting.truth.state(work.step + 1, stage.index):
+        if stage.state != setting.truth.state(work.step + 1, stage.units):
             raise Broken(
                 "sums",
                 f"{setting.name(self._me)} has other sums than the undisturbed run after step {work.step} of"
@@ -297,8 +298,9 @@ class Hosted:
             return
         # The machine stays until the next one: a member may still have to hear our parts.
         self._work = None
-        total = self.stage.total = tuple(int(number) for number in reduction.total)
-        self._pass_on(self.core.reduced(work, hashed(vector_bytes(total)), self.stage.squared_norm()))
+        total = tuple(int(number) for number in reduction.total)
+        squared_norm = self.stage.total(total)
+        self._pass_on(self.core.reduced(work, hashed(vector_bytes(total)), squared_norm))
 
     # State from elsewhere
 
@@ -314,11 +316,11 @@ class Hosted:
             self._pass_on(self.core.filled(work, state.digest))
 
         if work.checkpoint == FIRST_VALUES:
-            take(first_state(self._setting.run, self.core.stage))
+            take(joined([first_state(self._setting.run, unit) for unit in self.stage.units]))
         elif work.sources:
             self._fetch(work.sources, work.plan, work.step, take)
         else:
-            self._restore(work.checkpoint, self.core.stage, work.step, take)
+            self._restore(work.checkpoint, self.stage.units, work.step, take)
 
     def fail(self, reason: str) -> None:
         """The stage cannot go on; the committer asks for a plan without it."""

@@ -98,13 +98,36 @@ def test_a_replica_without_its_memory_may_come_back_to_its_own_stage_empty() -> 
 
 
 def test_there_is_no_way_on_without_a_checkpoint_or_without_a_provider() -> None:
-    nobody = next_change(view((THIRD, FOURTH), restorable=CHECKPOINT))
+    no_room = ((FIRST, 0, 4), (SECOND, 0, 4))
+    nobody = next_change(view((THIRD, FOURTH), restorable=CHECKPOINT, refused=no_room))
     assert isinstance(nobody, NoViablePlan)
     assert "stage 2 of 2 has no replica left" in nobody.reason
     nothing = next_change(view((THIRD, FOURTH), candidates=((SPARE, 9),)))
     assert isinstance(nothing, NoViablePlan)
     assert "no checkpoint" in nothing.reason
     assert nobody.lost == nothing.lost == (THIRD, FOURTH)
+
+
+def test_a_stage_without_anybody_goes_to_the_one_beside_it() -> None:
+    change = change_of(view((THIRD, FOURTH), restorable=CHECKPOINT))
+    assert change.stages == (StagePlan(0, 4, (FIRST, SECOND), (1, 1)),)
+    assert (change.restored, change.step, change.joined) == (*CHECKPOINT, ())
+    assert set(change.lost) == {THIRD, FOURTH}
+
+
+def test_whoever_has_no_room_for_more_layers_has_no_stage_in_the_merged_plan() -> None:
+    change = change_of(view((THIRD, FOURTH), restorable=CHECKPOINT, refused=((FIRST, 0, 4),)))
+    assert change.stages == (StagePlan(0, 4, (SECOND,), (1,)),)
+    assert FIRST in successor(PLAN, change).roster
+
+
+def test_an_idle_peer_takes_the_stage_rather_than_one_that_has_one() -> None:
+    change = change_of(view((THIRD, FOURTH), candidates=((SPARE, 9),), restorable=CHECKPOINT))
+    assert (change.stages, change.joined) == ((), (Joining(SPARE, 1, 9),))
+
+
+def test_only_who_asks_others_proposes_to_merge() -> None:
+    assert isinstance(next_change(view((THIRD, FOURTH), restorable=CHECKPOINT, asks=False)), NoViablePlan)
 
 
 def test_the_last_of_a_stage_that_wants_to_leave_is_replaced_before_it_goes() -> None:
