@@ -7,6 +7,7 @@ to the reference.
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from node import config
 from node.checkpoints.weights import weights_name
 from node.cli.demo.processes import SwarmProcesses
 from node.cli.main import run as run_command
-from node.events import MemberJoined, ReplicaDropped, RunEnded, RunPlanned, StepCommitted
+from node.events import MemberJoined, ReplicaDropped, RunEnded, RunPlanned, RunResumed, StepCommitted
 from node.runtime import Node
 from node.storage.folder import FolderStorage
 from tests.stack import Model, assert_equal, manifest, prepare, reference, simple_cnn
@@ -141,3 +142,41 @@ async def test_a_run_is_stopped_and_a_node_leaves_by_the_command_line(
             assert (code, document["name"], document["runs"]) == (0, "a", [])
     finally:
         swarm.close()
+
+
+async def test_a_run_goes_on_with_one_machine_where_the_other_of_two_is_killed(
+    tmp_path: Path, captured: Model, processes: SwarmProcesses
+) -> None:
+    """Nobody is idle, for the requester offers nothing: the machine that is left takes all layers."""
+    wanted = manifest(captured, stages=2, replicas=1, steps=12, save_every=2, test_samples=60)
+    names = {parse_peer(node.peer): name for name, node in processes.nodes.items()}
+    resources = config.Resources(calibrate=False, accept_runs="never")
+    settings = replace(_settings(tmp_path / "e"), resources=resources)
+    resumed: list[RunResumed] = []
+    stages: list[int] = []
+    async with Node(settings, join=[processes.nodes[NAMES[0]].address]) as node:
+        with node.watch() as events:
+            met = set(node.membership.live)
+            while not names.keys() <= met:
+                event = await events.receive()
+                if isinstance(event, MemberJoined):
+                    met.add(event.peer)
+            run = prepare(node, wanted)
+            await node.runs.submit(run)
+            async for event in events:
+                if isinstance(event, RunPlanned):
+                    stages.append(len(event.stages))
+                    held = event.stages
+                if isinstance(event, StepCommitted) and event.step == 5 and len(stages) == 1:
+                    processes.kill(names[held[1][0]])
+                if isinstance(event, RunResumed):
+                    resumed.append(event)
+                if isinstance(event, RunEnded):
+                    assert event.outcome == "done", event.detail
+                    break
+        data = node.seams.storage.read(weights_name(run.text))
+    assert data is not None
+    assert stages[0] == 2
+    assert stages[-1] == 1
+    assert resumed, "a step was opened under the plan with one stage"
+    assert_equal(safetensors.numpy.load(data), reference(run), "float64")
