@@ -3,11 +3,18 @@
 Whole nodes in virtual time, held against one process that knows of no stages.
 """
 
-import pytest
+from functools import partial
 
-from node.events import RunPlanned, RunResumed
+import pytest
+import trio
+
+from node.events import Event, RunPlanned, RunResumed, StepCommitted
+from node.protocols.manifest import Run
+from sim.network.pace import Pace
+from sim.worlds.stages import NodeExecutor
 from tests.partition_world import World
-from tests.test_recut import planned
+from tests.stack import Tensors, _live, manifest, reference, simulate, swarm, train, weights
+from tests.test_recut import RATE, _ignore, assert_same_bits, deep_model, planned, step_seconds
 from tests.test_takeover import SAVE_EVERY, holders, newest, other, play, said, small
 
 PAUSE_SECONDS_MAX = 10.0
@@ -42,3 +49,43 @@ def test_four_stages_become_three_and_then_two() -> None:
 
     world = play("abcd", small(stages=4, steps=14), scenario)
     assert {event.height: len(event.stages) for event in said(world, RunPlanned)} == {0: 4, 1: 3, 2: 2}
+
+
+def test_a_run_whose_stages_were_merged_has_as_many_again_once_a_machine_joins() -> None:
+    """Nobody asks for it: the committer measures, and two looks agree that the third stage pays."""
+    executors = {name: NodeExecutor(RATE, 1.0, lambda _: 0.0, Pace(), _ignore) for name in "abcx"}
+    wanted = manifest(
+        deep_model(),
+        stages=3,
+        replicas=1,
+        steps=36,
+        microbatch=8,
+        microbatches=4,
+        test_samples=16,
+        save_every=2,
+        frames="exact",
+    )
+    found: list[tuple[Run, list[Event], Tensors]] = []
+
+    async def scenario() -> None:
+        async with swarm("abc", executors=executors, preset="lan") as group, trio.open_nursery() as nursery:
+
+            async def on_event(event: Event) -> None:
+                if isinstance(event, StepCommitted) and event.step == 4 and event.height == 0:
+                    group.kill("a")
+                if isinstance(event, StepCommitted) and event.step == 8:
+                    joining = partial(_live, group, "x", "b", 1, 0.0, executor=executors["x"])
+                    await nursery.start(joining)
+
+            run, events = await train(group, "c", wanted, on_event)
+            found.append((run, events, weights(group, "c", run)))
+            nursery.cancel_scope.cancel()
+
+    simulate(scenario)
+    ((run, events, result),) = found
+    assert_same_bits(result, reference(run))
+    plans = [event for event in events if isinstance(event, RunPlanned)]
+    assert [len(plan.stages) for plan in plans][-1] == 3
+    assert 2 in [len(plan.stages) for plan in plans]
+    assert {event.lost_steps for event in events if isinstance(event, RunResumed)} <= {0, 1, 2}
+    assert step_seconds(events, plans[-1].height) < 0.85 * step_seconds(events, plans[-2].height)

@@ -23,6 +23,7 @@ from node.events import Event, RunEnded, RunPlanned, RunResumed, StepCommitted
 from node.protocols.manifest import Manifest, Run
 from node.runtime import Node
 from partition.capture.task import Task, capture_task, correct, cross_entropy
+from partition.plan.change import Change
 from partition.stage import OptimizerSettings, StageSpecification
 from sim.network.pace import Pace
 from sim.worlds.stages import NodeExecutor
@@ -51,7 +52,7 @@ def committer(world: World) -> Any:
 def recut(world: World, *cuts: int) -> None:
     """Have the committer move the borders, as after a measurement."""
     member = committer(world)
-    member.core.recut(cuts)
+    member.core.recut(Change(cuts=cuts))
     member._act()
 
 
@@ -253,9 +254,8 @@ async def _recut_for_real(tmp_path: Path, wanted: Manifest) -> None:
                 if isinstance(event, StepCommitted) and event.step == 3:
                     (member,) = requester.runs.members.values()
                     cuts = tuple(range(1, REAL_STAGES))
-                    member.core.recut(
-                        cuts if plans[0].layers[0] != (0, 1) else tuple(cut + 1 for cut in cuts)
-                    )
+                    other = cuts if plans[0].layers[0] != (0, 1) else tuple(cut + 1 for cut in cuts)
+                    member.core.recut(Change(cuts=other))
                     member._act()
                 if isinstance(event, RunEnded):
                     assert event.outcome == "done", event

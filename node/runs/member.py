@@ -15,7 +15,7 @@ from crypto.facts import Fact
 from crypto.identity import PeerId
 from node.errors import RunFailed
 from node.pipeline.committer import CommitterShell
-from node.placement.leases import rounded
+from node.placement.leases import Offer, rounded
 from node.protocols import runs as wire
 from node.protocols.manifest import Run
 from node.protocols.notices import Notice
@@ -31,7 +31,7 @@ from node.runs.stage import Hosting
 from node.runs.steering import Steering
 from node.runs.trainer import Training, keep_data
 from partition.plan import paxos
-from partition.plan.change import standby_trainers
+from partition.plan.change import Change, standby_trainers
 from partition.plan.paxos_messages import AgreementMessage
 from partition.plan.plan import Plan, plan_hash
 from partition.run import events
@@ -95,7 +95,7 @@ class RunMember:
         )
         best_from = self._bring_back, self._keeping.note_best
         self._best = BestState(service, run, lambda: self._committer, *best_from)
-        self._rebalancing = Rebalancing(service, run, self._recut)
+        self._rebalancing = Rebalancing(service, run, self._recut, self._offers)
         self.steering = Steering(service, run, self._paused)
         self._committer: CommitterShell | None = None
         self._past: CommitterShell | None = None
@@ -147,8 +147,10 @@ class RunMember:
         return self._chain is not None and self._chain.can_tell
 
     def _free(self) -> list[tuple[PeerId, int]]:
-        offers = self._service.places.choose(self.run, self._service.offers())
-        return [(offer.peer, rounded(offer.flops_per_second)) for offer in offers if offer.has_slot]
+        return [(row.peer, rounded(row.flops_per_second)) for row in self._offers() if row.has_slot]
+
+    def _offers(self) -> list[Offer]:
+        return self._service.places.choose(self.run, self._service.offers())
 
     # What is known
 
@@ -404,10 +406,10 @@ class RunMember:
         self.core.paused(self._now, step)
         self._act()
 
-    def _recut(self, plan: Plan, cuts: tuple[int, ...]) -> None:
-        """As the committer of `plan`: its borders belong elsewhere, as measured."""
+    def _recut(self, plan: Plan, wanted: Change) -> None:
+        """As the committer of `plan`: its borders belong elsewhere, or it should have more stages."""
         if plan == self.plan:
-            self.core.recut(cuts)
+            self.core.recut(wanted)
             self._act()
 
     def _checkpointed(self) -> None:

@@ -1,5 +1,5 @@
-"""As the committer: what replicas were measured to take, and whether other borders between stages are worth a
-pause. What is then done about it is the core's (`partition.run.recutting`).
+"""As the committer: what replicas were measured to take, and whether other borders between stages, or a stage
+more, are worth a pause. What is then done about it is the core's (`partition.run.recutting`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,13 +12,15 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from node.errors import Unreachable
 from node.events import StageDegraded
-from node.placement.leases import Offer, problem_of
-from node.protocols.manifest import Run
+from node.placement.leases import Offer, problem_of, rounded
+from node.protocols.manifest import Manifest, Run
 from node.runs.context import Service
+from node.runs.splitting import IDLE_MAX, another_stage, split_of
 from partition.model.graph import Graph
+from partition.plan.change import Change
 from partition.plan.observed import NOTHING, Knowledge
-from partition.plan.plan import Plan
-from partition.plan.problem import Link, Problem, Split
+from partition.plan.plan import STAGES_MAX, Plan
+from partition.plan.problem import Link, Problem
 from partition.plan.rebalance import measured, move_borders
 from partition.plan.tables import Tables
 from partition.run.quota_watch import QuotaWatch
@@ -41,12 +43,21 @@ FASTER_MAX = 2.0
 
 
 class Rebalancing:
-    """One member's, over all plans of a run. `recut` is told the borders that are better by now."""
+    """One member's, over all plans of a run. `recut` is told the change that is better by now; `idle` says
+    who could take a stage."""
 
-    def __init__(self, service: Service, run: Run, recut: Callable[[Plan, tuple[int, ...]], None]) -> None:
+    def __init__(
+        self,
+        service: Service,
+        run: Run,
+        recut: Callable[[Plan, Change], None],
+        idle: Callable[[], Sequence[Offer]],
+    ) -> None:
         self._service = service
         self._run = run
         self._recut = recut
+        self._idle = idle
+        self._stages = 0
         self._watch = RateWatch()
         self._quotas = QuotaWatch()
         self._slow = SlowReplicas()
@@ -57,7 +68,9 @@ class Rebalancing:
         """Another plan is in force."""
         cuts = _cuts(plan)
         self._slow.begin()
-        self._watch.begin(has_moved=self._cuts not in (None, cuts))
+        # Stages that were merged were so by a death, which says nothing against moving borders.
+        self._watch.begin(has_moved=self._cuts not in (None, cuts) and len(cuts) >= len(self._cuts or ()))
+        self._stages = max(self._stages, len(plan.stages))
         self._cuts, self._base = cuts, None
 
     def stepped(
@@ -78,7 +91,7 @@ class Rebalancing:
             )
         is_due = self._watch.stepped(seconds)
         steps_left = self._run.manifest.steps - step - 1
-        if is_due and len(paces) > 1 and any(paces.values()):
+        if is_due and any(paces.values()) and (len(paces) > 1 or self._may_grow(plan)):
             # Of no run: one whose borders could not be looked at goes on as it is.
             self._service.start_task(self._look, plan, steps_left, dict(paces), seen, of=None)
 
@@ -97,9 +110,15 @@ class Rebalancing:
             base = relinked(self._base[1], plan, knowledge)
             paces = self._without_pauses(base, plan, believed_paces(base, plan, said, seen), knowledge)
             service.measurements.stages_found(found_rates(base, plan, paces))
-            if len(plan.stages) < 2 or steps_left < 1:
+            if steps_left < 1 or self._run.manifest.objective != "throughput":  # a faster cut may take more
                 return
-            if self._run.manifest.objective != "throughput":  # a faster cut may take more energy
+            if self._may_grow(plan):
+                idle, manifest = self._joinable(plan), self._run.manifest
+                growing = partial(grown, base, manifest, graph, plan, paces, idle, knowledge, steps_left)
+                if (change := await run(growing, apart=True)) is not None:
+                    self._found(plan, change)
+                    return
+            if len(plan.stages) < 2:
                 return
             seconds = self._watch.seconds
             pause = pause_nanoseconds(plan, knowledge)
@@ -115,8 +134,22 @@ class Rebalancing:
             cuts = await run(work, apart=True)
         except (Unreachable, RemoteProtocolError, ValueError):
             return
+        self._found(plan, Change(cuts=cuts))
+
+    def _found(self, plan: Plan, wanted: Change) -> None:
+        cuts = wanted.cuts or tuple(stage.last_layer for stage in wanted.stages)
         if self._cuts == _cuts(plan) and self._watch.found(cuts):
-            self._recut(plan, cuts)
+            self._recut(plan, wanted)
+
+    def _may_grow(self, plan: Plan) -> bool:
+        """Return whether a stage more could be had: it has fewer than it began with, or as many as pay."""
+        wanted = self._run.manifest.stages or STAGES_MAX
+        return len(plan.stages) < max(self._stages, wanted) and bool(self._joinable(plan))
+
+    def _joinable(self, plan: Plan) -> list[Offer]:
+        """Return who has a slot for a stage of this run and holds none, the fastest first."""
+        found = [offer for offer in self._idle() if offer.has_slot and plan.stage_of(offer.peer) is None]
+        return sorted(found, key=lambda offer: -offer.flops_per_second)[:IDLE_MAX]
 
     def _without_pauses(
         self, problem: Problem, plan: Plan, paces: Mapping[PeerId, int], knowledge: Knowledge
@@ -165,15 +198,6 @@ def relinked(problem: Problem, plan: Plan, knowledge: Knowledge) -> Problem:
     links = {(one.hex(), other.hex()): link for (one, other), link in found.items()}
     back = {(other, one): link for (one, other), link in links.items()}
     return replace(problem, links={**problem.links, **back, **links})
-
-
-def split_of(problem: Problem, plan: Plan) -> Split:
-    """Return a plan as the solver's split of its problem."""
-    places = {peer.name: place for place, peer in enumerate(problem.peers)}
-    groups = tuple(
-        tuple(sorted(places[PeerId(peer).hex()] for peer in stage.replicas)) for stage in plan.stages
-    )
-    return Split(tuple((stage.first_layer, stage.last_layer) for stage in plan.stages), groups, 0, 0)
 
 
 def believed_paces(
@@ -260,3 +284,26 @@ def better_cuts(
         return ()
     decision = move_borders(now, old, steps_left=steps_left, pause_nanoseconds=pause_nanoseconds)
     return tuple(last for _, last in decision.split.ranges[:-1]) if decision.is_change else ()
+
+
+def grown(
+    base: Problem,
+    manifest: Manifest,
+    graph: Graph,
+    plan: Plan,
+    paces: Mapping[PeerId, int],
+    offers: Sequence[Offer],
+    knowledge: Knowledge,
+    steps_left: int,
+) -> Change | None:
+    """Return the change by which one of those who offer joins with another stage; None: none is worth it.
+
+    Raises ValueError, RemoteProtocolError: sizes that do not fit.
+    """
+    costs = problem_of(manifest, graph, offers, knowledge).peers
+    wider = replace(base, peers=(*base.peers, *costs))
+    # Who holds nothing yet is taken to be as far off its claim as the others are.
+    now = measured(wider, split_of(wider, plan), {peer.hex(): pace for peer, pace in paces.items()})
+    idle = {row.peer: rounded(row.flops_per_second) for row in offers}
+    pause = pause_nanoseconds(plan, knowledge)
+    return another_stage(now, plan, idle, steps_left=steps_left, pause_nanoseconds=pause)

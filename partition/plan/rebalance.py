@@ -124,12 +124,12 @@ def move_borders(problem: Problem, old: Split, *, steps_left: int, pause_nanosec
     Nothing moves unless half of these steps gain what the move costs: a pause, and all that is copied.
     """
     tables = Tables(problem)
-    now = _seconds(problem, old, tables)
+    now = step_nanoseconds(problem, old, tables)
     recut = best_cut(tables, old.groups)
     if recut is None or not recut.fits:
         return Decision(old, (), 0, "no border can move")
     new = as_split(tables, recut, is_exact=False)
-    time = _seconds(problem, new, tables)
+    time = step_nanoseconds(problem, new, tables)
     assert time is not None
     moves = diff(problem, old, new)
     if now is None:
@@ -155,7 +155,7 @@ def rebalance(problem: Problem, old: Split) -> Decision:
     `old.groups` are places of this problem's peers. Raises Infeasible: neither the old one nor another fits.
     """
     tables = Tables(problem)
-    now = _seconds(problem, old, tables)
+    now = step_nanoseconds(problem, old, tables)
     recut = best_cut(tables, old.groups)
     near = as_split(tables, recut, is_exact=False) if recut is not None and recut.fits else None
     try:
@@ -164,8 +164,8 @@ def rebalance(problem: Problem, old: Split) -> Decision:
         if now is None:
             raise
         return Decision(old, (), 0, "nothing else fits")
-    best_time = _seconds(problem, best, tables)
-    near_time = None if near is None else _seconds(problem, near, tables)
+    best_time = step_nanoseconds(problem, best, tables)
+    near_time = None if near is None else step_nanoseconds(problem, near, tables)
     assert best_time is not None
     enough = near_time is not None and best_time * 100 >= near_time * NEIGHBOURS_PERCENT
     chosen, time = (near, near_time) if enough else (best, best_time)
@@ -183,8 +183,8 @@ def rebalance(problem: Problem, old: Split) -> Decision:
     return Decision(chosen, moves, gain, kind)
 
 
-def _seconds(problem: Problem, split: Split, tables: Tables) -> int | None:
-    """Nanoseconds of a step; None where a stage does not fit any more."""
+def step_nanoseconds(problem: Problem, split: Split, tables: Tables) -> int | None:
+    """Return the nanoseconds of a step; None where a stage does not fit any more."""
     count = len(split.groups)
     slowest = 0
     for number, ((first, last), group) in enumerate(zip(split.ranges, split.groups, strict=True)):

@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import assert_never
 
+from msgspec.structs import replace
+
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, short_peer
 from partition.plan import paxos
@@ -341,16 +343,19 @@ class Member:
 
     # Borders between stages
 
-    def recut(self, cuts: tuple[int, ...]) -> None:
-        """As the committer: move the borders between stages to `cuts`, as they were found to be better."""
+    def recut(self, wanted: Change) -> None:
+        """As the committer: move the borders between stages, or make more of them, as was found to be better.
+        What is `wanted` takes all layers from a checkpoint that is made for it."""
         life, plan = self._life, self.plan
         if life is None or plan is None or not self.commits or self.is_over or self.is_finishing:
             return
         if self.recutting.is_open or life.proposer.absent or life.proposer.leaving:
             return
+        if wanted.joined and not self._roles.can_tell:
+            return
         with suppress(RemoteProtocolError):
-            successor(plan, Change(restored=plan_hash(plan), cuts=cuts))  # any checkpoint: could this follow?
-            self.recutting.begin(cuts)
+            successor(plan, replace(wanted, restored=plan_hash(plan)))  # any checkpoint: could this follow?
+            self.recutting.begin(wanted)
             self.events.append(PauseWanted())
 
     def checkpointed(self, now: float) -> None:
@@ -358,13 +363,16 @@ class Member:
         life, plan = self._life, self.plan
         if life is None or plan is None or life.proposer.recut is not None:
             return
-        message = self.recutting.saved(plan_hash(plan), self._roles.restorable)
-        if message is not None:
-            self._wish(now, life, message)
+        change = self.recutting.saved(self._roles.restorable)
+        if change is not None and change.stages:
+            life.proposer.recut = change  # the committer alone asks those who are to join
+            life.proposer.changed(now)
+        elif change is not None:
+            self._wish(now, life, Recut(plan_hash(plan), change.step, change.restored, change.cuts))
 
     def _wish(self, now: float, life: _Life, message: Recut) -> None:
         self.sends += [(peer, message) for peer in self.others()]
-        life.proposer.recut = message
+        life.proposer.recut = message.change
         life.proposer.changed(now)
 
     def bring_back(self, now: float, checkpoint: bytes, step: int) -> None:
@@ -376,6 +384,7 @@ class Member:
 
     def _give_up_recut(self, life: _Life) -> None:
         self.recutting.end()
+        life.proposer.give_up_recut()
         if life.proposer.recut is None:  # else what all have heard is still decided, sooner or later
             self.events.append(StepsWanted())
 
@@ -475,7 +484,7 @@ class Member:
                 self._leave(life.branches.farewell, is_branch=True)
             case Recut():
                 successor(plan, message.change)  # or it is refused
-                life.proposer.recut = message
+                life.proposer.recut = message.change
                 life.proposer.changed(now)
             case Checkpointed():
                 self.events += self._ways_back.told(message)
@@ -573,6 +582,8 @@ class Member:
                     self.exclude(now, event.peer, event.reason)
             case keepalive.RunSilent():
                 self.events.append(RunOver("failed", event.reason))
+            case proposals.RecutDeclined():
+                self._give_up_recut(life)
             case proposals.WayFound():
                 if self._is_stuck:
                     self._in_force(life, "every stage has a replica again")

@@ -10,7 +10,6 @@ from partition.plan.change import JOININGS_MAX, Change, Joining
 from partition.plan.merging import Refused, merged_stages
 from partition.plan.plan import NO_HASH, VOTERS_MIN, Plan
 from partition.run import timeouts
-from partition.run.messages import Recut
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class PlanInputs:
     newcomers: tuple[PeerId, ...] = ()
     may_refill: bool = True
     asks: bool = True
-    recut: Recut | None = None
+    recut: Change | None = None
     refused: Refused = ()
 
 
@@ -92,7 +91,7 @@ def next_change(view: PlanInputs) -> Change | NoViablePlan | None:
         voters = {*plan.roster, *(row.peer for row in joined), *admitted} - view.leaving
         admitted += choose_witnesses(voters, [peer for peer, _ in candidates])
     if not lost and not joined and not admitted:
-        return None if view.recut is None or view.leaving else view.recut.change
+        return None if view.leaving else view.recut
     if not set(plan.roster) - lost and not joined:
         return NoViablePlan("nobody of the run is left", timeouts.PAUSE_SECONDS_MAX)
     restored, step = view.restorable if empty and view.restorable else (NO_HASH, 0)

@@ -18,7 +18,7 @@ from partition.plan.plan import FIRST_VALUES, Plan, committee
 from partition.run import timeouts
 from partition.run.asks import Asks, Done, HoldStage, OpenStage, ReleaseStage, Reply, StartRun
 from partition.run.decliners import Decliners
-from partition.run.messages import REASON_LENGTH_MAX, Absent, Recut
+from partition.run.messages import REASON_LENGTH_MAX, Absent
 from partition.run.next_change import NoViablePlan, PlanInputs, next_change, ranked
 from partition.run.roles import Roles
 from partition.run.way_back import WayBack
@@ -66,7 +66,12 @@ class NewcomerStarted:
     peer: PeerId
 
 
-Event = WayFound | NoWayFound | NewcomerFailed | NewcomerStarted
+@dataclass(frozen=True)
+class RecutDeclined:
+    """The change that the committer wanted is given up: somebody would not take the stage it gives them."""
+
+
+Event = WayFound | NoWayFound | NewcomerFailed | NewcomerStarted | RecutDeclined
 
 
 @dataclass(eq=False)
@@ -120,7 +125,7 @@ class Proposer:
         self.events: list[Event] = []
         self.absent: dict[PeerId, str] = {}
         self.leaving: set[PeerId] = set()
-        self.recut: Recut | None = None
+        self.recut: Change | None = None
         self.wanted = wanted
         self.deadline = now
         self._me = me
@@ -220,6 +225,9 @@ class Proposer:
         """
         self.deadline = now + timeouts.REFILL_SECONDS
         self._bring_first_plan(now)
+        if self.recut is not None and not all(self._may_come(row.peer, now) for row in self.recut.joined):
+            self.give_up_recut()  # whoever was to join has gone, or has refused
+            self.events.append(RecutDeclined())
         view, pending = self._inputs(now, roles, restorable), self._pending
         if pending is not None and not (self.has_majority(now) and self._still_fits(pending, view)):
             self._drop(pending)
@@ -267,13 +275,16 @@ class Proposer:
             return
         peer = pending.asked.pop(number)
         if not isinstance(reply, Done):
-            if pending.plan.stage_of(peer) is not None and self._chain.head.stage_of(peer) is not None:
+            if pending.leases.get(peer) is not None and peer not in pending.newcomers:
                 self._note_refused(now, pending.plan, peer)
             else:
                 self._note_refusal(now, peer)
                 self._decliners.note(peer, now)
             # One that gave no answer too: it may have leased, and its answer was lost.
             self._drop(pending, [*pending.leased, peer])
+            if pending.change == self.recut:
+                self.recut = None
+                self.events.append(RecutDeclined())
         elif not pending.is_opening:
             pending.leased.append(peer)
             self._ask_next(pending)
@@ -323,6 +334,13 @@ class Proposer:
         if peer != self._me:
             number = self.asks.put(peer, StartRun(plan), timeouts.LEASE_SECONDS_MAX)
             self._starting[number] = plan, peer
+
+    def give_up_recut(self) -> None:
+        """Make no more stages; what others have heard of stays."""
+        if self.recut is not None and self.recut.stages:
+            if self._pending is not None and self._pending.change == self.recut:
+                self._drop(self._pending)
+            self.recut = None
 
     def give_up(self) -> None:
         """Let newcomers that were asked go again: nothing is proposed any more."""
@@ -408,7 +426,8 @@ class Proposer:
         """
         return peer in self.leaving and peer not in self.absent
 
-    def _may_come(self, peer: PeerId, now: float) -> bool:
+    def _may_come(self, peer: bytes, now: float) -> bool:
+        peer = PeerId(peer)
         is_here = peer in self._around.live() and not self._wants_out(peer)
         refusal = self._busy.get(peer)
         return is_here and (refusal is None or refusal.until <= now)

@@ -16,6 +16,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from partition.plan import paxos as agreed
 from partition.plan.chain import base_plan
+from partition.plan.change import Change
 from partition.plan.paxos_messages import AgreementMessage, ChainHead
 from partition.plan.plan import Plan, plan_hash
 from partition.run import events
@@ -307,9 +308,9 @@ class Member(Turns):
         """As the committer: no step is open."""
         self.core.paused(self.now, step)
 
-    def recut(self, cuts: tuple[int, ...]) -> None:
-        """As the committer: move the borders between stages."""
-        self.core.recut(cuts)
+    def recut(self, wanted: Change) -> None:
+        """As the committer: move the borders between stages, or make more of them."""
+        self.core.recut(wanted)
 
     def _checkpointed(self) -> None:
         self.core.checkpointed(self.now)

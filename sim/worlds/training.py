@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from crypto.identity import PeerId
 from gossip.member import MemberDown, MemberForgotten, MemberLeft, MemberSuspected, MemberUp
 from node.protocols.runs import PIPELINE_PROTOCOL
+from partition.plan.change import Change
 from partition.plan.plan import NO_HASH, Plan, StagePlan
 from partition.run.provider import StageProvider
 from partition.run.slots import Slots
@@ -186,11 +187,13 @@ class TrainingRuns:
         """Return how many times longer than usual it computes."""
         return self._slowness.get(peer, 1.0)
 
-    def recut(self, peer: PeerId, cuts: tuple[int, ...]) -> None:
-        """Have `peer` move the borders between stages in the runs that it commits."""
+    def recut(self, peer: PeerId, wanted: Callable[[Plan], Change | None]) -> None:
+        """Have `peer` move the borders between stages in the runs that it commits, or make more of them, as
+        is `wanted` of the plan in force."""
         for run in self._of.get(peer, ()):
-            if (member := run.member(peer)) is not None:
-                member.turn(partial(member.recut, cuts))
+            member = run.member(peer)
+            if member is not None and member.plan is not None and (change := wanted(member.plan)) is not None:
+                member.turn(partial(member.recut, change))
 
     def is_busy(self, peer: PeerId) -> bool:
         """Return whether it holds a stage of any run, or has promised to."""

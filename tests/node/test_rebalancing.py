@@ -72,7 +72,7 @@ def test_a_look_that_ends_under_the_next_plan_leaves_it_nothing_of_its_own() -> 
         publish=lambda event: None,
         start_task=start_task,
     )
-    rebalancing = Rebalancing(cast(Any, service), run, lambda plan, cuts: None)
+    rebalancing = Rebalancing(cast(Any, service), run, lambda plan, wanted: None, list)
     rebalancing.begin(first)
     for plan in (first, second):
         said = {PeerId(row.replicas[0]): 1_000_000 for row in plan.stages}

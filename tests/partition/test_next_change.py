@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 from crypto.identity import PeerId
 from partition.plan.change import Change, Joining, successor
 from partition.plan.plan import NO_HASH, Plan, StagePlan, check_plan
-from partition.run.messages import Recut
 from partition.run.next_change import NoViablePlan, PlanInputs, next_change, ranked
 
 
@@ -178,7 +177,7 @@ def test_every_wish_makes_a_valid_plan_without_the_absent(
 
 
 def test_borders_move_where_nobody_is_lost_or_leaves() -> None:
-    recut = Recut(bytes(32), 40, CHECKPOINT[0], (1,))
+    recut = Change(restored=CHECKPOINT[0], step=40, cuts=(1,))
     change = change_of(view(recut=recut))
     assert change == Change(restored=CHECKPOINT[0], step=40, cuts=(1,))
     assert change_of(view((SECOND,), recut=recut)).cuts == ()

@@ -1,9 +1,10 @@
 """When a committer looks at what replicas take, and what it waits for before borders move."""
 
+from partition.plan.change import Change
 from partition.run.rate_watch import DOUBLINGS_MAX, LOOK_STEPS, RateWatch
 from partition.run.recutting import INF, RECUT_SECONDS_MAX, Recutting
 
-PLAN, CHECKPOINT = bytes([1]) * 32, bytes([2]) * 32
+CHECKPOINT = bytes([2]) * 32
 
 
 def steps_to_a_look(watch: RateWatch) -> int:
@@ -38,14 +39,13 @@ def test_the_seconds_of_a_step_forget_the_first_which_loads_libraries() -> None:
 def test_only_a_checkpoint_of_the_pause_moves_borders() -> None:
     recutting = Recutting()
     assert not recutting.paused(0.0, 7)
-    recutting.begin((1, 2))
+    recutting.begin(Change(cuts=(1, 2)))
     assert recutting.deadline == INF
     assert recutting.paused(5.0, 8)
     assert recutting.deadline == 5.0 + RECUT_SECONDS_MAX
-    assert recutting.saved(PLAN, (CHECKPOINT, 6)) is None
-    message = recutting.saved(PLAN, (CHECKPOINT, 8))
-    assert message is not None
-    assert (message.step, message.checkpoint, message.cuts) == (8, CHECKPOINT, (1, 2))
+    assert recutting.saved((CHECKPOINT, 6)) is None
+    found = recutting.saved((CHECKPOINT, 8))
+    assert found == Change(restored=CHECKPOINT, step=8, cuts=(1, 2))
     recutting.end()
     assert not recutting.is_open
-    assert recutting.saved(PLAN, (CHECKPOINT, 8)) is None
+    assert recutting.saved((CHECKPOINT, 8)) is None

@@ -476,7 +476,7 @@ def test_whatever_comes_the_core_keeps_to_its_table_and_says_nothing_once_it_is_
         lambda: node.core.receive(node.now, rng.choice(PEERS), rng.choice(MESSAGES)),
         lambda: node.core.leave(node.now),
         lambda: node.core.paused(node.now, 3),
-        lambda: node.core.recut((1,)),
+        lambda: node.core.recut(Change(cuts=(1,))),
         lambda: node.core.checkpointed(node.now),
         lambda: node.reply(rng.choice(open_asks), rng.choice(REPLIES)) if open_asks else None,
         lambda: node.core.on_chain(node.now, QuorumLost(0, 1, 3)),

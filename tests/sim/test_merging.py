@@ -7,6 +7,8 @@ from itertools import pairwise
 import pytest
 
 from crypto.identity import PeerId
+from partition.plan.change import Change, Joining
+from partition.plan.plan import Plan, StagePlan
 from sim.events import PlanAdopted, SamplesCounted
 from sim.seeds import seeded_rng
 from tests.sim.runs_world import BEGINS, Troubled, scenario, training
@@ -53,6 +55,54 @@ def test_two_deaths_one_after_the_other_leave_two_stages_of_four() -> None:
     assert stages_of(played) == [0, 1]
 
 
+def split_with(played: Troubled, newcomer: PeerId, plan: Plan) -> Change | None:
+    """The change by which a stage of two or more layers gives half of them to a peer that holds none."""
+    if plan.stage_of(newcomer) is not None or len(plan.stages) >= played.world.scenario.runs[0].stages:
+        return None
+    stages = list(plan.stages)
+    number = max(range(len(stages)), key=lambda place: stages[place].last_layer - stages[place].first_layer)
+    row = stages[number]
+    middle = (row.first_layer + row.last_layer) // 2
+    stages[number : number + 1] = [
+        StagePlan(row.first_layer, middle, row.replicas, row.rates),
+        StagePlan(middle, row.last_layer, (newcomer,), (1,)),
+    ]
+    return Change(joined=(Joining(newcomer, number + 1, 1),), stages=tuple(stages))
+
+
+def split_whenever(played: Troubled, every: float) -> None:
+    """Have whoever commits want another stage for whoever has none, now and then."""
+
+    def want() -> None:
+        for committer in played.world.peers:
+            for newcomer in played.world.peers:
+                if played.world.runs(played.number(newcomer)):
+                    played.world.training.recut(committer, partial(split_with, played, newcomer))
+        played.at(played.world.now + every, want)
+
+    played.at(BEGINS, want)
+
+
+def test_a_machine_that_comes_back_gets_a_stage_of_its_own_again() -> None:
+    played = play(1, stages=3, steps=40)
+    played.when(is_step(6), partial(played.crash, 1, seconds=20.0))
+    split_whenever(played, 5.0)
+    assert_done(played.play(), 40)
+    assert stages_of(played) == [0, 1, 2]
+    merged = [row for row in played.story.of(SamplesCounted) if row.event.stage == 2]
+    assert any(later.time - earlier.time > 5 for earlier, later in pairwise(merged)), "there were two"
+
+
+def test_a_stage_that_nobody_takes_costs_a_pause_and_no_step() -> None:
+    """The newcomer is asked, and is gone before it answers."""
+    played = play(1, stages=3, steps=40)
+    played.when(is_step(6), partial(played.crash, 1, seconds=15.0))
+    split_whenever(played, 4.0)
+    for step in (14, 18, 22):
+        played.when(is_step(step), partial(played.crash, 1, seconds=6.0))
+    assert_done(played.play(), 40)
+
+
 @pytest.mark.parametrize("seed", range(1, SEEDS + 1))
 def test_whatever_befalls_its_members_a_run_without_spares_ends_exactly(seed: int) -> None:
     """One to three deaths for a while each, one at a time, and a partition."""
@@ -67,5 +117,7 @@ def test_whatever_befalls_its_members_a_run_without_spares_ends_exactly(seed: in
     if rng.random() < 0.5:
         played.at(time, played.split, [rng.choice(names)])
         played.at(time + rng.uniform(5, 60), played.heal)
+    if rng.random() < 0.7:
+        split_whenever(played, rng.uniform(2, 10))
     assert_done(played.play(), 40)
     assert_one_plan_at_each_height(played)

@@ -13,6 +13,7 @@ import pytest
 
 from crypto.identity import PeerId
 from gossip.member import MemberDown, MemberUp
+from partition.plan.change import Change
 from partition.run.timeouts import RENEW_SECONDS
 from partition.steps.replica import ReduceReady, Replica, WorkItem
 from sim.churn.model import Churn
@@ -360,4 +361,4 @@ def test_sums_stay_exact_where_borders_move_while_members_die(seed: int) -> None
 def move_borders(played: Troubled, cut: int) -> None:
     """Have the committer move the border between the two stages."""
     for peer in played.world.peers:
-        played.world.training.recut(peer, (cut,))
+        played.world.training.recut(peer, lambda _: Change(cuts=(cut,)))

@@ -1,0 +1,90 @@
+"""Whether a run should have another stage, now that a machine is idle: pure, by the committer's knowledge.
+
+Not here: when that is looked at, and what is measured (`node.runs.rebalancing`); how a plan with another
+number of stages comes about (`partition.run.recutting`).
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from crypto.identity import PeerId
+from partition.plan.change import Change, Joining
+from partition.plan.plan import Plan, StagePlan
+from partition.plan.problem import Infeasible, Problem, Split
+from partition.plan.rebalance import diff, step_nanoseconds
+from partition.plan.solver import solve
+from partition.plan.tables import Tables
+
+GAIN_PERCENT_MIN = 20
+"""What another stage must bring: twice what moved borders must, for a machine is taken from others too."""
+IDLE_MAX = 3
+"""Idle peers of which one is chosen: the fastest, and two in case that it is far away."""
+
+
+def another_stage(
+    problem: Problem,
+    plan: Plan,
+    idle: Mapping[PeerId, int],
+    *,
+    steps_left: int,
+    pause_nanoseconds: int,
+) -> Change | None:
+    """Return the change to a plan with one more stage, which one of the `idle` joins, each with its rate in
+    FLOP/s; None where no such plan is worth the pause and what is copied.
+
+    `problem` is that of the holders of `plan` and of the idle, as measured.
+    """
+    holders = {PeerId(peer).hex() for stage in plan.stages for peer in stage.replicas}
+    before = _among(problem, holders, problem.constraints.stages)
+    old = split_of(before, plan)
+    now = step_nanoseconds(before, old, Tables(before))
+    if now is None:
+        return None
+    best: tuple[int, Change] | None = None
+    for peer, rate in idle.items():
+        wider = _among(problem, holders | {peer.hex()}, len(plan.stages) + 1)
+        tables = Tables(wider)
+        try:
+            split = solve(wider, tables)
+        except Infeasible:
+            continue
+        if all(wider.peers[place].name != peer.hex() for group in split.groups for place in group):
+            continue
+        time = step_nanoseconds(wider, split, tables)
+        assert time is not None
+        moved = sum(move.bytes for move in diff(wider, old, split, before))
+        # Over links as slow as one that nobody has measured.
+        cost = pause_nanoseconds + moved * 1_000_000_000 // max(1, wider.default_link.bytes_per_second)
+        pays = 100 * now >= (100 + GAIN_PERCENT_MIN) * time and 2 * cost <= steps_left * (now - time)
+        if pays and (best is None or time < best[0]):
+            best = time, _change(plan, wider, split, peer, rate)
+    return None if best is None else best[1]
+
+
+def _among(problem: Problem, names: Collection[str], stages: int) -> Problem:
+    """Return the problem of these peers alone, with so many stages."""
+    rules = replace(problem.constraints, stages=stages, replicas=0)
+    return replace(
+        problem, peers=tuple(peer for peer in problem.peers if peer.name in names), constraints=rules
+    )
+
+
+def _change(plan: Plan, problem: Problem, split: Split, peer: PeerId, rate: int) -> Change:
+    rates: dict[bytes, int] = {peer: rate}
+    for stage in plan.stages:
+        rates |= zip(stage.replicas, stage.rates, strict=True)
+    stages = []
+    for (first, last), group in zip(split.ranges, split.groups, strict=True):
+        peers = tuple(bytes.fromhex(problem.peers[place].name) for place in group)
+        stages.append(StagePlan(first, last, peers, tuple(rates[each] for each in peers)))
+    number = next(number for number, stage in enumerate(stages) if peer in stage.replicas)
+    return Change(joined=(Joining(peer, number, rate),), stages=tuple(stages))
+
+
+def split_of(problem: Problem, plan: Plan) -> Split:
+    """Return a plan as the solver's split of its problem, which may have more peers."""
+    places = {peer.name: place for place, peer in enumerate(problem.peers)}
+    groups = tuple(
+        tuple(sorted(places[PeerId(peer).hex()] for peer in stage.replicas)) for stage in plan.stages
+    )
+    return Split(tuple((stage.first_layer, stage.last_layer) for stage in plan.stages), groups, 0, 0)
