@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import trio
 
-from node.events import Event, RunPlanned, RunResumed, StepCommitted
+from node.events import Event, RunChanged, RunPlanned, RunResumed, StepCommitted
 from node.protocols.manifest import Run
 from sim.network.pace import Pace
 from sim.worlds.stages import NodeExecutor
@@ -37,6 +37,8 @@ def test_a_stage_beside_takes_the_layers_of_one_that_was_lost(place: int) -> Non
     assert newest(world).height == 1
     assert len(newest(world).stages) == 2
     assert max(pauses(world)) <= PAUSE_SECONDS_MAX
+    reasons = {event.reason for event in said(world, RunChanged) if event.state == "degraded"}
+    assert any("2 stages have the layers of 3, each step about " in each for each in reasons)
 
 
 def test_four_stages_become_three_and_then_two() -> None:

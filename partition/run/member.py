@@ -11,6 +11,7 @@ here), steps (`partition.steps`), and what a role computes: `Roles` tells of tha
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import assert_never
 
 from msgspec.structs import replace
@@ -19,6 +20,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, short_peer
 from partition.plan import paxos
 from partition.plan.change import Change, successor
+from partition.plan.merging import slowest_pace
 from partition.plan.paxos import PaxosChain
 from partition.plan.paxos_messages import AgreementMessage
 from partition.plan.plan import NO_HASH, Plan, plan_hash
@@ -53,7 +55,7 @@ from partition.run.messages import (
     RunMessage,
     check_sender,
 )
-from partition.run.pauses import stage_missing, votes_missing
+from partition.run.pauses import stage_missing, stages_fewer, votes_missing
 from partition.run.progress import Progress
 from partition.run.proposals import Proposer, Surroundings
 from partition.run.recutting import Recutting
@@ -83,6 +85,8 @@ class _Life:
     proposer: Proposer
     draining: Draining
     keepalive: Keepalive
+    first_pace: Fraction
+    """Of the plan that this member began with (`partition.plan.merging.slowest_pace`)."""
 
 
 class Member:
@@ -175,6 +179,7 @@ class Member:
             proposer=proposer,
             draining=make.draining(proposer),
             keepalive=make.keepalive(self._me, now, self.asks),
+            first_pace=slowest_pace(chain.head),
         )
         if is_restart:
             self._restart(now, chain.head)
@@ -257,7 +262,10 @@ class Member:
             return
         self._is_stuck = False
         cause = cause_of(plan, life.proposer.wanted)
-        usual = "fewer replicas than it began with"
+        usual, began_with = "fewer replicas than it began with", len(life.proposer.wanted)
+        if len(plan.stages) < began_with:
+            fewer = stages_fewer(len(plan.stages), began_with, slowest_pace(plan) / life.first_pace)
+            reason = f"{reason}; {fewer}" if reason else fewer
         if cause == "plan in force":
             usual = f"running by change of plan {plan.height}" if plan.height else "running as first planned"
         self._change(cause, reason or usual)
