@@ -34,6 +34,7 @@ from node.offering import (
     read_slots,
 )
 from node.paths import ENVIRONMENT_PREFIX, default_data_dir
+from node.quantities import read_bytes, read_duration
 from node.settings import (
     GUEST_BYTES_MAX,
     label,
@@ -42,7 +43,6 @@ from node.settings import (
     read_command,
     read_cores,
     read_device,
-    read_duration,
     read_optional_path,
     read_path,
     read_switch,
@@ -214,14 +214,14 @@ def read_web(text: str) -> Web:
 
 def read_memory(text: str) -> Memory:
     """`12GB`, `800 MiB` or `80%`."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i?B|%)", text)
-    number = float(match[1]) if match else 0.0
-    if match is None or number <= 0 or (match[2] == "%" and number > 100):
-        raise ValueError("want an amount such as 12GB, 800MiB or 80%")
-    if match[2] == "%":
-        return Memory(fraction=number / 100)
-    unit = 1024 if "i" in match[2] else 1000
-    return Memory(bytes=int(number * unit ** ("KMGT".index(match[2][0]) + 1)))
+    if match := re.fullmatch(r"(\d{1,3}(?:\.\d{1,9})?) ?%", text.strip()):
+        if 0 < float(match[1]) <= 100:
+            return Memory(fraction=float(match[1]) / 100)
+        raise ValueError("want an amount, or a share of at most 100%, such as 80%")
+    try:
+        return Memory(bytes=read_bytes(text))
+    except ValueError as error:
+        raise ValueError(f"{error}, or 80%") from None
 
 
 @dataclass(frozen=True)

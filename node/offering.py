@@ -12,6 +12,7 @@ from typing import Annotated
 import msgspec
 
 from crypto.identity import PeerId, parse_peer
+from node.quantities import read_rate
 from node.settings import expanded
 
 SLOTS_MAX = 64
@@ -136,11 +137,10 @@ def read_bandwidth(text: str) -> int:
     """`10Mbit/s` or `1.5MB/s` in bytes a second; 0 or `any` is no bound."""
     if text in ("0", "any"):
         return 0
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMG])(bit|B)(?:/s|ps)?", text)
-    if match is None:
-        raise ValueError("want a rate such as 10Mbit/s or 1.5MB/s, or any")
-    unit = 1000 ** (" kMG".index(match[2])) / (8 if match[3] == "bit" else 1)
-    rate = int(float(match[1]) * unit)
+    try:
+        rate = read_rate(text)
+    except ValueError as error:
+        raise ValueError(f"{error}, or any") from None
     if rate < BANDWIDTH_MIN:
         raise ValueError("want at least 1Mbit/s: with less no stage keeps up, and streams would be cut")
     return rate

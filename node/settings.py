@@ -57,14 +57,6 @@ def read_command(text: str) -> tuple[str, ...]:
     return command
 
 
-def read_duration(text: str) -> float:
-    """`500ms`, `30s`, `2m` or `1h` in seconds; a bare number is seconds."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(ms|s|m|h)?", text)
-    if match is None:
-        raise ValueError("want a time such as 30s, 500ms or 2m")
-    return float(match[1]) * {"ms": 0.001, "s": 1, "m": 60, "h": 3600}[match[2] or "s"]
-
-
 def read_work_bits(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) <= WORK_BITS_MAX):
         raise ValueError(f"want a whole number, 0 (none) to {WORK_BITS_MAX}")

@@ -34,6 +34,7 @@ FLOORS = (
         "config",
         "config_file",
         "offering",
+        "quantities",
         "settings",
         "containment",
         "seams",

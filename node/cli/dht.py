@@ -1,7 +1,7 @@
 """`peerloom dht`: the swarm's record table from the command line: get, put, find, stat."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import typer
@@ -10,6 +10,7 @@ from node.cli.client import ask
 from node.cli.options import AsJson, DataDir, find_data_dir
 from node.cli.render import bytes_text, labelled, seconds_text, short_id, show, show_json, table
 from node.errors import UsageError
+from node.quantities import read_bytes, read_duration, read_flops
 
 ASK_SECONDS_MAX = 40.0
 """A lookup of the node takes 30 s at most."""
@@ -78,7 +79,7 @@ def put(
     as_json: AsJson = False,
 ) -> None:
     """Store a value under a key, as this node's; with --immutable under its own hash, which is printed."""
-    seconds = _seconds(lifetime)
+    seconds = _read("--ttl", lifetime, read_duration)
     if immutable and subkey:
         raise UsageError("dht put: --subkey has no effect with --immutable", "leave one of them out")
     if immutable and value:
@@ -111,7 +112,7 @@ def put(
 def find(
     context: typer.Context,
     device: Annotated[str, typer.Option("--device", metavar="cpu|cuda|mps", help="Kind of device.")] = "",
-    memory: Annotated[str, typer.Option("--memory", metavar="8GB", help="With at least so much.")] = "0",
+    memory: Annotated[str, typer.Option("--memory", metavar="8GB", help="With at least so much.")] = "",
     speed: Annotated[
         str, typer.Option("--speed", metavar="50GFLOPS", help="Measured to compute at least this fast.")
     ] = "",
@@ -125,8 +126,8 @@ def find(
     """Search the whole swarm for nodes by what they offer, the nearest first."""
     arguments = {
         "device": device,
-        "memory_bytes": _bytes(memory),
-        "flops_per_second": _flops(speed),
+        "memory_bytes": _read("--memory", memory, read_bytes),
+        "flops_per_second": _read("--speed", speed, read_flops),
         "near": near,
         "count": count,
     }
@@ -197,25 +198,7 @@ def stat_lines(document: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _flops(text: str) -> int:
-    from node.planning.peers import flops_of  # only here: the other commands start faster without the planner
+def _read(flag: str, text: str, read: Callable[[str], Any]) -> Any:
+    from node.config import read_setting  # only here: `dht get` starts faster without the settings
 
-    return flops_of(text, "--speed") if text else 0
-
-
-def _seconds(text: str) -> float:
-    units = {"s": 1.0, "m": 60.0, "h": 3_600.0, "d": 86_400.0}
-    number, unit = (text[:-1], units[text[-1]]) if text[-1:] in units else (text, 1.0)
-    try:
-        return float(number) * unit
-    except ValueError:
-        raise UsageError(f"--ttl {text}: not a time", "write 90s, 30m, 12h or 2d") from None
-
-
-def _bytes(text: str) -> int:
-    units = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-    number, unit = (text[:-2], units[text[-2:].lower()]) if text[-2:].lower() in units else (text, 1)
-    try:
-        return int(float(number) * unit)
-    except (ValueError, OverflowError):
-        raise UsageError(f"--memory {text}: not an amount of memory", "write 8GB or 8e9") from None
+    return read_setting(flag, text, read) if text else 0

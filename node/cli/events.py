@@ -23,7 +23,7 @@ def events(
 ) -> None:
     """Show the events that the node still remembers, the newest 10,000."""
     from node.config import read_setting
-    from node.settings import read_duration
+    from node.quantities import read_duration
 
     begin = time.time() - read_setting("--since", since, read_duration) if since else 0.0
     arguments = {"since": begin, "follow": follow, "kinds": _kinds(kind or []), "text": text}

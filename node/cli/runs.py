@@ -28,6 +28,7 @@ from node.cli.render import (
 from node.cli.screen import EventScreen, name_and_id, with_names
 from node.cli.trace import chrome_trace, send_otlp
 from node.errors import UsageError
+from node.quantities import read_duration
 
 TRACE_SECONDS_MAX = 30.0
 STOP_SECONDS_MAX = 30.0
@@ -145,12 +146,15 @@ def invite(
         str, typer.Argument(metavar="NAME", help="The name of an averaging run of this node's own.")
     ],
     peer: Peer,
-    hours: Annotated[float, typer.Option("--hours", help="How long it is valid.")] = 168.0,
+    valid: Annotated[str, typer.Option("--valid", metavar="7d", help="How long it is valid.")] = "7d",
     admit: Annotated[str, typer.Option("--admit", help="invited or vouched, as the scripts say.")] = "",
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
     """Print the text by which one peer may take part in an averaging run (invitation= in its script)."""
+    from node.config import read_setting  # only here: the other commands start faster without the settings
+
+    hours = read_setting("--valid", valid, read_duration) / 3600
     arguments = {"run": run, "peer": peer, "hours": hours, "admit": admit}
     result = ask(find_data_dir(context, data_dir), "runs.invite", arguments)
     if as_json or context.obj["as_json"]:

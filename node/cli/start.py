@@ -18,7 +18,7 @@ def start(flags: Mapping[str, Any], *, require_join: str | None, record: str | N
     `record` is the file in which it is recorded. `flags` are the rules of `node.config` by name, as typed.
     """
     from node import config
-    from node.settings import read_duration
+    from node.quantities import read_duration
 
     settings = config.resolve(flags, os.environ)
     seconds = None

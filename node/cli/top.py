@@ -16,11 +16,15 @@ from node.cli.options import AsJson, DataDir, find_data_dir
 from node.cli.render import bytes_text, capacity_text, seconds_text, short_id, show, show_json, table
 from node.cli.screen import EventScreen, rate_text
 from node.errors import UsageError
+from node.quantities import read_duration
 
 RUNS_SHOWN_MAX = 4
 EVENT_LINES_MAX = 8
 EVENTS_SECONDS = 600.0
 EVERY_SECONDS = 1.0
+EVERY_SECONDS_MIN = 0.2
+"""More often costs the node more than a person sees."""
+EVERY_SECONDS_MAX = 60.0
 BARS = " .:-=+*#%@"
 _OVER = ("done", "failed", "stopped")
 _HOME_AND_CLEAR = "\x1b[H\x1b[J"
@@ -29,8 +33,7 @@ _HOME_AND_CLEAR = "\x1b[H\x1b[J"
 def top(
     context: typer.Context,
     every: Annotated[
-        float | None,
-        typer.Option(min=0.2, max=60.0, metavar="SECONDS", help="How often to look; 1 by default."),
+        str | None, typer.Option(metavar="1s", help="How often to look, 200ms to 1m; each second by default.")
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Look once, as without a terminal.")] = False,
     data_dir: DataDir = "",
@@ -39,6 +42,13 @@ def top(
     """Show the swarm, runs and newest events, again and again, until Ctrl-C."""
     if every is not None and (once or as_json):
         raise UsageError("top: --every has no effect where it looks once", "leave --every out")
+    pause_seconds = EVERY_SECONDS
+    if every is not None:
+        from node.config import (
+            read_setting,
+        )  # only here: the other commands start faster without the settings
+
+        pause_seconds = read_setting("--every", every, _read_pause)
     folder = find_data_dir(context, data_dir)
     curves: dict[str, list[float]] = {}
     while True:
@@ -60,9 +70,16 @@ def top(
         sys.stdout.write(_HOME_AND_CLEAR)
         show(lines)
         try:
-            time.sleep(EVERY_SECONDS if every is None else every)
+            time.sleep(pause_seconds)
         except KeyboardInterrupt:
             return
+
+
+def _read_pause(text: str) -> float:
+    seconds = read_duration(text)
+    if not EVERY_SECONDS_MIN <= seconds <= EVERY_SECONDS_MAX:
+        raise ValueError("want 200ms to 1m")
+    return seconds
 
 
 def top_lines(

@@ -138,7 +138,7 @@ def _with_devices(text: str, devices: list[str], name: str) -> str:
 
 def _seconds(wait: str) -> float:
     from node.config import read_setting
-    from node.settings import read_duration
+    from node.quantities import read_duration
 
     return float(read_setting("--wait", wait, read_duration)) if wait else 0.0
 

@@ -12,7 +12,6 @@ rate = "10Mbit"
 latency = "20ms"
 """
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,8 +20,10 @@ from typing import Any
 import msgspec
 
 from crypto.identity import PeerId, peer_text
+from node.config import read_setting
 from node.errors import UsageError
 from node.protocols.runs import RUNS_WORD
+from node.quantities import read_bytes, read_duration, read_flops, read_rate
 from node.suggest import did_you_mean
 from node.toml import read
 from partition.plan.observed import FLOPS_PER_SECOND_MAX, Knowledge
@@ -38,15 +39,6 @@ from partition.plan.rates import Calibration, assumed, decode_calibration, encod
 PEERS_MAX = 4_096
 LINKED_PEERS_MAX = 64
 """Links of more peers are not told: a plan for so many takes links to be alike."""
-_UNITS = {
-    "": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15,
-    "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40,
-}  # fmt: skip
-_QUANTITY = re.compile(
-    r"([0-9]+(?:\.[0-9]+)?) *([kmgtp]i?)? *(b|flops|flop/s|bit|bit/s|byte/s|b/s)\Z", re.IGNORECASE
-)
-_LATENCY = re.compile(r"([0-9]+(?:\.[0-9]+)?) *(us|ms|s)\Z", re.I)
-_NANOSECONDS = {"us": 1_000, "ms": 1_000_000, "s": 1_000_000_000}
 
 
 class PeerRow(msgspec.Struct, frozen=True):
@@ -140,20 +132,20 @@ def read_peers(file: str) -> Peers:
             if name not in names:
                 raise UsageError(f"{where}: no peer is called '{name}'{did_you_mean(name, names)}")
         one, other = row.between
-        link = Link(rate_of(row.rate, where), latency_of(row.latency, where))
+        link = Link(read_setting(f"{where}: rate", row.rate, read_rate), _latency(row.latency, where))
         links += [(one, other, link), (other, one, link)]
     return Peers(peers, tuple(links))
 
 
 def _peer(row: PeerRow, where: str) -> PeerSpecification:
     link = Link(
-        rate_of(row.link, where) if row.link else LINK_BYTES_PER_SECOND,
-        latency_of(row.latency, where),
+        read_setting(f"{where}: link", row.link, read_rate) if row.link else LINK_BYTES_PER_SECOND,
+        _latency(row.latency, where),
     )
     return PeerSpecification(
         name=row.name,
-        memory_bytes=bytes_of(row.memory, where),
-        calibration=assumed(flops_of(row.rate, where)),
+        memory_bytes=read_setting(f"{where}: memory", row.memory, read_bytes),
+        calibration=assumed(read_setting(f"{where}: rate", row.rate, read_flops)),
         link=link,
         reason="" if row.takes_runs else "takes no runs",
         location=row.location,
@@ -276,39 +268,12 @@ def _calibration(peer: str, rate: int, measured: Mapping[str, Any]) -> Calibrati
     return found.scaled(most * 1000 // found.flops_per_second) if most < found.flops_per_second else found
 
 
-def bytes_of(text: str, where: str) -> int:
-    """`8GB`, `512MiB`."""
-    return _quantity(text, where, ("b",), "an amount of memory, such as 8GB")
-
-
-def flops_of(text: str, where: str) -> int:
-    """`50GFLOPS`."""
-    return _quantity(text, where, ("flops", "flop/s"), "a rate of computing, such as 50GFLOPS")
-
-
-def rate_of(text: str, where: str) -> int:
-    """`100Mbit` or `12.5MB/s`, in bytes per second."""
-    wanted = "a rate of a link, such as 100Mbit"
-    if text.lower().replace("/s", "").endswith("bit"):
-        return max(1, _quantity(text, where, ("bit", "bit/s"), wanted) // 8)
-    return _quantity(text, where, ("b/s", "byte/s"), wanted)
-
-
-def _quantity(text: str, where: str, units: Sequence[str], wanted: str) -> int:
-    found = _QUANTITY.match(text.strip())
-    if found is None or found[3].lower() not in units:
-        raise UsageError(f"{where}: '{text[:40]}' is not {wanted}")
-    return max(1, int(float(found[1]) * _UNITS[(found[2] or "").lower()]))
-
-
-def latency_of(text: str, where: str) -> int:
-    """`5ms`, in nanoseconds."""
+def _latency(text: str, where: str) -> int:
+    """Return a latency in nanoseconds; "" is the usual one."""
     if not text:
         return LINK_NANOSECONDS
-    found = _LATENCY.match(text.strip())
-    if found is None:
-        raise UsageError(f"{where}: '{text[:40]}' is not a latency, such as 5ms")
-    return int(float(found[1]) * _NANOSECONDS[found[2].lower()])
+    seconds: float = read_setting(f"{where}: latency", text, read_duration)
+    return round(seconds * 1e9)
 
 
 def what_if(peers: Peers, text: str) -> Peers:
@@ -332,7 +297,11 @@ def what_if(peers: Peers, text: str) -> Peers:
                 if name not in known:
                     raise UsageError(f"{where}: no peer is called '{name}'{did_you_mean(name, known)}")
             peers = peers.with_link(
-                one, other, replace(peers.link(one, other), bytes_per_second=rate_of(rate, where))
+                one,
+                other,
+                replace(
+                    peers.link(one, other), bytes_per_second=read_setting(f"{where}: rate", rate, read_rate)
+                ),
             )
         else:
             raise UsageError(f"{where}: want lose=NAME, add=8GB@50GFLOPS@100Mbit or link=A:B@1Gbit")

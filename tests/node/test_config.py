@@ -12,7 +12,6 @@ from crypto.contact import parse_address
 from node import toml
 from node.config import Config, Memory, read_listen, read_memory, resolve
 from node.errors import UsageError
-from node.settings import read_duration
 from node.suggest import nearest
 
 
@@ -196,7 +195,6 @@ def test_amounts_and_times_are_read_with_their_units() -> None:
     assert read_memory("1.5 GiB").of(10**12) == 1_610_612_736
     assert read_memory("80%").of(1000) == 800
     assert Memory(bytes=10**12).of(5) == 5
-    assert [read_duration(text) for text in ("30s", "30", "500ms", "2m")] == [30.0, 30.0, 0.5, 120.0]
 
 
 def test_listening_may_ask_for_any_free_port_and_joining_may_not() -> None:

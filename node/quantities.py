@@ -1,0 +1,64 @@
+"""Readers of quantities: durations, amounts of memory, rates of links and of computing. Pure.
+
+One grammar: a number, maybe a blank, a unit in any case. Every flag and key that takes a quantity is read
+here, or by a reader that calls one of these. Each raises ValueError that says what is wanted.
+"""
+
+import re
+
+_NUMBER = r"(\d{1,20}(?:\.\d{1,20})?)"
+AMOUNT_MAX = (1 << 63) - 1
+"""More fits in no document that a node reads."""
+_TIME = re.compile(_NUMBER + r" *(us|ms|s|min|m|h|d)?", re.ASCII | re.IGNORECASE)
+_AMOUNT = re.compile(_NUMBER + r" *([kmgtp]i?)?b", re.ASCII | re.IGNORECASE)
+_FLOPS = re.compile(_NUMBER + r" *([kmgtpe])?flop(?:s|/s)", re.ASCII | re.IGNORECASE)
+_BIT_RATE = re.compile(_NUMBER + r" *([kmgtp])?(?:bit(?:/s|ps)?|bps)", re.ASCII | re.IGNORECASE)
+_BYTE_RATE = re.compile(_NUMBER + r" *([kmgtpKMGTP]i?)?(?:B|[Bb]yte)(?:/s|ps)?", re.ASCII)
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_EXPONENTS = {letter: number for number, letter in enumerate("_kmgtpe")}
+
+
+def read_duration(text: str) -> float:
+    """Return `500ms`, `30s`, `2m`, `1h` or `2d` in seconds; a bare number is seconds."""
+    match = _TIME.fullmatch(text.strip())
+    if match is None:
+        raise ValueError("want a time such as 500ms, 30s, 10m, 12h or 2d")
+    return float(match[1]) * _SECONDS[(match[2] or "s").lower()]
+
+
+def read_bytes(text: str) -> int:
+    """Return `8GB` (of 1000s), `512MiB` (of 1024s) or `100B` in bytes."""
+    match = _AMOUNT.fullmatch(text.strip())
+    if match is None or not (found := _scaled(match)):
+        raise ValueError("want an amount such as 12GB, 8GiB or 800MiB")
+    return found
+
+
+def read_flops(text: str) -> int:
+    """Return `50GFLOPS` or `50 GFLOP/s` in operations a second."""
+    match = _FLOPS.fullmatch(text.strip())
+    if match is None or not (found := _scaled(match)):
+        raise ValueError("want a rate of computing such as 50GFLOPS")
+    return found
+
+
+def read_rate(text: str) -> int:
+    """Return `100Mbit`, `10Mbit/s`, `10Mbps` or `12.5MB/s` in bytes a second.
+
+    A lone small `b` is refused: some mean bits by it, some bytes.
+    """
+    text = text.strip()
+    if match := _BIT_RATE.fullmatch(text):
+        found = _scaled(match, divided_by=8)
+    else:
+        match = _BYTE_RATE.fullmatch(text)
+        found = _scaled(match) if match else 0
+    if not found:
+        raise ValueError("want a rate such as 10Mbit/s or 1.5MB/s")
+    return found
+
+
+def _scaled(match: "re.Match[str]", divided_by: int = 1) -> int:
+    prefix = (match[2] or "_").lower()
+    found = float(match[1]) * (1024 if prefix.endswith("i") else 1000) ** _EXPONENTS[prefix[0]] / divided_by
+    return int(found) if found <= AMOUNT_MAX else 0
