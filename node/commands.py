@@ -13,7 +13,7 @@ import trio
 
 from crypto.identity import PeerId, parse_peer, peer_text
 from node import state as views
-from node import state_documents, toml
+from node import state_documents
 from node.averaging.service import Averaging
 from node.checkpoints.weights import HASHED_BYTES, WEIGHTS_PURPOSE, fetch_weights, weights_name
 from node.content import datasets as datasets
@@ -26,9 +26,9 @@ from node.history import EventHistory
 from node.library.directory import Directory
 from node.placement.leases import PlacementFailed
 from node.placement.provider import Provider
-from node.protocols.manifest import Run, RunFile, check_run_file, run_text
+from node.protocols.manifest import Run, run_text
 from node.protocols.revision import check_changes
-from node.run_requests import make_signed_run
+from node.run_requests import make_signed_run, run_file_of
 from node.runs.metrics import metric_rows
 from node.runs.runs import Runs
 from node.runs.traces import STEPS_ASKED_MAX, trace_document
@@ -223,9 +223,8 @@ class Commands:
     async def make_run(self, arguments: Mapping[str, Any]) -> Run:
         """Sign a run of what the command `train`, or a program, has prepared, and tell the DHT. Raises
         UsageError."""
-        name, text = str(arguments.get("name", "RUN.toml")), str(arguments.get("text", ""))
-        run_file = toml.parse(text, RunFile, name=name).value
-        check_run_file(run_file, name)
+        name = str(arguments.get("name", "RUN.toml"))
+        run_file = run_file_of(arguments, name)
         run, chosen = await make_signed_run(self._node, run_file, arguments, name)
         if chosen:
             self._chosen[run.id] = chosen

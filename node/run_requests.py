@@ -24,7 +24,7 @@ from node.local.own_data import own_data_like
 from node.local.stages import check_columns
 from node.planning.choices import choose, has_open
 from node.planning.peers import live_peers
-from node.protocols.manifest import Manifest, Run, RunFile, make_run
+from node.protocols.manifest import Manifest, Run, RunFile, make_run, read_run_file
 from node.runs.data_check import check_values
 from node.runs.manifest_builder import bind_data, make_manifest, window_of
 from node.runs.runs import Runs
@@ -47,6 +47,19 @@ class RequestingNode(Protocol):
 
     @property
     def state(self) -> views.State: ...
+
+
+def run_file_of(arguments: Mapping[str, Any], name: str) -> RunFile:
+    """The run that is asked for: checked by the command that has read it, or the text of a RUN.toml. Raises
+    UsageError."""
+    if "run" not in arguments:
+        return read_run_file(str(arguments.get("text", "")), name)
+    try:
+        found: RunFile = msgspec.convert(arguments["run"], RunFile)
+    except msgspec.ValidationError as error:
+        what = f"{name}: what the command sent is no run: {error}"
+        raise UsageError(what, "is it of another version?") from None
+    return found
 
 
 async def make_signed_run(

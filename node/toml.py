@@ -79,21 +79,25 @@ def _other_encoding(data: bytes) -> str:
 
 def parse(text: str, kind: type[T], *, name: str) -> Document[T]:
     """Check TOML `text` against the struct `kind`; `name` stands in errors. Raises UsageError."""
+    return convert(tree(text, name=name), kind, name=name, lines=line_numbers(text))
+
+
+def tree(text: str, *, name: str) -> dict[str, Any]:
+    """Return what TOML `text` says, unchecked; `name` stands in errors. Raises UsageError."""
     try:
-        tree = tomllib.loads(text)
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UsageError(_syntax_error(name, text, str(error))) from None
     except RecursionError:
         raise UsageError(f"{name}: nested too deeply") from None
-    return convert(tree, kind, name=name, lines=line_numbers(text))
 
 
-def convert(tree: Any, kind: type[T], *, name: str, lines: Mapping[TomlPath, int]) -> Document[T]:
-    """Check a tree of dicts and lists against `kind`; `name` stands in errors. Raises UsageError."""
+def convert(found: Any, kind: type[T], *, name: str, lines: Mapping[TomlPath, int]) -> Document[T]:
+    """Check a found of dicts and lists against `kind`; `name` stands in errors. Raises UsageError."""
     places = Document[None](None, name, lines)
-    _check(tree, kind, (), places)
+    _check(found, kind, (), places)
     try:
-        return Document(msgspec.convert(tree, kind), name, lines)
+        return Document(msgspec.convert(found, kind), name, lines)
     except msgspec.ValidationError as error:
         raise UsageError(_broken_rule(str(error), places)) from None
 

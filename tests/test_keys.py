@@ -195,7 +195,8 @@ def _graph(wanted: RunFile, folder: Path) -> tuple[bytes, Any]:
     from blake3 import blake3
 
     source = "" if wanted.model == "simple-cnn" and wanted.data == "digits" else wanted.data
-    key = wanted.model, source, str(wanted.options), wanted.train.dtype, wanted.train.groups, wanted.tokenizer
+    train = wanted.train
+    key = wanted.model, source, str(wanted.options), train.dtype, train.groups, train.window, wanted.tokenizer
     if key not in _GRAPHS:
         with captured(wanted, folder / "RUN.toml", "RUN.toml") as files:
             data = Path(files["graph"]).read_bytes()
@@ -252,7 +253,7 @@ def test_train_refuses_a_dead_key_before_anything_is_captured(
 ) -> None:
     file = folder / "dead.toml"
     file.write_text('model = "simple-cnn"\n[train]\nstrategy = "diloco"\n')
-    assert run(["train", str(file), "--prepare", str(file)]) == UsageError.exit_code
+    assert run(["train", str(file), "--data-dir", str(folder)]) == UsageError.exit_code
     lines = capsys.readouterr().err.splitlines()
     assert "train.strategy: has no effect" in lines[0]
     assert 'train.mode = "local"' in lines[1]

@@ -13,10 +13,8 @@ from node import config
 from node.cli.render import csv_text
 from node.errors import RunFailed, UsageError
 from node.events import RunEnded, StepCommitted
-from node.library.preparing import run_document, toml_text
-from node.protocols.manifest import RunFile
+from node.library.preparing import run_of
 from node.runs.archive import Archive
-from node.toml import parse
 from sim.network.links import Links
 from sim.network.model import NetworkModel
 from sim.seams import SimNetworkFabric
@@ -155,17 +153,20 @@ def test_an_error_in_a_programs_block_comes_out_as_it_was_raised() -> None:
 def test_settings_stand_in_the_tables_that_have_them(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text('model = "gpt"\n[train]\nsteps = 7\nbatch = 16\n[plan]\nstages = 2\n')
-    document, path, _ = run_document(
-        str(file), "digits", {"steps": 9, "replicas": 3, "options": {"width": 8}}
-    )
+    run, path, _ = run_of(str(file), "digits", {"steps": 9, "replicas": 3, "options": {"width": 8}})
     assert path == file
-    run = parse(toml_text(document), RunFile, name="x").value
     assert (run.train.steps, run.train.batch, run.plan.stages, run.plan.replicas) == (9, 16, 2, 3)
     assert run.options == {"width": 8}
     with pytest.raises(UsageError, match="unknown setting 'step'; did you mean 'steps'"):
-        run_document("gpt", "", {"step": 1})
+        run_of("gpt", "", {"step": 1})
     with pytest.raises(UsageError, match="not a object"):
-        toml_text({"model": object()})
+        run_of("gpt", "", {"steps": object()})
+    file.write_text('model = "gpt"\n[train]\nsteps = 7\nbatch = "many"\n')
+    assert run_of(str(file), "", {"batch": 16})[0].train.batch == 16
+    with pytest.raises(UsageError, match=r"run\.toml:4: "):
+        run_of(str(file), "", {"steps": 9})
+    with pytest.raises(UsageError, match=r"^train\(\): train\.batch = "):
+        run_of("gpt", "", {"batch": "many"})
 
 
 def test_a_script_trains_a_built_in_model_and_is_shown_a_line(tmp_path: Path) -> None:

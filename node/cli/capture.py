@@ -4,8 +4,9 @@ The only part of a run that needs torch in the command's own process, which load
 for a person's own factory; a FILE.peerloom that was captured before is only named.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 
 from crypto.errors import RemoteProtocolError
@@ -25,6 +26,7 @@ from node.suggest import did_you_mean
 from partition.model.graph import decode_graph, encode_graph
 from partition.model.groups import with_groups
 
+Load = Callable[[], datasets.Dataset]
 DATA_SEED = 20
 """What a person's own data draws, such as an augmentation, is drawn the same again."""
 LOOKED_AT_BYTES_MAX = 1 << 30
@@ -78,12 +80,17 @@ def prepare_data(
         raise UsageError(f"{name}: {error.written[0]}", error.written[1]) from None
 
 
-def reading_as_is(run_file: RunFile, base: Path) -> SourceReading:
+def loading(run_file: RunFile, base: Path) -> Load:
+    """What reads the data of a run, the first time that it is asked."""
+    return cache(partial(datasets.load, run_file.source, base, window=run_file.train.window or WINDOW))
+
+
+def reading_as_is(run_file: RunFile, base: Path, load: Load) -> SourceReading:
     """How data is read that a run takes as it is: a text, arrays, the digits. Raises UsageError."""
     path = datasets.path_of(run_file.source, base)
     if path.is_dir() and sum(each.stat().st_size for each in path.glob("*.npz")) > LOOKED_AT_BYTES_MAX:
         return SourceReading(run_file.source, "arrays of numbers, too many to look through")
-    dataset = datasets.load(run_file.source, base, window=run_file.train.window or WINDOW)
+    dataset = load()
     form = f"text, its bytes in windows of {dataset.window}" if dataset.window else "arrays of numbers"
     reading = SourceReading(run_file.source, form, "the bytes one further on" if dataset.window else "")
     describe(reading, dataset.parts)
@@ -120,10 +127,11 @@ def _run_own_data(reference: str, folder: Path, where: str) -> None:
 
 
 @contextmanager
-def captured(run_file: RunFile, path: Path, name: str) -> Iterator[dict[str, str]]:
+def captured(run_file: RunFile, path: Path, name: str, load: Load | None = None) -> Iterator[dict[str, str]]:
     """Where graph and first values of a run's model lie, as arguments for the node, while it takes them.
 
-    `path` is that of RUN.toml, against which other paths are meant; errors call it `name`.
+    `path` is that of RUN.toml, against which other paths are meant; errors call it `name`. `load` reads its
+    data, where somebody else needs it too.
 
     Raises:
         UsageError: no such model, or one that cannot be captured.
@@ -137,7 +145,7 @@ def captured(run_file: RunFile, path: Path, name: str) -> Iterator[dict[str, str
         return
     with command_folder() as folder:
         graph = folder / _GRAPH_NAME
-        capture_to(graph, run_file, path, name)
+        capture_to(graph, run_file, path, name, load)
         yield _arguments(graph) | _regrouped(graph, run_file, folder, name)
 
 
@@ -162,7 +170,7 @@ def _regrouped(graph: Path, run_file: RunFile, folder: Path, name: str) -> dict[
     return {"graph": str(target.absolute())}
 
 
-def capture_to(graph: Path, run_file: RunFile, path: Path, name: str) -> None:
+def capture_to(graph: Path, run_file: RunFile, path: Path, name: str, load: Load | None = None) -> None:
     """Capture a built-in model, a Hugging Face folder, or what a function makes, into the file `graph`.
 
     Raises:
@@ -182,16 +190,11 @@ def capture_to(graph: Path, run_file: RunFile, path: Path, name: str) -> None:
         elif is_folder(str(folder := path.parent / Path(run_file.model).expanduser())):
             found = capture_folder(str(folder), dtype=train.dtype, options=run_file.options)
         elif run_file.model in BUILTIN:
-            dataset = datasets.load(run_file.source, path.parent, window=train.window or WINDOW)
-            reading = read_reading(datasets.path_of(run_file.source, path.parent))
-            words = reading.words if reading is not None else []  # the last of them may be of no sample
-            tokenizer = path.parent / Path(run_file.tokenizer).expanduser() if run_file.tokenizer else None
+            shape, classes = _sample_and_classes(
+                run_file, path.parent, load or loading(run_file, path.parent)
+            )
             found = capture_built_in(
-                run_file.model,
-                dataset.sample_shape,
-                max(dataset.classes, len(words)) if not tokenizer else vocabulary_of(tokenizer),
-                dtype=train.dtype,
-                options=run_file.options,
+                run_file.model, shape, classes, dtype=train.dtype, options=run_file.options
             )
         else:
             known = sorted(BUILTIN)
@@ -205,3 +208,15 @@ def capture_to(graph: Path, run_file: RunFile, path: Path, name: str) -> None:
             write_weights(graph.with_suffix(VALUES_SUFFIX), found)
     except (CaptureRefused, OSError) as error:
         raise UsageError(f"{name}: model: {error}") from None
+
+
+def _sample_and_classes(run_file: RunFile, base: Path, load: Load) -> tuple[tuple[int, ...], int]:
+    """The shape of a sample, and how many classes a built-in model must tell apart. Raises UsageError."""
+    if run_file.source == datasets.DIGITS_NAME and not run_file.tokenizer:
+        return datasets.DIGITS_SAMPLE_SHAPE, datasets.DIGITS_CLASSES
+    dataset = load()
+    if run_file.tokenizer:
+        return dataset.sample_shape, vocabulary_of(base / Path(run_file.tokenizer).expanduser())
+    reading = read_reading(datasets.path_of(run_file.source, base))
+    words = reading.words if reading is not None else []  # the last of them may be of no sample
+    return dataset.sample_shape, max(dataset.classes, len(words))

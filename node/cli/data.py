@@ -76,7 +76,7 @@ def read_source(source: str, keys: dict[str, Any]) -> Any:
     """Read a source, or the data of a RUN.toml, with further keys of `[data]`. Raises UsageError."""
     import msgspec
 
-    from node.cli.capture import prepare_data, reading_as_is
+    from node.cli.capture import loading, prepare_data, reading_as_is
     from node.cli.temporary import command_folder
     from node.protocols.data_table import DataTable
     from node.protocols.manifest import RunFile
@@ -96,5 +96,5 @@ def read_source(source: str, keys: dict[str, Any]) -> Any:
     with command_folder() as folder:
         reading = prepare_data(run_file, base, folder, name, progress)
         if reading is None:
-            return reading_as_is(run_file, base)
+            return reading_as_is(run_file, base, loading(run_file, base))
         return reading

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +16,9 @@ from node.cli.runs import fetch_weights
 from node.cli.screen import EventScreen
 from node.errors import PeerloomError, RunFailed, UsageError
 from node.invocation import command_span
+
+if TYPE_CHECKING:
+    from node.protocols.manifest import RunFile
 
 DEVICE_WORDS = "cuda", "mps", "cpu"
 
@@ -52,9 +55,7 @@ def train(
     waits = _seconds(wait)
     folder = find_data_dir(context, data_dir)
     path = Path(run_file).expanduser()
-    text = _read(path)
-    if order := read_devices(devices):
-        text = _with_devices(text, order, run_file)
+    wanted = _read_run(path, run_file, read_devices(devices))
     # At once: capturing takes seconds, and without a node it would be in vain.
     screen = EventScreen(names=peer_names(folder))
     begun: list[str] = []
@@ -67,7 +68,7 @@ def train(
         else:
             show(screen.lines(event), sys.stderr)
 
-    with handed_over(text, path, run_file, shows=True) as arguments:
+    with handed_over(wanted, path, run_file, shows=True) as arguments:
         try:
             result: dict[str, Any] = ask(
                 folder, "train", arguments | {"follow": follow, "wait_seconds": waits}, on_event, seconds=None
@@ -107,9 +108,15 @@ def unwatched(run: str, out: str) -> list[str]:
 
 
 def _hold_prepared(file: Path, path: Path) -> None:
-    """For a program's `me.train`: capture and convert what the run in `file` names, as if it lay at `path`,
-    print where that is, and keep it until this process's input ends."""
-    with handed_over(_read(file), path, "train()") as arguments:
+    """For a node's page and a program's `me.train`, which have checked the run and written it into `file`:
+    capture and convert what it names, as if it lay at `path`, print where that is, and keep it until this
+    process's input ends."""
+    import msgspec
+
+    from node.protocols.manifest import RunFile
+
+    run_file = msgspec.json.decode(file.read_bytes(), type=RunFile)
+    with handed_over(run_file, path, "train()") as arguments:
         show_json(dict(arguments))
         sys.stdin.read()
 
@@ -122,18 +129,16 @@ def read_devices(text: str) -> list[str]:
     return found
 
 
-def _with_devices(text: str, devices: list[str], name: str) -> str:
-    """A run with this order in place of its own. Raises UsageError."""
-    import tomllib
+def _read_run(path: Path, name: str, devices: list[str]) -> "RunFile":
+    """A run in its file, with this order of devices in place of its own. Raises UsageError."""
+    # Late, here and below: the other commands need none of it, and answer at once.
+    from msgspec.structs import replace
 
-    from node import toml
-    from node.library.preparing import toml_text
-    from node.protocols.manifest import RunFile
+    from node.protocols.manifest import read_run_file
+    from node.toml import read_text
 
-    toml.parse(text, RunFile, name=name)  # said with its line
-    document = tomllib.loads(text)
-    document.setdefault("plan", {})["devices"] = devices
-    return toml_text(document)
+    found = read_run_file(read_text(path), name)
+    return replace(found, plan=replace(found.plan, devices=tuple(devices))) if devices else found
 
 
 def _seconds(wait: str) -> float:
@@ -143,45 +148,38 @@ def _seconds(wait: str) -> float:
     return float(read_setting("--wait", wait, read_duration)) if wait else 0.0
 
 
-def _read(path: Path) -> str:
-    # Late, here and below: the other commands need none of it, and answer at once.
-    from node.toml import read_text
-
-    return read_text(path)
-
-
 @contextmanager
-def handed_over(text: str, path: Path, name: str, *, shows: bool = False) -> Iterator[dict[str, object]]:
-    """What the node wants to know of the run in the file at `path`, which errors call `name`. With `shows` it
-    says on stderr how the data was read.
+def handed_over(
+    run_file: "RunFile", path: Path, name: str, *, shows: bool = False
+) -> Iterator[dict[str, object]]:
+    """What the node wants to know of a checked run whose file lies at `path`, which errors call `name`. With
+    `shows` it says on stderr how the data was read.
 
     Raises:
-        UsageError: a text that is no run, or a model that cannot be captured.
+        UsageError: a model that cannot be captured, or data that cannot be read.
     """
+    import msgspec
     from msgspec.structs import replace
 
-    from node import toml
-    from node.cli.capture import captured, prepare_data, reading_as_is
+    from node.cli.capture import captured, loading, prepare_data, reading_as_is
     from node.cli.temporary import command_folder
     from node.content.datasets import DIGITS_NAME
     from node.content.sources import called, data_names
-    from node.protocols.manifest import RunFile, check_run_file
 
-    run_file = toml.parse(text, RunFile, name=name).value
-    check_run_file(run_file, name)
-    source = run_file.source
+    source, checked = run_file.source, msgspec.to_builtins(run_file)
     with command_folder() as folder:
         found: dict[str, object] = {}
         reading = prepare_data(run_file, path.parent, folder, name, progress)
-        if shows and source != DIGITS_NAME:  # which everybody has, and reads in one way
-            stated = reading if reading is not None else reading_as_is(run_file, path.parent)
-            show(stated.lines(), sys.stderr)
         if reading is not None:
             run_file = replace(run_file, data=str(folder))
             found = {"data": str(folder)}
+        load = loading(run_file, path.parent)
+        if shows and source != DIGITS_NAME:  # which everybody has, and reads in one way
+            stated = reading if reading is not None else reading_as_is(run_file, path.parent, load)
+            show(stated.lines(), sys.stderr)
         names = data_names(str(folder), source) if found else {}
-        with called(names), captured(run_file, path, name) as files:
-            yield {"text": text, "path": str(path.absolute()), "name": name, **found, **files}
+        with called(names), captured(run_file, path, name, load) as files:
+            yield {"run": checked, "path": str(path.absolute()), "name": name, **found, **files}
 
 
 def _finish(folder: Path, result: dict[str, Any], out: str, *, follow: bool, as_json: bool) -> None:

@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import tomllib
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -35,39 +34,42 @@ _LINES_SHOWN = 3
 _LENGTH_SHOWN = 500
 
 
-def run_document(model: str, data: str, settings: Mapping[str, Any]) -> tuple[dict[str, Any], Path, str]:
-    """Return the tables of a run, the path that others in them are meant from, and how errors call it.
+def run_of(model: str, data: str, settings: Mapping[str, Any]) -> tuple[RunFile, Path, str]:
+    """Return the checked run, the path that others in it are meant from, and how errors call it.
 
     `model` is a RUN.toml, or what stands in one; each setting is a key of one of its tables, by its own name.
 
     Raises:
-        UsageError: no such file or setting.
+        UsageError: no such file or setting, or a wrong one.
     """
+    lines: dict[toml.TomlPath, int] = {}
     if model.endswith(".toml"):
-        path = Path(model).expanduser().absolute()
+        path, name = Path(model).expanduser().absolute(), model
         text = toml.read_text(path)
-        toml.parse(text, RunFile, name=model)  # said with its line
-        document = tomllib.loads(text)
+        document = toml.tree(text, name=name)
+        lines = dict(toml.line_numbers(text))
     else:
-        path = Path.cwd() / "RUN.toml"
+        path, name = Path.cwd() / "RUN.toml", NAME
         document = {"model": model}
-    name = model if model.endswith(".toml") else NAME
     if data:
-        document["data"] = (
-            data if not isinstance(document.get("data"), dict) else document["data"] | {"source": data}
-        )
+        settings = {"data": data, **settings}
     homes = _homes()
     for key, value in settings.items():
         if key not in homes:
             raise UsageError(f"{name}: unknown setting '{key[:40]}'{did_you_mean(key, sorted(homes))}")
         table = homes[key]
-        if table == "data" and isinstance(document.setdefault("data", "digits"), str):
-            document["data"] = {"source": document["data"]}
-        if table:
-            document.setdefault(table, {})[key] = value
-        else:
-            document[key] = value
-    return document, path, name
+        place = (table, key) if table else (key,)
+        lines = {at: line for at, line in lines.items() if at[: len(place)] != place}
+        if table == "data" or (key == "data" and isinstance(document.get("data"), dict)):
+            tables = document.setdefault("data", "digits")
+            document["data"] = tables if isinstance(tables, dict) else {"source": tables}
+            table, key = "data", "source" if key == "data" else key
+        within = document.setdefault(table, {}) if table else document
+        if isinstance(within, dict):  # else it is said below, with its line
+            within[key] = _plain(value)
+    found = toml.convert(document, RunFile, name=name, lines=lines).value
+    check_run_file(found, name)
+    return found, path, name
 
 
 def _homes() -> dict[str, str]:
@@ -82,27 +84,17 @@ def _homes() -> dict[str, str]:
     return found
 
 
-def toml_text(document: Mapping[str, Any]) -> str:
-    """Return tables of plain values as TOML. Raises UsageError: a value that TOML does not have."""
-    lines = [f"{key} = {_value(value)}" for key, value in document.items() if not isinstance(value, Mapping)]
-    for key, table in document.items():
-        if isinstance(table, Mapping):
-            lines += [f"[{key}]", *(f"{name} = {_value(value)}" for name, value in table.items())]
-    return "\n".join(lines) + "\n"
-
-
-def _value(value: Any) -> str:
+def _plain(value: Any) -> Any:
+    """Return a value as TOML would have it. Raises UsageError: TOML has none such."""
     match value:
-        case bool():
-            return "true" if value else "false"
-        case int() | float():
-            return repr(value)
-        case str() | Path():
-            return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+        case bool() | int() | float() | str():
+            return value
+        case Path():
+            return str(value)
         case list() | tuple():
-            return f"[{', '.join(map(_value, value))}]"
+            return [_plain(each) for each in value]
         case Mapping():
-            return "{" + ", ".join(f"{json.dumps(key)} = {_value(item)}" for key, item in value.items()) + "}"
+            return {str(key): _plain(each) for key, each in value.items()}
     raise UsageError(f"{NAME}: a setting is a number, text, list or table, not a {type(value).__name__}")
 
 
@@ -126,15 +118,19 @@ async def prepared(
 
 @asynccontextmanager
 async def _prepared_file(model: str, data: str, settings: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
-    document, path, name = run_document(model, data, settings)
-    text = toml_text(document)
-    run_file = toml.parse(text, RunFile, name=name).value
-    check_run_file(run_file, name)
-    whole = {"text": text, "path": str(path), "name": name}
+    run_file, path, name = run_of(model, data, settings)
+    async with prepared_run(run_file, path, name) as arguments:
+        yield arguments
+
+
+@asynccontextmanager
+async def prepared_run(run_file: RunFile, path: Path, name: str) -> AsyncIterator[dict[str, Any]]:
+    """Yield what the node wants to know of a checked run whose file lies at `path`, while what was prepared
+    lies there. Raises UsageError."""
     if (files := _captured_already(run_file, path, name)) is not None:
-        yield whole | files
+        yield {"run": msgspec.to_builtins(run_file), "path": str(path), "name": name, **files}
         return
-    async with _by_command(text, path, name) as arguments:
+    async with _by_command(run_file, path, name) as arguments:
         yield arguments
 
 
@@ -150,10 +146,10 @@ def _captured_already(run_file: RunFile, path: Path, name: str) -> dict[str, str
 
 
 @asynccontextmanager
-async def _by_command(text: str, path: Path, name: str) -> AsyncIterator[dict[str, Any]]:
+async def _by_command(run_file: RunFile, path: Path, name: str) -> AsyncIterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="peerloom-train-") as folder:
-        file = Path(folder) / "RUN.toml"
-        file.write_text(text, encoding="utf-8")
+        file = Path(folder) / "run.json"
+        file.write_bytes(msgspec.json.encode(run_file))
         words = ["train", str(file), "--prepare", str(path), "--data-dir", folder]
         process = await trio.lowlevel.open_process(
             [sys.executable, "-P", "-m", "node", *words],
@@ -202,7 +198,7 @@ async def _read_all(pipe: Any, into: bytearray) -> None:
         into += data
 
 
-def error_lines(text: str) -> list[str]:
+def _error_lines(text: str) -> list[str]:
     """The lines of a command's error, without those that it said before."""
     lines = text.strip().splitlines()
     begins = [number for number, line in enumerate(lines) if line.startswith("error: ")]
@@ -211,7 +207,7 @@ def error_lines(text: str) -> list[str]:
 
 def refusal(errors: bytes | bytearray, name: str) -> UsageError:
     """Return what a command's lines of errors say, the last ones, as the error of the call `name`."""
-    lines = error_lines(errors.decode(errors="replace"))
+    lines = _error_lines(errors.decode(errors="replace"))
     advice = lines.pop().strip().removeprefix("do: ") if lines and lines[-1].startswith("  do: ") else None
     what = " ".join(lines)[:_LENGTH_SHOWN].removeprefix("error: ").removeprefix(f"{name}: ")
     return UsageError(f"{name}: {what or 'the model could not be captured'}", advice)

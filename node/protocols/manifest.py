@@ -17,6 +17,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
 from gossip.averaging.aggregates import chosen, obstacle_of
+from node import toml
 from node.errors import UsageError
 from node.protocols.data_table import DataTable
 from node.protocols.run_keys import check_keys
@@ -288,6 +289,13 @@ class RunFile(msgspec.Struct, frozen=True):
             return ()
         rest = GroupSettings(weight_decay=self.train.weight_decay)
         return (rest, *(GroupSettings(table.rate_factor, table.weight_decay) for table in tables))
+
+
+def read_run_file(text: str, name: str) -> RunFile:
+    """Return the run that the text of a RUN.toml says, checked; errors call it `name`. Raises UsageError."""
+    run = toml.parse(text, RunFile, name=name).value
+    check_run_file(run, name)
+    return run
 
 
 def check_run_file(run: RunFile, where: str) -> None:

@@ -96,7 +96,7 @@ class Page:
             links=self._links,
             wall=node.seams.clock.wall,
         )
-        self._starter = Starter(node.config.data_dir)
+        self._starter = Starter(lambda: node.handlers["train"])
         self._predictor = Predictor(node)
         self._streams = 0
         self._address = ""

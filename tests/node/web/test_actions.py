@@ -74,12 +74,22 @@ async def test_a_text_that_is_no_run_is_refused_with_the_reason(text: str, said:
         assert said in document["error"]
 
 
-async def test_a_run_is_handed_to_the_command_whose_words_come_back(tmp_path: Path) -> None:
-    """No node serves this folder's control channel, which the command says."""
+async def test_a_run_is_handed_to_the_node_itself(tmp_path: Path) -> None:
+    model = tmp_path / "own.peerloom"
+    model.write_bytes(b"captured before")
     async with served(told(tmp_path)) as page:
-        status, document = await act(page, "start", {"text": RUN})
+        status, document = await act(page, "start", {"text": RUN.replace("simple-cnn", str(model))})
+        assert (status, document["result"]) == (200, {"run": "ab" * 8, "status": "running"})
+        [(asked, arguments)] = page.node.asked
+        assert (asked, arguments["graph"], arguments["follow"]) == ("train", str(model), False)
+        assert arguments["run"]["train"]["steps"] == 2
+
+
+async def test_a_model_that_cannot_be_prepared_is_refused_with_the_reason(tmp_path: Path) -> None:
+    async with served(told(tmp_path)) as page:
+        status, document = await act(page, "start", {"text": RUN.replace("simple-cnn", "/none.peerloom")})
         assert status == 409
-        assert "no node" in document["error"]
+        assert "there is no file /none.peerloom" in document["error"]
 
 
 async def test_whether_stages_of_others_are_taken_is_changed_and_shown(tmp_path: Path) -> None:

@@ -163,7 +163,11 @@ class Told:
                 raise UsageError("run is not known here")
             return {"stopped": True}
 
-        return {"runs.stop": stop}
+        async def train(arguments: dict[str, Any], emit: Emit) -> object:
+            self.asked.append(("train", arguments))
+            return {"run": "ab" * 8, "status": "running", "plan": []}
+
+        return {"runs.stop": stop, "train": train}
 
 
 @dataclass
