@@ -13,10 +13,10 @@ from node import shadowing
 
 if TYPE_CHECKING:
     from node.config import Config as Config
+    from node.library.embedding import Node as Node
     from node.library.sync import sync as sync
     from node.planning.request import plan as plan
     from node.process import main as run
-    from node.runtime import Node as Node
 
 shadowing.check_packages()
 
@@ -24,7 +24,7 @@ __all__ = ["Config", "Node", "plan", "run", "sync"]
 
 _HOMES = {
     "Config": ("node.config", "Config"),
-    "Node": ("node.runtime", "Node"),
+    "Node": ("node.library.embedding", "Node"),
     "plan": ("node.planning.request", "plan"),
     "run": ("node.process", "main"),
     "sync": ("node.library.sync", "sync"),

@@ -8,20 +8,19 @@ me = node.sync().open()      # a notebook, where no `with` spans the cells; me.c
 
 import atexit
 import logging
-import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from node.config import Config, resolve
+from node.config import Config
 from node.errors import UsageError
 from node.events import Event
 from node.library.blocking import BlockingSurface
+from node.library.embedding import SCRIPTS_MAX, configs_of
 from node.library.portal import Portal
-from node.paths import is_default_data_dir, short_path
+from node.paths import short_path
 from node.recording.recorder import Recorder, open_record
 from node.runtime import Node
 from node.storage.folder_lock import find_holder
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
     from node.optimizer.open import Module, Optimizer, PeerOptimizer
 
 log = logging.getLogger("peerloom")
-SCRIPTS_MAX = 64
-"""Nodes of scripts that one user runs at once on a machine, each with an identity of its own."""
 
 
 class SyncNode(BlockingSurface):
@@ -152,34 +149,22 @@ def sync(
 ) -> SyncNode:
     """Return a node in blocking form, to be entered by `with` or `open()`.
 
-    `config` is as for `node.Node`; without one, the environment (`PEERLOOM_*`) and these arguments say what
-    differs from the defaults, each as its flag of `peerloom`. Without a data folder the node takes the
-    first of the folders `scripts/1`, `scripts/2`, ... beside the default one that no other script holds, so
-    that several scripts run side by side on one machine and one that is started again keeps its identity. A
-    script that does not get the first says so in the log.
+    Its arguments are those of `node.Node`. Without a `config`, the environment (`PEERLOOM_*`) and these
+    arguments say what differs from the defaults, each as its flag of `peerloom`; beside one `join` counts
+    in addition, and the others are refused. Without a data folder the node takes the first
+    of the folders `scripts/1`, `scripts/2`, ... beside the default one that no other script holds, so that
+    several scripts run side by side on one machine and one that is started again keeps its identity. A script
+    that does not get the first says so in the log.
 
     A child that the script forks, such as a worker of a DataLoader, has no part in the node: its calls raise
     `node.forks.ForkedChild` there.
     `report` is told of every event, in the node's thread. `record` is a file that is written as by `peerloom
     --record` (docs/recording.md). Raises UsageError.
     """
-    configs = [config] if config is not None else []
-    if config is None:
-        flags = {
-            "join": [join] if isinstance(join, str) else list(join),
-            "name": name,
-            "data_dir": None if data_dir is None else str(data_dir),
-            "swarm": swarm,
-            "preset": preset,
-            "listen": list(listen),
-            "lan": lan,
-        }
-        join = ()
-        found = resolve(flags, os.environ)
-        configs = [found]
-        if is_default_data_dir(found.data_dir, os.environ):
-            scripts = found.data_dir.parent / "scripts"
-            configs = [replace(found, data_dir=scripts / str(number + 1)) for number in range(SCRIPTS_MAX)]
+    configs = configs_of(
+        config, join=join, name=name, data_dir=data_dir, swarm=swarm, preset=preset, listen=listen, lan=lan
+    )
+    join = () if config is None else join
     recorder = None if record is None else open_record(Path(record), "record")
     made = partial(Node, join=join, report=report, recorder=recorder)
     return SyncNode(configs, made, recorder)

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
 import trio
@@ -156,6 +156,34 @@ def test_calls_into_a_node_that_was_closed_raise_at_once(open_node: Callable[...
     me.close()
     with pytest.raises(PortalClosed):
         me.members()
+
+
+def test_both_forms_of_a_node_take_the_same_arguments() -> None:
+    blocking, asynchronous = (inspect.signature(each).parameters for each in (node.sync, node.Node))
+    assert blocking.items() <= asynchronous.items()
+
+
+async def test_a_node_under_trio_takes_a_name_a_folder_and_a_swarm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PEERLOOM_CALIBRATE", "false")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    options: dict[str, Any] = {"listen": ["127.0.0.1:0"], "lan": False, "swarm": "forms"}
+    record = tmp_path / "a.record"
+    async with node.Node(name="a", data_dir=tmp_path / "a", record=record, **options) as me:
+        assert (me.status()["name"], me.status()["swarm"]) == ("a", "forms")
+        assert me.config.data_dir == tmp_path / "a"
+        async with node.Node(**options) as one:
+            folders = [each.config.data_dir for each in (one, node.Node(**options))]
+            assert folders == [tmp_path / "peerloom" / "scripts" / number for number in "12"]
+    assert record.stat().st_size > 0
+
+
+@pytest.mark.parametrize("form", [node.sync, node.Node])
+def test_an_argument_beside_a_config_is_refused(form: Callable[..., object], tmp_path: Path) -> None:
+    for key, value in {"name": "a", "data_dir": tmp_path, "listen": ["127.0.0.1:0"], "lan": False}.items():
+        with pytest.raises(UsageError, match=f"{key}= has no effect beside a config"):
+            form(settings(tmp_path, "a"), **{key: value})
 
 
 def test_scripts_of_one_user_take_folders_of_their_own(
