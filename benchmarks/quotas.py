@@ -365,6 +365,12 @@ def measured(groups: Groups, steps: int, *, calibrated: bool, shaped: bool = Fal
     if predicted is not None:
         row["Mbit/s"] = links
         row["predicted"] = round(predicted["samples_per_second"], 2)
+        # Of a whole core, as the two rows of what was measured.
+        row["predicted ms a micro-batch"] = {
+            peer: round(1000 * stage["seconds"] * QUOTAS["abc".index(peer)], 2)
+            for stage in predicted["stages"]
+            for peer in stage["peers"]
+        }
         row["predicted layers"] = [
             [*stage["peers"], stage["first_layer"], stage["last_layer"] + 1] for stage in predicted["stages"]
         ]

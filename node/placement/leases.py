@@ -40,7 +40,7 @@ from partition.plan.observed import NOTHING, Knowledge
 from partition.plan.operations import Operations
 from partition.plan.plan import NO_HASH, Plan, StagePlan, encode_plan, plan_hash
 from partition.plan.problem import Constraints, Infeasible, PeerCost, Problem, Split
-from partition.plan.rates import Calibration, assumed, equivalent_rate
+from partition.plan.rates import assumed, equivalent_rate
 from partition.plan.solver import solve
 from partition.run.asks import Declined, Done
 from partition.run.decliners import Decliners
@@ -219,7 +219,7 @@ def _plan_as(
                 f"{FRAME_BYTES_MAX / 1e6:.0f} MB can be sent; a smaller train.microbatch is needed"
             )
         chosen = rated_offers(chosen, knowledge, costs.operations)
-        problem = problem_of(manifest, graph, chosen, knowledge, costs)
+        problem = problem_of(run, graph, chosen, knowledge, costs)
         rules = replace(problem.constraints, stages=shape[0], replicas=shape[1])
         split = solve(replace(problem, constraints=rules))
     except (Infeasible, RemoteProtocolError, ValueError) as error:
@@ -257,7 +257,7 @@ def rated_offers(
 
 
 def problem_of(
-    manifest: Manifest,
+    run: Run,
     graph: Graph,
     offers: Sequence[Offer],
     knowledge: Knowledge = NOTHING,
@@ -265,14 +265,13 @@ def problem_of(
 ) -> Problem:
     """Return what the solver is asked for a run. Raises ValueError, RemoteProtocolError: sizes that do not
     fit."""
+    manifest = run.manifest
     costs = costs or ModelCosts(graph, manifest.sizes_max)
     peers = [offer.peer for offer in offers]
     links = knowledge.links(peers) if len(peers) <= LINKED_PEERS_MAX else {}
     return Problem(
         layers=costs.layers,
-        peers=tuple(
-            _cost(offer, costs.operations, knowledge.calibrations.get(offer.peer)) for offer in offers
-        ),
+        peers=tuple(_cost(run, offer, costs.operations, knowledge) for offer in offers),
         links={(one.hex(), other.hex()): link for (one, other), link in links.items()},
         microbatches=manifest.microbatches,
         objective=manifest.objective,
@@ -295,20 +294,20 @@ def constraints_of(manifest: Manifest) -> Constraints:
     )
 
 
-def _cost(offer: Offer, operations: Sequence[Operations], calibration: Calibration | None) -> PeerCost:
+def _cost(run: Run, offer: Offer, operations: Sequence[Operations], knowledge: Knowledge) -> PeerCost:
     """Return what the layers take on a peer: by its calibration, slowed down to the rate that is planned
     with; without one, classes of operators in proportion to that rate."""
     rate = whole_rate(offer.flops_per_second)
-    if calibration is None:
+    if (calibration := knowledge.calibrations.get(offer.peer)) is None:
         device = assumed(rate)
     else:
         device = calibration.scaled(rate * 1000 // equivalent_rate(calibration, operations))
-    forward, backward = device.model_nanoseconds(operations)
+    if offer.peer == run.requester:
+        device = device.as_requester()
     return PeerCost(
         offer.peer.hex(),
         offer.memory_bytes,
-        forward,
-        backward,
+        *device.model_nanoseconds(operations),
         step_nanoseconds=device.step_nanoseconds,
         node_nanoseconds=device.node_nanoseconds,
         node_step_nanoseconds=device.node_step_nanoseconds,

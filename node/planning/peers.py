@@ -206,6 +206,8 @@ def live_peers(
         names[row["peer"]] = name
         rate = int(capacity["flops_per_second"])
         calibration = _calibration(row["peer"], max(1, rate), measured)
+        if row["peer"] == status["peer"]:  # whoever plans asks for the run
+            calibration = calibration.as_requester()
         busy, idle = calibration.draw_milliwatts
         found.append(
             PeerSpecification(

@@ -174,7 +174,7 @@ def base_problem(
         for stage in plan.stages
         for peer, rate in zip(stage.replicas, stage.rates, strict=True)
     ]
-    problem = problem_of(run.manifest, graph, rows, knowledge)
+    problem = problem_of(run, graph, rows, knowledge)
     problem = replace(problem, objective="throughput", default_link=ASSUMED_LINK, hides_links=True)
     # Whatever a peer offers by now, what it holds has been let in.
     tables, split = Tables(problem), split_of(problem, plan)

@@ -25,6 +25,7 @@ from node.placement.leases import (
     cap_claims,
     make_plan,
     place,
+    problem_of,
     smaller_shapes,
 )
 from node.protocols.manifest import PlaceWish, make_run
@@ -41,7 +42,7 @@ from node.services.capacity import Capacity
 from node.services.metadata import FLOPS_PER_SECOND_MAX, Metadata, encode_metadata, read_metadata
 from partition.plan.observed import Knowledge, LinkRow, Observed, StageRow
 from partition.plan.plan import decode_plan, plan_hash
-from partition.plan.rates import assumed
+from partition.plan.rates import Pace, assumed
 from partition.run.asks import Declined, Done
 from partition.run.decliners import DECLINERS_MAX, Decliners
 from tests.stack import manifest, prepare, simple_cnn, simulate, swarm, train
@@ -246,6 +247,21 @@ def test_a_plan_goes_by_what_others_found_of_a_peer_and_by_its_own_calibration()
     assert rates[PEERS[0]] == 10**9
     assert rates[PEERS[1]] == pytest.approx(2e9, rel=0.05)
     assert rates[PEERS[2]] == 10**10
+
+
+def test_a_requester_is_planned_to_feed_and_commit_beside_its_stage() -> None:
+    run = make_run(IdentitySigner(Identity(bytes(32)), "test"), manifest(stages=1, replicas=2))
+    offers = [Offer(peer, 1e10, 8 << 30, has_slot=True) for peer in (run.requester, PEERS[1])]
+    device = msgspec.structs.replace(
+        assumed(10**10), node=Pace(2_000_000, 0, 3_000), node_step=5_000_000, frame=Pace(0, 0, 0)
+    )
+    known = Knowledge(PEERS[9], {offer.peer: device for offer in offers}, {})
+    problem = problem_of(run, simple_cnn().graph, offers, known)
+    costs = {peer.name: peer for peer in problem.peers}
+    mine, other = costs[run.requester.hex()], costs[PEERS[1].hex()]
+    assert mine.node_nanoseconds[0] == pytest.approx(1.85 * other.node_nanoseconds[0], rel=0.01)
+    assert mine.node_step_nanoseconds == pytest.approx(1.85 * other.node_step_nanoseconds, rel=0.01)
+    assert (mine.forward, mine.node_nanoseconds[1]) == (other.forward, other.node_nanoseconds[1])
 
 
 def test_a_run_for_energy_is_placed_on_the_peers_that_draw_least() -> None:

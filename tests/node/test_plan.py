@@ -34,7 +34,7 @@ from partition.model.layers import with_layers
 from partition.plan.cost import STAGE_BASELINE_BYTES
 from partition.plan.observed import Knowledge, LinkRow, Observed, StageRow
 from partition.plan.problem import BUSY_MILLIWATTS, IDLE_MILLIWATTS, Infeasible, Link
-from partition.plan.rates import assumed
+from partition.plan.rates import Pace, assumed
 from tests.partition.test_layers import transformer
 from tests.source import ROOT
 from tests.stack import simple_cnn, simulate, swarm
@@ -490,12 +490,14 @@ def test_what_was_measured_replaces_what_is_assumed_of_live_peers() -> None:
     observed = Observed(
         (LinkRow(peers["b"], 2_500_000, 5_000_000, 10_000_000),), (StageRow(peers["c"], 6 * 10**9),)
     )
-    known = Knowledge(peers["a"], {peers["b"]: own}, {peers["a"]: observed})
+    working = replace(own, node=Pace(2_000, 0, 0))
+    known = Knowledge(peers["a"], {peers["a"]: working, peers["b"]: working}, {peers["a"]: observed})
     document = json.loads(json.dumps(measurements_document(known, list(peers.values()))))
     found = live_peers(row("a"), {"peers": [row("b"), row("c")]}, document)
     assert found.is_measured
     assert found.link("a", "b") == Link(2_500_000, 10_000_000)
     assert found.link("b", "a") == Link(5_000_000, 10_000_000)
     assert found.link("a", "c") == Link()
+    assert [peer.calibration for peer in found.peers[:2]] == [working.as_requester(), working]
     rates = [peer.calibration.flops_per_second for peer in found.peers]
-    assert rates == pytest.approx([6e10, 3e10, 6e9], rel=0.01)
+    assert rates == pytest.approx([3e10, 3e10, 6e9], rel=0.01)
