@@ -29,6 +29,7 @@ from _figures import Goal, arguments, leave, report
 
 from crypto.identity import parse_peer
 from node.cli import client
+from partition.plan.rates import decode_calibration
 
 ROOT = Path(__file__).parents[1]
 QUOTAS = (0.15, 0.3, 0.6)
@@ -234,6 +235,13 @@ class Nodes:
         assert found is not None, "no plan"
         return dict(found)
 
+    def requesting(self) -> float:
+        """Milliseconds of a core for a micro-batch that a plan takes the requester's node to need beyond what
+        another member's does."""
+        known = self.command("c", "measurements")["calibrations"]
+        found = decode_calibration(bytes.fromhex(known[self.ask("c", "status")["peer"]]))
+        return round((found.as_requester().node.call - found.node.call) / 1e9, 2)
+
     def cpu_seconds(self) -> dict[str, tuple[float, float]]:
         """CPU time of each node's own process and of its stage's."""
         found = {}
@@ -329,7 +337,7 @@ def nodes(
 def measured(groups: Groups, steps: int, *, calibrated: bool, shaped: bool = False) -> dict[str, Any]:
     """A run, and what its steps took."""
     with nodes(groups, calibrated=calibrated, shaped=shaped) as three:
-        links, predicted = {}, None
+        links, predicted, requesting = {}, None, 0.0
         if calibrated:
             three.calibrated()
             links = three.linked()
@@ -338,7 +346,7 @@ def measured(groups: Groups, steps: int, *, calibrated: bool, shaped: bool = Fal
             for name in three.quotas
         }
         if calibrated:
-            predicted = three.predicted()
+            predicted, requesting = three.predicted(), three.requesting()
         marks: list[dict[str, tuple[float, float]]] = []
 
         def on_step(step: int) -> None:
@@ -371,6 +379,7 @@ def measured(groups: Groups, steps: int, *, calibrated: bool, shaped: bool = Fal
             for stage in predicted["stages"]
             for peer in stage["peers"]
         }
+        row["of these to feed and commit"] = requesting
         row["predicted layers"] = [
             [*stage["peers"], stage["first_layer"], stage["last_layer"] + 1] for stage in predicted["stages"]
         ]
