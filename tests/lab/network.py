@@ -218,15 +218,15 @@ def _route_lines(machines: Iterable[Machine]) -> list[str]:
 @contextmanager
 def laboratory(hosts: Sequence[Host], *, mtu: int = 1_500, has_router: bool = False) -> Iterator[Lab]:
     """Build these machines. Skips the test where the system does not allow it, and says why."""
-    with _held() as holder:
+    with held() as holder:
         lab = Lab(holder)
         lab.build(hosts, mtu=mtu, has_router=has_router)
         yield lab
 
 
 @contextmanager
-def _held() -> Iterator["subprocess.Popen[str]"]:
-    """The process that holds a laboratory, and ends with its input."""
+def held() -> Iterator["subprocess.Popen[str]"]:
+    """The process that holds a laboratory, and ends with its input. Skips the test where none can be had."""
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         _refuse(f"a laboratory needs {', '.join(missing)} (util-linux, iproute2)")
