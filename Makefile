@@ -63,7 +63,7 @@ soak: $(READY) types-darwin
 	PEERLOOM_CORPUS=sample $(BIN)/python -m pytest -s tests/test_corpus.py
 	$(BIN)/python benchmarks/finetune.py
 	PEERLOOM_HOSTILE_CASES=10000 $(BIN)/python -m pytest -s tests/partition/test_hostile_graphs.py
-	PEERLOOM_PARTITION_SEEDS=50 $(BIN)/python -m pytest -s tests/test_partitions.py
+	PEERLOOM_PARTITION_SEEDS=50 $(BIN)/python -m pytest -s tests/test_partitions.py tests/sim/test_training.py
 	PEERLOOM_EXACTNESS=full $(BIN)/python -m pytest -s tests/test_exactness.py
 	PEERLOOM_EXAMPLES=300 $(BIN)/python -m pytest -s tests/partition/test_cut_random.py tests/partition/test_steps_hostile.py
 	PEERLOOM_SWIM_EXAMPLES=300 $(BIN)/python -m pytest -s tests/gossip/test_machine.py
@@ -92,7 +92,7 @@ soak: $(READY) types-darwin
 	$(BIN)/python benchmarks/gossip_digits.py --columns
 	PEERLOOM_PROCESSES=1 $(BIN)/python -m pytest -s tests/test_local_processes.py tests/test_links_processes.py \
 		tests/test_cloudmesh.py tests/test_demo.py tests/test_hostile_member_processes.py \
-		tests/node/test_calibration.py
+		tests/node/test_calibration.py tests/node/test_blocked_datagrams.py
 	PEERLOOM_TURNS_SEEDS=50 $(BIN)/python -m pytest -s tests/node/test_turns.py
 	PEERLOOM_SUBMISSIONS=10 $(BIN)/python -m pytest -s tests/test_submissions.py
 	PEERLOOM_STRESS_SECONDS=600 PEERLOOM_STRESS_PEERS=10 $(BIN)/python -m pytest -s tests/node/averaging/test_stress.py

@@ -1,0 +1,42 @@
+"""What a plain run of the tests skips or plays small is played by `make soak`: no test is run by nobody."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.source import ROOT
+
+READ = re.compile(
+    r"(?:environ\.get\(|environ\[)\s*\"(PEERLOOM_[A-Z_]+)\"|\"(PEERLOOM_[A-Z_]+)\" (?:not )?in os\.environ"
+)
+BY_HAND = {"PEERLOOM_AXE", "PEERLOOM_DOCS"}
+"""These name something that a machine may have, or write a document: CONTRIBUTING.md says how."""
+
+
+def asked(path: Path) -> Iterator[str]:
+    """Yield the variables of the environment by which a test is asked for more."""
+    for found in READ.finditer(path.read_text(encoding="utf-8")):
+        yield found[1] or found[2]
+
+
+def played() -> dict[str, set[str]]:
+    """By variable: what is given to pytest where `make soak` sets it."""
+    text = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
+    soak = text[text.index("soak: ") : text.index("clean:\n")]
+    rows: dict[str, set[str]] = {}
+    for line in soak.splitlines():
+        for variable in re.findall(r"(PEERLOOM_[A-Z_]+)=", line):
+            rows.setdefault(variable, set()).update(re.findall(r"tests(?:/[\w/]+(?:\.py)?)?", line))
+    return rows
+
+
+def test_make_soak_plays_all_that_a_plain_run_skips() -> None:
+    rows = played()
+    missing = {
+        f"{path.relative_to(ROOT)} {variable}"
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        for variable in asked(path)
+        if variable not in BY_HAND
+        and not any(str(path.relative_to(ROOT)).startswith(each) for each in rows.get(variable, ()))
+    }
+    assert missing == set()
