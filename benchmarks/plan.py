@@ -26,7 +26,9 @@ from partition.plan.spans import route, spread
 from partition.plan.tables import IMPOSSIBLE, Tables
 
 LAYERS, PEERS = 48, 8
-INSTANCES, INSTANCES_QUICK = 200, 8
+INSTANCES, INSTANCES_QUICK = 200, 24
+FIRST_SEED = 1_000_000
+"""No choice in the planner was made by looking at these instances."""
 MIB = 1 << 20
 MICROBATCHES = 1_024
 MEAN_GOAL, P95_GOAL, SECONDS_GOAL = 1.02, 1.05, 0.2
@@ -157,7 +159,7 @@ def small(count: int) -> tuple[list[dict[str, Any]], list[Goal]]:
     ours: list[float] = []
     seconds: list[float] = []
     others: dict[str, list[float]] = {name: [] for name in RULES}
-    for seed in range(count):
+    for seed in range(FIRST_SEED, FIRST_SEED + count):
         problem = instance(seed)
         begun = time.process_time()
         tables = Tables(problem)
@@ -179,12 +181,16 @@ def small(count: int) -> tuple[list[dict[str, Any]], list[Goal]]:
         }
         for name, values in {"ours": ours, **others}.items()
     ]
-    rows.append({"seconds a plan": round(statistics.mean(seconds), 3), "worst": round(max(seconds), 3)})
-    return rows, [
+    goals = [
         Goal("mean over the exact optimum", statistics.mean(ours), "<=", MEAN_GOAL),
-        Goal("95th percentile over the exact optimum", quantile(ours, 0.95), "<=", P95_GOAL),
         Goal("CPU seconds a plan, median", statistics.median(seconds), "<=", SECONDS_GOAL),
     ]
+    if count >= INSTANCES:
+        # Few instances have no 95th percentile: of eight, the worst stood for it, and a quarter of all
+        # samples of eight missed the goal that 200 instances meet.
+        goals.append(Goal("95th percentile over the exact optimum", quantile(ours, 0.95), "<=", P95_GOAL))
+    rows.append({"seconds a plan": round(statistics.mean(seconds), 3), "worst": round(max(seconds), 3)})
+    return rows, goals
 
 
 def quantile(values: list[float], share: float) -> float:
