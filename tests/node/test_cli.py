@@ -81,7 +81,7 @@ CAPTURED = "model = 'digits.peerloom'\n"
 
 
 async def _train(arguments: dict[str, Any], emit: Emit) -> object:
-    assert str(arguments["text"]).startswith(CAPTURED)
+    assert arguments["run"]["model"] == "digits.peerloom"
     assert arguments["graph"].endswith("/digits.peerloom")
     await emit({"kind": "RunEvaluated", "run": "ab" * 8, "accuracy": 0.975, "samples": 360})
     return {"run": "ab" * 8, "status": "failed" if "fail" in arguments["path"] else "done", "accuracy": 0.975}
@@ -142,7 +142,8 @@ BAD_INPUT = [
     ("leave", 3, "no node runs on this machine"),
     ("runs list", 3, "no node runs on this machine"),
     ("runs fetch abcd --out x", 3, "no node runs on this machine"),
-    ("train range.toml", 3, "no node runs on this machine"),
+    ("train run.toml", 3, "no node runs on this machine"),
+    ("train range.toml", 2, "range.toml:1: unknown key 'resources'"),
     # Before a node is asked for anything, and before seconds of work.
     ("train range.toml --out nowhere/w", 2, "--out nowhere/w: no folder "),
     ("train range.toml --out /", 2, "--out /: is a folder"),
@@ -161,6 +162,7 @@ def test_bad_input_is_told_in_three_lines_with_its_exit_code(
 ) -> None:
     (tmp_path / "bad.toml").write_text("[join]\nseed = ['10.0.0.5:9747']\n")
     (tmp_path / "range.toml").write_text("[resources]\ncores = -1\n")
+    (tmp_path / "run.toml").write_text(CAPTURED)
     (tmp_path / "list.toml").write_text("[join]\nseed_files = ['seeds.txt']\n")
     (tmp_path / "seeds.txt").write_text("10.0.0.5:9747\nno/sense\n")
     assert run(line.split()) == exit_code
