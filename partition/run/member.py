@@ -86,7 +86,7 @@ class _Life:
     draining: Draining
     keepalive: Keepalive
     first_pace: Fraction
-    """Of the plan that this member began with (`partition.plan.merging.slowest_pace`)."""
+    """That of the plan that this member began with: see `partition.plan.merging.slowest_pace`."""
 
 
 class Member:

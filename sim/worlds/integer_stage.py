@@ -288,7 +288,7 @@ class Truth:
         self._losses: list[float] = []
 
     def state(self, step: int, units: Sequence[int]) -> State:
-        """Of a stage made of these, after so many steps."""
+        """Return that of a stage made of these, after so many steps."""
         self._reach(step)
         return joined([self._states[step][unit] for unit in units])
 

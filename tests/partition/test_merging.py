@@ -117,7 +117,7 @@ def test_a_change_to_stages_that_nobody_could_follow_is_refused(
     fields: dict[str, object] = {"lost": (peer(2),), "restored": SAVED, "step": 3, "stages": ONE}
     assert successor(PLAN, Change(**fields)).stages == ONE  # type: ignore[arg-type]  # fields by name
     with pytest.raises(RemoteProtocolError, match=words):
-        successor(PLAN, Change(**(fields | changes)))  # type: ignore[arg-type]
+        successor(PLAN, Change(**(fields | changes)))  # type: ignore[arg-type]  # fields by name
 
 
 def test_one_stage_becomes_two_with_somebody_who_joins() -> None:
