@@ -18,7 +18,6 @@ batch. A `GradScaler` unscales before `step` and skips batches that are not fini
 
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +31,7 @@ from gossip.claims import LikelySteps
 from gossip.roster import Report
 from node.averaging.rounds import Round, Wanted
 from node.optimizer.batch import BatchSamples
+from node.optimizer.joined import JoinedOptimizer
 from node.optimizer.layout import Layout
 from node.optimizer.moments import keep_above_zero, moments_of
 from node.optimizer.plugins import own_codecs, strategy_maker
@@ -57,22 +57,17 @@ CATCH_UP_PAUSES = 2.0
 next."""
 
 
-class PeerOptimizer(torch.optim.Optimizer):
+class PeerOptimizer(JoinedOptimizer):
     """See the module. Made by `node.sync(...).optimizer(...)`.
 
-    Long because it is all of torch's interface, over two ways to step that share what is counted, averaged
-    and caught up with.
+    Long because its two ways to step share what is counted, averaged and caught up with.
     """
 
     def __init__(
         self, optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module | None, settings: Settings
     ) -> None:
         """Raises TypeError or ValueError for optimizers that cannot be wrapped, or share a parameter."""
-        if not optimizers or not all(isinstance(each, torch.optim.Optimizer) for each in optimizers):
-            raise TypeError("want an optimizer of torch, or several")
-        if any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
-            raise TypeError("LBFGS computes the loss anew within a step; it cannot train with peers")
-        self._inner = tuple(optimizers)
+        super().__init__(optimizers)
         self.settings = settings
         names = names_of(self._inner, model)
         self._parameters = Layout(names)
@@ -106,67 +101,17 @@ class PeerOptimizer(torch.optim.Optimizer):
         self._stepped_at = 0.0
         self._stats = Stats()
         self._status = "not in a run yet"
-        # Not `__init__`, which would make groups of its own: the base class stands on the wrapped ones.
-        super().__setstate__({})
-        self._warned_capturable_if_run_uncaptured = True
 
     # What torch expects of an optimizer
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # as the wrapped one has them
-        if len(self._inner) == 1:
-            return self._inner[0].param_groups
-        return [group for inner in self._inner for group in inner.param_groups]
-
-    @property
-    def state(self) -> "defaultdict[torch.Tensor, Any]":  # type: ignore[override]  # as above
-        if len(self._inner) == 1:
-            return self._inner[0].state
-        return defaultdict(dict, {key: value for inner in self._inner for key, value in inner.state.items()})
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]  # as above
-        return self._inner[0].defaults
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the wrapped optimizer."""
-        for inner in self._inner:
-            inner.zero_grad(set_to_none=set_to_none)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002 - torch's signature
-        """Refuse: what a run averages is agreed on when a peer joins it."""
-        raise ValueError("a run averages the parameters it began with: make it anew with all groups")
-
     def state_dict(self) -> dict[str, Any]:
-        """Return what the wrapped optimizer returns, with the global step beside it under `peerloom`.
-
-        Several are joined, their parameters numbered through. Either loads into the plain optimizer.
-        """
-        joined: dict[str, Any] = {"state": {}, "param_groups": []}
-        first = 0
-        for inner in self._inner:
-            own = inner.state_dict()
-            count = sum(len(group["params"]) for group in own["param_groups"])
-            joined["state"].update({first + number: value for number, value in own["state"].items()})
-            for group in own["param_groups"]:
-                numbers = [first + number for number in group["params"]]
-                joined["param_groups"].append({**group, "params": numbers})
-            first += count
-        return {**joined, "peerloom": {"global_step": self.global_step}}
+        """Return what the wrapped optimizer returns, with the global step beside it under `peerloom`."""
+        return {**super().state_dict(), "peerloom": {"global_step": self.global_step}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class or of the plain optimizer. The run's newer state wins, once it is
         joined."""
-        first = at = 0
-        for inner in self._inner:
-            groups = state_dict["param_groups"][at : at + len(inner.param_groups)]
-            at += len(groups)
-            count = sum(len(group["params"]) for group in groups)
-            numbered = range(first, first + count)
-            own = {n - first: value for n, value in state_dict["state"].items() if n in numbered}
-            shifted = [{**group, "params": [n - first for n in group["params"]]} for group in groups]
-            inner.load_state_dict({"state": own, "param_groups": shifted})
-            first += count
+        super().load_state_dict(state_dict)
         step = int(state_dict.get("peerloom", {}).get("global_step", 0))
         if step > self.global_step:
             self.global_step = step
