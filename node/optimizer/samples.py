@@ -1,49 +1,147 @@
-"""How many samples a step saw: the first dimension of what enters the model, unless the script says.
+"""How many samples the gradients are made of that are there now: counted at `backward`, not before.
 
-A script with three changed lines tells nobody its batch size. The outermost module that holds one of the
-optimizer's parameters is found at its first call; from then on only that one is watched.
+A batch that never reaches `backward` counts nothing, one whose gradients are dropped (`zero_grad`) counts no
+more, and each batch of an accumulation counts. The number is the person's own `batch_size`, or what the
+graph of the loss shows (`node.optimizer.graph`). `torch.autograd.backward`, through which every `backward` of
+torch goes, is watched while any optimizer counts; model and tensors hold nothing of this.
 """
 
-from collections.abc import Iterable
+import logging
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils.hooks import RemovableHandle
+
+from node.optimizer.graph import LossReader
+
+log = logging.getLogger("peerloom")
+HAND_MADE = "no backward() has put these gradients in place"
+
+_counters: "weakref.WeakSet[SampleCounter]" = weakref.WeakSet()
+_lock = threading.Lock()
+_plain = torch.autograd.backward
+"""What torch has there; it stands there again once nobody counts."""
 
 
 class SampleCounter:
-    """Counts samples that enter the model in training, between two calls of `take`."""
+    """Counts the samples in the gradients of some parameters."""
 
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        self._parameters = {id(parameter) for parameter in parameters}
-        self._counted = 0
-        self.has_seen = False
-        self._handle: RemovableHandle | None = register_module_forward_pre_hook(self._find)
+    def __init__(self, parameters: Sequence[torch.Tensor], batch_size: int | None = None) -> None:
+        """`batch_size`: how many samples each `backward` has, where the graph is not to say it."""
+        self.parameters = parameters
+        self._batch_size = batch_size
+        self._reader = LossReader()
+        self._is_within = self._has_warned = self._is_closed = False
+        self.last: int | None = None
+        """Samples of the last step of which they were known."""
+        self.forget()
+        with _lock:
+            _counters.add(self)
+            torch.autograd.backward = _watched
 
-    def take(self) -> int:
-        """Samples since the last call; 0 where none were seen."""
-        counted, self._counted = self._counted, 0
-        return counted
+    def forget(self) -> None:
+        """The gradients are dropped."""
+        self._samples = self._batches = 0
+        self._unknown = ""
+        self._seen: list[tuple[int, int] | None] = []
+
+    def of_step(self, given: int | None, run: str, *, is_needed: bool) -> int:
+        """Return how many samples a step is made of: the `given` number, or those that were counted; where
+        that is not known now, as many as in the last step.
+
+        Raises ValueError: a number below 0, or none was ever known though one `is_needed`.
+        """
+        found = self.take()
+        if given is not None:
+            if given < 0:
+                raise ValueError(f"step(samples={given}): a step is made of 0 samples or more")
+            self.last = int(given)
+        elif isinstance(found, int):
+            if self.last is None and found and self._batch_size is None:
+                log.info("run %r: a step here has %d samples, as its loss's graph shows", run, found)
+            self.last = found or self.last
+            return found
+        elif self.last is None and is_needed and not self._is_closed:
+            raise ValueError(
+                f"run {run!r}: how many samples this step has cannot be seen: {found}; say it at each step, "
+                "optimizer.step(samples=N), or once, me.optimizer(..., batch_size=N)"
+            )
+        elif is_needed and not self._has_warned and not self._is_closed:
+            self._has_warned = True
+            log.warning("run %r: a step counts %s samples, as the last did: %s", run, self.last, found)
+        return self.last or 0
+
+    def take(self) -> int | str:
+        """Return the samples since the last call, and begin anew; or why their number is not known."""
+        samples, batches, unknown = self._samples, self._batches, self._unknown
+        self.forget()
+        if unknown:
+            return unknown
+        if batches or all(parameter.grad is None for parameter in self.parameters):
+            return samples
+        return HAND_MADE if self._batch_size is None else self._batch_size
 
     def close(self) -> None:
-        """Watch no longer."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        """Count no longer: nobody asks for the number."""
+        self._is_closed = True
+        with _lock:
+            _counters.discard(self)
+            if not _counters and torch.autograd.backward is _watched:
+                torch.autograd.backward = _plain
 
-    def _find(self, module: torch.nn.Module, arguments: Any) -> None:  # noqa: ARG002 - torch's signature
-        if not any(id(parameter) in self._parameters for parameter in module.parameters()):
+    @contextmanager
+    def watch(self, losses: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Count what these losses add to the gradients meanwhile. One within another is part of it, as where
+        activations are computed anew."""
+        if self._is_within:
+            yield
             return
-        self.close()
-        # After the call: this first one is counted too.
-        self._handle = module.register_forward_hook(self._count, with_kwargs=True)
+        if self._batches and self._is_dropped():
+            self.forget()
+        before = self._marks()
+        self._is_within = True
+        try:
+            yield
+        finally:
+            self._is_within = False
+        self._seen = self._marks()
+        if self._seen == before:
+            return  # another model's
+        self._batches += 1
+        found = self._batch_size or self._reader.samples(losses)
+        if isinstance(found, str):
+            self._unknown = self._unknown or found
+        else:
+            self._samples += found
 
-    def _count(self, module: torch.nn.Module, arguments: Any, keywords: Any, output: Any) -> None:  # noqa: ARG002 - torch's signature
-        if not (module.training and torch.is_grad_enabled()):
-            return
-        for value in (*arguments, *keywords.values()):
-            if isinstance(value, torch.Tensor) and value.dim() > 0:
-                self._counted += value.shape[0]
-                self.has_seen = True
-                return
+    def _marks(self) -> list[tuple[int, int] | None]:
+        """What tells one state of the gradients from another, without a look at their numbers."""
+        return [
+            None if (gradient := parameter.grad) is None else (id(gradient), gradient._version)
+            for parameter in self.parameters
+        ]
+
+    def _is_dropped(self) -> bool:
+        """Whether the gradients that were counted are gone: the model's own `zero_grad` passes by here."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        if all(gradient is None for gradient in gradients):
+            return True
+        if self._marks() == self._seen:
+            return False
+        return not any(bool(gradient.any()) for gradient in gradients if gradient is not None)
+
+
+@wraps(_plain)
+def _watched(tensors: Any, *arguments: Any, **options: Any) -> None:
+    """`torch.autograd.backward`, seen by all that count."""
+    losses = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    with _lock:
+        counters = list(_counters)
+    with ExitStack() as stack:
+        for counter in counters:
+            stack.enter_context(counter.watch([each for each in losses if isinstance(each, torch.Tensor)]))
+        _plain(losses, *arguments, **options)

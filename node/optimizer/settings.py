@@ -16,8 +16,9 @@ class Settings:
 
     `codec`: how numbers are sent: float32, bfloat16, float16, int8, int4. `weighting`: by samples, or all
     equal. `window_seconds`: how long a round waits for peers that are not ready; `round_seconds_max`: how
-    long a step waits for a round. `samples_per_step`: the batch size, where it cannot be seen. `only_sends`:
-    this peer is behind a slow uplink and reduces nothing for others. `clip_grad_norm`: of the mean gradient.
+    long a step waits for a round. `batch_size`: how many samples each `backward` of this peer has, where the
+    loss's graph is not to say it (`node.optimizer.samples`). `only_sends`: this peer is behind a slow uplink
+    and reduces nothing for others. `clip_grad_norm`: of the mean gradient.
 
     `aggregate`: "mean", or a rule by which some peers may lie, such as "nnm-trimmed-mean", which "auto" is in
     a swarm without a key; in one with a key it is the mean (docs/averaging.md, "Rules").
@@ -40,7 +41,7 @@ class Settings:
     local_steps: int | None = None
     codec: str = "float32"
     weighting: Literal["samples", "equal"] = "samples"
-    samples_per_step: int | None = None
+    batch_size: int | None = None
     window_seconds: float = 5.0
     round_seconds_max: float = 60.0
     group_size_max: int = 64
@@ -56,8 +57,8 @@ class Settings:
     def __post_init__(self) -> None:
         if (self.target_batch_size is None) == (self.local_steps is None):
             raise ValueError("give either target_batch_size= (gradients) or local_steps= (tensors)")
-        if min(self.target_batch_size or 1, self.local_steps or 1, self.samples_per_step or 1) < 1:
-            raise ValueError("target_batch_size, local_steps and samples_per_step are at least 1")
+        if min(self.target_batch_size or 1, self.local_steps or 1, self.batch_size or 1) < 1:
+            raise ValueError("target_batch_size, local_steps and batch_size are at least 1")
         if self.local_steps is None and (self.strategy != "average" or self.average_moments):
             raise ValueError("strategy= and average_moments= are for local_steps=")
         if self.average_moments and self.strategy in OUTER:
@@ -70,14 +71,16 @@ class Settings:
 class Stats:
     """Where this peer is. Times in seconds, of this process.
 
-    `samples`: gathered here for the next global step. `total_samples`: by all peers that are as far.
-    `last_round`: the newest round that is over here, `last_error` why it averaged nothing. `blocked_seconds`:
-    how long `step` has worked or waited for the run, beside the wrapped optimizer.
+    `samples`: gathered here for the next global step, `step_samples`: of the last call of `step`.
+    `total_samples`: by all peers that are as far. `last_round`: the newest round that is over here,
+    `last_error` why it averaged nothing. `blocked_seconds`: how long `step` has worked or waited for the run,
+    beside the wrapped optimizer.
     """
 
     global_step: int = 0
     peers: int = 0
     samples: int = 0
+    step_samples: int = 0
     total_samples: int = 0
     rounds: int = 0
     rounds_failed: int = 0

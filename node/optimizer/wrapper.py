@@ -10,7 +10,7 @@ difference.
 
 Alone in its run it does, bit for bit, what the wrapped optimizer does (with a target batch: where one batch
 fills it). Peers, rounds and states can fail; training goes on, and `status` says why. Programming errors
-raise where they are made: a closure, a sparse gradient, a parameter group that is added later.
+raise where they are made: a sparse gradient, a first step that does not show how many samples it has.
 
 `clip_grad_norm_` before `step` clips this peer's own gradient; `clip_grad_norm=` clips the mean of a target
 batch. A `GradScaler` unscales before `step` and skips batches that are not finite: they do not count.
@@ -77,7 +77,7 @@ class PeerOptimizer(JoinedOptimizer):
         self._tensors = Layout([*names, *floating])
         if not self._parameters.items:
             raise ValueError("the optimizer trains no parameters: all are frozen")
-        self._counter = SampleCounter(slot.tensor for slot in self._parameters.slots)
+        self._counter = SampleCounter([slot.tensor for slot in self._parameters.slots], settings.batch_size)
         self._session: Session | None = None
         self._schedulers: list[GlobalScheduler] = []
         self.global_step = 0
@@ -102,7 +102,12 @@ class PeerOptimizer(JoinedOptimizer):
         self._stats = Stats()
         self._status = "not in a run yet"
 
-    # What torch expects of an optimizer
+    # What torch expects of an optimizer, and more
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the wrapped optimizer. Samples of gradients that no step has used count no more."""
+        super().zero_grad(set_to_none)
+        self._counter.forget()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the wrapped optimizer returns, with the global step beside it under `peerloom`."""
@@ -118,27 +123,30 @@ class PeerOptimizer(JoinedOptimizer):
             self._position.moved(step, self._stats.rounds)
             self._move_schedulers()
 
-    def step(  # type: ignore[override]  # one more argument
-        self, closure: Callable[[], Any] | None = None, samples: int | None = None
-    ) -> None:
-        """Make a step, or a part of one. `samples`: how many this batch had, where that cannot be seen.
+    def step(self, closure: Callable[[], Any] | None = None, samples: int | None = None) -> Any:
+        """Make a step, or a part of one. `samples`: how many the gradients are made of, where that is not to
+        be seen. A closure is called once, before all else, and what it returns is returned.
 
-        Raises TypeError for a closure: the gradients of others could not be computed anew. Raises ForkedChild
-        in a child that the training process has forked.
+        Raises ValueError at the first step where nothing says how many samples it has. Raises ForkedChild in
+        a child that the training process has forked.
         """
-        if closure is not None:
-            raise TypeError("a closure cannot be used with peers: call backward() first, then step()")
         self._refuse_in_child()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         begun = time.perf_counter()
         if self._stepped_at:
             self._step_seconds = 0.9 * self._step_seconds + 0.1 * (begun - self._stepped_at)
-        count = self._count(samples)
+        is_needed = self.settings.local_steps is None or self.settings.weighting == "samples"
+        count = self._counter.of_step(samples, self.settings.run_id, is_needed=is_needed)
         inside = self._step_local(count) if self.settings.local_steps else self._step_target(count)
         self._quietly(self._tell)
         self._quietly(self._share)
         self._stepped_at = time.perf_counter()
         blocked = self._stats.blocked_seconds + self._stepped_at - begun - inside
-        self._update(blocked_seconds=blocked)
+        self._update(blocked_seconds=blocked, step_samples=count)
+        return loss
 
     # What a user sees beside that
 
@@ -362,6 +370,9 @@ class PeerOptimizer(JoinedOptimizer):
         if self._session is not None and self._quietly(self._catch_up_if_behind):
             self._update(samples_dropped=self._stats.samples_dropped + samples)
             return 0.0
+        if not samples and not self._gathered_samples:
+            self._status = f"step {self.global_step}: this step has no gradients, so it adds none"
+            return 0.0
         if self._is_alone and self._gathered is None and samples >= target:
             # Nothing to gather: the gradients stay as autograd left them, to the bit.
             return self._make_step(None, samples, b"alone")
@@ -487,12 +498,6 @@ class PeerOptimizer(JoinedOptimizer):
         """Return what this peer and all that are as far have gathered."""
         awaited, target = self._session.view.awaited if self._session else {}, self.settings.target_batch_size
         return self._batch.total(self._gathered_samples, self.global_step, target or 0, awaited)
-
-    def _count(self, samples: int | None) -> int:
-        seen = self._counter.take()
-        if samples is None:
-            samples = self.settings.samples_per_step
-        return max(1, seen if samples is None else int(samples))
 
     def _averaged(self, made: Round) -> None:
         self._update(rounds=self._stats.rounds + 1, last_round=made, last_error="")

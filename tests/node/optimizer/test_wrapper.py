@@ -20,7 +20,6 @@ from node.errors import UsageError
 from node.library.sync import SyncNode
 from node.optimizer import plugins
 from node.optimizer.open import choose_rule
-from node.optimizer.samples import SampleCounter
 from node.optimizer.settings import Settings
 from node.optimizer.wrapper import PeerOptimizer
 
@@ -256,8 +255,8 @@ def test_what_cannot_be_done_with_peers_is_refused_by_name(nodes: Callable[[int]
     (me,) = nodes(1)
     model = model_of()
     optimizer = me.optimizer(adamw(model), "r", target_batch_size=32)
-    with pytest.raises(TypeError, match="closure"):
-        optimizer.step(lambda: 0.0)
+    with pytest.raises(TypeError, match="SparseAdam"):
+        me.optimizer(torch.optim.SparseAdam(model.parameters()), "s", local_steps=1)
     with pytest.raises(ValueError, match="make it anew"):
         optimizer.add_param_group({"params": []})
     with pytest.raises(ValueError, match="either target_batch_size"):
@@ -355,20 +354,6 @@ def test_training_goes_on_when_the_node_has_ended(tmp_path: Path) -> None:
             stepping.step()
     assert weights(plain) == weights(model)
     assert "the node has ended" in optimizer.status
-
-
-def test_samples_are_counted_where_they_enter_the_outermost_module() -> None:
-    model = model_of()
-    counter = SampleCounter(model[2].parameters())
-    model(input=batch_of(1, 5))
-    assert counter.take() == 5
-    model(batch_of(1, 7))
-    model(input=batch_of(1, 2))
-    with torch.no_grad():
-        model(batch_of(1, 3))
-    model.eval()(batch_of(1, 4))
-    assert counter.take() == 9
-    counter.close()
 
 
 PACKAGE = '''
