@@ -1,14 +1,30 @@
-"""A learning rate scheduler as a function of the run's global step, whoever made that step."""
+"""Learning rate schedulers as functions of the run's global step, whoever made that step.
 
+Schedulers of torch remember the step before, and some the learning rate that they find. So they run on
+stand-ins of the optimizers, which have their groups without parameters; what comes of it is written to the
+groups. A step back, as when a peer takes over an earlier state, begins anew on fresh stand-ins.
+"""
+
+import inspect
+import logging
 import warnings
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, CyclicLR, LambdaLR, LRScheduler, OneCycleLR
+from torch.optim.lr_scheduler import (
+    CosineAnnealingWarmRestarts,
+    CyclicLR,
+    LambdaLR,
+    LRScheduler,
+    OneCycleLR,
+    SequentialLR,
+)
 
-CHAINED_MAX = 10_000
-"""Steps times parameter groups that a scheduler is moved on by at once, one after the other: some 50 ms.
+log = logging.getLogger("peerloom")
+CHAINED_MAX = 20_000
+"""Steps times parameter groups that a scheduler is moved on by at once, one after the other: some 0.1 s.
 Beyond that it jumps, if its learning rate is known in closed form; else it is moved on by so many at each
 step, until it is there."""
 CLOSED = (LambdaLR, OneCycleLR, CyclicLR, CosineAnnealingWarmRestarts)
@@ -16,44 +32,195 @@ CLOSED = (LambdaLR, OneCycleLR, CyclicLR, CosineAnnealingWarmRestarts)
 
 
 class GlobalScheduler:
-    """Moves schedulers of torch to the global step. Calling `step` is not needed, and does nothing."""
+    """One scheduler of the run's global step. Calling `step` is not needed, and does nothing."""
 
-    def __init__(
-        self, make: Any, optimizers: Sequence[torch.optim.Optimizer], options: dict[str, Any]
-    ) -> None:
-        self._schedulers: list[LRScheduler] = [make(optimizer, **options) for optimizer in optimizers]
+    def __init__(self, make: Any, options: dict[str, Any]) -> None:
+        self._make = make
+        self._options = options
+        self._schedulers: list[Any] = []
+        self._is_over = False
+        self._steps: list[int] = []
+        self.name = str(getattr(make, "__name__", type(make).__name__))
 
     @property
     def last_epoch(self) -> int:
         """The step that the learning rates belong to."""
-        return int(self._schedulers[0].last_epoch)
+        return self._steps[0]
 
     def get_last_lr(self) -> list[float]:
         """The learning rates of all parameter groups."""
         return [float(rate) for scheduler in self._schedulers for rate in scheduler.get_last_lr()]
 
-    def step(self) -> None:
+    def step(self, epoch: int | None = None) -> None:
         """Do nothing: the optimizer moves its schedulers when the run makes a step."""
-
-    def move_to(self, step: int) -> None:
-        """Bring the learning rates to a global step; backwards is where they stay. Takes no longer for a step
-        that is far away."""
-        with warnings.catch_warnings():
-            # The step before may have been made by others: torch would miss this process's own.
-            warnings.simplefilter("ignore", UserWarning)
-            for scheduler in self._schedulers:
-                most = max(1, CHAINED_MAX // len(scheduler.optimizer.param_groups))
-                is_closed = hasattr(scheduler, "_get_closed_form_lr") or isinstance(scheduler, CLOSED)
-                if is_closed and step - scheduler.last_epoch > most:
-                    scheduler.step(step)
-                for _ in range(min(step - scheduler.last_epoch, most)):
-                    scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint: of all schedulers."""
         return {"schedulers": [scheduler.state_dict() for scheduler in self._schedulers]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state of a checkpoint."""
-        for scheduler, each in zip(self._schedulers, state["schedulers"], strict=True):
-            scheduler.load_state_dict(each)
+        """Do nothing: the step that all follows from is in the optimizer's state."""
+
+    def begin(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Make the schedulers of these, at step 0. Raises TypeError for one that follows no step."""
+        self._is_over = False
+        self._schedulers, self._steps = [], [0] * len(optimizers)
+        for optimizer in optimizers:
+            made = self._make(optimizer, **self._options)
+            self.name = type(made).__name__
+            _refuse_metrics(made)
+            self._schedulers.append(made)
+
+    def advance(self, step: int) -> None:
+        """Move on towards a step; a scheduler that fails there stays where it is, and a line says so."""
+        if self._is_over:
+            return
+        for number, scheduler in enumerate(self._schedulers):
+            most = max(1, CHAINED_MAX // len(scheduler.optimizer.param_groups))
+            try:
+                if step - self._steps[number] > most and _jump(scheduler, step):
+                    self._steps[number] = step
+                for _ in range(min(step - self._steps[number], most)):
+                    scheduler.step()
+                    self._steps[number] += 1
+            except Exception as error:  # of torch, as beyond the steps of OneCycleLR, or of a person's lambda
+                self._is_over = True
+                text = "run's step %d: %s goes no further, its last learning rate stays: %s: %s"
+                log.warning(text, step, self.name, type(error).__name__, error)
+                return
+
+
+class Schedules:
+    """All schedulers of one wrapped optimizer."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._schedulers: list[GlobalScheduler] = []
+        self._first: list[list[dict[str, Any]]] = []
+        self._doubles: list[torch.optim.Optimizer] = []
+        self._followed: set[str] = set()
+        """What schedulers have changed: learning rates, and momentum where one cycles it."""
+        self._step = 0
+
+    def add(self, make: Any, options: dict[str, Any]) -> GlobalScheduler:
+        """Return `make(optimizer, **options)` as a function of the step. Raises TypeError or ValueError for
+        one that cannot be that, and what it raises itself."""
+        if not self._schedulers:
+            self._first = [[_values(group) for group in each.param_groups] for each in self._optimizers]
+        added = GlobalScheduler(make, options)
+        with _without_warnings():
+            tried = GlobalScheduler(make, options)
+            tried.begin(self._stand_ins())
+            for scheduler in tried._schedulers:
+                try:
+                    scheduler.step()
+                except Exception as error:  # whatever a scheduler that is not torch's raises
+                    raise ValueError(f"{tried.name} does not follow the run's step: {error}") from error
+        self._schedulers.append(added)
+        self._begin()
+        self.move_to(self._step)
+        return added
+
+    def move_to(self, step: int) -> None:
+        """Bring the learning rates to a global step. Takes no longer for a step that is far away."""
+        if not self._schedulers:
+            self._step = step
+            return
+        with _without_warnings():
+            if step < self._step:
+                self._begin()
+            self._step = step
+            for scheduler in self._schedulers:
+                scheduler.advance(step)
+        self._write()
+
+    def _stand_ins(self) -> list[torch.optim.Optimizer]:
+        """Optimizers with the groups of the wrapped ones, as these were before any scheduler."""
+        return [
+            torch.optim.Optimizer(
+                [{**_values(group), "params": [torch.zeros(1)]} for group in groups], dict(each.defaults)
+            )
+            for each, groups in zip(self._optimizers, self._first, strict=True)
+        ]
+
+    def _begin(self) -> None:
+        self._doubles = self._stand_ins()
+        with _without_warnings():
+            for scheduler in self._schedulers:
+                scheduler.begin(self._doubles)
+
+    def _write(self) -> None:
+        """Give the groups what schedulers have changed of the stand-ins'."""
+        for optimizer, double, firsts in zip(self._optimizers, self._doubles, self._first, strict=True):
+            # A group that was added later has no schedule.
+            for group, made, first in zip(optimizer.param_groups, double.param_groups, firsts, strict=False):
+                for key, value in made.items():
+                    if key == "lr" or key not in first or not _equal(value, first[key]):
+                        self._followed.add(key)
+                    if key == "params" or key not in self._followed or _equal(group.get(key), value):
+                        continue
+                    if isinstance(group.get(key), torch.Tensor):
+                        group[key].fill_(value)
+                    else:
+                        group[key] = value
+
+
+def _values(group: dict[str, Any]) -> dict[str, Any]:
+    """A group without its parameters, with the learning rate that it had before any schedule."""
+    values = {
+        key: value.clone() if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }
+    if "initial_lr" in values:
+        first = values.pop("initial_lr")
+        values["lr"] = first.clone() if isinstance(first, torch.Tensor) else first
+    return values
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return one is not None and other is not None and bool(torch.as_tensor(one == other).all())
+    return bool(one == other)
+
+
+def _refuse_metrics(scheduler: Any) -> None:
+    """Raises TypeError for a scheduler whose step takes more than the step's number."""
+    name = type(scheduler).__name__
+    if not isinstance(scheduler, LRScheduler):
+        raise TypeError(f"{name} is no scheduler of torch")
+    needed = [
+        parameter.name
+        for parameter in inspect.signature(scheduler.step).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if needed:
+        raise TypeError(
+            f"{name}.step takes {', '.join(needed)}, so it is no function of the run's step, and peers would "
+            "train by different learning rates. Use a schedule of the step, such as CosineAnnealingLR; or, with "
+            f"local_steps=, where each peer may have its own, make {name}(optimizer) and step it yourself"
+        )
+
+
+def _jump(scheduler: Any, step: int) -> bool:
+    """Move a scheduler of a closed form to a step, without those between. Whether it has one."""
+    if type(scheduler) is SequentialLR:
+        at = bisect_right(scheduler._milestones, step)
+        part, begun = scheduler._schedulers[at], scheduler._milestones[at - 1] if at else 0
+        if _is_closed(part):
+            part.step(step - begun)
+            scheduler.last_epoch, scheduler._last_lr = step, part.get_last_lr()
+        return _is_closed(part)
+    if _is_closed(scheduler):
+        scheduler.step(step)
+    return _is_closed(scheduler)
+
+
+def _is_closed(scheduler: Any) -> bool:
+    return hasattr(scheduler, "_get_closed_form_lr") or isinstance(scheduler, CLOSED)
+
+
+def _without_warnings() -> "warnings.catch_warnings[None]":
+    """The step before may have been made by others: torch would miss this process's own."""
+    return warnings.catch_warnings(action="ignore", category=UserWarning)

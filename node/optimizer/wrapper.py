@@ -37,7 +37,7 @@ from node.optimizer.moments import keep_above_zero, moments_of
 from node.optimizer.plugins import own_codecs, strategy_maker
 from node.optimizer.position import RunPosition
 from node.optimizer.samples import SampleCounter
-from node.optimizer.schedule import GlobalScheduler
+from node.optimizer.schedule import GlobalScheduler, Schedules
 from node.optimizer.session import Exchanged, Pending, Session
 from node.optimizer.settings import Settings, Stats, names_of
 from node.optimizer.state import copy_state, outer_arrays, outer_of
@@ -79,7 +79,7 @@ class PeerOptimizer(JoinedOptimizer):
             raise ValueError("the optimizer trains no parameters: all are frozen")
         self._counter = SampleCounter([slot.tensor for slot in self._parameters.slots], settings.batch_size)
         self._session: Session | None = None
-        self._schedulers: list[GlobalScheduler] = []
+        self._schedules = Schedules(self._inner)
         self.global_step = 0
         self._lineage = self._origin()
         self._position = RunPosition(settings.local_steps)
@@ -121,7 +121,7 @@ class PeerOptimizer(JoinedOptimizer):
         if step > self.global_step:
             self.global_step = step
             self._position.moved(step, self._stats.rounds)
-            self._move_schedulers()
+            self._schedules.move_to(self.global_step)
 
     def step(self, closure: Callable[[], Any] | None = None, samples: int | None = None) -> Any:
         """Make a step, or a part of one. `samples`: how many the gradients are made of, where that is not to
@@ -166,11 +166,9 @@ class PeerOptimizer(JoinedOptimizer):
 
     def scheduler(self, make: Any, **options: Any) -> GlobalScheduler:
         """Return `make(optimizer, **options)`, a learning rate scheduler of torch, as a function of the run's
-        global step: a peer that joins late, or misses a round, has the learning rate of the others."""
-        scheduler = GlobalScheduler(make, self._inner, options)
-        self._schedulers.append(scheduler)
-        scheduler.move_to(self.global_step)
-        return scheduler
+        global step: a peer that joins late, or misses a round, has the learning rate of the others. `make` is
+        given a stand-in of the optimizer. Raises TypeError or ValueError for one that is no such function."""
+        return self._schedules.add(make, options)
 
     def finish(self, timeout_seconds: float = 60.0) -> bool:
         """Wait for a round that is under way, and use its result; whether none is left.
@@ -287,7 +285,7 @@ class PeerOptimizer(JoinedOptimizer):
             rounds=rounds,
         )
         self._gathered, self._gathered_samples = None, 0
-        self._move_schedulers()
+        self._schedules.move_to(self.global_step)
         self._status = f"caught up with step {self.global_step}"
         return True
 
@@ -305,7 +303,7 @@ class PeerOptimizer(JoinedOptimizer):
         self._steps_since_copy += 1
         self._steps_since_round += 1
         self._samples_since_round += samples
-        self._move_schedulers()
+        self._schedules.move_to(self.global_step)
         if self._steps_since_round >= (self.settings.local_steps or 1):
             self._quietly(self._begin_round)
         return seconds
@@ -454,7 +452,7 @@ class PeerOptimizer(JoinedOptimizer):
         self._position.made_step(self.global_step, is_common=digest != b"alone")
         total = self._total_samples() or samples
         self._gathered, self._gathered_samples = None, 0
-        self._move_schedulers()
+        self._schedules.move_to(self.global_step)
         if self._session is not None:
             self._session.stepped(self.global_step, total)
         self._status = self._alone_or_not()
@@ -529,10 +527,6 @@ class PeerOptimizer(JoinedOptimizer):
             outer = {} if self._strategy is None else self._strategy.state()
             arrays = copy_state(self._tensors, self._inner, self._counts) | outer_arrays(outer)
             self._session.offer(self.global_step, self._stats.rounds, self._lineage, arrays)
-
-    def _move_schedulers(self) -> None:
-        for scheduler in self._schedulers:
-            scheduler.move_to(self.global_step)
 
     def _alone_or_not(self) -> str:
         if self._session is None or self._session.error:

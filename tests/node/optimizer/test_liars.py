@@ -22,7 +22,7 @@ from node.averaging.transfer import Nothing
 from node.library.sync import SyncNode
 from node.optimizer.layout import Layout
 from node.optimizer.position import YOUNG_ROUNDS
-from node.optimizer.schedule import CHAINED_MAX, GlobalScheduler
+from node.optimizer.schedule import CHAINED_MAX, GlobalScheduler, Schedules
 from node.optimizer.state import check_state, copy_state
 from node.optimizer.wrapper import PeerOptimizer
 from tests.hostile.participant import LyingParticipant
@@ -344,18 +344,19 @@ def test_a_state_of_a_far_step_is_refused_at_once(start: Callable[[Options], Run
 
 @pytest.mark.parametrize("make", [partial(CosineAnnealingLR, T_max=20), partial(StepLR, step_size=30)])
 def test_a_scheduler_jumps_to_a_far_step(make: Callable[..., LRScheduler]) -> None:
-    def schedule() -> GlobalScheduler:
-        return GlobalScheduler(make, [torch.optim.SGD(model_of().parameters(), 0.1)], {})
+    def schedule() -> tuple[Schedules, GlobalScheduler]:
+        schedules = Schedules([torch.optim.SGD(model_of().parameters(), 0.1)])
+        return schedules, schedules.add(make, {})
 
-    jumped, chained = schedule(), schedule()
-    jumped.move_to(CHAINED_MAX + 7)
-    for step in range(0, CHAINED_MAX + 8, 1_000):
-        chained.move_to(step)
-    chained.move_to(CHAINED_MAX + 7)
+    (jumps, jumped), (steps, chained) = schedule(), schedule()
+    jumps.move_to(CHAINED_MAX + 7)
+    for step in range(0, CHAINED_MAX + 8, 10_000):
+        steps.move_to(step)
+    steps.move_to(CHAINED_MAX + 7)
     assert jumped.get_last_lr() == pytest.approx(chained.get_last_lr())
     begun = time.monotonic()
     for step in range(FAR, FAR + 20):
-        jumped.move_to(step)
+        jumps.move_to(step)
     assert jumped.last_epoch == FAR + 19
     assert time.monotonic() - begun < 1.0
 
@@ -364,8 +365,8 @@ def test_a_scheduler_jumps_to_a_far_step(make: Callable[..., LRScheduler]) -> No
 def test_a_scheduler_without_closed_form_moves_by_a_bounded_number_of_steps(groups: int) -> None:
     """With a group for each tensor, as some recipes have it, a step costs as many times more."""
     tensors = [{"params": [torch.zeros(1, requires_grad=True)]} for _ in range(groups)]
-    optimizer = torch.optim.SGD(tensors, 0.1)
-    scheduler = GlobalScheduler(MultiplicativeLR, [optimizer], {"lr_lambda": lambda _: 0.5})
+    schedules = Schedules([torch.optim.SGD(tensors, 0.1)])
+    scheduler = schedules.add(MultiplicativeLR, {"lr_lambda": lambda _: 0.5})
     for calls in (1, 2):
-        scheduler.move_to(FAR)
+        schedules.move_to(FAR)
         assert scheduler.last_epoch == calls * CHAINED_MAX // groups
