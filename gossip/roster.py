@@ -517,8 +517,10 @@ class Rosters:
         admits: Callable[[PeerId], bool] | None = None,
     ) -> Roster:
         """Take part in a run: see `Roster`. Raises ValueError: in this one already, or in too many."""
-        if run in self._rosters or len(self._rosters) >= RUNS_MAX:
-            raise ValueError("this node takes part in the run already, or in too many")
+        if run in self._rosters:
+            raise ValueError("this node takes part in it already; close that first, or use another name")
+        if len(self._rosters) >= RUNS_MAX:
+            raise ValueError(f"this node takes part in {RUNS_MAX} runs already; close one first")
         roster = self._rosters[run] = Roster(
             self._me, run, signature, self._rng, now, number, admits, self._participants_max, self._network_of
         )

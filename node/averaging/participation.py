@@ -152,6 +152,7 @@ class Participation:
             other_rules=Counter(
                 self.alike[each] for each in self.roster.stranger_signatures if each in self.alike
             ),
+            stranger_signatures=self.roster.stranger_signatures,
             reports=reports,
             awaited={peer: known[peer] for peer in known.keys() - self.expectations.unawaited},
         )

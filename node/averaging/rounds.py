@@ -20,12 +20,13 @@ class RunView:
     """The other participants of a run, and what they say.
 
     `strangers` are peers under the same name that average other tensors. `other_rules`: how many of them
-    average the same tensors by a rule of another name.
+    average the same tensors by a rule of another name. `stranger_signatures`: what each of them averages.
     """
 
     peers: int = 0
     strangers: int = 0
     other_rules: Mapping[str, int] = field(default_factory=dict)
+    stranger_signatures: Sequence[bytes] = field(default=(), repr=False)
     reports: Sequence[Report] = field(default=(), repr=False)
     awaited: Mapping[PeerId, Report] = field(default_factory=dict, repr=False)
     """Those of them that rounds wait for."""

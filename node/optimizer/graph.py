@@ -64,6 +64,22 @@ class LossReader:
         return count
 
 
+def reaches(losses: Iterable[torch.Tensor], parameters: Iterable[torch.Tensor]) -> bool:
+    """Return whether a loss's graph leads to one of these parameters."""
+    wanted = {id(parameter) for parameter in parameters}
+    todo: list[Any] = [loss.grad_fn for loss in losses]
+    seen: set[Any] = set()
+    while todo and len(seen) < NODES_MAX:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == LEAF and id(node.variable) in wanted:
+            return True
+        todo += [child for child, _ in node.next_functions]
+    return False
+
+
 def _operation(node: Any) -> str:
     """The operation's name without what tells its overloads apart; empty for none of torch's own."""
     name, backward, number = str(node.name()).partition("Backward")

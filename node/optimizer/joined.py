@@ -47,9 +47,11 @@ class JoinedOptimizer(torch.optim.Optimizer):
         for inner in self._inner:
             inner.zero_grad(set_to_none=set_to_none)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002 - torch's signature
-        """Refuse: what a run averages is agreed on when a peer joins it."""
-        raise ValueError("a run averages the parameters it began with: make it anew with all groups")
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As the wrapped optimizer. Raises ValueError where there are several: nobody says whose it is."""
+        if len(self._inner) > 1:
+            raise ValueError("several optimizers are wrapped: add the group to the one that is to train it")
+        self._inner[0].add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the wrapped optimizer returns. Several are joined, their parameters numbered through.

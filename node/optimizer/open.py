@@ -10,12 +10,11 @@ import torch
 from gossip.averaging.aggregates import chosen, obstacle_of
 from gossip.averaging.catalogue import NAMES
 from gossip.averaging.group import Aggregate
-from node.averaging.participation import Participation
-from node.averaging.signature import signatures_of
 from node.errors import UsageError
 from node.library.portal import Portal
+from node.optimizer.differences import classes_of, kind_of
+from node.optimizer.place import RunPlace
 from node.optimizer.plugins import strategy_maker
-from node.optimizer.session import Session
 from node.optimizer.settings import Settings
 from node.optimizer.wrapper import PeerOptimizer
 from node.text import admit_text
@@ -42,15 +41,15 @@ def open_optimizer(
     is_private = averaging.is_private or settings.admit != "open"
     door = portal.run(averaging.invitations.door, settings.run_id, settings.admit, settings.invitation)
     rule = choose_rule(settings, is_private=is_private)
-    signature, alike = signatures_of(kind_of(settings, several), wrapped.rows, rule)
-    run: Participation = portal.call_sync(averaging.open, settings.run_id, signature, None, rule, alike, door)
+    place = RunPlace(
+        portal, settings.run_id, kind_of(settings, classes_of(several)), rule, door, join_seconds
+    )
+    session = place.take(wrapped.rows, wrapped.give_up)
     if not is_private:
         who = admit_text(settings.admit, is_private=False)
         keeps_out = 'admit="invited", or a swarm with a key, keeps others out'
         log.warning("run %r: %s; averaged by %s; %s", settings.run_id, who, rule, keeps_out)
-    if portal.call_sync(lambda: len(me.members())):
-        portal.run(run.settle, join_seconds)
-    wrapped.join(Session(portal, run))
+    wrapped.join(session, place, rule)
     return wrapped
 
 
@@ -71,16 +70,6 @@ def choose_rule(settings: Settings, *, is_private: bool) -> Aggregate:
         return chosen(settings.aggregate, is_private=is_private, obstacle=obstacle)
     except ValueError as error:
         raise UsageError(f"optimizer: {error}") from None
-
-
-def kind_of(settings: Settings, optimizers: Sequence[Optimizer]) -> str:
-    """Return what has to agree beside the tensors: how they are trained, and by which optimizers."""
-    names = ",".join(type(each).__name__ for each in optimizers)
-    if settings.local_steps is not None:
-        moments = " moments" if settings.average_moments else ""
-        own = "" if settings.strategy == "average" else f" {settings.strategy}"
-        return f"local {names} {settings.codec}{own}{moments}"
-    return f"batch {settings.target_batch_size} {names} {settings.codec} {settings.clip_grad_norm}"
 
 
 __all__ = ["Module", "Optimizer", "PeerOptimizer", "open_optimizer"]

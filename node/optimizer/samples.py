@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 
-from node.optimizer.graph import LossReader
+from node.optimizer.graph import LossReader, reaches
 
 log = logging.getLogger("peerloom")
+NO_GRAPH = -1
+"""What torch names the graph that runs where none does."""
 HAND_MADE = "no backward() has put these gradients in place"
 
 _counters: "weakref.WeakSet[SampleCounter]" = weakref.WeakSet()
@@ -35,7 +37,7 @@ class SampleCounter:
         self.parameters = parameters
         self._batch_size = batch_size
         self._reader = LossReader()
-        self._is_within = self._has_warned = self._is_closed = False
+        self._has_warned = False
         self.last: int | None = None
         """Samples of the last step of which they were known."""
         self.forget()
@@ -65,12 +67,12 @@ class SampleCounter:
                 log.info("run %r: a step here has %d samples, as its loss's graph shows", run, found)
             self.last = found or self.last
             return found
-        elif self.last is None and is_needed and not self._is_closed:
+        elif self.last is None and is_needed:
             raise ValueError(
                 f"run {run!r}: how many samples this step has cannot be seen: {found}; say it at each step, "
                 "optimizer.step(samples=N), or once, me.optimizer(..., batch_size=N)"
             )
-        elif is_needed and not self._has_warned and not self._is_closed:
+        elif is_needed and not self._has_warned:
             self._has_warned = True
             log.warning("run %r: a step counts %s samples, as the last did: %s", run, self.last, found)
         return self.last or 0
@@ -85,32 +87,21 @@ class SampleCounter:
             return samples
         return HAND_MADE if self._batch_size is None else self._batch_size
 
-    def close(self) -> None:
-        """Count no longer: nobody asks for the number."""
-        self._is_closed = True
-        with _lock:
-            _counters.discard(self)
-            if not _counters and torch.autograd.backward is _watched:
-                torch.autograd.backward = _plain
-
     @contextmanager
     def watch(self, losses: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Count what these losses add to the gradients meanwhile. One within another is part of it, as where
-        activations are computed anew."""
-        if self._is_within:
+        """Count what these losses add to the gradients meanwhile. Gradients that they lead to none of are not
+        even looked at: another thread may write them."""
+        if not reaches(losses, self.parameters):
             yield
             return
         if self._batches and self._is_dropped():
             self.forget()
         before = self._marks()
-        self._is_within = True
-        try:
-            yield
-        finally:
-            self._is_within = False
-        self._seen = self._marks()
-        if self._seen == before:
-            return  # another model's
+        yield
+        after = self._marks()
+        if after == before:
+            return  # torch was given other inputs=
+        self._seen = after
         self._batches += 1
         found = self._batch_size or self._reader.samples(losses)
         if isinstance(found, str):
@@ -141,7 +132,13 @@ def _watched(tensors: Any, *arguments: Any, **options: Any) -> None:
     losses = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     with _lock:
         counters = list(_counters)
+        if not counters and torch.autograd.backward is _watched:
+            torch.autograd.backward = _plain
+    is_within = torch._C._current_graph_task_id() != NO_GRAPH
+    if is_within:  # activations that are computed anew: a part of what runs
+        counters = []
     with ExitStack() as stack:
+        seen = [each for each in losses if isinstance(each, torch.Tensor)]
         for counter in counters:
-            stack.enter_context(counter.watch([each for each in losses if isinstance(each, torch.Tensor)]))
+            stack.enter_context(counter.watch(seen))
         _plain(losses, *arguments, **options)

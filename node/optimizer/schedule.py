@@ -198,8 +198,8 @@ def _refuse_metrics(scheduler: Any) -> None:
     if needed:
         raise TypeError(
             f"{name}.step takes {', '.join(needed)}, so it is no function of the run's step, and peers would "
-            "train by different learning rates. Use a schedule of the step, such as CosineAnnealingLR; or, with "
-            f"local_steps=, where each peer may have its own, make {name}(optimizer) and step it yourself"
+            "train by different learning rates. Use a schedule of the step, such as CosineAnnealingLR; or, "
+            f"with local_steps=, where each may have its own, make {name}(optimizer) and step it yourself"
         )
 
 

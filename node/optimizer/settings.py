@@ -94,9 +94,10 @@ class Stats:
 
 
 def names_of(
-    optimizers: Iterable[torch.optim.Optimizer], model: torch.nn.Module | None
+    optimizers: Iterable[torch.optim.Optimizer], model: torch.nn.Module | None, *, is_thawed: bool = False
 ) -> list[tuple[str, torch.Tensor]]:
-    """The trained parameters in the order of their groups, with the model's names or numbers of their own."""
+    """The trained parameters in the order of their groups, with the model's names or numbers of their own;
+    `is_thawed`: frozen ones too."""
     known: Mapping[int, str] = (
         {} if model is None else {id(parameter): name for name, parameter in model.named_parameters()}
     )
@@ -108,6 +109,6 @@ def names_of(
                 if id(parameter) in seen:
                     raise ValueError("two of the optimizers train one parameter")
                 seen.add(id(parameter))
-                if parameter.requires_grad:
+                if parameter.requires_grad or is_thawed:
                     found.append((known.get(id(parameter), f"{number}.{at}.{place}"), parameter))
     return found

@@ -45,6 +45,10 @@ class Takeover:
         self.refused_count = 0
         """States that were refused for their loss."""
 
+    def train(self, layout: Layout, counts: Mapping[str, torch.Tensor]) -> None:
+        """Other tensors are trained from now on."""
+        self._layout, self._counts = layout, counts
+
     def take(self, session: Session, likely: LikelySteps) -> Snapshot | str:
         """Put a state of a likely step in place of the own one and return it; or return why there is none,
         where the own one stays."""

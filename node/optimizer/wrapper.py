@@ -25,23 +25,28 @@ import torch
 from blake3 import blake3
 
 from gossip.averaging.catalogue import EVERY_ROUND, group_size
+from gossip.averaging.group import Aggregate
 from gossip.averaging.reduction import Vector
 from gossip.averaging.strategies import Strategy
 from gossip.claims import LikelySteps
 from gossip.roster import Report
 from node.averaging.rounds import Round, Wanted
+from node.averaging.signature import Row
 from node.optimizer.batch import BatchSamples
+from node.optimizer.differences import Differences, classes_of
 from node.optimizer.joined import JoinedOptimizer
 from node.optimizer.layout import Layout
 from node.optimizer.moments import keep_above_zero, moments_of
+from node.optimizer.place import RunPlace
 from node.optimizer.plugins import own_codecs, strategy_maker
 from node.optimizer.position import RunPosition
 from node.optimizer.samples import SampleCounter
 from node.optimizer.schedule import GlobalScheduler, Schedules
 from node.optimizer.session import Exchanged, Pending, Session
-from node.optimizer.settings import Settings, Stats, names_of
+from node.optimizer.settings import Settings, Stats
 from node.optimizer.state import copy_state, outer_arrays, outer_of
 from node.optimizer.takeover import Takeover
+from node.optimizer.trained import TrainedTensors
 
 log = logging.getLogger("peerloom")
 WINDOW_STEPS = 3.0
@@ -69,21 +74,17 @@ class PeerOptimizer(JoinedOptimizer):
         """Raises TypeError or ValueError for optimizers that cannot be wrapped, or share a parameter."""
         super().__init__(optimizers)
         self.settings = settings
-        names = names_of(self._inner, model)
-        self._parameters = Layout(names)
-        buffers = [] if model is None else list(model.named_buffers())
-        floating = [(name, buffer) for name, buffer in buffers if buffer.is_floating_point()]
-        self._counts = {name: buffer for name, buffer in buffers if not buffer.is_floating_point()}
-        self._tensors = Layout([*names, *floating])
-        if not self._parameters.items:
-            raise ValueError("the optimizer trains no parameters: all are frozen")
-        self._counter = SampleCounter([slot.tensor for slot in self._parameters.slots], settings.batch_size)
+        self._trained = TrainedTensors(self._inner, model)
+        self._parameters, self._tensors = self._trained.parameters, self._trained.tensors
+        self._counter = SampleCounter(self._trained.all_parameters, settings.batch_size)
+        self._place: RunPlace | None = None
+        self._differences: Differences | None = None
         self._session: Session | None = None
         self._schedules = Schedules(self._inner)
         self.global_step = 0
         self._lineage = self._origin()
         self._position = RunPosition(settings.local_steps)
-        self._takeover = Takeover(self._tensors, self._inner, self._counts, settings.own_loss)
+        self._takeover = Takeover(self._tensors, self._inner, self._trained.counts, settings.own_loss)
         self._catch_up_at = 0.0
         self._gathered: Vector | None = None
         self._gathered_samples = 0
@@ -138,6 +139,7 @@ class PeerOptimizer(JoinedOptimizer):
         begun = time.perf_counter()
         if self._stepped_at:
             self._step_seconds = 0.9 * self._step_seconds + 0.1 * (begun - self._stepped_at)
+        self._look_at_tensors()
         is_needed = self.settings.local_steps is None or self.settings.weighting == "samples"
         count = self._counter.of_step(samples, self.settings.run_id, is_needed=is_needed)
         inside = self._step_local(count) if self.settings.local_steps else self._step_target(count)
@@ -188,6 +190,7 @@ class PeerOptimizer(JoinedOptimizer):
         if self._pending is not None and not self.finish(0.0):
             self._pending.cancel()
             self.finish(timeout_seconds)
+        self._look_at_tensors()
         rounds = self._stats.rounds
         self._quietly(self._begin_round)
         self.finish(timeout_seconds)
@@ -196,7 +199,6 @@ class PeerOptimizer(JoinedOptimizer):
 
     def close(self) -> None:
         """Take no further part in the run; it goes on as the plain optimizer."""
-        self._counter.close()
         if self._session is not None:
             self._session.close()
         self._status = "left the run"
@@ -208,12 +210,47 @@ class PeerOptimizer(JoinedOptimizer):
     # Joining
 
     @property
-    def rows(self) -> list[tuple[str, tuple[int, ...], str]]:
-        """What the run averages: for its signature."""
-        return list(self._tensors.rows)
+    def rows(self) -> tuple[Row, ...]:
+        """What the run averages, by name, shape and type: equal at all that average together."""
+        return self._tensors.rows
 
-    def join(self, session: Session) -> None:
+    def join(self, session: Session, place: RunPlace, rule: Aggregate) -> None:
         """Take part by this session. A run that has begun hands over its state first."""
+        self._place = place
+        self._differences = Differences(self.settings, classes_of(self._inner), rule, self._trained)
+        self._enter(session)
+
+    def give_up(self) -> None:
+        """Another optimizer of this script takes the place of this one."""
+        self.close()
+        self._status = "left the run: another optimizer of this script has taken its place"
+
+    def _look_at_tensors(self) -> None:
+        """Go on with what is trained now, where that has changed: with those that train the same."""
+        rows = self.rows
+        changed = self._trained.look()
+        if not changed:
+            return
+        log.warning("run %r, step %d: this peer %s", self.settings.run_id, self.global_step, changed)
+        self._parameters, self._tensors = self._trained.parameters, self._trained.tensors
+        self._sent, self._moments = self._tensors, []
+        self._counter.parameters = self._trained.all_parameters
+        self._takeover.train(self._tensors, self._trained.counts)
+        self._codecs = own_codecs(self.settings.codec, self._tensors.dtype)
+        self._update(samples_dropped=self._stats.samples_dropped + self._gathered_samples)
+        self._gathered, self._gathered_samples = None, 0
+        if self._pending is not None:
+            self._pending.cancel()
+            self._pending = None
+        if self._session is None or self._session.error or self._place is None or rows == self.rows:
+            return
+        if self._differences is not None:
+            self._differences.moved_on(rows)
+        session = self._quietly(self._place.change, self.rows)
+        if session is not None:
+            self._enter(session)
+
+    def _enter(self, session: Session) -> None:
         self._session = session
         self._status = "joining"
         self._quietly(self._catch_up_if_behind)
@@ -525,7 +562,7 @@ class PeerOptimizer(JoinedOptimizer):
         """Copy the state out where somebody waits for it."""
         if self._session is not None and self._session.wants_state(self.global_step):
             outer = {} if self._strategy is None else self._strategy.state()
-            arrays = copy_state(self._tensors, self._inner, self._counts) | outer_arrays(outer)
+            arrays = copy_state(self._tensors, self._inner, self._trained.counts) | outer_arrays(outer)
             self._session.offer(self.global_step, self._stats.rounds, self._lineage, arrays)
 
     def _alone_or_not(self) -> str:
@@ -539,12 +576,15 @@ class PeerOptimizer(JoinedOptimizer):
             )
             return f"{unlikely}; if they are right, start this script again to take their state"
         if view.peers:
-            return f"step {self.global_step}, {view.peers} peers"
-        unlike = view.strangers - sum(view.other_rules.values())
-        text = f"; {unlike} under this name train other tensors" if unlike else ""
-        for rule, count in sorted(view.other_rules.items()):
-            text += f'; {count} under this name average by aggregate = "{rule}"'
-        return f"alone in run {self.settings.run_id!r}{text}"
+            return f"step {self.global_step}, {view.peers} peers{self._unlike()}"
+        return f"alone in run {self.settings.run_id!r}{self._unlike()}"
+
+    def _unlike(self) -> str:
+        """Name what others under this run's name do otherwise."""
+        strays = self._trained.strays()
+        signatures = () if self._session is None else self._session.view.stranger_signatures
+        texts = [] if self._differences is None else self._differences.texts(signatures)
+        return "".join(f"; {text}" for text in [*texts, *([strays] if strays else [])])
 
     def _progress_text(self) -> str:
         target = self.settings.target_batch_size

@@ -9,8 +9,9 @@ from crypto.identity import PeerId
 from node.averaging.signature import signatures_of
 from node.averaging.transfer import PROTOCOL, TABLE_BYTES_MAX, Answer, Ask
 from node.library.sync import SyncNode
+from node.optimizer.differences import classes_of, kind_of
 from node.optimizer.layout import Layout
-from node.optimizer.open import choose_rule, kind_of
+from node.optimizer.open import choose_rule
 from node.optimizer.session import Session
 from node.optimizer.settings import Settings, names_of
 from node.optimizer.state import copy_state
@@ -31,7 +32,9 @@ class LyingParticipant:
         self._optimizer = optimizer
         portal = self._portal = me._portal
         rule = choose_rule(settings, is_private=False)
-        signature, _ = signatures_of(kind_of(settings, [optimizer]), list(self._layout.rows), rule)
+        signature, _ = signatures_of(
+            kind_of(settings, classes_of([optimizer])), list(self._layout.rows), rule
+        )
         averaging = portal.subject.averaging
         self.run = portal.call_sync(averaging.open, run_id, signature, None, rule)
         self._session = Session(portal, self.run)

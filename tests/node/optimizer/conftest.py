@@ -1,24 +1,44 @@
-"""A node for tests of one script, alone; tests of a module share it, each under a run of its own."""
+"""Nodes for tests of training scripts; tests of a module share them, each under a run of its own."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
 import node
+from crypto.contact import parse_address
 from node import config
 from node.library.sync import SyncNode
+
+
+def open_node(stack: ExitStack, folder: Path, *others: SyncNode) -> SyncNode:
+    """A node that knows these."""
+    settings = config.Config(
+        name=folder.name,
+        data_dir=folder,
+        swarm=config.Swarm(name="scripts", preset="local"),
+        listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
+        join=config.Join(lan=False, seeds=tuple(parse_address(other.addresses[0]) for other in others)),
+        resources=config.Resources(calibrate=False),
+    )
+    return stack.enter_context(node.sync(settings))
 
 
 @pytest.fixture(scope="module")
 def me(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncNode]:
     """A node, alone."""
-    settings = config.Config(
-        name="alone",
-        data_dir=tmp_path_factory.mktemp("alone") / "node",
-        swarm=config.Swarm(name="scripts", preset="local"),
-        listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
-        join=config.Join(lan=False),
-        resources=config.Resources(calibrate=False),
-    )
-    with node.sync(settings) as made:
-        yield made
+    with ExitStack() as stack:
+        yield open_node(stack, tmp_path_factory.mktemp("alone") / "me")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SyncNode, SyncNode]]:
+    """Two nodes that know each other."""
+    folder = tmp_path_factory.mktemp("pair")
+    with ExitStack() as stack:
+        one = open_node(stack, folder / "one")
+        other = open_node(stack, folder / "other", one)
+        for each in (one, other):
+            each.wait_for_members(1)
+        yield one, other

@@ -1,6 +1,7 @@
 """Samples are counted where they enter a gradient, whatever the model is and however a loop skips batches."""
 
 import copy
+import gc
 import math
 import subprocess
 import sys
@@ -14,7 +15,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
 from node.library.sync import SyncNode
+from node.optimizer import samples
 from node.optimizer.graph import LossReader
+from node.optimizer.samples import SampleCounter
 from node.optimizer.wrapper import PeerOptimizer
 
 torch.set_num_threads(1)
@@ -235,13 +238,16 @@ def test_a_compiled_model_is_counted_too(me: SyncNode) -> None:
     assert (optimizer.stats.step_samples, optimizer.stats.global_step) == (BATCH, 1)
 
 
-def test_a_closed_optimizer_counts_no_more(me: SyncNode) -> None:
+def test_torch_is_as_it_was_once_nobody_counts() -> None:
     model = model_of()
-    optimizer = me.optimizer(sgd(model), "closed", local_steps=2)
-    optimizer.close()
+    counters = [SampleCounter(list(model.parameters())) for _ in range(2)]
     backward(loss_of(model, batch_of(0)))
-    optimizer.step()
-    assert (optimizer.stats.step_samples, optimizer.stats.global_step) == (0, 1)
+    assert [each.take() for each in counters] == [BATCH, BATCH]
+    watched = torch.autograd.backward
+    counters.clear()
+    gc.collect()
+    backward(loss_of(model, batch_of(0)))
+    assert torch.autograd.backward is not watched or samples._counters, "other tests may count still"
 
 
 class Decoder(nn.Module):
@@ -293,7 +299,7 @@ def of_spectral_norms() -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("loss", "samples"),
+    ("loss", "count"),
     [
         (lambda: of_a_decoder(4), 4),
         (lambda: of_a_decoder(1), 1),
@@ -307,8 +313,8 @@ def of_spectral_norms() -> torch.Tensor:
         (lambda: loss_of(model_of(), batch_of(0, 9)).view(1), 9),
     ],
 )  # fmt: skip
-def test_the_graph_of_a_loss_shows_its_samples(loss: Callable[[], torch.Tensor], samples: int) -> None:
-    assert LossReader().samples([loss()]) == samples
+def test_the_graph_of_a_loss_shows_its_samples(loss: Callable[[], torch.Tensor], count: int) -> None:
+    assert LossReader().samples([loss()]) == count
 
 
 def of_two_batches() -> torch.Tensor:

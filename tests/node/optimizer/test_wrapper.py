@@ -257,14 +257,16 @@ def test_what_cannot_be_done_with_peers_is_refused_by_name(nodes: Callable[[int]
     optimizer = me.optimizer(adamw(model), "r", target_batch_size=32)
     with pytest.raises(TypeError, match="SparseAdam"):
         me.optimizer(torch.optim.SparseAdam(model.parameters()), "s", local_steps=1)
-    with pytest.raises(ValueError, match="make it anew"):
-        optimizer.add_param_group({"params": []})
     with pytest.raises(ValueError, match="either target_batch_size"):
         me.optimizer(adamw(model), "s", target_batch_size=1, local_steps=1)
     with pytest.raises(TypeError, match="LBFGS"):
         me.optimizer(torch.optim.LBFGS(model.parameters()), "s", local_steps=1)
     with pytest.raises(ValueError, match="one parameter"):
         me.optimizer([adamw(model), adamw(model)], "s", local_steps=1)
+    first, last = model_of()[0], model_of()[2]
+    several = me.optimizer([adamw(first), adamw(last)], "several", local_steps=1)
+    with pytest.raises(ValueError, match="several optimizers are wrapped"):
+        several.add_param_group({"params": []})
     words = torch.nn.Embedding(5, 3, sparse=True)
     sparse = me.optimizer(torch.optim.SGD(words.parameters(), 0.1), "s", target_batch_size=8)
     words(torch.tensor([1, 2])).sum().backward()

@@ -1,0 +1,95 @@
+"""This node's place in a run: it is taken once, and again when other tensors are trained than before.
+
+A notebook's cell is run again, and asks for a place that the optimizer before it holds: it takes it over.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from gossip.averaging.group import Aggregate
+from node.averaging.door import Door
+from node.averaging.participation import Participation
+from node.averaging.signature import Row, signatures_of
+from node.library.portal import Portal
+from node.optimizer.session import Session
+
+log = logging.getLogger("peerloom")
+Rows = tuple[Row, ...]
+
+_places: "weakref.WeakKeyDictionary[Portal[Any], dict[str, RunPlace]]" = weakref.WeakKeyDictionary()
+"""By node, and the run's name."""
+
+
+class RunPlace:
+    """One node's place in one run, for one optimizer."""
+
+    def __init__(
+        self,
+        portal: Portal[Any],
+        run_id: str,
+        kind: str,
+        rule: Aggregate,
+        door: Door | None,
+        join_seconds: float,
+    ) -> None:
+        self._portal = portal
+        self._run_id = run_id
+        self._kind = kind
+        self._rule: Aggregate = rule
+        self._door = door
+        self._join_seconds = join_seconds
+        self._rows: Rows = ()
+        self._session: Session | None = None
+        self._give_up: Callable[[], Callable[[], None] | None] = lambda: None
+
+    def take(self, rows: Rows, give_up: Callable[[], None]) -> Session:
+        """Take part with these tensors. `give_up`, a method, is called when another optimizer takes the place
+        over. Raises UsageError; ValueError where another one holds the place with other tensors."""
+        earlier = _places.setdefault(self._portal, {}).get(self._run_id)
+        if earlier is not None and earlier._is_held:
+            earlier._yield_to(rows)
+        session = self._enter(rows)
+        self._give_up = weakref.WeakMethod(give_up)
+        _places[self._portal][self._run_id] = self
+        return session
+
+    def change(self, rows: Rows) -> Session:
+        """Take part with other tensors than before: to others this peer leaves, and comes back. Raises
+        UsageError, PortalClosed."""
+        if self._session is not None:
+            self._session.close()
+        return self._enter(rows)
+
+    @property
+    def _is_held(self) -> bool:
+        return self._session is not None and not self._session.error
+
+    def _enter(self, rows: Rows) -> Session:
+        portal, me = self._portal, self._portal.subject
+        signature, alike = signatures_of(self._kind, rows, self._rule)
+        opened = partial(me.averaging.open, self._run_id, signature, None, self._rule, alike, self._door)
+        run: Participation = portal.call_sync(opened)
+        if portal.call_sync(lambda: len(me.members())):
+            portal.run(run.settle, self._join_seconds)
+        self._rows = rows
+        self._session = Session(portal, run)
+        return self._session
+
+    def _yield_to(self, rows: Rows) -> None:
+        """Give this place up for another optimizer of this node."""
+        assert self._session is not None
+        give_up = self._give_up()
+        if give_up is None:  # the optimizer is gone, and was not closed
+            self._session.close()
+            return
+        if rows != self._rows:
+            raise ValueError(
+                f"run {self._run_id!r}: an optimizer of this script takes part in it already, with other "
+                f"tensors ({len(self._rows)} there, {len(rows)} here). close() it first, as where a cell is "
+                "run again; or give this one another run_id, as where it trains another model"
+            )
+        log.warning("run %r: this optimizer takes the place of the one that was made before", self._run_id)
+        give_up()
