@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from blake3 import blake3
 
 from gossip.averaging.reduction import Vector
 
@@ -55,6 +56,12 @@ class Layout:
         """A vector of the right size; its contents are undefined."""
         vector: Vector = np.empty(self.items, self.dtype)
         return vector
+
+    def digest(self) -> bytes:
+        """The hash of the numbers: equal where two scripts began with the same seed."""
+        vector = self.empty()
+        self.copy_out(vector)
+        return blake3(vector.data.cast("B")).digest()
 
     def copy_out(self, out: Vector, tensors: Sequence[torch.Tensor | None] | None = None) -> None:
         """Write the tensors, or others of the same shapes (None: zeros), into `out`."""

@@ -49,6 +49,14 @@ class TrainedTensors:
         """What would be averaged had nobody told the model."""
         return Layout(names_of(self._optimizers, None))
 
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Return the gradient of each trained parameter. Raises TypeError for a sparse one."""
+        found = [slot.tensor.grad for slot in self.parameters.slots]
+        for slot, gradient in zip(self.parameters.slots, found, strict=True):
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise TypeError(f"{slot.name}: a sparse gradient cannot be averaged; use sparse=False")
+        return found
+
     def look(self) -> str:
         """Look again. Return what has changed, with names; empty where nothing has, or all is frozen now."""
         if self._marked() == self._marks:

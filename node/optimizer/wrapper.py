@@ -34,6 +34,7 @@ from node.averaging.rounds import Round, Wanted
 from node.averaging.signature import Row
 from node.optimizer.batch import BatchSamples
 from node.optimizer.differences import Differences, classes_of
+from node.optimizer.health import Health
 from node.optimizer.joined import JoinedOptimizer
 from node.optimizer.layout import Layout
 from node.optimizer.moments import keep_above_zero, moments_of
@@ -45,6 +46,7 @@ from node.optimizer.schedule import GlobalScheduler, Schedules
 from node.optimizer.session import Exchanged, Pending, Session
 from node.optimizer.settings import Settings, Stats
 from node.optimizer.state import copy_state, outer_arrays, outer_of
+from node.optimizer.status import StatusLine
 from node.optimizer.takeover import Takeover
 from node.optimizer.trained import TrainedTensors
 
@@ -82,7 +84,7 @@ class PeerOptimizer(JoinedOptimizer):
         self._session: Session | None = None
         self._schedules = Schedules(self._inner)
         self.global_step = 0
-        self._lineage = self._origin()
+        self._lineage = self._tensors.digest()
         self._position = RunPosition(settings.local_steps)
         self._takeover = Takeover(self._tensors, self._inner, self._trained.counts, settings.own_loss)
         self._catch_up_at = 0.0
@@ -101,7 +103,8 @@ class PeerOptimizer(JoinedOptimizer):
         self._step_seconds = 0.0
         self._stepped_at = 0.0
         self._stats = Stats()
-        self._status = "not in a run yet"
+        self._line = StatusLine("not in a run yet")
+        self._health = Health()
 
     # What torch expects of an optimizer, and more
 
@@ -154,8 +157,17 @@ class PeerOptimizer(JoinedOptimizer):
 
     @property
     def status(self) -> str:
-        """One line: what this peer does in its run now, or why it does not."""
-        return self._status
+        """One sentence: what this peer does in its run or waits for, for how long, and what ends that."""
+        parts = [self._health.sickness() or self._line.sentence(), self._health.failures()]
+        return "; ".join(part for part in parts if part)
+
+    @property
+    def _status(self) -> str:
+        return self._line.text
+
+    @_status.setter
+    def _status(self, text: str) -> None:
+        self._line.say(text)
 
     @property
     def stats(self) -> Stats:
@@ -274,12 +286,6 @@ class PeerOptimizer(JoinedOptimizer):
             except (KeyError, ValueError):  # what others handed over lacks something
                 self._strategy = self._make_strategy(vector)
 
-    def _origin(self) -> bytes:
-        """The hash of the parameters as they are: equal where two scripts began with the same seed."""
-        vector = self._tensors.empty()
-        self._tensors.copy_out(vector)
-        return blake3(vector.data.cast("B")).digest()
-
     @property
     def _others(self) -> list[Report]:
         """What the other members say that have a state."""
@@ -366,6 +372,10 @@ class PeerOptimizer(JoinedOptimizer):
             self._sent = Layout([*((slot.name, slot.tensor) for slot in self._tensors.slots), *self._moments])
         vector = self._sent.empty()
         self._sent.copy_out(vector)
+        if not self._health.is_finite(self._sent, vector):
+            self._steps_since_round = 0
+            self._update(last_error=self._health.sickness())
+            return
         weight = float(max(1, self._samples_since_round)) if self.settings.weighting == "samples" else 1.0
         self._steps_since_copy = self._steps_since_round = self._samples_since_round = 0
         self._pending = self._session.exchange(
@@ -401,7 +411,7 @@ class PeerOptimizer(JoinedOptimizer):
     def _step_target(self, samples: int) -> float:
         """Gather, and step once the batch of all is full; how long the wrapped step took."""
         target = self.settings.target_batch_size or 1
-        gradients = self._gradients()
+        gradients = self._trained.gradients()
         if self._session is not None and self._quietly(self._catch_up_if_behind):
             self._update(samples_dropped=self._stats.samples_dropped + samples)
             return 0.0
@@ -411,6 +421,10 @@ class PeerOptimizer(JoinedOptimizer):
         if self._is_alone and self._gathered is None and samples >= target:
             # Nothing to gather: the gradients stay as autograd left them, to the bit.
             return self._make_step(None, samples, b"alone")
+        if not self._health.has_finite(self._parameters, gradients):
+            dropped = self._stats.samples_dropped + samples
+            self._update(samples_dropped=dropped, last_error=self._health.sickness())
+            return 0.0
         if self._gathered is None:
             self._gathered = self._parameters.empty()
             self._gathered.fill(0)
@@ -495,13 +509,6 @@ class PeerOptimizer(JoinedOptimizer):
         self._status = self._alone_or_not()
         return seconds
 
-    def _gradients(self) -> list[torch.Tensor | None]:
-        found = [slot.tensor.grad for slot in self._parameters.slots]
-        for slot, gradient in zip(self._parameters.slots, found, strict=True):
-            if gradient is not None and gradient.layout is not torch.strided:
-                raise TypeError(f"{slot.name}: a sparse gradient cannot be averaged; use sparse=False")
-        return found
-
     # Common
 
     @property
@@ -535,12 +542,14 @@ class PeerOptimizer(JoinedOptimizer):
         return self._batch.total(self._gathered_samples, self.global_step, target or 0, awaited)
 
     def _averaged(self, made: Round) -> None:
+        self._health.averaged()
         self._update(rounds=self._stats.rounds + 1, last_round=made, last_error="")
         self._position.made_round(self.global_step, self._stats.rounds)
         rule = "" if made.aggregate == "mean" else f", {made.aggregate} survives {made.liars_max} liars"
         self._status = f"averaged with {len(made.shares)} peers in {made.seconds:.1f} s{rule}"
 
     def _failed(self, made: Round | None, error: str) -> None:
+        self._health.failed(error)
         failed = self._stats.rounds_failed + 1
         self._update(rounds_failed=failed, last_round=made or self._stats.last_round, last_error=error)
         self._status = f"nothing was averaged: {error}"

@@ -127,7 +127,8 @@ def test_alone_it_is_the_plain_optimizer_to_the_bit(
             each.step()
     assert weights(plain) == weights(wrapped)
     assert optimizer.stats.global_step == 12
-    assert optimizer.status == "alone in run 'r'"
+    assert optimizer.status.startswith("alone in run 'r', for ")
+    assert optimizer.status.endswith(" s; it trains by itself until another peer joins")
     # Its state goes into a plain optimizer, and a plain one's into it.
     again = make(plain)
     again.load_state_dict(optimizer.state_dict())

@@ -1,0 +1,95 @@
+"""Why a peer brings nothing to its run: numbers that are not finite, and rounds that fail in a row.
+
+A vector that is not finite would fail the round of the whole group, so it is not sent, and the status says so
+until a finite one is there.
+"""
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from gossip.averaging.reduction import Vector
+from node.optimizer.layout import Layout
+from node.optimizer.trained import listed
+
+FAILURES_MIN = 2
+"""Rounds in a row that failed, from which on the status says so: one fails now and then."""
+ENDS = "a checkpoint that is loaded ends that, or this script started again, which takes the run's state"
+
+
+class Health:
+    """What is wrong with one peer, and since when. Times are of `time.monotonic`."""
+
+    def __init__(self) -> None:
+        self._sick = ""
+        self._ends = ""
+        self._sick_at = 0.0
+        self._batches = 0
+        self._failures = 0
+        self._failed_at = 0.0
+        self._error = ""
+
+    def has_finite(self, layout: Layout, gradients: Sequence[torch.Tensor | None]) -> bool:
+        """Return whether these gradients may be sent; remembers where they may not."""
+        there = [gradient for gradient in gradients if gradient is not None]
+        if not there or all(bool(norm.isfinite()) for norm in torch._foreach_norm(there)):
+            return self._is_well()
+        names = [
+            slot.name
+            for slot, gradient in zip(layout.slots, gradients, strict=True)
+            if gradient is not None and not bool(gradient.isfinite().all())
+        ]
+        if not names:  # a norm may overflow
+            return self._is_well()
+        self._batches += 1
+        own = [slot.name for slot in layout.slots if not bool(slot.tensor.isfinite().all())]
+        if own:
+            self._is_sick(f"its parameters are not finite ({listed(own)})", ENDS)
+        else:
+            text = f"its gradients are not finite ({listed(names)}; {self._batches} batches, left out)"
+            self._is_sick(text, "a batch whose gradients are finite ends that")
+        return False
+
+    def is_finite(self, layout: Layout, vector: Vector) -> bool:
+        """Return whether these tensors, written into a vector, may be sent; remembers where they may not."""
+        flat = torch.from_numpy(vector)
+        if bool(flat.sum().isfinite()) or bool(flat.isfinite().all()):
+            return self._is_well()
+        names = [slot.name for slot in layout.slots if not bool(flat[slot.begin : slot.end].isfinite().all())]
+        self._is_sick(f"its tensors are not finite ({listed(names)})", ENDS)
+        return False
+
+    def averaged(self) -> None:
+        """A round has succeeded here."""
+        self._failures = 0
+
+    def failed(self, error: str) -> None:
+        """A round has failed here."""
+        if not self._failures:
+            self._failed_at = time.monotonic()
+        self._failures += 1
+        self._error = error
+
+    def sickness(self) -> str:
+        """Return why this peer sends nothing, since when, and what ends that; empty where it is well."""
+        if not self._sick:
+            return ""
+        seconds = time.monotonic() - self._sick_at
+        return f"this peer brings nothing for {seconds:.0f} s: {self._sick}; {self._ends}"
+
+    def failures(self) -> str:
+        """Return how many rounds in a row have failed, and why the last one; empty where few did."""
+        if self._failures < FAILURES_MIN:
+            return ""
+        seconds = time.monotonic() - self._failed_at
+        return f"{self._failures} rounds in a row failed here in {seconds:.0f} s, the last: {self._error}"
+
+    def _is_well(self) -> bool:
+        self._sick, self._batches = "", 0
+        return True
+
+    def _is_sick(self, text: str, ends: str) -> None:
+        if not self._sick:
+            self._sick_at = time.monotonic()
+        self._sick, self._ends = text, ends

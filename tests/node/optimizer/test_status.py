@@ -1,0 +1,74 @@
+"""A status is one sentence: what a peer waits for, for how long, what ends it; and why it brings nothing."""
+
+import math
+import re
+
+import torch
+
+from node.library.sync import SyncNode
+from node.optimizer.status import StatusLine
+from tests.node.optimizer.test_changes import make_pair
+from tests.node.optimizer.test_wrapper import adamw, backward, batch_of, model_of, together, weights
+
+Pair = tuple[SyncNode, SyncNode]
+
+
+def test_a_peer_whose_gradients_are_not_finite_says_so_and_spoils_no_step(pair: Pair) -> None:
+    peers = make_pair(pair, "sick gradients", model_of, target_batch_size=64)
+    (model, well), (sick_model, sick) = peers
+    for number in range(2):
+        backward(sick_model, batch_of(number) * math.inf)
+        sick.step()
+    said = sick.status
+    assert re.match(r"this peer brings nothing for \d+ s: its gradients are not finite \(0\.weight", said)
+    assert "2 batches, left out); a batch whose gradients are finite ends that" in said
+    assert sick.stats.last_error == said
+    assert sick.stats.samples_dropped == 64
+
+    def train(at: int) -> None:
+        trained, optimizer = peers[at]
+        while optimizer.stats.global_step < 2:
+            backward(trained, batch_of(10 + at))
+            optimizer.step()
+
+    together(lambda: train(0), lambda: train(1))
+    assert "brings nothing" not in sick.status
+    assert weights(model) == weights(sick_model)
+    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+    assert well.stats.samples_dropped == 0
+
+
+def test_a_peer_whose_parameters_are_not_finite_is_told_what_ends_it(pair: Pair) -> None:
+    peers = make_pair(pair, "sick parameters", model_of, local_steps=1)
+    model, optimizer = peers[0]
+    healthy = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        model[2].bias.fill_(math.nan)  # type: ignore[operator]  # a parameter
+    assert not optimizer.average_now(1.0)
+    assert re.match(
+        r"this peer brings nothing for \d+ s: its tensors are not finite \(2\.bias\); a checkpoint that is",
+        optimizer.status,
+    )
+    model.load_state_dict(healthy)
+    assert together(*(each.average_now for _, each in peers)) == [True] * 2
+    assert "brings nothing" not in optimizer.status
+
+
+def test_a_batch_that_is_not_full_says_what_it_waits_for(me: SyncNode) -> None:
+    model = model_of()
+    optimizer = me.optimizer(adamw(model), "waits", target_batch_size=100)
+    backward(model, batch_of(0))
+    optimizer.step()
+    wanted = r"step 0: 32 of 100 samples, 0 peers, for \d+ s; the step is made once they are there"
+    assert re.fullmatch(wanted, optimizer.status)
+
+
+def test_a_state_that_lasts_counts_from_when_it_began() -> None:
+    line = StatusLine("joining")
+    assert line.sentence() == "joining"
+    line.say("step 3: 4 of 8 samples, 1 peers")
+    line._since -= 5
+    line.say("step 3: 6 of 8 samples, 1 peers")
+    assert line.sentence().startswith("step 3: 6 of 8 samples, 1 peers, for 5 s; ")
+    line.say("alone in run 'r'")
+    assert line.sentence() == "alone in run 'r', for 0 s; it trains by itself until another peer joins"
