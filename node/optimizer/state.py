@@ -65,7 +65,11 @@ def check_state(snapshot: Snapshot, layout: Layout, counts: Mapping[str, torch.T
         if name.startswith("memory/"):
             owner, _, key = name.removeprefix("memory/").rpartition("/")
             memories[owner] = memories.get(owner, 0) + 1
-            if owner not in shapes or row.shape not in ((), (1,), shapes[owner]) or len(key) > KEY_LENGTH_MAX:
+            if (
+                owner not in shapes
+                or not _may_remember(row.shape, shapes[owner])
+                or len(key) > KEY_LENGTH_MAX
+            ):
                 return f"the state of others has an unknown memory {name[:80]}"
             if memories[owner] > MEMORIES_MAX:
                 return "the state of others remembers too much"
@@ -125,6 +129,15 @@ def outer_of(snapshot: Snapshot, layout: Layout) -> dict[str, Vector]:
         for name, (row, data) in snapshot.arrays().items()
         if name.startswith("outer/") and row.shape == (layout.items,) and row.dtype == layout.dtype
     }
+
+
+def _may_remember(shape: tuple[int, ...], parameter: tuple[int, ...]) -> bool:
+    """Whether an optimizer may remember a tensor of this shape: a number, or one of the parameter's shape, of
+    which some dimensions may be reduced to one, as Adafactor's."""
+    is_like = len(shape) == len(parameter) and all(
+        own in (1, theirs) for own, theirs in zip(shape, parameter, strict=True)
+    )
+    return shape in ((), (1,)) or is_like
 
 
 def size_of(layout: Layout) -> int:

@@ -47,3 +47,31 @@ SCHEDULERS: dict[str, OfSchedule] = {
     "SWALR": OfSchedule(partial(swa_utils.SWALR, swa_lr=0.01)),
     "ReduceLROnPlateau": OfSchedule(lr_scheduler.ReduceLROnPlateau, is_function=False),
 }
+
+
+OPTIMIZERS: dict[str, dict[str, Any] | str] = {
+    "Adadelta": {},
+    "Adafactor": {},
+    "Adagrad": {},
+    "Adam": {"amsgrad": True},
+    "AdamW": {},
+    "Adamax": {},
+    "ASGD": {},
+    "LBFGS": "it computes the loss anew within a step",
+    "Muon": {},
+    "NAdam": {},
+    "RAdam": {},
+    "RMSprop": {"momentum": 0.5, "centered": True},
+    "Rprop": {},
+    "SGD": {"momentum": 0.9},
+    "SparseAdam": "its gradients are sparse, which cannot be averaged; Adam can",
+}
+"""Each optimizer class of torch with its options, or why it is refused."""
+
+
+def optimizer_of(name: str, parameters: Any) -> torch.optim.Optimizer:
+    """One of torch's optimizers that is not refused."""
+    options = OPTIMIZERS[name]
+    assert isinstance(options, dict)
+    made: torch.optim.Optimizer = getattr(torch.optim, name)(parameters, lr=0.01, **options)
+    return made
