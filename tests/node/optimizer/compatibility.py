@@ -75,3 +75,73 @@ def optimizer_of(name: str, parameters: Any) -> torch.optim.Optimizer:
     assert isinstance(options, dict)
     made: torch.optim.Optimizer = getattr(torch.optim, name)(parameters, lr=0.01, **options)
     return made
+
+
+TESTS = "tests/node/optimizer/"
+MORE: tuple[tuple[str, str, str], ...] = (
+    (
+        "GradScaler",
+        "works; a batch that it skips does not count",
+        "test_samples.py::test_a_skipped_batch_is_no_part_of_the_step",
+    ),
+    (
+        "gradient accumulation",
+        "works; each batch counts",
+        "test_samples.py::test_each_batch_of_an_accumulation_counts",
+    ),
+    (
+        "NaN guards, `continue`",
+        "work; a batch without a step does not count",
+        "test_samples.py::test_a_skipped_batch_is_no_part_of_the_step",
+    ),
+    (
+        "`clip_grad_norm_`, `clip_grad_value_`",
+        "work on this peer's gradient; `clip_grad_norm=` clips the mean",
+        "test_scripts.py::test_clipping_before_a_step_clips_this_peers_gradient",
+    ),
+    (
+        "a closure",
+        "works; it is called once",
+        "test_scripts.py::test_a_closure_is_called_once_and_its_loss_returned",
+    ),
+    ("EMA, `AveragedModel`", "works", "test_scripts.py::test_an_average_of_weights_follows_the_model"),
+    ("`torch.compile` of the model", "works", "test_samples.py::test_a_compiled_model_is_counted_too"),
+    (
+        "`torch.compile` of model and loss in one",
+        "works with `batch_size=`; the first step asks for it",
+        "test_scripts.py::test_a_loss_that_is_compiled_whole_asks_for_the_batch_size",
+    ),
+    (
+        "checkpoint and resume",
+        "work; `state_dict` loads with `weights_only=True`, and into the plain optimizer",
+        "test_scripts.py::test_a_script_goes_on_from_its_checkpoint",
+    ),
+    (
+        "`torch.save(model)`, `copy.deepcopy(model)`",
+        "work; nothing of ours is in them",
+        "test_samples.py::test_what_is_saved_of_a_model_loads_without_this_package",
+    ),
+    (
+        "parameters thawed, frozen or added later",
+        "work; with those that train the same",
+        "test_changes.py::test_parameters_that_are_thawed_later_are_averaged_too",
+    ),
+    (
+        "a dict as input, `model.eval()`, no module",
+        "work",
+        "test_samples.py::test_samples_are_seen_whatever_calls_the_parameters",
+    ),
+    (
+        "DistributedDataParallel (gloo, one process)",
+        "works",
+        "test_scripts.py::test_a_model_in_torchs_own_ddp_trains",
+    ),
+    ("accelerate 1.15", "works, its accumulation too", "test_frameworks.py::test_accelerate_prepares_it"),
+    ("Lightning 2.6, automatic and manual", "works", "test_frameworks.py::test_lightning_trains_with_it"),
+    (
+        "the Trainer of transformers 5.23",
+        "works, with `optimizers=(optimizer, scheduler)`",
+        "test_frameworks.py::test_the_trainer_of_transformers_takes_it",
+    ),
+)
+"""What scripts have beside schedulers and optimizers: what becomes of it, and the test that shows it."""

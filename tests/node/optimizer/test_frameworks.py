@@ -1,10 +1,9 @@
 """Training frameworks take the wrapper for an optimizer of torch; alone it gives what the plain one gives.
 
-Each runs where it is installed (extra `frameworks`). Lightning hands a closure to `step`, which is refused:
-it trains by its manual optimization, with the optimizer as it is.
+Each runs where it is installed (extra `frameworks`). Lightning hands a closure to `step` where it optimizes
+automatically.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +11,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-import node
-from node import config
 from node.library.sync import SyncNode
 
 STEPS, BATCH = 6, 8
-
-
-@pytest.fixture
-def me(tmp_path: Path) -> Iterator[SyncNode]:
-    """A node, alone."""
-    settings = config.Config(
-        name="alone",
-        data_dir=tmp_path / "node",
-        swarm=config.Swarm(name="frameworks", preset="local"),
-        listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
-        join=config.Join(lan=False),
-        resources=config.Resources(calibrate=False),
-    )
-    with node.sync(settings) as made:
-        yield made
 
 
 def model_of() -> torch.nn.Sequential:
@@ -66,7 +48,7 @@ def flat(model: torch.nn.Module) -> torch.Tensor:
 def test_accelerate_prepares_it(me: SyncNode) -> None:
     accelerate = pytest.importorskip("accelerate")
     model = model_of()
-    wrapped = me.optimizer(adamw(model), "r", local_steps=2)
+    wrapped = me.optimizer(adamw(model), "accelerate", local_steps=2)
     accelerator = accelerate.Accelerator(cpu=True)
     prepared, optimizer, loader = accelerator.prepare(model, wrapped, DataLoader(data(), BATCH))
     for inputs, targets in loader:
@@ -74,8 +56,22 @@ def test_accelerate_prepares_it(me: SyncNode) -> None:
         accelerator.backward(torch.nn.functional.mse_loss(prepared(inputs), targets))
         accelerator.clip_grad_norm_(prepared.parameters(), 1e9)
         optimizer.step()
-    assert wrapped.stats.global_step == STEPS
+    assert (wrapped.stats.global_step, wrapped.stats.step_samples) == (STEPS, BATCH)
     torch.testing.assert_close(flat(model), plainly(model_of()))
+
+
+def test_accelerate_accumulates_with_it(me: SyncNode) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = model_of()
+    wrapped = me.optimizer(adamw(model), "accumulate", target_batch_size=2 * BATCH)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    prepared, optimizer, loader = accelerator.prepare(model, wrapped, DataLoader(data(), BATCH))
+    for inputs, targets in loader:
+        with accelerator.accumulate(prepared):
+            accelerator.backward(torch.nn.functional.mse_loss(prepared(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert (wrapped.stats.global_step, wrapped.stats.step_samples) == (STEPS // 2, 2 * BATCH)
 
 
 def test_the_trainer_of_transformers_takes_it(me: SyncNode, tmp_path: Path) -> None:
@@ -93,7 +89,7 @@ def test_the_trainer_of_transformers_takes_it(me: SyncNode, tmp_path: Path) -> N
             return {"loss": torch.nn.functional.mse_loss(self.net(inputs), targets)}
 
     model = Regression()
-    wrapped = me.optimizer(adamw(model), "r", local_steps=2)
+    wrapped = me.optimizer(adamw(model), "trainer", local_steps=2)
     scheduler = torch.optim.lr_scheduler.ConstantLR(wrapped, 1.0)
     arguments = transformers.TrainingArguments(
         output_dir=str(tmp_path / "trainer"),
@@ -112,15 +108,16 @@ def test_the_trainer_of_transformers_takes_it(me: SyncNode, tmp_path: Path) -> N
     trainer = transformers.Trainer(model, arguments, train_dataset=rows, optimizers=(wrapped, scheduler))
     before = flat(model)
     trainer.train()
-    assert wrapped.stats.global_step == STEPS
+    assert (wrapped.stats.global_step, wrapped.stats.step_samples) == (STEPS, BATCH)
     assert not torch.equal(before, flat(model))
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning's own, of torch 2.13
-def test_lightning_trains_with_it_by_manual_optimization(me: SyncNode, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_automatic", [True, False])
+def test_lightning_trains_with_it(me: SyncNode, tmp_path: Path, is_automatic: bool) -> None:
     lightning = pytest.importorskip("lightning")
     model = model_of()
-    wrapped = me.optimizer(adamw(model), "r", local_steps=2)
+    wrapped = me.optimizer(adamw(model), f"lightning {is_automatic}", local_steps=2)
 
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]  # a module that may be missing
         """Any module, with an optimizer that was made outside."""
@@ -128,14 +125,18 @@ def test_lightning_trains_with_it_by_manual_optimization(me: SyncNode, tmp_path:
         def __init__(self) -> None:
             super().__init__()
             self.net = model
-            self.automatic_optimization = False
+            self.automatic_optimization = is_automatic
 
-        def training_step(self, batch: Any, number: int) -> None:
+        def training_step(self, batch: Any, number: int) -> Any:
             del number
+            loss = torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])
+            if is_automatic:
+                return loss
             optimizer = self.optimizers(use_pl_optimizer=False)
             optimizer.zero_grad()
-            self.manual_backward(torch.nn.functional.mse_loss(self.net(batch[0]), batch[1]))
+            self.manual_backward(loss)
             optimizer.step()
+            return None
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return wrapped
@@ -150,5 +151,5 @@ def test_lightning_trains_with_it_by_manual_optimization(me: SyncNode, tmp_path:
         default_root_dir=str(tmp_path),
     )
     trainer.fit(Module(), DataLoader(data(), BATCH))
-    assert wrapped.stats.global_step == STEPS
+    assert (wrapped.stats.global_step, wrapped.stats.step_samples) == (STEPS, BATCH)
     torch.testing.assert_close(flat(model), plainly(model_of()))
