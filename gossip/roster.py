@@ -67,6 +67,7 @@ SILENT_SECONDS = 8.0
 
 Subject = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
 Hash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Settings = Annotated[bytes, msgspec.Meta(max_length=16)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
 """Counts reports from the wall clock in milliseconds on: enough for the next 6,900 years."""
 
@@ -78,7 +79,8 @@ class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
     what it has gathered for the next one, `claimed_rounds` how many rounds it has averaged. `lineage` is a
     hash over all that its state came from: peers at one step with other lineages have drifted apart.
     `has_state`: others may fetch it. `number` counts its reports, so that a late one changes nothing. `asks`:
-    send me yours, and names.
+    send me yours, and names. `settings`: short hashes of the numbers by which it made that step, for people;
+    empty where peers may differ.
     """
 
     run: Hash
@@ -90,6 +92,7 @@ class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
     lineage: Hash
     has_state: bool = False
     asks: bool = False
+    settings: Settings = b""
 
     @property
     def step(self) -> ClaimedCount:
@@ -283,7 +286,15 @@ class Roster:
         return max(SILENT_SECONDS, 8 * self._interval_seconds)
 
     def tell(
-        self, now: float, *, step: int, samples: int, rounds: int, lineage: bytes, has_state: bool
+        self,
+        now: float,
+        *,
+        step: int,
+        samples: int,
+        rounds: int,
+        lineage: bytes,
+        has_state: bool,
+        settings: bytes = b"",
     ) -> Sends:
         """Say how far this peer is. It is sent with the next report; at once, where others may wait for
         it."""
@@ -295,6 +306,7 @@ class Roster:
             claimed_rounds=rounds,
             lineage=lineage,
             has_state=has_state,
+            settings=settings,
         )
         if self._own != before:
             self._tell_at = min(self._tell_at, max(now, self._told_at + SOON_SECONDS))

@@ -7,7 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import trio
@@ -129,15 +129,10 @@ class Participation:
 
     # What others see
 
-    def tell(self, *, step: int, samples: int, rounds: int, lineage: bytes, has_state: bool) -> None:
-        """Say how far this peer is."""
-        if self.ended:
-            return
-        self._service.tell(
-            lambda now: self.roster.tell(
-                now, step=step, samples=samples, rounds=rounds, lineage=lineage, has_state=has_state
-            )
-        )
+    def tell(self, **said: Any) -> None:
+        """Say how far this peer is, and by which settings it made its step: see `Roster.tell`."""
+        if not self.ended:
+            self._service.tell(lambda now: self.roster.tell(now, **said))
 
     @property
     def view(self) -> RunView:

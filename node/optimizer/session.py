@@ -75,10 +75,25 @@ class Session:
         if self.error != CLOSED:
             self._portal.refuse_in_child()
 
-    def tell(self, *, step: int, samples: int, rounds: int, lineage: bytes, has_state: bool) -> None:
-        """Say how far this peer is."""
+    def tell(
+        self,
+        *,
+        step: int,
+        samples: int,
+        rounds: int,
+        lineage: bytes,
+        has_state: bool,
+        settings: bytes = b"",
+    ) -> None:
+        """Say how far this peer is, and by which settings it made its step."""
         said = partial(
-            self._run.tell, step=step, samples=samples, rounds=rounds, lineage=lineage, has_state=has_state
+            self._run.tell,
+            step=step,
+            samples=samples,
+            rounds=rounds,
+            lineage=lineage,
+            has_state=has_state,
+            settings=settings,
         )
         self._post(said)
 

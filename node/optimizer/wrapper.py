@@ -35,6 +35,7 @@ from node.averaging.signature import Row
 from node.optimizer.batch import BatchSamples
 from node.optimizer.differences import Differences, classes_of
 from node.optimizer.health import Health
+from node.optimizer.hyperparameters import differences, settings_of
 from node.optimizer.joined import JoinedOptimizer
 from node.optimizer.layout import Layout
 from node.optimizer.moments import keep_above_zero, moments_of
@@ -101,6 +102,7 @@ class PeerOptimizer(JoinedOptimizer):
         self._steps_since_round = 0
         self._samples_since_round = 0
         self._step_seconds = 0.0
+        self._used = b""
         self._stepped_at = 0.0
         self._stats = Stats()
         self._line = StatusLine("not in a run yet")
@@ -158,7 +160,9 @@ class PeerOptimizer(JoinedOptimizer):
     @property
     def status(self) -> str:
         """One sentence: what this peer does in its run or waits for, for how long, and what ends that."""
-        parts = [self._health.sickness() or self._line.sentence(), self._health.failures()]
+        reports = [] if self._session is None else self._session.view.reports
+        drift = differences(self._used, self.global_step, reports, self.param_groups)
+        parts = [self._health.sickness() or self._line.sentence(), self._health.failures(), drift]
         return "; ".join(part for part in parts if part)
 
     @property
@@ -329,6 +333,7 @@ class PeerOptimizer(JoinedOptimizer):
         )
         self._gathered, self._gathered_samples = None, 0
         self._schedules.move_to(self.global_step)
+        self._used = b""  # others made that step
         self._status = f"caught up with step {self.global_step}"
         return True
 
@@ -494,6 +499,7 @@ class PeerOptimizer(JoinedOptimizer):
             torch.nn.utils.clip_grad_norm_(
                 [slot.tensor for slot in self._parameters.slots], self.settings.clip_grad_norm
             )
+        self._used = settings_of(self._inner)
         begun = time.perf_counter()
         for inner in self._inner:
             inner.step()
@@ -565,6 +571,7 @@ class PeerOptimizer(JoinedOptimizer):
                 rounds=self._stats.rounds,
                 lineage=self._lineage,
                 has_state=not self._position.lacks_state,
+                settings=self._used,
             )
 
     def _share(self) -> None:

@@ -1,0 +1,56 @@
+"""The numbers by which a step of a target batch was made: equal at all peers, or their models drift apart.
+
+Each peer tells short hashes of them with its step, so that others can say in what they differ.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from blake3 import blake3
+
+from gossip.roster import Report
+
+PART_BYTES = 4
+"""A hash of each kind of numbers: by chance two are equal once in four billion."""
+MOMENTUM = frozenset({"momentum", "betas", "dampening", "nesterov", "alpha", "rho", "beta2_decay"})
+OWN = frozenset({"params", "foreach", "fused", "capturable", "differentiable", "initial_lr", "param_names"})
+"""What peers may have of their own: how a step is computed, not what it makes."""
+KINDS = ("learning rate", "momentum", "weight_decay, eps or other number")
+
+
+def settings_of(optimizers: Sequence[torch.optim.Optimizer]) -> bytes:
+    """Return a hash of each kind of numbers in the groups, one after the other."""
+    parts: list[list[Any]] = [[], [], []]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for key in sorted(group.keys() - OWN):
+                place = 0 if key == "lr" else 1 if key in MOMENTUM else 2
+                parts[place].append((key, _plain(group[key])))
+    return b"".join(blake3(repr(part).encode()).digest()[:PART_BYTES] for part in parts)
+
+
+def differences(own: bytes, step: int, reports: Iterable[Report], groups: Sequence[Mapping[str, Any]]) -> str:
+    """Name in what others made this step otherwise, by what they tell; empty where in nothing."""
+    counts = [0] * len(KINDS)
+    for report in reports:
+        if own and report.step.equals(step) and len(report.settings) == len(own):
+            for place in range(len(KINDS)):
+                part = slice(PART_BYTES * place, PART_BYTES * (place + 1))
+                counts[place] += report.settings[part] != own[part]
+    rates = ", ".join(f"{float(group['lr']):g}" for group in groups[:4])
+    texts = [
+        f"{count} made step {step} by another {kind}" + (f" (here {rates})" if place == 0 else "")
+        for place, (count, kind) in enumerate(zip(counts, KINDS, strict=True))
+        if count
+    ]
+    return ", ".join(texts) + ": models drift apart until all have the same" if texts else ""
+
+
+def _plain(value: Any) -> Any:
+    """A value that is written the same wherever it is: a tensor as its numbers."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return tuple(_plain(each) for each in value)
+    return value
