@@ -245,8 +245,12 @@ class Roster:
 
     def takes_part(self, peer: PeerId) -> bool:
         """Return whether a peer is listed with the same tensors, and admitted."""
+        return self.lists(peer) and self.admits(peer)
+
+    def lists(self, peer: PeerId) -> bool:
+        """Return whether a peer is among `claims`."""
         known = self._peers.get(peer)
-        return known is not None and known.report.signature == self.signature and self.admits(peer)
+        return known is not None and known.report.signature == self.signature
 
     @property
     def strangers(self) -> int:

@@ -43,6 +43,7 @@ class _Record:
     """What one peer did. `misses` count since it last came in time while it was waited for."""
 
     has_completed: bool = False
+    has_ever_completed: bool = False
     failures: int = 0
     withdrawals: int = 0
     left_out_until: float = -inf
@@ -83,7 +84,7 @@ class Attendance:
         """These contributed to a round that was completed here."""
         for peer in peers:
             record = self._record(peer)
-            record.has_completed = True
+            record.has_completed = record.has_ever_completed = True
             record.failures = record.withdrawals = 0
             record.left_out_until = -inf
             record.is_tried = False
@@ -167,6 +168,11 @@ class Attendance:
         """Return whether this peer was in a round that was completed here, and has not failed since."""
         record = self._records.get(peer)
         return record is not None and record.has_completed
+
+    def has_ever_completed(self, peer: PeerId) -> bool:
+        """Return whether this peer was in a round that was completed here, whatever it did since."""
+        record = self._records.get(peer)
+        return record is not None and record.has_ever_completed
 
     def is_passed_over(self, peer: PeerId) -> bool:
         """Return whether this peer failed to propose a group when it last was its turn."""

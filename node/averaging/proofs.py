@@ -18,14 +18,13 @@ from crypto.facts import Signer
 from crypto.identity import PeerId
 from gossip.averaging.attempt import Attempt
 from gossip.averaging.evidence import EVIDENCE_BYTES_MAX, PROTOCOL, Evidence, liar_of
+from gossip.averaging.proof_table import KEPT_MAX, KeptProof, ProofTable, Standing
 from node.averaging.rounds import Gate
-from node.containment import contain
+from node.containment import keep_running
 from node.errors import StreamClosed, Unreachable
 from node.protocols.calls import conversation
 from node.seams import Seams, Stream, StreamLimits
 
-KEPT_MAX = 256
-"""Proofs of all runs; the oldest make room. A liar pays an identity for each."""
 TOLD_MAX = 6
 """Members that a node tells of one proof: with as many, a rumour misses one of 400."""
 INTRODUCED_MAX = 4
@@ -33,13 +32,16 @@ INTRODUCED_MAX = 4
 TELL_SECONDS = 10.0
 STREAMS = StreamLimits(message_bytes_max=EVIDENCE_BYTES_MAX, streams_per_peer_max=2)
 FILE = "averaging-proofs"
-FILE_BYTES_MAX = KEPT_MAX * EVIDENCE_BYTES_MAX
-Kept = Annotated[tuple[Evidence, ...], msgspec.Meta(max_length=KEPT_MAX)]
+FILE_BYTES_MAX = KEPT_MAX * (EVIDENCE_BYTES_MAX + 16)
+SAVE_SECONDS = 1.0
+"""Between two times that the file is written: it holds all proofs, and anybody may bring one more."""
+Kept = Annotated[tuple[KeptProof, ...], msgspec.Meta(max_length=KEPT_MAX)]
 
 
 class Proofs:
     """The proofs that a node knows. `members` are the others of a run that it is in, None where it is in none
-    of this key; `found` is called for each new proof."""
+    of this key; `standing` says what a peer is to this node in a run; `found` is called for each new
+    proof."""
 
     def __init__(
         self,
@@ -47,6 +49,7 @@ class Proofs:
         signer: Signer,
         *,
         members: Callable[[bytes], Collection[PeerId] | None],
+        standing: Callable[[bytes, PeerId], Standing],
         found: Callable[[bytes, PeerId, str], None],
         refuse: Callable[[PeerId, RemoteProtocolError], None],
     ) -> None:
@@ -55,7 +58,8 @@ class Proofs:
         self._members = members
         self._found = found
         self._refuse = refuse
-        self._kept: dict[tuple[bytes, PeerId], Evidence] = {}
+        self._table = ProofTable(standing)
+        self._unsaved = trio.Event()
         self._nursery: trio.Nursery | None = None
         seams.network.handle(PROTOCOL, self._serve, STREAMS)
 
@@ -64,24 +68,24 @@ class Proofs:
         self._nursery = nursery
         data = await self._seams.executor.run(partial(self._seams.storage.read, FILE))
         try:
-            kept: tuple[Evidence, ...] = decode(data or encode(()), Kept, bytes_max=FILE_BYTES_MAX)
-            for evidence in kept:
-                self._kept[evidence.group.name, liar_of(evidence, self._signer)] = evidence
+            kept: tuple[KeptProof, ...] = decode(data or encode(()), Kept, bytes_max=FILE_BYTES_MAX)
+            self._table.load([(liar_of(each.evidence, self._signer), each) for each in kept])
         except RemoteProtocolError:
             pass  # a file that was damaged, or of another swarm: proofs are found again
+        nursery.start_soon(keep_running, "keeping of proofs", self._save)
 
     def is_out(self, run: bytes, peer: PeerId) -> bool:
         """Return whether this peer was proved to lie in the run of this key."""
-        return (run, peer) in self._kept
+        return (run, peer) in self._table
 
     def introduce(self, run: bytes, peer: PeerId) -> None:
-        """Tell a peer that has just come into the run what is known, the newest first. Of many members some
-        do."""
+        """Tell a peer that has just come into the run what is known, those liars first that matter most here.
+        Of many members some do."""
         members = len(self._members(run) or ())
-        proofs = [proof for (each, liar), proof in self._kept.items() if each == run and liar != peer]
         if self._nursery is None or self._seams.rng.random() * members >= TOLD_MAX:
             return
-        for proof in proofs[: -INTRODUCED_MAX - 1 : -1]:
+        proofs = [proof for liar, proof in self._table.of_run(run) if liar != peer]
+        for proof in proofs[:INTRODUCED_MAX]:
             self._nursery.start_soon(self._tell, peer, proof)
 
     def look(self, attempt: Attempt) -> None:
@@ -93,23 +97,29 @@ class Proofs:
         """Keep what holds, and pass it on the first time. Raises RemoteProtocolError: it proves nothing."""
         run, author = evidence.group.name, PeerId(evidence.first.author)
         members = self._members(run)
-        if members is None or (run, author) in self._kept:
+        if members is None or (run, author) in self._table:
             return
         liar_of(evidence, self._signer)
-        if len(self._kept) >= KEPT_MAX:
-            del self._kept[next(iter(self._kept))]
-        self._kept[run, author] = evidence
+        if not self._table.add(author, evidence):
+            return
+        self._unsaved.set()
         others = [peer for peer in members if peer not in (author, teller)]
         told = self._seams.rng.sample(others, min(TOLD_MAX, len(others)))
         if self._nursery is not None:
-            self._nursery.start_soon(self._keep, tuple(self._kept.values()))
             for peer in told:
                 self._nursery.start_soon(self._tell, peer, evidence)
         self._found(run, author, evidence.purpose)
 
-    async def _keep(self, kept: tuple[Evidence, ...]) -> None:
-        with contain("keeping of proofs"):
-            await self._seams.executor.run(partial(self._seams.storage.write, FILE, encode(kept)))
+    async def _save(self) -> None:
+        """Write what is kept whenever it has changed. Runs until cancelled."""
+        while True:
+            await self._unsaved.wait()
+            self._unsaved = trio.Event()
+            kept = self._table.kept
+            await self._seams.executor.run(
+                lambda kept=kept: self._seams.storage.write(FILE, encode(kept))  # type: ignore[misc]  # bound now
+            )
+            await trio.sleep(SAVE_SECONDS)
 
     async def _tell(self, peer: PeerId, evidence: Evidence) -> None:
         try:

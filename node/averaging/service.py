@@ -22,6 +22,7 @@ from gossip import matchmaking, roster
 from gossip.averaging.group import Aggregate
 from gossip.averaging.messages import OPENING_BYTES_MAX, Opening
 from gossip.averaging.messages import PROTOCOL as ATTEMPT_PROTOCOL
+from gossip.averaging.proof_table import Standing
 from node.averaging.context import Service
 from node.averaging.declarations import Declarations
 from node.averaging.door import Door
@@ -97,7 +98,14 @@ class Averaging:
         self.early = EarlyStreams(self._early_rank)
         """Streams that wait for an attempt which is not known here yet."""
         self._nursery: trio.Nursery | None = None
-        self.proofs = Proofs(seams, signer, members=self._members_of, found=self._liar_found, refuse=refuse)
+        self.proofs = Proofs(
+            seams,
+            signer,
+            members=self._members_of,
+            standing=self._standing,
+            found=self._liar_found,
+            refuse=refuse,
+        )
         """The members of runs that were proved to lie."""
         seams.network.handle(ATTEMPT_PROTOCOL, self._serve, STREAMS)
         StateServer(seams.network, self._snap, self._kept)
@@ -302,6 +310,12 @@ class Averaging:
     def _members_of(self, key: bytes) -> Collection[PeerId] | None:
         run = self._runs.get(key)
         return None if run is None else tuple(run.roster.reports)
+
+    def _standing(self, key: bytes, peer: PeerId) -> Standing:
+        run = self._runs.get(key)
+        if run is not None and run.expectations.attendance.has_ever_completed(peer):
+            return Standing.COMPLETED
+        return Standing.LISTED if run is not None and run.roster.lists(peer) else Standing.UNKNOWN
 
     def _liar_found(self, key: bytes, peer: PeerId, purpose: str) -> None:
         run = self._runs[key]

@@ -1,6 +1,7 @@
 """A member that signs two results of one round is proved to lie, by real nodes, and is out of the run."""
 
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,23 @@ from blake3 import blake3
 
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
-from crypto.facts import Fact
+from crypto.facts import Fact, IdentitySigner, Signer
+from crypto.identity import Identity, PeerId
 from gossip.averaging import attempt as attempts
 from gossip.averaging.attempt import Attempt
 from gossip.averaging.codecs import view_of
-from gossip.averaging.evidence import Evidence, liar_of
+from gossip.averaging.evidence import PROTOCOL, Evidence, liar_of
+from gossip.averaging.group import NONCE_BYTES, Member
 from gossip.averaging.messages import SEAL_PURPOSE, Chunk, Holding, Seal, SealBody, root_of
+from gossip.averaging.proof_table import ProofTable
 from node.events import LiarProved
+from node.protocols.calls import conversation
 from node.runtime import Node
+from tests.gossip.averaging.network import group_of
 from tests.node.averaging.test_average import average_all, nodes, settings
 
 ITEMS = 4 * 4_096
+ROOM = 16
 
 
 class TwoFaced(Attempt):
@@ -56,9 +63,10 @@ class TwoFaced(Attempt):
         return self._changed(super().wake(*arguments))
 
 
-async def test_a_node_that_seals_twice_is_out_of_the_run_also_after_a_restart(
+async def test_a_node_that_seals_twice_stays_out_over_a_flood_and_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("node.averaging.proofs.ProofTable", partial(ProofTable, kept_max=ROOM))
     given = [{"w": np.full(ITEMS, float(number), np.float32)} for number in range(4)]
     async with AsyncExitStack() as stack:
         found = await stack.enter_async_context(nodes(tmp_path, 4))
@@ -87,10 +95,32 @@ async def test_a_node_that_seals_twice_is_out_of_the_run_also_after_a_restart(
         assert [each.error for each in again] == [""] * 3
         assert len(again[0].shares) == 3, "without the liar"
         key = victim.averaging.runs[0].key
+        await flood(found[2], victim, key)
         assert victim.averaging.proofs.is_out(key, liar.peer)
     async with Node(settings(tmp_path, "n1")) as back:
         assert back.peer == victim.peer
         assert back.averaging.proofs.is_out(key, liar.peer)
+
+
+async def flood(teller: Node, victim: Node, run: bytes) -> None:
+    """Tell `victim` of more fresh keys than it has room for that each prove themselves liars."""
+    with victim.watch() as told, trio.fail_after(60):
+        for number in range(ROOM + 1):
+            signer = IdentitySigner(Identity(bytes([number]) * 32), "averaging")
+            async with conversation(teller.network, victim.peer, PROTOCOL, seconds=20.0) as stream:
+                await stream.send(encode(sealed_twice(run, signer)))
+            while not isinstance(event := await told.receive(), LiarProved):
+                pass
+            assert event.peer == signer.peer
+
+
+def sealed_twice(run: bytes, liar: Signer) -> Evidence:
+    """Two seals of one invented attempt in the run of this key, which anybody can sign of itself."""
+    members = sorted((liar.peer, PeerId(bytes(32))))
+    named = group_of(tuple(Member(peer, bytes(NONCE_BYTES), 1) for peer in members), ITEMS)
+    group = msgspec.structs.replace(named, name=run)
+    first, second = (encode(SealBody(group.id, bytes(32), bytes([number] * 32))) for number in (1, 2))
+    return Evidence(group, "averaging-seal", liar.sign(SEAL_PURPOSE, first), liar.sign(SEAL_PURPOSE, second))
 
 
 def test_evidence_needs_two_signed_statements_of_one_attempt() -> None:

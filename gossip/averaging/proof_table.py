@@ -1,0 +1,84 @@
+"""The proofs of lies that a node keeps, in bounded room: pure.
+
+An identity costs nothing, so a liar could make many that each prove themselves liars, and so push its own
+proof out. Proofs therefore make room by how much their author matters here (`Standing`), and only among
+equals the oldest does: the proof against a member that completed rounds with this node is pushed out by
+nothing but as many proofs against others that did.
+"""
+
+from collections.abc import Callable, Iterable
+from enum import IntEnum
+
+import msgspec
+
+from crypto.identity import PeerId
+from gossip.averaging.evidence import Evidence
+
+KEPT_MAX = 256
+"""Proofs of all runs together."""
+
+
+class Standing(IntEnum):
+    """What a peer is to this node in one run."""
+
+    UNKNOWN = 0
+    LISTED = 1
+    """It stands in the run's roster, admitted or not."""
+    COMPLETED = 2
+    """It was in rounds that this node completed."""
+
+
+class KeptProof(msgspec.Struct, frozen=True, array_like=True):
+    """A proof; `standing` is its author's when the proof came."""
+
+    evidence: Evidence
+    standing: Standing
+
+
+class ProofTable:
+    """`standing` is asked for that of a peer in the run of a key."""
+
+    def __init__(self, standing: Callable[[bytes, PeerId], Standing], kept_max: int = KEPT_MAX) -> None:
+        self._standing = standing
+        self._kept_max = kept_max
+        self._kept: dict[tuple[bytes, PeerId], KeptProof] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __contains__(self, key: object) -> bool:
+        """Return whether (run, peer) has a proof here."""
+        return key in self._kept
+
+    @property
+    def kept(self) -> tuple[KeptProof, ...]:
+        """All of them, the oldest first."""
+        return tuple(self._kept.values())
+
+    def of_run(self, run: bytes) -> list[tuple[PeerId, Evidence]]:
+        """Return the liars of one run with their proofs, those first that matter most, of them the newest."""
+        rows = [(liar, kept) for (each, liar), kept in self._kept.items() if each == run]
+        rows.sort(key=lambda row: self._rank((run, row[0]), row[1]))
+        return [(liar, kept.evidence) for liar, kept in reversed(rows)]
+
+    def load(self, proofs: Iterable[tuple[PeerId, KeptProof]]) -> None:
+        """Take what was kept before a restart."""
+        for liar, kept in proofs:
+            self._kept[kept.evidence.group.name, liar] = kept
+
+    def add(self, liar: PeerId, evidence: Evidence) -> bool:
+        """Keep a proof, if need be in the place of one whose author matters less, or matters as much and was
+        proved to lie before. Return whether it is kept."""
+        run = evidence.group.name
+        newest = KeptProof(evidence, self._standing(run, liar))
+        if len(self._kept) >= self._kept_max and (run, liar) not in self._kept:
+            lowest = min(self._kept, key=lambda key: self._rank(key, self._kept[key]))
+            if self._rank(lowest, self._kept[lowest]) > newest.standing:
+                return False
+            del self._kept[lowest]
+        self._kept[run, liar] = newest
+        return True
+
+    def _rank(self, key: tuple[bytes, PeerId], kept: KeptProof) -> Standing:
+        """Return the highest standing that an author was seen to have: when the proof came, or now."""
+        return max(kept.standing, self._standing(*key))
