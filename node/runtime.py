@@ -391,7 +391,8 @@ class Node(Surface):
             refuse=self._refuse,
             is_private=self.config.swarm.key_file is not None,
         )
-        BlobServer(self.seams, self._blobs, refuse=self._refuse)
+        served = lambda peer, size: self.runs.receipts.served(peer, size)  # noqa: E731
+        BlobServer(self.seams, self._blobs, refuse=self._refuse, served=served)
         self.runs = Runs(
             self.seams,
             self.signer,

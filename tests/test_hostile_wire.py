@@ -37,6 +37,7 @@ ELSEWHERE = {
     "node.runs.best": "this node's own disk",
     "node.storage.blobs": "this node's own disk",
     "node.placement.slots": "this node's own disk",
+    "node.averaging.proofs_file": "this node's own disk",
     "node.runs.receipts_file": "this node's own disk",
     "node.runs.archive": "this node's own disk",
     "node.storage.guests": "this node's own disk",

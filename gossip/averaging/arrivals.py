@@ -33,6 +33,11 @@ class Arrivals:
             before = self._came.get(place, (0, now))[0]
             self._came[place] = before + size_bytes, now
 
+    @property
+    def sizes(self) -> dict[int, int]:
+        """How many bytes came from each place."""
+        return {place: size for place, (size, _) in self._came.items()}
+
     def told(self) -> dict[int, Arrived]:
         """Return what to tell each sender."""
         return {

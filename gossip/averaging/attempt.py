@@ -185,6 +185,11 @@ class Attempt:
         return self._arrivals.upload_rate
 
     @property
+    def came(self) -> Mapping[PeerId, int]:
+        """How many bytes of their tensors members sent this one."""
+        return {self._peers[place]: size for place, size in self._arrivals.sizes.items()}
+
+    @property
     def undeclared(self) -> tuple[PeerId, ...]:
         """The members that have not said what they hold, of those that nobody called lost."""
         return tuple(self._peers[place] for place in self._agreement.undeclared(self._lost))

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Signer
 from crypto.identity import PeerId
+from gossip.averaging.attempt import Attempt
+from gossip.averaging.outcome import Averaged
 from gossip.matchmaking import Matchmaking
 from gossip.matchmaking import Sends as MatchSends
 from gossip.roster import Sends as RosterSends
@@ -27,4 +29,5 @@ class Service:
     matches: Matchmaking
     start: Callable[[Runner], None]
     declare: Callable[[bytes, float], Awaitable[None]]
+    averaged: Callable[[Attempt, Averaged], None]
     close: Callable[[], None]

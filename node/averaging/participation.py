@@ -323,7 +323,7 @@ class Participation:
         needs_time = self.expectations.attempted(attempt, result, seconds)
         if isinstance(result, Averaged):
             self._undeclared, self._last_attempt = attempt.undeclared, weakref.ref(attempt)
-        if isinstance(result, Averaged):
+            self._service.averaged(attempt, result)
             self._pace.succeeded(size, seconds)
         elif result.reason in FOR_WANT_OF_TIME and needs_time:
             self._pace.failed()

@@ -7,9 +7,7 @@ Proofs are kept over restarts.
 
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Annotated
 
-import msgspec
 import trio
 
 from crypto.encoding import decode, encode
@@ -18,7 +16,8 @@ from crypto.facts import Signer
 from crypto.identity import PeerId
 from gossip.averaging.attempt import Attempt
 from gossip.averaging.evidence import EVIDENCE_BYTES_MAX, PROTOCOL, Evidence, liar_of
-from gossip.averaging.proof_table import KEPT_MAX, KeptProof, ProofTable, Standing
+from gossip.averaging.proof_table import ProofTable, Standing
+from node.averaging.proofs_file import read_proofs, write_proofs
 from node.averaging.rounds import Gate
 from node.containment import keep_running
 from node.errors import StreamClosed, Unreachable
@@ -31,11 +30,8 @@ INTRODUCED_MAX = 4
 """Proofs that one member tells a newcomer."""
 TELL_SECONDS = 10.0
 STREAMS = StreamLimits(message_bytes_max=EVIDENCE_BYTES_MAX, streams_per_peer_max=2)
-FILE = "averaging-proofs"
-FILE_BYTES_MAX = KEPT_MAX * (EVIDENCE_BYTES_MAX + 16)
 SAVE_SECONDS = 1.0
 """Between two times that the file is written: it holds all proofs, and anybody may bring one more."""
-Kept = Annotated[tuple[KeptProof, ...], msgspec.Meta(max_length=KEPT_MAX)]
 
 
 class Proofs:
@@ -66,12 +62,8 @@ class Proofs:
     async def run(self, nursery: trio.Nursery) -> None:
         """Read what was kept; proofs are told from then on."""
         self._nursery = nursery
-        data = await self._seams.executor.run(partial(self._seams.storage.read, FILE))
-        try:
-            kept: tuple[KeptProof, ...] = decode(data or encode(()), Kept, bytes_max=FILE_BYTES_MAX)
-            self._table.load([(liar_of(each.evidence, self._signer), each) for each in kept])
-        except RemoteProtocolError:
-            pass  # a file that was damaged, or of another swarm: proofs are found again
+        read = partial(read_proofs, self._seams.storage, self._signer)
+        self._table.load(await self._seams.executor.run(read))
         nursery.start_soon(keep_running, "keeping of proofs", self._save)
 
     def is_out(self, run: bytes, peer: PeerId) -> bool:
@@ -115,10 +107,7 @@ class Proofs:
         while True:
             await self._unsaved.wait()
             self._unsaved = trio.Event()
-            kept = self._table.kept
-            await self._seams.executor.run(
-                lambda kept=kept: self._seams.storage.write(FILE, encode(kept))  # type: ignore[misc]  # bound now
-            )
+            await self._seams.executor.run(partial(write_proofs, self._seams.storage, self._table.kept))
             await trio.sleep(SAVE_SECONDS)
 
     async def _tell(self, peer: PeerId, evidence: Evidence) -> None:

@@ -19,9 +19,11 @@ from crypto.facts import Signer
 from crypto.identity import PeerId
 from dht.groups import Origins
 from gossip import matchmaking, roster
+from gossip.averaging.attempt import Attempt
 from gossip.averaging.group import Aggregate
 from gossip.averaging.messages import OPENING_BYTES_MAX, Opening
 from gossip.averaging.messages import PROTOCOL as ATTEMPT_PROTOCOL
+from gossip.averaging.outcome import Averaged
 from gossip.averaging.proof_table import Standing
 from node.averaging.context import Service
 from node.averaging.declarations import Declarations
@@ -98,6 +100,9 @@ class Averaging:
         self.early = EarlyStreams(self._early_rank)
         """Streams that wait for an attempt which is not known here yet."""
         self._nursery: trio.Nursery | None = None
+        self.averaged: Callable[[bytes, Mapping[PeerId, int], int], None] = lambda _run, _came, _sent: None
+        """Hears of each attempt that succeeded here: its run's key, how many bytes of tensors came from each
+        member that is in the result, and how many bytes were sent."""
         self.proofs = Proofs(
             seams,
             signer,
@@ -177,6 +182,7 @@ class Averaging:
             matches=self._matches,
             start=self._start,
             declare=self._declare_group,
+            averaged=self._count,
             close=lambda: self._close(key, scope),
         )
         found = self._runs[key] = Participation(name, key, entry, service, gate, aggregate, alike)
@@ -306,6 +312,10 @@ class Averaging:
         finally:
             self._runners.pop(runner.attempt.id, None)
             self.proofs.look(runner.attempt)
+
+    def _count(self, attempt: Attempt, result: Averaged) -> None:
+        came = {peer: size for peer, size in attempt.came.items() if peer in result.shares}
+        self.averaged(attempt.group.name, came, attempt.sent_bytes)
 
     def _members_of(self, key: bytes) -> Collection[PeerId] | None:
         run = self._runs.get(key)

@@ -139,6 +139,11 @@ class CheckpointReplicator:
         self._ours = ours
         self._learn_graph = learn_graph
         self._refuse = refuse
+        self.came: Callable[[bytes, PeerId, Mapping[PeerId, int]], None] = lambda _run, _requester, _came: (
+            None
+        )
+        """Hears how many bytes of a run's checkpoint each holder delivered where it was fetched; the second
+        is the run's requester."""
         self._permits = Permits(REQUESTS_MAX, REQUESTS_PER_PEER_MAX, patience_seconds=PATIENCE_SECONDS)
         self._keeping: dict[tuple[bytes, int, int], PeerId] = {}
         seams.network.handle(COPIES_PROTOCOL, self.serve)
@@ -257,7 +262,10 @@ class CheckpointReplicator:
         if (found.text, checkpoint.step) != (run, offer.step):
             raise RemoteProtocolError("a checkpoint of another run or step than was offered")
         for number, state in enumerate(checkpoint.stages):
-            await checkpoints.bring_stage(found.id, offer.step, number, state, holders, is_guest=False)
+            delivered = await checkpoints.bring_stage(
+                found.id, offer.step, number, state, holders, is_guest=False
+            )
+            self.came(found.id, found.requester, delivered)
         await self._learn_graph(checkpoint.graph, [found.requester, *holders])
         await checkpoints.call(partial(store.add, data, is_guest=False))
         kept = await checkpoints.call(partial(store.find, run, offer.step))

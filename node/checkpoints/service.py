@@ -85,21 +85,23 @@ class Checkpoints:
 
     async def restore(
         self, state: StageState, parameters: memoryview, moments: memoryview, holders: Sequence[PeerId]
-    ) -> None:
+    ) -> Mapping[PeerId, int]:
         """Put a stage's state into its arenas; what is not here comes from `holders`, and is not kept.
+        Return how many bytes each delivered.
 
         Raises:
             Unreachable: nobody had it. RemoteProtocolError: it is not a state for this stage.
         """
         with self._blobs.hold():
             part = decode_part(await self._part_data(state, holders))
-            await self._bring(part.chunks, holders)
+            delivered = await self._bring(part.chunks, holders)
             try:
                 await self._restore(part, parameters, moments)
             except BlobsMissing:
                 await self._verify(part.chunks)
                 await self._bring(part.chunks, holders)
                 await self._restore(part, parameters, moments)
+            return delivered
 
     async def _restore(self, part: StatePart, parameters: memoryview, moments: memoryview) -> None:
         await finish(self._seams.executor, restoring(part, self._blobs.get, parameters, moments))
@@ -112,11 +114,11 @@ class Checkpoints:
         wanted: tuple[Sequence[tuple[int, int]], int],
         arenas: tuple[memoryview, memoryview],
         holders: Sequence[PeerId],
-    ) -> None:
+    ) -> Mapping[PeerId, int]:
         """Put a stage's state into its arenas from a checkpoint that was cut elsewhere: `wanted` are the
         layers of all stages, and which of them it is. Only chunks that hold something of it are brought.
 
-        Raises as `restore`.
+        Returns and raises as `restore`.
         """
         work = partial(copies_between, checkpoint, run.manifest, graph, *wanted)
         copies = await self._seams.executor.run(work, apart=True)
@@ -127,13 +129,14 @@ class Checkpoints:
                 parts[stage] = decode_part(await self._part_data(state, holders))
                 check_part(parts[stage], state)
             chunks = chunks_of(parts, copies)
-            await self._bring(chunks, holders)
+            delivered = await self._bring(chunks, holders)
             try:
                 await finish(self._seams.executor, recutting(parts, copies, self._blobs.get, arenas))
             except BlobsMissing:
                 await self._verify(chunks)
                 await self._bring(chunks, holders)
                 await finish(self._seams.executor, recutting(parts, copies, self._blobs.get, arenas))
+            return delivered
 
     # The whole of a run
 

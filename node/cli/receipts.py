@@ -1,4 +1,4 @@
-"""`peerloom receipts`: what this node computed for others' runs and others for those it committed."""
+"""`peerloom receipts`: what this node did for others' runs, and others did as it was measured here."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,8 +8,10 @@ import typer
 from node.cli.client import ask
 from node.cli.options import AsJson, DataDir, find_data_dir
 from node.cli.render import flops_text, short_id, show, show_json, table
+from node.text import bytes_text
 
 WEIGHTS_SHOWN_MAX = 32
+AMOUNTS = ("given_flops", "vouched_flops", "witnessed_flops", "averaged_flops")
 
 
 def receipts(context: typer.Context, data_dir: DataDir = "", as_json: AsJson = False) -> None:
@@ -26,14 +28,22 @@ def receipts_lines(document: Mapping[str, Any]) -> list[str]:
     rows = [_row("for others", row) for row in document["earned"]]
     rows += [_row("measured here", row) for row in document["issued"]]
     if not rows:
-        return ["no receipt yet: they come of runs in which this node computes for others, or others for it"]
-    header = ("RECEIPT", "RUN", "PROVIDER", "COMPUTED", "MICRO-BATCHES", "REQUESTER", "MEASURED BY", "AT")
+        return ["no receipt yet: they come of runs in which this node works for others, or others for it"]
+    header = ("RECEIPT", "RUN", "PROVIDER", "WORK", "MICRO-BATCHES", "REQUESTER", "MEASURED BY", "AT")
     lines = table(header, rows)
     weights = sorted(document["peers"], key=lambda row: -row["share_weight"])[:WEIGHTS_SHOWN_MAX]
     if weights:
-        columns = ("PEER", "GAVE THIS NODE", "VOUCHED FOR", "WITNESSED", "SHARE HERE")
+        columns = ("PEER", "GAVE THIS NODE", "VOUCHED FOR", "WITNESSED", "AVERAGED", "SHARE HERE")
         lines += ["", *table(columns, [_weight(row) for row in weights])]
     return lines
+
+
+def work_text(row: Mapping[str, Any]) -> str:
+    """Return what was done, by one row of the document."""
+    if row["kind"] == "compute":
+        return flops_text(row["flops"])
+    what = {"data": "of data", "checkpoint": "of checkpoints", "averaging": "averaged"}[row["kind"]]
+    return f"{bytes_text(row['size_bytes'])} {what}"
 
 
 def _row(kind: str, row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -41,8 +51,8 @@ def _row(kind: str, row: Mapping[str, Any]) -> tuple[str, ...]:
         kind,
         row["run"][:8],
         short_id(row["provider"]),
-        flops_text(row["flops"]),
-        str(row["microbatches"]),
+        work_text(row),
+        str(row["microbatches"]) if row["kind"] == "compute" else "-",
         short_id(row["requester"]),
         short_id(row["measurer"]),
         row["at"],
@@ -50,5 +60,5 @@ def _row(kind: str, row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _weight(row: Mapping[str, Any]) -> tuple[str, ...]:
-    amounts = (flops_text(row[name]) for name in ("given_flops", "vouched_flops", "witnessed_flops"))
+    amounts = (flops_text(row[name]) for name in AMOUNTS)
     return (short_id(row["peer"]), *amounts, f"{row['share_weight']:.2f} x")

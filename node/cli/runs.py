@@ -14,12 +14,12 @@ import typer
 from node.cli.client import ask, peer_names, request
 from node.cli.options import AsJson, DataDir, find_data_dir
 from node.cli.outputs import output_path
+from node.cli.receipts import work_text
 from node.cli.render import (
     bytes_text,
     columns_of,
     csv_text,
     data_text,
-    flops_text,
     short_id,
     show,
     show_json,
@@ -391,10 +391,10 @@ def run_lines(run: Mapping[str, Any]) -> list[str]:
         layers = f"layers {stage['layers'][0]}-{stage['layers'][1] - 1}"
         lines.append(f"  stage {number:<7} {layers} on {', '.join(map(called, stage['replicas']))}")
     for row in run.get("receipts", ()):
-        work = f"{flops_text(row['flops'])} in {row['microbatches']} micro-batches"
-        lines.append(
-            f"  computed      {called(row['provider'])}: {work}, measured by {called(row['measurer'])}"
-        )
+        is_computed = row["kind"] == "compute"
+        work = work_text(row) + (f" in {row['microbatches']} micro-batches" if is_computed else "")
+        name = "computed" if is_computed else "sent"
+        lines.append(f"  {name:<13} {called(row['provider'])}: {work}, measured by {called(row['measurer'])}")
     for row in run.get("other_results", ()):
         lines.append(f"  differs       {called(row['peer'])} has {_other_text(row['weights'])}")
     if run.get("result"):

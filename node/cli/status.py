@@ -18,7 +18,7 @@ from node.cli.render import (
     show_json,
 )
 from node.cli.runs import run_text
-from node.text import clock_text, open_ports_text
+from node.text import bytes_text, clock_text, open_ports_text
 
 TRAFFIC = (
     "datagrams_sent",
@@ -152,9 +152,12 @@ def table_text(document: Mapping[str, Any]) -> str:
 def contribution_text(document: Mapping[str, Any]) -> str:
     """Return the text for `contribution` in a status document: what this node computed for others, and they
     for it."""
-    text = f"{flops_text(document['earned_flops'])} for others, by {document['earned_receipts']} receipts"
+    text = f"{flops_text(document['earned_flops'])} for others"
+    text += f" and {bytes_text(document['earned_bytes'])}" if document["earned_bytes"] else ""
+    text += f", by {document['earned_receipts']} receipts"
     if document["issued_receipts"]:
         text += f"; measured of others: {flops_text(document['issued_flops'])}"
+        text += f" and {bytes_text(document['issued_bytes'])}" if document["issued_bytes"] else ""
     return text
 
 

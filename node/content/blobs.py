@@ -95,10 +95,19 @@ class BlobsMissing(Unreachable):
 
 
 class BlobServer:
-    """Hands this node's blobs to peers; `refuse` is told who broke the protocol."""
+    """Hands this node's blobs to peers; `refuse` is told who broke the protocol, `served` how many bytes were
+    sent to whom."""
 
-    def __init__(self, seams: Seams, blobs: Blobs, *, refuse: Refuse) -> None:
+    def __init__(
+        self,
+        seams: Seams,
+        blobs: Blobs,
+        *,
+        refuse: Refuse,
+        served: Callable[[PeerId, int], None] = lambda _peer, _size: None,
+    ) -> None:
         self._executor = seams.executor
+        self._served = served
         self._blobs = blobs
         self._refuse = refuse
         self._permits = Permits(UPLOADS_MAX, UPLOADS_PER_PEER_MAX, patience_seconds=PATIENCE_SECONDS)
@@ -114,13 +123,13 @@ class BlobServer:
                     await stream.send(encode(Busy()))
                 return
             try:
-                await self._answer(stream, permit)
+                await self._answer(stream, peer, permit)
             except StreamClosed:
                 return  # how a fetch ends
             except RemoteProtocolError as error:
                 self._refuse(peer, error)
 
-    async def _answer(self, stream: Stream, permit: Permit) -> None:
+    async def _answer(self, stream: Stream, peer: PeerId, permit: Permit) -> None:
         while True:
             permit.waits(IDLE_SECONDS_MAX)
             want: Want = decode(await stream.receive(), Want, bytes_max=REQUEST_BYTES_MAX)
@@ -130,6 +139,7 @@ class BlobServer:
             await stream.send(encode(Absent() if data is None else Found(len(data))))
             if data is not None:
                 await stream.send(data)
+                self._served(peer, len(data))
             del data  # not to be kept while the next request comes
 
 

@@ -123,14 +123,24 @@ class DataFiles:
         refuse: Refuse,
         start_task: Callable[..., None],
         needed: Callable[[], Sequence[str]] = tuple,
+        came: Callable[[bytes, PeerId, int], None] = lambda _data, _peer, _size: None,
+        served: Callable[[PeerId, int], None] = lambda _peer, _size: None,
     ) -> None:
-        """`needed` are the hashes of the data of runs that go on here."""
+        """`needed` are the hashes of the data of runs that go on here; for the rest see `DataExchange`."""
         self._seams = seams
         self._blobs = blobs
         self._refuse = refuse
         self._fetching = trio.CapacityLimiter(FETCHES_MAX)
         self.cache = DataCache(seams.storage, blobs, needed)
-        self.exchange = DataExchange(seams, blobs, refuse=refuse, known=self._known, start_task=start_task)
+        self.exchange = DataExchange(
+            seams,
+            blobs,
+            refuse=refuse,
+            known=self._known,
+            start_task=start_task,
+            came=came,
+            served=served,
+        )
 
     async def keep(self, digest: str, path: Path, *, window: int = 0) -> None:
         """Have the data of a person's own with this hash packed here. Raises UsageError."""

@@ -68,8 +68,12 @@ class DataExchange:
         refuse: Refuse,
         known: Callable[[bytes], Awaitable[Hashes | None]],
         start_task: Callable[..., None],
+        came: Callable[[bytes, PeerId, int], None] = lambda _data, _peer, _size: None,
+        served: Callable[[PeerId, int], None] = lambda _peer, _size: None,
     ) -> None:
-        """`start_task(task, *arguments)` runs a task beside the node's others."""
+        """`start_task(task, *arguments)` runs a task beside the node's others. `came` hears how many bytes of
+        a data set came from a peer, and were right; `served` how many were sent to one."""
+        self.came = came
         self.uploaded_bytes = 0
         self.downloaded_bytes = 0
         self._seams = seams
@@ -77,6 +81,7 @@ class DataExchange:
         self._refuse = refuse
         self._known = known
         self._start_task = start_task
+        self._served = served
         self._open: dict[bytes, Exchange] = {}
         self._links: dict[PeerId, _Link] = {}
         self._places: Register[_Link] = Register(LINKS)
@@ -205,7 +210,9 @@ class DataExchange:
                         with trio.fail_after(SEND_SECONDS_MAX), link.silence.waiting(trio.current_time):
                             await stream.send(encode(message))
                     if exchange is not None:
-                        self.uploaded_bytes += len(message.body) if isinstance(message, Piece) else 0
+                        size = len(message.body) if isinstance(message, Piece) else 0
+                        self.uploaded_bytes += size
+                        self._served(peer, size)
                         exchange.on_uploaded(peer, number, was_sent=message is not None)
                         self._places.credit(link)
                 link.more = trio.Event()
@@ -309,6 +316,7 @@ class Exchange:
         if is_right:
             self._arrived_at = trio.current_time()
             self._owner.downloaded_bytes += len(arrived.body)
+            self._owner.came(self.core.data, arrived.sender, len(arrived.body))
         self.act(self.core.stored(trio.current_time(), arrived.sender, number, is_right=bool(is_right)))
         self._tell()
 

@@ -114,6 +114,9 @@ class ColumnStage:
     ) -> None:
         """`metrics` are how many the model has. `payload_bytes_max` bounds answers: a micro-batch's tensors,
         or the parameters of a stage."""
+        self.computed: Callable[[PeerId, int, int], None] = lambda _peer, _stage, _microbatches: None
+        """Hears of each holder, once a step is made, its stage and how many micro-batches it passed."""
+        self._passed = 0
         self._metrics = metrics
         self._run = run
         self._own = own
@@ -200,7 +203,12 @@ class ColumnStage:
                 normed = await self._all(request)
                 return api.Normed(sum(each.squared_norm for each in normed if isinstance(each, api.Normed)))
             case api.Apply() | api.Discard():
-                return (await self._all(request))[0]
+                passed, self._passed = self._passed, 0
+                answers = await self._all(request)
+                if isinstance(request, api.Apply) and passed and not request.is_skipped:
+                    for stage, stream in self._streams.items():
+                        self.computed(stream.peer, stage, passed)
+                return answers[0]
             case _:
                 return await self._own.call(request)
 
@@ -235,6 +243,7 @@ class ColumnStage:
             raise ColumnBroken("an answer that is none")
         if request.train:
             await self._back(step, number, found.gradient)
+            self._passed += 1
         return found
 
     async def _back(self, step: int, number: int, gradient: Payload | None) -> None:

@@ -18,6 +18,7 @@ from node.placement.places import Places
 from node.protocols.manifest import Run, own_data_of
 from node.protocols.runs import Reply, Request
 from node.runs.manifest_builder import fits
+from node.runs.receipts import Receipts
 from node.seams import Seams
 from node.storage.guests import Guests
 from partition.model.graph import Graph
@@ -32,6 +33,7 @@ class Service(Protocol):
     guests: Guests
     own_data: OwnDataSets
     places: Places
+    receipts: Receipts
 
     @property
     def machine(self) -> Machine: ...

@@ -1,12 +1,16 @@
 """The members of a run in local mode, as one of them sees them, and the nodes that it can use beside them."""
 
 from collections.abc import Mapping
+from functools import partial
 
 from crypto.identity import PeerId
 from gossip.roster import Report
 from node.averaging.participation import Participation
 from node.local.column import ColumnStage, StageServer
+from node.local.context import Service
 from node.protocols.manifest import Run
+from node.seams import Stage
+from partition.plan.plan import Plan
 from partition.run.admission import Admission
 from partition.run.ending import Ending
 
@@ -29,6 +33,19 @@ class Crew:
         self._run = run
         self._ending = ending
         self._admission = admission
+
+    def open_column(self, service: Service, plan: Plan, own: Stage, bytes_max: int) -> ColumnStage:
+        """Make the column that this member is the head of, of the stages in `plan`."""
+        self.column = ColumnStage(
+            self._run.id,
+            own,
+            len(plan.stages),
+            service.seams.network,
+            metrics=len(self._run.manifest.metrics),
+            payload_bytes_max=bytes_max,
+        )
+        self.column.computed = partial(service.receipts.computed_stage, self._run, plan)
+        return self.column
 
     @property
     def reports(self) -> Mapping[PeerId, Report]:

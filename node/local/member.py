@@ -26,7 +26,6 @@ from node.local.column import (
     Attach,
     Attached,
     ColumnBroken,
-    ColumnStage,
     Refusal,
     StageServer,
 )
@@ -49,6 +48,7 @@ from node.placement.admission import build_stage_spec
 from node.protocols.manifest import Run
 from node.runs.manifest_builder import make_batches
 from partition.model.graph import Graph
+from partition.plan.plan import Plan
 from partition.run.admission import Admission
 from partition.run.conclusions import Conclusion, Evaluated, Sends
 from partition.run.ending import Ending
@@ -196,7 +196,7 @@ class LocalMember:
         except (RemoteProtocolError, ValueError) as error:
             raise StageFailed(f"no stage can be made of this model: {error}") from None
         if self.crew.is_training:
-            await self._open(graph, specification, data)
+            await self._open(graph, plan, specification, data)
         part = self._part = self.crew.part = open_part(service.averaging, self.run, self._stage, self._door)
         self.teller.running()
         failure: Exception | None = None
@@ -241,7 +241,7 @@ class LocalMember:
                 self._door.greet([inviter])  # it answers where the run is over
                 await trio.sleep(LOOK_SECONDS)
 
-    async def _open(self, graph: Graph, specification: StageSpecification, data: bytes) -> None:
+    async def _open(self, graph: Graph, plan: Plan, specification: StageSpecification, data: bytes) -> None:
         service, manifest = self._service, self.run.manifest
         dataset = await training_data(service, self.run, graph, self._holders)
         opened = await service.seams.executor.open_stage(data)
@@ -258,10 +258,7 @@ class LocalMember:
                 opened, self._stage, accept=self._accept, apply=self._applied, payload_bytes_max=bytes_max
             )
         elif self._stages > 1:
-            network, count, metrics = service.seams.network, self._stages, len(manifest.metrics)
-            stage = self.crew.column = ColumnStage(
-                self.run.id, opened, count, network, metrics=metrics, payload_bytes_max=bytes_max
-            )
+            stage = self.crew.open_column(service, plan, opened, bytes_max)
         self._trainer = LocalTrainer(
             self.run, specification, stage, batches, executor, self._me, in_flight=self._stages
         )

@@ -69,6 +69,13 @@ class LocalRuns:
         self.run = self._driver.run
         seams.network.handle(column.PROTOCOL, self._serve_column, column.STREAMS)
 
+    def run_of(self, key: bytes) -> tuple[bytes, PeerId] | None:
+        """Return the run that averages under this key, with its requester, None where none here does."""
+        for member in self.members.values():
+            if member.crew.part is not None and member.crew.part.key == key:
+                return member.run.id, member.run.requester
+        return None
+
     @property
     def hosts(self) -> bool:
         """Whether this node trains in a run in local mode."""
@@ -194,6 +201,7 @@ class LocalRuns:
             inviter=inviter,
         )
         service.note_guests()
+        service.receipts.begun(run.id)
         service.publish(
             RunAccepted(
                 at=service.seams.clock.wall(),
@@ -225,6 +233,7 @@ class LocalRuns:
         """This node cannot go on in a run; the others do."""
         run, wall = member.run, self._service.seams.clock.wall()
         self.members.pop(run.id, None)
+        self._service.receipts.ended(run.id)
         self._service.own_data.release(run.id)
         release(self._service, run)
         self._endings.close(run.id)
@@ -326,6 +335,7 @@ class LocalRuns:
         if self.members.get(run.id) is not member:
             return
         del self.members[run.id]
+        service.receipts.ended(run.id)
         service.own_data.release(run.id)
         release(service, run)
         if not member.ending.is_settled:

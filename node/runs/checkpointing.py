@@ -182,10 +182,14 @@ class Keeping:
         ranges = [(row.first_layer, row.last_layer) for row in plan.stages]
         if ranges[number] in checkpoint.ranges:
             same = checkpoint.stages[checkpoint.ranges.index(ranges[number])]
-            await self._checkpoints.restore(same, *arenas, holders)
+            delivered = await self._checkpoints.restore(same, *arenas, holders)
         else:
             graph = await self._service.models.get(run.manifest.graph_hash, holders)
-            await self._checkpoints.restore_layers(checkpoint, run, graph, (ranges, number), arenas, holders)
+            wanted = (ranges, number)
+            delivered = await self._checkpoints.restore_layers(
+                checkpoint, run, graph, wanted, arenas, holders
+            )
+        self._copies.came(run.id, run.requester, delivered)
 
     # The committer's side
 

@@ -1,8 +1,9 @@
-"""`/peerloom/receipts/1`: signed receipts of what peers compute for each other's runs.
+"""`/peerloom/receipts/2`: signed receipts of what peers do for each other's runs.
 
-As a committer this node measures what replicas computed, and has each provider sign it too. As a provider it
-signs what is measured of it here, keeps the receipts on disk, and shows them to whoever asks. As a provider
-with a queue it asks requesters for theirs and weighs them. What receipts count for is decided in
+As a committer, or the head of a column, this node measures what others computed; as the receiver, the bytes
+of data sets, checkpoints and rounds of averaging. It has each provider sign what it measured. As a provider
+it signs what is measured of it here, keeps the receipts on disk, and shows them to whoever asks. As a
+provider with a queue it asks requesters for theirs and weighs them. What receipts count for is decided in
 `partition.run.receipts`.
 """
 
@@ -10,14 +11,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Annotated, Any
+from typing import Any, Literal
 
-import msgspec
 import trio
 
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
-from crypto.facts import Fact, Signer
+from crypto.facts import Signer
 from crypto.identity import PeerId, parse_peer, peer_text
 from node.containment import contain
 from node.content.graphs import Models
@@ -25,6 +25,19 @@ from node.documents import rfc3339
 from node.errors import StreamClosed, Unreachable
 from node.protocols.calls import call
 from node.protocols.manifest import Run, run_text
+from node.protocols.receipts import (
+    ANSWER_BYTES_MAX,
+    QUESTION_BYTES_MAX,
+    RECEIPTS_PROTOCOL,
+    Accepted,
+    Answer,
+    Nothing,
+    OfferReceipt,
+    Question,
+    Shown,
+    ShowReceipts,
+)
+from node.runs.receipt_totals import Key, Totals
 from node.runs.receipts_file import EARNED_MAX, read_receipts, write_receipts
 from node.seams import Seams, Stream, StreamLimits
 from partition.model.graph import Graph
@@ -32,7 +45,7 @@ from partition.plan.layer_costs import layer_costs
 from partition.plan.plan import Plan
 from partition.run.receipts import (
     ACCEPTED_PURPOSE,
-    FLOPS_MAX,
+    BYTES_PER_SLOT_SECOND,
     MEASURED_PURPOSE,
     PEERS_MAX,
     ROWS_MAX,
@@ -46,9 +59,6 @@ from partition.run.receipts import (
     read_measured,
 )
 
-RECEIPTS_PROTOCOL = "/peerloom/receipts/1"
-QUESTION_BYTES_MAX = 1_024
-ANSWER_BYTES_MAX = 32 * 1024
 STREAMS = StreamLimits(message_bytes_max=QUESTION_BYTES_MAX, streams_per_peer_max=2)
 CALL_SECONDS_MAX = 5.0
 ISSUE_SECONDS = 60.0
@@ -65,38 +75,12 @@ RATE_SLACK = 4.0
 the rate is a first guess, and models differ."""
 FULL_SHARE_SECONDS = 3_600.0
 """A peer that gave what one slot here computes in an hour has twice a stranger's share."""
+SERVED_MAX = 1_024
+"""Peers of which it is remembered how much was sent to them, those served last."""
+ORDER_FLOPS_PER_BYTE = 10_000.0
+"""What a byte counts for where the largest receipts are chosen: a slot of 125 GFLOP/s."""
 BACKWARD = 3
 """Both passes take so many times the forward one: one product for each factor of a product."""
-
-
-class OfferReceipt(msgspec.Struct, frozen=True, tag="offer"):
-    """Committer to provider: this is what I measured of you. Answered by Accepted, or Nothing."""
-
-    measured: Fact
-
-
-class ShowReceipts(msgspec.Struct, frozen=True, tag="show"):
-    """Anybody to anybody: the receipts of your work. Answered by Shown."""
-
-
-class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
-    """The provider's fact over the same body."""
-
-    accepted: Fact
-
-
-class Nothing(msgspec.Struct, frozen=True, tag="nothing"):
-    """This node has no part in that run."""
-
-
-class Shown(msgspec.Struct, frozen=True, tag="shown"):
-    """Receipts of the author's work, the largest first."""
-
-    receipts: Annotated[tuple[Receipt, ...], msgspec.Meta(max_length=ROWS_MAX)]
-
-
-Question = OfferReceipt | ShowReceipts
-Answer = Accepted | Nothing | Shown
 
 
 class Receipts:
@@ -117,11 +101,10 @@ class Receipts:
         self._rate = rate
         self._refuse = refuse
         self._credits = Credits(signer.peer)
-        self._earned: dict[tuple[bytes, PeerId], tuple[Row, Receipt]] = {}
-        self._issued: dict[tuple[bytes, PeerId], tuple[Row, Receipt]] = {}
-        self._counts: dict[tuple[bytes, PeerId], dict[tuple[int, int], int]] = {}
-        self._totals: dict[tuple[bytes, PeerId], tuple[int, int]] = {}
-        self._unsigned: dict[tuple[bytes, PeerId], int] = {}
+        self._earned: dict[Key, tuple[Row, Receipt]] = {}
+        self._issued: dict[Key, tuple[Row, Receipt]] = {}
+        self._totals = Totals()
+        self._served: OrderedDict[PeerId, int] = OrderedDict()
         self._runs: OrderedDict[bytes, Run] = OrderedDict()
         self._layers: OrderedDict[bytes, list[int]] = OrderedDict()
         self._begun: OrderedDict[bytes, float] = OrderedDict()
@@ -153,9 +136,9 @@ class Receipts:
                 # Its signatures were checked when they came, and are checked by whoever is shown it.
                 with suppress(RemoteProtocolError):
                     self._keep(kept, read_measured(receipt.measured), receipt)
-        for (run, provider), (row, _) in self._issued.items():
-            self._totals[run, provider] = row.flops, row.microbatches
-        self._credits.given, self._credits.worked = found.accounts
+        for key, (row, _) in self._issued.items():
+            self._totals.load(key, row)
+        self._credits.given, self._credits.worked, self._credits.averaged = found.accounts
         self._is_changed = False
 
     async def _save(self) -> None:
@@ -163,44 +146,80 @@ class Receipts:
             return
         self._is_changed = False
         earned, issued = ([receipt for _, receipt in kept.values()] for kept in (self._earned, self._issued))
-        accounts = dict(self._credits.given), dict(self._credits.worked)
+        known = self._credits
+        accounts = dict(known.given), dict(known.worked), dict(known.averaged)
         write = partial(write_receipts, self._seams.storage, earned, issued, *accounts)
         await self._seams.executor.run(write)
 
-    def _keep(
-        self, kept: dict[tuple[bytes, PeerId], tuple[Row, Receipt]], row: Row, receipt: Receipt
-    ) -> None:
+    def _keep(self, kept: dict[Key, tuple[Row, Receipt]], row: Row, receipt: Receipt) -> None:
         other = row.measurer if kept is self._earned else row.provider
-        kept[row.run, other] = row, receipt
+        kept[row.run, other, row.kind] = row, receipt
         self._is_changed = True
         while len(kept) > EARNED_MAX:
-            del kept[min(kept, key=lambda each: kept[each][0].flops)]
+            del kept[min(kept, key=lambda each: kept[each][0].worth(ORDER_FLOPS_PER_BYTE))]
 
     # As the committer of a run
 
     def counted(self, run: Run, plan: Plan, microbatches: Mapping[PeerId, int]) -> None:
         """Note how many micro-batches each replica has in a step that was committed here."""
+        for stage in plan.stages:
+            for peer in map(PeerId, stage.replicas):
+                if microbatches.get(peer):
+                    self.computed(run, peer, (stage.first_layer, stage.last_layer), microbatches[peer])
+
+    def computed(self, run: Run, peer: PeerId, layers: tuple[int, int], microbatches: int) -> None:
+        """Note that a peer had so many micro-batches of these layers in a step that was completed here."""
+        if peer in (self._signer.peer, run.requester):
+            return
         self._runs[run.id] = run
         self._runs.move_to_end(run.id)
         while len(self._runs) > BEGUN_MAX:
             self._runs.popitem(last=False)
-        for stage in plan.stages:
-            for peer in map(PeerId, stage.replicas):
-                if microbatches.get(peer) and peer not in (self._signer.peer, run.requester):
-                    layers = self._counts.setdefault((run.id, peer), {})
-                    range_ = stage.first_layer, stage.last_layer
-                    layers[range_] = layers.get(range_, 0) + microbatches[peer]
+        self._totals.count(run.id, peer, layers, microbatches)
+
+    def computed_stage(self, run: Run, plan: Plan, peer: PeerId, stage: int, microbatches: int) -> None:
+        """Note that the holder of a stage in this node's column had so many micro-batches in a step."""
+        row = plan.stages[stage]
+        self.computed(run, peer, (row.first_layer, row.last_layer), microbatches)
+
+    # As whoever received something
+
+    def came(
+        self,
+        kind: Literal["data", "checkpoint", "averaging"],
+        run: bytes,
+        requester: PeerId,
+        peer: PeerId,
+        size_bytes: int,
+    ) -> None:
+        """Note bytes of a peer for a run, once they were checked; `requester` is who asked for the run."""
+        me = self._signer.peer
+        if peer in (me, requester) or size_bytes <= 0:
+            return
+        self._totals.grow((run, peer, kind), requester).add_bytes(size_bytes)
+        if requester == me:
+            note = self._credits.averaged_with if kind == "averaging" else self._credits.gave
+            note(self._seams.swarm_clock.wall(), peer, size_bytes * self._flops_per_byte)
+            self._is_changed = True
+
+    def checkpoint_came(self, run: bytes, requester: PeerId, delivered: Mapping[PeerId, int]) -> None:
+        """Note how many bytes of a run's checkpoint came from each of its holders."""
+        for peer, size_bytes in delivered.items():
+            self.came("checkpoint", run, requester, peer, size_bytes)
+
+    @property
+    def _flops_per_byte(self) -> float:
+        return max(1.0, self._rate()) / BYTES_PER_SLOT_SECOND
 
     def ended(self, run: bytes) -> None:
         """A run is over here: what it owes is signed at once."""
-        if any(key[0] == run for key in self._counts):
+        if self._totals.is_of(run):
             self._due.set()
 
     async def issue(self) -> None:
         """Sign what was measured since the last time, and have each provider sign it too."""
-        counts, self._counts = self._counts, {}
-        for key, layers in counts.items():
-            run = self._runs.get(key[0])
+        for of, layers in self._totals.take_counts().items():
+            run = self._runs.get(of[0])
             if run is None:
                 continue
             try:
@@ -208,19 +227,14 @@ class Receipts:
             except Unreachable:  # the graph has gone with the run
                 continue
             flops = sum(BACKWARD * sum(costs[slice(*range_)]) * number for range_, number in layers.items())
-            before = self._totals.get(key, (0, 0))
-            total = min(FLOPS_MAX, before[0] + flops), min(FLOPS_MAX, before[1] + sum(layers.values()))
-            self._totals[key], self._unsigned[key] = total, 0
+            total = self._totals.grow((*of, "compute"), run.requester)
+            total.add_work(flops, sum(layers.values()))
             if run.requester == self._signer.peer:
-                self._credits.gave(self._seams.swarm_clock.wall(), key[1], flops)
+                self._credits.gave(self._seams.swarm_clock.wall(), of[1], flops)
                 self._is_changed = True
         async with trio.open_nursery() as nursery:
-            for key in list(self._unsigned):
-                nursery.start_soon(self._have_signed, *key)
-        while len(self._totals) > 2 * EARNED_MAX:
-            key = next(iter(self._totals))
-            del self._totals[key]
-            self._unsigned.pop(key, None)
+            for key in self._totals.due():
+                nursery.start_soon(self._have_signed, key)
 
     async def _costs(self, run: Run) -> list[int]:
         """Return the FLOPs of each layer's forward pass for one micro-batch. Raises Unreachable."""
@@ -234,25 +248,27 @@ class Receipts:
             self._layers.popitem(last=False)
         return found
 
-    async def _have_signed(self, run_id: bytes, provider: PeerId) -> None:
-        key = run_id, provider
-        run, (flops, microbatches) = self._runs.get(run_id), self._totals[key]
-        tries = self._unsigned.pop(key)
-        if run is None or flops < 1:
-            return
-        wall = int(self._seams.swarm_clock.wall() * 1000)
-        body = encode(ReceiptBody(run_id, run.requester, provider, flops, microbatches, wall))
-        measured = self._signer.sign(MEASURED_PURPOSE, body)
+    async def _have_signed(self, key: Key) -> None:
+        run, provider, kind = key
+        total, tries = self._totals.of(key), self._totals.unsigned.pop(key)
+        wall, size_bytes = int(self._seams.swarm_clock.wall() * 1000), total.size_bytes
+        body = ReceiptBody(
+            run, total.requester, provider, total.flops, total.microbatches, wall, kind, size_bytes
+        )
+        measured = self._signer.sign(MEASURED_PURPOSE, encode(body))
         try:
             answer = await self._call(provider, OfferReceipt(measured))
             if isinstance(answer, Accepted):
                 receipt = Receipt(measured, answer.accepted)
                 self._keep(self._issued, check_receipt(self._signer, receipt), receipt)
+                total.signed_bytes = size_bytes
+            elif kind != "compute":  # it was restarted, and does not remember so much
+                total.size_bytes -= size_bytes - total.signed_bytes
         except RemoteProtocolError as error:
             self._refuse(provider, error)
         except (Unreachable, StreamClosed):
             if tries < TRIES_MAX:
-                self._unsigned.setdefault(key, tries + 1)
+                self._totals.unsigned.setdefault(key, tries + 1)
 
     # As a provider
 
@@ -261,6 +277,12 @@ class Receipts:
         self._begun.setdefault(run, self._seams.clock.monotonic())
         while len(self._begun) > BEGUN_MAX:
             self._begun.popitem(last=False)
+
+    def served(self, peer: PeerId, size_bytes: int) -> None:
+        """Note that a peer was sent bytes that it may give a receipt for."""
+        self._served[peer] = self._served.pop(peer, 0) + size_bytes
+        while len(self._served) > SERVED_MAX:
+            self._served.popitem(last=False)
 
     async def _serve(self, stream: Stream) -> None:
         with trio.move_on_after(CALL_SECONDS_MAX):
@@ -274,24 +296,45 @@ class Receipts:
 
     def _answer(self, peer: PeerId, question: Question) -> Answer:
         if isinstance(question, ShowReceipts):
-            rows = sorted(self._earned.values(), key=lambda pair: -pair[0].flops)[:ROWS_MAX]
-            return Shown(tuple(receipt for _, receipt in rows))
+            rows = sorted(self._earned.values(), key=lambda pair: -pair[0].worth(ORDER_FLOPS_PER_BYTE))
+            return Shown(tuple(receipt for _, receipt in rows[:ROWS_MAX]))
         row = check_measured(self._signer, question.measured)
         if row.measurer != peer or row.provider != self._signer.peer:
             raise RemoteProtocolError("a receipt of others")
-        begun, known = self._begun.get(row.run), self._earned.get((row.run, row.measurer))
-        if begun is None and known is None:
+        found = self._earned.get((row.run, peer, row.kind))
+        known = None if found is None else found[0]
+        is_known = self._knows_work(row, known) if row.kind == "compute" else self._knows_bytes(row, known)
+        if not is_known:
             return Nothing()
         accepted = self._signer.sign(ACCEPTED_PURPOSE, question.measured.body)
-        before = 0 if known is None else known[0].flops
-        if row.flops > before:
+        if known is None or row.flops + row.size_bytes > known.flops + known.size_bytes:
             self._keep(self._earned, row, Receipt(question.measured, accepted))
-            if begun is not None:
-                now = self._seams.clock.monotonic()
-                self._begun[row.run] = now
-                most = RATE_SLACK * self._rate() * (now - begun)
-                self._credits.worked_for(self._seams.swarm_clock.wall(), peer, min(row.flops - before, most))
         return Accepted(accepted)
+
+    def _knows_work(self, row: Row, known: Row | None) -> bool:
+        """Whether this node had a part in a run. What more it is said to have computed since counts up to
+        what its slot can."""
+        begun = self._begun.get(row.run)
+        if begun is None:
+            return known is not None
+        before = 0 if known is None else known.flops
+        if row.flops > before:
+            now = self._seams.clock.monotonic()
+            self._begun[row.run] = now
+            most = RATE_SLACK * self._rate() * (now - begun)
+            wall = self._seams.swarm_clock.wall()
+            self._credits.worked_for(wall, row.measurer, min(row.flops - before, most))
+        return True
+
+    def _knows_bytes(self, row: Row, known: Row | None) -> bool:
+        """Whether this node sent so many bytes more since the last receipt: they are used up by this one."""
+        more = row.size_bytes - (0 if known is None else known.size_bytes)
+        left = self._served.get(row.measurer, 0)
+        if more > left:
+            return False
+        if more > 0:
+            self._served[row.measurer] = left - more
+        return True
 
     # As a provider with a queue
 
@@ -322,7 +365,7 @@ class Receipts:
                         raise RemoteProtocolError("no receipts in answer to a question for them")
                     check = [partial(check_receipt, self._signer, receipt) for receipt in answer.receipts]
                     rows = await self._seams.executor.run(lambda: [each() for each in check])
-                    self._credits.learn(self._seams.swarm_clock.wall(), peer, rows)
+                    self._credits.learn(self._seams.swarm_clock.wall(), peer, rows, self._flops_per_byte)
                 except RemoteProtocolError as error:
                     self._refuse(peer, error)
                 except (Unreachable, StreamClosed):
@@ -344,7 +387,8 @@ class Receipts:
 
     def document(self, run: str = "") -> dict[str, Any]:
         """Schema `peerloom/receipts/1`: earned by this node, issued by it, and what is known of peers."""
-        peers = {*self._credits.given, *self._credits.worked, *self._asked}
+        known = self._credits
+        peers = {*known.given, *known.worked, *known.averaged, *self._asked}
         return {
             "schema": "peerloom/receipts/1",
             "earned": [_document(row) for row, _ in self._earned.values() if _is_of(row, run)],
@@ -372,6 +416,8 @@ class Receipts:
             "earned_receipts": len(earned),
             "issued_flops": float(sum(row.flops for row in issued)),
             "issued_receipts": len(issued),
+            "earned_bytes": sum(row.size_bytes for row in earned),
+            "issued_bytes": sum(row.size_bytes for row in issued),
         }
 
 
@@ -387,6 +433,8 @@ def _document(row: Row) -> dict[str, Any]:
         "measurer": peer_text(row.measurer),
         "flops": float(row.flops),
         "microbatches": row.microbatches,
+        "kind": row.kind,
+        "size_bytes": row.size_bytes,
         "at": rfc3339(row.at),
     }
 
@@ -397,5 +445,6 @@ def contribution_document(found: Contribution) -> dict[str, float]:
         "given_flops": found.given,
         "vouched_flops": found.vouched,
         "witnessed_flops": found.witnessed,
+        "averaged_flops": found.averaged,
         "share_weight": found.weight,
     }

@@ -29,14 +29,16 @@ class ReceiptsFile(msgspec.Struct, frozen=True, array_like=True):
     issued: Annotated[tuple[Receipt, ...], msgspec.Meta(max_length=EARNED_MAX)] = ()
     given: _Accounts = ()
     worked: _Accounts = ()
+    averaged: _Accounts = ()
 
     @property
-    def accounts(self) -> tuple[dict[PeerId, Account], dict[PeerId, Account]]:
-        """What peers gave this node, and what it computed for them."""
-        given, worked = (
-            {PeerId(peer): (flops, at) for peer, flops, at in rows} for rows in (self.given, self.worked)
+    def accounts(self) -> tuple[dict[PeerId, Account], dict[PeerId, Account], dict[PeerId, Account]]:
+        """What peers gave this node, what it computed for them, and what came of them in averaging."""
+        given, worked, averaged = (
+            {PeerId(peer): (flops, at) for peer, flops, at in rows}
+            for rows in (self.given, self.worked, self.averaged)
         )
-        return given, worked
+        return given, worked, averaged
 
 
 def read_receipts(storage: Storage) -> ReceiptsFile:
@@ -57,7 +59,10 @@ def write_receipts(
     issued: Sequence[Receipt],
     given: Mapping[PeerId, Account],
     worked: Mapping[PeerId, Account],
+    averaged: Mapping[PeerId, Account],
 ) -> None:
     """Replace what was kept. Raises OSError."""
-    accounts = [tuple((peer, *account) for peer, account in rows.items()) for rows in (given, worked)]
+    accounts = [
+        tuple((peer, *account) for peer, account in rows.items()) for rows in (given, worked, averaged)
+    ]
     storage.write_soon(NAME, encode(ReceiptsFile(tuple(earned), tuple(issued), *accounts)))

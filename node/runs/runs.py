@@ -5,7 +5,7 @@ membership (`member_lost`), never from a timer of our own; only a run that nobod
 up by silence, so that a lease cannot be held for ever.
 """
 
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -117,6 +117,8 @@ class Runs:
         self.refuse = refuse
         self.models = Models(seams, self._graphs_needed, guests)
         self.receipts = Receipts(seams, signer, self.models, rate=rate, refuse=refuse)
+        copies.came = self.receipts.checkpoint_came
+        averaging.averaged = self._averaged
         self.slots = Slots(seams, slots, self._hosted)
         self.queue = Queue(self, slots)
         self.spans = Spans()
@@ -139,6 +141,8 @@ class Runs:
             refuse=refuse,
             start_task=partial(self.start_task, of=None),
             needed=lambda: [run.manifest.data for run in self._going],
+            came=self._data_came,
+            served=self.receipts.served,
         )
         self._decliners = Decliners()
         self._requests = Requests(self)
@@ -190,6 +194,20 @@ class Runs:
     def _going(self) -> list[Run]:
         exact = [member.run for member in self.members.values()]
         return exact + [member.run for member in self.local.members.values()]
+
+    def _data_came(self, data: bytes, peer: PeerId, size_bytes: int) -> None:
+        """Count pieces of a data set, where it is known for whose run they were brought."""
+        runs = [run for run in self._going if run.manifest.data == data.hex()]
+        if len({run.requester for run in runs}) == 1:
+            self.receipts.came("data", runs[-1].id, runs[-1].requester, peer, size_bytes)
+
+    def _averaged(self, key: bytes, came: Mapping[PeerId, int], sent_bytes: int) -> None:
+        """Count the tensors of others in a round that was completed here: for the run's requester, or where
+        nobody asked for the run, for this node, which takes part of its own accord."""
+        run, requester = self.local.run_of(key) or (key, self.signer.peer)
+        for peer, size_bytes in came.items():
+            self.receipts.came("averaging", run, requester, peer, size_bytes)
+            self.receipts.served(peer, sent_bytes)
 
     def is_ours(self, run: bytes) -> bool:
         """Return whether this node asked for a run, so that what is kept of it is its own."""

@@ -1,27 +1,37 @@
-"""Receipts of contribution: who computed how many FLOPs for whose run, and what one peer makes of them.
+"""Receipts of contribution: who did what for whose run, and what one peer makes of them.
 
-A receipt is one body with two signatures: by the committer that measured the work, and by the provider that
-did it. FLOPs are counted, not seconds: the committer knows which micro-batches each replica summed and what
-they take by the graph, and a slow provider gains nothing by being slow. One receipt stands for all that one
-committer measured of one provider in one run; a newer one replaces it.
+A receipt is one body with two signatures: by the peer that measured the work, and by the provider that did
+it. One receipt stands for all of one kind that one peer measured of one provider in one run; a newer one
+replaces it. What is measured, by kind:
+
+- compute: FLOPs, not seconds. A committer, or the head of a column, knows which micro-batches each stage's
+  holder had and what they take by the graph, and a slow provider gains nothing by being slow.
+- data, checkpoint: bytes that came from the provider, and whose hash was right.
+- averaging: bytes of a member's tensors that entered a round which was completed here.
 
 Nobody's word about itself counts, and a signature costs nothing: two keys can sign any receipt for each
 other. So a receipt counts by what the peer that reads it knows itself of who measured it (`Credits`):
 
-- given: FLOPs that a peer computed for this node's own runs, as this node measured them.
-- vouched: receipts of a committer that itself gave to this node. All that one committer's receipts give to
-  all peers together is at most what it gave. So keys that collude, and gave G in truth, have at most 2 G
-  between them, whatever they sign and however many they are.
+- given: what a peer did for this node's own runs, as this node measured it.
+- vouched: receipts of a peer that itself gave to this node. All that one peer's receipts give to all others
+  together is at most what it gave. So keys that collude, and gave G in truth, have at most 2 G between them,
+  whatever they sign and however many they are.
 - witnessed: receipts of a committer for whose runs this node computed, and which said so truthfully; in sum
   at most what it said of this node. It is how a node that never asked for a run ranks anybody. It can be
-  bought with this node's own work, so alone it lifts no weight above WITNESSED_WEIGHT_MAX.
+  bought with this node's own work, so alone it lifts no weight above UNPROVEN_WEIGHT_MAX.
+- averaged: bytes that came in rounds of averaging. Nobody can tell a member that has trained from one that
+  sends back what it got, so this lifts no weight above that either, and nobody is believed about it.
 
-All three halve in HALF_LIFE_SECONDS. A stranger's weight is 1, and nobody's is above WEIGHT_MAX. Sans-IO.
+Only who benefited is believed: a receipt counts where its requester measured it itself, and for the requester
+of its run. An honest member of a run would otherwise vouch for what its requester's other keys did in it,
+which costs them nothing and serves nobody else.
+
+All halve in HALF_LIFE_SECONDS. A stranger's weight is 1, and nobody's is above WEIGHT_MAX. Sans-IO.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -41,9 +51,12 @@ AGE_SECONDS_MAX = 6 * HALF_LIFE_SECONDS
 SKEW_SECONDS = 600.0
 WEIGHT_MAX = 8.0
 """A share is at most so many times a stranger's: whoever helps a lot does not shut all others out."""
-WITNESSED_WEIGHT_MAX = 1.05
+UNPROVEN_WEIGHT_MAX = 1.05
 """Below what a queue takes for having given (GIVEN_WEIGHT_MIN of its turns): what can be bought with
-this node's own work makes nobody more than a stranger."""
+this node's own work, or with bytes of no use, makes nobody more than a stranger."""
+BYTES_PER_SLOT_SECOND = 12_500_000
+"""The bytes that count for what a slot computes in a second: a full line of 100 Mbit/s."""
+SIZE_BYTES_MAX = 2**62
 PEERS_MAX = 4_096
 """Peers with an account of each kind; the smallest is forgotten first."""
 LEARNED_MAX = 1_024
@@ -52,20 +65,25 @@ ROWS_MAX = 32
 """Receipts of one peer that are read."""
 
 
+Kind = Literal["compute", "data", "checkpoint", "averaging"]
+
+
 class ReceiptBody(msgspec.Struct, frozen=True, array_like=True):
-    """`provider` computed so many FLOPs for `requester`'s run, in all that one committer measured of it by
-    then."""
+    """`provider` computed so many FLOPs, or sent so many bytes, for `requester`'s run, in all that one peer
+    measured of it by then."""
 
     run: Hash
     requester: Peer
     provider: Peer
-    flops: Annotated[int, msgspec.Meta(ge=1, le=FLOPS_MAX)]
-    microbatches: Annotated[int, msgspec.Meta(ge=1, le=FLOPS_MAX)]
+    flops: Annotated[int, msgspec.Meta(ge=0, le=FLOPS_MAX)]
+    microbatches: Annotated[int, msgspec.Meta(ge=0, le=FLOPS_MAX)]
     wall_milliseconds: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+    kind: Kind = "compute"
+    size_bytes: Annotated[int, msgspec.Meta(ge=0, le=SIZE_BYTES_MAX)] = 0
 
 
 class Receipt(msgspec.Struct, frozen=True, array_like=True):
-    """The committer's signed measurement, and the provider's fact over the same body."""
+    """The signed measurement, and the provider's fact over the same body."""
 
     measured: Fact
     accepted: Fact
@@ -82,10 +100,16 @@ class Row:
     flops: int
     microbatches: int
     at: float
+    kind: Kind = "compute"
+    size_bytes: int = 0
+
+    def worth(self, flops_per_byte: float) -> float:
+        """Return what this is in FLOPs, where a byte counts for so many."""
+        return self.flops + self.size_bytes * flops_per_byte
 
 
 def check_measured(signer: Signer, fact: Fact) -> Row:
-    """Return what a committer says it measured. Raises RemoteProtocolError: of itself, or for nobody else."""
+    """Return what a peer says it measured. Raises RemoteProtocolError: of itself, or for nobody else."""
     signer.check(MEASURED_PURPOSE, fact)
     return read_measured(fact)
 
@@ -96,6 +120,9 @@ def read_measured(fact: Fact) -> Row:
     measurer = PeerId(fact.author)
     if body.provider in (measurer, body.requester):
         raise RemoteProtocolError("a receipt for one's own work, or by its provider")
+    is_computed = body.kind == "compute"
+    if is_computed != bool(body.flops and body.microbatches) or is_computed == bool(body.size_bytes):
+        raise RemoteProtocolError("a receipt for nothing, or for something of another kind")
     return Row(
         run=body.run,
         requester=PeerId(body.requester),
@@ -104,6 +131,8 @@ def read_measured(fact: Fact) -> Row:
         flops=body.flops,
         microbatches=body.microbatches,
         at=body.wall_milliseconds / 1000,
+        kind=body.kind,
+        size_bytes=body.size_bytes,
     )
 
 
@@ -124,6 +153,7 @@ class Contribution:
     given: float = 0.0
     vouched: float = 0.0
     witnessed: float = 0.0
+    averaged: float = 0.0
     weight: float = 1.0
 
 
@@ -138,28 +168,40 @@ class Credits:
         self._me = me
         self.given: dict[PeerId, Account] = {}
         self.worked: dict[PeerId, Account] = {}
+        self.averaged: dict[PeerId, Account] = {}
         self._learned: dict[PeerId, dict[PeerId, float]] = {}
         self._totals: dict[PeerId, float] = {}
 
     def gave(self, now: float, peer: PeerId, flops: float) -> None:
-        """Note what `peer` computed for a run of this node's own, as this node measured it."""
+        """Note what `peer` did for a run of this node's own, as this node measured it."""
         if peer != self._me:
             _add(self.given, now, peer, flops)
+
+    def averaged_with(self, now: float, peer: PeerId, flops: float) -> None:
+        """Note what came of `peer` in rounds of averaging."""
+        if peer != self._me:
+            _add(self.averaged, now, peer, flops)
 
     def worked_for(self, now: float, measurer: PeerId, flops: float) -> None:
         """Note what this node computed and `measurer` said so of: no more than this node knows to be true."""
         if measurer != self._me:
             _add(self.worked, now, measurer, flops)
 
-    def learn(self, now: float, peer: PeerId, rows: Iterable[Row]) -> None:
+    def learn(self, now: float, peer: PeerId, rows: Iterable[Row], flops_per_byte: float = 0.0) -> None:
         """Take the receipts of `peer` in the place of those known; what others say of others is passed
         over."""
         self._forget(peer)
-        found: dict[PeerId, float] = {}
+        shown: dict[tuple[PeerId, bytes, Kind], float] = {}
         for row in list(rows)[:ROWS_MAX]:
             is_recent = -SKEW_SECONDS <= now - row.at <= AGE_SECONDS_MAX
-            if row.provider == peer and row.measurer not in (self._me, peer) and is_recent:
-                found[row.measurer] = found.get(row.measurer, 0.0) + row.flops
+            has_benefited = row.requester in (row.measurer, self._me) and row.kind != "averaging"
+            if row.provider == peer and row.measurer not in (self._me, peer) and is_recent and has_benefited:
+                # A newer receipt holds all that older ones say: each is shown once at most.
+                key = row.measurer, row.run, row.kind
+                shown[key] = max(shown.get(key, 0.0), row.worth(flops_per_byte))
+        found: dict[PeerId, float] = {}
+        for (measurer, _, _), amount in shown.items():
+            found[measurer] = found.get(measurer, 0.0) + amount
         # Those of strangers count nothing, and would only take room.
         known = {one: flops for one, flops in found.items() if one in self.given or one in self.worked}
         if not known:
@@ -181,9 +223,10 @@ class Credits:
         given = _left(self.given, now, peer)
         vouched = self._through(self.given, now, peer)
         witnessed = self._through(self.worked, now, peer)
+        averaged = _left(self.averaged, now, peer)
         weight = 1.0 + (given + vouched) / share_flops
-        weight += min(max(0.0, WITNESSED_WEIGHT_MAX - weight), witnessed / share_flops)
-        return Contribution(given, vouched, witnessed, min(WEIGHT_MAX, weight))
+        weight += min(max(0.0, UNPROVEN_WEIGHT_MAX - weight), (witnessed + averaged) / share_flops)
+        return Contribution(given, vouched, witnessed, averaged, min(WEIGHT_MAX, weight))
 
     def _through(self, backing: Mapping[PeerId, Account], now: float, peer: PeerId) -> float:
         """Return what receipts give to `peer` where each committer's, in sum, count for what backs it."""

@@ -30,6 +30,7 @@ from node.content import blobs, exchange
 from node.library import directory
 from node.local import column
 from node.protocols import checkpoint, manifest
+from node.protocols import receipts as given
 from node.protocols import runs as runs
 from node.protocols.revision import REVISION_PURPOSE, RevisionBody
 from node.runs import receipts, traces
@@ -84,7 +85,7 @@ PROTOCOLS = (
     Protocol(column.PROTOCOL, column.Question, column.Answer, payloads=True, limits=column.STREAMS),
     Protocol(transfer.PROTOCOL, transfer.Question, transfer.Answer, limits=transfer.STREAMS),
     Protocol(traces.TRACES_PROTOCOL, traces.Ask, traces.Told),
-    Protocol(receipts.RECEIPTS_PROTOCOL, receipts.Question, receipts.Answer, limits=receipts.STREAMS),
+    Protocol(given.RECEIPTS_PROTOCOL, given.Question, given.Answer, limits=receipts.STREAMS),
     Protocol(autonat.PROTOCOL, autonat.DialBack, autonat.Dialled, datagrams=autonat.Echo),
     Protocol(lives.PROTOCOL, lives.LifeName, lives.LifeName, limits=lives.STREAMS),
     Protocol(
@@ -121,7 +122,7 @@ FACTS: Mapping[str, tuple[type, ...]] = {
     gossip.swim.PROTOCOL: get_args(gossip.messages.Body),
     dht.messages.PROTOCOL: (dht.records.RecordBody,),
     runs.RUNS_PROTOCOL: (manifest.Manifest, runs.LeaseBody, Plan, Segment, StopBody, RevisionBody, Ticket),
-    receipts.RECEIPTS_PROTOCOL: (ReceiptBody,),
+    given.RECEIPTS_PROTOCOL: (ReceiptBody,),
     conclusions.PROTOCOL: (Ticket, Revocation),
     admission.PROTOCOL: (Ticket, Revocation),
     column.PROTOCOL: (Ticket,),

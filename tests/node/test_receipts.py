@@ -1,26 +1,41 @@
 """Receipts between whole nodes: measured by the committer, signed by the provider, shown to a third."""
 
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
+import numpy as np
 import pytest
 import trio
 
 from crypto.encoding import encode
-from node.runs.receipts import ISSUE_SECONDS, OfferReceipt, Receipts, ShowReceipts
+from node.content.blobs import BlobSink, fetch_all
+from node.content.datasets import load_digits
+from node.events import StepCommitted
+from node.local.stages import stage_ranges
+from node.protocols.receipts import OfferReceipt, ShowReceipts
+from node.runs.receipts import ISSUE_SECONDS, Receipts
+from node.runtime import Node
 from partition.plan.layer_costs import layer_costs
-from partition.run.receipts import MEASURED_PURPOSE, ReceiptBody
+from partition.run.receipts import MEASURED_PURPOSE, Kind, ReceiptBody
+from tests import stack
+from tests.node.local.test_columns import begin
+from tests.node.local.test_runs import QUICK, ends
 from tests.node.test_slots import asked, only
 from tests.stack import simple_cnn, simulate, swarm
-from tests.test_runs_end import all_ended
+from tests.test_runs_end import all_ended, learn
 
 
-def test_a_provider_earns_a_receipt_of_exactly_what_it_computed_over_a_restart() -> None:
+def test_a_provider_earns_a_receipt_of_exactly_what_it_computed_over_a_restart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("node.runs.receipt_totals.ISSUED_BYTES_MIN", 1)
+
     async def scenario() -> None:
         async with swarm("abc") as group:
             only(group, "b")
             await trio.sleep(5)
             a, b, c = (group.nodes[name] for name in "abc")
-            run = asked(a, 1)
+            run = stack.prepare(a, stack.manifest(stages=1, replicas=1, microbatches=2, save_every=2))
             await a.runs.submit(run)
             await all_ended(group)
             await trio.sleep(ISSUE_SECONDS + 5)
@@ -37,6 +52,13 @@ def test_a_provider_earns_a_receipt_of_exactly_what_it_computed_over_a_restart()
             assert again.document()["earned"] == [earned]
             assert again.contribution(a.peer).given == 0.0
             assert c.runs.receipts.document()["earned"] == []
+            await c.copies.fetch(run.text, None, [b.peer])
+            await trio.sleep(ISSUE_SECONDS + 5)
+            (fetched,) = c.runs.receipts.document()["issued"]
+            assert fetched in b.runs.receipts.document()["earned"]
+            assert (fetched["kind"], fetched["requester"], fetched["provider"]) == ("checkpoint", a.id, b.id)
+            assert fetched["size_bytes"] > 10_000
+            assert c.runs.receipts.contribution(b.peer).given == 0.0, "it was no run of its own"
 
     simulate(scenario)
 
@@ -67,14 +89,114 @@ def test_a_provider_ranks_a_requester_it_never_met_by_what_that_gave_to_others()
     simulate(scenario)
 
 
-def test_a_receipt_for_a_run_that_was_never_here_is_not_signed() -> None:
+@pytest.mark.parametrize("kind", get_args(Kind))
+def test_a_receipt_for_a_run_that_was_never_here_is_not_signed(kind: Kind) -> None:
     async def scenario() -> None:
         async with swarm("ab", preset="lan") as group:
             a, b = group.nodes["a"], group.nodes["b"]
-            body = encode(ReceiptBody(bytes(32), a.peer, b.peer, 5, 1, 1_000))
-            offer = OfferReceipt(a.signer.sign(MEASURED_PURPOSE, body))
-            call: Any = a.runs.receipts._call
-            assert type(await call(b.peer, offer)).__name__ == "Nothing"
-            assert (await call(b.peer, ShowReceipts())).receipts == ()
+            assert await offered(a, b, kind, 5) == "Nothing"
+            assert (await call_of(a)(b.peer, ShowReceipts())).receipts == ()
+
+    simulate(scenario)
+
+
+def test_a_provider_signs_for_no_more_bytes_than_it_sent() -> None:
+    """Receipts in its favour that nobody earned would push out of its table those that count."""
+
+    async def scenario() -> None:
+        async with swarm("ab", preset="lan") as group:
+            a, b = group.nodes["a"], group.nodes["b"]
+            name = b._blobs.put(b"x" * 1_000)
+            sink = BlobSink(a._blobs, a.seams.executor)
+            await fetch_all(a.network, {name: 1_000}, [b.peer], sink=sink, refuse=a.runs.refuse)
+            assert await offered(a, b, "data", 1_001) == "Nothing"
+            assert await offered(a, b, "data", 600) == "Accepted"
+            assert await offered(a, b, "data", 600) == "Accepted", "a repeat says nothing new"
+            assert await offered(a, b, "checkpoint", 401) == "Nothing", "600 are used up"
+            assert await offered(a, b, "data", 1_000) == "Accepted"
+            (earned,) = b.runs.receipts.document()["earned"]
+            assert (earned["kind"], earned["size_bytes"]) == ("data", 1_000)
+
+    simulate(scenario)
+
+
+def call_of(node: Node) -> Any:
+    return node.runs.receipts._call
+
+
+async def offered(measurer: Node, provider: Node, kind: Kind, amount: int) -> str:
+    """Ask a provider to sign a receipt for this amount; the name of its answer."""
+    work = (amount, 1, 1_000, kind) if kind == "compute" else (0, 0, 1_000, kind, amount)
+    body = encode(ReceiptBody(bytes(32), measurer.peer, provider.peer, *work))
+    offer = OfferReceipt(measurer.signer.sign(MEASURED_PURPOSE, body))
+    return type(await call_of(measurer)(provider.peer, offer)).__name__
+
+
+def test_the_holder_of_a_column_earns_what_its_head_passed_through_it() -> None:
+    async def scenario() -> None:
+        async with swarm("ab", stage_seconds=0.2, preset="lan") as group:
+            run = await begin(group, replicas=1, steps=6)
+            await ends(group, "ab", 400.0)
+            await trio.sleep(ISSUE_SECONDS + 5)
+            a, b = (group.nodes[name] for name in "ab")
+            (earned,), (issued,) = b.runs.receipts.document()["earned"], a.runs.receipts.document()["issued"]
+            assert earned == issued
+            assert (earned["kind"], earned["requester"], earned["measurer"]) == ("compute", a.id, a.id)
+            assert earned["microbatches"] == 6 * run.manifest.microbatches
+            last = stage_ranges(run.manifest, stack.MODELS[run.manifest.graph].graph)[1]
+            costs = layer_costs(stack.MODELS[run.manifest.graph].graph, run.manifest.sizes_max)[slice(*last)]
+            assert earned["flops"] == earned["microbatches"] * 3 * sum(row.forward_flops for row in costs)
+            assert a.runs.receipts.contribution(b.peer).given == pytest.approx(earned["flops"], rel=1e-4)
+
+    simulate(scenario)
+
+
+def large(folder: Path) -> None:
+    """Data of many pieces: the digits again and again."""
+    digits = load_digits()
+    x, y = (np.tile(digits.train[name], (8, *[1] * (digits.train[name].ndim - 1))) for name in "xy")
+    np.savez(folder / "train.npz", x=x.astype("f4"), y=y)
+    np.savez(folder / "test.npz", x=digits.test["x"][:8].astype("f4"), y=digits.test["y"][:8])
+
+
+def test_members_give_each_other_receipts_for_data_and_averaging(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.runs.receipt_totals.ISSUED_BYTES_MIN", 1)
+    large(tmp_path)
+
+    async def scenario() -> None:
+        async with swarm("abc", stage_seconds=0.2, preset="lan") as group:
+            a, b, c = (group.nodes[name] for name in "abc")
+            only(group, "b")
+            await trio.sleep(5)
+            wanted = stack.manifest(
+                stages=1,
+                replicas=0,
+                microbatches=2,
+                microbatch=16,
+                dtype="float32",
+                local=QUICK,
+                data=await learn(group, tmp_path),
+                test_samples=8,
+                steps=60,
+            )
+            run = stack.prepare(a, wanted)
+            await a.runs.submit(run)
+            with trio.fail_after(60):
+                while not any(isinstance(event, StepCommitted) for event in group.events["b"]):  # noqa: ASYNC110
+                    await trio.sleep(0.2)
+            group.kill("a")  # from now on the data is to be had of b alone
+            c.limit(accept_runs="swarm")
+            await ends(group, "bc", 400.0)
+            await trio.sleep(ISSUE_SECONDS + 5)
+            issued = c.runs.receipts.document()["issued"]
+            assert {row["kind"] for row in issued} == {"data", "averaging"}
+            assert {(row["run"], row["requester"], row["provider"]) for row in issued} == {
+                (run.text, a.id, b.id)
+            }
+            assert sorted(issued, key=str) == sorted(b.runs.receipts.document()["earned"], key=str)
+            assert {row["kind"] for row in c.runs.receipts.document()["earned"]} == {"averaging"}
+            assert c.runs.receipts.contribution(b.peer).weight == 1.0, "b did nothing for runs of c"
 
     simulate(scenario)

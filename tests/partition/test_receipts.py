@@ -1,5 +1,8 @@
 """What signed receipts of contribution count for, also where those who sign them collude."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,8 +16,8 @@ from partition.run.receipts import (
     AGE_SECONDS_MAX,
     HALF_LIFE_SECONDS,
     MEASURED_PURPOSE,
+    UNPROVEN_WEIGHT_MAX,
     WEIGHT_MAX,
-    WITNESSED_WEIGHT_MAX,
     Credits,
     Receipt,
     ReceiptBody,
@@ -29,8 +32,10 @@ ME, A, B, C, D = PEERS
 SHARE = 100.0
 
 
-def row(measurer: PeerId, provider: PeerId, flops: float, at: float = 0.0) -> Row:
-    return Row(bytes(32), measurer, provider, measurer, int(flops), 1, at)
+def row(
+    measurer: PeerId, provider: PeerId, flops: float, at: float = 0.0, run: int = 0, requester: Any = None
+) -> Row:
+    return Row(bytes([run]) * 32, requester or measurer, provider, measurer, int(flops), 1, at)
 
 
 def receipt(measurer: int = 1, provider: int = 2, requester: int = 1, signed_by: int = 2) -> Receipt:
@@ -83,8 +88,45 @@ def test_own_work_backs_receipts_only_up_to_twice_a_strangers_share() -> None:
     known = Credits(ME)
     known.worked_for(0.0, A, 1e6)
     known.learn(0.0, B, [row(A, B, 1e6)])
-    assert known.contribution(0.0, B, SHARE).weight == WITNESSED_WEIGHT_MAX
+    assert known.contribution(0.0, B, SHARE).weight == UNPROVEN_WEIGHT_MAX
     assert known.contribution(0.0, A, SHARE).weight == 1.0, "to be served is no contribution"
+
+
+def test_what_was_done_for_the_run_of_another_is_vouched_for_by_nobody() -> None:
+    """An honest member of an attacker's run measures what the attacker's other keys do in it."""
+    known = Credits(ME)
+    known.gave(0.0, A, 1e6)
+    known.worked_for(0.0, A, 1e6)
+    known.learn(0.0, B, [row(A, B, 1e6, requester=C)])
+    assert known.contribution(0.0, B, SHARE).weight == 1.0
+    known.learn(0.0, B, [row(A, B, 50.0, requester=ME)])
+    assert known.contribution(0.0, B, SHARE).vouched == 50.0, "whose run it was may count it"
+
+
+def test_a_receipt_that_is_shown_again_counts_once() -> None:
+    known = Credits(ME)
+    known.gave(0.0, A, 1e6)
+    known.learn(0.0, B, [row(A, B, 100.0), row(A, B, 200.0), *[row(A, B, 150.0)] * 9])
+    assert known.contribution(0.0, B, SHARE).vouched == 200.0, "one receipt stands for all of its run"
+    known.learn(0.0, B, [row(A, B, 200.0), row(A, B, 30.0, run=1)])
+    assert known.contribution(0.0, B, SHARE).vouched == 230.0
+
+
+def test_bytes_count_by_their_price_and_averaged_ones_make_nobody_a_giver() -> None:
+    known = Credits(ME)
+    known.averaged_with(0.0, B, 1e12)
+    assert known.contribution(0.0, B, SHARE).weight == UNPROVEN_WEIGHT_MAX
+    known.gave(0.0, A, 1e6)
+    bytes_ = [replace(row(A, C, 0), kind=kind, size_bytes=50) for kind in ("data", "checkpoint", "averaging")]
+    known.learn(0.0, C, bytes_, flops_per_byte=2.0)
+    assert known.contribution(0.0, C, SHARE).vouched == 200.0, "nobody is believed about averaging"
+
+
+@pytest.mark.parametrize("work", [(0, 1, 0, "compute"), (5, 1, 0, "data", 5), (0, 0, 0, "data"), (0, 0, 0)])
+def test_a_receipt_for_nothing_or_for_two_kinds_is_refused(work: Any) -> None:
+    body = encode(ReceiptBody(bytes(32), A, B, *work))
+    with pytest.raises(RemoteProtocolError):
+        check_measured(SIGNERS[0], SIGNERS[1].sign(MEASURED_PURPOSE, body))
 
 
 def test_what_was_given_halves_in_a_month_and_old_receipts_count_nothing() -> None:
@@ -96,7 +138,7 @@ def test_what_was_given_halves_in_a_month_and_old_receipts_count_nothing() -> No
     assert known.contribution(0.0, A, 1.0).weight == WEIGHT_MAX
 
 
-PAIRS = st.tuples(st.sampled_from(PEERS), st.sampled_from(PEERS), st.floats(1, 1e15))
+PAIRS = st.tuples(st.sampled_from(PEERS), st.sampled_from(PEERS), st.floats(1, 1e15), st.sampled_from(PEERS))
 
 
 @given(
@@ -109,7 +151,7 @@ PAIRS = st.tuples(st.sampled_from(PEERS), st.sampled_from(PEERS), st.floats(1, 1
 def test_all_together_gain_at_most_what_they_gave_and_had_done(
     given_: list[tuple[PeerId, float]],
     worked: list[tuple[PeerId, float]],
-    signed: list[tuple[PeerId, PeerId, float]],
+    signed: list[tuple[PeerId, PeerId, float, PeerId]],
     order: list[PeerId],
 ) -> None:
     """Whatever keys sign for each other, however often they show it."""
@@ -119,7 +161,8 @@ def test_all_together_gain_at_most_what_they_gave_and_had_done(
     for peer, flops in worked:
         known.worked_for(0.0, peer, flops)
     for peer in (*order, *order[:2]):
-        known.learn(0.0, peer, [row(one, other, flops) for one, other, flops in signed if other == peer])
+        rows = [row(one, other, flops, requester=of) for one, other, flops, of in signed if other == peer]
+        known.learn(0.0, peer, rows)
     found = [known.contribution(0.0, peer, 1e9) for peer in PEERS if peer != ME]
     gave = sum(flops for peer, flops in given_ if peer != ME)
     assert sum(each.given for each in found) == pytest.approx(gave)
@@ -129,4 +172,4 @@ def test_all_together_gain_at_most_what_they_gave_and_had_done(
     for each in found:
         assert 1.0 <= each.weight <= WEIGHT_MAX
         if each.given + each.vouched == 0:
-            assert each.weight <= WITNESSED_WEIGHT_MAX
+            assert each.weight <= UNPROVEN_WEIGHT_MAX

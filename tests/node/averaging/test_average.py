@@ -19,6 +19,7 @@ from node.averaging.service import PURPOSE
 from node.errors import UsageError
 from node.events import AveragingEnded, AveragingJoined
 from node.runtime import Node
+from partition.run.receipts import UNPROVEN_WEIGHT_MAX
 
 
 def settings(folder: Path, name: str) -> config.Config:
@@ -85,6 +86,9 @@ async def test_four_nodes_hold_the_same_weighted_mean_and_say_whose(tmp_path: Pa
         assert sum(isinstance(event, AveragingJoined) for event in told) == 3
         ended = [event for event in told if isinstance(event, AveragingEnded)]
         assert [(event.outcome, event.members) for event in ended] == [("ok", 4)]
+        contribution = found[0].runs.receipts.contribution(found[1].peer)
+        assert contribution.averaged > 0
+        assert 1.0 < contribution.weight <= UNPROVEN_WEIGHT_MAX
         # A second round under the same name, with other numbers.
         again = await average_all(
             found, [{name: 2 * array for name, array in each.items()} for each in given]

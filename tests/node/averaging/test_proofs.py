@@ -22,6 +22,7 @@ from gossip.averaging.evidence import PROTOCOL, Evidence, liar_of
 from gossip.averaging.group import NONCE_BYTES, Member
 from gossip.averaging.messages import SEAL_PURPOSE, Chunk, Holding, Seal, SealBody, root_of
 from gossip.averaging.proof_table import ProofTable
+from node.errors import Unreachable
 from node.events import LiarProved
 from node.protocols.calls import conversation
 from node.runtime import Node
@@ -107,11 +108,21 @@ async def flood(teller: Node, victim: Node, run: bytes) -> None:
     with victim.watch() as told, trio.fail_after(60):
         for number in range(ROOM + 1):
             signer = IdentitySigner(Identity(bytes([number]) * 32), "averaging")
-            async with conversation(teller.network, victim.peer, PROTOCOL, seconds=20.0) as stream:
-                await stream.send(encode(sealed_twice(run, signer)))
+            await tell(teller, victim.peer, sealed_twice(run, signer))
             while not isinstance(event := await told.receive(), LiarProved):
                 pass
             assert event.peer == signer.peer
+
+
+async def tell(teller: Node, peer: PeerId, evidence: Evidence) -> None:
+    """Tell a peer of a proof; again, while it still holds earlier streams open."""
+    while True:
+        try:
+            async with conversation(teller.network, peer, PROTOCOL, seconds=20.0) as stream:
+                await stream.send(encode(evidence))
+                return
+        except Unreachable:
+            await trio.sleep(0.02)
 
 
 def sealed_twice(run: bytes, liar: Signer) -> Evidence:
