@@ -12,7 +12,7 @@ from crypto.identity import PeerId, peer_text
 from node.checkpoints.replication import CheckpointReplicator
 from node.checkpoints.service import Checkpoints
 from node.checkpoints.store import document
-from node.commands import LocalNode, find_run, out_argument, texts_argument
+from node.commands import LocalNode, find_run, number_argument, out_argument, texts_argument
 from node.control import CommandHandler, Emit
 from node.errors import RunFailed, Unreachable, UsageError
 
@@ -40,11 +40,18 @@ class CheckpointCommands:
     def handlers(self) -> Mapping[str, CommandHandler]:
         """For `node.control.ControlServer`, beside those of `Commands`."""
         return {
+            "runs.audit": self._audit,
             "checkpoint.list": self._list,
             "checkpoint.save": self._save,
             "checkpoint.export": self._export,
             "checkpoint.fetch": self._fetch,
         }
+
+    async def _audit(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
+        """Frames of a committed step of a run, computed again by the checkpoint that it began with."""
+        run = find_run(self._node.state.runs, str(arguments.get("run", "")))
+        step = number_argument(arguments, "step", -1)
+        return await self._node.runs.audits.audit(run, int(step) if step >= 0 else None)
 
     async def _list(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
         found = await self._checkpoints.call(self._checkpoints.store.all)

@@ -107,7 +107,7 @@ async def test_a_sigkill_in_the_middle_of_a_step_changes_no_result(
     assert set(kept) <= {data, None}
 
 
-async def test_a_run_is_stopped_and_a_node_leaves_by_the_command_line(
+async def test_a_run_is_audited_and_stopped_and_a_node_leaves_by_the_command_line(
     tmp_path: Path, captured: Model, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def told(*arguments: str) -> tuple[int, dict[str, Any]]:
@@ -123,12 +123,21 @@ async def test_a_run_is_stopped_and_a_node_leaves_by_the_command_line(
             with node.watch() as events, trio.fail_after(60):
                 while len(node.membership.live) < 2:
                     await events.receive()
-                run = prepare(node, manifest(captured, stages=1, replicas=1, steps=100_000, test_samples=60))
+                wanted = manifest(
+                    captured, stages=2, replicas=1, steps=100_000, test_samples=60, save_every=50
+                )
+                run = prepare(node, wanted)
                 await node.runs.submit(run)
                 async for event in events:
                     if isinstance(event, StepCommitted):
                         break
             here, there = ("--data-dir", str(tmp_path / "e")), ("--data-dir", str(tmp_path / "a"))
+            found: set[tuple[int, str]] = set()
+            with trio.fail_after(120):  # there may be no checkpoint yet, or the run may have left its step
+                while found != {(0, "right"), (1, "right")}:
+                    _, audited = await told("runs", "audit", run.text[:8], *here)
+                    found = {(row["stage"], row["verdict"]) for row in audited.get("frames", ())}
+                    assert "wrong" not in {verdict for _, verdict in found}, audited
             assert (await told("runs", "stop", run.text[:8], *there))[0] == 2, "it is another's"
             code, document = await told("runs", "stop", run.text[:8], *here)
             assert (code, document["schema"], document["status"]) == (0, "peerloom/stop/1", "stopped")

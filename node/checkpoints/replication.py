@@ -228,6 +228,10 @@ class CheckpointReplicator:
             found[record.publisher] = offer
         return found
 
+    async def steps(self, run: str, holders: Sequence[PeerId]) -> set[int]:
+        """Return the steps of which peers say that they keep a checkpoint of a run."""
+        return {offer.step for offer in await self._offers(run, holders)}
+
     async def fetch(self, run: str, step: int | None, holders: Sequence[PeerId]) -> Kept:
         """Have a run's newest checkpoint here, or that of a step, whole; `run` is the short id.
 

@@ -31,6 +31,8 @@ from node.errors import UsageError
 from node.quantities import read_duration
 
 TRACE_SECONDS_MAX = 30.0
+AUDIT_SECONDS_MAX = 600.0
+"""A checkpoint may have to be brought, and each stage needs a process of its own."""
 STOP_SECONDS_MAX = 30.0
 """A stage's process takes some seconds to end, on a busy machine; members are waited for five."""
 
@@ -75,6 +77,28 @@ def fetch(
     document = fetch_weights(find_data_dir(context, data_dir), run, out)
     if as_json or context.obj["as_json"]:
         show_json(document)
+
+
+@app.command()
+def audit(
+    context: typer.Context,
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's id, or how it begins.")],
+    step: Annotated[int, typer.Option("--step", min=-1, help="-1: that of the newest checkpoint.")] = -1,
+    data_dir: DataDir = "",
+    as_json: AsJson = False,
+) -> None:
+    """Compute signed frames of a committed step again, and say which are right."""
+    arguments = {"run": run, "step": step}
+    document = ask(find_data_dir(context, data_dir), "runs.audit", arguments, seconds=AUDIT_SECONDS_MAX)
+    if as_json or context.obj["as_json"]:
+        show_json(document)
+        return
+    rows = [
+        (short_id(row["peer"]), str(row["stage"] + 1), str(row["microbatch"]), row["verdict"], row["detail"])
+        for row in document["frames"]
+    ]
+    show([f"step {document['step']} of run {document['run'][:8]}"])
+    show(table(("PEER", "STAGE", "MICRO-BATCH", "FRAME IS", "BECAUSE"), rows))
 
 
 @app.command()

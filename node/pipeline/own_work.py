@@ -47,6 +47,7 @@ from node.transport.network import RealNetwork
 from partition import stage as api
 from partition.codec import Payload, TensorHeader
 from partition.plan.plan import NO_HASH, Plan, StagePlan, plan_hash
+from partition.steps.frame_archive import FrameArchive
 from partition.steps.frames import Frame, make_frame
 from partition.steps.frames import read_header as read_frame_header
 from partition.steps.messages import (
@@ -220,6 +221,7 @@ class _Node:
             codecs=cast("Any", _Codecs()),
             save=cast("Any", None),
             restore=cast("Any", None),
+            archive=FrameArchive(),
             spans=Spans(),
         )
         inbox.follow(plan_hash(self._plan), cast("Any", _Member(self._plan, shell)))

@@ -15,7 +15,7 @@ import trio
 from msgspec.structs import replace
 
 from crypto.errors import RemoteProtocolError
-from crypto.facts import Signer
+from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
 from gossip.allreduce import Part
 from node.errors import PayloadRefused, StageDiverged, StageFailed
@@ -31,13 +31,16 @@ from partition import stage as api
 from partition.codec import Codec, Payload, Rounding
 from partition.plan.plan import FIRST_VALUES, Plan
 from partition.steps import replica as core
+from partition.steps.frame_archive import FrameArchive
 from partition.steps.frames import (
     PAYLOAD_BYTES_MAX,
     Direction,
+    FrameHeader,
     OpenedFrame,
     Outgoing,
     check_signed,
     make_frame,
+    read_header,
 )
 from partition.steps.messages import BadFrame, Work
 from partition.steps.schedule import Schedule
@@ -106,9 +109,10 @@ class ReplicaShell:
         save: Save,
         restore: Restore,
         spans: Spans,
+        archive: FrameArchive,
     ) -> None:
         """`refuse` is told of a peer whose frame is of no use and no proof. `save` keeps a copy of the stage
-        as it is after a step, `restore` brings it back to one."""
+        as it is after a step, `restore` brings it back to one. `archive` keeps frames that come and go."""
         entry = specification.graph.entry(TRAIN)
         self.core: core.Replica = seams.core(
             core.Replica,
@@ -127,6 +131,7 @@ class ReplicaShell:
         self._send = send
         self._refuse = refuse
         self._spans = spans
+        self._archive = archive
         self._save = save
         self._restore = restore
         self._parts: deque[tuple[PeerId, Part]] = deque()
@@ -199,11 +204,18 @@ class ReplicaShell:
         """A frame that has come, in memory it may stay in until its step is applied; None where there is no
         room, and the stage fails."""
         try:
-            return replace(frame, payload=await self._frames.keep(frame.payload))
+            kept = replace(frame, payload=await self._frames.keep(frame.payload))
+            self._note(kept.header, kept.fact, kept.payload)
+            return kept
         except StageFailed as error:
             self._failure = error
             self._more.set()
             return None
+
+    def _note(self, header: FrameHeader, fact: Fact, payload: Payload) -> None:
+        """Keep a frame of training for audits that come later."""
+        if header.train:
+            self._archive.note(self._seams.clock.monotonic(), self.core.plan.run, header, fact, payload)
 
     def reconnected(self, peer: PeerId) -> None:
         """A link to `peer` was opened anew: send again what it may have lost."""
@@ -421,6 +433,7 @@ class ReplicaShell:
             direction=draft.direction,
             train=draft.train,
         )
+        self._note(read_header(frame.header), frame.header, draft.payload)
         self._send(peer, frame, draft.payload.data)
 
     async def _fill(self, work: core.FillReady) -> None:
@@ -453,6 +466,7 @@ class ReplicaShell:
         ]
         if await self._seams.executor.run(lambda: all(map(_is_finite, arenas))):
             await self._save(self.core.plan, self.core.stage, work.step, self._stage)
+            self._archive.marked(self.core.plan.run, work.step)
             self._pass_on(self.core.saved(work))
         else:
             self._pass_on(self.core.diverged(work, "a parameter or moment is not finite"))
@@ -530,6 +544,7 @@ class ReplicaShell:
         finally:
             self._is_changing = False
         assert isinstance(done, api.Applied)
+        self._archive.committed(self._seams.clock.monotonic(), self.core.plan.run, work.step)
         self._reduction = None
         self._parts_sent.clear()
         self._early_parts.clear()

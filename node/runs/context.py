@@ -19,6 +19,7 @@ from node.placement.leases import Offer
 from node.placement.places import Places
 from node.protocols.manifest import Run
 from node.protocols.runs import Reply, Request
+from node.runs.audits import Audits
 from node.runs.receipts import Receipts
 from node.seams import Seams
 from node.services.measurements import Measurements
@@ -51,6 +52,7 @@ class Service(Protocol):
     checkpoints: Checkpoints
     copies: CheckpointReplicator
     spans: Spans
+    audits: Audits
     measurements: Measurements
     receipts: Receipts
     places: Places

@@ -43,6 +43,7 @@ from node.protocols.manifest import Run, run_text
 from node.protocols.uploads import Body
 from node.runs.announcements import run_accepted, run_ended, run_planned, stage_leased
 from node.runs.archive import ArchiveShell
+from node.runs.audits import Audits
 from node.runs.chain import Entered, chain_name, history_name
 from node.runs.checkpointing import newest_name
 from node.runs.context import Membership
@@ -123,6 +124,7 @@ class Runs:
         self.queue = Queue(self, slots)
         self.spans = Spans()
         self.traces = Traces(seams, self.spans, refuse)
+        self.audits = Audits(self)
         self.members: dict[bytes, RunMember] = {}
         self.averaging = averaging
         self.places = places
@@ -164,6 +166,7 @@ class Runs:
                 await nursery.start(self.links.run)
                 await nursery.start(self.local.run)
                 nursery.start_soon(keep_running, "receipts", self.receipts.run)
+                nursery.start_soon(keep_running, "frames for audits", self.audits.run)
                 await self.archive.load()
                 await recover(self)
                 await self.local.resume()
@@ -532,6 +535,7 @@ class Runs:
 
     def publish_plan(self, run: Run, plan: Plan) -> None:
         """Say that a plan is in force here."""
+        self.audits.admit(run, plan)
         self.spans.admit(plan)  # a requester without a stage may collect the others' spans, also in the end
         self.publish(run_planned(self.seams.clock.wall(), run, plan))
 

@@ -180,6 +180,7 @@ class Hosting:
             save=self._save,
             restore=self._restore,
             spans=service.spans,
+            archive=service.audits.archive,
         )
         service.spans.admit(plan)
         self.replica = shell

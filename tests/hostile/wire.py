@@ -29,11 +29,12 @@ from node.checkpoints.weights import WEIGHTS_PURPOSE
 from node.content import blobs, exchange
 from node.library import directory
 from node.local import column
+from node.protocols import audits as shown
 from node.protocols import checkpoint, manifest
 from node.protocols import receipts as given
 from node.protocols import runs as runs
 from node.protocols.revision import REVISION_PURPOSE, RevisionBody
-from node.runs import receipts, traces
+from node.runs import audits, receipts, traces
 from node.runs.stopping import STOP_PURPOSE, StopBody
 from node.seams import USUAL_STREAMS, StreamLimits
 from node.services import autonat, links, lives, metadata
@@ -85,6 +86,7 @@ PROTOCOLS = (
     Protocol(column.PROTOCOL, column.Question, column.Answer, payloads=True, limits=column.STREAMS),
     Protocol(transfer.PROTOCOL, transfer.Question, transfer.Answer, limits=transfer.STREAMS),
     Protocol(traces.TRACES_PROTOCOL, traces.Ask, traces.Told),
+    Protocol(shown.FRAMES_PROTOCOL, shown.Question, shown.Answer, payloads=True, limits=audits.STREAMS),
     Protocol(given.RECEIPTS_PROTOCOL, given.Question, given.Answer, limits=receipts.STREAMS),
     Protocol(autonat.PROTOCOL, autonat.DialBack, autonat.Dialled, datagrams=autonat.Echo),
     Protocol(lives.PROTOCOL, lives.LifeName, lives.LifeName, limits=lives.STREAMS),
@@ -127,6 +129,7 @@ FACTS: Mapping[str, tuple[type, ...]] = {
     admission.PROTOCOL: (Ticket, Revocation),
     column.PROTOCOL: (Ticket,),
     runs.PIPELINE_PROTOCOL: (FrameHeader, RevisionBody),
+    shown.FRAMES_PROTOCOL: (FrameHeader,),
     averaging.PROTOCOL: (averaging.CommitmentBody, averaging.HaveBody, averaging.SealBody),
     evidence.PROTOCOL: (averaging.CommitmentBody, averaging.HaveBody, averaging.SealBody),
 }

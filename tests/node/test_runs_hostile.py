@@ -50,6 +50,7 @@ from partition.plan.plan import (
 from partition.run.asks import Declined, Done
 from partition.run.witnesses import WITNESSED_MAX
 from partition.stage import OptimizerSettings
+from partition.steps.frame_archive import FrameArchive
 from partition.steps.messages import Open, StageCommit, StageRoutes, StepCommit, Sync
 from partition.steps.replica import Replica
 from sim.executor import SimExecutor
@@ -477,12 +478,11 @@ def test_the_longest_messages_of_a_run_fit_the_pipeline() -> None:
 
 
 async def test_whoever_waits_for_the_parameters_of_a_broken_stage_hears_that_it_is_broken() -> None:
-    signer = cast("Signer", _Signer())
     specification = cast(
         "Any", SimpleNamespace(dtype="float32", optimizer=OptimizerSettings(), graph=_StageGraph())
     )
     shell = ReplicaShell(
-        signer,
+        cast("Signer", _Signer()),
         one_stage(ALICE),
         specification,
         (),
@@ -501,6 +501,7 @@ async def test_whoever_waits_for_the_parameters_of_a_broken_stage_hears_that_it_
         codecs=LinkCodecs("exact", lambda _: None, SimExecutor()),
         save=cast("Any", None),
         restore=cast("Any", None),
+        archive=FrameArchive(),
         spans=Spans(),
     )
     async with trio.open_nursery() as nursery:

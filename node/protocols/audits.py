@@ -1,0 +1,57 @@
+"""`/peerloom/frames/1`: the messages about signed frames of committed steps."""
+
+from typing import Annotated
+
+import msgspec
+
+from crypto.facts import Fact
+from partition.plan.plan import Count, Hash, Peer, StepNumber
+from partition.steps.frames import Direction
+
+FRAMES_PROTOCOL = "/peerloom/frames/1"
+ROWS_MAX = 256
+QUESTION_BYTES_MAX = 512
+ANSWER_BYTES_MAX = 32 * 1024
+
+Stage = Annotated[int, msgspec.Meta(ge=0, lt=64)]
+
+
+class WhichFrames(msgspec.Struct, frozen=True, tag="which"):
+    """Which frames of this step of a run have you? Answered by FramesHere."""
+
+    run: Hash
+    step: StepNumber
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """A frame that is kept; `stage` is the one that it is for."""
+
+    stage: Stage
+    direction: Direction
+    microbatch: Count
+    author: Peer
+
+
+class ShowFrame(msgspec.Struct, frozen=True, tag="show"):
+    """Show me this one. Answered by FrameShown, with its payload's data beside it."""
+
+    run: Hash
+    step: StepNumber
+    row: Row
+
+
+class FramesHere(msgspec.Struct, frozen=True, tag="here"):
+    """These, the first of them; none to who is no member of the run."""
+
+    rows: Annotated[tuple[Row, ...], msgspec.Meta(max_length=ROWS_MAX)] = ()
+
+
+class FrameShown(msgspec.Struct, frozen=True, tag="shown"):
+    """The signed header. Without `has_data` its payload is not kept any more."""
+
+    header: Fact | None = None
+    has_data: bool = False
+
+
+Question = WhichFrames | ShowFrame
+Answer = FramesHere | FrameShown

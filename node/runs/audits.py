@@ -1,0 +1,418 @@
+"""Audits of committed steps: signed frames shown to members of a run, and computed again.
+
+`/peerloom/frames/1`: a node shows the frames that it keeps of a run (`partition.steps.frame_archive`) to the
+run's members. An audit asks them for what a stage was sent and what it sent on, both signed, puts the stage's
+numbers of that step into a process of its own, and computes the frame again. Numbers are those of the first
+step, or of a checkpoint: other steps would have to be trained again.
+
+A frame is `right` where it has the same bytes, or numbers as near as other processors compute them; else it
+is `wrong`, and the signatures show whose it is. Where something is missing, nothing is said.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import trio
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Fact, Signer
+from crypto.identity import PeerId, peer_text
+from node.checkpoints.replication import CheckpointReplicator
+from node.checkpoints.service import Checkpoints
+from node.content.graphs import Models
+from node.errors import RunFailed, StageFailed, StreamClosed, Unreachable
+from node.placement.admission import Machine, build_stage_spec
+from node.protocols.audits import (
+    ANSWER_BYTES_MAX,
+    FRAMES_PROTOCOL,
+    QUESTION_BYTES_MAX,
+    ROWS_MAX,
+    Answer,
+    FramesHere,
+    FrameShown,
+    Question,
+    Row,
+    ShowFrame,
+    WhichFrames,
+)
+from node.protocols.calls import conversation
+from node.protocols.manifest import Run, run_text
+from node.seams import Seams, Stage, Stream, StreamLimits
+from partition import stage as api
+from partition.codec import Payload, check_length, unpack
+from partition.plan.plan import Plan
+from partition.stage import StageSpecification, payload_bytes_max
+from partition.steps.frame_archive import FrameArchive, FrameKey
+from partition.steps.frames import PAYLOAD_BYTES_MAX, Direction, FrameHeader, check_signed, read_header
+
+STREAMS = StreamLimits(message_bytes_max=QUESTION_BYTES_MAX, streams_per_peer_max=2)
+RUNS_MAX = 16
+"""Runs whose members may ask, those with the newest plans."""
+REQUESTS_MAX = 64
+"""On one stream."""
+REQUEST_SECONDS_MAX = 10.0
+CALL_SECONDS_MAX = 30.0
+EXPIRE_SECONDS = 30.0
+"""How often it is looked for frames that were kept for long enough."""
+FRAMES_AUDITED_MAX = 4
+"""In one audit, but one of each stage at least: all that they need is in memory at once."""
+NEAR = 1e-3
+"""How far the numbers of other processors lie apart at most, beside the largest number of a tensor."""
+NEAR_CODED = 5e-2
+"""And where a codec rounded them: one step of int8 is a hundredth of a group's largest."""
+
+
+class Service(Protocol):
+    """What is needed of `node.runs.runs.Runs`."""
+
+    seams: Seams
+    signer: Signer
+    models: Models
+    checkpoints: Checkpoints
+    copies: CheckpointReplicator
+    refuse: Callable[[PeerId, RemoteProtocolError], None]
+    live: Callable[[], Collection[PeerId]]
+
+    @property
+    def machine(self) -> Machine: ...
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found of one frame."""
+
+    author: PeerId
+    stage: int
+    """The stage that computed it."""
+    microbatch: int
+    verdict: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A frame that a stage sent, with what was sent to it before."""
+
+    number: int
+    row: Row
+    input: Payload
+    labels: Payload | None
+    header: FrameHeader
+    payload: Payload | None
+
+
+class Audits:
+    """The service of one node."""
+
+    def __init__(self, service: Service) -> None:
+        self.archive = FrameArchive()
+        self._service = service
+        self._runs: dict[bytes, tuple[Run, Plan, frozenset[bytes]]] = {}
+        service.seams.network.handle(FRAMES_PROTOCOL, self._serve, STREAMS)
+
+    async def run(self) -> None:
+        """Forget frames when their time has come, until cancelled."""
+        while True:
+            await trio.sleep(EXPIRE_SECONDS)
+            self.archive.expire(self._service.seams.clock.monotonic())
+
+    def admit(self, run: Run, plan: Plan) -> None:
+        """Let the members of a plan ask for the frames of its run, also when it is over."""
+        before = self._runs.pop(run.id, None)
+        members = frozenset(plan.roster) | frozenset(plan.members) | {run.requester}
+        self._runs[run.id] = run, plan, members | (before[2] if before else frozenset())
+        while len(self._runs) > RUNS_MAX:
+            del self._runs[next(iter(self._runs))]
+
+    # What others ask
+
+    async def _serve(self, stream: Stream) -> None:
+        try:
+            for _ in range(REQUESTS_MAX):
+                with trio.move_on_after(REQUEST_SECONDS_MAX) as waiting:
+                    question: Question = decode(
+                        await stream.receive(), Question, bytes_max=QUESTION_BYTES_MAX
+                    )
+                if waiting.cancelled_caught:
+                    return
+                answer, data = self._answer(stream.peer, question)
+                with trio.move_on_after(CALL_SECONDS_MAX):
+                    await (stream.send(encode(answer), data) if data else stream.send(encode(answer)))
+        except RemoteProtocolError as error:
+            self._service.refuse(stream.peer, error)
+        except StreamClosed:
+            return
+
+    def _answer(self, peer: PeerId, question: Question) -> tuple[Answer, memoryview]:
+        nothing = memoryview(b"")
+        _, _, members = self._runs.get(question.run, (None, None, frozenset()))
+        may_ask = peer in members
+        if isinstance(question, WhichFrames):
+            keys = list(self.archive.of_step(question.run, question.step)) if may_ask else []
+            rows = [Row(key.stage, key.direction, key.microbatch, key.author) for key in keys]
+            return FramesHere(tuple(rows[:ROWS_MAX])), nothing
+        kept = self.archive.get(_key(question)) if may_ask else None
+        if kept is None:
+            return FrameShown(), nothing
+        if kept.payload is None:
+            return FrameShown(kept.fact), nothing
+        return FrameShown(kept.fact, has_data=True), kept.payload.data
+
+    # What this node asks
+
+    async def audit(self, text: str, step: int | None) -> dict[str, Any]:
+        """Compute frames of a committed step of a run again. Schema `peerloom/audit/1`.
+
+        Raises RunFailed: the run has no plan here, or nothing is left to judge it by.
+        """
+        run, plan, _ = next((row for row in self._runs.values() if row[0].text == text), (None, None, None))
+        if run is None or plan is None:
+            raise RunFailed(f"run {text[:8]} has no frames: it has no plan here, or is in local mode")
+        if len(plan.stages) < 2:
+            raise RunFailed(f"run {text[:8]} has one stage: no frames go from one to another")
+        peers = [peer for peer in dict.fromkeys(map(PeerId, plan.members)) if peer in self._reachable()]
+        steps = [step] if step is not None else await self._steps(run, peers)
+        for each in steps:
+            rows = await self._rows(run, each, peers)
+            if rows:
+                verdicts = await self._judge(run, plan, each, rows)
+                return _document(run, each, verdicts)
+        said = ", ".join(map(str, steps)) or "none"
+        raise RunFailed(
+            f"run {text[:8]}: no member keeps frames of a step that can be judged (looked at: {said}); frames"
+            " are kept for ten minutes, and judged at the first step and after a checkpoint"
+        )
+
+    def _reachable(self) -> set[PeerId]:
+        return {*self._service.live(), self._service.signer.peer}
+
+    async def _steps(self, run: Run, peers: Sequence[PeerId]) -> list[int]:
+        """Return the steps whose numbers are to be had, the newest first: those of checkpoints, the first."""
+        return sorted({0, *await self._service.copies.steps(run.text, peers)}, reverse=True)
+
+    async def _rows(self, run: Run, step: int, peers: Sequence[PeerId]) -> dict[Row, list[PeerId]]:
+        """Return the frames of a step that members keep, and which do."""
+        found: dict[Row, list[PeerId]] = {}
+
+        async def ask(peer: PeerId) -> None:
+            answer, _ = await self._ask(peer, WhichFrames(run.id, step))
+            for row in answer.rows if isinstance(answer, FramesHere) else ():
+                found.setdefault(row, []).append(peer)
+
+        async with trio.open_nursery() as nursery:
+            for peer in peers:
+                nursery.start_soon(ask, peer)
+        return found
+
+    async def _ask(self, peer: PeerId, question: Question) -> tuple[Answer, memoryview]:
+        """Put a question to a member, or to this node itself; FrameShown of nothing without an answer."""
+        if peer == self._service.signer.peer:
+            return self._answer(peer, question)
+        try:
+            talk = conversation(
+                self._service.seams.network,
+                peer,
+                FRAMES_PROTOCOL,
+                seconds=CALL_SECONDS_MAX,
+                message_bytes_max=ANSWER_BYTES_MAX,
+            )
+            async with talk as stream:
+                await stream.send(encode(question))
+                data, payload = await stream.receive_with_payload(PAYLOAD_BYTES_MAX)
+                answer: Answer = decode(data, Answer, bytes_max=ANSWER_BYTES_MAX)
+                return answer, payload
+        except (Unreachable, StreamClosed):
+            return FrameShown(), memoryview(b"")
+        except RemoteProtocolError as error:
+            self._service.refuse(peer, error)
+            return FrameShown(), memoryview(b"")
+
+    async def _fetch(
+        self, run: Run, step: int, row: Row, holders: Sequence[PeerId]
+    ) -> tuple[FrameHeader, Payload | None] | None:
+        """Return a frame that its author signed, with its payload where one of its holders keeps that."""
+        found: tuple[FrameHeader, Payload | None] | None = None
+        for peer in holders:
+            answer, data = await self._ask(peer, ShowFrame(run.id, step, row))
+            if not isinstance(answer, FrameShown) or answer.header is None:
+                continue
+            try:
+                header = self._checked(answer.header, step, row)
+                if not answer.has_data:
+                    found = found or (header, None)
+                    continue
+                check_length(header.tensors, header.codec, len(data))
+                return header, Payload(header.sizes, header.tensors, header.codec, header.digest, data)
+            except RemoteProtocolError as error:
+                self._service.refuse(peer, error)
+        return found
+
+    def _checked(self, fact: Fact, step: int, row: Row) -> FrameHeader:
+        """Return what a signed header says. Raises RemoteProtocolError: it is not this frame's."""
+        check_signed(self._service.signer, fact)
+        header = read_header(fact)
+        of = header.step, header.stage, header.direction, header.microbatch, fact.author
+        if of != (step, row.stage, row.direction, row.microbatch, row.author) or not header.train:
+            raise RemoteProtocolError("another frame than the one asked for")
+        return header
+
+    async def _judge(self, run: Run, plan: Plan, step: int, rows: dict[Row, list[PeerId]]) -> list[Verdict]:
+        """Compute what stages sent of some micro-batches again, a stage at a time. All frames are brought
+        first: while a process starts, a run that goes on may leave its step behind."""
+        cases: list[_Case | Verdict] = []
+        for number, row in _chosen(plan, rows):
+            cases.append(await self._case(run, plan, step, number, row, rows))
+        verdicts = [case for case in cases if isinstance(case, Verdict)]
+        for number in range(len(plan.stages)):
+            mine = [case for case in cases if isinstance(case, _Case) and case.number == number]
+            if not mine:
+                continue
+            stage, specification = await self._open(run, plan, step, number)
+            try:
+                verdicts += [await self._judge_one(stage, specification, step, case) for case in mine]
+            finally:
+                with trio.CancelScope(shield=True):
+                    await stage.aclose()
+        return sorted(verdicts, key=lambda each: (each.stage, each.microbatch))
+
+    async def _open(self, run: Run, plan: Plan, step: int, number: int) -> tuple[Stage, StageSpecification]:
+        """Open a stage with the numbers that it had before this step. Raises RunFailed."""
+        service, executor = self._service, self._service.seams.executor
+        holders = [peer for peer in map(PeerId, plan.members) if peer in self._reachable()]
+        try:
+            graph = await service.models.get(run.manifest.graph_hash, holders)
+            build = partial(build_stage_spec, run, graph, plan, number, service.machine)
+            specification, _, data = await executor.run(build, apart=True)
+            stage = await executor.open_stage(data)
+            try:
+                if step == 0:
+                    await service.models.fill(stage, specification, holders)
+                else:
+                    kept = await service.copies.fetch(run.text, step, holders)
+                    ranges = [(row.first_layer, row.last_layer) for row in plan.stages]
+                    arenas = stage.vector("parameters"), stage.vector("moments")
+                    await service.checkpoints.restore_layers(
+                        kept.checkpoint, run, graph, (ranges, number), arenas, holders
+                    )
+                await stage.call(api.Restore(step))
+            except BaseException:
+                with trio.CancelScope(shield=True):
+                    await stage.aclose()
+                raise
+        except (Unreachable, StageFailed, RemoteProtocolError, OSError) as error:
+            raise RunFailed(
+                f"run {run.text[:8]}: stage {number + 1} cannot be computed here: {error}"
+            ) from None
+        return stage, specification
+
+    async def _case(
+        self, run: Run, plan: Plan, step: int, number: int, row: Row, rows: dict[Row, list[PeerId]]
+    ) -> "_Case | Verdict":
+        """Return a frame with what its stage was sent before, or why it cannot be judged."""
+        directions: tuple[Direction, ...] = ("input", "labels") if row.direction == "gradient" else ("input",)
+        given: dict[str, Payload] = {}
+        for direction in directions:
+            # A stage may show an input by a key of its own: only those before it, and trainers, count.
+            feeds = not number or direction == "labels"
+            authors = plan.trainers if feeds else plan.stages[number - 1].replicas
+            of = number, direction, row.microbatch
+            for each in rows:
+                is_wanted = (each.stage, each.direction, each.microbatch) == of and each.author in authors
+                if is_wanted and direction not in given:
+                    fetched = await self._fetch(run, step, each, rows[each])
+                    if fetched is not None and fetched[1] is not None:
+                        given[direction] = fetched[1]
+            if direction not in given:
+                reason = f"its {direction} is not kept any more"
+                return Verdict(PeerId(row.author), number, row.microbatch, "unknown", reason)
+        found = await self._fetch(run, step, row, rows[row])
+        if found is None:
+            return Verdict(PeerId(row.author), number, row.microbatch, "unknown", "nobody shows it")
+        return _Case(number, row, given["input"], given.get("labels"), *found)
+
+    async def _judge_one(
+        self, stage: Stage, specification: StageSpecification, step: int, case: "_Case"
+    ) -> Verdict:
+        """Compute one frame again."""
+        row, header, payload = case.row, case.header, case.payload
+        verdict = partial(Verdict, PeerId(row.author), case.number, row.microbatch)
+        try:
+            done = await stage.call(
+                api.Forward(step, row.microbatch, True, case.input, case.labels, codec=header.codec)
+            )
+            assert isinstance(done, api.Forwarded)
+            await stage.call(api.Discard())
+            await stage.call(api.Restore(step))
+        except StageFailed as error:
+            return verdict("unknown", f"it cannot be computed: {error}")
+        computed = done.gradient if row.direction == "gradient" else done.output
+        if computed is None:
+            return verdict("unknown", "this stage sends nothing")
+        if computed.digest == header.digest:
+            return verdict("right", "the same bytes")
+        if payload is None or header.codec == "int4":
+            return verdict("unknown", "other bytes; its numbers are not kept, or carry earlier rounding")
+        compare = partial(_distance, computed, payload, payload_bytes_max(specification))
+        try:
+            distance = await self._service.seams.executor.run(compare)
+        except RemoteProtocolError as error:
+            return verdict("wrong", str(error))
+        if distance <= (NEAR if header.codec == "raw" else NEAR_CODED):
+            return verdict("right", f"numbers within {distance:.1e}")
+        return verdict("wrong", f"numbers are off by {distance:.1e} of the largest")
+
+
+def _chosen(plan: Plan, rows: Collection[Row]) -> list[tuple[int, Row]]:
+    """Return the frames to be judged, each with the stage that sent it: what goes on to the next stage, and
+    of the last stage what goes back."""
+    last = len(plan.stages) - 1
+    found: list[tuple[int, Row]] = []
+    for number, stage in enumerate(plan.stages):
+        sent = ("gradient", number - 1) if number == last else ("input", number + 1)
+        of_stage = [r for r in rows if (r.direction, r.stage) == sent and r.author in stage.replicas]
+        of_stage.sort(key=lambda row: (row.microbatch, row.author))
+        found += [(number, row) for row in of_stage[: max(1, FRAMES_AUDITED_MAX // len(plan.stages))]]
+    return found
+
+
+def _key(question: ShowFrame) -> FrameKey:
+    row = question.row
+    return FrameKey(question.run, question.step, row.stage, row.direction, row.microbatch, row.author)
+
+
+def _distance(computed: Payload, shown: Payload, bytes_max: int) -> float:
+    """Return how far tensors lie apart, beside the largest number of each. Raises RemoteProtocolError: they
+    are of other shapes, or no tensors."""
+    worst = 0.0
+    ours, theirs = unpack(computed, bytes_max=bytes_max), unpack(shown, bytes_max=bytes_max)
+    if [(kind, array.shape) for kind, array in ours] != [(kind, array.shape) for kind, array in theirs]:
+        raise RemoteProtocolError("tensors of other shapes")
+    for (_, mine), (_, other) in zip(ours, theirs, strict=True):
+        if mine.size:
+            one, two = np.asarray(mine, np.float64), np.asarray(other, np.float64)
+            largest = max(float(np.abs(one).max()), 1e-30)
+            distance = float(np.abs(one - two).max()) / largest
+            worst = max(worst, distance if np.isfinite(distance) else np.inf)
+    return worst
+
+
+def _document(run: Run, step: int, verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    return {
+        "schema": "peerloom/audit/1",
+        "run": run_text(run.id),
+        "step": step,
+        "frames": [
+            {
+                "peer": peer_text(each.author),
+                "stage": each.stage,
+                "microbatch": each.microbatch,
+                "verdict": each.verdict,
+                "detail": each.detail,
+            }
+            for each in verdicts
+        ],
+    }

@@ -1,0 +1,91 @@
+"""Signed frames of committed steps, shown to members of a run and computed again, by whole nodes."""
+
+from typing import Any
+
+import pytest
+import trio
+from msgspec.structs import replace
+
+from node.errors import RunFailed
+from node.pipeline.replica import ReplicaShell
+from node.protocols.audits import FramesHere, FrameShown, ShowFrame, WhichFrames
+from node.protocols.manifest import Run
+from partition import stage as api
+from partition.codec import pack, typed, unpack
+from tests import stack
+from tests.node.test_slots import only
+from tests.stack import Swarm, simulate, swarm
+from tests.test_runs_end import all_ended
+
+LIED_STEP = 2
+
+
+async def done(group: Swarm, **changes: Any) -> Run:
+    """Train five steps on two stages, asked for by a, and computed by b and c."""
+    only(group, "b", "c")
+    await trio.sleep(5)
+    a = group.nodes["a"]
+    run = stack.prepare(a, stack.manifest(stages=2, replicas=1, microbatches=2, **changes))
+    await a.runs.submit(run)
+    await all_ended(group)
+    return run
+
+
+def test_frames_of_an_honest_run_are_right_also_after_its_end() -> None:
+    async def scenario() -> None:
+        async with swarm("abcd", preset="lan") as group:
+            run = await done(group, save_every=2)
+            found = await group.nodes["a"].runs.audits.audit(run.text, None)
+            assert found["step"] == 2, "the newest step that begins with a checkpoint"
+            assert {(row["stage"], row["microbatch"], row["verdict"]) for row in found["frames"]} == {
+                (stage, microbatch, "right") for stage in (0, 1) for microbatch in (4, 5)
+            }
+            first = await group.nodes["b"].runs.audits.audit(run.text, 0)
+            assert {row["verdict"] for row in first["frames"]} == {"right"}
+            # A peer that is no member is shown nothing.
+            b, d = group.nodes["b"], group.nodes["d"]
+            row = b.runs.audits._answer(b.peer, WhichFrames(run.id, 0))[0].rows[0]  # type: ignore[union-attr]  # FramesHere
+            assert (await d.runs.audits._ask(b.peer, WhichFrames(run.id, 0)))[0] == FramesHere()
+            assert (await d.runs.audits._ask(b.peer, ShowFrame(run.id, 0, row)))[0] == FrameShown()
+            with pytest.raises(RunFailed, match="no plan here"):
+                await d.runs.audits.audit(run.text, None)
+            await trio.sleep(700)
+            assert (await group.nodes["a"].runs.audits._ask(b.peer, WhichFrames(run.id, 0)))[
+                0
+            ] == FramesHere()
+            with pytest.raises(RunFailed, match="kept for ten minutes"):
+                await group.nodes["a"].runs.audits.audit(run.text, None)
+
+    simulate(scenario)
+
+
+def test_a_frame_that_its_input_does_not_give_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first stage sends on twice what it computed in one step, and nothing else shows that."""
+    honest = ReplicaShell._call
+
+    async def call(shell: ReplicaShell, request: Any) -> object:
+        answer = await honest(shell, request)
+        is_lie = isinstance(request, api.Forward) and request.train and request.step == LIED_STEP
+        if is_lie and isinstance(answer, api.Forwarded) and answer.output is not None:
+            arrays = [2 * array for _, array in unpack(answer.output, bytes_max=1 << 30)]
+            return replace(answer, output=pack(list(map(typed, arrays)), "raw", answer.output.sizes))
+        return answer
+
+    async def scenario() -> None:
+        async with swarm("abc", preset="lan") as group:
+            monkeypatch.setattr(ReplicaShell, "_call", call)
+            run = await done(group, save_every=2)
+            found = await group.nodes["a"].runs.audits.audit(run.text, LIED_STEP)
+            by_stage = {row["stage"]: row for row in found["frames"]}
+            assert by_stage[0]["verdict"] == "wrong"
+            assert by_stage[1]["verdict"] == "right", "it computed what came to it"
+            liar = group.nodes[group.name_of(_peer_of(group, by_stage[0]["peer"]))]
+            assert liar.id == by_stage[0]["peer"]
+            earlier = await group.nodes["a"].runs.audits.audit(run.text, 0)
+            assert {row["verdict"] for row in earlier["frames"]} == {"right"}
+
+    simulate(scenario)
+
+
+def _peer_of(group: Swarm, text: str) -> Any:
+    return next(node.peer for node in group.nodes.values() if node.id == text)
