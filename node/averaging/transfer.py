@@ -353,6 +353,7 @@ class _Transfer:
     ) -> None:
         """Fetch these spans of chunks, each into its room. Raises Unreachable."""
         reasons: list[str] = []
+        delivered, failed = set[PeerId](), set[PeerId]()
 
         async def fetch_from(holder: PeerId) -> None:
             asked: deque[tuple[int, int]] = deque()
@@ -374,23 +375,30 @@ class _Transfer:
                                 partial(_put, room(number), table.chunks[number], payload)
                             )
                         asked.popleft()
+                        delivered.add(holder)
                 finally:
                     await stream.aclose()
             except RemoteProtocolError as error:
                 self.refuse(holder, error)
+                failed.add(holder)
                 reasons.append(str(error))
             except (Unreachable, StreamClosed, trio.TooSlowError) as error:
+                failed.add(holder)
                 reasons.append(str(error) or "a chunk did not come in time")
             finally:
                 left.extendleft(asked)
 
+        useful = list(holders)
         while left:
-            before = len(left)
-            async with trio.open_nursery() as nursery:
-                for holder in holders:
-                    nursery.start_soon(fetch_from, holder)
-            if left and len(left) >= before:
+            if not useful:
                 raise Unreachable("timeout", reasons[-1] if reasons else "nobody delivered the state")
+            delivered.clear()
+            failed.clear()
+            async with trio.open_nursery() as nursery:
+                for holder in useful:
+                    nursery.start_soon(fetch_from, holder)
+            # One that failed and delivered nothing had spans that others could have delivered.
+            useful = [holder for holder in useful if holder in delivered or holder not in failed]
 
 
 def _put(room: Array, digest: bytes, payload: memoryview) -> None:
