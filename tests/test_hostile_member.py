@@ -11,10 +11,13 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import pytest
 import trio
 
 from crypto.identity import PeerId
+from node.averaging.participation import Participation
+from node.averaging.rounds import Round, Wanted
 from node.errors import StreamClosed, Unreachable
 from node.events import Event, RunChanged, RunEnded, RunEvaluated, RunPlanned, StepCommitted
 from node.placement.leases import PlacementFailed
@@ -41,6 +44,7 @@ LOCAL_STEPS = 10
 LOSS_RISE_MAX = 0.1
 """Ten steps move the loss by some 0.03 either way; a state that is not of this run by far more."""
 LOCAL_SECONDS_MAX = 600.0
+HELD_ROUNDS = 12
 TAKEN_IN_MIN = 2
 """Of the hostile peer's own runs so many begin, else it was no test."""
 
@@ -256,6 +260,56 @@ def test_a_run_in_local_mode_goes_on_whatever_a_peer_says_in_it(seed: int, takes
 
     simulate(scenario)
     assert {"/peerloom/roster/1 Report", "/peerloom/local/1 Said", "/peerloom/column/1 Attach"} <= said
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_an_averaging_run_goes_on_whatever_a_peer_says_in_it(seed: int) -> None:
+    """Numbered rounds as those of `me.optimizer`, reports and states: the hostile peer claims, and says
+    everything; the honest hold equal means between their own numbers."""
+    made: dict[str, list[Round]] = {"a": [], "b": [], "c": []}
+    said: set[str] = set()
+
+    async def scenario() -> None:
+        async with (
+            swarm("abc", seed=seed, preset="lan") as group,
+            hostile_in(group, seed) as bad,
+            trio.open_nursery() as nursery,
+        ):
+            nodes = [group.nodes[name] for name in made]
+            runs = [node.averaging.open("x", bytes(32), aggregate="trimmed-mean") for node in nodes]
+
+            async def take_part(name: str, run: Participation, own: float) -> None:
+                await run.wait_for_peers(2)
+                for number in range(HELD_ROUNDS):
+                    run.tell(step=number, samples=8, rounds=number, lineage=bytes(32), has_state=True)
+                    wanted = Wanted(round=number, window_seconds=2.0, patience_seconds=20.0)
+                    made[name].append(await run.average(np.full(64, own, np.float32), 8.0, wanted))
+
+            async def lie() -> None:
+                while True:
+                    for run in runs:
+                        bad.known.learn(run.key, "run")
+                        bad.known.learn((run.roster.own, *run.roster.claims.values()))
+                    await bad.insider.round([node.peer for node in nodes])
+                    await trio.sleep(LIES_SECONDS)
+
+            nursery.start_soon(lie)
+            async with trio.open_nursery() as honest:
+                for number, (name, run) in enumerate(zip(made, runs, strict=True)):
+                    honest.start_soon(take_part, name, run, float(number))
+            said.update(bad.insider.sent)
+            nursery.cancel_scope.cancel()
+
+    simulate(scenario)
+    held = [each for rounds in made.values() for each in rounds if each.vector is not None]
+    assert len(held) >= 3 * HELD_ROUNDS // 2
+    by_attempt: dict[bytes, set[bytes]] = {}
+    for each in held:
+        assert each.vector is not None
+        assert 0.0 <= each.vector.min() <= each.vector.max() <= 2.0
+        by_attempt.setdefault(each.attempt, set()).add(each.vector.tobytes())
+    assert {len(found) for found in by_attempt.values()} == {1}
+    assert {"/peerloom/roster/1 Report", "/peerloom/catchup/1 Ask", "/peerloom/matchmaking/2 Ready"} <= said
 
 
 @pytest.mark.parametrize("seed", SEEDS)
