@@ -17,9 +17,9 @@ from node.averaging import transfer
 from node.checkpoints import replication
 from node.content import blobs
 from node.errors import StreamClosed, Unreachable
-from node.protocols import calls
+from node.protocols import calls, receipts
 from node.protocols import runs as wire
-from node.runs import receipts, traces
+from node.runs import traces
 from node.runtime import Node
 from node.seams import Network, Stream
 from node.transport.handlers import INBOUND_MAX
