@@ -17,7 +17,7 @@ from node import state as views
 from node import state_documents
 from node.content import datasets as datasets
 from node.content.datasets import Dataset
-from node.content.reading import kept_name, read_reading
+from node.content.reading import SourceReading, kept_name, read_reading
 from node.content.sources import called, data_names
 from node.errors import RunFailed, UsageError
 from node.local.own_data import own_data_like
@@ -90,8 +90,16 @@ async def make_signed_run(
         run_file, chosen = await _choose(node, run_file, graph, dataset, name)
     created = node.seams.swarm_clock.wall()
     own_data = own_data_like(dataset, shown, name) if is_own else None
+    reading = await _read_reading(node, arguments)
     manifest = make_manifest(
-        run_file, graph, graph_hash, dataset, name=name, created=created, own_data=own_data
+        run_file,
+        graph,
+        graph_hash,
+        dataset,
+        name=name,
+        created=created,
+        own_data=own_data,
+        is_of_tokens=reading is not None and reading.window > 0,
     )
     await node.seams.executor.run(partial(check_columns, manifest, graph, name), apart=True)
     await node.seams.executor.run(partial(_check, graph, dataset, manifest, arguments, name, shown))
@@ -107,16 +115,19 @@ async def make_signed_run(
         raise UsageError(f"{name}: this data and these numbers make no run: {error}") from None
     if is_own:
         node.runs.own_data.hold(run.id, dataset)
-    await _keep_reading(node, run, arguments)
+    await _keep_reading(node, run, reading)
     return run, chosen
 
 
-async def _keep_reading(node: RequestingNode, run: Run, arguments: Mapping[str, Any]) -> None:
+async def _read_reading(node: RequestingNode, arguments: Mapping[str, Any]) -> SourceReading | None:
+    """Return how the command has read the run's data, where it has converted it."""
+    if not (converted := arguments.get("data")):
+        return None
+    return await node.seams.executor.run(partial(read_reading, Path(str(converted))))
+
+
+async def _keep_reading(node: RequestingNode, run: Run, reading: SourceReading | None) -> None:
     """Keep how the run's data was read, by which `predict` knows the classes' words. Raises UsageError."""
-    converted = arguments.get("data")
-    reading = (
-        await node.seams.executor.run(partial(read_reading, Path(str(converted)))) if converted else None
-    )
     if reading is None:
         return
     try:

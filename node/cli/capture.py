@@ -10,14 +10,15 @@ from functools import cache, partial
 from pathlib import Path
 
 from crypto.errors import RemoteProtocolError
+from node.cli.languages import LENGTH, language_of, model_folder_of, sample_length
 from node.cli.options import GRAPH_SUFFIX, VALUES_SUFFIX
 from node.cli.temporary import command_folder
 from node.content import datasets as datasets
 from node.content.fenced_reading import convert_fenced
+from node.content.model_folder import is_model_folder
 from node.content.reading import SourceReading, describe, read_reading
 from node.content.samples import write_samples
 from node.content.sources import Tell, Wish, check_form, is_source, is_table_by_keys
-from node.content.tokens import tokenize, vocabulary_of
 from node.errors import UsageError
 from node.protocols.data_table import DataTable
 from node.protocols.manifest import RunFile, SplitsTable
@@ -43,15 +44,17 @@ def prepare_data(
     `base` is the folder of RUN.toml, which errors call `name`. Raises UsageError.
     """
     splits, source, keys = run_file.splits, run_file.source, run_file.data_keys
-    is_converted = ".py:" not in source and _is_converted(run_file, base)
+    language = language_of(run_file, base, name)
+    is_converted = ".py:" not in source and (language is not None or _is_converted(run_file, base))
     if ".py:" not in source and not is_converted:
-        check_form(base / Path(source).expanduser())
+        check_form(base / Path(source).expanduser(), keys)
     if splits != SplitsTable() and not is_converted:
         raise UsageError(
             f"{name}: splits: {source} is dealt into parts by itself",
             "a pair of data sets from the function; or a table, arrays, or a folder of images",
         )
-    if keys != DataTable(source) and not is_converted:
+    as_bytes = DataTable(source, form="bytes")
+    if keys not in (DataTable(source), as_bytes) and not is_converted:
         raise UsageError(
             f"{name}: data: {source} is read in one way only",
             f'data = "{source}", and no other key of [data]',
@@ -59,12 +62,6 @@ def prepare_data(
     if ".py:" in source:
         _run_own_data(str(base / Path(source).expanduser()), folder, f"{name}: data")
         return _own_reading(source, folder)
-    if run_file.tokenizer:
-        text, tokenizer = (base / Path(each).expanduser() for each in (source, run_file.tokenizer))
-        window = run_file.train.window or WINDOW
-        count = tokenize(text, tokenizer, window, folder)
-        form = f"text, {count:,} tokens of {run_file.tokenizer}, in windows of {window}"
-        return SourceReading(source, form, "the tokens one further on")
     if not is_converted:
         return None
     wish = Wish(
@@ -73,6 +70,7 @@ def prepare_data(
         keys,
         splits.test or splits.test_share,
         splits.validation or splits.validation_share,
+        language=language,
     )
     try:
         return convert_fenced(wish, folder, tell)
@@ -105,9 +103,9 @@ def _own_reading(source: str, folder: Path) -> SourceReading:
 
 
 def _is_converted(run_file: RunFile, base: Path) -> bool:
-    if run_file.tokenizer:
-        return False
     path = base / Path(run_file.source).expanduser()
+    if run_file.data_keys.form == "bytes":
+        return False
     if path.is_file() and is_table_by_keys(run_file.data_keys):
         return True
     is_folder = (path / "train.npz").exists()
@@ -177,7 +175,6 @@ def capture_to(graph: Path, run_file: RunFile, path: Path, name: str, load: Load
         UsageError: no such model, or one that cannot be captured.
     """
     from partition.capture import CaptureRefused
-    from partition.capture.hugging_face import is_folder
     from partition.capture.model_spec import capture_built_in, capture_folder, capture_own
     from partition.capture.models import BUILTIN
     from partition.capture.weights import write_weights
@@ -187,8 +184,13 @@ def capture_to(graph: Path, run_file: RunFile, path: Path, name: str, load: Load
         if ".py:" in run_file.model:
             own = path.parent / Path(run_file.model).expanduser()
             found = capture_own(str(own), dtype=train.dtype, options=run_file.options)
-        elif is_folder(str(folder := path.parent / Path(run_file.model).expanduser())):
-            found = capture_folder(str(folder), dtype=train.dtype, options=run_file.options)
+        elif is_model_folder(folder := path.parent / Path(run_file.model).expanduser()):
+            options = dict(run_file.options)
+            model = model_folder_of(run_file, path.parent)
+            if model is not None and model.is_of_text:
+                length = sample_length(run_file, path.parent, name)
+                options |= {LENGTH: length} if length else {}
+            found = capture_folder(str(folder), dtype=train.dtype, options=options)
         elif run_file.model in BUILTIN:
             shape, classes = _sample_and_classes(
                 run_file, path.parent, load or loading(run_file, path.parent)
@@ -212,11 +214,11 @@ def capture_to(graph: Path, run_file: RunFile, path: Path, name: str, load: Load
 
 def _sample_and_classes(run_file: RunFile, base: Path, load: Load) -> tuple[tuple[int, ...], int]:
     """The shape of a sample, and how many classes a built-in model must tell apart. Raises UsageError."""
-    if run_file.source == datasets.DIGITS_NAME and not run_file.tokenizer:
+    if run_file.source == datasets.DIGITS_NAME:
         return datasets.DIGITS_SAMPLE_SHAPE, datasets.DIGITS_CLASSES
     dataset = load()
-    if run_file.tokenizer:
-        return dataset.sample_shape, vocabulary_of(base / Path(run_file.tokenizer).expanduser())
     reading = read_reading(datasets.path_of(run_file.source, base))
+    if reading is not None and reading.vocabulary:
+        return dataset.sample_shape, reading.vocabulary
     words = reading.words if reading is not None else []  # the last of them may be of no sample
     return dataset.sample_shape, max(dataset.classes, len(words))

@@ -46,6 +46,21 @@ def show_source(
     channels: Annotated[
         str, typer.Option("--channels", metavar="first|last", help="Where pictures in arrays have theirs.")
     ] = "",
+    prompt: Annotated[
+        Names, typer.Option("--prompt", metavar="COL", help="The column of prompts, of records.")
+    ] = None,
+    completion: Annotated[str, typer.Option("--completion", metavar="COL", help="That of completions.")] = "",
+    messages: Annotated[str, typer.Option("--messages", metavar="COL", help="That of chats.")] = "",
+    text: Annotated[str, typer.Option("--text", metavar="COL", help="That of texts.")] = "",
+    loss: Annotated[
+        str, typer.Option("--loss", metavar="answers|last|all", help="Which tokens the loss counts.")
+    ] = "",
+    form: Annotated[
+        str, typer.Option("--form", metavar="bytes|table", help="What a file is that may be both.")
+    ] = "",
+    model: Annotated[
+        str, typer.Option("--model", metavar="FOLDER", help="A Hugging Face folder that learns from it.")
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Show how a source is read: its form, label, classes, shapes and first samples."""
@@ -61,9 +76,15 @@ def show_source(
         if classes in ("words", "numbers", "amounts")
         else [e for e in classes.split(",") if e],
         "channels": channels,
+        "prompt": (prompt or [""])[0] if len(prompt or ()) < 2 else prompt,
+        "completion": completion,
+        "messages": messages,
+        "text": text,
+        "loss": loss,
+        "form": form,
     }
     keys = {name: value for name, value in given.items() if value not in ("", (), [], None)}
-    reading = read_source(source, keys)
+    reading = read_source(source, keys, model)
     if as_json:
         from node.content.reading import reading_document
 
@@ -72,8 +93,9 @@ def show_source(
         show(reading.lines())
 
 
-def read_source(source: str, keys: dict[str, Any]) -> Any:
-    """Read a source, or the data of a RUN.toml, with further keys of `[data]`. Raises UsageError."""
+def read_source(source: str, keys: dict[str, Any], model: str = "") -> Any:
+    """Read a source for a model, or the data of a RUN.toml, with further keys of `[data]`. Raises
+    UsageError."""
     import msgspec
 
     from node.cli.capture import loading, prepare_data, reading_as_is
@@ -83,10 +105,11 @@ def read_source(source: str, keys: dict[str, Any]) -> Any:
     from node.toml import load
 
     base, name = Path(), "data show"
-    run_file = RunFile("mlp", source)
+    run_file = RunFile(model or "mlp", source)
     if source.endswith(".toml"):
         base, name = Path(source).expanduser().parent, source
         run_file = load(Path(source).expanduser(), RunFile)
+        run_file = msgspec.structs.replace(run_file, model=model or run_file.model)
     whole = msgspec.to_builtins(run_file.data_keys) | keys
     try:
         table = msgspec.convert({key: value for key, value in whole.items() if value is not None}, DataTable)

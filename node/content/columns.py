@@ -63,6 +63,10 @@ class Schema:
     why: str = ""
     """Why the label is the label."""
     label_kind: Literal["", "words", "numbers", "amounts"] = ""
+    window: int = 0
+    """How many tokens make a sample, of text."""
+    order: str = ""
+    """Why the classes have their numbers, where it is neither the alphabet nor a key."""
 
     def state(self, reading: SourceReading) -> None:
         """Put into a reading what the columns are."""
@@ -72,6 +76,7 @@ class Schema:
             told = _LABEL_TEXTS.get(self.label_kind, "")
             if self.label_kind == "words" and self.words != sorted(self.words):
                 told = "words, numbered in the order of `classes`"
+            told = self.order or told
             reading.label = f"{shown(self.label)}, {self.why}; {told}"
 
 

@@ -25,10 +25,12 @@ from typing import IO, Any
 import msgspec
 import numpy as np
 
+from node.content.model_folder import READ_FILES
 from node.content.npz import RATIO_FREE_BYTES, RATIO_MAX
 from node.content.reading import READING_BYTES_MAX, SourceReading
 from node.content.shards import PARTS, PartName
 from node.content.sources import SampleParts, Tell, Wish, downloaded, read, renamed, write
+from node.content.tokens import Language
 from node.errors import UsageError
 from node.protocols.data_table import DataTable
 from node.stages import sandbox
@@ -51,6 +53,13 @@ _ROOT = str(Path(__file__).parents[2])
 _ORIGINS = "origins"
 _ARROW = {"ARROW_DEFAULT_MEMORY_POOL": "system", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 """pyarrow's own allocators start threads when it is loaded, which the fences would miss."""
+_TOKENIZERS = {"TOKENIZERS_PARALLELISM": "false"}
+TOKENS_BYTES_PER_SECOND = 1e5
+"""A slow machine's rate of making tokens of a text; a shared core makes 1e6."""
+TOKEN_RATIO = 24
+"""A token may be one byte, which takes four in each of a list, x and y; and more while they grow."""
+TOKENIZER_RATIO = 24
+"""A tokenizer.json as its tables: 11 MB take 120."""
 
 
 class _Ask(msgspec.Struct, frozen=True):
@@ -60,6 +69,7 @@ class _Ask(msgspec.Struct, frozen=True):
     test: str | float
     validation: str | float
     like: SourceReading | None
+    language: Language | None
     readable: list[str]
     seconds: int
     memory_bytes: int
@@ -96,6 +106,11 @@ def read_fenced(wish: Wish, folder: Path, tell: Tell = lambda _: None) -> Sample
         sources = [here.base / Path(text).expanduser() for text in texts]
         for text, source in zip(texts, sources, strict=True):
             names.setdefault(str(source), str(shown_base / Path(text).expanduser()))
+        if (language := here.language) is not None:
+            tokenizer, model = (str(Path(each).absolute()) for each in (language.tokenizer, language.folder))
+            names |= {tokenizer: language.tokenizer} | ({model: language.folder} if language.folder else {})
+            language = Language(tokenizer, language.folder and model, language.window)
+            here = replace(here, language=language)
         missing = [source for source in sources if not source.exists()]
         try:
             if missing:
@@ -104,6 +119,9 @@ def read_fenced(wish: Wish, folder: Path, tell: Tell = lambda _: None) -> Sample
         except UsageError as error:
             raise renamed(error, names) from None
     samples.reading.source = wish.data
+    if wish.language is not None and here.language is not None:
+        form = samples.reading.form.replace(here.language.tokenizer, wish.language.tokenizer)
+        samples.reading.form = form
     return samples
 
 
@@ -121,6 +139,13 @@ def _asked(wish: Wish, sources: list[Path], folder: Path, tell: Tell) -> SampleP
     is_text = all(source.suffix.lower() in (".csv", ".tsv") for source in sources)
     numbers = TEXT_RATIO * size if is_text else COPIES * max(RATIO_FREE_BYTES, RATIO_MAX * size)
     seconds = round(START_SECONDS + size / SLOW_BYTES_PER_SECOND)
+    language = wish.language
+    if language is not None:
+        tokenizer, folder = Path(language.tokenizer), Path(language.folder)
+        more = _extent(tokenizer)[0] if tokenizer.is_file() else 0
+        numbers = RATIO_FREE_BYTES + TOKEN_RATIO * size + TOKENIZER_RATIO * more
+        seconds = round(START_SECONDS + size / TOKENS_BYTES_PER_SECOND)
+        readable += [os.path.realpath(each) for each in _files_of(tokenizer, language.folder and folder)]
     ask = _Ask(
         wish.data,
         str(wish.base),
@@ -128,6 +153,7 @@ def _asked(wish: Wish, sources: list[Path], folder: Path, tell: Tell) -> SampleP
         wish.test,
         wish.validation,
         wish.like,
+        language,
         readable,
         seconds,
         min(MEMORY_BYTES + numbers, ARRAYS_BYTES_MAX),
@@ -155,6 +181,12 @@ def _asked(wish: Wish, sources: list[Path], folder: Path, tell: Tell) -> SampleP
             process.kill()
             process.wait()
             scratch.remove()
+
+
+def _files_of(tokenizer: Path, folder: Path | str) -> list[Path]:
+    """What is read of a tokenizer, and of the folder of a model."""
+    found = [tokenizer, *(Path(folder) / name for name in READ_FILES if folder)]
+    return [each for each in found if each.is_file()]
 
 
 def _extent(source: Path) -> tuple[int, list[str]]:
@@ -185,7 +217,7 @@ def _start(out: IO[bytes], scratch: str) -> "subprocess.Popen[bytes]":
         stderr=subprocess.DEVNULL,
         pass_fds=(out.fileno(),),
         cwd=scratch,
-        env=sandbox.environment(os.environ, scratch=scratch, path=_ROOT, threads=1) | _ARROW,
+        env=sandbox.environment(os.environ, scratch=scratch, path=_ROOT, threads=1) | _ARROW | _TOKENIZERS,
     )
 
 
@@ -265,7 +297,7 @@ def main(arguments: list[str]) -> None:
     gc.disable()  # millions of rows without a circle among them, looked through again and again
     ask = msgspec.json.decode(sys.stdin.buffer.readline(), type=_Ask)
     resource.setrlimit(resource.RLIMIT_CPU, (ask.seconds, ask.seconds))
-    _load_readers(ask.readable)
+    _load_readers(ask.readable, ask.language)
     try:
         fenced = sandbox.enter(
             scratch=os.getcwd(),
@@ -274,7 +306,7 @@ def main(arguments: list[str]) -> None:
             allow_unfenced=True,
             readable=ask.readable,
         )
-        wish = Wish(ask.data, Path(ask.base), ask.keys, ask.test, ask.validation, ask.like)
+        wish = Wish(ask.data, Path(ask.base), ask.keys, ask.test, ask.validation, ask.like, ask.language)
         samples = read(wish, _teller())
         samples.reading.notes += [f"read without a fence: {each}" for each in fenced.unfenced]
         _give(samples, out)
@@ -289,10 +321,13 @@ def main(arguments: list[str]) -> None:
         )
 
 
-def _load_readers(sources: list[str]) -> None:
+def _load_readers(sources: list[str], language: Language | None) -> None:
     """Load what reads these sources: behind the fence no library is loaded any more."""
     suffixes = {Path(source).suffix.lower() for source in sources}
     try:
+        if language is not None:
+            import jinja2.sandbox  # noqa: F401 - so that they are loaded
+            import tokenizers  # noqa: F401
         if ".parquet" in suffixes:
             import pyarrow.parquet
 

@@ -57,7 +57,8 @@ class SourceReading:
 
     `words` are the classes' words in the order of their numbers, where labels have some; `classes` are empty
     where labels are amounts. `label` says what the labels are and why, `column` is a table's column of them,
-    `ignored` are the columns that are neither labels nor features.
+    `ignored` are the columns that are neither labels nor features. Of text that became tokens, `window` is
+    how many make a sample, and `vocabulary` how many the tokenizer knows.
     """
 
     source: str
@@ -74,6 +75,8 @@ class SourceReading:
     classes: list[ClassCount] = field(default_factory=list)
     arrays: list[ArrayFacts] = field(default_factory=list)
     samples: list[str] = field(default_factory=list)
+    window: int = 0
+    vocabulary: int = 0
 
     def lines(self) -> list[str]:
         """Return the reading as a screen shows it."""
@@ -107,7 +110,7 @@ def _array_text(array: ArrayFacts) -> str:
 
 def shown(value: object) -> str:
     """A value of a person's file, quoted and cut to a bearable length."""
-    text = str(value)
+    text = str(value).replace("\n", "\\n")
     return f"'{text[:SHOWN_MAX]}{'...' if len(text) > SHOWN_MAX else ''}'"
 
 
@@ -126,10 +129,11 @@ def describe(reading: SourceReading, parts: Mapping[Any, Mapping[str, Array]]) -
         ArrayFacts(name, str(array.dtype), array.shape[1:], float(array.min()), float(array.max()))
         for name, array in train.items()
     ]
-    labels = [arrays["y"] for arrays in parts.values() if "y" in arrays]
+    name = "labels" if "labels" in train else "y"
+    labels = [arrays[name] for arrays in parts.values() if name in arrays]
     if labels and all(each.ndim == 1 and each.dtype.kind in "iub" for each in labels):
         reading.classes = _classes(np.concatenate(labels), reading.words)
-    reading.samples = [
+    reading.samples = reading.samples or [
         _sample_text(train, row, reading)
         for row in range(min(SAMPLES_SHOWN, len(next(iter(train.values())))))
     ]

@@ -32,10 +32,14 @@ import numpy as np
 from node.content.array_files import channels_first, parts_of, read_npz, read_safetensors
 from node.content.columns import Schema, schema_from
 from node.content.datasets import ORIGINS_NAME
+from node.content.fine_tuning import read_records
 from node.content.images import is_cifar, read_cifar, read_images
+from node.content.model_folder import read_model_folder
 from node.content.reading import SourceReading, describe, shown, write_reading
+from node.content.records import LINES, SUFFIXES
 from node.content.shards import PARTS, PartName
 from node.content.tables import read_csv, read_parquet
+from node.content.tokens import Language, Tokens, read_windows
 from node.errors import UsageError
 from node.protocols.data_table import DataTable
 
@@ -78,7 +82,8 @@ class Wish:
     """What is to be read: `data` of a RUN.toml in the folder `base`, by these keys.
 
     `test` and `validation` name another source each, or a share of the training samples. With `like`, the
-    samples are new ones, read as those of that reading were; their labels may be missing.
+    samples are new ones, read as those of that reading were; their labels may be missing. With `language` it
+    is text that becomes tokens.
     """
 
     data: str
@@ -87,6 +92,7 @@ class Wish:
     test: str | float = ""
     validation: str | float = ""
     like: SourceReading | None = None
+    language: Language | None = None
 
 
 @dataclass
@@ -110,11 +116,16 @@ def is_source(data: str, base: Path) -> bool:
 
 def is_table_by_keys(keys: DataTable) -> bool:
     """Return whether keys say that a file of any name, such as iris.data, is a table of text."""
-    return any(getattr(keys, name) not in ("", (), None) for name in ("label", *_TABLE_KEYS))
+    return keys.form == "table" or any(
+        getattr(keys, name) not in ("", (), None) for name in ("label", *_TABLE_KEYS)
+    )
 
 
-def check_form(path: Path) -> None:
-    """Refuse a file whose name says that its bytes are no text. Raises UsageError."""
+def check_form(path: Path, keys: DataTable) -> None:
+    """Refuse a file whose name or bytes say that it is no text, or that may as well be a table. Raises
+    UsageError."""
+    if keys.form == "bytes":
+        return
     suffix = path.suffix.lower()
     if suffix in _OTHER_FORMS and path.is_file():
         raise UsageError(
@@ -211,7 +222,10 @@ def _read_source(
         raise UsageError(
             f"{where}{path}: no such file", "data, and what [splits] names, are files or folders"
         )
-    parts = _read(path, wish.keys, schema, reading, tell)
+    if wish.language is not None:
+        parts = _read_language(path, wish, wish.language, schema, reading, tell)
+    else:
+        parts = _read(path, wish.keys, schema, reading, tell)
     for name, arrays in parts.items():
         _count(arrays, path if len(parts) == 1 else path / name)
     return parts
@@ -238,7 +252,7 @@ def _read(path: Path, keys: DataTable, schema: Schema, reading: SourceReading, t
             channels_first(parts, keys, reading)
             return parts
         if suffix not in _TABLES and is_table_by_keys(keys):
-            check_form(path)
+            check_form(path, keys)
             return {"train": read_csv(path, keys, schema, reading, tell)}
         if suffix not in _TABLES:
             raise UsageError(f"{path}: want {', '.join(sorted({*_TABLES, *_ARCHIVES}))}, or a folder")
@@ -247,11 +261,37 @@ def _read(path: Path, keys: DataTable, schema: Schema, reading: SourceReading, t
         raise UsageError(f"{path}: {(error.strerror or str(error)).lower()}") from None
 
 
+def _read_language(
+    path: Path, wish: Wish, language: Language, schema: Schema, reading: SourceReading, tell: Tell
+) -> Parts:
+    """Text that becomes tokens: records, or one text in windows. Raises UsageError."""
+    model = read_model_folder(Path(language.folder)) if language.folder else None
+    is_of_records = model is not None and path.suffix.lower() in SUFFIXES
+    _check_language_keys(path, wish.keys, is_of_records=is_of_records)
+    known = Tokens(Path(language.tokenizer), model)
+    window = wish.like.window if wish.like is not None else language.window
+    window = window or schema.window
+    try:
+        if model is not None and is_of_records:
+            arrays = read_records(path, model, known, window, wish.keys, schema, reading, tell)
+            schema.window = reading.window
+            return {"train": arrays}
+        if model is not None and model.kind != "causal":
+            raise UsageError(
+                f"{path}: the model in {model.path} does not go on with a text",
+                "records of its own kind, such as JSON lines of text and label (docs/data.md)",
+            )
+        return dict(read_windows(path, known, window, reading, tell))
+    except OSError as error:
+        raise UsageError(f"{path}: {(error.strerror or str(error)).lower()}") from None
+
+
 def _note_untrained(parts: Parts, reading: SourceReading) -> None:
     """State which classes have no training sample, though others have some."""
-    if not reading.words or "y" not in parts["train"]:
+    labels = parts["train"].get("y", parts["train"].get("labels"))
+    if not reading.words or labels is None:
         return
-    trained = set(np.unique(parts["train"]["y"]).tolist())
+    trained = set(np.unique(labels).tolist())
     missing = [word for number, word in enumerate(reading.words) if number not in trained]
     if missing:
         told = ", ".join(map(shown, missing[:8])) + (" ..." if len(missing) > 8 else "")
@@ -259,6 +299,23 @@ def _note_untrained(parts: Parts, reading: SourceReading) -> None:
 
 
 _TABLE_KEYS = ("features", "separator", "decimal", "encoding", "header")
+_LANGUAGE_KEYS = ("prompt", "completion", "messages", "text", "loss")
+
+
+def _check_language_keys(path: Path, keys: DataTable, *, is_of_records: bool) -> None:
+    """Refuse keys that mean nothing for text that becomes tokens. Raises UsageError."""
+    useless: tuple[str, ...] = ("features", "decimal", "header", "channels", "form")
+    if path.suffix.lower() in LINES or path.suffix.lower() == ".parquet":
+        useless += ("separator", "encoding")
+    if not is_of_records:
+        useless += ("label", "ignore", "classes", "separator", "encoding", *_LANGUAGE_KEYS)
+    _refuse_keys(path, keys, useless)
+
+
+def _refuse_keys(path: Path, keys: DataTable, useless: tuple[str, ...]) -> None:
+    for name in useless:
+        if getattr(keys, name) not in ("", (), None):
+            raise UsageError(f"{path}: {name} says nothing of such a source", f"leave {name} out of [data]")
 
 
 def _check_keys(path: Path, keys: DataTable) -> None:
@@ -272,9 +329,7 @@ def _check_keys(path: Path, keys: DataTable) -> None:
         useless = ("separator", "decimal", "encoding", "header", "channels")
     else:
         useless = ("channels",)
-    for name in useless:
-        if getattr(keys, name) not in ("", (), None):
-            raise UsageError(f"{path}: {name} says nothing of such a source", f"leave {name} out of [data]")
+    _refuse_keys(path, keys, (*useless, *_LANGUAGE_KEYS))
     if isinstance(keys.classes, str) and keys.classes and path.is_dir():
         raise UsageError(f"{path}: classes: want a list of its folders in the order of their numbers")
 

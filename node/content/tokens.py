@@ -1,87 +1,119 @@
 """A text as tokens of a tokenizer's JSON file (`tokenizer.json` of the package `tokenizers`), in windows.
 
-In the requester's own process; what travels is arrays of ids. A sample is a window of tokens, its labels the
-tokens one further on. The end of the text is held out, as of text that is trained on byte by byte.
+In the fenced process that reads a source; what travels is arrays of ids. A sample is a window of tokens, its
+labels the tokens one further on. The end of the text is held out, as of text that is trained on byte by byte.
 """
 
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from node.content.datasets import TEXT_HELD_OUT
+from node.content.model_folder import ModelFolder
+from node.content.reading import SAMPLES_SHOWN, SourceReading, shown
+from node.content.shards import PartName
 from node.errors import UsageError
 from node.invocation import install_command
 
+Tell = Callable[[str], None]
+Array = np.ndarray[Any, np.dtype[Any]]
+
 TEXT_BYTES_MAX = 1 << 31
+TOKENIZER_BYTES_MAX = 1 << 27
+"""The size of a tokenizer.json: those of 256,000 tokens have 35 MB."""
 IDS_MAX = 1 << 24
 """Ids of tokens: each is a row of the model's table of embeddings, and no vocabulary has so many."""
+LINE_BYTES_MAX = 1 << 24
+"""What is tokenized at once: a line, cut where it is longer."""
+_TOLD_BYTES = 1 << 22
 
 
-def vocabulary_of(tokenizer: Path) -> int:
-    """Return how many rows a tokenizer's embeddings take: its highest id and one. Raises UsageError."""
-    return _id_count(_load(tokenizer), tokenizer)
+class Language(msgspec.Struct, frozen=True):
+    """What makes tokens of a text: a tokenizer.json, the folder of the model that they are for (empty for one
+    that is built in), and how many of them make a sample (0: as many as the model or the data has)."""
+
+    tokenizer: str
+    folder: str = ""
+    window: int = 0
 
 
-def _id_count(known: Any, tokenizer: Path) -> int:
-    ids = known.get_vocab(with_added_tokens=True).values()
-    if not ids:
-        raise UsageError(f"{tokenizer}: a tokenizer without tokens")
-    highest = max(ids)  # added tokens may have ids beyond their count
-    if highest >= IDS_MAX:
-        raise UsageError(f"{tokenizer}: a token has the id {highest:,}; at most {IDS_MAX - 1:,}")
-    return int(highest) + 1
+class Tokens:
+    """A tokenizer that is loaded, for a model or for none. Raises UsageError: it cannot be read, or does not
+    fit the model."""
 
+    def __init__(self, path: Path, model: ModelFolder | None = None) -> None:
+        self.path = path
+        self._known = load_tokenizer(path)
+        # A file of a model for sentences says where to cut and fill them; of a text all tokens count.
+        self._known.no_truncation()
+        self._known.no_padding()
+        ids = self._known.get_vocab(with_added_tokens=True).values()
+        if not ids:
+            raise UsageError(f"{path}: a tokenizer without tokens")
+        highest = int(max(ids))  # added tokens may have ids beyond their count
+        if highest >= IDS_MAX:
+            raise UsageError(f"{path}: a token has the id {highest:,}; at most {IDS_MAX - 1:,}")
+        self.count = highest + 1
+        """The rows that its embeddings take."""
+        self._rows = self.count
+        self._model = model
+        if model is not None and model.vocabulary:
+            self._rows = model.vocabulary
 
-def tokenize(text: Path, tokenizer: Path, window: int, folder: Path) -> int:
-    """Write `train.npz` and `test.npz` with x and y (N, window) into `folder`; returns how many
-    tokens the text has.
+    @property
+    def dtype(self) -> Any:
+        return np.uint16 if self._rows <= 1 << 16 else np.int32
 
-    Raises:
-        UsageError: no text, no tokenizer, or too few tokens for two windows.
-    """
-    known = _load(tokenizer)
-    # A file of a model for sentences says where to cut and fill them; of a text all tokens count.
-    known.no_truncation()
-    known.no_padding()
-    values = _id_count(known, tokenizer)
-    kind: Any = np.uint16 if values <= 1 << 16 else np.int32
-    ids = array("I")
-    try:
-        if text.stat().st_size > TEXT_BYTES_MAX:
-            raise UsageError(f"{text}: more than {TEXT_BYTES_MAX >> 30} GiB of text")
-        with text.open(encoding="utf-8-sig", newline="") as file:
-            # A line at a time: what a tokenizer keeps of a whole text is many times its size.
-            for line in file:
-                ids.extend(known.encode(line, add_special_tokens=False).ids)
-    except OSError as error:
-        raise UsageError(f"{text}: {(error.strerror or str(error)).lower()}") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{text}: not UTF-8: it has the byte {error.object[error.start]:#04x} where no letter has it",
-            "save it as UTF-8",
-        ) from None
-    if ids and max(ids) >= values:
-        raise UsageError(f"{tokenizer}: gives the id {max(ids):,}, which none of its tokens has")
-    count = (len(ids) - 1) // window
-    if count < 2:
-        raise UsageError(
-            f"{text}: {len(ids)} tokens are too few for samples of {window}",
-            "a longer text, or a smaller train.window",
-        )
-    tokens = np.array(ids[: count * window + 1], kind)
-    x, y = tokens[:-1].reshape(count, window), tokens[1:].reshape(count, window)
-    kept = count - max(1, count // TEXT_HELD_OUT)
-    for name, part in (("train", slice(0, kept)), ("test", slice(kept, count))):
+    def encode(self, text: str, *, special: bool = False) -> Any:
+        """Tokens of a text, with the special ones that the tokenizer puts around it if so. Raises
+        UsageError: ids that the model does not know, or a text that the tokenizer refuses."""
         try:
-            np.savez(folder / f"{name}.npz", x=x[part], y=y[part])
-        except OSError as error:
-            raise UsageError(f"{folder / name}.npz: {error.strerror or error}") from None
-    return len(ids)
+            found = self._known.encode(text, add_special_tokens=special)
+        except Exception as error:  # the package raises Exception itself
+            told = " ".join(str(error).split())[:200]
+            raise UsageError(f"{self.path}: refuses {shown(text)}: {told}") from None
+        self.check(found.ids)
+        return found
+
+    def check(self, ids: list[int]) -> None:
+        """Raise UsageError for an id that the model, or the tokenizer itself, has not."""
+        if not ids or (highest := max(ids)) < self._rows:
+            return
+        if self._model is None:
+            raise UsageError(f"{self.path}: gives the id {highest:,}, which none of its tokens has")
+        raise UsageError(
+            f"{self.path}: gives the id {highest:,} ({shown(self.token_of(highest))}), and the model"
+            f" in {self._model.path} has {self._rows:,} tokens",
+            "the tokenizer that belongs to the model; or model.resize_token_embeddings, and save it again",
+        )
+
+    def id_of(self, token: str) -> int:
+        """The id of a token, -1 where there is none of this name."""
+        found = self._known.token_to_id(token)
+        return -1 if found is None else int(found)
+
+    def token_of(self, number: int) -> str:
+        return str(self._known.id_to_token(number) or "")
+
+    def decode(self, ids: list[int], *, special: bool = False) -> str:
+        """Return the text of tokens; without `special`, special ones are left out."""
+        return str(self._known.decode(ids, skip_special_tokens=not special))
+
+    def around(self) -> tuple[list[int], list[int]]:
+        """The special tokens that it puts before and behind a text."""
+        bare, whole = self.encode("a").ids, self.encode("a", special=True).ids
+        for at in range(len(whole) - len(bare) + 1):
+            if whole[at : at + len(bare)] == bare:
+                return whole[:at], whole[at + len(bare) :]
+        return [], []
 
 
-def _load(path: Path) -> Any:
+def load_tokenizer(path: Path) -> Any:
+    """Return what a tokenizer.json holds. Raises UsageError."""
     try:
         import tokenizers
     except ImportError:
@@ -90,8 +122,59 @@ def _load(path: Path) -> Any:
         ) from None
     if not path.is_file():
         raise UsageError(f"{path}: no such file", "tokenizer is a tokenizer.json of the package tokenizers")
+    if path.stat().st_size > TOKENIZER_BYTES_MAX:
+        raise UsageError(f"{path}: more than {TOKENIZER_BYTES_MAX >> 20} MiB, and no tokenizer.json")
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises Exception itself
         text = " ".join(str(error).split())[:200]
         raise UsageError(f"{path}: no tokenizer.json that can be read: {text}") from None
+
+
+def read_windows(
+    text: Path, known: Tokens, window: int, reading: SourceReading, tell: Tell
+) -> dict[PartName, dict[str, Array]]:
+    """Return a text's tokens in windows, x and y (N, window) of each part. Raises UsageError: no text, or too
+    few tokens for two windows. OSError."""
+    size = text.stat().st_size
+    if size > TEXT_BYTES_MAX:
+        raise UsageError(f"{text}: more than {TEXT_BYTES_MAX >> 30} GiB of text")
+    # Arrays of the type that travels: a list of Python's numbers takes eight times as much.
+    ids = array("H" if known.dtype is np.uint16 else "i")
+    done = told = 0
+    try:
+        with text.open(encoding="utf-8-sig", newline="") as file:
+            # A line at a time: what a tokenizer keeps of a whole text is many times its size.
+            while line := file.readline(LINE_BYTES_MAX):
+                ids.extend(known.encode(line).ids)
+                done += len(line)
+                if done - told > _TOLD_BYTES:
+                    told = done
+                    tell(f"{done / 1e6:,.0f} of {size / 1e6:,.0f} MB of text, {len(ids):,} tokens")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{text}: not UTF-8: it has the byte {error.object[error.start]:#04x} where no letter has it",
+            "save it as UTF-8",
+        ) from None
+    count = (len(ids) - 1) // window
+    if count < 2:
+        raise UsageError(
+            f"{text}: {len(ids)} tokens are too few for samples of {window}",
+            "a longer text, or a smaller train.window",
+        )
+    tokens = np.frombuffer(ids, known.dtype)[: count * window + 1]
+    x, y = tokens[:-1].reshape(count, window), tokens[1:].reshape(count, window)
+    kept = count - max(1, count // TEXT_HELD_OUT)
+    reading.form = f"text, {len(ids):,} tokens of {known.path}, in windows of {window}"
+    reading.label = "the tokens one further on"
+    reading.window, reading.vocabulary = window, known.count
+    rest = len(ids) - count * window - 1
+    reading.notes.append(
+        f"test: the last {count - kept:,} of {count:,} windows; they follow without gap or padding"
+        + (f"; {rest} tokens at the end fill none" if rest else "")
+    )
+    reading.samples = [
+        shown(" ".join(known.decode(x[row].tolist(), special=True).split()))
+        for row in range(min(SAMPLES_SHOWN, kept))
+    ]
+    return {"train": {"x": x[:kept], "y": y[:kept]}, "test": {"x": x[kept:], "y": y[kept:]}}

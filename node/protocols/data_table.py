@@ -26,6 +26,10 @@ class DataTable(msgspec.Struct, frozen=True):
     `header` (the first line holds names) say how a table is written. `classes` lists the labels' words in the
     order of their numbers, or says that each label is a word, the number of its class, or an amount.
     `channels` says where those of pictures in arrays lie.
+
+    Of records for a language model, `prompt` and `completion`, `messages`, or `text` are the columns that
+    hold these, and `loss` says which tokens are learnt: of all answers, of the last one, or all. `form` says
+    what a file is that may be a table, or a text whose bytes are learnt.
     """
 
     source: Annotated[str, msgspec.Meta(min_length=1, max_length=_TEXT_MAX)]
@@ -38,6 +42,12 @@ class DataTable(msgspec.Struct, frozen=True):
     header: bool | None = None
     classes: ClassRule | Names = ()
     channels: Literal["", "first", "last"] = ""
+    prompt: Name | Names = ""
+    completion: Name = ""
+    messages: Name = ""
+    text: Name = ""
+    loss: Literal["", "answers", "last", "all"] = ""
+    form: Literal["", "bytes", "table"] = ""
 
     def line(self, **more: Any) -> str:
         """Return the line of RUN.toml with these keys, and with `more`."""

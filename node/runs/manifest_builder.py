@@ -64,9 +64,11 @@ def make_manifest(
     name: str,
     created: float,
     own_data: OwnData | None = None,
+    is_of_tokens: bool = False,
 ) -> Manifest:
     """The manifest of a run. `name` is RUN.toml's in errors, `created` unix seconds; `own_data` is what every
-    member must have of its own where data stays with its owners. Raises UsageError."""
+    member must have of its own where data stays with its owners. `is_of_tokens` says that arrays were made of
+    text in windows. Raises UsageError."""
     run_file = _with_steps(run_file, dataset, name)
     train = run_file.train
     microbatch, recompute, frames = train.microbatch, train.recompute, train.frames
@@ -78,7 +80,7 @@ def make_manifest(
             f"{name}: plan.stages {stages}: the model has {layers} layers to cut between",
             f"plan.stages = {layers} at most; 0 is as many as pay off",
         )
-    if train.window and not (dataset.window or run_file.tokenizer):
+    if train.window and not (dataset.window or is_of_tokens):
         raise UsageError(
             f"{name}: train.window: has no effect on {run_file.data}, which is no text",
             "leave train.window out",
@@ -276,8 +278,19 @@ def bind_data(graph: Graph, dataset: Dataset, microbatch: int, name: str) -> tup
         for (what, array), kind in zip(named, kinds, strict=True):
             pairs = zip(kind.shape[1:], array.shape[1:], strict=True)
             if any(not isinstance(side, Size) and side != given for side, given in pairs):
-                raise UsageError(f"{name}: {_unlike(what, kind, graph, array)}") from None
+                remedy = _other_length(kind, dataset)
+                raise UsageError(f"{name}: {_unlike(what, kind, graph, array)}", remedy) from None
         raise UsageError(f"{name}: this data does not fit the model: {error}") from None
+
+
+def _other_length(kind: TensorType, dataset: Dataset) -> str | None:
+    """What to do where samples of text, or of tokens, are not as long as a captured model takes them."""
+    side = kind.shape[1] if len(kind.shape) == 2 else None
+    if not isinstance(side, int):
+        return None
+    if dataset.window:
+        return f"train.window = {side}"
+    return f"train.window = {side} where a text becomes tokens; or samples of {side} numbers"
 
 
 def _unlike(what: str, kind: TensorType, graph: Graph, array: Array) -> str:

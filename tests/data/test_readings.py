@@ -11,7 +11,6 @@ import pytest
 from node.cli.main import run
 from node.content.fenced_reading import read_fenced
 from node.content.sources import Wish
-from node.content.tokens import tokenize, vocabulary_of
 from node.errors import UsageError
 from node.protocols.data_table import DataTable
 
@@ -107,38 +106,3 @@ def test_images_behind_links_are_read_and_nothing_else_is(tmp_path: Path) -> Non
     found = fenced("set", tmp_path)
     assert found.reading.words == ["cats", "dogs"]
     assert all(each["x"].min() == 1 for each in found.parts.values())
-
-
-# Tokens
-
-
-def tokenizer(path: Path, ids: dict[str, int], **more: Any) -> Path:
-    tokenizers = pytest.importorskip("tokenizers")
-    known = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="?"))
-    known.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    if more:
-        known.enable_truncation(**more)
-    known.save(str(path))
-    return path
-
-
-def test_ids_beyond_the_count_of_tokens_are_kept(tmp_path: Path) -> None:
-    known = tokenizer(tmp_path / "t.json", {"?": 0, "a": 70_000, "b": 3})
-    (tmp_path / "t.txt").write_text("a b " * 40)
-    tokenize(tmp_path / "t.txt", known, 8, tmp_path)
-    with np.load(tmp_path / "train.npz") as train:
-        assert set(np.unique(train["x"]).tolist()) == {3, 70_000}
-    assert vocabulary_of(known) == 70_001
-
-
-def test_a_tokenizer_that_cuts_sentences_cuts_no_text(tmp_path: Path) -> None:
-    known = tokenizer(tmp_path / "t.json", {"?": 0, "a": 1}, max_length=5)
-    (tmp_path / "t.txt").write_text("a " * 100)
-    assert tokenize(tmp_path / "t.txt", known, 8, tmp_path) == 100
-
-
-def test_a_text_that_is_no_utf_8_is_refused(tmp_path: Path) -> None:
-    known = tokenizer(tmp_path / "t.json", {"?": 0, "a": 1})
-    (tmp_path / "t.txt").write_bytes("café ".encode("cp1252") * 40)
-    with pytest.raises(UsageError, match=r"t\.txt: not UTF-8"):
-        tokenize(tmp_path / "t.txt", known, 8, tmp_path)

@@ -14,8 +14,8 @@ from node import toml
 from node.cli.capture import prepare_data
 from node.content.datasets import Dataset as Data
 from node.content.datasets import load_folder
+from node.content.reading import read_reading
 from node.content.samples import SAMPLES_BYTES_MAX, write_samples
-from node.content.tokens import tokenize, vocabulary_of
 from node.errors import UsageError
 from node.protocols.manifest import RunFile
 from node.runs.manifest_builder import columns_of
@@ -195,9 +195,12 @@ def test_a_text_is_windows_of_tokens(tmp_path: Path) -> None:
     assert (found.train_samples, found.test_samples, found.sample_shape) == (10, 1, (6,))
     assert found.train["x"][0].tolist() == [1, 2, 3, 4, 1, 5]
     assert found.train["y"][0].tolist() == [2, 3, 4, 1, 5, 6]
-    assert vocabulary_of(tmp_path / "tokenizer.json") == 7
+    reading = read_reading(tmp_path / "out")
+    assert reading is not None
+    assert reading.vocabulary == 7
+    long = run_file('data = "text.txt"\ntokenizer = "tokenizer.json"')
     with pytest.raises(UsageError, match="70 tokens are too few for samples of 64"):
-        tokenize(tmp_path / "text.txt", tmp_path / "tokenizer.json", 64, tmp_path / "out")
-    (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(UsageError, match=r"no tokenizer\.json that can be read"):
-        vocabulary_of(tmp_path / "bad.json")
+        prepare_data(long, tmp_path, tmp_path / "out", "RUN.toml")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"tokenizer\.json: no tokenizer\.json that can be read"):
+        prepare_data(text, tmp_path, tmp_path / "out", "RUN.toml")

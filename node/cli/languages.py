@@ -1,0 +1,120 @@
+"""Which text of a RUN.toml becomes tokens, by which tokenizer, and how many of them make a sample.
+
+Where the model is a Hugging Face folder its own tokenizer makes them, unless the key `tokenizer` names
+another; bytes are no tokens of such a model. `train.window` is the length of a sample, else `length` of
+`[options]`, else what the model takes (of records, what the longest takes).
+"""
+
+from pathlib import Path
+
+from node.content.datasets import DIGITS_NAME
+from node.content.model_folder import LENGTH_MAX, ModelFolder, is_model_folder, read_model_folder
+from node.content.npz import BadArchive, read_layouts
+from node.content.reading import unclear
+from node.content.records import LINES, SUFFIXES
+from node.content.sources import SCHEMES
+from node.content.tokens import Language
+from node.errors import UsageError
+from node.protocols.manifest import RunFile
+from node.runs.manifest_builder import WINDOW
+
+LENGTH = "length"
+"""The option of a folder's model that says how many tokens a sample has."""
+_ARRAYS = (".npz", ".safetensors")
+_BYTE_VOCABULARY_MAX = 512
+"""A model of bytes knows 256 and some special tokens."""
+_SAVE_TOKENIZER = (
+    'AutoTokenizer.from_pretrained("FOLDER").save_pretrained("FOLDER") of transformers writes it'
+)
+
+
+def model_folder_of(run_file: RunFile, base: Path) -> ModelFolder | None:
+    """Return what the run's model says, where that is a Hugging Face folder. Raises UsageError."""
+    path = base / Path(run_file.model).expanduser()
+    return read_model_folder(path) if is_model_folder(path) else None
+
+
+def length_of(run_file: RunFile, name: str) -> int:
+    """Return how many tokens make a sample, as the run says; 0 where it does not. Raises UsageError."""
+    window, length = run_file.train.window, run_file.options.get(LENGTH, 0)
+    length = length if isinstance(length, int) else 0
+    if window and length and window != length:
+        raise UsageError(
+            f"{name}: train.window is {window}, and options.{LENGTH} is {length}",
+            f"leave options.{LENGTH} out: the window sets it",
+        )
+    return window or length
+
+
+def language_of(run_file: RunFile, base: Path, name: str) -> Language | None:
+    """Return what makes tokens of the run's data; None where it is no text, or its bytes are learnt. Raises
+    UsageError: that can be meant in two ways, or does not fit the model."""
+    source, keys = run_file.source, run_file.data_keys
+    suffix = Path(source).suffix.lower()
+    path = base / Path(source).expanduser()
+    model = model_folder_of(run_file, base)
+    is_text = source != DIGITS_NAME and ".py:" not in source and suffix not in _ARRAYS
+    if not is_text or keys.form == "table" or path.is_dir():
+        if run_file.tokenizer and ".py:" not in source:  # of a function `check_keys` says it
+            raise UsageError(f"{name}: tokenizer: has no effect on {source}, which is no text", "leave it out")
+        return None
+    if model is None or not model.is_of_text:
+        if suffix in LINES and keys.form != "bytes":
+            raise unclear(
+                path,
+                "records are read for the model of a Hugging Face folder, which has a tokenizer; for"
+                f" {run_file.model!r} it may be a text by its bytes",
+                keys,
+                {"form": "bytes"},
+            )
+        if not run_file.tokenizer:
+            return None
+        return Language(_path(base, run_file.tokenizer), "", run_file.train.window or WINDOW)
+    if keys.form == "bytes":
+        return None
+    window = length_of(run_file, name)
+    if window > model.length_max and model.is_own_length:
+        key = "train.window" if run_file.train.window else f"options.{LENGTH}"
+        raise UsageError(
+            f"{name}: {key} {window}: the model takes {model.length_max} tokens at most",
+            f"{key} = {model.length_max}",
+        )
+    is_of_records = suffix in SUFFIXES and (path.is_file() or source.startswith(SCHEMES))
+    if not run_file.tokenizer and not model.tokenizer.is_file():
+        if not is_of_records and model.vocabulary <= _BYTE_VOCABULARY_MAX:
+            return None  # a model of bytes
+        what = f"the model in {model.path} knows {model.vocabulary:,} tokens, and there is no tokenizer.json"
+        if is_of_records:
+            raise UsageError(f"{name}: {what}", _SAVE_TOKENIZER)
+        raise unclear(path, f"{what}: {_SAVE_TOKENIZER}; or bytes are its tokens", keys, {"form": "bytes"})
+    tokenizer = _path(base, run_file.tokenizer) if run_file.tokenizer else str(model.tokenizer)
+    if not is_of_records:
+        window = window or min(model.length_max, LENGTH_MAX)
+    return Language(tokenizer, str(model.path), window)
+
+
+def sample_length(run_file: RunFile, base: Path, name: str) -> int:
+    """Return how many tokens the samples of data have that lies there as arrays or text: the length that a
+    folder's model is captured for. 0 where it is not of tokens. Raises UsageError."""
+    asked = length_of(run_file, name)
+    path = base / Path(run_file.source).expanduser()
+    if not (path / "train.npz").is_file():
+        return asked
+    try:
+        with (path / "train.npz").open("rb") as file:
+            arrays = read_layouts(file).arrays
+    except (BadArchive, OSError):
+        return asked  # what is wrong with it is said when it is read
+    shapes = [arrays[each].shape[1:] for each in ("input_ids", "x") if each in arrays]
+    found = shapes[0][0] if shapes and len(shapes[0]) == 1 else 0
+    if found and asked and found != asked:
+        key = "train.window" if run_file.train.window else f"options.{LENGTH}"
+        raise UsageError(
+            f"{name}: {key} {asked}: the samples of {run_file.source} are of {found} tokens",
+            f"{key} = {found}",
+        )
+    return found or asked
+
+
+def _path(base: Path, text: str) -> str:
+    return str(base / Path(text).expanduser())

@@ -1,0 +1,179 @@
+"""Messages of a chat as one text, by the template of a model's folder, and where its answers lie in it.
+
+The template is Jinja in the sandbox and with the names that transformers documents ("Chat templates"). It is
+rendered in the fenced process that reads the data. Where the template marks no answers (`generation`), an
+answer is what it writes behind the prompt of all messages before it.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from node.errors import UsageError
+from node.invocation import install_command
+
+Messages = Sequence[Mapping[str, Any]]
+Span = tuple[int, int]
+Counted = Literal["answers", "last", "all"]
+
+TEXT_LENGTH_MAX = 1 << 24
+"""Letters of one rendered chat."""
+ASSISTANT = "assistant"
+_OPEN, _CLOSE = "\ue3f0", "\ue3f1"
+"""Private letters that mark answers while a chat is rendered; no text of a person may have them."""
+_ROLES = {"human": "user", "user": "user", "gpt": ASSISTANT, "assistant": ASSISTANT, "system": "system"}
+
+
+class ChatTemplate:
+    """A template, ready to be rendered. Raises UsageError: it is none, or jinja2 is not installed."""
+
+    def __init__(self, text: str, folder: Path, special: Mapping[str, str]) -> None:
+        try:
+            import jinja2
+            import jinja2.ext
+            import jinja2.sandbox
+        except ImportError:
+            raise UsageError(
+                f"{folder}: jinja2, which its chat template is written for, is not installed",
+                install_command("jinja2"),
+            ) from None
+        self._folder, self._special = folder, dict(special)
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_generation(jinja2), jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = self._raise
+        environment.globals["strftime_now"] = _strftime_now
+        self._errors = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError)
+        try:
+            self._template = environment.from_string(text)
+        except self._errors as error:
+            raise UsageError(f"{folder}: its chat template is no Jinja: {_first_line(error)}") from None
+        self.has_today = "strftime_now" in text
+        self.marks_answers = "generation" in text and "endgeneration" in text
+
+    def render(self, messages: Messages, *, prompts: bool = False) -> str:
+        """Return messages as a text, with the beginning of an answer at the end if it `prompts`. Raises
+        ValueError with what the template says."""
+        return self._marked(messages, prompts=prompts).replace(_OPEN, "").replace(_CLOSE, "")
+
+    def _marked(self, messages: Messages, *, prompts: bool = False) -> str:
+        try:
+            found = self._template.render(
+                messages=[dict(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=prompts,
+                **self._special,
+            )
+        except self._errors as error:
+            raise ValueError(f"the chat template refuses it: {_first_line(error)}") from None
+        if len(found) > TEXT_LENGTH_MAX:
+            raise ValueError(f"the chat template makes {len(found):,} letters of it")
+        return found
+
+    def answers(self, messages: Messages, counted: Counted) -> tuple[str, list[Span]]:
+        """Return a chat as a text, and which parts of it are answers that count. Raises ValueError: the
+        template refuses the messages, or where the answers lie cannot be known."""
+        if any(mark in str(message) for message in messages for mark in (_OPEN, _CLOSE)):
+            raise ValueError("it has letters U+E3F0 or U+E3F1, which mark answers here")
+        marked = self._marked(messages)
+        text = marked.replace(_OPEN, "").replace(_CLOSE, "")
+        if counted == "all":
+            return text, [(0, len(text))]
+        if _OPEN in marked:
+            spans = _spans(marked)
+            return text, spans[-1:] if counted == "last" else spans
+        places = [at for at, message in enumerate(messages) if message.get("role") == ASSISTANT]
+        spans = []
+        for at in places[-1:] if counted == "last" else places:
+            before = self.render(messages[:at], prompts=True) if at else ""
+            whole = self.render(messages[: at + 1])
+            if not (text.startswith(whole) and whole.startswith(before)):
+                raise ValueError(_UNKNOWN_ANSWERS)
+            spans.append((len(before), len(whole)))
+        return text, spans
+
+    @staticmethod
+    def _raise(message: str) -> str:
+        raise ValueError(str(message))
+
+
+_UNKNOWN_ANSWERS = "the chat template writes an answer otherwise once others follow it"
+
+
+def is_unclear(error: ValueError) -> bool:
+    """Return whether a template hides where answers lie."""
+    return str(error) == _UNKNOWN_ANSWERS
+
+
+def checked_messages(found: object) -> list[dict[str, Any]]:
+    """Return a record's messages, with `role` and `content`; those of ShareGPT (`from`, `value`) too. Raises
+    ValueError."""
+    if not isinstance(found, list) or not found:
+        raise ValueError("want a list of messages with role and content")
+    messages = []
+    for message in found:
+        if not isinstance(message, dict):
+            raise ValueError("want messages with role and content")
+        if "role" not in message and isinstance(message.get("from"), str) and "value" in message:
+            if message["from"] not in _ROLES:
+                raise ValueError(f"a message is from {message['from'][:40]!r}; known are {', '.join(_ROLES)}")
+            message = {"role": _ROLES[message["from"]], "content": message["value"]}
+        if not isinstance(message.get("role"), str):
+            raise ValueError("a message has no role")
+        if not isinstance(message.get("content"), str | list | None):
+            raise ValueError("a message's content is no text")
+        messages.append(message)
+    return messages
+
+
+def _spans(marked: str) -> list[Span]:
+    """Where marked parts lie in the text without the marks."""
+    spans, length, begin = [], 0, 0
+    for part in marked.split(_OPEN):
+        inside, _, rest = part.partition(_CLOSE)
+        if begin:
+            spans.append((length, length + len(inside)))
+        length += len(inside) + len(rest)
+        begin = 1
+    return spans
+
+
+def _generation(jinja2: Any) -> Any:
+    """The tag `generation`, by which a template marks what an assistant says."""
+
+    class Generation(jinja2.ext.Extension):  # type: ignore[misc]  # jinja2 is loaded late
+        tags = frozenset({"generation"})
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+        def _marked(self, caller: Any) -> str:
+            return f"{_OPEN}{caller()}{_CLOSE}"
+
+    return Generation
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _strftime_now(text: str) -> str:
+    return datetime.now().strftime(text)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
