@@ -17,6 +17,7 @@ from node import state_documents
 from node.averaging.service import Averaging
 from node.checkpoints.weights import HASHED_BYTES, WEIGHTS_PURPOSE, fetch_weights, weights_name
 from node.content import datasets as datasets
+from node.content.kept_folders import write_kept_folder
 from node.content.reading import kept_reading, reading_document
 from node.control import CommandHandler, Emit
 from node.documents import offer_document
@@ -365,10 +366,12 @@ class Commands:
         return await self._node.runs.revising.revise(run, changes)
 
     async def _fetch(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
-        return await self.fetch(str(arguments.get("run", "")), str(out_argument(arguments)))
+        folder = str(arguments.get("folder", ""))
+        return await self.fetch(str(arguments.get("run", "")), str(out_argument(arguments)), folder)
 
-    async def fetch(self, name: str, file: str) -> dict[str, Any]:
-        """Put the weights of a run into a file: from this node's own disk, or any peer that keeps them.
+    async def fetch(self, name: str, file: str, folder: str = "") -> dict[str, Any]:
+        """Put the weights of a run into a file: from this node's own disk, or any peer that keeps them. With
+        `folder`, first put there what is kept of the Hugging Face folder that it trained.
 
         Raises RunFailed: it has not ended, or nobody hands them over. UsageError: the file cannot be written.
         """
@@ -379,6 +382,13 @@ class Commands:
         if view is not None and view.status not in OVER:
             raise RunFailed(f"run {run[:8]} has not ended: step {view.step} of {view.steps}")
         try:
+            write = partial(write_kept_folder, node.seams.storage, run, Path(folder))
+            if folder and not await node.seams.executor.run(write):
+                raise UsageError(
+                    f"run {run[:8]}: this node keeps no Hugging Face folder for it: its model came as none,"
+                    " or another node asked for the run",
+                    "--model FOLDER, the folder that was trained; or --out FILE for the weights alone",
+                )
             size = await node.seams.executor.run(partial(_copy_out, node.seams.storage, run, out))
             if size is None:
                 digest, holders = await self._holders(run, view.weights if view is not None else "")

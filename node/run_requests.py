@@ -17,6 +17,7 @@ from node import state as views
 from node import state_documents
 from node.content import datasets as datasets
 from node.content.datasets import Dataset
+from node.content.kept_folders import keep_folder
 from node.content.reading import SourceReading, kept_name, read_reading
 from node.content.sources import called, data_names
 from node.errors import RunFailed, UsageError
@@ -116,6 +117,7 @@ async def make_signed_run(
     if is_own:
         node.runs.own_data.hold(run.id, dataset)
     await _keep_reading(node, run, reading)
+    await _keep_folder(node, run, str(arguments.get("folder", "")))
     return run, chosen
 
 
@@ -135,6 +137,16 @@ async def _keep_reading(node: RequestingNode, run: Run, reading: SourceReading |
         await node.seams.executor.run(write)
     except OSError as error:
         raise UsageError(f"how the data was read could not be kept: {error.strerror or error}") from None
+
+
+async def _keep_folder(node: RequestingNode, run: Run, folder: str) -> None:
+    """Keep what `runs fetch` writes beside the weights, where the model came as a Hugging Face folder."""
+    if not folder:
+        return
+    try:
+        await node.seams.executor.run(partial(keep_folder, node.seams.storage, run.text, Path(folder)))
+    except OSError as error:
+        raise UsageError(f"{folder}: could not be kept: {error.strerror or error}") from None
 
 
 def _check(

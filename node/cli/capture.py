@@ -144,7 +144,9 @@ def captured(run_file: RunFile, path: Path, name: str, load: Load | None = None)
     with command_folder() as folder:
         graph = folder / _GRAPH_NAME
         capture_to(graph, run_file, path, name, load)
-        yield _arguments(graph) | _regrouped(graph, run_file, folder, name)
+        model = path.parent / Path(run_file.model).expanduser()
+        came_from = {"folder": str(model.absolute())} if is_model_folder(model) else {}
+        yield _arguments(graph) | _regrouped(graph, run_file, folder, name) | came_from
 
 
 def _arguments(graph: Path) -> dict[str, str]:

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from node.cli.client import ask, peer_names, request
+from node.cli.model_folders import fetch_folder, is_folder_path
 from node.cli.options import AsJson, DataDir, find_data_dir
 from node.cli.outputs import output_path
 from node.cli.receipts import work_text
@@ -69,12 +70,18 @@ def list_runs(context: typer.Context, data_dir: DataDir = "", as_json: AsJson = 
 def fetch(
     context: typer.Context,
     run: Annotated[str, typer.Argument(metavar="RUN", help="The run's id, or how it begins.")],
-    out: Annotated[str, typer.Option("--out", metavar="FILE", help="Where to put the weights.")],
+    out: Annotated[
+        str,
+        typer.Option("--out", metavar="FILE|FOLDER/", help="Where to put the weights, or the whole model."),
+    ],
+    model: Annotated[
+        str, typer.Option("--model", metavar="FOLDER", help="The Hugging Face folder that was trained.")
+    ] = "",
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
-    """Fetch a run's weights (safetensors) from any peer that keeps them."""
-    document = fetch_weights(find_data_dir(context, data_dir), run, out)
+    """Fetch a run's weights (safetensors) from any peer that keeps them, or a model's folder with them."""
+    document = fetch_weights(find_data_dir(context, data_dir), run, out, model)
     if as_json or context.obj["as_json"]:
         show_json(document)
 
@@ -338,8 +345,13 @@ def _revise(context: typer.Context, data_dir: str, arguments: dict[str, Any], *,
     show([f"run {result['run'][:8]} {said}; {result['told']} other members know{left}"])
 
 
-def fetch_weights(data_dir: Path, run: str, out: str) -> dict[str, Any]:
-    """Have the node put the weights of `run` into the file `out`; says so on stderr."""
+def fetch_weights(data_dir: Path, run: str, out: str, model: str = "") -> dict[str, Any]:
+    """Have the node put the weights of `run` into the file `out`, or the whole model into a folder; says so
+    on stderr."""
+    if is_folder_path(out):
+        return fetch_folder(data_dir, run, out, model)
+    if model:
+        raise UsageError(f"--model {model}: has no effect on a file of weights", f"--out {out}/")
     path = str(output_path(out))
     result: dict[str, Any] = ask(data_dir, "runs.fetch", {"run": run, "out": path}, seconds=None)
     size = f", {bytes_text(result['size_bytes'])}" if "size_bytes" in result else ""

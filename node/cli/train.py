@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from node.cli.client import ask, peer_names
+from node.cli.model_folders import check_folder, is_folder_path
 from node.cli.options import AsJson, DataDir, find_data_dir
 from node.cli.outputs import output_path
 from node.cli.render import progress, show, show_json
@@ -26,7 +27,9 @@ DEVICE_WORDS = "cuda", "mps", "cpu"
 def train(
     context: typer.Context,
     run_file: Annotated[str, typer.Argument(metavar="RUN.toml", help="What to train on what, and how.")],
-    out: Annotated[str, typer.Option("--out", metavar="FILE", help="Put the weights there at the end.")] = "",
+    out: Annotated[
+        str, typer.Option("--out", metavar="FILE|FOLDER/", help="Put the result there at the end.")
+    ] = "",
     follow: Annotated[
         bool, typer.Option("--follow/--detach", help="Watch until it ends, or only hand it over.")
     ] = True,
@@ -48,7 +51,9 @@ def train(
             "leave --detach away, or later: `peerloom runs fetch RUN --out FILE`",
         )
     if out:
-        output_path(out)  # now, and not when the training is over
+        check_folder(out) if is_folder_path(out) else output_path(
+            out
+        )  # now, and not when the training is over
     if prepare:
         _hold_prepared(Path(run_file), Path(prepare))
         return

@@ -21,6 +21,12 @@ TEMPLATE = "chat_template.jinja"
 _SPECIAL_TOKENS = "special_tokens_map.json"
 READ_FILES = (CONFIG, TOKENIZER, TOKENIZER_CONFIG, TEMPLATE, _SPECIAL_TOKENS)
 """What is looked at of a folder where text becomes tokens."""
+FOLDER_FILES = (
+    *READ_FILES, "generation_config.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt",
+    "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "source.spm", "target.spm",
+    "chat_template.json", "preprocessor_config.json", "processor_config.json", "image_processor_config.json",
+)  # fmt: skip
+"""What `save_pretrained` of models, tokenizers and processors writes beside the weights."""
 CONFIG_BYTES_MAX = 1 << 20
 TOKENIZER_CONFIG_BYTES_MAX = 1 << 24
 """With 256,000 added tokens, each some lines."""

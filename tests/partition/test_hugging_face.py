@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.numpy
 import torch
 
+from node.cli.model_folders import write_model_folder
+from node.content.model_folder import FOLDER_FILES, LENGTH_MAX, read_model_folder
 from partition.capture.errors import CaptureRefused
 from partition.capture.hugging_face import folder_task, is_folder
 from partition.capture.model_spec import capture_folder
@@ -75,6 +78,32 @@ def test_a_saved_model_is_captured_with_its_weights(tmp_path: Path, name: str, i
         assert torch.equal(value, saved[key]), key
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "masked", "tokens", "t5", "vit"])
+def test_a_result_written_as_a_folder_is_loaded_by_transformers(tmp_path: Path, name: str) -> None:
+    torch.manual_seed(2)
+    model = models()[name].eval()
+    model.save_pretrained(tmp_path / "came")
+    trained = {key: torch.randn_like(value) for key, value in model.state_dict().items()}
+    model.load_state_dict(trained)  # tied ones are what was given last
+    state = {key: value.numpy() for key, value in model.state_dict().items()}
+    safetensors.numpy.save_file(state, tmp_path / "result", {"format": "pt"})
+    out = tmp_path / "out"
+    out.mkdir()
+    for file in FOLDER_FILES:
+        if (tmp_path / "came" / file).is_file():
+            (out / file).write_bytes((tmp_path / "came" / file).read_bytes())
+    most = 5_000_000_000 if name == "bert" else 4_096
+    files = write_model_folder(tmp_path / "result", out, ["a", "b"], shard_bytes_max=most)
+    assert (len(files) > 1) == (out / "model.safetensors.index.json").is_file() == (name != "bert")
+    again, told = type(model).from_pretrained(out, output_loading_info=True, local_files_only=True)
+    assert not told["missing_keys"]
+    assert not told["unexpected_keys"]
+    for key, value in model.state_dict().items():
+        assert torch.equal(again.state_dict()[key], value), key
+    assert again.dtype == torch.float32
+    assert name != "vit" or again.config.id2label == {0: "a", 1: "b"}
+
+
 def test_a_plan_reads_no_weights(tmp_path: Path) -> None:
     models()["llama"].save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").unlink()
@@ -110,6 +139,19 @@ def test_what_is_no_model_of_transformers_is_refused(tmp_path: Path, config: obj
     (tmp_path / "evil.py").write_text("raise SystemExit('it was run')")
     with pytest.raises(CaptureRefused, match=words):
         folder_task(tmp_path, values=False)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "masked", "t5", "vit"])
+def test_a_folder_says_the_same_without_torch(tmp_path: Path, name: str) -> None:
+    models()[name].save_pretrained(tmp_path)
+    config = models()[name].config
+    found = read_model_folder(tmp_path)
+    if name != "vit":
+        ids = folder_task(tmp_path, values=False).example_inputs["input_ids"]  # type: ignore[call-overload]  # by name
+        assert ids.shape[1] == min(found.length_max, LENGTH_MAX)
+        assert found.vocabulary == config.vocab_size
+    assert found.is_of_text == (name != "vit")
+    assert found.classes == config.num_labels
 
 
 def test_more_tokens_than_the_model_takes_are_refused(tmp_path: Path) -> None:
