@@ -17,7 +17,7 @@ from node import state_documents
 from node.averaging.service import Averaging
 from node.checkpoints.weights import HASHED_BYTES, WEIGHTS_PURPOSE, fetch_weights, weights_name
 from node.content import datasets as datasets
-from node.content.kept_folders import write_kept_folder
+from node.content.kept_folders import put_kept_folder
 from node.content.reading import kept_reading, reading_document
 from node.control import CommandHandler, Emit
 from node.documents import offer_document
@@ -366,34 +366,26 @@ class Commands:
         return await self._node.runs.revising.revise(run, changes)
 
     async def _fetch(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
-        folder = str(arguments.get("folder", ""))
-        return await self.fetch(str(arguments.get("run", "")), str(out_argument(arguments)), folder)
+        file, folder = str(out_argument(arguments)), str(arguments.get("folder", ""))
+        return await self.fetch(str(arguments.get("run", "")), file, folder)
 
     async def fetch(self, name: str, file: str, folder: str = "") -> dict[str, Any]:
-        """Put the weights of a run into a file: from this node's own disk, or any peer that keeps them. With
-        `folder`, first put there what is kept of the Hugging Face folder that it trained.
+        """Put the weights of a run into a file: from this node's own disk, or any peer that keeps them; and
+        into `folder` what is kept of the Hugging Face folder that it trained.
 
         Raises RunFailed: it has not ended, or nobody hands them over. UsageError: the file cannot be written.
         """
-        node = self._node
+        node, out = self._node, Path(file)
         run = find_run(node.state.runs, name)
-        out = Path(file)
         view = node.state.runs.get(run)
         if view is not None and view.status not in OVER:
             raise RunFailed(f"run {run[:8]} has not ended: step {view.step} of {view.steps}")
         try:
-            write = partial(write_kept_folder, node.seams.storage, run, Path(folder))
-            if folder and not await node.seams.executor.run(write):
-                raise UsageError(
-                    f"run {run[:8]}: this node keeps no Hugging Face folder for it: its model came as none,"
-                    " or another node asked for the run",
-                    "--model FOLDER, the folder that was trained; or --out FILE for the weights alone",
-                )
+            await put_kept_folder(node.seams, run, folder)
             size = await node.seams.executor.run(partial(_copy_out, node.seams.storage, run, out))
             if size is None:
                 digest, holders = await self._holders(run, view.weights if view is not None else "")
-                draft = partial(draft_beside, out)
-                size = await fetch_weights(node.seams, run, holders, digest, draft)
+                size = await fetch_weights(node.seams, run, holders, digest, partial(draft_beside, out))
         except Unreachable as error:
             raise RunFailed(f"nobody handed over the weights of run {run[:8]}: {error.detail}") from None
         except OSError as error:

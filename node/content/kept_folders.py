@@ -4,13 +4,15 @@ With them and a run's result `runs fetch RUN --out FOLDER/` writes what `from_pr
 that many runs trained is kept once. Called in the executor's threads: it waits for the disk.
 """
 
+from functools import partial
 from pathlib import Path
 
 import msgspec
 from blake3 import blake3
 
 from node.content.model_folder import CONFIG, FOLDER_FILES
-from node.seams import Storage
+from node.errors import UsageError
+from node.seams import Seams, Storage
 
 FILES_BYTES_MAX = 1 << 27
 """The files of one folder: a tokenizer of 256,000 tokens comes as 35 MB, in two forms."""
@@ -42,20 +44,30 @@ def keep_folder(storage: Storage, run: str, folder: Path) -> bool:
     return True
 
 
-def write_kept_folder(storage: Storage, run: str, into: Path) -> bool:
-    """Write what is kept for a run into a folder; returns whether there is something. Raises OSError."""
+async def put_kept_folder(seams: Seams, run: str, into: str) -> None:
+    """Write what is kept for a run into the folder `into`, if that is not empty. Raises UsageError: nothing
+    is kept. OSError."""
+    if into:
+        await seams.executor.run(partial(write_kept_folder, seams.storage, run, Path(into)))
+
+
+def write_kept_folder(storage: Storage, run: str, into: Path) -> None:
+    """Write what is kept for a run into a folder. Raises UsageError: nothing is. OSError."""
     digest = storage.read(_name_of(run))
     data = storage.read(f"{_ROOM}/{digest.decode()}") if digest else None
-    if data is None:
-        return False
     try:
-        files = msgspec.msgpack.decode(data, type=dict[str, bytes])
+        files = msgspec.msgpack.decode(data or b"\x80", type=dict[str, bytes])
     except msgspec.DecodeError:
-        return False
+        files = {}
+    if CONFIG not in files:
+        raise UsageError(
+            f"run {run[:8]}: this node keeps no Hugging Face folder for it: its model came as none, or another"
+            " node asked for the run",
+            "--model FOLDER, the folder that was trained; or --out FILE for the weights alone",
+        )
     for name in FOLDER_FILES:
         if name in files:
             (into / name).write_bytes(files[name])
-    return CONFIG in files
 
 
 def _name_of(run: str) -> str:
