@@ -60,7 +60,7 @@ def read_records(
     if first is None:
         raise UsageError(f"{path}: no records")
     roles = choose_columns(path, list(first), first, model, keys, schema, reading)
-    encoder = Encoder(path, model, known, keys, roles)
+    encoder = Encoder(path, model, known, keys, roles, is_new=not schema.needs_labels)
     table = _Table(path, encoder, keys, schema, reading)
     for number, record in enumerate(_chained(first, records), 1):
         if number > RECORDS_MAX:
@@ -82,8 +82,16 @@ class Encoder:
     """Makes samples of records for one model."""
 
     def __init__(
-        self, path: Path, model: ModelFolder, known: Tokens, keys: DataTable, roles: RecordColumns
+        self,
+        path: Path,
+        model: ModelFolder,
+        known: Tokens,
+        keys: DataTable,
+        roles: RecordColumns,
+        *,
+        is_new: bool = False,
     ) -> None:
+        self.is_new = is_new
         self.path, self.model, self.known, self.keys, self.roles = path, model, known, keys, roles
         self.before, self.behind = known.around()
         self.end = model.special.get("eos_token", "")
@@ -131,6 +139,9 @@ class Encoder:
 
     def _rendered(self, messages: Messages, number: int) -> TokenSample:
         counted = self.keys.loss or "answers"
+        if self.is_new and messages[-1].get("role") != "assistant":
+            text = self.chat().render(messages, prompts=True)
+            return TokenSample(self.known.encode(text).ids, shown=shown(messages[-1].get("content")))
         try:
             text, spans = self.chat().answers(messages, counted)
         except ValueError as error:
@@ -150,7 +161,14 @@ class Encoder:
         return found
 
     def _completion(self, record: Record, number: int) -> TokenSample:
-        prompt, completion = self._joined(record), _field(record, self.roles.target)
+        prompt = self._joined(record)
+        if not self.roles.target:  # the completion is to be predicted
+            if isinstance(prompt, list):
+                return self._rendered(checked_messages(prompt), number)
+            if not isinstance(prompt, str):
+                raise ValueError("the prompt is no text")
+            return self._prompt(prompt)
+        completion = _field(record, self.roles.target)
         if isinstance(completion, list):  # both are messages, as trl has it
             return self._rendered([*checked_messages(prompt), *checked_messages(completion)], number)
         if not isinstance(prompt, str) or not isinstance(completion, str):
@@ -163,6 +181,11 @@ class Encoder:
         self._end(found)
         found.shown = f"{shown(prompt)} -> {shown(completion)}"
         return found
+
+    def _prompt(self, prompt: str) -> TokenSample:
+        if self.model.kind == "sequences":
+            return TokenSample(self.known.encode(prompt, special=True).ids, shown=shown(prompt))
+        return TokenSample([*self.before, *self.known.encode(prompt).ids], shown=shown(prompt))
 
     def _joined(self, record: Record) -> Any:
         parts = [_field(record, name) for name in self.roles.inputs]
@@ -274,7 +297,7 @@ class _Table:
             self._answers.extend(sample.answer)
             self._answer_lengths.append(len(sample.answer))
         else:
-            self._counted.extend(sample.counted)
+            self._counted.extend(sample.counted or [False] * len(sample.ids))
         if len(self._shown) < SAMPLES_SHOWN:
             self._shown.append(sample.shown)
 
@@ -287,6 +310,7 @@ class _Table:
         reading = self._reading
         reading.form += f", {_FORMS[self._roles.form]}, tokens of {self._known.path} in windows of {window}"
         reading.window, reading.vocabulary = window, self._known.count
+        reading.records = self._roles.form
         reading.samples = reading.samples or self._shown
         found = self._causal(window) if is_causal else self._both(window)
         self._state_cuts(window + is_causal)
@@ -331,6 +355,12 @@ class _Table:
             y[row, : max(0, kept - 1)] = np.where(counted[place + 1 : place + kept], sample[1:], IGNORED)
             place += length
         empty = (y == IGNORED).all(axis=1)
+        if self._encoder.is_new:
+            if (most := max(self._lengths)) > window + 1:
+                raise UsageError(
+                    f"{self._path}: a prompt has {most:,} tokens, and the model takes {window:,} at most"
+                )
+            return self._new(window)
         if empty.all():
             raise UsageError(
                 f"{self._path}: no record has an answer within {window:,} tokens",
@@ -343,6 +373,21 @@ class _Table:
             x, y = x[~empty], y[~empty]
         self._reading.label = self._counted_text(int((y != IGNORED).sum()), int(sum(self._lengths)))
         return {"x": x, "y": y}
+
+    def _new(self, window: int) -> Arrays:
+        """Samples to be predicted: all tokens of each, how many they are, and which of them are answers."""
+        rows = len(self._lengths)
+        found: Arrays = {
+            "ids": np.full((rows, window + 1), self._pad_id(), np.int32),
+            "counted": np.zeros((rows, window + 1), np.int8),
+            "lengths": np.frombuffer(self._lengths, np.int32),
+        }
+        place = 0
+        for row, length in enumerate(self._lengths):
+            for name, flat in (("ids", self._ids), ("counted", self._counted)):
+                found[name][row, :length] = flat[place : place + length]
+            place += length
+        return found
 
     def _counted_text(self, counted: int, tokens: int) -> str:
         form, loss = self._roles.form, self._keys.loss or "answers"

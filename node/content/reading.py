@@ -58,7 +58,7 @@ class SourceReading:
     `words` are the classes' words in the order of their numbers, where labels have some; `classes` are empty
     where labels are amounts. `label` says what the labels are and why, `column` is a table's column of them,
     `ignored` are the columns that are neither labels nor features. Of text that became tokens, `window` is
-    how many make a sample, and `vocabulary` how many the tokenizer knows.
+    how many make a sample, and `vocabulary` how many the tokenizer knows; `records` says what they were.
     """
 
     source: str
@@ -77,6 +77,7 @@ class SourceReading:
     samples: list[str] = field(default_factory=list)
     window: int = 0
     vocabulary: int = 0
+    records: str = ""
 
     def lines(self) -> list[str]:
         """Return the reading as a screen shows it."""

@@ -56,7 +56,7 @@ def choose_columns(
     if model.kind == "classes":
         roles = _labelled(path, left, first, keys, schema)
     elif model.kind in ("causal", "sequences"):
-        roles = _written(path, left, model, keys)
+        roles = _written(path, left, model, keys, schema)
     else:
         raise UsageError(
             f"{path}: no records are read for a model of this kind ({model.path})",
@@ -80,7 +80,8 @@ def choose_columns(
 
 
 def _check_known(path: Path, names: Sequence[str], keys: DataTable, schema: Schema) -> None:
-    wanted = [("messages", keys.messages), ("completion", keys.completion), ("text", keys.text)]
+    completion = keys.completion if schema.needs_labels else ""
+    wanted = [("messages", keys.messages), ("completion", completion), ("text", keys.text)]
     prompts = keys.prompt if isinstance(keys.prompt, tuple) else (keys.prompt,)
     label = keys.label if schema.needs_labels else ""
     for key, name in (*wanted, *(("prompt", each) for each in prompts), ("label", label)):
@@ -90,8 +91,12 @@ def _check_known(path: Path, names: Sequence[str], keys: DataTable, schema: Sche
             )
 
 
-def _written(path: Path, left: Sequence[str], model: ModelFolder, keys: DataTable) -> RecordColumns:
+def _written(
+    path: Path, left: Sequence[str], model: ModelFolder, keys: DataTable, schema: Schema
+) -> RecordColumns:
     """The columns of what a model writes: a chat, a completion, or a text."""
+    if not schema.needs_labels and (prompts := _prompts(left, keys)):
+        return prompts
     if keys.messages:
         return RecordColumns("chat", (keys.messages,))
     if keys.prompt or keys.completion:
@@ -131,6 +136,13 @@ def _written(path: Path, left: Sequence[str], model: ModelFolder, keys: DataTabl
         keys,
         *[*guesses[:1], *texts[:1]],
     )
+
+
+def _prompts(left: Sequence[str], keys: DataTable) -> RecordColumns | None:
+    """The columns of prompts whose completions are to be predicted, where there are none."""
+    named = keys.prompt if isinstance(keys.prompt, tuple) else (keys.prompt or "prompt",)
+    target = keys.completion or "completion"
+    return RecordColumns("completion", named) if {*named} <= {*left} and target not in left else None
 
 
 def _labelled(

@@ -269,8 +269,9 @@ def _read_language(
     is_of_records = model is not None and path.suffix.lower() in SUFFIXES
     _check_language_keys(path, wish.keys, is_of_records=is_of_records)
     known = Tokens(Path(language.tokenizer), model)
-    window = wish.like.window if wish.like is not None else language.window
-    window = window or schema.window
+    window = language.window or schema.window
+    if wish.like is not None:  # a prompt is never cut, a text with a label as those were that were learnt
+        window = 0 if is_of_records and model is not None and model.kind == "causal" else wish.like.window
     try:
         if model is not None and is_of_records:
             arrays = read_records(path, model, known, window, wish.keys, schema, reading, tell)
