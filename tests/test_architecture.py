@@ -89,6 +89,7 @@ COMPUTERS = {
     "node.library.capturing": "me.train, which a program calls that has torch",
     "node.cli.model": "the command `model`",
     "node.cli.capture": "the command `train`, which captures what it is given",
+    "node.cli.predict_words": "the command `predict`, for models of text",
     "node.cli.predict": "the command `predict`, which runs a person's own model on their own machine",
 }
 

@@ -14,8 +14,10 @@ from typing import Annotated, Any
 
 import typer
 
+from node.cli.languages import language_of, model_folder_of
 from node.cli.options import GRAPH_SUFFIX, AsJson, DataDir, find_data_dir
 from node.cli.outputs import output_path
+from node.cli.predict_words import Answers, Writing, predict_words, write_answers, write_prompts
 from node.cli.render import progress, show, show_json
 from node.errors import UsageError
 
@@ -35,6 +37,16 @@ def predict(
     out: Annotated[
         str, typer.Option("--out", metavar="FILE", help="FILE.npz or FILE.csv of predictions.")
     ] = "",
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", metavar="TEXT", help="What a model of text is to answer.")
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=0, help="Write at most so many.")] = 0,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0, max=10, help="0: the likeliest token each time.")
+    ] = 0.0,
+    top_k: Annotated[int, typer.Option("--top-k", min=0, help="Draw from so many; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option("--top-p", min=0.01, max=1, help="Draw from this share.")] = 1.0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of what is drawn.")] = 0,
     picture: Annotated[
         str, typer.Option("--picture", metavar="FILE.svg", help="Confusion matrix and samples.")
     ] = "",
@@ -44,13 +56,9 @@ def predict(
     """Have a trained model predict, and compare with the ground truth where there is one."""
     if bool(run) == bool(weights):
         raise UsageError("give --run RUN or --weights FILE", "runs: `peerloom runs`")
-    written = {
-        name: output_path(text, f"--{name}") for name, text in (("out", out), ("picture", picture)) if text
-    }
-    if "out" in written and written["out"].suffix not in (".npz", ".csv"):
-        raise UsageError(f"--out {out}: want FILE.npz or FILE.csv")
-    if "picture" in written and written["picture"].suffix != ".svg":
-        raise UsageError(f"--picture {picture}: want FILE.svg")
+    writing = Writing(tuple(prompt or ()), tokens, temperature, top_k, top_p, seed)
+    written = _outputs(out, picture)
+    _check_writing(writing, data)
     with tempfile.TemporaryDirectory(prefix="peerloom-") as text:
         folder = Path(text)
         kept = None
@@ -61,7 +69,20 @@ def predict(
             home = find_data_dir(context, data_dir)
             ask(home, "runs.fetch", {"run": run, "out": weights}, seconds=None)
             kept = ask(home, "runs.show", {"run": run}).get("reading")
-        found = run_model(Path(run_file).expanduser(), Path(weights).expanduser(), data, folder, kept)
+        found = run_model(
+            Path(run_file).expanduser(),
+            Path(weights).expanduser(),
+            data,
+            folder,
+            kept,
+            writing,
+            wants_all="out" in written,
+        )
+    if isinstance(found, Answers):
+        _finish_answers(found, written, as_json=as_json)
+        return
+    if "out" in written and written["out"].suffix == ".jsonl":
+        raise UsageError(f"--out {out}: this model writes no text", "--out FILE.csv or FILE.npz")
     if "out" in written:
         write_predictions(written["out"], found)
     if "picture" in written:
@@ -87,7 +108,47 @@ def predict(
         return
     told = "; no labels, so nothing to compare with" if found.truth is None else ""
     show([f"{len(found.outputs)} samples{told}"])
+    for text, value in zip(writing.prompts, found.predicted.reshape(-1), strict=False):
+        show([f"  {text} -> {_shown(value, found)}"])
     show([f"  {name} {value:.6g}" for name, value in found.metrics.items() if name != "samples"])
+    show([f"written to {path}" for path in written.values()], sys.stderr)
+
+
+def _outputs(out: str, picture: str) -> dict[str, Path]:
+    """Return where what is to be written. Raises UsageError."""
+    written = {
+        name: output_path(text, f"--{name}") for name, text in (("out", out), ("picture", picture)) if text
+    }
+    if "out" in written and written["out"].suffix not in (".npz", ".csv", ".jsonl"):
+        raise UsageError(f"--out {out}: want FILE.npz or FILE.csv; of a model of text, FILE.jsonl or .csv")
+    if "picture" in written and written["picture"].suffix != ".svg":
+        raise UsageError(f"--picture {picture}: want FILE.svg")
+    return written
+
+
+def _check_writing(writing: Writing, data: str) -> None:
+    if (writing.top_k or writing.top_p < 1 or writing.seed) and not writing.temperature:
+        raise UsageError("--top-k, --top-p and --seed: nothing is drawn", "--temperature 0.7, for example")
+    if writing.prompts and data:
+        raise UsageError("--prompt and --data: give one of the two")
+
+
+def _finish_answers(found: Answers, written: Mapping[str, Path], *, as_json: bool) -> None:
+    """Show what a model wrote, and put it into a file. Raises UsageError."""
+    if "picture" in written:
+        raise UsageError("--picture: a model that writes has no confusion matrix", "--out FILE.jsonl")
+    if "out" in written:
+        if written["out"].suffix == ".npz":
+            raise UsageError(f"--out {written['out']}: words are no arrays", "--out FILE.jsonl or FILE.csv")
+        write_answers(written["out"], found)
+    if as_json:
+        rows = [{"prompt": prompt, "predicted": said, "truth": true} for prompt, said, true in found.rows]
+        more = {name: str(path) for name, path in written.items()}
+        document = {"schema": "peerloom/predict/1", "samples": found.samples, "metrics": {**found.metrics}}
+        show_json(document | {"answers": rows} | more)
+        return
+    show([f"{found.samples} samples", *(f"  {line}" for line in found.lines())])
+    show([f"  {name} {value:.6g}" for name, value in found.metrics.items()])
     show([f"written to {path}" for path in written.values()], sys.stderr)
 
 
@@ -105,10 +166,18 @@ class Predictions:
 
 
 def run_model(
-    path: Path, weights: Path, data: str, folder: Path, kept: Mapping[str, Any] | None = None
-) -> Predictions:
-    """Predict for the samples of `data`, of the run in the RUN.toml at `path` if empty. `kept` is how the
-    run's data was read, where this machine's node knows it. Raises UsageError."""
+    path: Path,
+    weights: Path,
+    data: str,
+    folder: Path,
+    kept: Mapping[str, Any] | None = None,
+    writing: Writing = Writing(),  # noqa: B008 - frozen
+    *,
+    wants_all: bool = False,
+) -> "Predictions | Answers":
+    """Predict for the samples of `data`, or of the run in the RUN.toml at `path` if empty; or what a model of
+    text says to prompts. `kept` is how the run's data was read, where this machine's node knows it. Raises
+    UsageError."""
     import numpy as np
     import safetensors
     import safetensors.numpy
@@ -130,12 +199,38 @@ def run_model(
     if ".py:" in run_file.model:
         own = str(path.parent / Path(run_file.model).expanduser())
         run_file = replace(run_file, model=own)
-    arrays, shape, classes, words = _samples(run_file, path, data, folder, kept)
+    model = model_folder_of(run_file, path.parent)
+    writes = model is not None and model.kind in ("causal", "sequences")
+    if model is not None:
+        run_file = replace(run_file, model=str(model.path))
+    if (writing.prompts and not (model and model.is_of_text)) or (
+        writing != Writing(writing.prompts) and not writes
+    ):
+        raise UsageError(
+            f"{path}: model: {run_file.model} takes no text",
+            "leave out --prompt, --tokens and --temperature: they are for the model of a Hugging Face folder",
+        )
+    arrays, shape, classes, reading = _samples(run_file, path, data, folder, kept, writing.prompts)
+    words = (
+        list(reading.words) if reading is not None and reading.words else list(model.words) if model else []
+    )
     try:
         stored = safetensors.numpy.load_file(weights)
         task = make_task(run_file.model, shape, classes, dtype=run_file.train.dtype, options=run_file.options)
         names = input_names(task)
         load_weights(task, stored)
+        if model is not None and writes:
+            return predict_words(
+                run_file,
+                path,
+                model,
+                task,
+                arrays,
+                reading,
+                writing,
+                is_new="ids" in arrays or bool(data or writing.prompts),
+                wants_all=wants_all,
+            )
         columns = [_column(arrays, name, place, names, ITEM) for place, name in enumerate(names)]
         outputs = np.concatenate(list(outputs_of(task, _batches(columns))))
     except (safetensors.SafetensorError, OSError, TypeError) as error:
@@ -163,11 +258,17 @@ def _batches(columns: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 def _samples(
-    run_file: Any, path: Path, data: str, folder: Path, kept: Mapping[str, Any] | None
-) -> tuple[Mapping[str, Any], tuple[int, ...], int, list[str]]:
-    """Arrays to predict from, shape and classes of what was trained on, and words for the classes. Raises
+    run_file: Any,
+    path: Path,
+    data: str,
+    folder: Path,
+    kept: Mapping[str, Any] | None,
+    prompts: Sequence[str],
+) -> tuple[Mapping[str, Any], tuple[int, ...], int, Any]:
+    """Arrays to predict from, shape and classes of what was trained on, and how that was read. Raises
     UsageError."""
     import msgspec
+    from msgspec.structs import replace
 
     from node.cli.capture import prepare_data
     from node.content import datasets as datasets
@@ -180,23 +281,31 @@ def _samples(
     shape: tuple[int, ...] = ()
     classes = 0
     found: Mapping[str, Any] = {}
-    if is_built_in or not data or reading is None:
+    if is_built_in or not (data or prompts) or reading is None:
         trained = folder / "trained"
         trained.mkdir()
         source = run_file
         if (now := prepare_data(run_file, path.parent, trained, str(path), progress)) is not None:
             source = msgspec.structs.replace(run_file, data=str(trained))
             reading = _agreed(reading, now, str(path))
-        if is_built_in or not data:
+        if is_built_in or not (data or prompts):
             window = run_file.train.window or WINDOW
             dataset = datasets.load(source.source, path.parent, window=window)
             if is_built_in:
                 words = [] if reading is None else reading.words
                 shape, classes = dataset.sample_shape, max(dataset.classes, len(words))
             found = dataset.test
-    if data:
-        found = _new_samples(run_file, data, folder, reading)
-    return found, shape, classes, [] if reading is None else reading.words
+    if prompts:
+        form = reading.records if reading is not None else ""
+        file = str(write_prompts(folder, prompts, run_file.data_keys, form))
+        keys = replace(run_file.data_keys, source=file, prompt="", completion="", ignore=None, separator="")
+        if (form or "text") == "text":
+            keys = replace(keys, text="", messages="")
+        found = _new_samples(run_file, path, file, folder, reading, keys)
+    elif data:
+        keys = replace(run_file.data_keys, source=data)
+        found = _new_samples(run_file, path, data, folder, reading, keys)
+    return found, shape, classes, reading
 
 
 def _agreed(kept: Any, now: Any, name: str) -> Any:
@@ -212,7 +321,9 @@ def _agreed(kept: Any, now: Any, name: str) -> Any:
     return kept
 
 
-def _new_samples(run_file: Any, data: str, folder: Path, reading: Any) -> Mapping[str, Any]:
+def _new_samples(
+    run_file: Any, path: Path, data: str, folder: Path, reading: Any, keys: Any
+) -> Mapping[str, Any]:
     """Samples of another source, read as those that were trained on."""
     from msgspec.structs import replace
 
@@ -222,14 +333,18 @@ def _new_samples(run_file: Any, data: str, folder: Path, reading: Any) -> Mappin
     from node.content.sources import Wish, is_source
     from node.runs.manifest_builder import WINDOW
 
-    if not is_source(data, Path()) and not Path(data).expanduser().is_dir():
+    language = language_of(
+        replace(run_file, data=str(Path(data).expanduser().absolute())), path.parent, str(path)
+    )
+    if language is None and not is_source(data, Path()) and not Path(data).expanduser().is_dir():
         return datasets.load(data, Path(), window=run_file.train.window or WINDOW).test
     like = reading if reading is not None else SourceReading(run_file.source)
-    keys = replace(run_file.data_keys, source=data)
     is_table = Path(data).suffix.lower() in (".csv", ".tsv")
     if not is_table:  # how a table of text is written says nothing of another form
         keys = replace(keys, separator="", decimal="", encoding="", header=None)
-    return read_fenced(Wish(data, Path(), keys, like=like), folder, progress).parts["train"]
+    return read_fenced(Wish(data, Path(), keys, like=like, language=language), folder, progress).parts[
+        "train"
+    ]
 
 
 def write_predictions(path: Path, found: Predictions) -> None:

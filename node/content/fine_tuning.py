@@ -434,7 +434,7 @@ class _Table:
     ) -> tuple[Array, Array]:
         found = np.full((len(lengths), window), pad, np.int32)
         mask = np.zeros((len(lengths), window), np.int8)
-        ids = np.frombuffer(flat, np.int32)
+        ids = np.frombuffer(flat, np.int32) if flat else np.empty(0, np.int32)
         behind = self._encoder.behind
         place = 0
         for row, length in enumerate(lengths):

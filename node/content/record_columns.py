@@ -95,8 +95,8 @@ def _written(
     path: Path, left: Sequence[str], model: ModelFolder, keys: DataTable, schema: Schema
 ) -> RecordColumns:
     """The columns of what a model writes: a chat, a completion, or a text."""
-    if not schema.needs_labels and (prompts := _prompts(left, keys)):
-        return prompts
+    if not schema.needs_labels and (alone := _prompts(left, keys)):
+        return alone
     if keys.messages:
         return RecordColumns("chat", (keys.messages,))
     if keys.prompt or keys.completion:

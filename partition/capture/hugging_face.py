@@ -40,11 +40,12 @@ def is_folder(reference: str) -> bool:
         return False
 
 
-def folder_task(folder: Path, *, values: bool = True, length: int = 0) -> Task:
+def folder_task(folder: Path, *, values: bool = True, length: int = 0, fresh: bool = False) -> Task:
     """Return the model in a folder with examples of its inputs and its loss.
 
-    Without `values` its weights are left where they are, and it has no memory: each stage would draw its own.
-    `length` is how many tokens a sample has; 0 for as many as it takes, 1,024 at most.
+    Without `values` its weights are left where they are, and it has no memory: each stage would draw its own;
+    or, if `fresh`, it has new ones, for which others are to be given. `length` is how many tokens a sample
+    has; 0 for as many as it takes, 1,024 at most.
 
     Raises:
         CaptureRefused: transformers is not installed, or the folder has no model that it knows; it says what
@@ -59,7 +60,9 @@ def folder_task(folder: Path, *, values: bool = True, length: int = 0) -> Task:
         )
         if hasattr(config, "use_cache"):
             config.use_cache = False
-        if values:
+        if fresh:
+            model = kind(config)
+        elif values:
             _check_weights(folder)
             model = kind.from_pretrained(
                 folder,

@@ -5,12 +5,14 @@ It is the model that RUN.toml names, with the weights of a run; not a graph, for
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from partition.capture.errors import CaptureRefused
+from partition.capture.hugging_face import folder_task
 from partition.capture.model_spec import Options, Precision, default_dtype
 from partition.capture.models import BUILTIN
 from partition.capture.task import Task, load_factory, task_of
@@ -21,8 +23,12 @@ Array = np.ndarray[Any, np.dtype[Any]]
 def make_task(
     model: str, sample_shape: tuple[int, ...], classes: int, *, dtype: Precision, options: Options
 ) -> Task:
-    """The built-in model of this name, or what the function PATH.py:NAME makes. Raises CaptureRefused."""
+    """The built-in model of this name, what the function PATH.py:NAME makes, or the model of a Hugging Face
+    folder without its weights. Raises CaptureRefused."""
     with default_dtype(dtype):
+        if ".py:" not in model and model not in BUILTIN:
+            length = options.get("length", 0)
+            return folder_task(Path(model), length=length if isinstance(length, int) else 0, fresh=True)
         if model in BUILTIN:
             return task_of(BUILTIN[model], sample_shape, classes, **options)
         return task_of(load_factory(model), **options)

@@ -1,6 +1,7 @@
 """Folders as transformers saves them: captured with their weights or without, and what is not read."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,15 @@ import pytest
 import safetensors.numpy
 import torch
 
+from node.cli.main import run
 from node.cli.model_folders import write_model_folder
 from node.content.model_folder import FOLDER_FILES, LENGTH_MAX, read_model_folder
+from node.content.tokens import Tokens
 from partition.capture.errors import CaptureRefused
 from partition.capture.hugging_face import folder_task, is_folder
 from partition.capture.model_spec import capture_folder
 from partition.model.graph import Stored
+from tests.data.model_folders import write_folder, write_lines
 
 transformers = pytest.importorskip("transformers")
 SIZES: dict[str, Any] = {
@@ -102,6 +106,63 @@ def test_a_result_written_as_a_folder_is_loaded_by_transformers(tmp_path: Path, 
         assert torch.equal(again.state_dict()[key], value), key
     assert again.dtype == torch.float32
     assert name != "vit" or again.config.id2label == {0: "a", 1: "b"}
+
+
+def predicted(folder: Path, data: str, capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
+    """What `predict` says of a folder's model with its own weights."""
+    (folder / "RUN.toml").write_text(f'model = "m"\ndata = "{data}"\n')
+    weights = str(folder / "m" / "model.safetensors")
+    assert run(["predict", str(folder / "RUN.toml"), "--weights", weights, "--json", *flags]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_a_model_answers_prompts_as_transformers_generates(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(3)
+    sizes = SIZES | {"vocab_size": 128, "max_position_embeddings": 64}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, eos_token_id=0)).eval()
+    model.save_pretrained(write_folder(tmp_path / "m"))
+    state = {key: value.numpy() for key, value in model.state_dict().items()}
+    safetensors.numpy.save_file(state, tmp_path / "m" / "model.safetensors", {"format": "pt"})
+    rows = [{"prompt": f"{n}+1=", "completion": str(n + 1)} for n in range(8)]
+    write_lines(tmp_path / "d.jsonl", *rows)
+    found = predicted(tmp_path, "d.jsonl", capsys, "--prompt", "5+1=", "--tokens", "6")
+    known = Tokens(tmp_path / "m" / "tokenizer.json")
+    ids = torch.tensor([known.encode("5+1=").ids])
+    wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+    said = known.decode([each for each in wanted[0, ids.shape[1] :].tolist() if each])
+    assert found["answers"] == [{"prompt": "5+1=", "predicted": said, "truth": None}]
+    judged = predicted(tmp_path, "d.jsonl", capsys, "--tokens", "2", "--out", str(tmp_path / "a.jsonl"))
+    assert judged["metrics"]["tokens"] == 2  # one held-out sample: its completion, and its end
+    assert len((tmp_path / "a.jsonl").read_text().splitlines()) == 1
+    drawn = [
+        predicted(tmp_path, "d.jsonl", capsys, "--prompt", "5", "--temperature", "2", "--seed", seed)[
+            "answers"
+        ]
+        for seed in ("1", "1", "2")
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_a_classifier_answers_texts_with_the_folders_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(3)
+    sizes = SIZES | {"vocab_size": 128, "max_position_embeddings": 64, "pad_token_id": 4}
+    words = {0: "good", 1: "bad"}
+    config = transformers.BertConfig(**sizes, id2label=words, label2id={"good": 0, "bad": 1})
+    folder = write_folder(tmp_path / "m", "BertForSequenceClassification")
+    transformers.BertForSequenceClassification(config).save_pretrained(folder)
+    write_lines(tmp_path / "d.jsonl", *[{"text": f"t{n}", "label": words[n % 2]} for n in range(10)])
+    found = predicted(tmp_path, "d.jsonl", capsys, "--out", str(tmp_path / "p.csv"))
+    assert 0 <= found["metrics"]["accuracy"] <= 1
+    lines = (tmp_path / "p.csv").read_text().splitlines()
+    assert {each.split(",")[1] for each in lines[1:]} <= {"good", "bad"}
+    flags = ["predict", str(tmp_path / "RUN.toml"), "--weights", str(folder / "model.safetensors")]
+    assert run([*flags, "--prompt", "t1"]) == 0
+    assert re.search(r"t1 -> (good|bad)$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_a_plan_reads_no_weights(tmp_path: Path) -> None:
