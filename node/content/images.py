@@ -23,7 +23,12 @@ Array = np.ndarray[Any, np.dtype[Any]]
 Parts = dict[PartName, dict[str, Array]]
 Tell = Callable[[str], None]
 
-IMAGE_SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
+IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+_SAMPLE_SUFFIXES = frozenset(
+    (".avif", ".dcm", ".dng", ".heic", ".heif", ".jp2", ".nii", ".npy", ".psd", ".svg", ".cr2", ".nef",
+     ".wav", ".mp3", ".flac", ".ogg", ".m4a", ".mp4", ".avi", ".mov", ".mkv")
+)  # fmt: skip
+"""Files that are samples to their owner, and none of which is passed over in silence beside images."""
 IMAGE_PIXELS_MAX = 1 << 24
 _PART_NAMES: dict[PartName, tuple[str, ...]] = {
     "train": ("train", "training"),
@@ -88,7 +93,10 @@ def read_images(
     ]
     for part, each in parts.items():
         if not any(files[part]):
-            raise UsageError(f"{each}: no images ({', '.join(IMAGE_SUFFIXES)}) in the folders of its classes")
+            raise UsageError(
+                f"{each}: no images ({', '.join(IMAGE_SUFFIXES)}) in the folders of its classes",
+                'other samples by a function that reads them: data = "FILE.py:FUNCTION"',
+            )
     if empty and not keys.classes:
         raise unclear(
             parts["train"] / empty[0],
@@ -193,6 +201,12 @@ def _images_in(folder: Path, reading: SourceReading) -> list[Path]:
         reading.notes.append(f"{folder.name}/: {deeper} images lie in folders within, and are of its class")
     if others:
         told = ", ".join(f"{count} {name}" for name, count in sorted(others.items())[:4])
+        if lost := sorted(_SAMPLE_SUFFIXES & others.keys()):
+            raise UsageError(
+                f"{folder}: {others[lost[0]]} files are {lost[0]}, which is not read",
+                f"convert them to one of {', '.join(IMAGE_SUFFIXES)}; or"
+                ' a function that reads them: data = "FILE.py:FUNCTION"',
+            )
         reading.skipped.append(f"{folder.name}/: files that are no images ({told})")
     return found
 

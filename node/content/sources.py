@@ -35,6 +35,7 @@ from node.content.datasets import ORIGINS_NAME
 from node.content.fine_tuning import read_records
 from node.content.images import is_cifar, read_cifar, read_images
 from node.content.model_folder import read_model_folder
+from node.content.plain_text import check_text
 from node.content.reading import SourceReading, describe, shown, write_reading
 from node.content.records import LINES, SUFFIXES
 from node.content.shards import PARTS, PartName
@@ -133,6 +134,11 @@ def check_form(path: Path, keys: DataTable) -> None:
             " folder, or a text",
             _OTHER_FORMS[suffix] or 'or a function that reads it: data = "FILE.py:FUNCTION"',
         )
+    if path.is_file() and not is_table_by_keys(keys):
+        try:
+            check_text(path, keys)
+        except OSError as error:
+            raise UsageError(f"{path}: {(error.strerror or str(error)).lower()}") from None
 
 
 def convert(

@@ -146,6 +146,8 @@ def read_windows(
         with text.open(encoding="utf-8-sig", newline="") as file:
             # A line at a time: what a tokenizer keeps of a whole text is many times its size.
             while line := file.readline(LINE_BYTES_MAX):
+                if "\0" in line:
+                    raise UsageError(f"{text}: no text in UTF-8: it has bytes that are 0", "save it as UTF-8")
                 ids.extend(known.encode(line).ids)
                 done += len(line)
                 if done - told > _TOLD_BYTES:

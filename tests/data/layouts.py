@@ -365,3 +365,13 @@ LAYOUTS: dict[str, Layout] = {
         asks="folder",
     ),
 }
+LAYOUTS |= {
+    "pictures of a phone": Layout(
+        images(*folders(""), extra={"cats/3.heic": "x"}), refused="which is not read", asks="convert them"
+    ),
+    "sounds in folders": Layout(
+        images(extra={"yes/1.wav": "x", "no/1.wav": "x"}),
+        refused="which is not read",
+        asks="FILE.py:FUNCTION",
+    ),
+}

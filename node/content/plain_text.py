@@ -1,0 +1,78 @@
+"""Whether a file that is to be learnt byte by byte is a text: its first bytes say what else it may be.
+
+Not what it means, which nobody can know: bytes that no text has, and rows of a table, are asked about.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from node.content.delimited import NUMBER
+from node.content.reading import unclear
+from node.errors import UsageError
+from node.protocols.data_table import DataTable
+
+HEAD_BYTES = 1 << 16
+ROWS_LOOKED_AT = 20
+_ROWS_MIN = 3
+_FIELDS_MAX = 4_096
+_CONTROLS = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")
+"""Bytes that no text has in UTF-8, nor in the old encodings of one byte a letter."""
+_SPARSE = re.compile(r"[+-]?[0-9.]+(?:\s+[0-9]+:\S+)+\s*\Z")
+"""A row as LIBSVM and XGBoost write it."""
+_WIDE_MARKS = (b"\xff\xfe", b"\xfe\xff")
+_SEPARATORS = (("comma", ","), ("semicolon", ";"), ("tab", "\t"), ("bar", "|"), ("space", None))
+_BY_FUNCTION = 'a function that reads it: data = "FILE.py:FUNCTION"'
+
+
+def check_text(path: Path, keys: DataTable) -> None:
+    """Refuse a file whose first bytes are no text, or rows of numbers, unless the key `form` says that its
+    bytes are learnt. Raises UsageError, OSError."""
+    with path.open("rb") as file:
+        head = file.read(HEAD_BYTES)
+    odd = _CONTROLS.search(head)
+    if odd is not None:
+        is_wide = head.startswith(_WIDE_MARKS) or not (
+            head[:512:2].strip(b"\0") and head[1:512:2].strip(b"\0")
+        )
+        if is_wide and len(head) > 3:
+            raise unclear(path, "a text in UTF-16: save it as UTF-8; or its bytes", keys, {"form": "bytes"})
+        raise unclear(
+            path,
+            f"no text: it has the byte {odd[0][0]:#04x}; {_BY_FUNCTION}; or its bytes are learnt",
+            keys,
+            {"form": "bytes"},
+        )
+    text = head.decode("latin-1")
+    if len(head) == HEAD_BYTES:
+        text = text[: text.rfind("\n") + 1]
+    rows = [line for line in text.splitlines() if line.strip()][:ROWS_LOOKED_AT]
+    if rows and rows[0].strip().lower().startswith("@relation"):
+        raise UsageError(f"{path}: a table of Weka (ARFF), which is not read", "save it as csv")
+    if len(rows) < _ROWS_MIN:
+        return
+    if all(map(_SPARSE.match, rows)):
+        raise UsageError(
+            f"{path}: sparse rows as LIBSVM writes them, which are not read",
+            "an npz of x and y: sklearn.datasets.load_svmlight_file reads it",
+        )
+    for name, separator in _SEPARATORS:
+        if count := _fields(rows, separator):
+            raise unclear(
+                path,
+                f"its lines are rows of {count} fields ({name} between them): a table, or a text",
+                keys,
+                {"form": "table"},
+                {"form": "bytes"},
+            )
+
+
+def _fields(rows: Sequence[str], separator: str | None) -> int:
+    """Return how many fields all rows have, if half of them are numbers at least; else 0."""
+    found = [row.split(separator, _FIELDS_MAX) for row in rows]
+    count = len(found[0])
+    if count < 2 or any(len(row) != count for row in found):
+        return 0
+    fields = [field.strip() for row in found[1:] for field in row]
+    numbers = sum(bool(NUMBER.match(field)) for field in fields)
+    return count if 2 * numbers >= len(fields) else 0
