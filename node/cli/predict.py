@@ -14,7 +14,6 @@ from typing import Annotated, Any
 
 import typer
 
-from node.cli.languages import language_of, model_folder_of
 from node.cli.options import GRAPH_SUFFIX, AsJson, DataDir, find_data_dir
 from node.cli.outputs import output_path
 from node.cli.predict_words import Answers, Writing, predict_words, write_answers, write_prompts
@@ -183,6 +182,7 @@ def run_model(
     import safetensors.numpy
     from msgspec.structs import replace
 
+    from node.cli.languages import model_folder_of
     from node.content.metrics import judge, predicted_of
     from node.content.samples import ITEM
     from node.protocols.manifest import RunFile
@@ -327,6 +327,7 @@ def _new_samples(
     """Samples of another source, read as those that were trained on."""
     from msgspec.structs import replace
 
+    from node.cli.languages import language_of
     from node.content import datasets as datasets
     from node.content.fenced_reading import read_fenced
     from node.content.reading import SourceReading

@@ -10,13 +10,14 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from node.cli.languages import language_of
-from node.content.model_folder import ModelFolder
-from node.content.reading import SourceReading
 from node.errors import UsageError
-from node.protocols.manifest import RunFile
+
+if TYPE_CHECKING:  # other commands, which load this file too, answer at once
+    from node.content.model_folder import ModelFolder
+    from node.content.reading import SourceReading
+    from node.protocols.manifest import RunFile
 
 WRITTEN_MAX = 3
 """Samples of the run's own test part that are written on, where no file is wanted."""
@@ -72,12 +73,12 @@ def write_answers(path: Path, found: Answers) -> None:
 
 
 def predict_words(
-    run_file: RunFile,
+    run_file: "RunFile",
     path: Path,
-    model: ModelFolder,
+    model: "ModelFolder",
     task: Any,
     arrays: Mapping[str, Any],
-    reading: SourceReading | None,
+    reading: "SourceReading | None",
     writing: Writing,
     *,
     is_new: bool,
@@ -85,13 +86,13 @@ def predict_words(
 ) -> Answers:
     """Return what a model writes behind the prompts of samples. `arrays` are new ones of `read_records`, or
     the run's test part. Raises UsageError, CaptureRefused."""
+    from node.cli.languages import language_of
+    from node.content.tokens import Tokens
     from partition.capture.writing import Writer, judge_tokens, new_rows, sample_rows
 
     language = language_of(run_file, path.parent, str(path))
     if language is None:
         raise UsageError(f"{path}: there is no tokenizer that makes words of the model's tokens")
-    from node.content.tokens import Tokens
-
     known = Tokens(Path(language.tokenizer), model)
     writer = Writer(
         task,
@@ -159,7 +160,7 @@ def _sequence_rows(arrays: Mapping[str, Any]) -> Iterator[tuple[list[int], list[
         yield ids[mask > 0].tolist(), labels[labels >= 0].tolist()
 
 
-def _batches(arrays: Mapping[str, Any], model: ModelFolder) -> Iterator[tuple[list[Any], Any]]:
+def _batches(arrays: Mapping[str, Any], model: "ModelFolder") -> Iterator[tuple[list[Any], Any]]:
     inputs = ("x",) if model.kind == "causal" else ("input_ids", "attention_mask", "decoder_input_ids")
     labels = "y" if model.kind == "causal" else "labels"
     for first in range(0, len(arrays[labels]), BATCH):

@@ -1,4 +1,4 @@
-"""Texts become tokens in the fenced process, by a tokenizer that fits the model, or are refused."""
+"""Texts become tokens by a tokenizer that fits the model, or are refused."""
 
 from pathlib import Path
 from typing import Any
@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from node.cli.main import run
-from node.content.fenced_reading import read_fenced
-from node.content.sources import SampleParts, Wish
+from node.content.sources import SampleParts, Wish, read
 from node.content.tokens import Language
 from node.errors import UsageError
 from node.protocols.data_table import DataTable
@@ -27,9 +26,8 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def windows(text: str, *, window: int = 8, **tokenizer: Any) -> SampleParts:
     Path("t.txt").write_text(text)
     write_tokenizer(Path("t.json"), **tokenizer)
-    return read_fenced(
-        Wish("t.txt", Path(), DataTable("t.txt"), language=Language("t.json", "", window)), Path()
-    )
+    language = Language("t.json", "", window)
+    return read(Wish("t.txt", Path(), DataTable("t.txt"), language=language))
 
 
 def test_ids_beyond_the_count_of_tokens_are_kept() -> None:
@@ -46,7 +44,7 @@ def test_a_text_that_is_no_utf_8_is_refused() -> None:
     write_tokenizer(Path("t.json"))
     Path("t.txt").write_bytes("café ".encode("cp1252") * 40)
     with pytest.raises(UsageError, match=r"t\.txt: not UTF-8"):
-        read_fenced(Wish("t.txt", Path(), DataTable("t.txt"), language=Language("t.json", "", 8)), Path())
+        read(Wish("t.txt", Path(), DataTable("t.txt"), language=Language("t.json", "", 8)))
 
 
 def test_the_folders_own_tokenizer_makes_the_tokens(capsys: Capture) -> None:
