@@ -56,7 +56,9 @@ def language_of(run_file: RunFile, base: Path, name: str) -> Language | None:
     is_text = source != DIGITS_NAME and ".py:" not in source and suffix not in _ARRAYS
     if not is_text or keys.form == "table" or path.is_dir():
         if run_file.tokenizer and ".py:" not in source:  # of a function `check_keys` says it
-            raise UsageError(f"{name}: tokenizer: has no effect on {source}, which is no text", "leave it out")
+            raise UsageError(
+                f"{name}: tokenizer: has no effect on {source}, which is no text", "leave tokenizer out"
+            )
         return None
     if model is None or not model.is_of_text:
         if suffix in LINES and keys.form != "bytes":
