@@ -29,6 +29,10 @@ class Crew:
         """This member's stage, where it works for the head of a column."""
         self.awaits_head = False
         """Whether the heads that were there are gone, and nobody here has a copy of their numbers."""
+        self.agreed: set[PeerId] = set()
+        """The nodes that agreed to be heads when this member asked them."""
+        self.has_asked = False
+        """Whether this member has asked all nodes once that could take part."""
         self._me = me
         self._run = run
         self._ending = ending
@@ -95,8 +99,14 @@ class Crew:
 
     def joined(self, stage: int, peer: PeerId) -> None:
         """A node will hold this stage."""
+        if not stage:
+            self.agreed.add(peer)
         if stage and self.column is not None:
             self.column.mates[stage][peer] = None
+
+    def asked(self) -> None:
+        """All nodes that could take part have been asked once."""
+        self.has_asked = True
 
     @property
     def holders(self) -> list[PeerId]:

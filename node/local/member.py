@@ -40,6 +40,7 @@ from node.local.results import Results
 from node.local.rounds import Rounds
 from node.local.stage_copies import StageCopies, state_sizes
 from node.local.stages import local_plan, open_part, stage_count
+from node.local.start_barrier import StartBarrier, is_begun
 from node.local.telling import Teller
 from node.local.trainer import LocalTrainer, state_bytes_max
 from node.local.trial import Trial
@@ -57,10 +58,6 @@ from partition.stage import StageSpecification, payload_bytes_max
 
 LOOK_SECONDS = 0.5
 """How often the shards and the end follow who takes part."""
-SETTLE_SECONDS = 5.0
-"""A newcomer listens so long for those that train already."""
-MEET_SECONDS = 30.0
-"""And so long for the one that asked it, as long as that one is alive."""
 DIVERGED_MAX = 10
 """Steps in a row that are not finite, as in exact mode."""
 GREETED_MAX = 32
@@ -104,7 +101,6 @@ class LocalMember:
         self._settings: LocalSettings = run.manifest.local
         self._service = service
         self._me = service.signer.peer
-        self._inviter = inviter
         self._holders = list(dict.fromkeys([*holders, run.requester]))
         self._tell = tell
         self._life = trio.CancelScope()
@@ -123,6 +119,7 @@ class LocalMember:
         self.keeper = Keeper(service, run, door.admission, stage)
         self.heads = HeadWatch(is_holder=bool(stage))
         self._recruiter = Recruiter(service, run, door, self.crew, self._stages)
+        self._barrier = StartBarrier(run.id, self.crew, door, lambda: service.live(), inviter)
         self._is_waiting = False
         """Whether the run is over for this member, which waits for the others."""
         self._passed_step = -(2**53)
@@ -195,9 +192,10 @@ class LocalMember:
             specification, _, data = await service.seams.executor.run(build, apart=True)
         except (RemoteProtocolError, ValueError) as error:
             raise StageFailed(f"no stage can be made of this model: {error}") from None
-        if self.crew.is_training:
-            await self._open(graph, plan, specification, data)
         part = self._part = self.crew.part = open_part(service.averaging, self.run, self._stage, self._door)
+        if self.crew.is_training:
+            self._barrier.announce(part)
+            await self._open(graph, plan, specification, data)
         self.teller.running()
         failure: Exception | None = None
         bytes_max = state_bytes_max(specification)
@@ -218,8 +216,7 @@ class LocalMember:
                 nursery.start_soon(kept.run)
             try:
                 if self._trainer is not None:
-                    await part.settle(SETTLE_SECONDS)
-                    await self._meet_inviter()
+                    await self._barrier.meet_inviter(part, self._stage)
                     await self._train(self._trainer, nursery)
                 await trio.sleep_forever()
             except (StageFailed, Unreachable, UsageError, OSError) as error:
@@ -227,19 +224,6 @@ class LocalMember:
                 nursery.cancel_scope.cancel()
         if failure is not None:
             raise failure
-
-    async def _meet_inviter(self) -> None:
-        """Wait for the word of whoever asked this node, which says whether there is a state to go on from: a
-        head that begins before it has heard of the others would begin with untrained numbers."""
-        inviter = self._inviter
-        if inviter is None:
-            return
-        # A head is in the roster of another stage only if it has a copy of that (`node.local.stage_copies`).
-        seconds = SETTLE_SECONDS if self._stage else MEET_SECONDS
-        with trio.move_on_after(0 if self._stage and self.crew.training else seconds):
-            while inviter not in self.crew.reports and inviter in self._service.live():
-                self._door.greet([inviter])  # it answers where the run is over
-                await trio.sleep(LOOK_SECONDS)
 
     async def _open(self, graph: Graph, plan: Plan, specification: StageSpecification, data: bytes) -> None:
         service, manifest = self._service, self.run.manifest
@@ -284,9 +268,20 @@ class LocalMember:
                     is_begun = self.has_state = True
                     self.begun.set()
                     self._evaluated_step = trainer.step
+                    await self._wait_for_agreed(trainer, rounds, nursery)
                 await self._turn(trainer, rounds, nursery)
             except ColumnBroken as error:
                 await self._broken(trainer, str(error))
+
+    async def _wait_for_agreed(self, trainer: LocalTrainer, rounds: Rounds, nursery: trio.Nursery) -> None:
+        """Hold the first step of a run until those that agreed to begin are ready, for a bounded time."""
+
+        async def meanwhile() -> None:
+            self._report()
+            await self._between_steps(trainer, rounds, nursery)
+
+        if not trainer.step and self._stages == 1:  # other columns may not become whole for long
+            await self._barrier.hold(meanwhile, self.teller.running)
 
     async def _turn(self, trainer: LocalTrainer, rounds: Rounds, nursery: trio.Nursery) -> None:
         """One step, and what is due before it. Raises ColumnBroken."""
@@ -379,7 +374,8 @@ class LocalMember:
     async def _begin(self, trainer: LocalTrainer, rounds: Rounds) -> None:
         """Go on from the state of the others, or from the own last one where nobody is further."""
         own = await self.keeper.load(trainer.state_bytes_max)
-        others = [report.step for report in self.crew.reports.values() if report.has_state]
+        reports = [report for report in self.crew.reports.values() if report.has_state]
+        others = [report.step for report in reports]
         likely = newcomer_steps(others, LIKELY_ROUNDS * self._settings.local_steps, are_equal=False)
         is_resumed = False
         if own is not None:
@@ -389,7 +385,11 @@ class LocalMember:
                     await self.crew.column.let_go()
                 self.keeper.begin(trainer.step)
                 is_resumed = True
-        if any(each.is_between(trainer.step + 1, likely.last) for each in others) if is_resumed else others:
+        if (
+            any(each.is_between(trainer.step + 1, likely.last) for each in others)
+            if is_resumed
+            else is_begun(reports)
+        ):
             await self._catch_up(is_needed=not is_resumed)
 
     async def _between_steps(self, trainer: LocalTrainer, rounds: Rounds, nursery: trio.Nursery) -> None:

@@ -27,7 +27,7 @@ class Asker(Protocol):
     """The member. `missing` are the stages that its own column lacks; `wanted` says how many heads more the
     run can use, so many nodes being free, 0 where another member sees to that; `known` are nodes that need
     not be asked; `heads` counts those that there are, `holders` are other members, also those that are gone.
-    `joined` hears of a node that will hold a stage."""
+    `joined` hears of a node that will hold a stage, `asked` that all that could were asked."""
 
     @property
     def missing(self) -> Sequence[int]: ...
@@ -39,6 +39,7 @@ class Asker(Protocol):
     def holders(self) -> Collection[PeerId]: ...
     def wanted(self, free: int) -> int: ...
     def joined(self, stage: int, peer: PeerId) -> None: ...
+    def asked(self) -> None: ...
 
 
 class Recruiter:
@@ -74,6 +75,7 @@ class Recruiter:
                     if isinstance(answer, Done):
                         self._coming[stage] = trio.current_time() + COMING_SECONDS
                         self._member.joined(stage, peer)
+            self._member.asked()
             await trio.sleep(RECRUIT_SECONDS)
 
     def candidates(self) -> list[tuple[int, PeerId]]:

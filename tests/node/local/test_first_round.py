@@ -1,0 +1,76 @@
+"""The start of a run in local mode, by whole nodes in virtual time: nobody trains alone while others open."""
+
+import pytest
+import trio
+
+from node.events import AveragingEnded, Event, RunChanged, StepCommitted
+from node.local.start_barrier import START_SECONDS_MAX
+from node.seams import Stage
+from sim.executor import SimExecutor
+from sim.worlds.scheduling import run_virtually
+from tests.node.local.test_runs import QUICK, SLOW, ends, train
+from tests.stack import Swarm, _computes, swarm
+
+STEPS = 12
+
+
+class SlowStart(SimExecutor):
+    """Opens a stage as a real machine does: after the seconds in which a process loads torch."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(lambda request: SLOW if _computes(request) else 0.0)
+        self._seconds = seconds
+
+    async def open_stage(self, specification: bytes) -> Stage:
+        await trio.sleep(self._seconds)
+        return await super().open_stage(specification)
+
+
+def rounds_of(group: Swarm, name: str) -> list[AveragingEnded]:
+    return [e for e in group.events[name] if isinstance(e, AveragingEnded) and e.outcome == "ok"]
+
+
+def first_step_at(events: list[Event]) -> float:
+    return next(event.at for event in events if isinstance(event, StepCommitted) and event.step == 0)
+
+
+def test_members_that_agreed_are_in_the_first_round() -> None:
+    async def play() -> None:
+        executors = {name: SlowStart(seconds) for name, seconds in zip("abc", (1, 4, 9), strict=True)}
+        async with swarm("abc", executors=executors, preset="lan") as group:
+            await train(group, QUICK, steps=STEPS)
+            found = await ends(group, "abc", 200)
+            assert [event.outcome for event in found] == ["done"] * 3
+            for name in "abc":
+                made = rounds_of(group, name)
+                assert len(made[0].averaged) == 3, name
+                assert len(made) >= 0.8 * STEPS / QUICK.local_steps, name
+            begun = [first_step_at(group.events[name]) for name in "abc"]
+            assert max(begun) - min(begun) < 2.0, "all begin together"
+            said = [e.reason for e in group.events["a"] if isinstance(e, RunChanged)]
+            assert "waiting for 2 members that agreed to begin" in said
+
+    run_virtually(play)
+
+
+@pytest.mark.parametrize("fate", ["dies", "opens too late"])
+def test_a_member_that_does_not_come_delays_the_start_for_a_bounded_time(fate: str) -> None:
+    async def play() -> None:
+        executors = {"a": SlowStart(1), "b": SlowStart(2), "c": SlowStart(3 * START_SECONDS_MAX)}
+        async with swarm("abc", executors=executors, preset="lan") as group:
+            asked: list[float] = []
+
+            async def disturb(event: Event) -> None:
+                is_waiting = isinstance(event, RunChanged) and event.reason.startswith("waiting for")
+                if is_waiting and not asked:
+                    asked.append(event.at)
+                    await trio.sleep(3)
+                    if fate == "dies":
+                        group.kill("c")
+
+            _, events = await train(group, QUICK, disturb, steps=4)
+            waited = first_step_at(events) - asked[0]
+            assert waited < (25 if fate == "dies" else START_SECONDS_MAX + 2)
+            assert max(len(made.averaged) for made in rounds_of(group, "a")) == 2
+
+    run_virtually(play)
