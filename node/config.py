@@ -9,7 +9,7 @@ import os
 import platform
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
 from itertools import chain
 from pathlib import Path
@@ -45,6 +45,7 @@ from node.settings import (
     read_device,
     read_optional_path,
     read_path,
+    read_port,
     read_switch,
     read_webhook,
     read_work_bits,
@@ -101,7 +102,7 @@ class Join:
 @dataclass(frozen=True)
 class Listen:
     """Where this node is reached, by TCP and UDP: port 0 takes any free one; `announce` replaces what others
-    are told. Where `may_move`, one of the next ten ports does as well: nobody asked for this one."""
+    are told. Where `may_move`, one of the next ten ports does as well: no address was asked for."""
 
     addresses: tuple[Address, ...] = DEFAULT_LISTEN
     announce: tuple[Address, ...] = ()
@@ -292,6 +293,8 @@ def rule_of(name: str) -> Rule:
 
 
 _CONFIG_RULE = Rule("config", (), read_path)
+_PORT_RULE = Rule("port", (), read_port)
+"""A flag alone: Kubernetes sets PEERLOOM_PORT beside a service of that name."""
 
 
 def resolve(flags: Mapping[str, str | bool | Sequence[str] | None], environ: Mapping[str, str]) -> Config:
@@ -323,7 +326,15 @@ def resolve(flags: Mapping[str, str | bool | Sequence[str] | None], environ: Map
             raise UsageError(f"{len(values[name])} addresses to {name}; at most {ADDRESSES_MAX}")
     if len(values["join"]) > SEEDS_MAX:
         raise UsageError(f"{len(values['join'])} seeds to join; at most {SEEDS_MAX} are tried")
-    return _build(values)
+    port = _from_flags(_PORT_RULE, flags)
+    if port is not None:
+        if flags.get("listen"):
+            raise UsageError(
+                "--port and --listen: give one of the two",
+                "--port N (one of the next, where it is taken), or --listen HOST:N (exactly that)",
+            )
+        values["listen"] = tuple(replace(address, port=port) for address in DEFAULT_LISTEN)
+    return _build(values, may_move="listen" not in values or port is not None)
 
 
 def read_seed_file(path: Path) -> tuple[Address, ...]:
@@ -422,7 +433,7 @@ def _from_file_text(rule: Rule, text: str, document: toml.Document[ConfigFile], 
     return read_setting(where, text, rule.read)
 
 
-def _build(values: Mapping[str, Any]) -> Config:
+def _build(values: Mapping[str, Any], *, may_move: bool) -> Config:
     def section(**names: str) -> Iterator[tuple[str, Any]]:
         return ((key, values[name]) for key, name in names.items() if name in values)
 
@@ -430,9 +441,7 @@ def _build(values: Mapping[str, Any]) -> Config:
     return Config(
         **top,
         join=Join(**dict(section(seeds="join", remember="remember", lan="lan"))),
-        listen=Listen(
-            **dict(section(addresses="listen", announce="announce")), may_move="listen" not in values
-        ),
+        listen=Listen(**dict(section(addresses="listen", announce="announce")), may_move=may_move),
         swarm=Swarm(
             **dict(
                 section(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from crypto.contact import Address
+from crypto.contact import PORT_MAX, Address
 from dht.work import WORK_BITS_MAX
 from node.addresses import bare, read_own_address
 from node.errors import UsageError
@@ -27,6 +27,13 @@ def read_listen(text: str) -> Address:
     if address.kind not in ("ip4", "ip6"):
         raise ValueError("want an IP address of this machine, such as 0.0.0.0:9747")
     return replace(address, port=0) if any_port else address
+
+
+def read_port(text: str) -> int:
+    """A port to listen on; one of the next is taken where it is not free."""
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= PORT_MAX):
+        raise ValueError(f"want a whole number, 1 to {PORT_MAX}")
+    return int(text)
 
 
 def read_announce(text: str) -> Address:

@@ -411,6 +411,8 @@ EITHER = (
     ["train", "RUN.toml", "--out", "x", "--detach"],
     ["predict", "RUN.toml", "--run", "a", "--weights", "b"],
     ["--listen", "127.0.0.1:0", "status"],
+    ["--listen", "127.0.0.1:0", "--port", "9747"],
+    ["train", "RUN.toml", "--devices", "common,cpu"],
     ["--record", "x", "status"],
 )
 """Flags of which one would say nothing beside the other."""

@@ -80,6 +80,9 @@ def main(
     listen: Annotated[
         list[str] | None, typer.Option(metavar="ADDR", help="Listen here too (port 0: any free one).")
     ] = None,
+    port: Annotated[
+        Text, typer.Option(metavar="N", help="Listen at this port, or at the next that is free.")
+    ] = None,
     announce: Annotated[
         list[str] | None, typer.Option(metavar="ADDR", help="Tell others this address instead.")
     ] = None,
@@ -119,6 +122,7 @@ def main(
         "join": join,
         "config": config,
         "listen": listen,
+        "port": port,
         "announce": announce,
         "lan": False if no_lan else None,
         "name": name,

@@ -210,6 +210,16 @@ def test_a_port_that_was_asked_for_does_not_move() -> None:
     assert not resolve({}, {"PEERLOOM_LISTEN": "127.0.0.1:9747"}).listen.may_move
 
 
+def test_a_port_alone_is_of_all_addresses_and_may_move() -> None:
+    found = resolve({"port": "9901"}, {"PEERLOOM_LISTEN": "127.0.0.1:9747"}).listen
+    assert {address.port for address in found.addresses} == {9901}
+    assert {address.host for address in found.addresses} == {"0.0.0.0", "::"}
+    assert found.may_move
+    for wrong in ("0", "65536", "-1", "9747.5", "a"):
+        with pytest.raises(UsageError, match=f"--port {wrong}: want a whole number, 1 to 65535"):
+            resolve({"port": wrong}, {})
+
+
 def test_a_node_may_listen_at_several_addresses_and_announce_names(tmp_path: Path) -> None:
     file = tmp_path / "node.toml"
     file.write_text("listen = {addresses = ['0.0.0.0:1', '[::]:1'], announce = ['lab.example:2']}\n")
