@@ -298,8 +298,9 @@ class Commands:
         """Change one rule by which this node serves others, until it ends."""
         name, value = str(arguments.get("name", "")), str(arguments.get("value", ""))
         self._node.set(name, value)
-        offer = self._node.state.offer
-        return {"name": name, "value": value, "offer": offer_document(offer)}
+        state = self._node.state
+        small = list(state.capacity.small) if state.capacity is not None else []
+        return {"name": name, "value": value, "offer": offer_document(state.offer), "small": small}
 
     async def _show(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
         """How a run is: as this node knows it, or else as its members say."""

@@ -59,6 +59,7 @@ def capacity_document(capacity: events.CapacityMeasured | None) -> dict[str, Any
         "flops_per_second": capacity.flops_per_second,
         "location": capacity.location,
         "corrected": list(capacity.corrected),
+        "small": list(capacity.small),
     }
 
 

@@ -44,7 +44,8 @@ class NodeStarted(Event, frozen=True, kw_only=True):
 
 
 class CapacityMeasured(Event, frozen=True, kw_only=True):
-    """What this machine offers, as it measured itself; `corrected` are wrong declarations of its owner."""
+    """What this machine offers, as it measured itself; `corrected` are wrong declarations of its owner,
+    `small` what is too little to be useful."""
 
     device: str
     cores: int
@@ -53,6 +54,7 @@ class CapacityMeasured(Event, frozen=True, kw_only=True):
     flops_per_second: float
     location: str
     corrected: tuple[str, ...] = ()
+    small: tuple[str, ...] = ()
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):

@@ -284,11 +284,11 @@ class Node(Surface):
         if (capacity := self._capacity) is None:
             capacity = await self._executor.run(lambda: measure(self.config.resources))
         self.capacity = capacity
-        self._publish(capacity.measured(self._clock.wall()))
+        self._publish(capacity.measured(self._clock.wall(), self.config.offer.slots))
 
     def _offered(self, capacity: Capacity) -> None:
         self.capacity = capacity
-        self._publish(capacity.measured(self._clock.wall()))
+        self._publish(capacity.measured(self._clock.wall(), self.config.offer.slots))
         self._standing.tell_now()
 
     async def _calibrate(self) -> None:

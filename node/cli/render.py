@@ -140,9 +140,10 @@ def data_text(data: str) -> str:
 
 
 def compute_lines(capacity: Mapping[str, Any]) -> list[str]:
-    """What a machine computes with, and what of its declarations was corrected."""
+    """What a machine computes with, what of its declarations was corrected, and what is too small."""
     corrected = [labelled("", f"corrected: {what}") for what in capacity.get("corrected", ())]
-    return [labelled("compute", capacity_text(capacity)), *corrected]
+    small = [labelled("", f"too small: {what}") for what in capacity.get("small", ())]
+    return [labelled("compute", capacity_text(capacity)), *corrected, *small]
 
 
 def capacity_text(capacity: Mapping[str, Any]) -> str:

@@ -8,6 +8,9 @@ from node.cli.client import ask
 from node.cli.options import AsJson, DataDir, find_data_dir
 from node.cli.render import show, show_json
 
+SIZES = "memory", "cores", "slots"
+"""Rules by which an offer may become too small to be useful."""
+
 app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Change the rules by which the node serves others."
 )
@@ -29,5 +32,7 @@ def set_rule(
     offer = result["offer"]
     now = "serves others" if offer["may_serve"] else f"serves no others now: {offer['reason']}"
     show([f"{result['name']} = {result['value'] or 'none'}; this machine {now}"])
+    if name in SIZES:
+        show([f"too small: {what}" for what in result["small"]])
     if offer["unread"]:
         show([f"this machine cannot measure, so does not keep: {', '.join(offer['unread'])}"])

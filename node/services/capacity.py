@@ -18,6 +18,7 @@ import psutil
 from node.config import Resources
 from node.events import CapacityMeasured
 from node.services.gpus import gpus
+from partition.plan.cost import STAGE_BASELINE_BYTES
 
 MATRIX_SIDE = 64
 """So small that BLAS multiplies it on one thread. Its threads wait for each other by spinning: where five
@@ -27,6 +28,8 @@ PRODUCTS_TIMED = 50
 PRODUCTS_SECONDS = 0.1
 """Long enough to come out of a sleeping core's clock, short enough not to delay a start."""
 DEVICE_SECONDS_MAX = 60.0
+MEMORY_USEFUL_BYTES_MIN = 1 << 30
+"""With less a slot holds a stage's process and little of a model."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +48,26 @@ class Capacity:
     """Declarations that this machine does not bear out, each in words for a person. The two before it are
     what there was when it was measured, whatever is allowed; 0 for no more than is offered."""
 
-    def measured(self, at: float) -> CapacityMeasured:
-        """The event that says so, at the unix time `at`."""
+    def measured(self, at: float, slots: int = 1) -> CapacityMeasured:
+        """The event that says so, at the unix time `at`; `slots` share it."""
         fields = asdict(self)
         del fields["all_cores"], fields["memory_available_bytes"]
-        return CapacityMeasured(at=at, **fields)
+        return CapacityMeasured(at=at, small=small_offers(self, slots), **fields)
+
+
+def small_offers(capacity: Capacity, slots: int) -> tuple[str, ...]:
+    """Return what of an offer is too small to be useful to others, each in words for a person."""
+    said = []
+    shared = f" for each of {slots} slots" if slots > 1 else ""
+    memory = capacity.memory_free_bytes // slots
+    if memory < MEMORY_USEFUL_BYTES_MIN:
+        said.append(
+            f"memory {memory / 1e9:.2f} GB{shared}: a stage's process takes "
+            f"{STAGE_BASELINE_BYTES / 1e9:.2f} GB before it holds a layer; few runs fit, give 1GiB or more"
+        )
+    if capacity.cores < slots:
+        said.append(f"cores {capacity.cores}{shared}: they share cores, and hold up the stages beside them")
+    return tuple(said)
 
 
 def measure(resources: Resources) -> Capacity:

@@ -93,6 +93,14 @@ def test_fewer_cores_give_their_share_of_the_rate_and_come_back() -> None:
     assert (again.cores, again.flops_per_second, again.memory_free_bytes) == (4, 4e9, 8 << 30)
 
 
+def test_an_offer_too_small_to_be_useful_is_said_by_slot() -> None:
+    offer = Capacity("cpu", 4, 3 << 30, 16 << 30, 4e9, "")
+    assert offer.measured(0.0, 2).small == ()
+    memory, cores = offer.measured(0.0, 8).small
+    assert memory.startswith("memory 0.40 GB for each of 8 slots: a stage's process takes 0.42 GB before it")
+    assert cores.startswith("cores 4 for each of 8 slots: ")
+
+
 # Bandwidth
 
 
