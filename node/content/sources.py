@@ -11,12 +11,14 @@ arrays. Nothing here runs code or unpickles, and nothing is guessed: how a sourc
     a folder of arrays          `train.npz`, and perhaps `test.npz` and `validation.npz`
     a folder of CIFAR-10        `data_batch_*.bin` and `test_batch.bin` (its binary version)
     http(s)://HOST/FILE         one of the files above
+    s3://BUCKET/FILE, gs://...  one of the files above (`node.content.buckets`)
 
 `[splits]` of RUN.toml names where the validation and test samples come from: another source, or a share of
 the training samples. Where neither it nor the source has a test part, a fixed fifth is held out, the same at
 every conversion. Equal sources make equal bytes, so that their hash names them.
 """
 
+import re
 import tempfile
 import urllib.error
 import urllib.parse
@@ -30,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from node.content.array_files import channels_first, parts_of, read_npz, read_safetensors
+from node.content.buckets import BUCKET_SCHEMES, open_bucket
 from node.content.columns import Schema, schema_from
 from node.content.datasets import ORIGINS_NAME
 from node.content.fine_tuning import read_records
@@ -52,7 +55,8 @@ Tell = Callable[[str], None]
 """Takes how far the reading is."""
 
 _NUMBER = " number"
-SCHEMES = ("http://", "https://")
+WEB_SCHEMES = ("http://", "https://")
+SCHEMES = (*WEB_SCHEMES, *BUCKET_SCHEMES)
 DOWNLOAD_BYTES_MAX = 1 << 31
 DOWNLOAD_SECONDS = 60.0
 """Without a byte."""
@@ -106,13 +110,25 @@ class SampleParts:
 
 
 def is_source(data: str, base: Path) -> bool:
-    """Return whether `data` of a RUN.toml in the folder `base` is something to be converted first."""
-    if data.startswith(SCHEMES):
+    """Return whether `data` of a RUN.toml in the folder `base` is something to be converted first. Raises
+    UsageError: a URL of a kind that is not read."""
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", data):
+        _check_scheme(data)
         return True
     path = base / Path(data).expanduser()
     if path.is_dir():
         return not (path / "train.npz").exists()
     return path.suffix.lower() in {*_TABLES, *_ARCHIVES}
+
+
+def is_table(data: str) -> bool:
+    """Return whether data is a table by its name."""
+    return Path(data).suffix.lower() in _TABLES
+
+
+def is_archive(data: str) -> bool:
+    """Return whether data is a file of arrays by its name."""
+    return Path(data).suffix.lower() in _ARCHIVES
 
 
 def is_table_by_keys(keys: DataTable) -> bool:
@@ -217,6 +233,16 @@ def read(wish: Wish, tell: Tell = lambda _: None) -> SampleParts:
     _note_untrained(parts, reading)
     describe(reading, parts)
     return SampleParts({part: parts[part] for part in PARTS if part in parts}, reading, origins)
+
+
+def _check_scheme(url: str) -> None:
+    """Refuse a URL of a kind that is not read. Raises UsageError."""
+    if not url.startswith(SCHEMES):
+        kind = url.partition("://")[0]
+        raise UsageError(
+            f"{url[:200]}: {kind}:// is not read; what is: {', '.join(SCHEMES)}",
+            "copy it to this machine, and name the file",
+        )
 
 
 def _read_source(
@@ -394,8 +420,9 @@ def downloaded(wish: Wish, folder: Path) -> Iterator[tuple[Wish, dict[str, str]]
     with ExitStack() as stack:
 
         def here(source: str) -> str:
-            if not source.startswith(SCHEMES):
+            if "://" not in source:
                 return source
+            _check_scheme(source)
             into = stack.enter_context(tempfile.TemporaryDirectory(prefix="download-", dir=folder))
             path = str(_download(source, Path(into)))
             names[path] = source
@@ -435,13 +462,14 @@ def _replaced(text: str, names: dict[str, str]) -> str:
 
 def _download(url: str, folder: Path) -> Path:
     """Fetch a file of a known form into `folder`. Raises UsageError."""
+    is_bucket = url.startswith(BUCKET_SCHEMES)
     suffix = Path(urllib.parse.urlsplit(url).path).suffix.lower()
     if suffix not in {*_TABLES, *_ARCHIVES}:
         raise UsageError(f"{url}: want a file that ends in {', '.join(sorted({*_TABLES, *_ARCHIVES}))}")
     path = folder / f"download{suffix}"
     try:
         with (
-            urllib.request.urlopen(url, timeout=DOWNLOAD_SECONDS) as reply,  # noqa: S310 - http(s) alone
+            open_bucket(url) if is_bucket else urllib.request.urlopen(url, timeout=DOWNLOAD_SECONDS) as reply,  # noqa: S310 - http(s) alone
             path.open("wb") as out,
         ):
             while chunk := reply.read(_CHUNK_BYTES):
