@@ -25,7 +25,7 @@ from node.local.own_data import own_data_like
 from node.local.stages import check_columns
 from node.planning.choices import choose, has_open
 from node.planning.peers import live_peers
-from node.protocols.manifest import Manifest, Run, RunFile, make_run, read_run_file
+from node.protocols.manifest import COMMON, Manifest, Run, RunFile, make_run, read_run_file
 from node.runs.data_check import check_values
 from node.runs.manifest_builder import bind_data, make_manifest, window_of
 from node.runs.runs import Runs
@@ -89,6 +89,8 @@ async def make_signed_run(
     chosen = ""
     if has_open(run_file):
         run_file, chosen = await _choose(node, run_file, graph, dataset, name)
+    run_file, on_common = _with_common_devices(node, run_file, name)
+    chosen = "; ".join(filter(None, (chosen, on_common)))[:REASON_LENGTH_MAX]
     created = node.seams.swarm_clock.wall()
     own_data = own_data_like(dataset, shown, name) if is_own else None
     reading = await _read_reading(node, arguments)
@@ -126,6 +128,21 @@ async def _read_reading(node: RequestingNode, arguments: Mapping[str, Any]) -> S
     if not (converted := arguments.get("data")):
         return None
     return await node.seams.executor.run(partial(read_reading, Path(str(converted))))
+
+
+def _with_common_devices(node: RequestingNode, run_file: RunFile, name: str) -> tuple[RunFile, str]:
+    """Put the kinds of devices near by in the place of "common", the most frequent first; and which they are.
+    Raises RunFailed: there are none."""
+    if run_file.plan.devices != (COMMON,):
+        return run_file, ""
+    found = node.runs.places.devices_near(node.runs.offers())
+    if not found:
+        raise RunFailed(
+            f"{name}: plan.devices {COMMON}: no peer with a free slot is known", "`peerloom peers`"
+        )
+    told = ", ".join(f"{count} on {kind}" for kind, count in found)
+    kinds = tuple(kind for kind, _ in found)
+    return replace(run_file, plan=replace(run_file.plan, devices=kinds)), f"devices near by: {told}"
 
 
 async def _keep_reading(node: RequestingNode, run: Run, reading: SourceReading | None) -> None:

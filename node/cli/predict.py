@@ -185,12 +185,12 @@ def run_model(
     from node.cli.languages import model_folder_of
     from node.content.metrics import judge, predicted_of
     from node.content.samples import ITEM
-    from node.protocols.manifest import RunFile
-    from node.toml import load
+    from node.library.task_defaults import read_run
+    from node.toml import read_text
     from partition.capture.errors import CaptureRefused
     from partition.capture.prediction import input_names, load_weights, make_task, outputs_of
 
-    run_file = load(path, RunFile)
+    run_file, _ = read_run(read_text(path), path.parent, str(path))
     if run_file.model.endswith(GRAPH_SUFFIX):
         raise UsageError(
             f"{path}: model: {run_file.model} is a graph, which ends in its loss",

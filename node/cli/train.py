@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from node.protocols.manifest import RunFile
 
 DEVICE_WORDS = "cuda", "mps", "cpu"
+COMMON = "common"
 
 
 def train(
@@ -38,7 +39,9 @@ def train(
     ] = "",
     devices: Annotated[
         str,
-        typer.Option("--devices", metavar="cuda,mps,cpu", help="Place it on the first of these that do."),
+        typer.Option(
+            "--devices", metavar="cuda,mps,cpu", help="Place it on the first of these; or common."
+        ),
     ] = "",
     prepare: Annotated[str, typer.Option("--prepare", metavar="PATH", hidden=True)] = "",
     data_dir: DataDir = "",
@@ -60,7 +63,8 @@ def train(
     waits = _seconds(wait)
     folder = find_data_dir(context, data_dir)
     path = Path(run_file).expanduser()
-    wanted = _read_run(path, run_file, read_devices(devices))
+    order = [COMMON] if devices == COMMON else read_devices(devices)
+    wanted = _read_run(path, run_file, order)
     # At once: capturing takes seconds, and without a node it would be in vain.
     screen = EventScreen(names=peer_names(folder))
     begun: list[str] = []
@@ -139,10 +143,12 @@ def _read_run(path: Path, name: str, devices: list[str]) -> "RunFile":
     # Late, here and below: the other commands need none of it, and answer at once.
     from msgspec.structs import replace
 
-    from node.protocols.manifest import read_run_file
+    from node.library.task_defaults import read_run
     from node.toml import read_text
 
-    found = read_run_file(read_text(path), name)
+    found, default = read_run(read_text(path), path.parent, name)
+    if default:
+        show([default], sys.stderr)
     return replace(found, plan=replace(found.plan, devices=tuple(devices))) if devices else found
 
 

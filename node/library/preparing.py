@@ -22,8 +22,9 @@ from node import toml
 from node.errors import UsageError
 from node.forks import keep_from_children
 from node.invocation import KEEPS_SPANS
+from node.library.task_defaults import with_task_default
 from node.protocols.data_table import DataTable
-from node.protocols.manifest import RunFile, check_run_file
+from node.protocols.manifest import RunFile
 from node.seams import Executor
 from node.suggest import did_you_mean
 
@@ -67,8 +68,7 @@ def run_of(model: str, data: str, settings: Mapping[str, Any]) -> tuple[RunFile,
         within = document.setdefault(table, {}) if table else document
         if isinstance(within, dict):  # else it is said below, with its line
             within[key] = _plain(value)
-    found = toml.convert(document, RunFile, name=name, lines=lines).value
-    check_run_file(found, name)
+    found, _ = with_task_default(document, path.parent, name, lines)
     return found, path, name
 
 

@@ -3,6 +3,7 @@
 Locations are claims, corrected by round trips; devices are claims.
 """
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -17,6 +18,7 @@ from node.services.membership import Membership
 from node.services.metadata import read_metadata
 from partition.plan.plan import Plan
 
+DEVICE_ORDER = ("cuda", "mps", "cpu")
 NEAR_SECONDS = 0.03
 """What `near` means where a run says no `max_rtt_milliseconds`."""
 
@@ -61,6 +63,20 @@ class Places:
         claims = self._claims()
         fitting = self._fitting(wish, run.requester, claims)
         return [replace(offer, has_slot=offer.has_slot and offer.peer in fitting) for offer in found]
+
+    def devices_near(self, offers: Iterable[Offer]) -> list[tuple[str, int]]:
+        """Return the kinds of devices with a slot near this node, the most frequent first, and how many of
+        each there are; of equals GPUs come first. Members whose round trip is not known count as near."""
+        claims = self._claims()
+        here = self._membership.coordinates.here
+        kinds: Counter[str] = Counter()
+        for offer in offers:
+            claim = claims.get(offer.peer)
+            there = None if claim is None else claim.coordinate
+            is_near = there is None or here is None or distance_seconds(here, there) <= NEAR_SECONDS
+            if offer.has_slot and is_near and offer.device in DEVICE_ORDER:
+                kinds[offer.device] += 1
+        return sorted(kinds.items(), key=lambda each: (-each[1], DEVICE_ORDER.index(each[0])))
 
     def preferred(self, run: Run, offers: Sequence[Offer]) -> list[Offer]:
         """Return the offers with a slot for the run in its place, those on devices that it wants first."""

@@ -147,6 +147,8 @@ Objective = Literal["throughput", "energy"]
 """What a plan of a run is best by. Latency, which `peerloom plan` has too, is that of answers."""
 DeviceKind = Literal["cuda", "mps", "cpu"]
 DEVICE_KINDS = 3
+COMMON = "common"
+"""In the place of kinds of devices: those near by, the most frequent first."""
 
 
 class PlanTable(msgspec.Struct, frozen=True):
@@ -164,7 +166,8 @@ class PlanTable(msgspec.Struct, frozen=True):
     With `place` only peers of this location hold stages, with `near` (a location or a peer id) those within
     `max_rtt_milliseconds` of it (30 where that is 0), which alone is counted from the requester. With
     `devices` only peers that compute on one of these hold stages, and those on a later one only where those
-    on the ones before it are too few. With `gflops_min` only peers that were measured to compute that fast do
+    on the ones before it are too few; "common" alone stands for the kinds near by, the
+    most frequent first. With `gflops_min` only peers that were measured to compute that fast do
     (10^9 float32 operations a second, of one slot).
     With `objective` "energy" peers and cuts are those that take the fewest joules, and borders do not move;
     with "throughput" those that train the most samples a second.
@@ -186,7 +189,7 @@ class PlanTable(msgspec.Struct, frozen=True):
     place: Annotated[str, msgspec.Meta(max_length=64)] = ""
     near: Annotated[str, msgspec.Meta(max_length=64)] = ""
     max_rtt_milliseconds: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 0
-    devices: Annotated[tuple[DeviceKind, ...], msgspec.Meta(max_length=DEVICE_KINDS)] = ()
+    devices: Annotated[tuple[DeviceKind | Literal["common"], ...], msgspec.Meta(max_length=DEVICE_KINDS)] = ()
     gflops_min: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
     priority: Annotated[int, msgspec.Meta(ge=0, le=9)] = 5
     deadline_minutes: Annotated[int, msgspec.Meta(ge=0, le=525_600)] = 0
@@ -214,18 +217,18 @@ class SplitsTable(msgspec.Struct, frozen=True):
 
 
 class RunFile(msgspec.Struct, frozen=True):
-    """RUN.toml: every key has a default but the model.
+    """RUN.toml: every key has a default.
 
-    `model` is a built-in name, a captured FILE.peerloom, or PATH.py:FUNCTION; `options` are further arguments
-    of what makes it (`layers` and `width` of a gpt). `data` is `digits`, a folder with train.npz and
-    test.npz (arrays x and y, or as the model's inputs and labels are called), a file of text, or what
-    `node.content.sources` makes such a folder of: a table, arrays, images; or PATH.py:FUNCTION, which returns
-    a Dataset, an iterator or arrays (`node.content.samples`). As a table, `[data]`, it also says how that is
-    read. With `tokenizer`, a tokenizer.json, a text is
-    its tokens and `train.window` counts those.
+    `model` is a built-in name, a captured FILE.peerloom, or PATH.py:FUNCTION; or "vision" or "language", to
+    one of which none at all comes (`node.library.task_defaults`). `options` are further arguments of what
+    makes it (`layers` and `width` of a gpt). `data` is `digits`, a folder with train.npz and test.npz (arrays
+    x and y, or as the model's inputs and labels are called), a file of text, or what `node.content.sources`
+    makes such a folder of: a table, arrays, images; or PATH.py:FUNCTION, which returns a Dataset, an iterator
+    or arrays (`node.content.samples`). As a table, `[data]`, it also says how that is read. With `tokenizer`,
+    a tokenizer.json, a text is its tokens and `train.window` counts those.
     """
 
-    model: Annotated[str, msgspec.Meta(min_length=1, max_length=4_096)]
+    model: Annotated[str, msgspec.Meta(max_length=4_096)] = ""
     data: Annotated[str, msgspec.Meta(min_length=1, max_length=4_096)] | DataTable = "digits"
     options: dict[str, bool | int | float | str] = {}
     train: TrainTable = TrainTable()
@@ -261,7 +264,8 @@ class RunFile(msgspec.Struct, frozen=True):
     def place(self) -> PlaceWish | None:
         """Where stages may be; None for anywhere."""
         plan = self.plan
-        wish = PlaceWish(plan.place, plan.near, plan.max_rtt_milliseconds, plan.devices, plan.gflops_min)
+        devices = tuple(kind for kind in plan.devices if kind != "common")  # the node has put kinds for it
+        wish = PlaceWish(plan.place, plan.near, plan.max_rtt_milliseconds, devices, plan.gflops_min)
         return None if wish == PlaceWish() else wish
 
     @property
@@ -306,6 +310,8 @@ def check_run_file(run: RunFile, where: str) -> None:
         _check_batch(train.batch, train.microbatch, where)
     if len(set(run.plan.devices)) < len(run.plan.devices):
         raise UsageError(f"{where}: plan.devices: {', '.join(run.plan.devices)}: each at most once")
+    if COMMON in run.plan.devices and len(run.plan.devices) > 1:
+        raise UsageError(f'{where}: plan.devices: "{COMMON}" stands alone', f'plan.devices = ["{COMMON}"]')
     for part in ("validation", "test"):
         if getattr(run.splits, part) and getattr(run.splits, f"{part}_share"):
             raise UsageError(f"{where}: splits.{part} and splits.{part}_share: give one of the two")

@@ -16,7 +16,8 @@ import trio
 from node.control import CommandHandler
 from node.errors import PeerloomError, UsageError
 from node.library.preparing import prepared_run
-from node.protocols.manifest import RunFile, read_run_file
+from node.library.task_defaults import read_run
+from node.protocols.manifest import RunFile
 
 START_SECONDS_MAX = 300.0
 """How long capturing and placing may take; a run that waits for peers longer is begun by the command."""
@@ -35,7 +36,7 @@ class Starter:
         """Start the run that the text of a RUN.toml says; its id. Raises PeerloomError."""
         if len(text) > TEXT_LENGTH_MAX:
             raise UsageError(f"a run of {len(text)} letters, at most {TEXT_LENGTH_MAX}")
-        run_file = read_run_file(text, NAME)
+        run_file, _ = read_run(text, Path("/"), NAME)
         if ".py" in run_file.model or ".py" in run_file.source:
             raise UsageError(
                 "the page starts built-in and captured models on data in files; "
