@@ -395,6 +395,23 @@ def test_the_screen_of_peers() -> None:
     assert "no other member yet" in peers_lines(peers_document(State(), NOW))[0]
 
 
+@pytest.mark.parametrize(
+    ("claimed", "location", "is_doubted", "told"),
+    [
+        ("eu-west", "eu-west", False, "118 GFLOP/s, in eu-west"),
+        ("us-east", "eu-west", True, "118 GFLOP/s, in eu-west by its round trips, not us-east"),
+        ("us-east", "", True, "118 GFLOP/s, in no known place by its round trips, not us-east"),
+        ("", "", False, "118 GFLOP/s"),
+    ],
+)
+def test_a_peers_place_is_shown_as_it_counts(
+    claimed: str, location: str, is_doubted: bool, told: str
+) -> None:
+    document = peers_document(state(), NOW)
+    document["peers"][0]["place"] = {"claimed": claimed, "location": location, "is_doubted": is_doubted}
+    assert peers_lines(document)[1].endswith(told)
+
+
 def test_a_degraded_member_shows_what_ails_it_until_it_is_dead() -> None:
     late = events.MemberDegraded(
         at=NOW, peer=peer(2), condition="no path", rate=0.0, seconds=0.5, reason="others reach it"

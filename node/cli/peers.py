@@ -36,8 +36,17 @@ def _row(member: Mapping[str, Any]) -> tuple[str, ...]:
         seconds_text(member["since_seconds"]),
         member["found_through"] or "-",
         short_address(member["addresses"][0]) if member["addresses"] else "-",
-        _brief(capacity) if capacity is not None else "-",
+        _brief(capacity) + _place(member.get("place")) if capacity is not None else "-",
     )
+
+
+def _place(place: Mapping[str, Any] | None) -> str:
+    """Where a member says it is, and what round trips say instead."""
+    if place is None or not (place["claimed"] or place["location"]):
+        return ""
+    if place["is_doubted"]:
+        return f", in {place['location'] or 'no known place'} by its round trips, not {place['claimed']}"
+    return f", in {place['location']}"
 
 
 def _status(status: str, reason: str, degraded: Mapping[str, Any] | None) -> str:
