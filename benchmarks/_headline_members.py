@@ -27,6 +27,8 @@ Array = NDArray[Any]
 BETAS = (0.9, 0.999)
 ROUND_STEPS = 3.0
 """A round of averaging takes as long as so many steps where nobody waits for it."""
+UNBALANCED = (0.8, 1.25)
+"""How likely a sample of a class is held out, beside the others, in a new partition: drawn for each class."""
 PACES = (0.8, 1.25)
 """Seconds a step, of members who wait for nobody: drawn anew for each seed."""
 
@@ -57,6 +59,18 @@ class Data:
         parts = [(self.train[0][rows], self.train[1][rows]) for rows in (order[at:], order[:at])]
         return Data(self.name, parts[0], parts[1])
 
+    def repartitioned(self, number: int) -> "Data":
+        """Deal all samples into training and held-out ones anew, as many as before: held out are more of some
+        classes than of others, and so trained on are fewer of these."""
+        draws = np.random.default_rng((number, 6))
+        images, labels = (np.concatenate(pair) for pair in zip(self.train, self.test, strict=True))
+        weights = draws.uniform(*UNBALANCED, self.classes)
+        keys = draws.random(len(labels)) ** (1 / weights[labels])  # Efraimidis and Spirakis (2006)
+        order = np.argsort(-keys, kind="stable")
+        held_out, kept = order[: len(self.test[1])], draws.permutation(order[len(self.test[1]) :])
+        parts = [(images[rows], labels[rows]) for rows in (kept, held_out)]
+        return Data(self.name, parts[0], parts[1])
+
 
 @dataclass(frozen=True)
 class Way:
@@ -70,6 +84,9 @@ class Way:
     batch: int = 16
     same_steps: bool = False
     """Each member makes the steps of one machine: all together see `providers` times the samples."""
+    is_centralised: bool = False
+    """A federated simulation in one machine: clients train one after another, a server averages what they
+    have learnt, and each begins its next turn with new moments."""
 
 
 @dataclass
@@ -98,12 +115,12 @@ class Member:
             each.data = self.vector[at:end].view(each.shape)
             each.grad = self.gradient[at:end].view(each.shape)
             at = end
-        self.data, self.way, self.steps = data, way, 0
+        self.data, self.way, self.steps, self.moments_begun = data, way, 0, 0
         self.images = torch.from_numpy(data.train[0])
         self.labels = torch.from_numpy(data.train[1])
         self.shard = Shard(order.to_bytes(32, "big"), order, len(data.train[0]), peers[number])
         self.shard.set_members(peers)
-        self.averaged = self.size if way.strategy in OUTER else 3 * self.size
+        self.averaged = self.size if way.is_centralised or way.strategy in OUTER else 3 * self.size
         self.pass_steps = max(1, len(self.shard.rows) // way.batch)
         self.local_steps = way.local_steps or self.pass_steps
         strategy = make_strategy(way.strategy, self.copy(), self.local_steps, "float32")
@@ -115,6 +132,9 @@ class Member:
 
     def set(self, found: Array) -> None:
         self.vector[: self.averaged] = torch.from_numpy(found)
+        if self.way.is_centralised:
+            self.vector[self.size :].zero_()
+            self.moments_begun = self.steps
         self.vector[2 * self.size :].clamp_(min=0)
 
     def step(self) -> None:
@@ -128,8 +148,9 @@ class Member:
         theta, first, second = self.vector.view(3, self.size)
         first.lerp_(self.gradient, 1 - BETAS[0])
         second.mul_(BETAS[1]).addcmul_(self.gradient, self.gradient, value=1 - BETAS[1])
-        scale = self.way.rate / (1 - BETAS[0] ** self.steps)
-        theta.addcdiv_(first, (second / (1 - BETAS[1] ** self.steps)).sqrt_().add_(1e-8), value=-scale)
+        made = self.steps - self.moments_begun
+        scale = self.way.rate / (1 - BETAS[0] ** made)
+        theta.addcdiv_(first, (second / (1 - BETAS[1] ** made)).sqrt_().add_(1e-8), value=-scale)
 
     def predict(self) -> Array:
         self.module.eval()

@@ -46,7 +46,7 @@ LOCAL_SECONDS_MAX = 4 * TOTAL_STEPS * STAGE_SECONDS
 """Of virtual time: one node alone makes all steps, and evaluates between them."""
 QUOTA, FOUR_QUOTA = 0.9, 0.4
 """Cores each: two cores carry two nodes, and four, beside this program."""
-SAMPLES, EPOCHS, FOUR_EPOCHS = 1_000, 32, 16
+SAMPLES, HELD_OUT, EPOCHS, FOUR_EPOCHS = 1_000, 500, 32, 16
 """A second node trains some eight seconds after the first, which has to be little of the whole."""
 PROCESSES = (
     ("1 node", "a", QUOTA, EPOCHS, 10, 1, "average"),
@@ -140,6 +140,18 @@ def play_processes(measure: Measure, write_images: Callable[[Path, int, int], No
         measure(key, partial(_real, names, quota, epochs, local_steps, times, strategy, write_images))
 
 
+def play_one(
+    names: str,
+    epochs: int,
+    local_steps: int,
+    times: int,
+    write_images: Callable[[Path, int, int], None],
+    samples: tuple[int, int],
+) -> dict[str, Any]:
+    """Real nodes of a thread each, on so many samples to train on and held out."""
+    return _real(names, 1.0, epochs, local_steps, times, "average", write_images, samples)
+
+
 def _real(
     names: str,
     quota: float,
@@ -148,6 +160,7 @@ def _real(
     times: int,
     strategy: str,
     write_images: Callable[[Path, int, int], None],
+    samples: tuple[int, int] = (SAMPLES, HELD_OUT),
 ) -> dict[str, Any]:
     groups = Groups()
     running: list[subprocess.Popen[bytes]] = []
@@ -176,7 +189,9 @@ def _real(
                 status = _wait(folder / name, lambda status: bool(status["addresses"]))
                 join = ["--join", status["addresses"][0]]
             _wait(folder / "a", lambda status: status["members_alive"] >= len(names) - 1)
-            return _run(folder, names, epochs, local_steps, times, strategy, write_images, environment)
+            return _run(
+                folder, names, epochs, local_steps, times, strategy, write_images, samples, environment
+            )
         finally:
             for process in running:
                 process.terminate()
@@ -208,11 +223,12 @@ def _run(
     times: int,
     strategy: str,
     write_images: Callable[[Path, int, int], None],
+    samples: tuple[int, int],
     environment: dict[str, str],
 ) -> dict[str, Any]:
     (folder / "images").mkdir()
-    write_images(folder / "images", SAMPLES, 500)
-    steps = epochs * SAMPLES // BATCH // len(names)
+    write_images(folder / "images", *samples)
+    steps = epochs * samples[0] // BATCH // len(names)
     (folder / "run.toml").write_text(
         f'model = "simple-cnn"\ndata = "images"\n[train]\nsteps = {steps}\nbatch = {BATCH}\n'
         f'microbatch = {BATCH}\nlearning_rate = {times * RATE}\nmode = "local"\nlocal_steps = {local_steps}\n'
