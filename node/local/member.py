@@ -260,13 +260,13 @@ class LocalMember:
             try:
                 await self._mend(trainer)
                 if not is_begun:
+                    self.begun.set()  # trying the first values may take minutes
                     self._first_loss = await trainer.held_out_loss()
                     if self._stages == 1:  # nobody can tell a good state of one stage from a bad one
                         is_apart = self._settings.is_federated
                         self._trial = await Trial.open(trainer, self._first_loss, is_apart=is_apart)
                     await self._begin(trainer, rounds)
                     is_begun = self.has_state = True
-                    self.begun.set()
                     self._evaluated_step = trainer.step
                     await self._wait_for_agreed(trainer, rounds, nursery)
                 await self._turn(trainer, rounds, nursery)

@@ -3,7 +3,7 @@
 import pytest
 import trio
 
-from node.events import AveragingEnded, Event, RunChanged, StepCommitted
+from node.events import AveragingEnded, Event, RunChanged, RunEnded, StepCommitted
 from node.local.start_barrier import START_SECONDS_MAX
 from node.seams import Stage
 from sim.executor import SimExecutor
@@ -72,5 +72,14 @@ def test_a_member_that_does_not_come_delays_the_start_for_a_bounded_time(fate: s
             waited = first_step_at(events) - asked[0]
             assert waited < (25 if fate == "dies" else START_SECONDS_MAX + 2)
             assert max(len(made.averaged) for made in rounds_of(group, "a")) == 2
+
+    run_virtually(play)
+
+
+def test_a_held_out_set_that_takes_minutes_does_not_fail_the_placement() -> None:
+    async def play() -> None:
+        async with swarm("a", stage_seconds=3.0, preset="lan") as group:
+            _, events = await train(group, QUICK, steps=1, test_samples=360)
+            assert [event.outcome for event in events if isinstance(event, RunEnded)] == ["done"]
 
     run_virtually(play)
