@@ -1,14 +1,22 @@
 """docs/cloudmesh.md: what it names is there, and a play of real nodes whose commands print what it shows.
 
-The play takes minutes on a busy machine: `make soak` has it, and `PEERLOOM_DOCS=write`, which also writes the
-page.
+A quick part, which starts nodes and refuses what makes no sense, is in every run of the tests. All of it
+takes minutes on a busy machine: `make soak` has it, and `PEERLOOM_DOCS=write`, which also writes the page.
 """
 
 import ast
+import importlib.util
 import json
 import os
 import re
+import shutil
+import signal
+import socket
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from itertools import groupby
 from typing import Any
 
@@ -16,33 +24,144 @@ import numpy as np
 import pytest
 
 from node.content.datasets import load_digits
-from tests.cloudmesh import NAMES, PAGE, ROWS, Play, page, shown_in, unknown
+from tests.cloudmesh import NAMES, PAGE, Play
+from tests.cloudmesh_report import (
+    EXCEPTIONS,
+    REPORT,
+    VARIATIONS,
+    cases,
+    page,
+    shown_in,
+)  # fmt: skip
 from tests.source import ROOT
 from tests.stack import simple_cnn
 
 pytest.importorskip("sklearn")
 
 IS_WRITING = os.environ.get("PEERLOOM_DOCS") == "write"
-SUBMISSIONS = 10
-RUN = 'model = "model.peerloom"\n[train]\nsteps = {steps}\nbatch = 32\ndtype = "float64"\n[plan]\n{plan}\n'
+IS_WHOLE = IS_WRITING or "PEERLOOM_PROCESSES" in os.environ
+SUBMISSIONS = 6
+SPARES = "de"
+"""Providers that come later, of which one is killed and one leaves."""
+RUN = 'model = "model.peerloom"\n[train]\nsteps = {steps}\nbatch = 32\n[plan]\n{plan}\n'
 ONE = "stages = 1\nreplicas = 1"
+STILL_SECONDS = 2.0
+"""How long a process stands still that a busy machine passes over."""
 
 
-@pytest.mark.parametrize("name", sorted({test for row in ROWS for test in row.tests}))
-def test_each_test_that_the_page_names_is_there(name: str) -> None:
-    file, _, function = name.partition("::")
-    tree = ast.parse((ROOT / file).read_text())
-    functions = ast.FunctionDef, ast.AsyncFunctionDef
-    assert function in {node.name for node in ast.walk(tree) if isinstance(node, functions)}
+def test_each_test_that_the_page_names_is_there() -> None:
+    named = {test for _, case in cases() for test in case.tests}
+    missing = []
+    for name in sorted(named):
+        file, _, function = name.partition("::")
+        tree = ast.parse((ROOT / file).read_text())
+        functions = ast.FunctionDef, ast.AsyncFunctionDef
+        if function not in {node.name for node in ast.walk(tree) if isinstance(node, functions)}:
+            missing.append(name)
+    assert missing == []
+    files = [test for _, _, test in (*EXCEPTIONS, *VARIATIONS)]
+    assert [file for file in files if not (ROOT / file).exists()] == []
 
 
 @pytest.mark.skipif(IS_WRITING, reason="it is written below")
-def test_the_page_is_of_these_rows_and_shows_something_of_each() -> None:
+def test_the_page_has_every_function_and_shows_every_case() -> None:
     text = PAGE.read_text()
     shown = shown_in(text)
-    assert [key for key, lines in shown.items() if not any(lines)] == []
     assert text == page(shown)
-    assert len(unknown()) == 12
+    assert [section.number for section in REPORT] == [f"4.{number}" for number in range(1, 23)]
+    kinds = {section.number: [case.kind for case in section.cases] for section in REPORT}
+    assert {number for number, found in kinds.items() if len(found) < 3} == {"4.8"}, "the report has none"
+    wanted = {section.key(case) for section, case in cases() if case.is_played}
+    assert wanted == shown.keys()
+    assert [(len(EXCEPTIONS), len(VARIATIONS))] == [(8, 8)]
+    assert "not known" not in text
+    assert "one of these" not in text
+
+
+# Alone
+
+
+@pytest.fixture
+def alone(tmp_path: Any) -> Iterator[Play]:
+    """A play without a swarm."""
+    found = Play(tmp_path)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+@contextmanager
+def taken_port() -> Iterator[int]:
+    """A port that another program listens at."""
+    with ExitStack() as stack:
+        other = stack.enter_context(socket.socket())
+        other.bind(("0.0.0.0", 0))
+        other.listen()
+        yield other.getsockname()[1]
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as other:
+        other.bind(("0.0.0.0", 0))
+        return int(other.getsockname()[1])
+
+
+def test_ports_and_numbers_that_make_no_sense_are_refused(alone: Play) -> None:
+    """The quick part of the play, by one node and commands that need none."""
+    shown = _start_alone(alone)
+    if IS_WRITING:
+        _keep(shown)
+
+
+def _start_alone(play: Play) -> dict[str, list[str]]:
+    with taken_port() as port:
+        moved = play.node("--port", str(port), "--memory", "300MB", "--observer")
+        said = moved.said
+        play.show("4.2 alternative, 4.16 alternative", said, rf"\(port {port} was taken\)")
+        play.show("4.15 exceptional", said, "too small: memory 0.30 GB")
+        refused = play.node("--listen", f"127.0.0.1:{port}")
+        assert refused.process.wait() == 2
+        wanted = f"cannot listen on 127.0.0.1:{port}: the port is taken"
+        play.show("4.2 exceptional, 4.16 exceptional", refused.said, wanted)
+    refused = play.node("--port", "70000")
+    assert refused.process.wait() == 2
+    assert "--port 70000: want a whole number, 1 to 65535" in refused.said
+    _frozen(play, moved.process.pid)
+    _numbers(play, moved.data_dir)
+    moved.process.terminate()
+    assert moved.process.wait() == 0
+    return play.shown
+
+
+def _frozen(play: Play, process: int) -> None:
+    """A process stands still for a while, as on a machine that has other things to do."""
+    os.kill(process, signal.SIGSTOP)
+    play.pause(STILL_SECONDS)
+    os.kill(process, signal.SIGCONT)
+
+
+NUMBERS = (
+    ("4.6 exceptional", "batch = 1000000000", "train.batch = 1000000000: want a whole number, 1 to 1048576"),
+    (
+        "4.7 exceptional",
+        "learning_rate = 100",
+        "train.learning_rate = 100: want a finite number, more than 0",
+    ),
+    ("4.7 alternative", "learning_rate = -1", "train.learning_rate = -1: want a finite number, more than 0"),
+    ("4.8 exceptional", "epochs = 1e9", "train.epochs = 1000000000.0: want a finite number, more than 0"),
+    ("4.8 exceptional", "epochs = 0", "train.epochs = 0: want a finite number, more than 0"),
+)
+
+
+def _numbers(play: Play, data_dir: Any) -> None:
+    """Each is refused with its line, before the node is asked."""
+    for key, line, wanted in NUMBERS:
+        file = play.write("absurd.toml", f'model = "simple-cnn"\n[train]\n{line}\n')
+        process = play.begin_at(data_dir, "train", file)
+        play.typed += f"      # {line}"
+        play.show(key, play.end(process, code=2), re.escape(wanted))
 
 
 # The play
@@ -61,58 +180,213 @@ def play(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Play]:
         found.close()
 
 
-@pytest.mark.skipif(not IS_WRITING and "PEERLOOM_PROCESSES" not in os.environ, reason="PEERLOOM_PROCESSES=1")
-@pytest.mark.parametrize("part", ["looks", "peers", "data", "many", "steering", "federated", "leaving"])
-def test_a_part_of_the_play_of_three_real_nodes(play: Play, part: str) -> None:
+def _keep(shown: dict[str, list[str]]) -> None:
+    """Write the page with what a part has shown, in place of what it showed before."""
+    before = shown_in(PAGE.read_text()) if PAGE.exists() else {}
+    PAGE.write_text(page(before | shown))
+
+
+@pytest.mark.skipif(not IS_WHOLE, reason="PEERLOOM_PROCESSES=1")
+@pytest.mark.parametrize(
+    "part",
+    [
+        "starting",
+        "settings",
+        "sources",
+        "peers",
+        "absurd",
+        "data",
+        "many",
+        "lost",
+        "steering",
+        "federated",
+        "leaving",
+    ],
+)
+def test_a_part_of_the_play_of_real_nodes(play: Play, part: str) -> None:
     """In this order; each may be played alone."""
     play.shown = {}
     PARTS[part](play)
     if IS_WRITING:
-        before = shown_in(PAGE.read_text()) if PAGE.exists() else {}
-        PAGE.write_text(page(before | play.shown))
+        _keep(play.shown)
 
 
-def _first_looks(play: Play) -> None:
-    """4.17, 4.18-4.21: location, rules, a device that is not there."""
-    said = play.type("c", "config", "set", "location", "eu-west")
-    play.show("place", said, "^location = eu-west; this machine serves others$")
-    play.wait(lambda: "eu-west" in play.type("c", "status"))
-    play.show("place", play.type("c", "status"), "eu-west")
+def _starting(play: Play) -> None:
+    """4.1, 4.2, 4.15, 4.16: nodes come up, also those that stand still or are killed on the way."""
+    port = str(free_port())
+    refused = play.node("--port", "70000")
+    assert refused.process.wait() == 2
+    play.show("4.1 exceptional", refused.said, "--port 70000: want a whole number, 1 to 65535")
+    first = play.node("--port", port, "--name", "one", until="compute")
+    play.show("4.1 typical", first.said, rf"listening.*:{port}")
+    play.show("4.18 alternative, 4.19 alternative", first.said, "compute")
+    play.typed = "peerloom --port " + port
+    second = play.node("--port", str(free_port()), "--join", f"127.0.0.1:{port}", until="joined")
+    play.show("4.2 typical, 4.16 typical", second.said, "joined")
+    lists = partial(play.at, first.data_dir, "status")
+    play.wait(lambda: re.search(r"members +1 alive", lists()) is not None)
+    play.show("4.2 typical, 4.16 typical", lists(), r"members +1 alive")
+    for single in (first, second):
+        single.process.terminate()
+    for single in (first, second):
+        assert single.process.wait() == 0
+    slow = play.node("--port", str(free_port()), at_once=lambda each: _frozen(play, each))
+    play.show("4.1 alternative", slow.said, "listening")
+    slow.process.kill()
+    slow.process.wait()
+    before = play.at(slow.data_dir, "id").splitlines()[0]
+    again = play.node("--port", str(free_port()), data_dir=slow.data_dir)
+    play.typed += "      # after kill -9"
+    play.show("4.1 exceptional", again.said, "listening")
+    assert play.at(slow.data_dir, "id").splitlines()[0] == before
+    again.process.terminate()
+    assert again.process.wait() == 0
+    given = play.node("--memory", "2GB", "--cores", "1", "--location", "eu-west")
+    play.show("4.15 typical, 4.3 alternative", given.said, r"compute .*1 core, 2\.0 of .*in eu-west")
+    given.process.terminate()
+
+
+def _settings(play: Play) -> None:
+    """4.3, 4.17 to 4.21: what a provider gives."""
+    said = play.type("b", "config", "set", "location", "eu-west")
+    play.show("4.17 alternative", said, "^location = eu-west; this machine serves others$")
+    play.wait(lambda: "eu-west" in play.type("a", "peers"))
+    play.show("4.3 typical", play.type("a", "peers"), "eu-west")
+    play.show("4.18 typical", play.type("c", "config", "set", "memory", "2GB"), "^memory = 2GB")
+    play.show("4.18 typical", play.type("c", "status"), r"compute .* 2\.0 of")
+    said = play.type("c", "config", "set", "memory", "300MB")
+    play.show("4.18 exceptional", said, "too small: memory 0.30 GB: a stage's process takes")
+    play.type("c", "config", "set", "memory", "80%")
+    play.show("4.19 typical", play.type("c", "config", "set", "cores", "1"), "^cores = 1")
+    play.type("c", "config", "set", "memory", "8GB")
+    said = play.type("c", "config", "set", "slots", "2")
+    play.show("4.19 exceptional", said, "too small: cores 1 for each of 2 slots")
+    play.type("c", "config", "set", "slots", "1")
+    play.type("c", "config", "set", "cores", "4000")
+    play.show("4.19 exceptional", play.type("c", "status"), "corrected: cores 4000: this machine has")
+    play.type("c", "config", "set", "cores", "1")
+    play.type("c", "config", "set", "memory", "80%")
+    play.show("4.20 typical", play.type("c", "config", "set", "device", "auto"), "^device = auto")
     said = play.type("c", "config", "set", "device", "cuda:7")
-    play.show("device", said, "^device = cuda:7")
-    play.show("device", play.type("c", "status"), r"device cuda:7: .*the CPU computes")
-    play.type("c", "config", "set", "device", "auto")
-    said = play.type("c", "config", "set", "accept_runs", "nobody", code=2)
-    play.show("rules", said, "error: accept_runs: nobody: want", "swarm|listed")
-    said = play.type("c", "config", "set", "hours", "22:00-22:01")
-    play.show("rules", said, "^hours = 22:00-22:01; this machine (serves|no)")
-    play.type("c", "config", "set", "hours", "always")
-    file = play.write("parts.toml", 'model = "simple-cnn"\ndata = "a.csv"\n[splits]\ntest = "none.csv"\n')
-    play.write("a.csv", "one,two,label\n" + "0.5,0.25,1\n0.1,0.2,0\n" * 10)
-    play.show("parts", play.type("a", "train", file, code=2), "none.csv: no such file")
-    runs = play.ask("b", "runs", "list")["runs"]
-    assert not any(run["status"] == "failed" for run in runs), "a failed request leaves no run"
+    play.wait(lambda: "corrected" in play.type("c", "status"))
+    play.show("4.20 exceptional", play.type("c", "status"), r"device cuda:7: .*the CPU computes")
+    said = play.type("c", "config", "set", "accept_runs", "swarm")
+    play.show("4.21 typical", said, "this machine serves others")
 
 
-def _fewer_peers_and_other_devices(play: Play) -> None:
-    """The example of two stages by two replicas on three nodes."""
-    text = (ROOT / "examples" / "digits.toml").read_text().replace("steps = 220", "steps = 12")
-    said = play.type("a", "train", play.write("digits.toml", text), "--out", "model.safetensors")
-    wanted = r"reduced to . x . for want of peers: 2 stages x 2 were asked for", r"^run \w+ done"
-    play.show("count", said, *wanted)
-    assert (play.folder / "model.safetensors").stat().st_size > 10_000
-    file = play.write("run.toml", RUN.format(steps=4, plan=ONE))
-    said = play.type("a", "train", file, "--devices", "cuda,mps,cpu")
-    play.show("devices", said, r"too few peers with a slot on cuda: 1 stages are placed, 1 on cpu")
+def _sources(play: Play) -> None:
+    """4.4: what is read, what is missing, and where it may lie."""
+    rows = "".join(f"{n % 3}.5,{n % 7}.25,{'odd' if n % 2 else 'even'}\n" for n in range(40))
+    sets = play.folder / "sets"
+    sets.mkdir(exist_ok=True)
+    (sets / "train.csv").write_text("width,height,label\n" + rows)
+    play.show("4.4 typical", play.here("data", "show", "sets/train.csv"), "train", "test")
+    shutil.rmtree(play.folder / "half", ignore_errors=True)
+    (play.folder / "half").mkdir()
+    np.savez(play.folder / "half" / "test.npz", x=np.zeros((4, 1, 8, 8), np.float32), y=np.arange(4))
+    file = play.write("half.toml", 'model = "simple-cnn"\ndata = "half"\n')
+    play.show("4.4 exceptional", play.type("a", "train", file, code=2), "^error: .*half")
+    file = play.write(
+        "parts.toml", 'model = "simple-cnn"\ndata = "sets/train.csv"\n[splits]\ntest = "none.csv"\n'
+    )
+    play.show("4.4 exceptional", play.type("a", "train", file, code=2), "none.csv: no such file")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(sets)))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}/train.csv"
+        play.show("4.4 alternative", play.here("data", "show", url), r"^parts .* train, ")
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    said = play.here("data", "show", "ftp://host/train.csv", code=2)
+    play.show("4.4 alternative", said, "ftp:// is not read; what is: http://, https://, s3://, gs://")
+    if importlib.util.find_spec("s3fs") is not None:
+        return  # another test reads a bucket
+    said = play.here("data", "show", "s3://sets/train.csv", code=2)
+    play.show("4.4 alternative", said, "the package s3fs, which reads s3://, is not installed", "install")
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002 - its caller's word
+        pass
+
+
+CONFIGURED = (
+    'model = "simple-cnn"\ndata = "digits"\n[train]\nepochs = 0.1\nbatch = 16\nlearning_rate = 0.01\n'
+    "[plan]\nstages = 2\nreplicas = 1\n"
+)
+
+
+def _peers(play: Play) -> None:
+    """4.5 to 4.11, 4.13, 4.14, 4.20: runs of what there is."""
+    said = play.type("a", "train", play.write("run.toml", CONFIGURED), "--devices", "common")
+    play.typed += "      # epochs = 0.1, batch = 16, learning_rate = 0.01, 2 stages x 1"
+    done = r"^run \w+ done"
+    for key in ("4.5", "4.6", "4.7", "4.8", "4.9"):
+        play.show(f"{key} typical", said, "accepted", done)
+    play.show("4.10 alternative", said, r"devices near by: \d on cpu", done)
+    play.show("4.11 typical, 4.13 typical", said, "placing|stage|layers", done)
+    play.show("4.20 alternative", said, done)  # c gives cuda:7, which it has not
+    run = play.ask("a", "runs", "list")["runs"][-1]["run"]
+    said = play.type("a", "runs", "fetch", run, "--out", "weights.safetensors")
+    play.show("4.14 typical", said, "")
+    assert (play.folder / "weights.safetensors").stat().st_size > 10_000
+    play.wait(lambda: all(not _slots_taken(play, name) for name in NAMES))
+    _watched(play, run)
+    said = play.type("a", "train", play.write("none.toml", "[train]\nsteps = 3\n"))
+    keys = "4.5 alternative, 4.6 alternative, 4.9 alternative"
+    play.show(keys, said, r"model: vision \(none is given\): simple-cnn, batch 128", done)
+    text = (ROOT / "examples" / "digits.toml").read_text().replace("steps = 220", "steps = 4")
+    said = play.type("a", "train", play.write("digits.toml", text))
+    play.show(
+        "4.11 alternative", said, r"reduced to . x . for want of peers: 2 stages x 2 were asked for", done
+    )
+    file = play.write("one.toml", RUN.format(steps=4, plan=ONE))
+    play.show("4.10 typical", play.type("a", "train", file, "--devices", "cpu"), done)
     said = play.type("a", "train", file, "--devices", "cuda", code=5)
-    play.show("devices", said, r"of \d with a slot 0 are on cuda")
-    runs = play.ask("b", "runs", "list")["runs"]
-    assert {run["status"] for run in runs} == {"done"}, "what was not placed is on nobody's list"
-    run = runs[0]
-    play.show("watch", play.type("b", "runs", "list"), r"simple-cnn")
-    play.show("watch", play.type("b", "runs", "show", run["run"]), "")
-    csv = play.type("b", "runs", "metrics", run["run"], "--csv")
-    play.show("watch", csv, "^step,", r"^1,")
+    play.show("4.10 exceptional", said, r"^error: .*of \d with a slot 0 are on cuda")
+    said = play.type("a", "train", file, "--devices", "tpu", code=2)
+    play.show("4.10 exceptional", said, "--devices tpu: want some of cuda, mps, cpu")
+    file = play.write("nine.toml", 'model = "simple-cnn"\n[plan]\nreplicas_min = 9\n')
+    said = play.type("a", "train", file, code=5)
+    play.show("4.11 exceptional", said, r"^error: .*9 peers are needed \(1 stage x 9\), \d offer")
+    file = play.write("place.toml", RUN.format(steps=4, plan=f'{ONE}\nplace = "eu-west"'))
+    play.show("4.17 typical", play.type("a", "train", file), done)
+
+
+def _slots_taken(play: Play, name: str) -> bool:
+    """Whether a node holds a stage."""
+    return any(run["status"] == "running" for run in play.swarm.status(name)["runs"])
+
+
+def _watched(play: Play, run: str) -> None:
+    key = "Watching training typical"
+    play.show(key, play.type("b", "runs", "list"), r"simple-cnn")
+    play.show(key, play.type("b", "runs", "show", run), r"^\w{16}", "stage 1", "result")
+    csv = play.type("b", "runs", "metrics", run, "--csv")
+    play.show(key, csv, "^step,", r"^1,")
+
+
+def _absurd(play: Play) -> None:
+    """4.5, 4.9: a model that no provider could hold never reaches one."""
+    play.write("words.txt", "the quick brown fox jumps over the lazy dog\n" * 200)
+    text = (
+        'model = "gpt"\ndata = "words.txt"\noptions = {layers = 8, heads = 32, width = 32768}\n'
+        "[train]\nsteps = 2\nbatch = 1\nmicrobatch = 1\n"
+    )
+    said = play.type("a", "train", play.write("absurd.toml", text), code=5)
+    wanted = r"^error: .*one layer alone needs \d+\.\d+ GB to train, the largest of \d peers offers"
+    play.show("4.5 exceptional, 4.9 exceptional", said, wanted)
+    said = play.type("a", "train", play.write("nobody.toml", 'model = "simple-cmm"\n'), code=2)
+    play.show("4.9 exceptional", said, "no model is called 'simple-cmm'; did you mean")
+    assert all(play.swarm.status(name)["members_alive"] >= len(NAMES) - 1 for name in NAMES)
+
+
+VALIDATION = "Validation and the best state typical"
+PREDICTIONS = "Predictions on new samples typical"
+SHARES = "Shares by what each has given typical"
 
 
 def _data_and_what_comes_of_it(play: Play) -> None:
@@ -135,24 +409,24 @@ def _data_and_what_comes_of_it(play: Play) -> None:
         'keep = "best"\n[plan]\nstages = 1\nreplicas = 2\n'
     )
     file = play.write("bad.toml", run.format("bad.csv"))
-    play.show("data", play.type("a", "train", file, code=2), r"bad\.csv: column 'width', sample 21")
+    said = play.type("a", "train", file, code=2)
+    assert "bad.csv: column 'width', sample 21" in said
     file = play.write("table.toml", run.format("table.csv"))
     said = play.type("a", "train", file)
-    play.show("data", said, r"^run \w+ done")
     lines = [line for line in said.splitlines() if "validation loss" in line]
-    play.show("validate", "\n".join(lines[-3:]), "validation loss")
+    play.show(VALIDATION, "\n".join(lines[-3:]), "validation loss")
     done = play.ask("a", "runs", "list")["runs"][-1]
     assert done["step"] < 200, "it ended early"
     assert (done["model"], done["status"]) == ("net", "done")
-    play.show("validate", play.type("a", "runs", "show", done["run"]), r"^\w{16}", "validation")
+    play.show(VALIDATION, play.type("a", "runs", "show", done["run"]), r"^\w{16}", "validation")
     written = ("--out", "outputs.csv", "--picture", "confusion.svg")
     said = play.type("b", "predict", file, "--run", done["run"], *written)
     play.show(
-        "predict", said, "samples", "accuracy", r"written to .*outputs\.csv", r"written to .*confusion\.svg"
+        PREDICTIONS, said, "samples", "accuracy", r"written to .*outputs\.csv", r"written to .*confusion\.svg"
     )
     assert (play.folder / "confusion.svg").read_text().startswith("<svg")
     play.wait(lambda: "no receipt yet" not in play.type("b", "receipts"))
-    play.show("shares", play.type("b", "receipts"), "^RECEIPT", "measured|for others")
+    play.show(SHARES, play.type("b", "receipts"), "^RECEIPT", "measured|for others")
 
 
 def _held(play: Play, name: str) -> tuple[int, list[str]]:
@@ -165,21 +439,53 @@ def _held(play: Play, name: str) -> tuple[int, list[str]]:
 
 
 def _many_at_once(play: Play) -> None:
-    """Ten runs at three nodes of one slot each, asked for at two of them at once."""
+    """4.21: more runs than slots, asked for at two nodes at once."""
     files = [play.write(f"many-{n}.toml", RUN.format(steps=3 + n % 2, plan=ONE)) for n in range(SUBMISSIONS)]
     commands = [play.begin("ab"[n % 2], "train", file, "--wait", "5m") for n, file in enumerate(files)]
     said = [play.end(command) for command in commands]
     assert all(re.search(r"^run \w+ done", each, re.M) for each in said), "nobody waits for ever"
     waited = next((each for each in said if "waiting for peers" in each), "")
-    play.show("race", waited, "waiting for peers: ", r"^run \w+ done")
+    play.show("4.21 exceptional, 4.21 alternative", waited, "waiting for peers: ", r"^run \w+ done")
     turns = 0
     for name in NAMES:
         leased, runs = _held(play, name)
         turns += leased
         assert len(set(runs)) == len(runs), f"two runs at once in the one slot of {name}"
     assert turns >= SUBMISSIONS
-    for name in "ab":
-        assert play.swarm.status(name)["runs"], "each is told"
+
+
+def _lost(play: Play) -> None:
+    """4.13, 4.15: one of two providers of a place is killed once it is assigned, and the other goes on."""
+    play.add(SPARES)
+    for name in SPARES:
+        play.type(name, "config", "set", "location", "spares")
+    play.wait(lambda: play.type("a", "peers").count("spares") == len(SPARES))
+    file = play.write("spares.toml", RUN.format(steps=12, plan=f'{ONE}\nplace = "spares"'))
+    known = {name: len(play.swarm.status(name)["runs"]) for name in SPARES}
+    command = play.begin("a", "train", file, "--wait", "5m")
+    typed = play.typed
+
+    def assigned() -> str:
+        return next((n for n in SPARES if len(play.swarm.status(n)["runs"]) > known[n]), "")
+
+    play.wait(lambda: bool(assigned()))
+    victim = assigned()
+    play.swarm.kill(victim)
+    said = play.end(command)
+    play.typed = f"{typed}; kill -9 PROCESS"
+    play.show("4.13 exceptional", said, r"run \w+ (placing|planned|failed|waiting|recovering|running)")
+    play.typed = typed
+    play.show("4.13 alternative", said, r"^run \w+ done")
+    play.wait(lambda: len(NAMES) + len(SPARES) - 2 == play.swarm.status("a")["members_alive"])
+    spare = SPARES.replace(victim, "")
+    file = play.write("still.toml", RUN.format(steps=12, plan=f'{ONE}\nplace = "spares"'))
+    command = play.begin("a", "train", file, "--wait", "5m")
+    typed = play.typed
+    play.wait(lambda: _slots_taken(play, spare))
+    _frozen(play, play.swarm.nodes[spare].process.pid)
+    said = play.end(command)
+    play.typed = typed
+    play.show("4.15 alternative", said, r"^run \w+ done")
 
 
 def _steering(play: Play) -> None:
@@ -194,18 +500,18 @@ def _steering(play: Play) -> None:
         return play.ask(node, "runs", "show", name)
 
     play.wait(lambda: row("a")["step"] > 3)
-    play.show("steer", play.type("a", "runs", "pause", name), "")
+    play.show("Pausing and changing a run typical", play.type("a", "runs", "pause", name), "")
     play.wait(lambda: row("a")["status"] == "paused")
     at = row("a")["step"]
     play.pause(1.0)
     assert row("a")["step"] == at, "it stands still"
-    play.show("steer", play.type("a", "runs", "resume", name), "")
+    play.show("Pausing and changing a run typical", play.type("a", "runs", "resume", name), "")
     play.wait(lambda: row("a")["step"] > at)
     said = play.type("a", "runs", "revise", name, "--learning-rate", "0.0005", "--priority", "7")
-    play.show("steer", said, "")
+    play.show("Pausing and changing a run typical", said, "")
     said = play.type("b", "runs", "stop", name, code=None)
-    play.show("steer", said, "error:")
-    play.show("steer", play.type("a", "runs", "stop", name), "")
+    play.show("Pausing and changing a run exceptional", said, "error:")
+    play.show("Pausing and changing a run typical", play.type("a", "runs", "stop", name), "")
     play.wait(lambda: row("a")["status"] == "stopped")
 
 
@@ -213,7 +519,11 @@ def _data_that_stays(play: Play) -> None:
     """Each node a third of the digits, which no other has."""
     file = play.write("federated.toml", 'model = "simple-cnn"\n[train]\nfederated = true\n')
     said = play.type("a", "train", file, code=2)
-    play.show("federated", said, 'train.federated: data stays with its owners in train.mode = "local" alone')
+    play.show(
+        "Data that stays with its owner exceptional",
+        said,
+        'train.federated: data stays with its owners in train.mode = "local" alone',
+    )
     data = load_digits()
     marks = []
     for number, name in enumerate(NAMES):
@@ -225,13 +535,13 @@ def _data_that_stays(play: Play) -> None:
             marks += [image.tobytes()[64:192] for image in x[:50] if np.count_nonzero(image[0, 2:6]) > 12]
         if name != "a":
             said = play.type(name, "config", "set", "own_data", f"scans={folder}")
-            play.show("federated", said, "^own_data = scans=")
+            play.show("Data that stays with its owner typical", said, "^own_data = scans=")
     text = (
         'model = "single.peerloom"\ndata = "of-a/scans"\n[train]\nmode = "local"\nfederated = true\n'
         "steps = 500\nbatch = 16\nlocal_steps = 10\n"
     )
     said = play.type("a", "train", play.write("scans.toml", text))
-    play.show("federated", said, r"^run \w+ done, accuracy")
+    play.show("Data that stays with its owner typical", said, r"^run \w+ done, accuracy")
     rounds = play.type("b", "events", "--kind", "AveragingEnded", "--json")
     assert any(len(json.loads(line)["averaged"]) > 1 for line in rounds.splitlines()), "they averaged"
     for name in NAMES:
@@ -241,26 +551,52 @@ def _data_that_stays(play: Play) -> None:
                 assert not any(mark in kept for mark in marks), f"{path} holds samples"
 
 
-def _a_requester_that_leaves(play: Play) -> None:
+def _leaving(play: Play) -> None:
+    """4.12, 4.14, 4.22: goodbyes that are heard, that are lost, and that come in mid-run."""
+    play.add([name for name in "fg" if name not in play.swarm.nodes])
+    others = len(_alive(play)) - 1
+    said = play.type("f", "leave")
+    play.swarm.leave("f")
+    play.show("4.12 typical, 4.22 typical", said, "")
+    play.wait(lambda: play.swarm.status("a")["members_alive"] == others - 1)
+    play.show("4.12 typical, 4.22 typical", play.type("a", "status"), r"members +\d alive")
+    play.swarm.kill("g")
+    play.wait(lambda: play.swarm.status("a")["members_alive"] == others - 2)
+    said = play.type("a", "status")
+    play.typed = "kill -9 PROCESS; peerloom status"
+    play.show("4.12 exceptional, 4.22 exceptional", said, r"members +\d alive")
     plan = "stages = 1\nreplicas = 2\ntrainers = 2"
     said = play.type("c", "train", play.write("last.toml", RUN.format(steps=40, plan=plan)), "--detach")
     run = re.search(r"run (\w{16}) handed over", said)
     assert run, said
-    play.show("result", said, "handed over")
+    play.show("4.12 alternative, 4.14 exceptional", said, "handed over")
     play.wait(lambda: play.ask("a", "runs", "show", run[1])["step"] > 1)
+    said = play.type("c", "leave")
     play.swarm.leave("c")
+    play.show("4.12 alternative, 4.14 exceptional, 4.22 alternative", said, "")
     play.wait(lambda: play.ask("a", "runs", "show", run[1])["status"] == "done")
+    said = play.type("a", "runs", "show", run[1])
+    play.show("4.12 alternative, 4.14 exceptional, 4.22 alternative", said, "done  step 40 of 40")
     said = play.type("b", "runs", "fetch", run[1], "--out", "later.safetensors")
-    play.show("result", said, "")
+    play.show("4.14 alternative", said, "")
     assert (play.folder / "later.safetensors").stat().st_size > 10_000
 
 
+def _alive(play: Play) -> list[str]:
+    """The nodes that run."""
+    return [name for name, node in play.swarm.nodes.items() if node.process.poll() is None]
+
+
 PARTS: dict[str, Callable[[Play], None]] = {
-    "looks": _first_looks,
-    "peers": _fewer_peers_and_other_devices,
+    "starting": _starting,
+    "settings": _settings,
+    "sources": _sources,
+    "peers": _peers,
+    "absurd": _absurd,
     "data": _data_and_what_comes_of_it,
     "many": _many_at_once,
+    "lost": _lost,
     "steering": _steering,
     "federated": _data_that_stays,
-    "leaving": _a_requester_that_leaves,
+    "leaving": _leaving,
 }
