@@ -7,10 +7,12 @@ of both. `tests.test_cloudmesh` plays.
 
 import json
 import re
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -196,3 +198,20 @@ class Single:
     @property
     def said(self) -> str:
         return self.log.read_text(errors="replace")
+
+
+@contextmanager
+def taken_port() -> Iterator[int]:
+    """A port that another program listens at."""
+    with ExitStack() as stack:
+        other = stack.enter_context(socket.socket())
+        other.bind(("0.0.0.0", 0))
+        other.listen()
+        yield other.getsockname()[1]
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as other:
+        other.bind(("0.0.0.0", 0))
+        return int(other.getsockname()[1])

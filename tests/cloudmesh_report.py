@@ -470,8 +470,8 @@ VARIATIONS = (
     ("Providers chosen by hardware", "4.10, 4.18, 4.19", "tests/node/test_places.py"),
     ("By closeness", "4.3", "tests/node/test_places.py"),
     ("Another kind of task", "4.9: any module, a text or a table", "tests/test_corpus.py"),
-    ("Epochs and partitions varied", "4.8; docs/headline.md has ten partitions", "benchmarks/headline.py"),
-    ("More or fewer peers", "docs/headline.md has 2 and 4", "benchmarks/headline.py"),
+    ("Epochs and partitions varied", "4.8; docs/partitions.md has ten partitions", "benchmarks/cloudmesh.py"),
+    ("More or fewer peers", "docs/headline.md and docs/partitions.md have 2 and 4", "benchmarks/headline.py"),
     ("Limits of cores and memory", "4.18, 4.19", "tests/node/test_limits.py"),
 )
 

@@ -11,10 +11,8 @@ import os
 import re
 import shutil
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from itertools import groupby
@@ -24,7 +22,7 @@ import numpy as np
 import pytest
 
 from node.content.datasets import load_digits
-from tests.cloudmesh import NAMES, PAGE, Play
+from tests.cloudmesh import NAMES, PAGE, Play, free_port, taken_port
 from tests.cloudmesh_report import (
     EXCEPTIONS,
     REPORT,
@@ -89,23 +87,6 @@ def alone(tmp_path: Any) -> Iterator[Play]:
         yield found
     finally:
         found.close()
-
-
-@contextmanager
-def taken_port() -> Iterator[int]:
-    """A port that another program listens at."""
-    with ExitStack() as stack:
-        other = stack.enter_context(socket.socket())
-        other.bind(("0.0.0.0", 0))
-        other.listen()
-        yield other.getsockname()[1]
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as other:
-        other.bind(("0.0.0.0", 0))
-        return int(other.getsockname()[1])
 
 
 def test_ports_and_numbers_that_make_no_sense_are_refused(alone: Play) -> None:
