@@ -46,7 +46,7 @@ gradient is not clipped."""
 
 
 def read_run(text: str, base: Path, name: str) -> tuple[RunFile, str]:
-    """Return the checked run of a RUN.toml in the folder `base`, and what was filled in, "" if nothing; errors
+    """Return the checked run of RUN.toml in the folder `base`, and what was filled in, "" if nothing; errors
     call it `name`. Raises UsageError."""
     document = toml.tree(text, name=name)
     return with_task_default(document, base, name, toml.line_numbers(text))
