@@ -50,7 +50,7 @@ def test_outputs_are_those_of_the_model_and_are_compared_with_the_truth(
     document = json.loads(capsys.readouterr().out)
     test = load_digits().test
     with torch.no_grad():
-        expected = model.eval()(torch.from_numpy(test["x"]).float()).numpy()
+        expected = model.eval()(torch.tensor(test["x"]).float()).numpy()
     found = np.load(out)
     np.testing.assert_allclose(found["outputs"], expected, rtol=1e-5, atol=1e-6)
     assert np.array_equal(found["predicted"], expected.argmax(1))

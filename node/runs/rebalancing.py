@@ -13,7 +13,7 @@ from crypto.identity import PeerId
 from node.errors import Unreachable
 from node.events import StageDegraded
 from node.placement.leases import Offer, problem_of, rounded
-from node.protocols.manifest import Manifest, Run
+from node.protocols.manifest import Run
 from node.runs.context import Service
 from node.runs.splitting import IDLE_MAX, another_stage, split_of
 from partition.model.graph import Graph
@@ -113,8 +113,8 @@ class Rebalancing:
             if steps_left < 1 or self._run.manifest.objective != "throughput":  # a faster cut may take more
                 return
             if self._may_grow(plan):
-                idle, manifest = self._joinable(plan), self._run.manifest
-                growing = partial(grown, base, manifest, graph, plan, paces, idle, knowledge, steps_left)
+                idle = self._joinable(plan)
+                growing = partial(grown, base, self._run, graph, plan, paces, idle, knowledge, steps_left)
                 if (change := await run(growing, apart=True)) is not None:
                     self._found(plan, change)
                     return
@@ -288,7 +288,7 @@ def better_cuts(
 
 def grown(
     base: Problem,
-    manifest: Manifest,
+    run: Run,
     graph: Graph,
     plan: Plan,
     paces: Mapping[PeerId, int],
@@ -300,7 +300,7 @@ def grown(
 
     Raises ValueError, RemoteProtocolError: sizes that do not fit.
     """
-    costs = problem_of(manifest, graph, offers, knowledge).peers
+    costs = problem_of(run, graph, offers, knowledge).peers
     wider = replace(base, peers=(*base.peers, *costs))
     # Who holds nothing yet is taken to be as far off its claim as the others are.
     now = measured(wider, split_of(wider, plan), {peer.hex(): pace for peer, pace in paces.items()})
