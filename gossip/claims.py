@@ -95,6 +95,8 @@ class LikelySteps:
     is_nearest: bool = False
     """Honest members hold states that differ a little: of three or more that are offered, the one nearest to
     the others is taken (`gossip.nearest`)."""
+    lineage: bytes | None = None
+    """Only those that came about like this."""
 
 
 def newcomer_steps(claims: Collection[ClaimedCount], slack: int, *, are_equal: bool) -> LikelySteps:
@@ -160,6 +162,14 @@ def common_lineage(own: bytes, others: Sequence[bytes], voices: int) -> bytes:
     lineages[own] += 1
     found = [each for each, count in lineages.items() if each == own or count >= voices]
     return min(found, key=lambda lineage: (-lineages[lineage], lineage))
+
+
+def beginning(own: bytes | None, others: Sequence[bytes]) -> bytes:
+    """Return the lineage with which a run begins in which nobody has made a step: the one that most have, of
+    several the smaller hash, so that all that see the same members choose the same. None has anything to
+    lose yet, so one voice is enough. `own` None: this peer is not in the run yet."""
+    known = list(others) if own is None else [own, *others]
+    return common_lineage(known[0], known[1:], 1)
 
 
 def rejoined_step(own: int, others: Sequence[tuple[ClaimedCount, bytes]]) -> int | None:

@@ -14,7 +14,7 @@ import trio
 from blake3 import blake3
 
 from crypto.errors import RemoteProtocolError
-from crypto.identity import PeerId
+from crypto.identity import PeerId, short_peer
 from gossip.averaging.arrivals import UploadRate
 from gossip.averaging.attempt import Attempt
 from gossip.averaging.codecs import codec_of, roundtrip
@@ -29,6 +29,7 @@ from gossip.matchmaking import CameLate, Formed, NotFormed, Wish
 from gossip.roster import Report, Roster
 from node.averaging.context import Service
 from node.averaging.expectations import Expectations
+from node.averaging.offered import SNAPSHOT_SECONDS, OfferedStates
 from node.averaging.rounds import Gate, Round, RunView, Wanted
 from node.averaging.runner import Runner
 from node.averaging.snapshot import Snapshot, check_finite
@@ -36,10 +37,6 @@ from node.averaging.transfer import DONORS_MAX, OFFER_SECONDS_MAX, fetch_state
 from node.errors import Unreachable
 from node.events import AveragingEnded, AveragingJoined, AveragingLeft, AveragingStepped, StateFetched
 
-SNAPSHOTS_KEPT_MAX = 2
-"""The newest two: one that is fetched is not taken away by the next."""
-SNAPSHOT_SECONDS = 10.0
-"""So old a snapshot may be and still be offered, where its step is recent enough."""
 ASKED_AHEAD_MAX = 16
 """Steps beyond its own for whose state a peer keeps others waiting."""
 STATES_MAX = 4
@@ -53,6 +50,8 @@ AGAIN_SECONDS = 4.0
 """Beyond its window, how long another attempt of a round waits for anybody."""
 DECLARED_SECONDS = 3.0
 """Added to a window where members find each other in the DHT: to store a record, and to find others'."""
+NAMED_MAX = 3
+"""Peers that a status names: it is one line."""
 NEWCOMERS_SECONDS = 1.0
 """Between two looks for peers that were not known, or not admitted, when a wish was made."""
 UNAWAITED_SECONDS = 0.25
@@ -94,7 +93,7 @@ class Participation:
         self._service = service
         self._formed: dict[bytes, trio.Event] = {}
         self._outcomes: dict[bytes, Formed | NotFormed] = {}
-        self._snapshots: list[tuple[float, Snapshot]] = []
+        self._copies = OfferedStates()
         self._offered = trio.Event()
         self._stirred = trio.Event()
         self._items = 1
@@ -109,6 +108,10 @@ class Participation:
         self._last_attempt: weakref.ref[Attempt] | None = None
         self._stepped_at = service.seams.clock.monotonic()
         self.status = ""
+        self.is_looking = False
+        """Whether it looks for the group of a round, which can be left at no cost to others."""
+        self.is_receiving = False
+        """Whether a state of others is on its way here."""
         self._state_step: int | None = None
         """Somebody waits for a copy of this peer's state at this step or later."""
         self.counters: Counter[str] = Counter()
@@ -132,6 +135,7 @@ class Participation:
     def tell(self, **said: Any) -> None:
         """Say how far this peer is, and by which settings it made its step: see `Roster.tell`."""
         if not self.ended:
+            self._copies.moved(self._service.seams.clock.monotonic(), said["step"])
             self._service.tell(lambda now: self.roster.tell(now, **said))
 
     @property
@@ -289,7 +293,7 @@ class Participation:
     ) -> tuple[Attempt, Averaged | Failed]:
         """One attempt of a group, and what came of it."""
         seams = self._service.seams
-        self.status = f"averaging with {len(group.members) - 1} peers"
+        self.status = f"the exchange with {len(group.members) - 1} peers"
         size, begun = (
             group.terms.items * (8 if group.terms.dtype == "float64" else 4),
             seams.clock.monotonic(),
@@ -392,7 +396,7 @@ class Participation:
         expected = self.expectations.of(near)
         window, patience = wanted.window_seconds, wanted.patience_seconds
         size_hoped = 0 if spot is None else spot.size
-        if near and not expected:
+        if not expected and (near or wanted.round is not None):
             # Whoever is ready all the same enters, and those right behind it.
             window, size_hoped = min(window, UNAWAITED_SECONDS), GROUP_MEMBERS_MAX
             patience = patience if wanted.round is None else 2 * window
@@ -426,7 +430,7 @@ class Participation:
         )
         formed = self._formed[key] = trio.Event()
         self._outcomes.pop(key, None)
-        self.status = f"looking for a group among {len(self.roster.reports)} peers"
+        self.status, self.is_looking = f"a group of {len(self.roster.reports) + 1} peers", True
         try:
             service.match(lambda now: service.matches.begin(now, wish))
             async with trio.open_nursery() as nursery:
@@ -434,10 +438,11 @@ class Participation:
                     nursery.start_soon(service.declare, key, patience)
                 else:
                     is_numbered = wanted.round is not None
-                    nursery.start_soon(self._tell_newcomers, key, wanted.round, is_numbered or fits_all)
+                    nursery.start_soon(self._tell_newcomers, wish, wanted.round, is_numbered or fits_all)
                 await formed.wait()
                 nursery.cancel_scope.cancel()
         finally:
+            self.is_looking = False
             if self._formed.get(key) is formed:
                 del self._formed[key]
             outcome = self._outcomes.pop(key, None)
@@ -447,11 +452,15 @@ class Participation:
             return outcome.group
         return outcome.reason if outcome is not None else self.ended or "this peer takes no further part"
 
-    async def _tell_newcomers(self, key: bytes, round: int | None, are_expected: bool) -> None:  # noqa: A002 - the field's word
-        """Tell a wish to peers that become known after it was made, which it would not reach otherwise. Runs
-        until cancelled."""
-        matches, told = self._service.matches, set(self.roster.reports)
+    async def _tell_newcomers(self, wish: Wish, round: int | None, are_expected: bool) -> None:  # noqa: A002 - the field's word
+        """Tell a wish to peers that become known after it was made, which it would not reach otherwise, and
+        say for which it waits. Runs until cancelled."""
+        matches, told, key = self._service.matches, set(self.roster.reports), wish.key
         while True:
+            if missing := wish.awaited:
+                names = ", ".join(short_peer(peer) for peer in missing[:NAMED_MAX])
+                more = f" and {len(missing) - NAMED_MAX} more" if len(missing) > NAMED_MAX else ""
+                self.status = f"peers that are not ready yet: {names}{more}"
             with trio.move_on_after(NEWCOMERS_SECONDS):
                 await self._stirred.wait()
             new = [peer for peer in self.roster.reports if peer not in told]
@@ -482,6 +491,8 @@ class Participation:
             for peer, report in reports
             if (round is None or (report.step.is_near(round, SLACK_STEPS) and report.step.reaches(round - 1)))
             and (report.has_state or not trains)
+            # A script that has joined and not made its first batch may load its data for minutes.
+            and (round is None or report.step.reaches(1) or report.samples.reaches(1))
         )
 
     def matched(self, event: object) -> None:
@@ -494,10 +505,9 @@ class Participation:
 
     # States
 
-    def offer(self, snapshot: Snapshot) -> None:
-        """This is the state of this peer now: for those that join late."""
-        now = self._service.seams.clock.monotonic()
-        self._snapshots = [*self._snapshots, (now, snapshot)][-SNAPSHOTS_KEPT_MAX:]
+    def offer(self, snapshot: Snapshot, good_seconds: float = SNAPSHOT_SECONDS) -> None:
+        """This is the state of this peer now: for those that join late, so long after its step is over."""
+        self._copies.add(self._service.seams.clock.monotonic(), snapshot, good_seconds)
         self._state_step = None
         offered, self._offered = self._offered, trio.Event()
         offered.set()
@@ -508,7 +518,7 @@ class Participation:
 
     def kept(self, digest: bytes) -> Snapshot | None:
         """The snapshot with this digest, if it is still kept."""
-        return next((each for _, each in self._snapshots if each.table.digest == digest), None)
+        return self._copies.with_digest(self._service.seams.clock.monotonic(), digest)
 
     async def snap(self, step: int) -> Snapshot | str:
         """A snapshot at this step or later, made by the training loop if need be; or why there is none."""
@@ -517,19 +527,12 @@ class Participation:
         if step > self.roster.own_step + ASKED_AHEAD_MAX:
             return "this peer is not so far"
         with trio.move_on_after(OFFER_SECONDS_MAX):
-            while (found := self._recent_snapshot(step)) is None:
+            clock = self._service.seams.clock
+            while (found := self._copies.current(clock.monotonic(), step, self.roster.own_step)) is None:
                 self._state_step = step if self._state_step is None else min(step, self._state_step)
                 await self._offered.wait()
             return found
         return "this peer made no copy of its state in time"
-
-    def _recent_snapshot(self, step: int) -> Snapshot | None:
-        now, own = self._service.seams.clock.monotonic(), self.roster.own_step
-        for at, snapshot in reversed(self._snapshots):
-            is_recent = snapshot.table.step >= own or now - at < SNAPSHOT_SECONDS
-            if snapshot.table.step >= step and is_recent:
-                return snapshot
-        return None
 
     async def fetch(
         self,
@@ -546,6 +549,7 @@ class Participation:
         it: then the next one is fetched. Raises Unreachable."""
         useless, error = set(passed_over), ""
         for _ in range(STATES_MAX):
+            self.is_receiving = False
             try:
                 found = await self._fetch(step, step_max, bytes_max, useless, likely)
             except Unreachable as failure:
@@ -558,6 +562,9 @@ class Participation:
             useless.update(found.holders)
         raise Unreachable("unknown", error)
 
+    def _receiving(self) -> None:
+        self.is_receiving = True
+
     async def _fetch(
         self,
         step: int,
@@ -568,6 +575,8 @@ class Participation:
     ) -> Snapshot:
         def is_donor(report: Report) -> bool:
             if not report.has_state or not report.step.reaches(step):
+                return False
+            if likely is not None and likely.lineage not in (None, report.lineage):
                 return False
             lasts = [step_max, None if likely is None else likely.last]
             return not any(last is not None and report.step.reaches(last + 1) for last in lasts)
@@ -592,6 +601,7 @@ class Participation:
             step_max=step_max,
             likely=likely,
             rng=seams.rng,
+            receiving=self._receiving,
         )
         self._service.publish(
             StateFetched(

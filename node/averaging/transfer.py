@@ -64,6 +64,11 @@ AHEAD_STEPS = 2
 the same step."""
 AHEAD_SECONDS = 10.0
 """How long such an offer is waited for: where steps are slower than that, members are at one step anyway."""
+BEGINNING_SECONDS = 3.0
+"""For the offer of a state that a run begins with: its holders made a copy when they joined, so an answer
+takes a round trip, whatever their scripts do now."""
+BEGINNING_OTHERS_SECONDS = 0.1
+"""After the first such offer: the other holders help to deliver it."""
 SAMPLE_SECONDS_MAX = 60.0
 """For the samples of states: one whose holder takes longer is not taken. At 1 Mbit/s they take as long."""
 
@@ -158,15 +163,17 @@ async def fetch_state(
     step_max: int | None = None,
     likely: LikelySteps | None = None,
     rng: Random,
+    receiving: Callable[[], None] = lambda: None,
 ) -> Snapshot:
     """Return the state, of `step` or later and `step_max` at most, that most of `donors` offer, fetched from
     all of them that hold the same bytes. Where it is known which steps are `likely`, only one of these, held
     by as many as that wants, or the nearest to the others.
 
-    Raises Unreachable: nobody has one, or nobody delivered it.
+    `receiving` is called once it is on its way. Raises Unreachable: nobody has one, or nobody delivered it.
     """
     request = _OfferRequest(network, executor, run, signature, bytes_max, step_max, likely, refuse)
-    offers = await request.ask(donors, step, OFFER_SECONDS_MAX + 2)
+    is_beginning = likely is not None and likely.lineage is not None
+    offers = await request.ask(donors, step, BEGINNING_SECONDS if is_beginning else OFFER_SECONDS_MAX + 2)
     if request.may_agree(donors, offers):
         ahead = max(offers[peer].step for peer in request.likely_of(offers)) + AHEAD_STEPS
         again = await request.ask(donors, ahead, AHEAD_SECONDS)
@@ -175,9 +182,11 @@ async def fetch_state(
         raise Unreachable("unknown", request.reasons[0] if request.reasons else "no peer has a state")
     transfer = _Transfer(network, executor, run, refuse)
     apart = request.likely_of(offers)
+    if apart:
+        receiving()
     if likely is not None and likely.is_nearest and len(apart) >= nearest.STATES_MIN:
         return await _fetch_nearest(transfer, {peer: offers[peer] for peer in apart}, rng)
-    holders = choose_state(_offered(offers), likely, rng)
+    holders = choose_state(_offered({peer: offers[peer] for peer in apart}), likely, rng)
     if not holders:
         raise Unreachable("unknown", "no two members hold the same state of a step that the run can be at")
     return await transfer.state(holders, offers[holders[0]])
@@ -243,9 +252,14 @@ class _OfferRequest:
 
     def likely_of(self, offers: Mapping[PeerId, Table]) -> list[PeerId]:
         """Return whose states are of a likely step."""
-        if self.likely is None:
+        likely = self.likely
+        if likely is None:
             return list(offers)
-        return [peer for peer, table in offers.items() if self.likely.first <= table.step <= self.likely.last]
+        return [
+            peer
+            for peer, table in offers.items()
+            if likely.first <= table.step <= likely.last and likely.lineage in (None, table.lineage)
+        ]
 
     def most_alike(self, offers: Mapping[PeerId, Table]) -> int:
         """Return how many offer the same state of a likely step, at most."""
@@ -297,6 +311,8 @@ class _OfferRequest:
                 is_apart = self.likely is not None and self.likely.is_nearest
                 is_agreed = self.most_alike(offers) >= wanted and not is_apart
                 left = AGREED_SECONDS if is_agreed else OTHERS_SECONDS
+                if self.likely is not None and self.likely.lineage is not None and not is_apart:
+                    left = BEGINNING_OTHERS_SECONDS
                 patience.deadline = min(patience.deadline, trio.current_time() + left)
 
 

@@ -14,6 +14,7 @@ from gossip.claims import (
     VOICES_MIN,
     CountEvidence,
     LikelySteps,
+    beginning,
     common_lineage,
     lower_median,
     newcomer_steps,
@@ -29,6 +30,8 @@ at the same moment as others, and takes what they began with."""
 DISAGREED_MAX = 3
 """Attempts of a newcomer to get a state that two members hold, before it takes a lone one: copies made
 between steps that take minutes may never be of the same step."""
+UNDELIVERED_MAX = 64
+"""Beginnings of a run that are remembered as not delivered: more than scripts that start in one second."""
 
 
 class RunPosition:
@@ -41,6 +44,8 @@ class RunPosition:
         self._has_met = False
         self._is_young = True
         self._failed = 0
+        self._undelivered: dict[bytes, None] = {}
+        """Lineages of step 0 whose holders did not hand their state over."""
         self.is_joined = False
         self.lacks_state = False
         """Others are further, and have not handed over their state."""
@@ -73,10 +78,20 @@ class RunPosition:
             self._steps.accept(time.time(), step)
             self._is_young = self.lacks_state = False
 
-    def missed(self) -> None:
-        """A peer without progress has not got the state of others."""
+    def missed(self, likely: LikelySteps) -> None:
+        """A peer without progress has not got this state of others. Where it is one to begin with, another
+        is as good, and this peer's own remains one."""
+        if likely.lineage is not None:
+            self._undelivered[likely.lineage] = None
+            if len(self._undelivered) > UNDELIVERED_MAX:
+                del self._undelivered[next(iter(self._undelivered))]
+            return
         self.lacks_state = True
         self._failed += 1
+
+    def awaits(self, likely: LikelySteps) -> None:
+        """A state of others is being asked for."""
+        self.lacks_state = self.lacks_state or likely.lineage is None
 
     def moved(self, step: int, rounds: int) -> None:
         """This peer has taken a state of this step, and of so many rounds."""
@@ -111,7 +126,11 @@ class RunPosition:
         is_further, is_apart = lower_median(steps) > step, self._is_apart(step, lineage, others)
         if self._local_steps is not None:
             is_new = not self.is_joined or self.lacks_state
+            if self._is_beginning(others):
+                return self._first_state(lineage, others)
             return self.local_state(others) if is_apart or (is_new and is_further) else None
+        if step == 0 and self._is_beginning(others):
+            return self._first_state(lineage, others)
         if not self.has_progress(step):
             likely = newcomer_steps(steps, SLACK_STEPS, are_equal=True)
             if self._failed >= DISAGREED_MAX:
@@ -128,6 +147,29 @@ class RunPosition:
         """Return which state a peer takes where each makes steps of its own."""
         slack = SLACK_STEPS * (self._local_steps or 1)
         return newcomer_steps([report.step for report in others], slack, are_equal=False)
+
+    def _is_beginning(self, others: Sequence[Report]) -> bool:
+        """Whether neither this peer nor the others have anything that is worth more than what any of them
+        began with: with a target batch nobody has made a step, with local steps nobody has averaged."""
+        if self._local_steps is None:
+            return lower_median([report.step for report in others]) == 0
+        beyond = YOUNG_ROUNDS * self._local_steps + 1
+        return self._is_young and not any(
+            report.rounds.reaches(1) or report.step.reaches(beyond) for report in others
+        )
+
+    def _first_state(self, lineage: bytes, others: Sequence[Report]) -> LikelySteps | None:
+        """Return which state a run begins with, None where it is this peer's own. Its holders made a copy
+        when they joined, so nobody waits for it."""
+        near = [report for report in others if self._local_steps is not None or report.step.equals(0)]
+        found = [report.lineage for report in near if report.lineage not in self._undelivered]
+        if not found:
+            return None
+        chosen = beginning(lineage if self.is_joined else None, found)
+        if chosen == lineage:
+            return None
+        last = 0 if self._local_steps is None else YOUNG_ROUNDS * self._local_steps
+        return LikelySteps(0, last, lineage=chosen)
 
     def _is_apart(self, step: int, lineage: bytes, others: Sequence[Report]) -> bool:
         """Whether others came to where they are by other steps, and this peer is to come over to them."""

@@ -66,6 +66,16 @@ class Session:
         """What the node is doing for this run now."""
         return self.error or self._run.status
 
+    @property
+    def is_looking(self) -> bool:
+        """Return whether the node looks for the group of a round, which can be left at no cost to others."""
+        return self._run.is_looking
+
+    @property
+    def is_receiving(self) -> bool:
+        """Return whether a state of others is on its way here."""
+        return self._run.is_receiving
+
     def wants_state(self, step: int) -> bool:
         """Return whether somebody waits for a copy of this peer's state, which is at `step`."""
         return self._run.wants_state(step) and not self.error
@@ -163,15 +173,27 @@ class Session:
         return Pending(self._begin(fetch), self._portal)
 
     def offer(
-        self, step: int, rounds: int, lineage: bytes, arrays: dict[str, tuple[str, tuple[int, ...], Array]]
+        self,
+        step: int,
+        rounds: int,
+        lineage: bytes,
+        arrays: dict[str, tuple[str, tuple[int, ...], Array]],
+        good_seconds: float,
     ) -> None:
-        """Hand out this state, a copy that nobody changes any more, to those that join late."""
-        self._begin(partial(self._offer, step, rounds, lineage, arrays))
+        """Hand out this state, a copy that nobody changes any more, to those that join late, for so long
+        after its step is over."""
+        self._begin(partial(self._offer, step, rounds, lineage, arrays, good_seconds))
 
     async def _offer(
-        self, step: int, rounds: int, lineage: bytes, arrays: dict[str, tuple[str, tuple[int, ...], Array]]
+        self,
+        step: int,
+        rounds: int,
+        lineage: bytes,
+        arrays: dict[str, tuple[str, tuple[int, ...], Array]],
+        good_seconds: float,
     ) -> None:
-        self._run.offer(await self._run.compute(partial(make_snapshot, step, rounds, lineage, arrays)))
+        made = await self._run.compute(partial(make_snapshot, step, rounds, lineage, arrays))
+        self._run.offer(made, good_seconds)
 
     def close(self) -> None:
         """Take no further part."""

@@ -17,13 +17,14 @@ from gossip.claims import LikelySteps
 from node.averaging.loss_bound import is_within, loss_max
 from node.averaging.snapshot import Snapshot
 from node.optimizer.layout import Layout
-from node.optimizer.session import Session
+from node.optimizer.session import Pending, Session
 from node.optimizer.state import check_state, put_state, size_of
 
 STATE_SECONDS_MAX = 600.0
 """For one attempt to catch up; a state of many gigabytes over a slow link takes minutes."""
 TRIED_MAX = 4
 """States tried in one attempt, each by a call of `own_loss`."""
+POLL_SECONDS = 0.02
 
 
 class Takeover:
@@ -42,6 +43,13 @@ class Takeover:
         self._counts = counts
         self._own_loss = own_loss
         self._first = self._loss() if own_loss is not None else 0.0
+        self._pending: Pending[Snapshot] | None = None
+        self._begun = 0.0
+        self.lasted_seconds = 0.0
+        """How long the last attempt took, over all calls."""
+        self._refused: set[PeerId] = set()
+        self._tries = 0
+        self._fault = ""
         self.refused_count = 0
         """States that were refused for their loss."""
 
@@ -49,34 +57,64 @@ class Takeover:
         """Other tensors are trained from now on."""
         self._layout, self._counts = layout, counts
 
-    def take(self, session: Session, likely: LikelySteps) -> Snapshot | str:
+    def take(
+        self, session: Session, likely: LikelySteps, may_wait: Callable[[float, float], bool]
+    ) -> Snapshot | str | None:
         """Put a state of a likely step in place of the own one and return it; or return why there is none,
-        where the own one stays."""
-        end = time.perf_counter() + STATE_SECONDS_MAX
+        where the own one stays. None: it is still on its way, for the next call. `may_wait` is called all the
+        time with the seconds of this call so far, and since the state was first asked for."""
+        called = time.perf_counter()
         check = partial(check_state, layout=self._layout, counts=self._counts)
-        refused: set[PeerId] = set()
-        fault = ""
-        for _ in range(TRIED_MAX):
-            pending = session.fetch(
-                likely, bytes_max=size_of(self._layout), check=check, passed_over=frozenset(refused)
-            )
-            pending.wait(end - time.perf_counter())
-            found = pending.outcome() if pending.is_over else "no state came in time"
+        while True:
+            if self._pending is None:
+                self._begun = self._begun or called
+                self._pending = session.fetch(
+                    likely, bytes_max=size_of(self._layout), check=check, passed_over=frozenset(self._refused)
+                )
+            while not self._pending.is_over:
+                now = time.perf_counter()
+                if now - self._begun > STATE_SECONDS_MAX:
+                    return self._give_up("no state came in time")
+                if not may_wait(now - called, now - self._begun):
+                    return None
+                self._pending.wait(POLL_SECONDS)
+            found, self._pending = self._pending.outcome(), None
             if isinstance(found, str):
-                pending.cancel()
-                return fault or found
+                return self._give_up(found)
             if self._own_loss is None:
                 put_state(found, self._layout, self._optimizers, self._counts)
+                self._end()
                 return found
             try:
-                fault = self._try(found)
+                self._fault = self._try(found)
             except Exception as error:  # whatever a person's function raises
+                self._end()
                 return f"own_loss failed, so no state was taken: {type(error).__name__}: {error}"
-            if not fault:
+            if not self._fault:
+                self._end()
                 return found
             self.refused_count += 1
-            refused.update(found.holders)
-        return fault
+            self._refused.update(found.holders)
+            self._tries += 1
+            if self._tries >= TRIED_MAX:
+                return self._give_up("")
+
+    def cancel(self) -> None:
+        """Want no state any more."""
+        if self._pending is not None:
+            self._pending.cancel()
+        self._end()
+
+    def _give_up(self, reason: str) -> str:
+        reason = self._fault or reason
+        self.cancel()
+        return reason
+
+    def _end(self) -> None:
+        if self._begun:
+            self.lasted_seconds = time.perf_counter() - self._begun
+        self._pending, self._begun = None, 0.0
+        self._refused, self._tries, self._fault = set(), 0, ""
 
     def _try(self, found: Snapshot) -> str:
         """Put a state in place if its loss is within the bound; why it is refused, empty where it is not."""

@@ -29,14 +29,13 @@ from gossip.averaging.group import Aggregate
 from gossip.averaging.reduction import Vector
 from gossip.averaging.strategies import Strategy
 from gossip.claims import LikelySteps
-from gossip.roster import Report
 from node.averaging.rounds import Round, Wanted
 from node.averaging.signature import Row
 from node.optimizer.batch import BatchSamples
 from node.optimizer.differences import Differences, classes_of
+from node.optimizer.handout import Handout
 from node.optimizer.health import Health
-from node.optimizer.hyperparameters import differences, settings_of
-from node.optimizer.joined import JoinedOptimizer
+from node.optimizer.hyperparameters import settings_of
 from node.optimizer.layout import Layout
 from node.optimizer.moments import keep_above_zero, moments_of
 from node.optimizer.place import RunPlace
@@ -46,10 +45,12 @@ from node.optimizer.samples import SampleCounter
 from node.optimizer.schedule import GlobalScheduler, Schedules
 from node.optimizer.session import Exchanged, Pending, Session
 from node.optimizer.settings import Settings, Stats
-from node.optimizer.state import copy_state, outer_arrays, outer_of
+from node.optimizer.state import outer_of
 from node.optimizer.status import StatusLine
 from node.optimizer.takeover import Takeover
+from node.optimizer.tracked import TrackedOptimizer
 from node.optimizer.trained import TrainedTensors
+from node.optimizer.waiting import Waits
 
 log = logging.getLogger("peerloom")
 WINDOW_STEPS = 3.0
@@ -60,12 +61,17 @@ SILENT_SECONDS = 3.0
 then does something else, and takes the step over later."""
 TOLD_SECONDS = 1.0
 """Within which peers have told each other whether a round succeeded."""
+STATE_WAIT_SECONDS = 1.0
+"""How long one call waits for a state of others, or for its first bytes where the optimizer is made; the next
+one waits on. It takes as long as its holders' steps, which are out of this peer's sight."""
 CATCH_UP_PAUSES = 2.0
 """A member whose attempt to catch up failed trains on for so many times as long as that took, before the
 next."""
+CATCH_UP_PAUSES_NEW = 0.5
+"""The same for one that has nothing of its own: alone with peers that never answer it has to train too."""
 
 
-class PeerOptimizer(JoinedOptimizer):
+class PeerOptimizer(TrackedOptimizer):
     """See the module. Made by `node.sync(...).optimizer(...)`.
 
     Long because its two ways to step share what is counted, averaged and caught up with.
@@ -88,6 +94,8 @@ class PeerOptimizer(JoinedOptimizer):
         self._lineage = self._tensors.digest()
         self._position = RunPosition(settings.local_steps)
         self._takeover = Takeover(self._tensors, self._inner, self._trained.counts, settings.own_loss)
+        self._handout = Handout(self._tensors, self._inner, self._trained.counts, settings.local_steps)
+        self._waits = Waits(settings.run_id)
         self._catch_up_at = 0.0
         self._gathered: Vector | None = None
         self._gathered_samples = 0
@@ -158,22 +166,6 @@ class PeerOptimizer(JoinedOptimizer):
     # What a user sees beside that
 
     @property
-    def status(self) -> str:
-        """One sentence: what this peer does in its run or waits for, for how long, and what ends that."""
-        reports = [] if self._session is None else self._session.view.reports
-        drift = differences(self._used, self.global_step, reports, self.param_groups)
-        parts = [self._health.sickness() or self._line.sentence(), self._health.failures(), drift]
-        return "; ".join(part for part in parts if part)
-
-    @property
-    def _status(self) -> str:
-        return self._line.text
-
-    @_status.setter
-    def _status(self, text: str) -> None:
-        self._line.say(text)
-
-    @property
     def stats(self) -> Stats:
         """Where this peer and its run are."""
         if self._session is not None:
@@ -215,6 +207,7 @@ class PeerOptimizer(JoinedOptimizer):
 
     def close(self) -> None:
         """Take no further part in the run; it goes on as the plain optimizer."""
+        self._takeover.cancel()
         if self._session is not None:
             self._session.close()
         self._status = "left the run"
@@ -252,6 +245,7 @@ class PeerOptimizer(JoinedOptimizer):
         self._sent, self._moments = self._tensors, []
         self._counter.parameters = self._trained.all_parameters
         self._takeover.train(self._tensors, self._trained.counts)
+        self._handout.train(self._tensors, self._trained.counts)
         self._codecs = own_codecs(self.settings.codec, self._tensors.dtype)
         self._update(samples_dropped=self._stats.samples_dropped + self._gathered_samples)
         self._gathered, self._gathered_samples = None, 0
@@ -273,6 +267,9 @@ class PeerOptimizer(JoinedOptimizer):
         self._position.is_joined = True
         self._quietly(self._tell)
         self._quietly(self._begin_strategy)
+        # For those that begin at the same time: this script may load its data for minutes before its first
+        # step. The copy is made before there are gradients, so that no more memory is taken than later.
+        self._quietly(self._share, is_first=True)
         if self._status == "joining":
             self._status = self._alone_or_not()
 
@@ -290,35 +287,36 @@ class PeerOptimizer(JoinedOptimizer):
             except (KeyError, ValueError):  # what others handed over lacks something
                 self._strategy = self._make_strategy(vector)
 
-    @property
-    def _others(self) -> list[Report]:
-        """What the other members say that have a state."""
-        assert self._session is not None
-        return self._position.others(self._session.view.reports)
+    def _state_to_take(self) -> LikelySteps | None:
+        """Return which state of others this peer takes now; None where it takes none."""
+        if self._session is None or time.perf_counter() < self._catch_up_at:
+            return None
+        return self._position.state_to_take(self.global_step, self._lineage, self._others)
 
     def _catch_up_if_behind(self) -> bool:
-        """Load the state of others where they are further or went another way. Whether it was loaded."""
-        begun = time.perf_counter()
-        if begun < self._catch_up_at:
-            return False
-        likely = self._position.state_to_take(self.global_step, self._lineage, self._others)
+        """Load the state of others where they are further or went another way. Whether this peer is behind:
+        it was loaded, or is on its way here."""
+        likely = self._state_to_take()
         if likely is None:
+            self._takeover.cancel()
             return False
-        is_loaded = self._catch_up(likely)
-        if not is_loaded and self._position.has_progress(self.global_step):
-            ended = time.perf_counter()
-            self._catch_up_at = ended + CATCH_UP_PAUSES * (ended - begun)
-        elif not is_loaded:
-            self._position.missed()
-        return is_loaded
+        return self._catch_up(likely)
 
     def _catch_up(self, likely: LikelySteps) -> bool:
         assert self._session is not None
-        self._status = f"catching up: fetching the state of the run, {self._session.view.peers} peers"
-        found = self._takeover.take(self._session, likely)
+        found = self._takeover.take(self._session, likely, self._may_wait_for_state)
         self._update(states_refused=self._takeover.refused_count)
+        if found is None:
+            if not self._position.has_progress(self.global_step):
+                self._position.awaits(likely)
+            return True
         if isinstance(found, str):
             self._status = f"behind the run: {found}"
+            pauses = CATCH_UP_PAUSES
+            if not self._position.has_progress(self.global_step):
+                self._position.missed(likely)
+                pauses = CATCH_UP_PAUSES_NEW
+            self._catch_up_at = time.perf_counter() + pauses * self._takeover.lasted_seconds
             return False
         self._begin_strategy(outer_of(found, self._tensors))
         rounds = self._stats.rounds
@@ -336,6 +334,23 @@ class PeerOptimizer(JoinedOptimizer):
         self._used = b""  # others made that step
         self._status = f"caught up with step {self.global_step}"
         return True
+
+    def _may_wait_for_state(self, call_seconds: float, seconds: float) -> bool:
+        """Say what a call that catches up waits for, and return whether it may wait on. With local steps a
+        member trains meanwhile."""
+        session = self._session
+        assert session is not None
+        what, end = "the state of the run to arrive", "training with it begins then"
+        if not session.is_receiving:
+            what = f"the state of the run, from {session.view.peers} peers"
+            end = "it comes once a peer that has it makes its next step"
+        self._say_waiting("catching up", what, seconds, end)
+        if not self._position.is_joined:
+            return session.is_receiving or call_seconds < STATE_WAIT_SECONDS
+        return self.settings.local_steps is None and call_seconds < STATE_WAIT_SECONDS
+
+    def _say_waiting(self, where: str, what: str, seconds: float, end: str) -> None:
+        self._status = self._waits.said(where, what, seconds, end, self._step_seconds)
 
     # Local steps
 
@@ -418,6 +433,7 @@ class PeerOptimizer(JoinedOptimizer):
         target = self.settings.target_batch_size or 1
         gradients = self._trained.gradients()
         if self._session is not None and self._quietly(self._catch_up_if_behind):
+            # The gradients are of a state that is given up.
             self._update(samples_dropped=self._stats.samples_dropped + samples)
             return 0.0
         if not samples and not self._gathered_samples:
@@ -465,9 +481,10 @@ class PeerOptimizer(JoinedOptimizer):
         not, and all try again. It takes them a moment to say which."""
         begun = time.perf_counter()
         while self._session is not None and time.perf_counter() - begun < TOLD_SECONDS:
-            if self._position.is_passed(self.global_step, self._others):
+            if self._state_to_take() is not None:
                 self._quietly(self._catch_up_if_behind)
                 return
+            self._share()
             time.sleep(POLL_SECONDS)
 
     def _hold_round(self, mean: Vector, samples: int) -> Round | str:
@@ -475,19 +492,23 @@ class PeerOptimizer(JoinedOptimizer):
         assert self._session is not None
         self._tell()
         weight = float(samples) if self.settings.weighting == "samples" else 1.0
-        pending = self._session.average(mean, weight, self._wanted(self.global_step))
+        wanted = self._wanted(self.global_step)
+        pending = self._session.average(mean, weight, wanted)
         begun = time.perf_counter()
         while not pending.wait(POLL_SECONDS):
             waited = time.perf_counter() - begun
-            text = f"step {self.global_step}: waiting for {waited:.1f} s; {self._session.status}"
-            self._status = text
+            is_looking = self._session.is_looking
+            limit = wanted.window_seconds if is_looking else self.settings.round_seconds_max
+            end = f"after {limit:.0f} s at most it goes on without those that are missing"
+            self._say_waiting(f"step {self.global_step}", self._session.status or "a group", waited, end)
+            self._share()  # others may need this state to come to the round
             if waited > self.settings.round_seconds_max:
                 pending.cancel()
                 return f"the round was not over after {waited:.0f} s"
-            is_late = waited > self._window_seconds
-            if is_late and self._position.is_passed(self.global_step, self._others):
+            # In a group the others may be done a moment before this peer is.
+            if (is_looking or waited > wanted.window_seconds) and self._state_to_take() is not None:
                 pending.cancel()
-                return "the others made this step already"
+                return "the others have made this step already, or began with another state"
         return pending.outcome()
 
     def _make_step(self, mean: Vector | None, samples: int, digest: bytes) -> float:
@@ -560,9 +581,6 @@ class PeerOptimizer(JoinedOptimizer):
         self._update(rounds_failed=failed, last_round=made or self._stats.last_round, last_error=error)
         self._status = f"nothing was averaged: {error}"
 
-    def _update(self, **changed: Any) -> None:
-        self._stats = Stats(**{**vars(self._stats), **changed})
-
     def _tell(self) -> None:
         if self._session is not None and self._position.is_joined:
             self._session.tell(
@@ -574,45 +592,13 @@ class PeerOptimizer(JoinedOptimizer):
                 settings=self._used,
             )
 
-    def _share(self) -> None:
-        """Copy the state out where somebody waits for it."""
-        if self._session is not None and self._session.wants_state(self.global_step):
-            outer = {} if self._strategy is None else self._strategy.state()
-            arrays = copy_state(self._tensors, self._inner, self._trained.counts) | outer_arrays(outer)
-            self._session.offer(self.global_step, self._stats.rounds, self._lineage, arrays)
-
-    def _alone_or_not(self) -> str:
-        if self._session is None or self._session.error:
-            return "alone: " + (self._session.error if self._session is not None else "not in a run")
-        view = self._session.view
-        others = self._others
-        if others and self._position.is_alone(others):
-            unlikely = (
-                f"alone at step {self.global_step}: the others claim steps that the run cannot have reached"
-            )
-            return f"{unlikely}; if they are right, start this script again to take their state"
-        if view.peers:
-            return f"step {self.global_step}, {view.peers} peers{self._unlike()}"
-        return f"alone in run {self.settings.run_id!r}{self._unlike()}"
-
-    def _unlike(self) -> str:
-        """Name what others under this run's name do otherwise."""
-        strays = self._trained.strays()
-        signatures = () if self._session is None else self._session.view.stranger_signatures
-        texts = [] if self._differences is None else self._differences.texts(signatures)
-        return "".join(f"; {text}" for text in [*texts, *([strays] if strays else [])])
+    def _share(self, *, is_first: bool = False) -> None:
+        """Copy the state out where somebody waits for it, and when this peer joins."""
+        if self._session is not None and not self._position.lacks_state:
+            share = self._handout.make if is_first else self._handout.share
+            share(self._session, self.global_step, self._stats.rounds, self._lineage, self._strategy)
 
     def _progress_text(self) -> str:
         target = self.settings.target_batch_size
         peers = 0 if self._session is None else self._session.view.peers
         return f"step {self.global_step}: {self._total_samples()} of {target} samples, {peers} peers"
-
-    def _quietly(self, part: Callable[..., Any], *arguments: Any) -> Any:
-        """Do a part that concerns the run; where it fails by a bug or a full disk, training goes on."""
-        try:
-            return part(*arguments)
-        except Exception as error:
-            self._status = f"the run's part failed here: {type(error).__name__}: {error}"
-            log.error("%s", self._status, exc_info=error)
-            self._update(last_error=self._status)
-            return None

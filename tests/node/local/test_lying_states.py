@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import trio
 
-from node.averaging.participation import SNAPSHOT_SECONDS
+from node.averaging.offered import SNAPSHOT_SECONDS
 from node.averaging.snapshot import Snapshot, make_snapshot
 from node.local.trainer import LocalTrainer
 from partition.run.local_settings import LocalSettings

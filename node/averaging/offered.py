@@ -1,0 +1,63 @@
+"""Copies of a participant's state that it hands out: which one is current, and how long each is kept.
+
+A copy is current while this peer stands at its step. With local steps, where each state is a little unlike
+the others' anyway, it is so for a while longer; with a target batch a peer that takes one of an earlier step
+is behind at once, and has to ask again.
+"""
+
+from dataclasses import dataclass
+
+from node.averaging.snapshot import Snapshot
+
+COPIES_MAX = 2
+"""The newest two: one that is fetched is not taken away by the next."""
+SNAPSHOT_SECONDS = 10.0
+"""With local steps, so long a copy may be handed out after its step is over."""
+KEPT_SECONDS = 60.0
+"""After its step is over and nobody has fetched a chunk of it for so long, a copy makes room: it takes as
+much memory as the state."""
+
+
+@dataclass
+class _Copy:
+    snapshot: Snapshot
+    made_at: float
+    good_seconds: float
+    used_at: float
+
+
+class OfferedStates:
+    """The copies of one run."""
+
+    def __init__(self) -> None:
+        self._copies: list[_Copy] = []
+
+    def add(self, now: float, snapshot: Snapshot, good_seconds: float) -> None:
+        """This is the state now. It may be handed out for so long after this peer has gone on."""
+        self._copies = [*self._copies, _Copy(snapshot, now, good_seconds, now)][-COPIES_MAX:]
+
+    def current(self, now: float, step: int, own_step: int) -> Snapshot | None:
+        """Return the newest copy at `step` or later that a peer at `own_step` may hand out."""
+        for copy in reversed(self._copies):
+            reached = copy.snapshot.table.step
+            is_good = reached >= own_step or now - copy.made_at < copy.good_seconds
+            if reached >= step and is_good:
+                copy.used_at = now
+                return copy.snapshot
+        return None
+
+    def with_digest(self, now: float, digest: bytes) -> Snapshot | None:
+        """Return the copy with this digest, if it is still kept."""
+        for copy in self._copies:
+            if copy.snapshot.table.digest == digest:
+                copy.used_at = now
+                return copy.snapshot
+        return None
+
+    def moved(self, now: float, own_step: int) -> None:
+        """This peer is at this step: forget copies of earlier ones that nobody fetches."""
+        self._copies = [
+            copy
+            for copy in self._copies
+            if copy.snapshot.table.step >= own_step or now - copy.used_at < KEPT_SECONDS
+        ]

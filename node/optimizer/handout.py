@@ -1,0 +1,56 @@
+"""Copies of the state for peers that join late: when one is made, and what is in it."""
+
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from gossip.averaging.strategies import Strategy
+from node.averaging.offered import SNAPSHOT_SECONDS
+from node.optimizer.layout import Layout
+from node.optimizer.session import Session
+from node.optimizer.state import copy_state, outer_arrays
+
+COPY_PAUSES = 9.0
+"""A copy is made after so many times as long as the last one took, so that peers that ask for one at each
+step cost a tenth of the time."""
+
+
+class Handout:
+    """How one optimizer hands out its state. The training thread calls it, where nothing changes a tensor."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        optimizers: Sequence[torch.optim.Optimizer],
+        counts: Mapping[str, torch.Tensor],
+        local_steps: int | None,
+    ) -> None:
+        self._layout = layout
+        self._optimizers = optimizers
+        self._counts = counts
+        # With a target batch whoever takes the state of an earlier step is behind at once.
+        self._good_seconds = 0.0 if local_steps is None else SNAPSHOT_SECONDS
+        self._next_at = 0.0
+
+    def train(self, layout: Layout, counts: Mapping[str, torch.Tensor]) -> None:
+        """Other tensors are trained from now on."""
+        self._layout, self._counts = layout, counts
+
+    def share(
+        self, session: Session, step: int, rounds: int, lineage: bytes, strategy: Strategy | None
+    ) -> None:
+        """Make a copy where somebody waits for it."""
+        if session.wants_state(step) and time.perf_counter() >= self._next_at:
+            self.make(session, step, rounds, lineage, strategy)
+
+    def make(
+        self, session: Session, step: int, rounds: int, lineage: bytes, strategy: Strategy | None
+    ) -> None:
+        """Make a copy of the state at this step."""
+        begun = time.perf_counter()
+        outer = {} if strategy is None else strategy.state()
+        arrays = copy_state(self._layout, self._optimizers, self._counts) | outer_arrays(outer)
+        session.offer(step, rounds, lineage, arrays, self._good_seconds)
+        ended = time.perf_counter()
+        self._next_at = ended + COPY_PAUSES * (ended - begun)

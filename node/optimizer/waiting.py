@@ -1,0 +1,31 @@
+"""What a call that waits for others says meanwhile: in `status` all the time, in the log once it takes long.
+
+A training loop stands still in such a call, so nobody reads `status` then but from another thread.
+"""
+
+import logging
+import time
+
+log = logging.getLogger("peerloom")
+LOGGED_SECONDS_MIN = 1.0
+"""A wait that is shorter is told in `status` alone: steps of a small model take less than a millisecond."""
+PAUSE_SECONDS = 10.0
+"""Between two lines of one optimizer: who waits at each step is told so now and then."""
+
+
+class Waits:
+    """The waits of one optimizer."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._logged_at = 0.0
+
+    def said(self, where: str, what: str, seconds: float, end: str, step_seconds: float) -> str:
+        """Return the status of a call that has waited for `what` for so long, and log it where that is longer
+        than a step takes; `end` says what would end it."""
+        status = f"{where}: waiting for {seconds:.1f} s for {what}; {end}"
+        now = time.perf_counter()
+        if seconds > max(LOGGED_SECONDS_MIN, step_seconds) and now >= self._logged_at:
+            self._logged_at = now + PAUSE_SECONDS
+            log.warning("run %r: %s", self._run_id, status)
+        return status
