@@ -396,7 +396,8 @@ class Participation:
         expected = self.expectations.of(near)
         window, patience = wanted.window_seconds, wanted.patience_seconds
         size_hoped = 0 if spot is None else spot.size
-        if not expected and (near or wanted.round is not None):
+        are_others_busy = wanted.round is not None and self.roster.own.has_state and self.roster.reports
+        if not expected and (near or are_others_busy):
             # Whoever is ready all the same enters, and those right behind it.
             window, size_hoped = min(window, UNAWAITED_SECONDS), GROUP_MEMBERS_MAX
             patience = patience if wanted.round is None else 2 * window
@@ -492,7 +493,7 @@ class Participation:
             if (round is None or (report.step.is_near(round, SLACK_STEPS) and report.step.reaches(round - 1)))
             and (report.has_state or not trains)
             # A script that has joined and not made its first batch may load its data for minutes.
-            and (round is None or report.step.reaches(1) or report.samples.reaches(1))
+            and (round is None or not trains or report.step.reaches(1) or report.samples.reaches(1))
         )
 
     def matched(self, event: object) -> None:
@@ -562,9 +563,6 @@ class Participation:
             useless.update(found.holders)
         raise Unreachable("unknown", error)
 
-    def _receiving(self) -> None:
-        self.is_receiving = True
-
     async def _fetch(
         self,
         step: int,
@@ -601,7 +599,7 @@ class Participation:
             step_max=step_max,
             likely=likely,
             rng=seams.rng,
-            receiving=self._receiving,
+            receiving=partial(setattr, self, "is_receiving", True),
         )
         self._service.publish(
             StateFetched(

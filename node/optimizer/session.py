@@ -16,6 +16,7 @@ from crypto.identity import PeerId
 from gossip.averaging.reduction import Vector
 from gossip.averaging.strategies import Mean, Strategy
 from gossip.claims import LikelySteps
+from node.averaging.offered import SNAPSHOT_SECONDS
 from node.averaging.participation import Participation
 from node.averaging.rounds import Round, RunView, Wanted
 from node.averaging.snapshot import Array, Snapshot, make_snapshot
@@ -178,7 +179,7 @@ class Session:
         rounds: int,
         lineage: bytes,
         arrays: dict[str, tuple[str, tuple[int, ...], Array]],
-        good_seconds: float,
+        good_seconds: float = SNAPSHOT_SECONDS,
     ) -> None:
         """Hand out this state, a copy that nobody changes any more, to those that join late, for so long
         after its step is over."""

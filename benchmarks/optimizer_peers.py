@@ -1,0 +1,130 @@
+"""Four scripts that train one small GPT by `me.optimizer(..., target_batch_size=256)`, beside others.
+
+A GPT of 0.83 million parameters reads the tree's own documents, batches of 16, one thread a process. `ours`
+are four nodes; `silent` are four scripts that talk to nobody, each with a model of its own; `hivemind` are
+four of its optimizers, where PEERLOOM_HIVEMIND names the folders that it and the numpy it needs are installed
+in (see `dht_sockets.py`). The kinds take turns in one run, each from the same first values and for equal
+seconds, so that a busy machine slows all alike. Samples a second are of all four; the loss is on text that
+nobody trained on, the median of the four. `blocked` is the share of the time that `step` worked or waited for
+the run.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from _figures import Goal, arguments, leave, report
+
+COUNT = 4
+SECONDS, TURNS, SECONDS_QUICK = 25.0, 3, 6.0
+ENDED_SECONDS = 20.0
+HIVEMIND = os.environ.get("PEERLOOM_HIVEMIND", "")
+RIVAL_GOAL, SILENT_GOAL, BLOCKED_GOAL = 2.0, 0.7, 15.0
+PEER = Path(__file__).with_name("_gpt_peer.py")
+
+
+class Script:
+    """One process, and what it is told."""
+
+    def __init__(self, kind: str, number: int, folder: str) -> None:
+        environment = dict(os.environ)
+        if kind == "hivemind":
+            environment["PYTHONPATH"] = HIVEMIND
+        self.process = subprocess.Popen(
+            [sys.executable, str(PEER), kind, str(number), str(COUNT), folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+        )
+
+    def tell(self, **document: Any) -> None:
+        assert self.process.stdin is not None
+        print(json.dumps(document), file=self.process.stdin, flush=True)
+
+    def answer(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError("a script ended before its answer")
+        return json.loads(line)
+
+
+def turn(kind: str, seconds: float) -> dict[str, Any]:
+    """Four scripts from their start to the end of their training."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        scripts = [Script(kind, number, folder) for number in range(COUNT)]
+        try:
+            address = ""
+            for script in scripts:
+                script.tell(address=address)
+                address = address or script.answer()["address"]
+            for script in scripts[1:]:
+                script.answer()
+            for script in scripts:
+                script.answer()
+            for order in ({}, {"seconds": seconds}):
+                for script in scripts:
+                    script.tell(**order)
+            found = [script.answer() for script in scripts]
+            for script in scripts:
+                script.tell()
+            for script in scripts:
+                script.process.wait(ENDED_SECONDS)
+        finally:
+            for script in scripts:
+                script.process.kill()
+                script.process.wait()
+    row: dict[str, Any] = {
+        "kind": kind,
+        "samples_per_second": round(sum(each["samples_per_second"] for each in found), 1),
+        "held_out_loss": round(statistics.median(each["loss"] for each in found), 3),
+        "in_step_percent": round(100 * statistics.mean(each["in_step"] for each in found), 1),
+        "longest_step_seconds": round(max(each["longest"] for each in found), 2),
+    }
+    if kind == "ours":
+        row["blocked_percent"] = round(100 * statistics.mean(each["blocked"] for each in found), 1)
+        row["steps"] = min(each["steps"] for each in found)
+    return row
+
+
+def main() -> int:
+    flags = arguments(__doc__ or "")
+    kinds = ["silent", "ours", *(["hivemind"] if HIVEMIND else [])]
+    seconds, turns = (SECONDS_QUICK, 1) if flags.quick else (SECONDS, TURNS)
+    rows = [turn(kind, seconds) | {"turn": number} for number in range(turns) for kind in kinds]
+
+    def figure(kind: str, name: str) -> float:
+        return statistics.median(row[name] for row in rows if row["kind"] == kind)
+
+    speed = figure("ours", "samples_per_second")
+    share = speed / figure("silent", "samples_per_second")
+    goals = [
+        Goal("samples a second, ours beside four that do not talk", share, ">=", SILENT_GOAL),
+        Goal("blocked, percent of the time", figure("ours", "blocked_percent"), "<=", BLOCKED_GOAL),
+    ]
+    if HIVEMIND:  # a comparison is a goal only where both were measured in this run
+        ratio = speed / figure("hivemind", "samples_per_second")
+        goals += [
+            Goal("samples a second, times hivemind's", ratio, ">=", RIVAL_GOAL),
+            Goal(
+                "held-out loss after equal seconds",
+                figure("ours", "held_out_loss"),
+                "<=",
+                figure("hivemind", "held_out_loss"),
+            ),
+        ]
+    if not flags.quick:  # a few steps say nothing
+        loss = figure("silent", "held_out_loss")
+        goals.append(Goal("held-out loss, beside silent", figure("ours", "held_out_loss"), "<=", loss))
+    return report("optimizer_peers", rows, goals, as_json=flags.json)
+
+
+if __name__ == "__main__":
+    leave(main())
