@@ -1,0 +1,105 @@
+"""What an idle peer, a slow one and one that comes and goes cost the steps of five others.
+
+Eight nodes on loopback, in threads of one process; a step takes a sleep and a small model. Five train. Then
+three more join: one that makes a step and no more, as a notebook whose cell has ended, one that is four times
+slower, and one that leaves after some seconds and comes back. Compared is the share of their time in which
+`step` of the five worked or waited for the run (`blocked_seconds`), beside what it was before the three came.
+"""
+
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from _figures import Goal, arguments, leave, report
+from silence import BATCH, JOINED_SECONDS, LOCAL_STEPS, SLOWNESS, STEP_SECONDS, Trainer, settings
+
+from node.library.sync import SyncNode, sync
+
+PUNCTUAL = 5
+BEFORE_SECONDS, SECONDS, SECONDS_QUICK = 10.0, 60.0, 16.0
+AWAY_SHARE = 4
+"""The one that comes and goes is there, or away, for a quarter of the time."""
+WAITS_GOAL = 5.0
+OPTIONS: dict[str, dict[str, Any]] = {
+    "batch": {"target_batch_size": 2 * PUNCTUAL * BATCH, "batch_size": BATCH},
+    "local": {"local_steps": LOCAL_STEPS, "batch_size": BATCH},
+}
+
+
+def blocked(members: list[Trainer], seconds: float, play: Any = time.sleep) -> list[float]:
+    """Return the percent of the time in which `step` of each waits for the run."""
+    before = [each.optimizer.stats.blocked_seconds for each in members]
+    begun = time.monotonic()
+    play(seconds)
+    lasted = time.monotonic() - begun
+    after = [each.optimizer.stats.blocked_seconds for each in members]
+    return [100 * (b - a) / lasted for a, b in zip(before, after, strict=True)]
+
+
+def play(nodes: list[SyncNode], mode: str, seconds: float) -> dict[str, Any]:
+    options = OPTIONS[mode]
+    with ExitStack() as stack:
+        members = [Trainer(me, mode, STEP_SECONDS, options) for me in nodes[:PUNCTUAL]]
+        for each in members:
+            stack.callback(each.close)
+        end = time.monotonic() + JOINED_SECONDS
+        while time.monotonic() < end and min(each.optimizer.stats.rounds for each in members) < 3:
+            time.sleep(0.05)
+        without = blocked(members, BEFORE_SECONDS)
+        steps = [each.optimizer.global_step for each in members]
+
+        def beside(seconds: float) -> None:
+            idle = Trainer(nodes[PUNCTUAL], mode, STEP_SECONDS, options)
+            slow = Trainer(nodes[PUNCTUAL + 1], mode, SLOWNESS * STEP_SECONDS, options)
+            stack.callback(idle.close)
+            stack.callback(slow.close)
+            idle.end()
+            for _ in range(AWAY_SHARE // 2):
+                guest = Trainer(nodes[PUNCTUAL + 2], mode, STEP_SECONDS, options)
+                time.sleep(seconds / AWAY_SHARE)
+                guest.close()
+                time.sleep(seconds / AWAY_SHARE)
+
+        during = blocked(members, seconds, beside)
+        made = [each.optimizer.global_step - n for each, n in zip(members, steps, strict=True)]
+        for each in members:
+            each.end()
+    more = [after - before for before, after in zip(without, during, strict=True)]
+    return {
+        "mode": mode,
+        "blocked_percent_without": round(statistics.median(without), 1),
+        "with": round(statistics.median(during), 1),
+        "more_percent_of_the_worst": round(max(more), 1),
+        "steps": min(made),
+    }
+
+
+def main() -> int:
+    flags = arguments(__doc__ or "")
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        nodes: list[SyncNode] = []
+        for number in range(PUNCTUAL + 3):
+            seed = nodes[0].addresses[0] if nodes else ""
+            nodes.append(stack.enter_context(sync(settings(folder, f"n{number}", seed))))
+        for each in nodes:
+            each.wait_for_members(len(nodes) - 1)
+        modes = ["batch"] if flags.quick else list(OPTIONS)
+        rows = [play(nodes, mode, SECONDS_QUICK if flags.quick else SECONDS) for mode in modes]
+    goals = [
+        Goal(f"waits for the three, percent of a member's time, {row['mode']}", row[key], "<=", WAITS_GOAL)
+        for row in rows
+        for key in ("more_percent_of_the_worst",)
+    ]
+    return report("mixed_peers", rows, goals, as_json=flags.json)
+
+
+if __name__ == "__main__":
+    leave(main())
