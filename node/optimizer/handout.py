@@ -42,15 +42,26 @@ class Handout:
     ) -> None:
         """Make a copy where somebody waits for it."""
         if session.wants_state(step) and time.perf_counter() >= self._next_at:
-            self.make(session, step, rounds, lineage, strategy)
+            self._make(session, step, rounds, lineage, strategy, self._good_seconds)
 
-    def make(
+    def share_first(
         self, session: Session, step: int, rounds: int, lineage: bytes, strategy: Strategy | None
     ) -> None:
-        """Make a copy of the state at this step."""
+        """Make a copy of the state that this peer begins with, for as long as it has made no step."""
+        self._make(session, step, rounds, lineage, strategy, 0.0)
+
+    def _make(
+        self,
+        session: Session,
+        step: int,
+        rounds: int,
+        lineage: bytes,
+        strategy: Strategy | None,
+        good_seconds: float,
+    ) -> None:
         begun = time.perf_counter()
         outer = {} if strategy is None else strategy.state()
         arrays = copy_state(self._layout, self._optimizers, self._counts) | outer_arrays(outer)
-        session.offer(step, rounds, lineage, arrays, self._good_seconds)
+        session.offer(step, rounds, lineage, arrays, good_seconds)
         ended = time.perf_counter()
         self._next_at = ended + COPY_PAUSES * (ended - begun)

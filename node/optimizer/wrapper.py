@@ -595,7 +595,7 @@ class PeerOptimizer(TrackedOptimizer):
     def _share(self, *, is_first: bool = False) -> None:
         """Copy the state out where somebody waits for it, and when this peer joins."""
         if self._session is not None and not self._position.lacks_state:
-            share = self._handout.make if is_first else self._handout.share
+            share = self._handout.share_first if is_first else self._handout.share
             share(self._session, self.global_step, self._stats.rounds, self._lineage, self._strategy)
 
     def _progress_text(self) -> str:

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import threading
 import time
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -108,7 +109,7 @@ def _peer(
         me.wait_for_members(count - 1, ANSWER_SECONDS)
         pipe.send("in")
         until = pipe.recv()
-        time.sleep(stagger)
+        threading.Event().wait(stagger)
         pipe.send(_train(pipe, me, number, model, plain, until))
         pipe.recv()  # until the others have their figures too
 
@@ -128,7 +129,7 @@ def _train(pipe: Connection, me: SyncNode, number: int, model: Any, plain: Any, 
         batch = torch.randn(BATCH, 32, generator=generator)
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(batch), batch[:, :10].argmax(1)).backward()  # type: ignore[no-untyped-call]  # torch's
-        time.sleep(PAUSE_SECONDS)
+        threading.Event().wait(PAUSE_SECONDS)
         begun, starved = time.monotonic(), _starved_seconds()
         optimizer.step()
         seconds = time.monotonic() - begun
