@@ -6,7 +6,6 @@ own experience, and nobody is told.
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from math import inf
 from statistics import median
 
 from crypto.identity import PeerId
@@ -23,6 +22,9 @@ BRIEF_FACTOR = 2.0
 """A peer that may never come is awaited for so many times what it is worth (`Attendance.attended`)."""
 BRIEF_SECONDS_MIN = 0.25
 """The shortest wait for a peer that has not come in time yet: the others may be busy for a moment."""
+JOINING_SECONDS = 2.0
+"""How long the first round waits for a listed peer that has no state yet. It may have joined a moment ago and
+be ready: its report of that is told again after a second where it is lost."""
 ENDED_KEPT_MAX = 4
 """Wishes that are over and are kept: it shows who comes late under one of them, and those are told so."""
 
@@ -58,11 +60,18 @@ class Expectations:
 
     def is_brief(self, peer: PeerId) -> bool:
         """Return whether a group waits for this peer for `brief_seconds` only."""
-        return not self.attendance.is_reliable(peer)
+        return self._is_joining(peer) or not self.attendance.is_reliable(peer)
+
+    def _is_joining(self, peer: PeerId) -> bool:
+        """Return whether this peer has no state yet, where this one has."""
+        report = self._roster.reports.get(peer)
+        return self._roster.own.has_state and report is not None and not report.has_state
 
     def brief_seconds(self, awaited: int) -> float:
         """Return how long a group of so many waits for a peer that may never come."""
-        interval_seconds = median(self._intervals) if self._intervals else inf
+        if not self._intervals:  # then all but those that are joining are awaited for the whole window
+            return JOINING_SECONDS
+        interval_seconds = median(self._intervals)
         return max(BRIEF_SECONDS_MIN, BRIEF_FACTOR * interval_seconds / max(1, awaited))
 
     def leaves_out(self, peer: PeerId) -> bool:

@@ -392,7 +392,7 @@ class Participation:
 
         fits_all = len(self.walk.axes) < 2
         # In a grid it is not known who stands in which cell, only how many do.
-        near = self._expected(wanted.round) if wanted.round is not None or fits_all else ()
+        near = self._awaited(wanted.round) if wanted.round is not None or fits_all else ()
         expected = self.expectations.of(near)
         window, patience = wanted.window_seconds, wanted.patience_seconds
         size_hoped = 0 if spot is None else spot.size
@@ -468,7 +468,7 @@ class Participation:
             if not new:
                 continue
             told.update(new)
-            expected = set(self.expectations.of(self._expected(round))) if are_expected else set()
+            expected = set(self.expectations.of(self._awaited(round))) if are_expected else set()
             awaited = [peer for peer in new if peer in expected]
             others = [peer for peer in new if peer not in expected]
             self._service.match(lambda now, awaited=awaited: matches.expect(now, key, awaited))  # type: ignore[misc]  # bound now
@@ -479,6 +479,10 @@ class Participation:
             return self._items, self._dtype
         self._items, self._dtype = vector.size, ("float64" if vector.dtype.itemsize == 8 else "float32")
         return self._items, self._dtype
+
+    def _awaited(self, round: int | None) -> Sequence[PeerId]:  # noqa: A002 - the field's word
+        """Return who should come; without a number also those that are joining, who may be ready already."""
+        return tuple(self.roster.reports) if round is None else self._expected(round)
 
     def _expected(self, round: int | None) -> Sequence[PeerId]:  # noqa: A002 - the field's word
         """Return who should come: in a numbered round all who are as far as this peer, or were so one step

@@ -3,6 +3,7 @@
 import numpy as np
 import trio
 
+from node.averaging.expectations import JOINING_SECONDS
 from node.averaging.participation import Participation
 from node.averaging.rounds import Round, Wanted
 from sim.worlds.scheduling import run_virtually
@@ -10,6 +11,10 @@ from tests.stack import swarm
 
 SIGNATURE = bytes([7]) * 32
 WANTED = Wanted(window_seconds=4.0, patience_seconds=60.0)
+
+
+def tell_state(run: Participation) -> None:
+    run.tell(step=0, samples=0, rounds=0, lineage=bytes(32), has_state=True)
 
 
 async def hold(run: Participation, value: float, wanted: Wanted, found: dict[str, Round], name: str) -> None:
@@ -54,3 +59,54 @@ def test_a_numbered_wish_reaches_a_peer_that_enters_the_run_later() -> None:
     run_virtually(play)
     assert {name: made.error for name, made in found.items()} == {"a": "", "b": ""}
     assert all(made.vector is not None and np.allclose(made.vector, 2.0) for made in found.values())
+
+
+def test_a_first_group_waits_for_a_listed_peer_that_is_joining() -> None:
+    """Its report says that it has no state yet; a moment later it has, and is ready."""
+    found: dict[str, Round] = {}
+
+    async def play() -> None:
+        async with swarm("abc", preset="lan") as group:
+            runs = {name: node.averaging.open("early", SIGNATURE) for name, node in group.nodes.items()}
+            with trio.fail_after(60):
+                for run in runs.values():
+                    await run.wait_for_peers(2)
+            tell_state(runs["a"])
+            tell_state(runs["b"])
+            await trio.sleep(1.0)
+            async with trio.open_nursery() as nursery:
+                for name in "ab":
+                    nursery.start_soon(hold, runs[name], 1.0, WANTED, found, name)
+                await trio.sleep(0.5)
+                tell_state(runs["c"])
+                nursery.start_soon(hold, runs["c"], 4.0, WANTED, found, "c")
+
+    run_virtually(play)
+    assert {name: made.error for name, made in found.items()} == dict.fromkeys("abc", "")
+    assert {len(made.shares) for made in found.values()} == {3}
+
+
+def test_a_peer_that_joins_for_long_holds_up_one_round_briefly() -> None:
+    found: dict[str, Round] = {}
+    seconds: list[float] = []
+
+    async def play() -> None:
+        async with swarm("abc", preset="lan") as group:
+            runs = {name: node.averaging.open("early", SIGNATURE) for name, node in group.nodes.items()}
+            with trio.fail_after(60):
+                for run in runs.values():
+                    await run.wait_for_peers(2)
+            for name in "ab":
+                tell_state(runs[name])
+            await trio.sleep(1.0)
+            for _ in range(3):
+                begun = trio.current_time()
+                async with trio.open_nursery() as nursery:
+                    for name in "ab":
+                        nursery.start_soon(hold, runs[name], 1.0, WANTED, found, name)
+                seconds.append(trio.current_time() - begun)
+
+    run_virtually(play)
+    assert {len(made.shares) for made in found.values()} == {2}
+    assert JOINING_SECONDS <= seconds[0] < JOINING_SECONDS + 0.5, seconds
+    assert max(seconds[1:]) < 0.5, seconds
