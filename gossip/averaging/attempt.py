@@ -62,17 +62,14 @@ from gossip.averaging.messages import (
 )
 from gossip.averaging.outcome import Averaged, Equivocation, Failed, Patience, Reason
 from gossip.averaging.parts import chunk_count
+from gossip.averaging.questions import Questions
 from gossip.averaging.reduction import Vector
 from gossip.averaging.scatter import Scatter, check_vector
 from gossip.averaging.statements import Statements
 
 Sends = list[tuple[PeerId, AttemptMessage]]
-ANSWER_SECONDS_MIN = 0.05
-"""Between two answers to one member's questions for facts."""
 STALL_SECONDS = 1.0
 """A deadline that is met so much later was missed by this machine, not by others."""
-RELAYS_MAX = 4
-"""How often a member may ask for the whole vector again, chunk by chunk."""
 
 
 class Attempt:
@@ -117,16 +114,14 @@ class Attempt:
         self._gather = Gather(group, self._owners, self._place, self._codec)
         self._lost: dict[int, None] = {}
         self._silent: set[int] = set()
+        self._begun: set[int] = set()
         self._unsent: tuple[int, ...] = ()
         # Chunks to be sent to each place, as (is it reduced, owner, number): dictionaries for their order.
         self._queues: dict[int, dict[tuple[bool, int, int], None]] = {place: {} for place in self._others}
         self._statements = Statements(signer, self._peers, self._place)
         self._haves: dict[int, HaveBody] = {}
         self._set: tuple[Held, ...] = ()
-        self._relayed: dict[int, int] = {}
-        self._asked: dict[tuple[int, int], None] = {}
-        self._ask_turn = 0
-        self._answered: dict[int, float] = {}
+        self._questions = Questions(sum(map(chunk_count, self._owners.values())))
         unawaited = [place for place in self._others if self._peers[place] in silent]
         self._agreement = Agreement(self._others, unawaited)
         self._signs = FirstSigns(self._others, self._patience.unheard_seconds, now)
@@ -209,13 +204,14 @@ class Attempt:
 
     @property
     def unsent(self) -> tuple[PeerId, ...]:
-        """Members with tensors that did not send this one its part in time; empty where it reduces nothing.
-        What it holds itself is the only evidence: that others hold nothing of a member is their word."""
+        """Members with tensors that did not send this one its part in time; where it reduces nothing, those
+        that are not in the commit and did not send their commitment. What came here is the only evidence:
+        that others hold nothing of a member is their word."""
         return tuple(self._peers[place] for place in self._unsent)
 
-    def has_heard(self, peer: PeerId) -> bool:
-        """Return whether this member sent anything."""
-        return self._signs.has(self._place_of(peer))
+    def has_begun(self, peer: PeerId) -> bool:
+        """Return whether this member sent anything of tensors."""
+        return self._place_of(peer) in self._begun
 
     # What the shell tells.
 
@@ -261,15 +257,15 @@ class Attempt:
             return []
         self._signs.note(place, now)
         match message:
-            case Chunk(phase="scatter"):
-                if self._is_scattering:
-                    size = self._scatter.take_chunk(place, message)
-                    self._arrivals.note(now, place, size)
-                    self._moved(size)
             case Chunk():
-                self._take_reduced(place, message)
-            case Commitment() | Have() | Seal():
-                self._take_fact(place, message)
+                self._begun.add(place)
+                self._take_chunk(place, message)
+            case Commitment(fact=fact):
+                self._take_commitment(place, fact)
+            case Have(fact=fact):
+                self._take_have(fact)
+            case Seal(fact=fact):
+                self._take_seal(fact)
             case Ask():
                 return self._answer(place, message)
             case Holding(digest=digest):
@@ -282,17 +278,6 @@ class Attempt:
             case _:
                 assert_never(message)
         return self._advance()
-
-    def _take_fact(self, place: int, message: Commitment | Have | Seal) -> None:
-        match message:
-            case Commitment(fact=fact):
-                self._take_commitment(place, fact)
-            case Have(fact=fact):
-                self._take_have(fact)
-            case Seal(fact=fact):
-                self._take_seal(fact)
-            case _:
-                assert_never(message)
 
     def opened(self, now: float, peer: PeerId) -> Sends:
         """This peer has opened a stream for this attempt: it is there."""
@@ -312,8 +297,8 @@ class Attempt:
             return []
         if place in self._owners and self._is_scattering:
             # It cannot have reduced anything: that takes this member's have-set.
-            return self._fail(Reason.OWNER_LOST, place)
-        if place in self._owners and not self._is_scattering:
+            return self._fail(Reason.OWNER_LOST, place, *self._overdue)
+        if place in self._owners:
             # Others may hold the last that it said: ask them at once, and do not wait for long.
             self._ask_at = now
             if place not in self._haves:
@@ -389,6 +374,26 @@ class Attempt:
             seconds = min(seconds, self._patience.ask_seconds * (len(self._others) + 1))
         return self._progress_at + seconds
 
+    @property
+    def _gone(self) -> set[int]:
+        """The lost members that cannot be reached. A silent one may be late, and is told all the same."""
+        return self._lost.keys() - self._silent
+
+    @property
+    def _overdue(self) -> list[int]:
+        """Who holds up this member, once half of their time is over: a member that withdraws may have waited
+        for the same ones, and for a moment longer."""
+        patience, now = self._patience, self._now
+        found = self._signs.overdue(self._lost, now)
+        if self._is_scattering:
+            is_late = now >= self._scatter_until - patience.scatter_seconds / 2
+            found += [p for p in self._unsettled() if is_late and not self._scatter.has_begun(p)]
+        elif not self._gather.commit and now >= self._phase_until - patience.commit_seconds / 2:
+            found += [place for place in self._owners if place not in self._haves]
+        elif self._gather.commit and now >= self._progress_at + patience.stall_seconds / 2:
+            found += self._gather.incomplete
+        return [place for place in found if place not in self._lost]
+
     def _unsettled(self) -> list[int]:
         return [place for place in self._scatter.unsettled() if place not in self._lost]
 
@@ -409,9 +414,8 @@ class Attempt:
 
     def _say_have(self) -> Sends:
         sends = self._commit_own()
-        gone = self._lost.keys() - self._silent
-        others = (place for place in self._scatter.senders if place != self._place and place not in gone)
-        self._unsent = tuple(place for place in others if not self._scatter.holds(place))
+        senders = [place for place in self._scatter.senders if place not in self._gone]
+        self._unsent = tuple(place for place in senders if not self._scatter.holds(place))
         body = self._scatter.have()
         fact = self._statements.make(HAVE_PURPOSE, encode(body))
         self._haves[self._place] = body
@@ -469,6 +473,9 @@ class Attempt:
         )
         commit = blake3(self.id + b"".join(encode(body) for body in bodies)).digest()
         mine = self._owners.get(self._place)
+        if mine is None:
+            left = set(self._scatter.senders) - self._gone - {self._place, *(entry.place for entry in common)}
+            self._unsent = tuple(sorted(place for place in left if not self._scatter.has_begun(place)))
         sources = [] if mine is None else self._scatter.sources(self._set)
         self._gather.begin(commit, mine, sources, reduction_of(self.group.terms.aggregate))
         self._phase_until = self._now + self._patience.gather_seconds
@@ -493,10 +500,16 @@ class Attempt:
         fact = self._statements.make(SEAL_PURPOSE, body)
         return self._to_all(Seal(self.id, fact))
 
-    def _take_reduced(self, place: int, message: Chunk) -> None:
+    def _take_chunk(self, place: int, message: Chunk) -> None:
+        if message.phase == "scatter":
+            if self._is_scattering:
+                size = self._scatter.take_chunk(place, message)
+                self._arrivals.note(self._now, place, size)
+                self._moved(size)
+            return
         if message.place not in self._gather.parts or message.place == self._place:
             raise RemoteProtocolError("a reduced chunk of a member that does not reduce it")
-        if place != message.place and (message.place, place) not in self._asked:
+        if place != message.place and not self._questions.has_asked(message.place, place):
             raise RemoteProtocolError("a reduced chunk that was not asked for")
         if self.result is None:
             self._moved(self._gather.take_chunk(message))
@@ -545,12 +558,11 @@ class Attempt:
             return [(self._peers[place], Ask(self.id, self._place)) for place in alive]
         sends: Sends = self._seal() if self._place in self._gather.parts else []
         is_slow = self._now >= self._progress_at + self._patience.ask_seconds
-        self._ask_turn += 1
+        self._questions.begin()
         for place in self._gather.incomplete:
             candidates = [p for p in (place, *(p for p in alive if p != place)) if p in alive]
             if candidates and (is_slow or place in self._lost) and place != self._place:
-                asked = candidates[self._ask_turn % len(candidates)]
-                self._asked[place, asked] = None
+                asked = self._questions.choose(place, candidates)
                 missing = self._gather.parts[place].missing[:CHUNKS_ASKED_MAX]
                 sends.append((self._peers[asked], Ask(self.id, place, missing)))
         return sends
@@ -558,20 +570,15 @@ class Attempt:
     def _answer(self, place: int, message: Ask) -> Sends:
         """Tell the facts that this member knows, and put the chunks that it holds in the queue."""
         part = self._gather.parts.get(message.place)
-        if part is not None and part.is_whole and self._gather.commit and place not in self._lost:
-            budget = RELAYS_MAX * sum(chunk_count(owner) for owner in self._owners.values())
+        if part is not None and part.is_whole and self._gather.commit and place not in self._gone:
             for number in message.chunks:
-                if number in part.checksums and self._relayed.get(place, 0) < budget:
-                    self._relayed[place] = self._relayed.get(place, 0) + 1
+                if number in part.checksums and self._questions.may_relay(place):
                     self._queues[place][True, message.place, number] = None
-        if self._now < self._answered.get(place, -inf) + ANSWER_SECONDS_MIN:
-            return []
-        self._answered[place] = self._now
-        return self._tell_facts(place)
+        return self._tell_facts(place) if self._questions.may_answer(place, self._now) else []
 
     def _tell_facts(self, place: int) -> Sends:
         """Tell a member the have-sets and seals that this one knows."""
-        if place in self._lost:
+        if place in self._gone:
             return []
         kinds: dict[str, type[Have] | type[Seal]] = {HAVE_PURPOSE: Have, SEAL_PURPOSE: Seal}
         facts = [(kinds[said], fact) for said, fact in self._statements.of_others_than(place, kinds)]
@@ -590,18 +597,17 @@ class Attempt:
             self._progress_at = self._now
 
     def _to_all(self, message: AttemptMessage) -> Sends:
-        return [(self._peers[place], message) for place in self._others if place not in self._lost]
+        return [(self._peers[place], message) for place in self._others if place not in self._gone]
 
     def _fail(self, reason: Reason, *suspects: int) -> Sends:
         if self.result is not None:
             raise LocalProtocolError("an attempt has one result")
         places = dict.fromkeys((*suspects, *(place for place in self._lost if place in self._owners)))
         found = [place for place in places if place != self._place]
-        gone = self._lost.keys() - self._silent
         self.result = Failed(
             reason,
-            tuple(self._peers[place] for place in found if place not in gone),
-            tuple(self._peers[place] for place in found if place in gone),
+            tuple(self._peers[place] for place in found if place not in self._gone),
+            tuple(self._peers[place] for place in found if place in self._gone),
         )
         if reason is Reason.INCOMPLETE:
             # What this member holds may still help others.

@@ -11,7 +11,8 @@ and it decides three things here:
 
 Each time that a peer costs is answered by a time without it, `COST_FACTOR` times as long and doubled with
 each repetition, so what a silent or slow peer can cost is a bounded share of the time. A completed round
-forgives failures, and coming in time forgives lateness.
+forgives failures, and coming in time forgives lateness. A peer that completed a round before is excused once
+in a while: an honest machine stalls now and then, and two members that leave each other out train apart.
 
 Not here: who may take part (`gossip.roster`), and the agreement on a group (`gossip.matchmaking`).
 """
@@ -29,6 +30,9 @@ BACKOFF_SECONDS_MAX = 600.0
 """A peer that has recovered is in again after ten minutes, whatever it cost before."""
 LEFT_OUT_SECONDS_MIN = 10.0
 """For the first failure: an attempt that ends at once, by a broken stream, is not tried again at once."""
+EXCUSE_SECONDS = 600.0
+"""Between two failures of one peer for which it is not left out, where it has completed a round before. So a
+peer that means ill costs one attempt more in ten minutes."""
 WITHDRAWALS_MAX = 3
 """Withdrawals in a row, with no completed round between them, that count as a failure. A member withdraws
 when its attempt has failed by somebody else's silence, and declines where it is in another group already."""
@@ -43,7 +47,8 @@ class _Record:
     """What one peer did. `misses` count since it last came in time while it was waited for."""
 
     has_completed: bool = False
-    has_ever_completed: bool = False
+    is_known: bool = False
+    excused_at: float = -inf
     failures: int = 0
     withdrawals: int = 0
     left_out_until: float = -inf
@@ -70,6 +75,10 @@ def backoff_seconds(cost_seconds: float, times: int) -> float:
     return float(min(BACKOFF_SECONDS_MAX, COST_FACTOR * cost_seconds * 2 ** min(times - 1, DOUBLINGS_MAX)))
 
 
+def _left_out_seconds(cost_seconds: float, times: int) -> float:
+    return backoff_seconds(max(LEFT_OUT_SECONDS_MIN / COST_FACTOR, cost_seconds), times)
+
+
 class Attendance:
     """One peer's experience with the others in one run."""
 
@@ -84,7 +93,7 @@ class Attendance:
         """These contributed to a round that was completed here."""
         for peer in peers:
             record = self._record(peer)
-            record.has_completed = record.has_ever_completed = True
+            record.has_completed = record.is_known = True
             record.failures = record.withdrawals = 0
             record.left_out_until = -inf
             record.is_tried = False
@@ -93,12 +102,23 @@ class Attendance:
         """An attempt that took so long failed, or took longer, for want of what these did not send."""
         for peer in peers:
             record = self._record(peer)
-            record.failures += 1
             record.withdrawals = 0
-            record.has_completed = record.is_tried = False
-            pause = max(LEFT_OUT_SECONDS_MIN / COST_FACTOR, seconds)
-            record.left_out_until = now + backoff_seconds(pause, record.failures)
             record.misses, record.is_back = max(1, record.misses), False
+            if record.is_known and now >= record.excused_at + EXCUSE_SECONDS:
+                record.excused_at = now
+                continue
+            record.failures += 1
+            record.has_completed = record.is_tried = False
+            record.left_out_until = now + _left_out_seconds(seconds, record.failures)
+
+    def disputed(self, now: float, peers: Iterable[PeerId], seconds: float) -> None:
+        """An attempt that took so long failed, or took longer, between one of these and another member, and
+        this peer cannot tell who is at fault. Those that have never completed a round are left out, each time
+        for as long as for a first failure."""
+        for peer in peers:
+            record = self._record(peer)
+            if not record.is_known:
+                record.left_out_until = max(record.left_out_until, now + _left_out_seconds(seconds, 1))
 
     def withdrew(self, now: float, peers: Iterable[PeerId], seconds: float) -> None:
         """An attempt that took so long failed since these withdrew from it."""
@@ -169,10 +189,10 @@ class Attendance:
         record = self._records.get(peer)
         return record is not None and record.has_completed
 
-    def has_ever_completed(self, peer: PeerId) -> bool:
-        """Return whether this peer was in a round that was completed here, whatever it did since."""
+    def is_known(self, peer: PeerId) -> bool:
+        """Return whether this peer was ever in a round that was completed here."""
         record = self._records.get(peer)
-        return record is not None and record.has_ever_completed
+        return record is not None and record.is_known
 
     def is_passed_over(self, peer: PeerId) -> bool:
         """Return whether this peer failed to propose a group when it last was its turn."""

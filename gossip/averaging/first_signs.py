@@ -20,10 +20,6 @@ class FirstSigns:
         """This member was heard."""
         self._heard.setdefault(place, now)
 
-    def has(self, place: int) -> bool:
-        """Return whether this member was ever heard."""
-        return place in self._heard
-
     def missing(self, lost: Collection[int]) -> list[int]:
         """The members, without the lost ones, of which nothing was heard."""
         return [place for place in self._others if place not in self._heard and place not in lost]
@@ -32,6 +28,14 @@ class FirstSigns:
         """When to wait no longer for those; inf where there is none."""
         if not self.missing(lost):
             return inf
+        return self.begun_at + self._seconds
+
+    def overdue(self, lost: Collection[int], now: float) -> list[int]:
+        """Those members, once half of the time for them is over."""
+        return self.missing(lost) if now >= self.begun_at + self._seconds / 2 else []
+
+    @property
+    def _seconds(self) -> float:
         delays = sorted(self._heard.values())[: len(self._others) // 2 + 1]
         usual = delays[-1] - self.begun_at if delays else 0.0
-        return self.begun_at + max(self._seconds_min, UNHEARD_FACTOR * usual)
+        return max(self._seconds_min, UNHEARD_FACTOR * usual)

@@ -121,6 +121,10 @@ class Scatter:
             self._refused[place] = None
         return root == committed
 
+    def has_begun(self, place: int) -> bool:
+        """Return whether anything of the tensors of this sender came."""
+        return place in self._incoming or place in self._commitments
+
     def unsettled(self) -> list[int]:
         """The senders of which this owner may still get its part."""
         return [p for p in self.senders if not self.holds(p) and p not in self._refused]

@@ -22,6 +22,8 @@ BRIEF_FACTOR = 2.0
 """A peer that may never come is awaited for so many times what it is worth (`Attendance.attended`)."""
 BRIEF_SECONDS_MIN = 0.25
 """The shortest wait for a peer that has not come in time yet: the others may be busy for a moment."""
+DISPUTED_SECONDS = 1.0
+"""An attempt that took so long was held up by somebody, though this member got all that it waited for."""
 JOINING_SECONDS = 2.0
 """How long the first round waits for a listed peer that has no state yet. It may have joined a moment ago and
 be ready: its report of that is told again after a second where it is lost."""
@@ -127,14 +129,23 @@ class Expectations:
         now = self._clock.monotonic()
         # What was missing because this machine stood still says nothing of others.
         unsent = () if attempt.has_stood_still else attempt.unsent
+        others = [peer for peer in attempt.group.peers if peer != self._me]
         if isinstance(result, Averaged):
             self.attendance.failed(now, unsent, seconds)
             self.attendance.completed(peer for peer in result.shares if peer != self._me)
+            if seconds >= DISPUTED_SECONDS and not attempt.has_stood_still:
+                self.attendance.disputed(now, set(attempt.excluded).difference(unsent, [self._me]), seconds)
             self._refresh()
             return False
         if attempt.has_stood_still:
             return True
-        self.attendance.failed(now, dict.fromkeys((*result.suspects, *unsent)), seconds)
-        self.attendance.withdrew(now, result.withdrew, seconds)
+        suspects = dict.fromkeys((*result.suspects, *unsent))
+        self.attendance.failed(now, suspects, seconds)
+        is_disputed = any(map(self.attendance.is_known, result.withdrew)) and seconds >= DISPUTED_SECONDS
+        strangers = [peer for peer in others if not self.attendance.is_known(peer)]
+        if is_disputed and strangers and not suspects:
+            self.attendance.disputed(now, strangers, seconds)
+        elif not suspects:  # else those that withdrew were let down by them
+            self.attendance.withdrew(now, result.withdrew, seconds)
         self._refresh()
-        return not result.suspects or any(map(attempt.has_heard, result.suspects))
+        return not result.suspects or any(map(attempt.has_begun, result.suspects))

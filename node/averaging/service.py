@@ -323,7 +323,7 @@ class Averaging:
 
     def _standing(self, key: bytes, peer: PeerId) -> Standing:
         run = self._runs.get(key)
-        if run is not None and run.expectations.attendance.has_ever_completed(peer):
+        if run is not None and run.expectations.attendance.is_known(peer):
             return Standing.COMPLETED
         return Standing.LISTED if run is not None and run.roster.lists(peer) else Standing.UNKNOWN
 

@@ -3,6 +3,7 @@
 from crypto.identity import PeerId
 from gossip.averaging.attendance import (
     BACKOFF_SECONDS_MAX,
+    EXCUSE_SECONDS,
     LEFT_OUT_SECONDS_MIN,
     RECORDS_MAX,
     WITHDRAWALS_MAX,
@@ -110,3 +111,31 @@ def test_one_group_that_a_left_out_peer_proposes_is_taken_each_time() -> None:
     assert [attendance.declines(3.0, PUNCTUAL) for _ in range(2)] == [False, True]
     attendance.completed([PUNCTUAL])
     assert not any(attendance.declines(4.0, PUNCTUAL) for _ in range(3))
+
+
+def test_a_peer_that_completed_a_round_is_excused_once_in_a_while() -> None:
+    attendance = Attendance()
+    attendance.completed([PUNCTUAL])
+    attendance.failed(0.0, [PUNCTUAL, SILENT], 4.0)
+    assert attendance.is_left_out(1.0, SILENT)
+    assert not attendance.is_left_out(1.0, PUNCTUAL)
+    assert not attendance.is_waited_for(1.0, PUNCTUAL), "until it comes again"
+    attendance.came(PUNCTUAL)
+    assert attendance.is_waited_for(1.0, PUNCTUAL)
+    attendance.completed([PUNCTUAL])
+    attendance.failed(EXCUSE_SECONDS - 1.0, [PUNCTUAL], 4.0)
+    assert attendance.is_left_out(EXCUSE_SECONDS, PUNCTUAL), "it costs one attempt more in ten minutes"
+    attendance.completed([PUNCTUAL])
+    attendance.failed(EXCUSE_SECONDS, [PUNCTUAL], 4.0)
+    assert not attendance.is_left_out(EXCUSE_SECONDS, PUNCTUAL)
+
+
+def test_only_strangers_are_left_out_over_a_dispute() -> None:
+    attendance, pauses = Attendance(), []
+    attendance.completed([PUNCTUAL])
+    for number in range(5):
+        now = 1_000.0 * number
+        attendance.disputed(now, [PUNCTUAL, SILENT], 4.0)
+        assert not attendance.is_left_out(now, PUNCTUAL)
+        pauses.append(next(s for s in range(1_000) if not attendance.is_left_out(now + s, SILENT)))
+    assert pauses == [32] * 5, "a dispute is no proof, so it does not add up"

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
-from gossip.averaging.attempt import ANSWER_SECONDS_MIN
 from gossip.averaging.codecs import view_of
 from gossip.averaging.messages import (
     COMMITMENT_PURPOSE,
@@ -23,6 +22,7 @@ from gossip.averaging.messages import (
     Message,
 )
 from gossip.averaging.outcome import Averaged
+from gossip.averaging.questions import ANSWER_SECONDS_MIN
 from gossip.averaging.reduction import Vector
 from tests.gossip.averaging.network import Averaging, Rounds, group_of, mean_of, members_of, vectors_of
 from tests.gossip.swarm import HashSigner, peer_of

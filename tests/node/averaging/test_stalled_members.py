@@ -1,0 +1,160 @@
+"""Members that stall, or enter groups and send nothing, beside honest ones: whole nodes in virtual time."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+
+from gossip.averaging.outcome import Failed, Reason
+from node.averaging.participation import Participation
+from node.averaging.rounds import Wanted
+from sim.executor import SimExecutor
+from sim.worlds.scheduling import run_virtually
+from tests.stack import swarm
+
+SIGNATURE = bytes([7]) * 32
+ROUND_SECONDS = 0.4
+SMALL, LARGE = 64, 16_384
+"""Numbers of which one member reduces all, and of which each member reduces a part."""
+STALL_SECONDS = 6.0
+APART_SECONDS = 9.0
+"""What a stall of that length may cost; it was 21 to 46 s."""
+SILENT_SECONDS = 7.0
+"""What a silent member may cost once: the first sign of it is waited for 3.5 s, a proposal of it for 2 s."""
+
+
+class Members:
+    """Honest members that average again and again, and when each completed a round."""
+
+    def __init__(self, runs: dict[str, Participation], items: int) -> None:
+        self.runs = runs
+        self.completed_at: dict[str, list[float]] = {name: [trio.current_time()] for name in runs}
+        self.blamed: set[tuple[str, str]] = set()
+        self._items = items
+
+    async def train(self, name: str) -> None:
+        value = np.full(self._items, float(ord(name)), np.float32)
+        while True:
+            await trio.sleep(ROUND_SECONDS)
+            made = await self.runs[name].average(value, 1.0, Wanted())
+            if made.vector is not None:
+                self.completed_at[name].append(trio.current_time())
+
+    async def watch(self) -> None:
+        while True:
+            for name, run in self.runs.items():
+                self.blamed |= {
+                    (name, n) for n, other in self.runs.items() if run.expectations.leaves_out(other.peer)
+                }
+            await trio.sleep(0.25)
+
+    @property
+    def longest_seconds(self) -> float:
+        """The longest time that any of them went without a round, until the last one of all."""
+        return max(
+            later - earlier
+            for times in self.completed_at.values()
+            for earlier, later in zip(times, [*times[1:], trio.current_time()], strict=True)
+        )
+
+
+class Slow(SimExecutor):
+    """An executor that computes nothing until some time."""
+
+    until = 0.0
+
+    async def run(self, function: Any, *, seconds: float = 0.0, apart: bool = False) -> Any:
+        await trio.sleep_until(max(self.until, trio.current_time()))
+        return await super().run(function, seconds=seconds, apart=apart)
+
+
+@pytest.mark.parametrize(
+    ("names", "kind", "items"),
+    [
+        ("ab", "late", SMALL),
+        ("ab", "late", LARGE),
+        ("ab", "frozen", LARGE),
+        ("ab", "computing", SMALL),
+        ("ab", "computing", LARGE),
+        ("abc", "late", SMALL),
+        ("abc", "computing", LARGE),
+    ],
+)
+def test_a_stall_costs_honest_members_little_more_than_its_length(
+    monkeypatch: pytest.MonkeyPatch, names: str, kind: str, items: int
+) -> None:
+    original, stalls = Participation._attempt, set[bytes]()
+
+    async def late(self: Participation, *arguments: Any) -> Any:
+        if self.peer in stalls:
+            stalls.remove(self.peer)
+            await trio.sleep(STALL_SECONDS)
+        return await original(self, *arguments)
+
+    monkeypatch.setattr(Participation, "_attempt", late)
+
+    async def play() -> None:
+        executors = {name: Slow() for name in names}
+        async with swarm(names, executors=executors) as group:
+            runs = {name: node.averaging.open("stall", SIGNATURE) for name, node in group.nodes.items()}
+            for run in runs.values():
+                await run.wait_for_peers(len(names) - 1)
+            members = Members(runs, items)
+            async with trio.open_nursery() as nursery:
+                for name in names:
+                    nursery.start_soon(members.train, name)
+                nursery.start_soon(members.watch)
+                await trio.sleep(4.0)
+                assert all(len(times) > 4 for times in members.completed_at.values())
+                stalled = group.nodes["a"].peer
+                if kind == "late":
+                    stalls.add(stalled)
+                elif kind == "frozen":
+                    group.medium.freeze(stalled, STALL_SECONDS)
+                executors["a"].until = trio.current_time() + (0.0 if kind == "late" else STALL_SECONDS)
+                await trio.sleep(13.0)
+                assert members.longest_seconds < APART_SECONDS, members.completed_at
+                assert not members.blamed
+                nursery.cancel_scope.cancel()
+
+    run_virtually(play)
+
+
+@pytest.mark.parametrize(("names", "items"), [("ab", SMALL), ("ab", LARGE), ("abc", LARGE)])
+def test_a_member_that_enters_groups_and_sends_nothing_is_blamed_alone(
+    monkeypatch: pytest.MonkeyPatch, names: str, items: int
+) -> None:
+    original, silent_peers = Participation._attempt, set[bytes]()
+
+    class Nothing:
+        sent_bytes = received_bytes = 0
+
+    async def silent(self: Participation, *arguments: Any) -> Any:
+        if self.peer in silent_peers:
+            await trio.sleep(1.0)
+            return Nothing, Failed(Reason.CANCELLED)
+        return await original(self, *arguments)
+
+    monkeypatch.setattr(Participation, "_attempt", silent)
+
+    async def play() -> None:
+        async with swarm(names + "s") as group:
+            runs = {name: node.averaging.open("silent", SIGNATURE) for name, node in group.nodes.items()}
+            for run in runs.values():
+                await run.wait_for_peers(len(names))
+            silent_peers.add(runs["s"].peer)
+            members = Members({name: runs[name] for name in names}, items)
+            enters = Members({"s": runs["s"]}, items)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(enters.train, "s")
+                for name in names:
+                    nursery.start_soon(members.train, name)
+                nursery.start_soon(members.watch)
+                await trio.sleep(18.0)
+                assert members.longest_seconds < SILENT_SECONDS, members.completed_at
+                assert all(len(times) > 15 for times in members.completed_at.values())
+                assert not members.blamed
+                nursery.cancel_scope.cancel()
+
+    run_virtually(play)
