@@ -101,7 +101,7 @@ def main() -> int:
     rows = [turn(kind, seconds) | {"turn": number} for number in range(turns) for kind in kinds]
 
     def figure(kind: str, name: str) -> float:
-        return statistics.median(row[name] for row in rows if row["kind"] == kind)
+        return float(statistics.median(row[name] for row in rows if row["kind"] == kind))
 
     speed = figure("ours", "samples_per_second")
     share = speed / figure("silent", "samples_per_second")

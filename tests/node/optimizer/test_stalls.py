@@ -1,7 +1,9 @@
-"""One stall of an honest member, as of a machine that swaps or sleeps, ends no run. In `make soak`: a minute
-goes by until the two that blamed each other meet."""
+"""One stall of an honest member, as of a machine that swaps or sleeps, costs little more than its length.
 
-import os
+On real nodes; `tests/node/averaging/test_stalled_members.py` has other points of a round, in virtual time.
+"""
+
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,10 @@ from tests.node.optimizer.test_liars import Trainer
 from tests.node.optimizer.test_wrapper import open_nodes, until
 
 torch.set_num_threads(1)
-STALL_SECONDS = 6.0
+STALL_SECONDS = 4.5
 """Beyond what a member that was not heard is given."""
+APART_SECONDS = 15.0
+"""From the stall on, for the next three rounds. It was 30 to 90 s."""
 
 
 def two_parts(seed: int = 0) -> torch.nn.Module:
@@ -26,8 +30,7 @@ def two_parts(seed: int = 0) -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(6, 1_024), torch.nn.Tanh(), torch.nn.Linear(1_024, 2))
 
 
-@pytest.mark.skipif(not os.environ.get("PEERLOOM_LATE_MEMBERS"), reason="a minute: in make soak")
-def test_a_stall_of_one_of_two_members_costs_a_minute_and_not_the_run(
+def test_a_stall_of_one_of_two_members_costs_little_more_than_its_length(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(test_liars, "model_of", two_parts)
@@ -46,14 +49,15 @@ def test_a_stall_of_one_of_two_members_costs_a_minute_and_not_the_run(
     with ExitStack() as stack:
         nodes = open_nodes(stack, tmp_path, 2)
         options = {"local_steps": 4, "window_seconds": 5.0}
-        members = [Trainer(nodes[number], number, "stall", options) for number in range(2)]
-        for member in members:
-            member.begin()
-            stack.callback(member.close)
+        members = []
+        for number in range(2):  # the first one trains when the second asks for its state
+            members.append(Trainer(nodes[number], number, "stall", options))
+            members[-1].begin()
+            stack.callback(members[-1].close)
         for member in members:
             stack.callback(member.end)
         until(lambda: stalled)
+        begun = time.monotonic()
         before = [member.optimizer.stats.rounds for member in members]
-        until(
-            lambda: all(m.optimizer.stats.rounds > b + 3 for m, b in zip(members, before, strict=True)), 120.0
-        )
+        until(lambda: all(m.optimizer.stats.rounds > b + 3 for m, b in zip(members, before, strict=True)))
+        assert time.monotonic() - begun < APART_SECONDS
