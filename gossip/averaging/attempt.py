@@ -381,8 +381,8 @@ class Attempt:
 
     @property
     def _overdue(self) -> list[int]:
-        """Who holds up this member, once half of their time is over: a member that withdraws may have waited
-        for the same ones, and for a moment longer."""
+        """The members that hold up this one, once half of their time is over: a member that withdraws may have
+        waited for the same ones, and for a moment longer."""
         patience, now = self._patience, self._now
         found = self._signs.overdue(self._lost, now)
         if self._is_scattering:

@@ -1,4 +1,4 @@
-"""What a member of an attempt asks of others, and how often it answers them."""
+"""The questions of a member of an attempt to others, and how often it answers theirs."""
 
 from collections.abc import Sequence
 from math import inf
