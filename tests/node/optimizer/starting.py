@@ -73,7 +73,7 @@ def start_processes(folder: Path, staggers: list[float], *, seeds: str, width: i
         for pipe in pipes:
             pipe.send("left")
         digests = [history.get(last, "none") for history in histories]
-        return [Found(*each, digest) for each, digest in zip(found, digests, strict=True)]
+        return [Found(*each, digest=digest) for each, digest in zip(found, digests, strict=True)]
     finally:
         for process in processes:
             process.kill()
