@@ -65,7 +65,8 @@ soak: $(READY) types-darwin
 	PEERLOOM_CORPUS=sample $(BIN)/python -m pytest -s tests/test_corpus.py
 	$(BIN)/python benchmarks/finetune.py
 	PEERLOOM_HOSTILE_CASES=10000 $(BIN)/python -m pytest -s tests/partition/test_hostile_graphs.py
-	PEERLOOM_PARTITION_SEEDS=50 $(BIN)/python -m pytest -s tests/test_partitions.py tests/sim/test_training.py
+	PEERLOOM_PARTITION_SEEDS=50 $(BIN)/python -m pytest -s tests/test_partitions.py tests/sim/test_training.py \
+		tests/sim/test_merging.py
 	PEERLOOM_EXACTNESS=full $(BIN)/python -m pytest -s tests/test_exactness.py
 	PEERLOOM_EXAMPLES=300 $(BIN)/python -m pytest -s tests/partition/test_cut_random.py tests/partition/test_steps_hostile.py
 	PEERLOOM_SWIM_EXAMPLES=300 $(BIN)/python -m pytest -s tests/gossip/test_machine.py
@@ -102,7 +103,8 @@ soak: $(READY) types-darwin
 	PEERLOOM_CATCH_UP_PARAMETERS=50000000 $(BIN)/python -m pytest -s tests/node/averaging/test_catch_up.py
 	PEERLOOM_SCRIPTS=3 $(BIN)/python -m pytest -s tests/test_pytorch_script.py
 	PEERLOOM_CHURN_SECONDS=600 $(BIN)/python -m pytest -s tests/gossip/averaging/test_churn.py
-	PEERLOOM_MEMBER_SEEDS=50 $(BIN)/python -m pytest -s tests/test_hostile_member.py
+	PEERLOOM_MEMBER_SEEDS=50 $(BIN)/python -m pytest -s tests/test_hostile_member.py \
+		tests/node/averaging/test_lying_donors.py
 	for order in 2 3 4; do PEERLOOM_ORDER=$$order $(MAKE) --no-print-directory tests || exit 1; done
 	$(BIN)/peerloom sim churn --seeds 100 --jobs 2 --out soak-out
 

@@ -79,8 +79,7 @@ class Attempt:
     change before `result` is set. Small messages are what `start`, `receive`, `wake`, `lost` and `cancel`
     return; chunks are pulled, one a call, as fast as the stream to that peer takes them (`pull`, `ready`).
     `codecs` are the user's own, beside those of `gossip.averaging.codecs`. Nobody waits for `silent` peers to
-    say what they hold: those that did not say it last time. Raises ValueError for a group or vector that do
-    not fit.
+    say what they hold, for they did not last time. Raises ValueError: a group or vector that does not fit.
 
     Long because it is one state machine: every message may come in every phase, and has an answer in each.
     """
@@ -129,8 +128,7 @@ class Attempt:
         self.is_closed = False
         self.has_stood_still = False
         """Whether this machine was stopped meanwhile, as by a debugger or a suspended lid."""
-        self.received_bytes = 0
-        self.sent_bytes = 0
+        self.received_bytes = self.sent_bytes = 0
         self._now = self._progress_at = now
         self._scatter_until = now + self._patience.scatter_seconds
         self._phase_until = self._scatter_until + self._patience.commit_seconds
@@ -340,8 +338,7 @@ class Attempt:
         return self._ask() + self._advance()
 
     def _make_up_for(self, seconds: float) -> None:
-        """This machine stood still for so long: what came meanwhile is read only now. Once an attempt, so
-        that it ends also on a machine that is always late."""
+        """This machine stood still for so long. Once an attempt, or it might never end on a slow machine."""
         self.has_stood_still = True
         self._scatter_until += seconds
         self._phase_until += seconds
@@ -352,8 +349,7 @@ class Attempt:
 
     def _lose_unheard(self) -> Sends:
         sends: Sends = []
-        unheard = self._signs.missing(self._lost)
-        self._silent.update(unheard)
+        self._silent.update(unheard := self._signs.missing(self._lost))
         for place in unheard:
             if self.result is None:
                 sends += self.lost(self._now, self._peers[place])
@@ -381,9 +377,8 @@ class Attempt:
 
     @property
     def _overdue(self) -> list[int]:
-        """The members that hold up this one, once half of their time is over: a member that withdraws may have
-        waited for the same ones, and for a moment longer."""
-        patience, now = self._patience, self._now
+        """The members that hold up this one, once half of their time is over."""
+        now, patience = self._now, self._patience
         found = self._signs.overdue(self._lost, now)
         if self._is_scattering:
             is_late = now >= self._scatter_until - patience.scatter_seconds / 2

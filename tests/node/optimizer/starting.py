@@ -68,12 +68,14 @@ def start_processes(folder: Path, staggers: list[float], *, seeds: str, width: i
                 assert [_answer(pipe) for pipe in pipes] == [word] * len(pipes)
         for pipe in pipes:
             pipe.send("end")
-        histories, found = zip(*(_answer(pipe) for pipe in pipes), strict=True)
+        answers = [_answer(pipe) for pipe in pipes]
+        histories = [history for history, _ in answers]
+        found: list[tuple[float, float, float, int, int]] = [figures for _, figures in answers]
         last = max(set.intersection(*(set(history) for history in histories)), default=-1)
         for pipe in pipes:
             pipe.send("left")
         digests = [history.get(last, "none") for history in histories]
-        return [Found(*each, digest=digest) for each, digest in zip(found, digests, strict=True)]
+        return [Found(*figures, digest) for figures, digest in zip(found, digests, strict=True)]
     finally:
         for process in processes:
             process.kill()
