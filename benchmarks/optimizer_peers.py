@@ -11,6 +11,7 @@ the run.
 
 import json
 import os
+import select
 import statistics
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from _figures import Goal, arguments, leave, report
 COUNT = 4
 SECONDS, TURNS, SECONDS_QUICK = 25.0, 3, 6.0
 ENDED_SECONDS = 20.0
+ANSWER_SECONDS = 120.0
+"""Four processes take torch into memory first."""
 HIVEMIND = os.environ.get("PEERLOOM_HIVEMIND", "")
 RIVAL_GOAL, SILENT_GOAL, BLOCKED_GOAL = 2.0, 0.7, 15.0
 PEER = Path(__file__).with_name("_gpt_peer.py")
@@ -32,6 +35,7 @@ class Script:
     """One process, and what it is told."""
 
     def __init__(self, kind: str, number: int, folder: str) -> None:
+        self.kind = kind
         environment = dict(os.environ)
         if kind == "hivemind":
             environment["PYTHONPATH"] = HIVEMIND
@@ -50,9 +54,9 @@ class Script:
 
     def answer(self) -> Any:
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError("a script ended before its answer")
+        is_there = select.select([self.process.stdout], [], [], ANSWER_SECONDS)[0]
+        if not is_there or not (line := self.process.stdout.readline()):
+            raise RuntimeError(f"{self.kind}: a script gave no answer in {ANSWER_SECONDS:.0f} s")
         return json.loads(line)
 
 

@@ -57,6 +57,7 @@ ROOM_MADE = {
     ("node/transport/address_book.py", "PEERS_MAX"): "the greediest source's oldest",
     ("node/transport/inbox.py", "_messages_max"): FLOW,
     ("node/transport/multicast.py", "PACKETS_MAX"): FLOW,
+    ("node/optimizer/differences.py", "ALTERNATIVES_MAX"): OWN,
     ("partition/capture/lazy_tensor.py", "_TILES_MAX"): OWN,
     ("partition/execute/executor.py", "IN_FLIGHT_MAX"): "one head's own; its next step empties it",
     ("partition/execute/executor.py", "MICROBATCHES_MAX"): "one head's own; its next step empties it",

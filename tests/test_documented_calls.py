@@ -47,6 +47,8 @@ def calls(text: str) -> Iterator[tuple[str, str, str]]:
     for code in CODE.finditer(text):
         found = code[1] or code[2]
         for call in CALL.finditer(found):
+            if call[2] == "toml":
+                continue  # the file run.toml
             yield call[1], call[2], arguments(found[call.end() - 1 :]) if call[3] else ""
 
 

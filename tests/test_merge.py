@@ -26,7 +26,7 @@ def pauses(world: World) -> list[float]:
     return sorted({event.seconds for event in said(world, RunResumed)})
 
 
-@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("place", [0, 1])
 def test_a_stage_beside_takes_the_layers_of_one_that_was_lost(place: int) -> None:
     async def scenario(world: World) -> None:
         await world.kept(SAVE_EVERY)

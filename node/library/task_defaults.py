@@ -49,6 +49,8 @@ def read_run(text: str, base: Path, name: str) -> tuple[RunFile, str]:
     """Return the checked run of RUN.toml in the folder `base`, and what was filled in, "" if nothing; errors
     call it `name`. Raises UsageError."""
     document = toml.tree(text, name=name)
+    if not document:
+        raise UsageError(f"{name}: there is nothing in it: neither a model nor data", 'data = "digits"')
     return with_task_default(document, base, name, toml.line_numbers(text))
 
 

@@ -15,7 +15,7 @@ from partition.capture.models import BUILTIN
 @pytest.mark.parametrize(
     ("text", "model"),
     [
-        ("", "simple-cnn"),
+        ('data = "digits"', "simple-cnn"),
         ('model = "vision"', "simple-cnn"),
         ('data = "images"', "simple-cnn"),
         ('data = "rows.npz"', "simple-cnn"),

@@ -14,7 +14,7 @@ import trio
 
 from node.averaging.participation import Participation
 from tests.node.optimizer import test_liars
-from tests.node.optimizer.test_liars import Trainer
+from tests.node.optimizer.test_liars import SLOW, Trainer
 from tests.node.optimizer.test_wrapper import open_nodes, until
 
 torch.set_num_threads(1)
@@ -30,6 +30,7 @@ def two_parts(seed: int = 0) -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(6, 1_024), torch.nn.Tanh(), torch.nn.Linear(1_024, 2))
 
 
+@pytest.mark.skipif(not SLOW, reason="PEERLOOM_LATE_MEMBERS=1")
 def test_a_stall_of_one_of_two_members_costs_little_more_than_its_length(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
