@@ -19,7 +19,7 @@ from tests.node.local.test_late_heads import begun, losses_of
 from tests.node.local.test_runs import ADAM, QUICK, SLOW
 from tests.stack import Swarm, swarm
 
-FAST = OptimizerSettings(kind="adam", learning_rate=0.01)
+FAST = OptimizerSettings(kind="adam", learning_rate=0.005)
 """So that a few steps make a state far better than the values that all begin with."""
 DILOCO = LocalSettings(local_steps=2, strategy="diloco")
 AHEAD_STEPS = 12
