@@ -79,7 +79,9 @@ def test_scripts_that_start_at_once_begin_with_one_state(start: Start, options: 
         longest = 0.0
         while not all(each.is_set() for each in rounds):
             longest = max(longest, train(model, optimizer, 100 * number))
-            if optimizer.stats.rounds >= 2:
+            # On a machine so busy that one began alone, it comes to the others in a round or two.
+            is_one = "local_steps" not in options or len({each._lineage for _, each in found}) == 1
+            if (optimizer.stats.rounds >= 2 and is_one) or time.monotonic() - begun > 3 * SECONDS:
                 rounds[number].set()
             threading.Event().wait(0.01)
         return longest
