@@ -105,13 +105,20 @@ class Plain:
 
 
 def ours(stack: ExitStack, number: int, count: int, folder: str, plain: torch.optim.Optimizer) -> Any:
+    from crypto.contact import parse_address
+    from node import config
     from node.library.sync import sync
 
     address = hear()["address"]
-    options: dict[str, Any] = {"preset": "host", "lan": False, "listen": ["127.0.0.1:0"]}
-    me = stack.enter_context(
-        sync(data_dir=f"{folder}/{number}", swarm="benchmark", join=[address] if address else [], **options)
+    settings = config.Config(
+        name=f"n{number}",
+        data_dir=Path(folder) / str(number),
+        swarm=config.Swarm(name="benchmark", preset="host"),
+        listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
+        join=config.Join(lan=False, seeds=(parse_address(address),) if address else ()),
+        resources=config.Resources(calibrate=False),  # it would measure beside what is measured here
     )
+    me = stack.enter_context(sync(settings))
     say(address=me.addresses[0])
     me.wait_for_members(count - 1, JOINED_SECONDS)
     say(is_ready=True)
@@ -172,18 +179,20 @@ def main() -> None:
 
 
 def train(kind: str, model: torch.nn.Module, text: Text, optimizer: Any, seconds: float) -> dict[str, Any]:
-    samples, inside, longest = 0, 0.0, 0.0
+    samples, inside, longest, blocked, lasted = 0, 0.0, 0.0, 0.0, 0.0
     begun = time.perf_counter()
-    while (now := time.perf_counter()) - begun < seconds:
+    while True:
         loss_of(model, text.batch()).backward()  # type: ignore[no-untyped-call]  # torch's
-        samples += BATCH
         now = time.perf_counter()
         optimizer.step()
-        took = time.perf_counter() - now
-        inside, longest = inside + took, max(longest, took)
+        ended = time.perf_counter()
+        if ended - begun > seconds:  # the last step may wait for others that have stopped
+            break
+        samples, lasted = samples + BATCH, ended - begun
+        inside, longest = inside + ended - now, max(longest, ended - now)
         if kind == "ours":
             optimizer.zero_grad()
-    lasted = time.perf_counter() - begun
+            blocked = optimizer.stats.blocked_seconds
     held = Text(7)
     with torch.no_grad():
         loss = (
@@ -197,7 +206,7 @@ def train(kind: str, model: torch.nn.Module, text: Text, optimizer: Any, seconds
     }
     if kind == "ours":
         stats = optimizer.stats
-        found["blocked"] = stats.blocked_seconds / lasted
+        found["blocked"] = blocked / lasted
         found["samples_per_second"] -= stats.samples_dropped / lasted
         found["steps"] = stats.global_step
     return found
