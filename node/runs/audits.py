@@ -10,7 +10,7 @@ is `wrong`, and the signatures show whose it is. Where something is missing, not
 """
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -44,7 +44,7 @@ from node.protocols.manifest import Run, run_text
 from node.seams import Seams, Stage, Stream, StreamLimits
 from partition import stage as api
 from partition.codec import Payload, check_length, unpack
-from partition.plan.plan import Plan
+from partition.plan.plan import Plan, plan_hash
 from partition.stage import StageSpecification, payload_bytes_max
 from partition.steps.frame_archive import FrameArchive, FrameKey
 from partition.steps.frames import PAYLOAD_BYTES_MAX, Direction, FrameHeader, check_signed, read_header
@@ -52,6 +52,8 @@ from partition.steps.frames import PAYLOAD_BYTES_MAX, Direction, FrameHeader, ch
 STREAMS = StreamLimits(message_bytes_max=QUESTION_BYTES_MAX, streams_per_peer_max=2)
 RUNS_MAX = 16
 """Runs whose members may ask, those with the newest plans."""
+PLANS_MAX = 64
+"""Plans of one run whose frames are known; of each cut of the model the newest judges."""
 REQUESTS_MAX = 64
 """On one stream."""
 REQUEST_SECONDS_MAX = 10.0
@@ -93,6 +95,39 @@ class Verdict:
     detail: str = ""
 
 
+Ranges = tuple[tuple[int, int], ...]
+"""The layers of each stage."""
+
+
+@dataclass
+class _Known:
+    """A run: everybody who was in it, the layers by the hash of each plan, the newest plan of each cut."""
+
+    run: Run
+    members: frozenset[bytes] = frozenset()
+    cuts: dict[bytes, Ranges] = field(default_factory=dict)
+    plans: dict[Ranges, Plan] = field(default_factory=dict)
+
+    def admit(self, plan: Plan) -> None:
+        """Another plan is in force."""
+        self.members |= {*plan.roster, self.run.requester}
+        cut = _ranges(plan)
+        self.cuts[plan_hash(plan)] = cut
+        while len(self.cuts) > PLANS_MAX:
+            del self.cuts[next(iter(self.cuts))]
+        self.plans.pop(cut, None)
+        self.plans[cut] = plan
+        self.plans = {each: found for each, found in self.plans.items() if each in self.cuts.values()}
+
+    def is_cut_as(self, plan: Plan, name: bytes) -> bool:
+        """Return whether the plan of this hash gave each stage the same layers."""
+        return self.cuts.get(name) == _ranges(plan)
+
+
+def _ranges(plan: Plan) -> Ranges:
+    return tuple((stage.first_layer, stage.last_layer) for stage in plan.stages)
+
+
 @dataclass(frozen=True)
 class _Case:
     """A frame that a stage sent, with what was sent to it before."""
@@ -111,7 +146,7 @@ class Audits:
     def __init__(self, service: Service) -> None:
         self.archive = FrameArchive()
         self._service = service
-        self._runs: dict[bytes, tuple[Run, Plan, frozenset[bytes]]] = {}
+        self._runs: dict[bytes, _Known] = {}
         service.seams.network.handle(FRAMES_PROTOCOL, self._serve, STREAMS)
 
     async def run(self) -> None:
@@ -122,9 +157,9 @@ class Audits:
 
     def admit(self, run: Run, plan: Plan) -> None:
         """Let the members of a plan ask for the frames of its run, also when it is over."""
-        before = self._runs.pop(run.id, None)
-        members = frozenset(plan.roster) | frozenset(plan.members) | {run.requester}
-        self._runs[run.id] = run, plan, members | (before[2] if before else frozenset())
+        known = self._runs.pop(run.id, None) or _Known(run)
+        known.admit(plan)
+        self._runs[run.id] = known
         while len(self._runs) > RUNS_MAX:
             del self._runs[next(iter(self._runs))]
 
@@ -149,8 +184,8 @@ class Audits:
 
     def _answer(self, peer: PeerId, question: Question) -> tuple[Answer, memoryview]:
         nothing = memoryview(b"")
-        _, _, members = self._runs.get(question.run, (None, None, frozenset()))
-        may_ask = peer in members
+        known = self._runs.get(question.run)
+        may_ask = known is not None and peer in known.members
         if isinstance(question, WhichFrames):
             keys = list(self.archive.of_step(question.run, question.step)) if may_ask else []
             rows = [Row(key.stage, key.direction, key.microbatch, key.author) for key in keys]
@@ -169,18 +204,19 @@ class Audits:
 
         Raises RunFailed: the run has no plan here, or nothing is left to judge it by.
         """
-        run, plan, _ = next((row for row in self._runs.values() if row[0].text == text), (None, None, None))
-        if run is None or plan is None:
+        known = next((row for row in self._runs.values() if row.run.text == text), None)
+        if known is None:
             raise RunFailed(f"run {text[:8]} has no frames: it has no plan here, or is in local mode")
-        if len(plan.stages) < 2:
+        plans = [plan for plan in reversed(known.plans.values()) if len(plan.stages) > 1]
+        if not plans:
             raise RunFailed(f"run {text[:8]} has one stage: no frames go from one to another")
-        peers = [peer for peer in dict.fromkeys(map(PeerId, plan.members)) if peer in self._reachable()]
-        steps = [step] if step is not None else await self._steps(run, peers)
+        newest = next(reversed(known.plans.values()))
+        peers = [peer for peer in newest.members if peer in self._reachable()]
+        steps = [step] if step is not None else await self._steps(known.run, peers)
         for each in steps:
-            rows = await self._rows(run, each, peers)
+            rows = await self._rows(known.run, each, peers)
             if rows:
-                verdicts = await self._judge(run, plan, each, rows)
-                return _document(run, each, verdicts)
+                return _document(known.run, each, await self._judge_by_its_plan(known, plans, each, rows))
         said = ", ".join(map(str, steps)) or "none"
         raise RunFailed(
             f"run {text[:8]}: no member keeps frames of a step that can be judged (looked at: {said}); frames"
@@ -232,16 +268,19 @@ class Audits:
             return FrameShown(), memoryview(b"")
 
     async def _fetch(
-        self, run: Run, step: int, row: Row, holders: Sequence[PeerId]
+        self, known: _Known, plan: Plan, step: int, row: Row, holders: Sequence[PeerId]
     ) -> tuple[FrameHeader, Payload | None] | None:
-        """Return a frame that its author signed, with its payload where one of its holders keeps that."""
+        """Return a frame that its author signed under a plan of this cut, with its payload where one of its
+        holders keeps that."""
         found: tuple[FrameHeader, Payload | None] | None = None
         for peer in holders:
-            answer, data = await self._ask(peer, ShowFrame(run.id, step, row))
+            answer, data = await self._ask(peer, ShowFrame(known.run.id, step, row))
             if not isinstance(answer, FrameShown) or answer.header is None:
                 continue
             try:
                 header = self._checked(answer.header, step, row)
+                if not known.is_cut_as(plan, header.plan):
+                    continue
                 if not answer.has_data:
                     found = found or (header, None)
                     continue
@@ -260,18 +299,31 @@ class Audits:
             raise RemoteProtocolError("another frame than the one asked for")
         return header
 
-    async def _judge(self, run: Run, plan: Plan, step: int, rows: dict[Row, list[PeerId]]) -> list[Verdict]:
+    async def _judge_by_its_plan(
+        self, known: _Known, plans: Sequence[Plan], step: int, rows: dict[Row, list[PeerId]]
+    ) -> list[Verdict]:
+        """Judge by the plan under which the frames were sent: another one gives stages other layers."""
+        verdicts: list[Verdict] = []
+        for plan in plans:
+            verdicts = await self._judge(known, plan, step, rows)
+            if any(each.verdict != "unknown" for each in verdicts):
+                break
+        return verdicts
+
+    async def _judge(
+        self, known: _Known, plan: Plan, step: int, rows: dict[Row, list[PeerId]]
+    ) -> list[Verdict]:
         """Compute what stages sent of some micro-batches again, a stage at a time. All frames are brought
         first: while a process starts, a run that goes on may leave its step behind."""
         cases: list[_Case | Verdict] = []
         for number, row in _chosen(plan, rows):
-            cases.append(await self._case(run, plan, step, number, row, rows))
+            cases.append(await self._case(known, plan, step, number, row, rows))
         verdicts = [case for case in cases if isinstance(case, Verdict)]
         for number in range(len(plan.stages)):
             mine = [case for case in cases if isinstance(case, _Case) and case.number == number]
             if not mine:
                 continue
-            stage, specification = await self._open(run, plan, step, number)
+            stage, specification = await self._open(known.run, plan, step, number)
             try:
                 verdicts += [await self._judge_one(stage, specification, step, case) for case in mine]
             finally:
@@ -293,7 +345,7 @@ class Audits:
                     await service.models.fill(stage, specification, holders)
                 else:
                     kept = await service.copies.fetch(run.text, step, holders)
-                    ranges = [(row.first_layer, row.last_layer) for row in plan.stages]
+                    ranges = list(_ranges(plan))
                     arenas = stage.vector("parameters"), stage.vector("moments")
                     await service.checkpoints.restore_layers(
                         kept.checkpoint, run, graph, (ranges, number), arenas, holders
@@ -310,7 +362,7 @@ class Audits:
         return stage, specification
 
     async def _case(
-        self, run: Run, plan: Plan, step: int, number: int, row: Row, rows: dict[Row, list[PeerId]]
+        self, known: _Known, plan: Plan, step: int, number: int, row: Row, rows: dict[Row, list[PeerId]]
     ) -> "_Case | Verdict":
         """Return a frame with what its stage was sent before, or why it cannot be judged."""
         directions: tuple[Direction, ...] = ("input", "labels") if row.direction == "gradient" else ("input",)
@@ -323,13 +375,13 @@ class Audits:
             for each in rows:
                 is_wanted = (each.stage, each.direction, each.microbatch) == of and each.author in authors
                 if is_wanted and direction not in given:
-                    fetched = await self._fetch(run, step, each, rows[each])
+                    fetched = await self._fetch(known, plan, step, each, rows[each])
                     if fetched is not None and fetched[1] is not None:
                         given[direction] = fetched[1]
             if direction not in given:
                 reason = f"its {direction} is not kept any more"
                 return Verdict(PeerId(row.author), number, row.microbatch, "unknown", reason)
-        found = await self._fetch(run, step, row, rows[row])
+        found = await self._fetch(known, plan, step, row, rows[row])
         if found is None:
             return Verdict(PeerId(row.author), number, row.microbatch, "unknown", "nobody shows it")
         return _Case(number, row, given["input"], given.get("labels"), *found)

@@ -119,6 +119,7 @@ class Rebalancing:
                     self._found(plan, change)
                     return
             if len(plan.stages) < 2:
+                self._found(plan, Change())  # no look before this one agrees with the next
                 return
             seconds = self._watch.seconds
             pause = pause_nanoseconds(plan, knowledge)
@@ -302,7 +303,7 @@ def grown(
     """
     costs = problem_of(run, graph, offers, knowledge).peers
     wider = replace(base, peers=(*base.peers, *costs))
-    # Who holds nothing yet is taken to be as far off its claim as the others are.
+    # A peer without a stage was not measured: its claim is taken to be as wrong as those of the others.
     now = measured(wider, split_of(wider, plan), {peer.hex(): pace for peer, pace in paces.items()})
     idle = {row.peer: rounded(row.flops_per_second) for row in offers}
     pause = pause_nanoseconds(plan, knowledge)

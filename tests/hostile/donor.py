@@ -46,7 +46,7 @@ class LyingDonor:
 
     async def _offer(self, stream: Stream) -> None:
         kinds = ("state", "digest", "step", "size", "nothing", "silence", "end", "nonsense")
-        # Who offers what the honest do is asked for chunks of it.
+        # Half of the offers are honest, for only an offer that looks right is asked for its chunks.
         kind = self._lie(*kinds, *["honest"] * len(kinds))
         table = self._table(kind)
         if kind == "nothing":

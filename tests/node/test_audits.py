@@ -7,11 +7,13 @@ import trio
 from msgspec.structs import replace
 
 from node.errors import RunFailed
+from node.events import RunPlanned, StepCommitted
 from node.pipeline.replica import ReplicaShell
 from node.protocols.audits import FramesHere, FrameShown, ShowFrame, WhichFrames
 from node.protocols.manifest import Run
 from partition import stage as api
 from partition.codec import pack, typed, unpack
+from partition.plan.change import Change
 from tests import stack
 from tests.node.test_slots import only
 from tests.stack import Swarm, simulate, swarm
@@ -83,6 +85,37 @@ def test_a_frame_that_its_input_does_not_give_is_wrong(monkeypatch: pytest.Monke
             assert liar.id == by_stage[0]["peer"]
             earlier = await group.nodes["a"].runs.audits.audit(run.text, 0)
             assert {row["verdict"] for row in earlier["frames"]} == {"right"}
+
+    simulate(scenario)
+
+
+def test_frames_are_judged_by_the_layers_that_their_stage_had_then() -> None:
+    """Borders move after the step: the stages of today would compute other frames from the same inputs."""
+
+    async def scenario() -> None:
+        async with swarm("abc", preset="lan") as group:
+            only(group, "b", "c")
+            await trio.sleep(5)
+            a = group.nodes["a"]
+            wanted = stack.manifest(stages=2, replicas=1, microbatches=2, save_every=2, steps=12)
+            run = stack.prepare(a, wanted)
+            await a.runs.submit(run)
+            with trio.fail_after(60):
+                while not any(isinstance(e, StepCommitted) and e.step == 3 for e in group.events["a"]):  # noqa: ASYNC110 - virtual time
+                    await trio.sleep(0.1)
+            member = a.runs.members[run.id]
+            assert member.plan is not None
+            before = member.plan.stages[0].last_layer
+            member.core.recut(Change(cuts=(before + 1 if before < 3 else before - 1,)))
+            member._act()
+            await all_ended(group)
+            plans = [event for event in group.events["a"] if isinstance(event, RunPlanned)]
+            assert plans[-1].layers != plans[0].layers
+            found = await a.runs.audits.audit(run.text, 0)
+            assert {row["verdict"] for row in found["frames"]} == {"right"}
+            newest = await a.runs.audits.audit(run.text, None)
+            assert newest["step"] > 3
+            assert {row["verdict"] for row in newest["frames"]} == {"right"}
 
     simulate(scenario)
 
