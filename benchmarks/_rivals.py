@@ -19,7 +19,7 @@ from torch import Tensor
 
 from node.stages.sandbox import NICE
 from partition.capture.models.gpt import GPT, GPTConfiguration, next_token_correct, next_token_loss
-from partition.codec import Payload, pack, typed
+from partition.codecs.codec import Payload, pack, typed
 from partition.execute import StageExecutor, prepare_process
 from partition.execute.interpret import DTYPES, Results, compile_entry
 from partition.execute.tensor_io import tensor_of

@@ -14,7 +14,7 @@ import trio
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from node.cli.main import run
+from node.main import run
 from node.transport.streams import SecureStream
 
 FILE = Path(os.environ["PEERLOOM_SHAPED"])

@@ -147,7 +147,7 @@ def stage(threads: int, niceness: int) -> None:
     from node.stages.threads import ThreadChooser, adaptive, candidates
     from partition.capture import capture
     from partition.capture.models.gpt import GPT, GPTConfiguration, next_token_loss
-    from partition.codec import pack, typed
+    from partition.codecs.codec import pack, typed
     from partition.execute import StageExecutor, prepare_process, set_threads
     from partition.execute.admit import admit
     from partition.model.cut import cut

@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from _figures import Goal, arguments, leave, report
 
 from node.content.datasets import load_digits
-from partition.capture.model_spec import capture_built_in
-from partition.codec import CODECS, Array, Codec, Payload, pack, pack_measured, typed, unpack
+from partition.capture.models.model_spec import capture_built_in
 from partition.codecs.choice import Frames, allowed, calibrate, choose
+from partition.codecs.codec import CODECS, Array, Codec, Payload, pack, pack_measured, typed, unpack
 from partition.stage import Discard, Done, Forward, Forwarded, OptimizerSettings
 from tests.partition.held import Row, bundle, spread
 

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from node import toml
 from node.cli.capture import prepare_data
-from node.cli.demo.processes import SwarmProcesses
 from node.content.datasets import Dataset, load_folder
+from node.demo.processes import SwarmProcesses
 from node.protocols.manifest import RunFile
 from partition.capture.trees import form_of
 

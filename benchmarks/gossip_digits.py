@@ -27,8 +27,8 @@ from crypto.identity import parse_peer
 from node import config
 from node.checkpoints.weights import fetch_weights, weights_name
 from node.cli.client import ask
-from node.cli.demo.processes import SwarmProcesses
 from node.content.datasets import load_digits
+from node.demo.processes import SwarmProcesses
 from node.errors import NoNode
 from node.runtime import Node
 from partition.capture.models.simple_cnn import SimpleCNN

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from _figures import Goal, arguments, leave, report
 
 from partition.capture import Captured
-from partition.codec import Payload, pack, typed
+from partition.codecs.codec import Payload, pack, typed
 from partition.model.cut import cut_layers
 from partition.model.graph import Graph, StageGraph
 from partition.model.sizes import evaluate, shape_of

@@ -34,8 +34,8 @@ from _rivals import STAGES
 
 from node.cli.capture import capture_to
 from node.cli.client import request
-from node.cli.demo.processes import SwarmProcesses
 from node.content.datasets import TEXT_VALUES
+from node.demo.processes import SwarmProcesses
 from node.protocols.manifest import RunFile, TrainTable
 from partition.capture.models.gpt import GPTConfiguration
 

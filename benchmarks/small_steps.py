@@ -187,7 +187,7 @@ class Machines(survival.Nodes):
 
     def _calibrates(self) -> bool:
         """Whether a node still finds out what classes of operators take, for which it has a process."""
-        modules = {"partition.calibrate", "node.pipeline.own_work"}
+        modules = {"partition.calibrate", "node.calibration.own_work"}
         return any(modules & set(_command(child)) for child in self._children())
 
     def _children(self) -> list[psutil.Process]:

@@ -26,7 +26,7 @@ from crypto.encoding import encode
 from node.stages.host import StageHost
 from partition.capture import capture
 from partition.capture.models.gpt import GPT, GPTConfiguration, next_token_loss
-from partition.codec import Payload, pack, typed
+from partition.codecs.codec import Payload, pack, typed
 from partition.execute import StageExecutor
 from partition.execute.admit import admit
 from partition.execute.interpret import compile_entry

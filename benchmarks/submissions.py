@@ -24,7 +24,7 @@ import psutil
 from _figures import Goal, leave, report
 
 from node.cli.client import ask
-from node.cli.demo.processes import SwarmProcesses
+from node.demo.processes import SwarmProcesses
 from node.errors import NoNode
 from tests.submissions import Served, Told, most_at_once, served, shares
 
@@ -71,7 +71,7 @@ def main() -> int:
 
 def play(nodes: int, runs: int, steps: int) -> dict[str, Any]:
     """Start the nodes, submit, and wait until all have ended."""
-    from partition.capture.model_spec import capture_built_in
+    from partition.capture.models.model_spec import capture_built_in
 
     names = [f"n{number}" for number in range(nodes)]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as made:

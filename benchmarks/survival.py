@@ -30,8 +30,8 @@ from blake3 import blake3
 from node import toml
 from node.cli.capture import capture_to
 from node.cli.client import ask, request
-from node.cli.demo.processes import SwarmProcesses
 from node.cli.signals import StopFlag, Stopped
+from node.demo.processes import SwarmProcesses
 from node.errors import EXIT_FORCED, PeerloomError, RunFailed
 from node.protocols.manifest import RunFile
 

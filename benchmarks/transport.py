@@ -51,7 +51,7 @@ from crypto.identity import Identity
 from node.protocols.runs import PIPELINE_BYTES_MAX, PipelineMessage
 from node.seams import RealClock, Stream
 from node.transport.network import RealNetwork
-from partition.codec import Array, pack, unpack
+from partition.codecs.codec import Array, pack, unpack
 from partition.steps.frames import PAYLOAD_BYTES_MAX, Frame, make_frame, open_frame
 
 DIGEST_THREADS = 2

@@ -23,8 +23,8 @@ import psutil
 from _figures import Goal, arguments, leave, report
 
 from node.cli.client import GoneAway, NodeRefused, ask, request
-from node.cli.demo.capture_process import Capturing
-from node.cli.demo.processes import SwarmProcesses
+from node.demo.capture_process import Capturing
+from node.demo.processes import SwarmProcesses
 
 WATCHERS = 5
 TURN_SECONDS, SETTLE_SECONDS = 5.0, 0.5

@@ -1,4 +1,4 @@
-"""The entry of the console script `peerloom`, and of `node` run as a module: see `node.cli.main`."""
+"""The entry of the console script `peerloom`, and of `node` run as a module: see `node.main`."""
 
 import os
 import shlex
@@ -40,7 +40,7 @@ def start(load: Callable[[], Run]) -> int:
 
 
 def _load() -> Run:
-    from node.cli.main import run
+    from node.main import run
 
     return run
 

@@ -17,6 +17,7 @@ from node import state_documents
 from node.averaging.service import Averaging
 from node.checkpoints.weights import HASHED_BYTES, WEIGHTS_PURPOSE, fetch_weights, weights_name
 from node.content import datasets as datasets
+from node.content.directory import Directory
 from node.content.kept_folders import put_kept_folder
 from node.content.reading import kept_reading, reading_document
 from node.control import CommandHandler, Emit
@@ -24,7 +25,6 @@ from node.documents import offer_document
 from node.errors import PeerloomError, RunFailed, Unreachable, UsageError
 from node.events import Event, RunChanged, RunEnded
 from node.history import EventHistory
-from node.library.directory import Directory
 from node.placement.leases import PlacementFailed
 from node.placement.provider import Provider
 from node.protocols.manifest import Run, run_text

@@ -14,8 +14,8 @@ from node.seams import Arrays
 from node.stages.host import StageHost
 from node.stages.program import Spare
 from node.storage.budget import ScratchBudget
-from partition.codec import Codec
 from partition.codecs.choice import Cost, calibrate
+from partition.codecs.codec import Codec
 
 T = TypeVar("T")
 

@@ -21,13 +21,13 @@ from node.content.kept_folders import keep_folder
 from node.content.reading import SourceReading, kept_name, read_reading
 from node.content.sources import called, data_names
 from node.errors import RunFailed, UsageError
-from node.local.own_data import own_data_like
 from node.local.stages import check_columns
 from node.planning.choices import choose, has_open
 from node.planning.peers import live_peers
 from node.protocols.manifest import COMMON, Manifest, Run, RunFile, make_run, read_run_file
 from node.runs.data_check import check_values
 from node.runs.manifest_builder import bind_data, make_manifest, window_of
+from node.runs.own_data import own_data_like
 from node.runs.runs import Runs
 from node.seams import Seams
 from node.services.measurements import Measurements

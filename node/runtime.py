@@ -3,8 +3,7 @@
     async with Node(Config(...)) as me: ...        embedded, under trio
     main(config, ...)                              the daemon, `peerloom`
 
-A node given no seams takes the real ones. Everything that happens becomes an event; `state` is the
-fold of all of them, and whoever wants to watch subscribes.
+A node given no seams takes the real ones. Everything that happens becomes an event, which folds into `state`.
 """
 
 import os
@@ -27,6 +26,7 @@ from gossip.clocks import PeerClocks
 from gossip.member import Profile
 from gossip.messages import INSTANCE_BYTES
 from gossip.swim import Swim
+from node.api.surface import Surface
 from node.averaging.service import Averaging
 from node.changing import Parts, change, keep_limits
 from node.checkpoint_commands import CheckpointCommands
@@ -37,6 +37,7 @@ from node.commands import Commands
 from node.config import AcceptRuns, Config, read_join
 from node.containment import cancelled_at_exit, contain, failures, is_alone, keep_running
 from node.content.blobs import BlobServer
+from node.content.directory import Directory
 from node.control import CommandHandler, ControlServer
 from node.events import (
     Event,
@@ -50,8 +51,7 @@ from node.events import (
 from node.executor import RealExecutor
 from node.forks import keep_loop_from_children
 from node.journal import Journal
-from node.library.directory import Directory
-from node.library.surface import Surface
+from node.local.service import LocalRuns
 from node.paths import cache_folder, usable
 from node.placement.leases import Offer
 from node.placement.machine_state import MachineState
@@ -100,10 +100,9 @@ class Node(Surface):
     """A node of a swarm: joins, keeps its place, and takes part in runs.
 
     `config` or `join` (addresses as a person types them) say where to begin; the keyword arguments
-    are the six seams, the simulator's way in; `observe` is told of every event of the cores of membership and
-    records as they learn it, and of every message of a run that is sent; `swim` and `kademlia` make these
-    cores, for whoever tries out others; `recorder` writes down what comes in. Use it as an async context
-    manager under trio.
+    are the six seams, the simulator's way in; `observe` is told of every event of membership and records, and
+    of every message of a run that is sent; `swim` and `kademlia` make these cores, for whoever tries out
+    others; `recorder` writes down what comes in. Use it as an async context manager under trio.
 
     Long because it is the composition root: it makes each service once, joins them, and holds no rule of any.
     """
@@ -416,6 +415,7 @@ class Node(Surface):
             machine=lambda: self.provider.machine(self.capacity),
             rate=lambda: self.provider.of_a_slot(self.capacity).flops_per_second,
             slots=self.provider.rules.slots,
+            local=LocalRuns,
         )
 
     def _make_lives(self) -> Lives:

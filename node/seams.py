@@ -19,8 +19,8 @@ from crypto.contact import Address
 from crypto.identity import PeerId
 from crypto.noise import Data
 from crypto.registers import Budget
-from partition.codec import Codec
 from partition.codecs.choice import Cost
+from partition.codecs.codec import Codec
 
 T = TypeVar("T")
 Arrays = dict[str, np.ndarray[Any, np.dtype[Any]]]

@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from partition.codec import Codec, Digest, Payload, Rounding
+from partition.codecs.codec import Codec, Digest, Payload, Rounding
 from partition.model.graph import ITEM_BYTES, Parameter, StageGraph
 from partition.model.sizes import check_sizes, evaluate, shape_of
 

@@ -18,8 +18,8 @@ from node.errors import StageFailed
 from node.seams import Arrays, Stage
 from node.stages.framing import refusal
 from node.stages.process import SPECIFICATION_BYTES_MAX
-from partition.codec import Codec
 from partition.codecs.choice import Cost
+from partition.codecs.codec import Codec
 from partition.stage import Refused, Reply, Request, StageSpecification, arena_bytes, timed
 from sim.network.instants import after, nearest_instant
 from sim.network.pace import Pace

@@ -21,6 +21,7 @@ from sim.checkers import checkers_for
 from sim.measures.measures import Measures
 from sim.measures.rows import Row
 from sim.observers import Broken, Observed, Watch, Watcher, World
+from sim.progress import Progress
 from sim.report.documents import event_line
 from sim.report.events_file import EVENTS_MAX, EventsFile, names_of
 from sim.report.files import EVENTS_NAME, SUMMARY_NAME, write_files
@@ -48,27 +49,6 @@ class InvariantViolation:
     def __str__(self) -> str:
         head = f"{self.invariant} does not hold at {self.at_seconds:.3f} s, seed {self.seed}: {self.what}"
         return "\n".join((head, *self.lines, f"again: {self.repeat}"))
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far an experiment is. `population`: how many peers are up."""
-
-    virtual_seconds: float
-    scenario_seconds: float
-    wall_seconds: float
-    population: int
-    events: int
-
-    @property
-    def rate(self) -> float:
-        """Virtual seconds a second, so far."""
-        return self.virtual_seconds / self.wall_seconds if self.wall_seconds > 0 else 0.0
-
-    @property
-    def left_seconds(self) -> float | None:
-        """Return how long there is to wait; None before it can be said."""
-        return (self.scenario_seconds - self.virtual_seconds) / self.rate if self.rate > 0 else None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from node.cli.demo.processes import SwarmProcesses
+from node.demo.processes import SwarmProcesses
 from tests.installed import console_script
 from tests.installed import environment as environment_of
 from tests.source import ROOT

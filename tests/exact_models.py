@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from node.content.datasets import Dataset, load_digits, load_folder, load_text
-from partition.capture.model_spec import default_dtype
 from partition.capture.models.gpt import GPT, GPTConfiguration, next_token_correct, next_token_loss
+from partition.capture.models.model_spec import default_dtype
 from partition.capture.skeleton import skeleton
 from partition.capture.task import Task, capture_task, correct, cross_entropy
 from partition.stage import OptimizerSettings

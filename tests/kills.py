@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from node.cli.demo.processes import SwarmProcesses
+from node.demo.processes import SwarmProcesses
 from node.errors import NoNode
 from tests.source import ROOT
 

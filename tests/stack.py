@@ -34,9 +34,9 @@ from node.runtime import Node
 from node.services.capacity import Capacity
 from partition import stage as api
 from partition.capture import Captured
-from partition.capture.model_spec import Precision, capture_built_in
+from partition.capture.models.model_spec import Precision, capture_built_in
 from partition.capture.weights import write_weights
-from partition.codec import pack, typed
+from partition.codecs.codec import pack, typed
 from partition.execute import StageExecutor
 from partition.model.cut import cut_layers
 from partition.model.graph import Graph, Stored

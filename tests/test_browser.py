@@ -12,8 +12,8 @@ import pytest
 import trio
 
 from node.cli.client import ask, request
-from node.cli.demo.processes import SwarmProcesses
-from node.cli.demo.scenario import run_text
+from node.demo.processes import SwarmProcesses
+from node.demo.scenario import run_text
 from tests.browser import opened, require
 from tests.node.web.world import Told, joined, run_events, served, started
 from tests.source import ROOT

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from node.cli.demo.processes import SwarmProcesses
-from node.cli.main import run
+from node.demo.processes import SwarmProcesses
 from node.errors import EXIT_DONE
+from node.main import run
 
 NAMES = "ab"
 pause = time.sleep

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from node.cli.client import ask
-from node.cli.doctor.local_checks import Scene, look_here
-from node.cli.doctor.steps import Steps
 from node.config import Config, Join, Listen, read_listen
+from node.doctor.local_checks import Scene, look_here
+from node.doctor.steps import Steps
 from node.errors import NoNode
 from node.storage.folder import FolderStorage
 from node.storage.keys import load_keys

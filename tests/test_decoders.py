@@ -33,8 +33,8 @@ from node.protocols import calls
 from node.protocols import runs as wire
 from node.protocols.manifest import check_run
 from node.services.metadata import read_metadata
-from partition import codec
 from partition import stage as api
+from partition.codecs import codec
 from partition.model.graph import decode_graph
 from partition.plan.plan import decode_plan
 from partition.steps.frames import Frame, open_frame

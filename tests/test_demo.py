@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from node.cli.demo.processes import NodeEnded, SwarmProcesses
-from node.cli.demo.report import ACCURACY_MIN, Story, Victim, choose_victim
-from node.cli.demo.scenario import NAMES
-from node.cli.demo.screen import DemoScreen, line_text, loss_text, pace_text
-from node.cli.demo.weights_file import check_weights
-from node.cli.main import run
+from node.demo.processes import NodeEnded, SwarmProcesses
+from node.demo.report import ACCURACY_MIN, Story, Victim, choose_victim
+from node.demo.scenario import NAMES
+from node.demo.screen import DemoScreen, line_text, loss_text, pace_text
+from node.demo.weights_file import check_weights
 from node.errors import EXIT_FORCED, RunFailed
+from node.main import run
 from tests.source import ROOT
 
 PEERS = {f"peer-{name}": name for name in NAMES}
@@ -319,8 +319,8 @@ def test_a_demo_survives_the_death_of_a_replica_and_leaves_nothing_behind(tmp_pa
 @pytest.mark.parametrize(
     ("line", "module"),
     [
-        ("", "node.cli.demo.child_node"),
-        pytest.param("1/5", "node.cli.demo.child_node", marks=pytest.mark.skipif(not FULLY, reason=HOW)),
+        ("", "node.child_node"),
+        pytest.param("1/5", "node.child_node", marks=pytest.mark.skipif(not FULLY, reason=HOW)),
         pytest.param("3/5", "node.stages.process", marks=pytest.mark.skipif(not FULLY, reason=HOW)),
     ],
     ids=["while it starts", "once all nodes have joined", "while it trains"],
@@ -329,7 +329,7 @@ def test_a_demo_stopped_by_ctrl_c_leaves_nothing_behind(tmp_path: Path, line: st
     with program(tmp_path, "-m", "node", "demo", "--out", str(tmp_path / "out"), "--steps", "100") as demo:
         if line:
             demo.wait_for_line(line)
-        demo.wait_for_processes(module, len(NAMES) if module == "node.cli.demo.child_node" else 1)
+        demo.wait_for_processes(module, len(NAMES) if module == "node.child_node" else 1)
         demo.process.send_signal(signal.SIGINT)
         _, said = demo.process.communicate(timeout=30)
         left = demo.left()
@@ -345,7 +345,7 @@ def test_nodes_end_when_whoever_started_them_is_killed(tmp_path: Path) -> None:
     source = """
 import sys, time
 from pathlib import Path
-from node.cli.demo.processes import SwarmProcesses
+from node.demo.processes import SwarmProcesses
 swarm = SwarmProcesses(Path(sys.argv[1]), "test", time.sleep, calibrate=False)
 swarm.launch(["a", "b"])
 swarm.start("a", None)

@@ -14,10 +14,10 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import node
 import sim
+from node.api.handles import RunHandle
+from node.api.preparing import _homes
 from node.journal import Journal
 from node.library.blocking import BlockingDirectory
-from node.library.handles import RunHandle
-from node.library.preparing import _homes
 from node.library.sync import SyncNode
 from node.optimizer.settings import Settings
 from node.optimizer.wrapper import PeerOptimizer

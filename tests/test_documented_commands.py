@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import typer
 
-from node.cli.main import app
+from node.main import app
 from sim.cli import app as simulator
 from sim.replay.cli import app as replay
 from tests.source import ROOT

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from node import toml
-from node.cli.main import run
 from node.errors import EXIT_DONE
+from node.main import run
 from node.protocols.manifest import RunFile, check_run_file
 from tests.source import ROOT
 from tests.test_documented_commands import commands

@@ -16,8 +16,8 @@ from torch import nn
 from node.content.datasets import Dataset, load_text
 from node.events import Event, ReplicaDropped, RunEnded, RunEvaluated, StepCommitted
 from node.protocols.manifest import Manifest, Run
-from partition.capture.model_spec import Precision, default_dtype
 from partition.capture.models.gpt import GPT, GPTConfiguration, next_token_correct, next_token_loss
+from partition.capture.models.model_spec import Precision, default_dtype
 from partition.capture.skeleton import skeleton
 from partition.capture.task import Task, capture_task, correct, cross_entropy
 from partition.stage import OptimizerSettings, Schedule

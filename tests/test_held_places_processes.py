@@ -25,8 +25,8 @@ from crypto.identity import Identity, PeerId, parse_peer
 from gossip.averaging.messages import PROTOCOL as ATTEMPT_PROTOCOL
 from node.averaging import transfer
 from node.checkpoints import replication
-from node.cli.demo.processes import SwarmProcesses
 from node.content import blobs
+from node.demo.processes import SwarmProcesses
 from node.errors import StreamClosed, Unreachable
 from node.local import column
 from node.protocols import runs as wire

@@ -41,7 +41,16 @@ from node.runtime import Node
 from node.seams import Network
 from node.services.capacity import Capacity
 from partition import stage as api
-from partition.codec import CODECS, DIMENSIONS_MAX, SIDE_MAX, Payload, TensorHeader, pack, typed, unpack
+from partition.codecs.codec import (
+    CODECS,
+    DIMENSIONS_MAX,
+    SIDE_MAX,
+    Payload,
+    TensorHeader,
+    pack,
+    typed,
+    unpack,
+)
 from partition.model.graph import ITEM_BYTES
 from partition.plan.paxos_messages import (
     Accept,

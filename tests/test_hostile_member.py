@@ -25,6 +25,7 @@ from node.protocols.manifest import Manifest, Run
 from partition.run.local_settings import LocalSettings
 from tests.hostile.own_run import learn_run, take_in
 from tests.hostile.virtual import NAME, Hostile, hostile_in
+from tests.local_runs import local_runs
 from tests.node.local.test_runs import ends
 from tests.stack import Swarm, assert_equal, manifest, prepare, reference, simulate, swarm, train, weights
 from tests.test_revisions import revise
@@ -235,7 +236,7 @@ def test_a_run_in_local_mode_goes_on_whatever_a_peer_says_in_it(seed: int, takes
             async def lie() -> None:
                 while True:
                     for node in group.nodes.values():
-                        for member in node.runs.local.members.values():
+                        for member in local_runs(node).members.values():
                             bad.known.learn(member.run.id, "run")
                         for roster in node.averaging._rosters._rosters.values():
                             bad.known.learn((roster.own, *roster.claims.values()))

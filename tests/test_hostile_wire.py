@@ -43,7 +43,7 @@ ELSEWHERE = {
     "node.storage.guests": "this node's own disk",
     "node.runs.chain": "this node's own disk",
     "node.content.graphs": "this node's own disk",
-    "node.pipeline.own_work": "what this process and a child of its own say to each other",
+    "node.calibration.own_work": "what this process and a child of its own say to each other",
     "node.local.column": "requests to a stage, and answers, in payloads: tests.partition.hostile_stage",
     "node.content.data_cache": "this node's own disk",
     "node.content.dataset_store": "a data set's manifest: tests.node.test_shards",

@@ -19,12 +19,12 @@ import typer
 
 from node import toml
 from node.cli.capture import captured, prepare_data
-from node.cli.main import app, run
 from node.config import RULES, Config, Rule, resolve
 from node.config_file import ConfigFile
 from node.content import datasets
 from node.content.datasets import Dataset
 from node.errors import UsageError
+from node.main import app, run
 from node.protocols.manifest import Manifest, RunFile, check_run_file
 from node.protocols.run_keys import EXACT_ONLY, LOCAL_ONLY
 from node.runs.manifest_builder import make_manifest, window_of

@@ -8,7 +8,7 @@ from threading import Event
 import pytest
 
 from node.cli.client import ask
-from node.cli.demo.processes import SwarmProcesses
+from node.demo.processes import SwarmProcesses
 from node.planning.peers import live_peers
 
 NAMES = "abc"

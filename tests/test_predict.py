@@ -11,10 +11,10 @@ import pytest
 import safetensors.numpy
 import torch
 
-from node.cli.main import run
 from node.cli.predict_svg import SAMPLES_SHOWN_MAX, picture
 from node.content.datasets import load_digits
 from node.content.metrics import judge
+from node.main import run
 from partition.capture.models import BUILTIN
 from tests.node.test_sources import gray, png
 

@@ -18,9 +18,9 @@ import trio
 from crypto.identity import PeerId, parse_peer
 from node import config
 from node.checkpoints.weights import weights_name
-from node.cli.demo.processes import SwarmProcesses
-from node.cli.main import run as run_command
+from node.demo.processes import SwarmProcesses
 from node.events import MemberJoined, ReplicaDropped, RunEnded, RunPlanned, RunResumed, StepCommitted
+from node.main import run as run_command
 from node.runtime import Node
 from node.storage.folder import FolderStorage
 from tests.stack import Model, assert_equal, manifest, prepare, reference, simple_cnn

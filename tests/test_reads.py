@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from node.cli.demo.processes import SwarmProcesses
+from node.demo.processes import SwarmProcesses
 from tests.source import ROOT
 
 pytest.importorskip("sklearn")

@@ -10,10 +10,10 @@ import trio
 
 import node
 from node import config
+from node.api.preparing import run_of
 from node.cli.render import csv_text
 from node.errors import RunFailed, UsageError
 from node.events import RunEnded, StepCommitted
-from node.library.preparing import run_of
 from node.runs.archive import Archive
 from sim.network.links import Links
 from sim.network.model import NetworkModel

@@ -14,7 +14,7 @@ import pytest
 
 from gossip.settings import PRESETS
 from node.cli.client import ask
-from node.cli.demo.processes import SwarmProcesses
+from node.demo.processes import SwarmProcesses
 
 pause = time.sleep
 """Real processes take real time: to stand still, to write to the disk, and to be asked again."""

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from node.cli.client import ask
-from node.cli.demo.processes import SwarmProcesses
-from node.cli.main import run as run_command
+from node.demo.processes import SwarmProcesses
+from node.main import run as run_command
 from node.placement.waiting import LAW
 from tests.stack import simple_cnn
 

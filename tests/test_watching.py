@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from node.cli.demo.processes import SwarmProcesses
-from node.cli.main import run
+from node.demo.processes import SwarmProcesses
+from node.main import run
 
 
 @pytest.fixture(scope="module")

@@ -24,13 +24,13 @@ from typing import get_args
 import numpy as np
 
 from gossip.averaging.group import Aggregate
-from gossip.averaging.reduction import Contribution, Reduction, Vector, weighted_mean
 from gossip.averaging.robust.centered_clipping import centered_clipping
 from gossip.averaging.robust.geometric_median import geometric_median
 from gossip.averaging.robust.inputs import Vectors, Weights
 from gossip.averaging.robust.krum import krum, krum_members_min, multi_krum
 from gossip.averaging.robust.median import median
 from gossip.averaging.robust.nearest_neighbours import mix_nearest
+from gossip.averaging.robust.reduction import Contribution, Reduction, Vector, weighted_mean
 from gossip.averaging.robust.trimmed_mean import trimmed_mean
 from gossip.averaging.weights import bounded_weights
 

@@ -63,7 +63,7 @@ from gossip.averaging.messages import (
 from gossip.averaging.outcome import Averaged, Equivocation, Failed, Patience, Reason
 from gossip.averaging.parts import chunk_count
 from gossip.averaging.questions import Questions
-from gossip.averaging.reduction import Vector
+from gossip.averaging.robust.reduction import Vector
 from gossip.averaging.scatter import Scatter, check_vector
 from gossip.averaging.statements import Statements
 

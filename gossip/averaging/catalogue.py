@@ -4,7 +4,7 @@ from typing import Literal, get_args
 
 from gossip.averaging import strategies
 from gossip.averaging.group import GROUP_MEMBERS_MAX
-from gossip.averaging.reduction import Vector
+from gossip.averaging.robust.reduction import Vector
 
 StrategyName = Literal["average", "gossip", "diloco", "noloco", "sparseloco", "asynchronous"]
 NAMES: tuple[str, ...] = get_args(StrategyName)

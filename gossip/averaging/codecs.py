@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crypto.errors import RemoteProtocolError
-from gossip.averaging.reduction import Vector
+from gossip.averaging.robust.reduction import Vector
 
 BLOCK_ITEMS = 64
 """Numbers that share a scale: its 4 bytes over 64 numbers are 6.25 % of int8."""

@@ -1,7 +1,7 @@
 """Error feedback: what a lossy codec takes of one vector is added to the next."""
 
 from gossip.averaging.codecs import Codec, roundtrip
-from gossip.averaging.reduction import Vector
+from gossip.averaging.robust.reduction import Vector
 
 
 class ErrorFeedback:

@@ -11,7 +11,7 @@ from gossip.averaging.codecs import Codec, view_of
 from gossip.averaging.group import Group, Owner
 from gossip.averaging.messages import Chunk, SealBody, checked_chunk
 from gossip.averaging.parts import Contributed, Incoming, Reduced, chunk_count, chunk_range
-from gossip.averaging.reduction import Reduction, Vector
+from gossip.averaging.robust.reduction import Reduction, Vector
 
 
 class Gather:

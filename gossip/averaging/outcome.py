@@ -7,7 +7,7 @@ from math import inf
 
 from crypto.facts import Fact
 from crypto.identity import PeerId
-from gossip.averaging.reduction import Vector
+from gossip.averaging.robust.reduction import Vector
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from crypto.identity import PeerId
 from gossip.averaging.codecs import CHUNK_ITEMS, Codec
 from gossip.averaging.group import Owner
 from gossip.averaging.messages import root_of
-from gossip.averaging.reduction import Vector
+from gossip.averaging.robust.reduction import Vector
 
 
 def chunk_count(owner: Owner) -> int:
@@ -160,7 +160,7 @@ class Reduced:
 
 @dataclass(frozen=True)
 class Contributed:
-    """One member's part in a reduction: `gossip.averaging.reduction.Contribution`."""
+    """One member's part in a reduction: `gossip.averaging.robust.reduction.Contribution`."""
 
     peer: PeerId
     weight: float

@@ -10,7 +10,7 @@ from gossip.averaging.codecs import Codec
 from gossip.averaging.group import Group, Owner, is_weight
 from gossip.averaging.messages import Chunk, CommitmentBody, HaveBody, Held, checked_chunk
 from gossip.averaging.parts import Contributed, Incoming, Outgoing, chunk_count
-from gossip.averaging.reduction import Vector
+from gossip.averaging.robust.reduction import Vector
 
 LARGEST = 1e38
 """Beyond it a lossy codec of float32 has no room to round."""

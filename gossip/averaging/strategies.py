@@ -19,7 +19,7 @@ import numpy as np
 from gossip.averaging.codecs import Codec, codec_of
 from gossip.averaging.feedback import ErrorFeedback
 from gossip.averaging.group import Mode
-from gossip.averaging.reduction import Vector
+from gossip.averaging.robust.reduction import Vector
 
 Grouping = Literal["all", "moshpit", "pairs"]
 

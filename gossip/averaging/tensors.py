@@ -15,7 +15,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from crypto.encoding import encode
-from gossip.averaging.reduction import Vector
+from gossip.averaging.robust.reduction import Vector
 
 TENSORS_MAX = 65_536
 NAME_LENGTH_MAX = 256

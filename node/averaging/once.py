@@ -57,7 +57,7 @@ async def average_once(
     admit: str = "open",
     invitation: str = "",
 ) -> Averaged:
-    """See `node.library.surface.Surface.average`."""
+    """See `node.api.surface.Surface.average`."""
     if not is_weight(weight):
         raise UsageError(f"average: weight {weight} must be from {WEIGHT_MIN:g} to {WEIGHT_MAX:g}")
     door = await service.invitations.door(group, admit, invitation)

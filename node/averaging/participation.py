@@ -22,7 +22,7 @@ from gossip.averaging.grid import GROUP_SIZE_MIN
 from gossip.averaging.group import GROUP_MEMBERS_MAX, NONCE_BYTES, Aggregate, Group, Member, Terms
 from gossip.averaging.outcome import Averaged, Failed, Reason
 from gossip.averaging.pace import Pace
-from gossip.averaging.reduction import Vector
+from gossip.averaging.robust.reduction import Vector
 from gossip.averaging.walk import GridWalk, Spot
 from gossip.claims import SLACK_STEPS, LikelySteps
 from gossip.matchmaking import CameLate, Formed, NotFormed, Wish

@@ -9,7 +9,7 @@ from gossip.averaging.aggregates import liars_max
 from gossip.averaging.codecs import Codec
 from gossip.averaging.group import GROUP_MEMBERS_MAX, Aggregate
 from gossip.averaging.outcome import Patience
-from gossip.averaging.reduction import Vector
+from gossip.averaging.robust.reduction import Vector
 from gossip.roster import Report
 
 Mode = Literal["butterfly", "exchange"]

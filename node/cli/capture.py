@@ -177,8 +177,8 @@ def capture_to(graph: Path, run_file: RunFile, path: Path, name: str, load: Load
         UsageError: no such model, or one that cannot be captured.
     """
     from partition.capture import CaptureRefused
-    from partition.capture.model_spec import capture_built_in, capture_folder, capture_own
     from partition.capture.models import BUILTIN
+    from partition.capture.models.model_spec import capture_built_in, capture_folder, capture_own
     from partition.capture.weights import write_weights
 
     train = run_file.train

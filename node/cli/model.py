@@ -92,7 +92,7 @@ def capture(
         source, sample, classes, tuple(settings or ()), "float64" if dtype == "float64" else "float32"
     )
     with _told():
-        from partition.capture.model_spec import task_has_values
+        from partition.capture.models.model_spec import task_has_values
         from partition.capture.task import capture_task, captured_and_proved, check_admission
         from partition.capture.weights import write_weights
 
@@ -243,8 +243,8 @@ class _Wanted:
         """The model with its loss; parameters made meanwhile have the wanted type. Raises UsageError."""
         from partition.capture import skeleton
         from partition.capture.hugging_face import folder_task, is_folder
-        from partition.capture.model_spec import default_dtype
         from partition.capture.models import BUILTIN
+        from partition.capture.models.model_spec import default_dtype
         from partition.capture.task import load_factory, task_of
 
         options = dict(map(_setting, self.settings))

@@ -182,13 +182,13 @@ def run_model(
     import safetensors.numpy
     from msgspec.structs import replace
 
+    from node.api.task_defaults import read_run
     from node.cli.languages import model_folder_of
     from node.content.metrics import judge, predicted_of
     from node.content.samples import ITEM
-    from node.library.task_defaults import read_run
     from node.toml import read_text
     from partition.capture.errors import CaptureRefused
-    from partition.capture.prediction import input_names, load_weights, make_task, outputs_of
+    from partition.capture.models.prediction import input_names, load_weights, make_task, outputs_of
 
     run_file, _ = read_run(read_text(path), path.parent, str(path))
     if run_file.model.endswith(GRAPH_SUFFIX):

@@ -141,7 +141,7 @@ def _read_run(path: Path, name: str, devices: list[str]) -> "RunFile":
     # Late, here and below: the other commands need none of it, and answer at once.
     from msgspec.structs import replace
 
-    from node.library.task_defaults import read_run
+    from node.api.task_defaults import read_run
     from node.toml import read_text
 
     found, default = read_run(read_text(path), path.parent, name)

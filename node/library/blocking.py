@@ -1,4 +1,4 @@
-"""The public surface in blocking form. Generated from `node/library/surface.py`: do not edit.
+"""The public surface in blocking form. Generated from `node/api/surface.py`: do not edit.
 
 Write it anew with `python -m node.library.generate`.
 """
@@ -9,14 +9,14 @@ from functools import partial
 from typing import Any
 
 from node import state as views
+from node.api.handles import RunHandle, RunResult
+from node.api.surface import Surface
 from node.averaging.once import Averaged
+from node.content.directory import Directory, Entry, FoundNode, StoredEntry
 from node.events import Event, JoinTried
 from node.history import EventHistory
-from node.library.directory import Directory, Entry, FoundNode, StoredEntry
-from node.library.handles import RunHandle, RunResult
-from node.library.portal import Portal
-from node.library.surface import Surface
 from node.planning.report import PlanReport
+from node.portal import Portal
 from node.services.broadcasts import Broadcast
 from partition.model.graph import Graph
 

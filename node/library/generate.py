@@ -1,4 +1,4 @@
-"""Write `node/library/blocking.py` from `node/library/surface.py` and what it hands out: public methods in
+"""Write `node/library/blocking.py` from `node/api/surface.py` and what it hands out: public methods in
 blocking form.
 
     python -m node.library.generate
@@ -9,9 +9,10 @@ A development tool; a test holds that the file is what this makes.
 import ast
 from pathlib import Path
 
-FOLDER = Path(__file__).parent
+WRITTEN = Path(__file__).with_name("blocking.py")
+ROOT = Path(__file__).parents[2]
 LINE_LENGTH_MAX = 110
-HEADER = '''"""The public surface in blocking form. Generated from `node/library/surface.py`: do not edit.
+HEADER = '''"""The public surface in blocking form. Generated from `node/api/surface.py`: do not edit.
 
 Write it anew with `python -m node.library.generate`.
 """
@@ -19,16 +20,17 @@ Write it anew with `python -m node.library.generate`.
 
 
 SURFACES = (
-    ("surface", "Surface", "BlockingSurface"),
-    ("directory", "Directory", "BlockingDirectory"),
-    ("handles", "RunHandle", "BlockingRunHandle"),
+    ("node.api.surface", "Surface", "BlockingSurface"),
+    ("node.content.directory", "Directory", "BlockingDirectory"),
+    ("node.api.handles", "RunHandle", "BlockingRunHandle"),
 )
 """What has public methods: module, class, and its blocking form. The first may hand out the others."""
 
 
 def generate() -> str:
     """Return the text of `blocking.py`."""
-    trees = [ast.parse((FOLDER / f"{name}.py").read_text(encoding="utf-8")) for name, _, _ in SURFACES]
+    files = [ROOT.joinpath(*name.split(".")).with_suffix(".py") for name, _, _ in SURFACES]
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
     classes = [_class(tree, of, form) for tree, (_, of, form) in zip(trees, SURFACES, strict=True)]
     body = "\n\n".join(reversed(classes))
     used = {node.id for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Name)}
@@ -86,10 +88,10 @@ def _imports(trees: list[ast.Module], used: set[str], defined: dict[str, str]) -
         standard.setdefault("functools", []).append("partial")
     if "Iterator" in used:
         standard.setdefault("collections.abc", []).append("Iterator")
-    standard["node.library.portal"] = ["Portal"]
+    standard["node.portal"] = ["Portal"]
     for name, module in defined.items():
         if name in used:
-            standard.setdefault(f"node.library.{module}", []).append(name)
+            standard.setdefault(module, []).append(name)
 
     groups: list[list[str]] = [[f"import {name}" for name in sorted(set(modules))], [], []]
     for module in sorted(standard):
@@ -185,7 +187,7 @@ def _docstring(method: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
 
 def main() -> None:
     """Write the file."""
-    (FOLDER / "blocking.py").write_text(generate(), encoding="utf-8")
+    WRITTEN.write_text(generate(), encoding="utf-8")
 
 
 if __name__ == "__main__":

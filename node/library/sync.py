@@ -19,8 +19,8 @@ from node.errors import UsageError
 from node.events import Event
 from node.library.blocking import BlockingSurface
 from node.library.embedding import SCRIPTS_MAX, configs_of
-from node.library.portal import Portal
 from node.paths import short_path
+from node.portal import Portal
 from node.recording.recorder import Recorder, open_record
 from node.runtime import Node
 from node.storage.folder_lock import find_holder

@@ -27,7 +27,7 @@ from crypto.registers import Budget, Register, Silence
 from node.errors import PayloadRefused, StageDiverged, StageFailed, StreamClosed, Unreachable
 from node.seams import Network, Stage, Stream, StreamLimits
 from partition import stage as api
-from partition.codec import Payload
+from partition.codecs.codec import Payload
 from partition.plan.plan import STAGES_MAX, STEPS_MAX
 from partition.run.tickets import Chain
 from partition.stage import REASON_LENGTH_MAX

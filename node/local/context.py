@@ -11,13 +11,13 @@ from node.content.datasets import Dataset
 from node.content.graphs import Models
 from node.errors import StageFailed
 from node.events import Event
-from node.local.own_data import OwnDataSets
 from node.placement.admission import Machine
 from node.placement.leases import Offer
 from node.placement.places import Places
 from node.protocols.manifest import Run, own_data_of
 from node.protocols.runs import Reply, Request
 from node.runs.manifest_builder import fits
+from node.runs.own_data import OwnDataSets
 from node.runs.receipts import Receipts
 from node.seams import Seams
 from node.storage.guests import Guests

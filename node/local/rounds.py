@@ -10,7 +10,7 @@ import trio
 
 from crypto.identity import PeerId
 from gossip.averaging.catalogue import EVERY_ROUND, OUTER, group_size, make_strategy
-from gossip.averaging.reduction import Vector
+from gossip.averaging.robust.reduction import Vector
 from gossip.averaging.strategies import Delayed, Mean
 from node.averaging.participation import Participation
 from node.averaging.rounds import Round, Wanted

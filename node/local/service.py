@@ -366,6 +366,12 @@ class LocalRuns:
         if outcome == "done" and is_here:
             service.start_task(service.provide, run.text, weights, of=None)
 
+    async def give_up(self, run: bytes, outcome: str, detail: str) -> None:
+        """End a run here, where it is one of this node's, without a result."""
+        member = self.members.get(run)
+        if member is not None:
+            await self.end(member, outcome, detail, "")
+
     async def stop(self, run: bytes, fact: Fact, detail: str) -> None:
         """The requester has stopped a run: end it here."""
         member = self.members.get(run)

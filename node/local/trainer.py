@@ -16,7 +16,7 @@ import trio
 from blake3 import blake3
 
 from crypto.identity import PeerId
-from gossip.averaging.reduction import Vector
+from gossip.averaging.robust.reduction import Vector
 from node.averaging.snapshot import Snapshot, make_snapshot
 from node.content.datasets import Array, Batches
 from node.errors import StageDiverged, StageFailed
@@ -25,7 +25,7 @@ from node.local.shard import Shard
 from node.protocols.manifest import Run, own_data_of
 from node.seams import Executor, Stage, Storage
 from partition import stage as api
-from partition.codec import Payload, pack, typed
+from partition.codecs.codec import Payload, pack, typed
 from partition.stage import StageSpecification, gradient_bytes
 
 Pick = Callable[[int], tuple[list[Array], list[Array]]]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gossip.averaging.reduction import Vector
+from gossip.averaging.robust.reduction import Vector
 from node.averaging.loss_bound import apart_loss_max, is_within, loss_max
 from node.local.trainer import LocalTrainer
 

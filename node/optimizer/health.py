@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gossip.averaging.reduction import Vector
+from gossip.averaging.robust.reduction import Vector
 from node.optimizer.layout import Layout
 from node.optimizer.trained import listed
 

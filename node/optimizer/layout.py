@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from blake3 import blake3
 
-from gossip.averaging.reduction import Vector
+from gossip.averaging.robust.reduction import Vector
 
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

@@ -11,12 +11,12 @@ from gossip.averaging.aggregates import chosen, obstacle_of
 from gossip.averaging.catalogue import NAMES
 from gossip.averaging.group import Aggregate
 from node.errors import UsageError
-from node.library.portal import Portal
 from node.optimizer.differences import classes_of, kind_of
 from node.optimizer.place import RunPlace
 from node.optimizer.plugins import strategy_maker
 from node.optimizer.settings import Settings
 from node.optimizer.wrapper import PeerOptimizer
+from node.portal import Portal
 from node.text import admit_text
 
 log = logging.getLogger("peerloom")

@@ -13,8 +13,8 @@ from gossip.averaging.group import Aggregate
 from node.averaging.door import Door
 from node.averaging.participation import Participation
 from node.averaging.signature import Row, signatures_of
-from node.library.portal import Portal
 from node.optimizer.session import Session
+from node.portal import Portal
 
 log = logging.getLogger("peerloom")
 Rows = tuple[Row, ...]

@@ -15,7 +15,7 @@ from typing import Any
 
 from gossip.averaging.catalogue import NAMES, make_strategy
 from gossip.averaging.codecs import Codec, codec_of
-from gossip.averaging.reduction import Vector
+from gossip.averaging.robust.reduction import Vector
 from gossip.averaging.strategies import Strategy
 
 STRATEGIES, CODECS = "peerloom.strategies", "peerloom.codecs"

@@ -1,6 +1,6 @@
 """A training thread's view of its part in a run: every call returns at once, and none raises.
 
-The training loop stands in one thread, the node's event loop in another (`node.library.portal`). What the
+The training loop stands in one thread, the node's event loop in another (`node.portal`). What the
 first asks is done by the second, and its outcome is looked at between two steps.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from crypto.identity import PeerId
-from gossip.averaging.reduction import Vector
+from gossip.averaging.robust.reduction import Vector
 from gossip.averaging.strategies import Mean, Strategy
 from gossip.claims import LikelySteps
 from node.averaging.offered import SNAPSHOT_SECONDS
@@ -21,7 +21,7 @@ from node.averaging.participation import Participation
 from node.averaging.rounds import Round, RunView, Wanted
 from node.averaging.snapshot import Array, Snapshot, make_snapshot
 from node.containment import contain
-from node.library.portal import Call, Portal, PortalClosed
+from node.portal import Call, Portal, PortalClosed
 
 T = TypeVar("T")
 

@@ -25,7 +25,7 @@ class Settings:
 
     `admit` says who takes part: "open", whoever knows the run's name; "invited", those that its owner
     invited, and "vouched", also those that they invited. The owner is the peer without an `invitation`
-    (`node.library.surface.Surface.invite`). With one of the latter "auto" is the mean.
+    (`node.api.surface.Surface.invite`). With one of the latter "auto" is the mean.
 
     With local steps, `strategy` says what comes of a round: average, gossip (in pairs), diloco, noloco,
     sparseloco, asynchronous, or a person's own (`node.optimizer.plugins`); `average_moments` averages what

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from gossip.averaging.reduction import Vector
+from gossip.averaging.robust.reduction import Vector
 from node.averaging.snapshot import Array, Row, Snapshot, is_finite
 from node.optimizer.layout import Layout
 

@@ -26,7 +26,7 @@ from blake3 import blake3
 
 from gossip.averaging.catalogue import EVERY_ROUND, group_size
 from gossip.averaging.group import Aggregate
-from gossip.averaging.reduction import Vector
+from gossip.averaging.robust.reduction import Vector
 from gossip.averaging.strategies import Strategy
 from gossip.claims import LikelySteps
 from node.averaging.rounds import Round, Wanted

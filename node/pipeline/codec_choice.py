@@ -11,9 +11,9 @@ import numpy as np
 
 from crypto.identity import PeerId
 from node.seams import Executor
-from partition.codec import Codec, Payload, unpack
 from partition.codecs.base import Array
 from partition.codecs.choice import Cost, Frames, allowed, choose, narrowest
+from partition.codecs.codec import Codec, Payload, unpack
 
 SAMPLE_BYTES = 1 << 18
 """Shorter tensors tell little one by one: so much of them together is looked at."""

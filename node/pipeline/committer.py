@@ -12,11 +12,13 @@ import trio
 from msgspec.structs import replace
 
 from crypto.errors import RemoteProtocolError
+from crypto.facts import Signer
 from crypto.identity import PeerId
+from crypto.noise import Data
 from node.events import ReplicaDropped, RunEvaluated, RunResumed, StepCommitted
 from node.protocols.manifest import CORRECT, Run
 from node.protocols.notices import RunEvent
-from node.runs.context import Service
+from node.seams import Seams
 from partition.plan.plan import Plan
 from partition.run.failures import Failures
 from partition.run.timeouts import START_SECONDS_MAX
@@ -31,6 +33,24 @@ from partition.steps.witness import Witness
 
 VOUCHES_MAX = 64
 """Frames that are compared with this node's own data, one after the other; more are judged without."""
+
+
+class StepReceipts(Protocol):
+    """What is needed of `node.runs.receipts.Receipts`."""
+
+    def counted(self, run: Run, plan: Plan, microbatches: Mapping[PeerId, int]) -> None: ...
+
+
+class Service(Protocol):
+    """What is needed of `node.runs.runs.Runs`."""
+
+    seams: Seams
+    signer: Signer
+    refuse: Callable[[PeerId, RemoteProtocolError], None]
+
+    @property
+    def receipts(self) -> StepReceipts: ...
+    def send(self, peer: PeerId, message: Any, *payload: Data) -> None: ...
 
 
 class BestState(Protocol):

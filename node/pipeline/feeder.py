@@ -19,7 +19,7 @@ from node.content.sharded import DataMissing
 from node.errors import Unreachable
 from node.protocols.manifest import Run
 from node.seams import Seams
-from partition.codec import Payload, pack, typed
+from partition.codecs.codec import Payload, pack, typed
 from partition.plan.assignment import feeder_of
 from partition.plan.plan import Plan
 from partition.steps import feeder as core

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from node.errors import StageFailed
 from node.seams import Executor, Storage
-from partition.codec import Payload
+from partition.codecs.codec import Payload
 
 FRAMES_BYTES_MAX = 512 * 2**20
 """Frames of one stage in memory: thirty-two of 16 MiB, more than are between two passes of it. Beyond are

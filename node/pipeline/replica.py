@@ -28,7 +28,7 @@ from node.placement.admission import TRAIN
 from node.protocols.runs import FetchState, GroupPart
 from node.seams import Seams, Stage
 from partition import stage as api
-from partition.codec import Codec, Payload, Rounding
+from partition.codecs.codec import Codec, Payload, Rounding
 from partition.plan.plan import FIRST_VALUES, Plan
 from partition.steps import replica as core
 from partition.steps.frame_archive import FrameArchive

@@ -220,7 +220,7 @@ class RunFile(msgspec.Struct, frozen=True):
     """RUN.toml: every key has a default.
 
     `model` is a built-in name, a captured FILE.peerloom, or PATH.py:FUNCTION; or "vision" or "language", to
-    one of which none at all comes (`node.library.task_defaults`). `options` are further arguments of what
+    one of which none at all comes (`node.api.task_defaults`). `options` are further arguments of what
     makes it (`layers` and `width` of a gpt). `data` is `digits`, a folder with train.npz and test.npz (arrays
     x and y, or as the model's inputs and labels are called), a file of text, or what `node.content.sources`
     makes such a folder of: a table, arrays, images; or PATH.py:FUNCTION, which returns a Dataset, an iterator

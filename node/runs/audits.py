@@ -43,7 +43,7 @@ from node.protocols.calls import conversation
 from node.protocols.manifest import Run, run_text
 from node.seams import Seams, Stage, Stream, StreamLimits
 from partition import stage as api
-from partition.codec import Payload, check_length, unpack
+from partition.codecs.codec import Payload, check_length, unpack
 from partition.plan.plan import Plan, plan_hash
 from partition.stage import StageSpecification, payload_bytes_max
 from partition.steps.frame_archive import FrameArchive, FrameKey

@@ -26,8 +26,6 @@ from node.content.dataset_store import DataFiles, Lanes
 from node.content.graphs import Models
 from node.errors import RunFailed, Unreachable, UsageError
 from node.events import Event, RunChanged, RunReleased
-from node.local.own_data import OwnDataSets
-from node.local.service import LocalRuns
 from node.offering import NamedData
 from node.pipeline.links import Links
 from node.pipeline.spans import Spans
@@ -49,9 +47,11 @@ from node.runs.checkpointing import newest_name
 from node.runs.context import Membership
 from node.runs.inbox import PipelineInbox
 from node.runs.kept import note_guests
+from node.runs.local_mode import LocalMode
 from node.runs.manifest_builder import fits
 from node.runs.member import RunMember
 from node.runs.outside import RunsOutside
+from node.runs.own_data import OwnDataSets
 from node.runs.queue import Queue
 from node.runs.receipts import Receipts
 from node.runs.recovery import forget_files, recover, run_name
@@ -100,6 +100,7 @@ class Runs:
         averaging: Averaging,
         places: Places,
         own_data: Callable[[], Sequence[NamedData]],
+        local: Callable[["Runs", ArchiveShell], LocalMode],
     ) -> None:
         """`observe` hears all that this node sends in runs; `machine` and `rate` (FLOP/s) are of one slot."""
         self.seams = seams
@@ -133,7 +134,7 @@ class Runs:
         self.inbox = PipelineInbox(self)
         self.archive = ArchiveShell(seams, signer.peer)
         self.own_data = OwnDataSets(seams, own_data)
-        self.local = LocalRuns(self, self.archive)
+        self.local = local(self, self.archive)
         self.outside = RunsOutside(self, signer.peer)
         self.stopping = Stopping(self)
         self.revising = Revising(self)
@@ -377,7 +378,7 @@ class Runs:
         reason = failure_text(error)[:REASON_LENGTH_MAX]
         if local is not None:
             with contain("run in local mode ending after a failure"):
-                await self.local.end(local, "failed", reason, "")
+                await self.local.give_up(run.id, "failed", reason)
         if member is None:
             return
         with contain("run ending after a failure") as ending:

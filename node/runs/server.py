@@ -19,7 +19,6 @@ from node.checkpoints.weights import weights_name
 from node.content.dataset_store import DataFiles
 from node.content.graphs import Models
 from node.errors import StageFailed, StreamClosed, Unreachable
-from node.local.service import LocalRuns
 from node.placement.admission import Machine, check_plan
 from node.placement.lease_checks import LeaseChecks
 from node.placement.slots import Slots
@@ -27,6 +26,7 @@ from node.protocols import runs as wire
 from node.protocols.manifest import Run
 from node.protocols.permits import Permits
 from node.protocols.uploads import Body, send_blob, whole
+from node.runs.local_mode import LocalMode
 from node.runs.member import RunMember
 from node.runs.outside import RunsOutside
 from node.runs.queue import Queue
@@ -77,7 +77,7 @@ class Service(Protocol):
     stopping: Stopping
     revising: Revising
     outside: RunsOutside
-    local: LocalRuns
+    local: LocalMode
     data: DataFiles
     accepts: Callable[[Run], str | None]
     gone: Callable[[], Collection[PeerId]]

@@ -18,10 +18,10 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId, short_peer
 from node.errors import RunFailed, Unreachable, UsageError
-from node.local.service import LocalRuns
 from node.protocols.manifest import MANIFEST_BYTES_MAX, Run, check_run
 from node.protocols.runs import Reply, Request, Stop
 from node.runs.archive import RUNS_FOLDER, ArchiveShell
+from node.runs.local_mode import LocalMode
 from node.runs.member import RunMember
 from node.runs.outside import RunsOutside
 from node.runs.progress import Shown
@@ -77,7 +77,7 @@ class Service(Protocol):
     signer: Signer
     members: dict[bytes, RunMember]
     archive: ArchiveShell
-    local: LocalRuns
+    local: LocalMode
     outside: RunsOutside
     live: Callable[[], Collection[PeerId]]
 
@@ -143,7 +143,7 @@ class Stopping:
             await member.drop(DROPPED)
         local = self._runs.local.members.get(run.id)
         if local is not None:
-            await self._runs.local.end(local, "stopped", DROPPED, "")
+            await self._runs.local.give_up(run.id, "stopped", DROPPED)
         if self._runs.outside.has(run.id):
             self._runs.outside.give_up(run.id, DROPPED)
         return {"run": text, "status": "stopped"}

@@ -24,9 +24,9 @@ from blake3 import blake3
 
 from crypto.errors import RemoteProtocolError
 from node.forks import keep_from_children
+from node.services.arithmetic import arithmetic_settings
 from node.services.capacity import Capacity
 from node.services.energy import EnergyMeter
-from node.stages.arithmetic import arithmetic_settings
 from partition.plan.operations import Amount
 from partition.plan.rates import MEGA, Calibration, Pace, decode_calibration, encode_calibration
 
@@ -219,7 +219,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 def with_own_work(calibration: Calibration, given_up: threading.Event) -> Calibration:
     """Return it with what a node takes beside the stage's process, as its own parts take it in a process of
     theirs; unchanged where that cannot be measured."""
-    process = _spawn(["node.pipeline.own_work"])
+    process = _spawn(["node.calibration.own_work"])
     try:
         said = _said(process, given_up)
         microbatch, mebibyte, step = (min(2**53, 1_000 * int(word)) for word in said.split())

@@ -17,7 +17,7 @@ from crypto.encoding import encode
 from crypto.errors import RemoteProtocolError
 from crypto.noise import Data
 from node.errors import PayloadRefused, StageDiverged, StageFailed
-from partition.codec import Payload
+from partition.codecs.codec import Payload
 from partition.stage import (
     Backward,
     BackwardDone,

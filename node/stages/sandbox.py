@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from node.stages.arithmetic import arithmetic_settings
+from node.services.arithmetic import arithmetic_settings
 from node.stages.seccomp import ARCHITECTURES, compile_filter
 
 DESCRIPTORS_MAX = 256

@@ -13,10 +13,10 @@ from typing import Any
 
 import trio
 
+from node.api.preparing import prepared_run
+from node.api.task_defaults import read_run
 from node.control import CommandHandler
 from node.errors import PeerloomError, UsageError
-from node.library.preparing import prepared_run
-from node.library.task_defaults import read_run
 from node.protocols.manifest import RunFile
 
 START_SECONDS_MAX = 300.0

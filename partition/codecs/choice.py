@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
-from partition.codec import CODECS, Codec, coded_bytes, pack, typed, unpack
 from partition.codecs.base import Array
+from partition.codecs.codec import CODECS, Codec, coded_bytes, pack, typed, unpack
 from partition.model.graph import FLOATING, ITEM_BYTES, DataType
 
 Frames = Literal["exact", "bfloat16", "int8", "int4"]

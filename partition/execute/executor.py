@@ -27,7 +27,7 @@ import torch
 from blake3 import blake3
 
 from crypto.errors import LocalProtocolError, RemoteProtocolError
-from partition.codec import Payload, Rounding
+from partition.codecs.codec import Payload, Rounding
 from partition.execute.interpret import DTYPES, LabelOutOfRange, Program, Results, compile_entry
 from partition.execute.optimize import Optimizer, clip_factor
 from partition.execute.seeds import seed_of

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from crypto.errors import RemoteProtocolError
-from partition.codec import Codec, Payload, Rounding, Typed, pack_measured, unpack
+from partition.codecs.codec import Codec, Payload, Rounding, Typed, pack_measured, unpack
 from partition.codecs.error_feedback import Feedback
 from partition.execute.interpret import DTYPES
 from partition.model.graph import FLOATING, ITEM_BYTES, PAIRS, Constant, DataType, TensorType

@@ -12,7 +12,7 @@ import numpy as np
 import safetensors
 
 from crypto.errors import RemoteProtocolError
-from partition.codec import Array
+from partition.codecs.codec import Array
 from partition.model.graph import ITEM_BYTES, Constant, DataType
 from partition.model.safetensors_layout import SAFETENSORS_TYPES
 from partition.model.sizes import shape_of

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from crypto.facts import Fact
-from partition.codec import Payload
+from partition.codecs.codec import Payload
 from partition.steps.frames import Direction, FrameHeader
 
 STEPS_KEPT = 16

@@ -4,7 +4,7 @@ The signature is over the header, and the header holds the BLAKE3 digest of the 
 anyone can show later who sent what. A frame comes over a stream that proves its sender, so its signature is
 checked only where it is to be shown to somebody (`check_signed`): most never are, and in a small run the
 check takes longer than all else about a frame. Whether the digest fits the payload is checked where the
-payload is unpacked (`partition.codec.unpack`, in the stage's process), not on the event loop.
+payload is unpacked (`partition.codecs.codec.unpack`, in the stage's process), not on the event loop.
 
 On the wire a Frame is a message, and the payload's data goes beside it as a payload of the stream, so that
 megabytes are never part of what is encoded or decoded. What copies them on their way from tensor to tensor:
@@ -29,7 +29,7 @@ from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
-from partition.codec import SIZES_MAX, Codec, Digest, Payload, Side, TensorHeader, check_length
+from partition.codecs.codec import SIZES_MAX, Codec, Digest, Payload, Side, TensorHeader, check_length
 from partition.model.graph import TENSORS_MAX
 from partition.plan.plan import Count, Hash, StepNumber
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from crypto.identity import PeerId
-from partition.codec import Payload
+from partition.codecs.codec import Payload
 from partition.plan.plan import NO_HASH
 from partition.steps.messages import RATE_UNIT, Apply, Waiting
 

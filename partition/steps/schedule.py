@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any, Literal
 
-from partition.codec import Payload
+from partition.codecs.codec import Payload
 from partition.steps.frames import Direction, OpenedFrame
 from partition.steps.messages import EVALUATIONS_IN_FLIGHT_MAX
 

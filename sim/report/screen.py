@@ -5,7 +5,7 @@ import time
 from typing import Any, TextIO
 
 from node.cli.render import seconds_text, show
-from sim.experiment import Progress
+from sim.progress import Progress
 
 LIVE_SECONDS = 0.2
 PLAIN_SECONDS = 10.0

@@ -14,7 +14,7 @@ import numpy as np
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from gossip.allreduce import AllReduce, Part
-from partition.codec import Payload, TensorHeader
+from partition.codecs.codec import Payload, TensorHeader
 from partition.plan.plan import FIRST_VALUES, HASH_BYTES, Plan
 from partition.steps import replica as core
 from partition.steps.frames import Direction, FrameHeader, OpenedFrame, Outgoing

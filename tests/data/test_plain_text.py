@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from node.cli.main import run
+from node.main import run
 from tests.data.layouts import images
 from tests.data.test_layouts import read_here
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from node.cli.main import run
 from node.content.fenced_reading import read_fenced
 from node.content.sources import Wish
 from node.errors import UsageError
+from node.main import run
 from node.protocols.data_table import DataTable
 
 Capture = pytest.CaptureFixture[str]

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from node.cli.main import run
 from node.content.sources import SampleParts, Wish, read
 from node.content.tokens import Language
 from node.errors import UsageError
+from node.main import run
 from node.protocols.data_table import DataTable
 from tests.data.model_folders import write_folder, write_tokenizer
 

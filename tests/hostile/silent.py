@@ -8,8 +8,8 @@ import torch
 import trio
 
 from node.averaging.rounds import Wanted
-from node.library.portal import Call
 from node.library.sync import SyncNode
+from node.portal import Call
 from tests.hostile.participant import LyingParticipant
 
 FOLLOW_SECONDS = 0.02

@@ -26,8 +26,7 @@ from node.averaging import proofs, transfer
 from node.averaging import service as averaging_service
 from node.checkpoints import replication
 from node.checkpoints.weights import WEIGHTS_PURPOSE
-from node.content import blobs, exchange
-from node.library import directory
+from node.content import blobs, directory, exchange
 from node.local import column
 from node.protocols import audits as shown
 from node.protocols import checkpoint, manifest

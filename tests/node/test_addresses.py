@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 import node
 from crypto.contact import Address, make_address, parse_address
 from node.addresses import read_address, read_addresses
-from node.cli.main import run
 from node.config import Config, read_web, resolve
 from node.errors import UsageError
+from node.main import run
 from tests.installed import console_script, typed
 
 LAB = parse_address("10.0.0.5:9747")

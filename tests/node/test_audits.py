@@ -12,7 +12,7 @@ from node.pipeline.replica import ReplicaShell
 from node.protocols.audits import FramesHere, FrameShown, ShowFrame, WhichFrames
 from node.protocols.manifest import Run
 from partition import stage as api
-from partition.codec import pack, typed, unpack
+from partition.codecs.codec import pack, typed, unpack
 from partition.plan.change import Change
 from tests import stack
 from tests.node.test_slots import only

@@ -12,8 +12,8 @@ import trio
 
 from node import config
 from node.cli.client import ask
-from node.cli.doctor.local_checks import Scene, look_here
-from node.cli.doctor.steps import Step, Steps
+from node.doctor.local_checks import Scene, look_here
+from node.doctor.steps import Step, Steps
 from node.errors import NoNode
 from node.transport.datagram_paths import KNOCK_SECONDS
 from tests.node.namespaces import Machine, two_machines

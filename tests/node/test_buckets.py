@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from node.cli.main import run
 from node.errors import UsageError
+from node.main import run
 from tests.source import ROOT
 
 TABLE = b"width,height,label\n" + b"0.5,0.25,1\n0.1,0.2,0\n" * 10

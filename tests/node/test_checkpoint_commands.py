@@ -11,10 +11,10 @@ import safetensors.torch
 import trio
 
 from node.checkpoint_commands import CheckpointCommands
-from node.cli.main import run
 from node.content.graphs import graph_name
 from node.control import CommandHandler, Emit
 from node.errors import RunFailed, UsageError
+from node.main import run
 from node.storage.folder import FolderStorage
 from tests.node.saved import SMALL_CHUNK_BYTES, Saved, saved, use_small_chunks
 from tests.node.test_checkpoints import checkpoints_in, save

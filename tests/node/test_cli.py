@@ -14,12 +14,12 @@ import trio
 
 import node
 from crypto.identity import Identity, peer_text
-from node.cli.main import run
 from node.cli.render import short_id
 from node.config import Config
 from node.control import CommandHandler, ControlServer, Emit
 from node.errors import JoinTimeout, UsageError
 from node.events import CapacityMeasured, NodeStarted, RunAccepted
+from node.main import run
 from node.state import State, apply
 from node.state_documents import event_document, peers_document, status_document
 from node.storage.folder import FolderStorage
@@ -398,7 +398,7 @@ async def test_id_works_with_and_without_a_running_node(
 
 async def test_client_commands_load_neither_trio_nor_torch(tmp_path: Path) -> None:
     program = (
-        "import sys; from node.cli.main import run; code = run(sys.argv[1:]);"
+        "import sys; from node.main import run; code = run(sys.argv[1:]);"
         "heavy = {'trio', 'torch', 'numpy', 'cryptography', 'msgspec', 'rich'} & set(sys.modules);"
         "sys.exit(f'code {code}, loaded {heavy}' if code or heavy else 0)"
     )

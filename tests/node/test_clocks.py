@@ -27,12 +27,12 @@ from gossip.clocks import (
     PeerClocks,
 )
 from node import config
-from node.cli.doctor import local_checks
-from node.cli.doctor.local_checks import Scene
-from node.cli.doctor.steps import Steps, in_thread
 from node.cli.status import status_lines
+from node.content.directory import NotStored, _told
+from node.doctor import local_checks
+from node.doctor.local_checks import Scene
+from node.doctor.steps import Steps, in_thread
 from node.events import ClockCompared
-from node.library.directory import NotStored, _told
 from node.runtime import Node
 from node.seams import RealClock
 from node.services.swarm_clock import SKEW_SECONDS, SwarmClock

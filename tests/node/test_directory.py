@@ -6,9 +6,9 @@ import trio
 from node.cli.dht import found_lines
 from node.cli.render import short_id
 from node.commands import Commands
+from node.content.directory import NotStored
 from node.errors import UsageError
 from node.events import Event, RecordShort
-from node.library.directory import NotStored
 from sim.network.model import NetworkModel
 from tests.stack import manifest, simulate, swarm, train
 

@@ -15,12 +15,12 @@ import trio
 
 from crypto.contact import Address, make_address
 from node import config
-from node.cli.doctor import local_checks as doctor
-from node.cli.doctor.local_checks import Scene, look_here
-from node.cli.doctor.remote_checks import look_there
-from node.cli.doctor.steps import Step, Steps
-from node.cli.main import run
+from node.doctor import local_checks as doctor
+from node.doctor.local_checks import Scene, look_here
+from node.doctor.remote_checks import look_there
+from node.doctor.steps import Step, Steps
 from node.errors import CheckFailed
+from node.main import run
 from node.seams import RealClock
 from node.services.autonat import Reach
 from node.stages.sandbox import Fenced
@@ -222,7 +222,7 @@ async def test_a_node_of_another_swarm_shakes_no_hands(tmp_path: Path) -> None:
 async def test_datagrams_that_do_not_come_back_and_closed_ports_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("node.cli.doctor.remote_checks.ECHO_SECONDS", 0.1)
+    monkeypatch.setattr("node.doctor.remote_checks.ECHO_SECONDS", 0.1)
     closed = unused_address()
     async with somebody(echoes=False) as node:
         Reach(node, RealClock(), counters=Counter())
@@ -237,7 +237,7 @@ async def test_datagrams_that_do_not_come_back_and_closed_ports_are_found(
 async def test_an_older_node_without_the_protocol_is_no_fault_of_the_way_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("node.cli.doctor.remote_checks.ECHO_SECONDS", 0.1)
+    monkeypatch.setattr("node.doctor.remote_checks.ECHO_SECONDS", 0.1)
     async with somebody(echoes=False) as node:
         found = await there(scene(tmp_path), node.addresses[0])
     assert found["dial back"].outcome == "skipped"

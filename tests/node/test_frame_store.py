@@ -21,7 +21,7 @@ from node.pipeline.frame_store import FrameStore
 from node.storage import spill
 from node.storage.budget import ScratchBudget
 from node.storage.folder import FolderStorage
-from partition.codec import Payload, pack, typed, unpack
+from partition.codecs.codec import Payload, pack, typed, unpack
 from sim.executor import SimExecutor
 from sim.storage import MemoryStorage
 from tests.stack import assert_equal, manifest, reference, simulate, swarm, train, weights

@@ -34,7 +34,7 @@ from node.stages.limits import ANSWER_SECONDS, allowance_of
 from node.stages.program import Spare
 from node.stages.scratch import Scratch, remove_forgotten
 from node.storage.budget import ScratchBudget
-from partition.codec import pack, typed
+from partition.codecs.codec import pack, typed
 from partition.execute import StageExecutor
 from partition.model.graph import StageGraph
 from partition.stage import (

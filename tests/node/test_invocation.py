@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import typer
 
-from node.cli.main import app
 from node.errors import UsageError
 from node.invocation import command_span, elsewhere, install_command, shown, shown_values
+from node.main import app
 from tests.installed import SECONDS_MAX, console_script, environment, typed
 from tests.source import ROOT
 

@@ -12,8 +12,8 @@ from crypto.identity import PeerId
 from node.pipeline.codec_choice import SAMPLE_BYTES, LinkCodecs
 from node.pipeline.links import RATE_BYTES, Links
 from node.seams import Network
-from partition.codec import CODECS, pack, typed
 from partition.codecs.choice import narrowest
+from partition.codecs.codec import CODECS, pack, typed
 from sim.executor import SimExecutor
 
 NEAR, FAR = PeerId(b"n" * 32), PeerId(b"f" * 32)

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from node.cli.main import run
 from node.cli.model_summary import count_text, portrait, portrait_lines, read_graph, short_name
 from node.cli.model_svg import ARCS_MAX, picture
+from node.main import run
 from partition.model.graph import decode_graph, encode_graph, graph_hash
 from partition.model.layers import with_layers
 from tests.partition.test_layers import transformer
@@ -270,7 +270,7 @@ def test_other_values_of_the_same_model_are_reported(
 
 def test_show_loads_neither_trio_nor_torch_nor_numpy(folder: Path) -> None:
     program = (
-        "import sys; from node.cli.main import run; code = run(sys.argv[1:]);"
+        "import sys; from node.main import run; code = run(sys.argv[1:]);"
         "heavy = {'trio', 'torch', 'numpy', 'rich'} & set(sys.modules);"
         "sys.exit(f'code {code}, loaded {heavy}' if code or heavy else 0)"
     )

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 import node
 from crypto.identity import PeerId, peer_text
-from node.cli.main import run
 from node.errors import RunFailed, UsageError
+from node.main import run
 from node.planning.peers import (
     Peers,
     live_peers,

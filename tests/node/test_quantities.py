@@ -10,9 +10,9 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.cli.main import app, run
 from node.config import RULES, read_memory, resolve
 from node.errors import NoNode, UsageError
+from node.main import app, run
 from node.offering import read_bandwidth
 from node.planning.peers import Peers, read_peers, what_if
 from node.quantities import AMOUNT_MAX, read_bytes, read_duration, read_flops, read_rate

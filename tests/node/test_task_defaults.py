@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from node import toml
+from node.api.task_defaults import TASKS, read_run
 from node.errors import UsageError
-from node.library.task_defaults import TASKS, read_run
 from node.protocols.manifest import RunFile
 from partition.capture.models import BUILTIN
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from crypto.identity import PeerId
-from partition.codec import Payload, TensorHeader
+from partition.codecs.codec import Payload, TensorHeader
 from partition.plan.plan import HASH_BYTES
 from partition.steps.validation import Series, ValidationSchedule, ValidationSettings
 

@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from partition.codec import Array, Payload, Rounding, pack, typed
 from partition.codecs.choice import Frames, narrowest
+from partition.codecs.codec import Array, Payload, Rounding, pack, typed
 from partition.execute import StageExecutor
 from partition.model.cut import cut, legal_positions
 from partition.model.graph import Graph, StageGraph, encode_graph, graph_hash

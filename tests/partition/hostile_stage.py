@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from crypto.errors import RemoteProtocolError
-from partition.codec import Payload, Typed, pack
+from partition.codecs.codec import Payload, Typed, pack
 from partition.execute.admit import admit
 from partition.execute.executor import StageExecutor
 from partition.model.check import check_graph

@@ -7,7 +7,7 @@ from typing import Any
 from crypto.encoding import encode
 from crypto.facts import Fact
 from crypto.identity import PeerId
-from partition.codec import Payload
+from partition.codecs.codec import Payload
 from partition.plan.change import Change
 from partition.plan.plan import NO_HASH, Plan
 from partition.steps.committer import Committer

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from crypto.encoding import decode, encode
 from crypto.errors import LocalProtocolError, RemoteProtocolError
-from partition.codec import (
+from partition.codecs.base import ON_WIRE
+from partition.codecs.codec import (
     CODECS,
     Array,
     Codec,
@@ -27,7 +28,6 @@ from partition.codec import (
     typed,
     unpack,
 )
-from partition.codecs.base import ON_WIRE
 from partition.model.graph import TENSORS_MAX, DataType
 
 _LARGE = 1 << 20

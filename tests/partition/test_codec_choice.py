@@ -7,8 +7,8 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from partition.codec import CODECS, Codec
 from partition.codecs.choice import LOSS_PAYS, Cost, Frames, allowed, calibrate, choose, narrowest, seconds_of
+from partition.codecs.codec import CODECS, Codec
 from partition.model.graph import DataType
 
 MIB = 1 << 20

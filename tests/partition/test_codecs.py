@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crypto.errors import RemoteProtocolError
-from partition.codec import Array, Codec, Rounding, pack, pack_measured, typed, unpack
 from partition.codecs.base import TILE
 from partition.codecs.block_quantization import BLOCK
+from partition.codecs.codec import Array, Codec, Rounding, pack, pack_measured, typed, unpack
 from partition.codecs.error_feedback import Feedback
 from partition.codecs.lossless import restore, shrink
 from partition.model.graph import DataType

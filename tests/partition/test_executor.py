@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from partition.codec import CODECS, Array, Payload, Rounding, pack
+from partition.codecs.codec import CODECS, Array, Payload, Rounding, pack
 from partition.model.cut import cut
 from partition.model.graph import Graph, encode_graph, graph_hash
 from partition.stage import (

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crypto.facts import Fact
-from partition.codec import Payload
+from partition.codecs.codec import Payload
 from partition.steps.frame_archive import KEPT_SECONDS, STEPS_KEPT, FrameArchive, FrameKey
 from partition.steps.frames import FrameHeader
 

@@ -12,7 +12,7 @@ from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import IdentitySigner
 from crypto.identity import Identity
-from partition.codec import (
+from partition.codecs.codec import (
     DIMENSIONS_MAX,
     SIDE_MAX,
     SIZES_MAX,

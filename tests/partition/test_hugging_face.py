@@ -10,13 +10,13 @@ import pytest
 import safetensors.numpy
 import torch
 
-from node.cli.main import run
 from node.cli.model_folders import write_model_folder
 from node.content.model_folder import FOLDER_FILES, LENGTH_MAX, read_model_folder
 from node.content.tokens import Tokens
+from node.main import run
 from partition.capture.errors import CaptureRefused
 from partition.capture.hugging_face import folder_task, is_folder
-from partition.capture.model_spec import capture_folder
+from partition.capture.models.model_spec import capture_folder
 from partition.model.graph import Stored
 from tests.data.model_folders import write_folder, write_lines
 

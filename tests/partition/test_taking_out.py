@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partition.capture import Captured
-from partition.codec import Array, Payload
+from partition.codecs.codec import Array, Payload
 from partition.model.cut import cut
 from partition.model.graph import Graph, StageGraph
 from partition.stage import (

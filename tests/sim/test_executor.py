@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from crypto.encoding import encode
-from partition.codec import pack, typed
+from partition.codecs.codec import pack, typed
 from partition.stage import Applied, Apply, Done, Forget, Forward, Forwarded, Request, StageSpecification
 from sim.executor import SimExecutor
 from tests.partition.hand_models import gpt_graph

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from node.cli.main import run as node_command
+from node.main import run as node_command
 from sim.cli import run as sim_command
 from sim.experiment import Progress
 from sim.report.screen import ProgressScreen, progress_line

@@ -13,7 +13,7 @@ from node.errors import StageFailed
 from node.placement.admission import Machine, make_specification
 from node.protocols.manifest import make_run
 from partition import stage as api
-from partition.codec import Payload
+from partition.codecs.codec import Payload
 from partition.model.cut import cut_layers
 from sim.seeds import seeded_identity
 from sim.worlds.scheduling import run_repeatably, run_virtually

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partition.capture import Captured, capture
-from partition.codec import Array, Payload, pack, typed
+from partition.codecs.codec import Array, Payload, pack, typed
 from partition.execute import StageExecutor
 from partition.execute.seeds import drawn, seed_of
 from partition.model.cut import cut, legal_positions

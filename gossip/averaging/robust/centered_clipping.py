@@ -3,9 +3,9 @@ optimization", algorithm 2), with a radius that follows the group."""
 
 import numpy as np
 
-from gossip.averaging.reduction import Vector
 from gossip.averaging.robust.inputs import Vectors, Weights, distances_from, in_order, mix, usable
 from gossip.averaging.robust.median import median
+from gossip.averaging.robust.reduction import Vector
 
 ITERATIONS = 3
 """The paper takes one from a good centre; from a poor one each comes nearer by about half."""

@@ -3,9 +3,9 @@ aggregation for federated learning", algorithm 2)."""
 
 import numpy as np
 
-from gossip.averaging.reduction import Vector
 from gossip.averaging.robust.inputs import Vectors, Weights, distances_from, in_order, mix, usable
 from gossip.averaging.robust.median import median
+from gossip.averaging.robust.reduction import Vector
 
 ITERATIONS_MAX = 64
 """It converges linearly; three to ten are enough where honest vectors lie in one cloud."""

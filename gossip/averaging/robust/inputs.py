@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gossip.averaging.reduction import BLOCK_ITEMS, Vector
+from gossip.averaging.robust.reduction import BLOCK_ITEMS, Vector
 
 Vectors = NDArray[np.floating[Any]]
 """[members, numbers]"""

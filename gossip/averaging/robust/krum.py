@@ -4,8 +4,8 @@ Byzantine tolerant gradient descent")."""
 import numpy as np
 from numpy.typing import NDArray
 
-from gossip.averaging.reduction import Vector
 from gossip.averaging.robust.inputs import Vectors, Weights, in_order, mix, squared_distances, usable
+from gossip.averaging.robust.reduction import Vector
 
 
 def krum_members_min(f: int) -> int:

@@ -1,7 +1,7 @@
 """The weighted mean: what every other rule is compared with, and what one liar moves anywhere."""
 
-from gossip.averaging.reduction import Vector
 from gossip.averaging.robust.inputs import Vectors, Weights, in_order, mix, usable
+from gossip.averaging.robust.reduction import Vector
 
 
 def mean(vectors: Vectors, weights: Weights, f: int = 0) -> Vector:

@@ -3,8 +3,8 @@ learning: towards optimal statistical rates", option I)."""
 
 import numpy as np
 
-from gossip.averaging.reduction import Vector
 from gossip.averaging.robust.inputs import Vectors, Weights, blocks_of, usable
+from gossip.averaging.robust.reduction import Vector
 from gossip.averaging.robust.sorting import sorted_rows
 
 

@@ -10,8 +10,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from gossip.averaging.reduction import Vector
 from gossip.averaging.robust.inputs import Vectors, Weights
+from gossip.averaging.robust.reduction import Vector
 
 
 @lru_cache(maxsize=128)

@@ -23,7 +23,7 @@ from gossip.averaging.group import Group, Member, Terms
 from gossip.averaging.messages import MESSAGE_BYTES_MAX, Message
 from gossip.averaging.outcome import Averaged, Failed, Patience, Reason
 from gossip.averaging.pace import Pace
-from gossip.averaging.reduction import Vector
+from gossip.averaging.robust.reduction import Vector
 from gossip.matchmaking import Declined, Wish
 from gossip.matchmaking import Message as MatchMessage
 from tests.gossip.swarm import HashSigner, peer_of

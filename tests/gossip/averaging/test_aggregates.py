@@ -9,7 +9,7 @@ from gossip.averaging.aggregates import RULES, chosen, liars_max, obstacle_of
 from gossip.averaging.attempt import Attempt
 from gossip.averaging.codecs import CHUNK_ITEMS
 from gossip.averaging.group import Aggregate, Group
-from gossip.averaging.reduction import Vector
+from gossip.averaging.robust.reduction import Vector
 from partition.run.local_settings import AggregateName
 from tests.gossip.averaging.network import Averaging, group_of, mean_of, members_of, vectors_of
 from tests.gossip.swarm import HashSigner, peer_of

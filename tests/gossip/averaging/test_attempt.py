@@ -12,7 +12,7 @@ from gossip.averaging.codecs import CHUNK_ITEMS
 from gossip.averaging.group import owners_of
 from gossip.averaging.messages import Message
 from gossip.averaging.outcome import Averaged, Failed, Patience, Reason
-from gossip.averaging.reduction import Vector
+from gossip.averaging.robust.reduction import Vector
 from tests.gossip.averaging.network import Averaging, group_of, mean_of, members_of, vectors_of
 from tests.gossip.swarm import peer_of
 

@@ -23,7 +23,7 @@ from gossip.averaging.messages import (
 )
 from gossip.averaging.outcome import Averaged
 from gossip.averaging.questions import ANSWER_SECONDS_MIN
-from gossip.averaging.reduction import Vector
+from gossip.averaging.robust.reduction import Vector
 from tests.gossip.averaging.network import Averaging, Rounds, group_of, mean_of, members_of, vectors_of
 from tests.gossip.swarm import HashSigner, peer_of
 

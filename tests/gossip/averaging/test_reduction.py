@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from crypto.identity import PeerId
-from gossip.averaging.reduction import BLOCK_ITEMS, MEMBERS_AT_ONCE, Vector, weighted_mean
+from gossip.averaging.robust.reduction import BLOCK_ITEMS, MEMBERS_AT_ONCE, Vector, weighted_mean
 
 SIZES = (2 * BLOCK_ITEMS, 2 * BLOCK_ITEMS, BLOCK_ITEMS + 77)
 

@@ -5,7 +5,7 @@ import pytest
 
 from gossip.averaging.codecs import codec_of, roundtrip
 from gossip.averaging.grid import Grid
-from gossip.averaging.reduction import Vector
+from gossip.averaging.robust.reduction import Vector
 from gossip.averaging.strategies import (
     Asynchronous,
     Delayed,

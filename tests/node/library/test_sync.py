@@ -15,13 +15,13 @@ import trio
 import node
 from crypto.contact import parse_address
 from node import config
+from node.api.surface import Surface
 from node.errors import JoinTimeout, UsageError
 from node.events import MemberJoined, NodeStarted
 from node.library import generate
 from node.library.blocking import BlockingSurface
-from node.library.portal import Portal, PortalClosed
-from node.library.surface import Surface
 from node.library.sync import SyncNode
+from node.portal import Portal, PortalClosed
 from node.services.broadcasts import Broadcast
 
 

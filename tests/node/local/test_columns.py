@@ -16,10 +16,11 @@ from node.local.shard import Shard
 from node.local.stages import check_columns, local_plan, stage_ranges
 from node.placement.admission import Machine, needed_bytes, rejection_reason
 from node.protocols.manifest import Run, make_run
-from partition.capture.model_spec import capture_built_in
+from partition.capture.models.model_spec import capture_built_in
 from partition.run.local_settings import LocalSettings
 from sim.worlds.scheduling import run_virtually
 from tests import stack
+from tests.local_runs import local_runs
 from tests.node.local.test_runs import ADAM, SLOW, ends
 from tests.stack import Swarm, swarm
 
@@ -65,7 +66,7 @@ def stages_of(group: Swarm) -> dict[str, int]:
     """Which stage each living node holds."""
     found = {}
     for name, node in group.nodes.items():
-        for each in node.runs.local.members.values():
+        for each in local_runs(node).members.values():
             found[name] = each._stage
     return found
 
@@ -74,7 +75,7 @@ async def reached(group: Swarm, step: int) -> None:
     """Wait until the first node has made so many steps."""
     with trio.fail_after(120):
         while True:
-            members = list(group.nodes["a"].runs.local.members.values())
+            members = list(local_runs(group.nodes["a"]).members.values())
             if not members or members[0].step >= step:
                 return
             await trio.sleep(0.2)
@@ -86,7 +87,7 @@ async def columns(group: Swarm, count: int, names: str) -> dict[str, str]:
         while True:
             found = {}
             for name in names:
-                for each in group.nodes[name].runs.local.members.values():
+                for each in local_runs(group.nodes[name]).members.values():
                     if each.crew.column is not None and not each.crew.column.missing and each.has_state:
                         found[name] = group.name_of(each.crew.column.peers[-1])
             if len(found) >= count:
@@ -202,7 +203,7 @@ def test_a_head_and_a_holder_that_are_left_over_make_a_column() -> None:
             with trio.fail_after(120):
                 while await columns(group, 1, "a") != {"a": whole[other]}:  # noqa: ASYNC110 - virtual time
                     await trio.sleep(0.2)
-            before = next(iter(group.nodes["a"].runs.local.members.values())).step
+            before = next(iter(local_runs(group.nodes["a"]).members.values())).step
             assert before < 200
             await reached(group, before + 10)
 
@@ -315,7 +316,7 @@ def test_holders_that_no_head_comes_for_end_the_run_and_say_why(short_patience: 
             found = await ends(group, holders, headless.HEADLESS_SECONDS + 120.0)
             assert {event.outcome for event in found} == {"failed"}
             assert all("no head has come for stage 2" in event.detail for event in found)
-            assert not any(group.nodes[name].runs.local.members for name in holders), "their slots are free"
+            assert not any(local_runs(group.nodes[name]).members for name in holders), "their slots are free"
 
     run_virtually(play)
 

@@ -12,14 +12,13 @@ from crypto.encoding import encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import IdentitySigner
 from crypto.identity import Identity
-from gossip.averaging.reduction import Vector
+from gossip.averaging.robust.reduction import Vector
 from node import toml
 from node.averaging.participation import Participation
 from node.averaging.rounds import Round, Wanted
 from node.content.datasets import Dataset, load_digits, load_folder
 from node.errors import Unreachable, UsageError
 from node.events import AveragingEnded, RunEvaluated
-from node.local.own_data import own_data_like
 from node.offering import NamedData, read_own_data
 from node.protocols.manifest import (
     MANIFEST_PURPOSE,
@@ -31,6 +30,7 @@ from node.protocols.manifest import (
     make_run,
     own_data_hash,
 )
+from node.runs.own_data import own_data_like
 from partition.run.local_settings import LocalSettings
 from partition.stage import OptimizerSettings
 from sim.streams import SimStream

@@ -8,7 +8,7 @@ import pytest
 import trio
 
 from crypto.identity import PeerId, peer_text
-from gossip.averaging.reduction import Vector
+from gossip.averaging.robust.reduction import Vector
 from node.averaging.participation import Participation
 from node.averaging.rounds import Round, Wanted
 from node.events import AveragingEnded, StepCommitted

@@ -10,6 +10,7 @@ from partition.run.local_settings import LocalSettings
 from sim.storage import MemoryStorage
 from sim.worlds.scheduling import run_virtually
 from tests import stack
+from tests.local_runs import local_runs
 from tests.node.local.test_columns import LOCAL, columns, reached, steps_of
 from tests.node.local.test_columns import begin as begin_columns
 from tests.node.local.test_runs import ADAM, QUICK, SLOW
@@ -38,7 +39,7 @@ async def begin(group: Swarm, *, stages: int, local: LocalSettings) -> None:
 
 
 def step_of(group: Swarm, name: str) -> int:
-    found = [each.step for each in group.nodes[name].runs.local.members.values() if each.has_state]
+    found = [each.step for each in local_runs(group.nodes[name]).members.values() if each.has_state]
     return found[0] if found else 0
 
 
@@ -88,7 +89,7 @@ def test_nobody_is_asked_where_the_last_head_is_gone_and_no_copy_is_here() -> No
             group.kill(head)
             await nursery.start(stack._live, group, "d", "a", 1, SLOW)
             await trio.sleep(60.0)
-            assert not group.nodes["d"].runs.local.members
+            assert not local_runs(group.nodes["d"]).members
             nursery.cancel_scope.cancel()
 
     run_virtually(play)

@@ -24,6 +24,7 @@ from partition.run.local_settings import LocalSettings
 from partition.run.tickets import make_ticket
 from sim.worlds.scheduling import run_virtually
 from tests import stack
+from tests.local_runs import local_runs
 from tests.node.local.test_runs import QUICK, SLOW, ends, train
 from tests.stack import Swarm, swarm
 
@@ -45,7 +46,7 @@ class _Without:
 
 
 def run_of(group: Swarm) -> Any:
-    (member,) = group.nodes["a"].runs.local.members.values()
+    (member,) = local_runs(group.nodes["a"]).members.values()
     return member.run
 
 
@@ -56,7 +57,7 @@ def test_a_stranger_that_knows_the_run_takes_no_part(monkeypatch: pytest.MonkeyP
         async with swarm("abx", stage_seconds=SLOW, preset="lan") as group, trio.open_nursery() as nursery:
             liar, seen = group.nodes["x"], [False]
             for name in "ab":  # it has a free slot, and is not asked: it is not in this run
-                local = group.nodes[name].runs.local
+                local = local_runs(group.nodes[name])
                 monkeypatch.setattr(local, "_service", _Without(local._service, liar.peer))
 
             async def lie(event: Event) -> None:
@@ -146,12 +147,12 @@ def test_a_request_to_join_of_a_stranger_or_an_old_one_is_refused(kind: str) -> 
             join = Join(run.fact, (ticket,))
             if kind == "again":
                 await ask(a.network, group.nodes["b"].peer, join, seconds=20)
-                member = group.nodes["b"].runs.local.members[run.id]
-                await group.nodes["b"].runs.local.end(member, "failed", "", "")
-            before = len(group.nodes["b"].runs.local.members)
+                member = local_runs(group.nodes["b"]).members[run.id]
+                await local_runs(group.nodes["b"]).end(member, "failed", "", "")
+            before = len(local_runs(group.nodes["b"]).members)
             with pytest.raises(Unreachable):
                 await ask(asker.network, group.nodes["b"].peer, join, seconds=20)
-            assert len(group.nodes["b"].runs.local.members) == before == 0
+            assert len(local_runs(group.nodes["b"]).members) == before == 0
 
     run_virtually(play)
 
@@ -166,7 +167,7 @@ async def lie_with(
 
         async def lie(event: Event) -> None:
             if isinstance(event, AveragingEnded) and not told:
-                members = group.nodes["c"].runs.local.members
+                members = local_runs(group.nodes["c"]).members
                 if members:
                     (member,) = members.values()
                     told.append("x")
@@ -223,7 +224,7 @@ def test_a_member_that_claims_a_settled_end_with_junk_ends_nothing() -> None:
             lied.append(blake3(bytes(junk)).hexdigest())
             said = Conclusion(run.id, "done", "", STEPS, lied[0], node.peer)
             liar = member.ending = _Liar(node.peer, run.id, QUICK, Said(run.id, said, True, True, True))
-            node.runs.local._endings.open(0.0, liar, member.admission)
+            local_runs(node)._endings.open(0.0, liar, member.admission)
             for peer in member.crew.others:
                 node.network.send(peer, core.PROTOCOL, encode(liar.said))
 

@@ -15,6 +15,7 @@ from partition.run.local_settings import LocalSettings
 from partition.stage import OptimizerSettings
 from sim.worlds.scheduling import run_virtually
 from tests import stack
+from tests.local_runs import local_runs
 from tests.node.local.test_late_heads import begun, losses_of
 from tests.node.local.test_runs import ADAM, QUICK, SLOW
 from tests.stack import Swarm, swarm
@@ -85,7 +86,7 @@ class Lie:
 
 
 def trainer_of(group: Swarm, name: str) -> LocalTrainer:
-    (member,) = group.nodes[name].runs.local.members.values()
+    (member,) = local_runs(group.nodes[name]).members.values()
     assert member._trainer is not None
     return member._trainer
 

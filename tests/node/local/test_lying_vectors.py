@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import trio
 
-from gossip.averaging.reduction import Vector
+from gossip.averaging.robust.reduction import Vector
 from node.averaging.participation import Participation
 from node.averaging.rounds import Round, Wanted
 from node.errors import UsageError

@@ -11,6 +11,7 @@ from node.local.saved import load_state, run_name, save_state, saved_runs, state
 from sim.storage import MemoryStorage
 from sim.worlds.scheduling import run_virtually
 from tests import stack
+from tests.local_runs import local_runs
 from tests.node.local.test_runs import ADAM, QUICK, SLOW, ends
 from tests.stack import Swarm, swarm
 
@@ -40,7 +41,7 @@ async def trained(group: Swarm, steps: int) -> None:
     """Wait until all members have made so many steps."""
     with trio.fail_after(120):
         while True:
-            members = [list(node.runs.local.members.values()) for node in group.nodes.values()]
+            members = [list(local_runs(node).members.values()) for node in group.nodes.values()]
             if all(each and each[0].step >= steps for each in members):
                 return
             await trio.sleep(0.2)
@@ -85,7 +86,7 @@ def test_a_member_that_comes_back_takes_the_state_of_those_that_went_on() -> Non
             group.kill("b")
             disk = group.storages["b"]
             group.events["b"] = []
-            at = group.nodes["a"].runs.local
+            at = local_runs(group.nodes["a"])
             (member,) = at.members.values()
             while member.step < 36:  # noqa: ASYNC110 - virtual time: waiting costs nothing
                 await trio.sleep(0.2)

@@ -9,6 +9,7 @@ from node.errors import UsageError
 from node.events import AveragingEnded, RunChanged, RunEnded, RunReleased
 from sim.worlds.scheduling import run_virtually
 from tests import stack
+from tests.local_runs import local_runs
 from tests.node.local.test_runs import ADAM, QUICK, SLOW, ends
 from tests.stack import Swarm, swarm
 
@@ -51,6 +52,6 @@ def test_a_revoked_member_leaves_and_the_others_end_the_run() -> None:
             assert "was revoked" in told[-1].reason
             assert [each for each in group.events["b"] if isinstance(each, RunReleased)]
             assert not [each for each in group.events["b"] if isinstance(each, RunEnded)]
-            assert not group.nodes["b"].runs.local.members
+            assert not local_runs(group.nodes["b"]).members
 
     run_virtually(play)

@@ -16,6 +16,7 @@ from partition.run.local_settings import LocalSettings
 from partition.stage import OptimizerSettings
 from sim.worlds.scheduling import run_virtually
 from tests import stack
+from tests.local_runs import local_runs
 from tests.stack import Swarm, swarm
 
 ADAM = OptimizerSettings(kind="adam", learning_rate=0.002)
@@ -162,10 +163,10 @@ def test_a_member_that_keeps_its_evaluations_to_itself_does_not_prevent_the_end(
 
             async def disturb(event: Event) -> None:
                 if isinstance(event, AveragingEnded) and not silenced:
-                    (run_id,) = group.nodes["a"].runs.local.members
+                    (run_id,) = local_runs(group.nodes["a"]).members
                     name = min("abc", key=lambda each: blake3(run_id + group.nodes[each].peer).digest())
                     silenced.append(name)
-                    ending = group.nodes[name].runs.local.members[run_id].ending
+                    ending = local_runs(group.nodes[name]).members[run_id].ending
                     monkeypatch.setattr(ending.turns, "is_mine", lambda *_: False)
 
             await train(group, QUICK, disturb, steps=16)
@@ -184,7 +185,7 @@ def test_one_member_that_claims_all_steps_ends_no_run(monkeypatch: pytest.Monkey
 
             async def disturb(event: Event) -> None:
                 if isinstance(event, AveragingEnded) and not claimed:
-                    (member,) = group.nodes["c"].runs.local.members.values()
+                    (member,) = local_runs(group.nodes["c"]).members.values()
                     claimed.append(member.step)
                     part = member._part
                     assert part is not None

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 import pytest
 
-from node.cli.demo.processes import SwarmProcesses
+from node.demo.processes import SwarmProcesses
 from sim.replay.player import play
 from tests.source import ROOT
 

@@ -29,9 +29,9 @@ def doctor(
 
     from node import config
     from node.addresses import read_address
-    from node.cli.doctor.local_checks import Scene, look_here
-    from node.cli.doctor.remote_checks import look_there
-    from node.cli.doctor.steps import Steps
+    from node.doctor.local_checks import Scene, look_here
+    from node.doctor.remote_checks import look_there
+    from node.doctor.steps import Steps
 
     there = None if address is None else config.read_setting("doctor", address, read_address)
     before: dict[str, Any] = context.obj or {}

@@ -20,8 +20,8 @@ import trio
 from crypto.contact import Address, parse_address
 from crypto.identity import SEED_BYTES, Identity, PeerId, short_peer
 from node.cli.client import ask
-from node.cli.doctor.steps import Skipped, Steps, in_thread
 from node.config import Config
+from node.doctor.steps import Skipped, Steps, in_thread
 from node.errors import NoNode, PeerloomError
 from node.invocation import install_command
 from node.paths import short_path

@@ -1,6 +1,6 @@
 """What a demo does, line by line: starts the nodes, trains, kills one, fetches the result.
 
-Nothing is staged: the nodes are ordinary ones in processes of their own (`node.cli.demo.processes`),
+Nothing is staged: the nodes are ordinary ones in processes of their own (`node.demo.processes`),
 asked over their control channels as `peerloom train` does. This only starts, watches and kills.
 """
 
@@ -12,13 +12,13 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from node.cli.client import GoneAway, ask, request
-from node.cli.demo.capture_process import Capturing
-from node.cli.demo.processes import LOOK_SECONDS, SwarmProcesses
-from node.cli.demo.report import Event, Story, choose_victim
-from node.cli.demo.screen import DemoScreen, loss_text, pace_text
-from node.cli.demo.weights_file import check_weights
 from node.cli.render import seconds_text
 from node.cli.signals import StopFlag
+from node.demo.capture_process import Capturing
+from node.demo.processes import LOOK_SECONDS, SwarmProcesses
+from node.demo.report import Event, Story, choose_victim
+from node.demo.screen import DemoScreen, loss_text, pace_text
+from node.demo.weights_file import check_weights
 from node.errors import PeerloomError, RunFailed
 from node.invocation import command_span, shown
 

@@ -29,12 +29,12 @@ from node.cli import (
     top,
     train,
 )
-from node.cli.demo.command import demo
-from node.cli.doctor.command import doctor
 from node.cli.errors import DEBUG, dispatch
 from node.cli.options import AsJson, DataDir
 from node.cli.plan import plan
 from node.cli.render import show
+from node.demo.command import demo
+from node.doctor.command import doctor
 from node.errors import EXIT_DONE, UsageError
 from node.invocation import command_span, program
 

@@ -1,7 +1,7 @@
 """`peerloom demo`: a swarm on this machine trains a model, loses a replica, and goes on.
 
 The command: what is checked before, what is cleaned up after, and what is written. What happens in
-between is `node.cli.demo.scenario`. Synchronous; neither trio nor torch is loaded here.
+between is `node.demo.scenario`. Synchronous; neither trio nor torch is loaded here.
 """
 
 import contextlib
@@ -17,14 +17,14 @@ from typing import Annotated, Any
 
 import typer
 
-from node.cli.demo.capture_process import Capturing
-from node.cli.demo.processes import NodeEnded, SwarmProcesses
-from node.cli.demo.report import Story
-from node.cli.demo.scenario import MODEL, PAGE_NODE, STEPS, Play, run_text
-from node.cli.demo.screen import DemoScreen
 from node.cli.options import AsJson
 from node.cli.render import seconds_text, show, show_json
 from node.cli.signals import StopFlag, Stopped
+from node.demo.capture_process import Capturing
+from node.demo.processes import NodeEnded, SwarmProcesses
+from node.demo.report import Story
+from node.demo.scenario import MODEL, PAGE_NODE, STEPS, Play, run_text
+from node.demo.screen import DemoScreen
 from node.errors import EXIT_FORCED, RunFailed, UsageError
 from node.invocation import install_command
 from node.paths import short_path
@@ -163,7 +163,7 @@ def _linger(address: str, screen: DemoScreen, stop: StopFlag) -> None:
 def _draw(story: Story, path: Path) -> str | None:
     """The picture's path, None where it cannot be drawn here."""
     assert story.victim is not None, "a run that was fetched has lost a replica"
-    from node.cli.demo.loss_plot import draw
+    from node.demo.loss_plot import draw
 
     try:
         draw(

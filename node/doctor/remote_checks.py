@@ -19,9 +19,9 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import Identity, PeerId, short_peer
 from crypto.sessions.packets import payload_bytes_max
 from dht.work import find_seed
-from node.cli.doctor.local_checks import DATAGRAM_BYTES, Failed, Scene, own_peer
-from node.cli.doctor.steps import Skipped, Steps
 from node.cli.status import reachable_text
+from node.doctor.local_checks import DATAGRAM_BYTES, Failed, Scene, own_peer
+from node.doctor.steps import Skipped, Steps
 from node.errors import StreamClosed, Unreachable, WrongPeer
 from node.seams import RealClock
 from node.services.autonat import MESSAGE_BYTES_MAX, PROTOCOL, Echo, ask_dial_back

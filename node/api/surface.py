@@ -21,18 +21,18 @@ from crypto.errors import LocalProtocolError
 from crypto.identity import PeerId, peer_text
 from node import state as views
 from node import state_documents
+from node.api.handles import RunHandle
+from node.api.preparing import prepared
 from node.averaging.once import Averaged, average_once
 from node.averaging.service import Averaging
 from node.commands import Commands, find_run
 from node.config import read_join
+from node.content.directory import Directory, StoredEntry
 from node.errors import JoinTimeout, UsageError
 from node.events import Event, JoinTried, NodeStopped
 from node.history import EventHistory
 from node.invocation import shown_values
 from node.journal import Journal
-from node.library.directory import Directory, StoredEntry
-from node.library.handles import RunHandle
-from node.library.preparing import prepared
 from node.placement.provider import Provider
 from node.planning.peers import live_peers
 from node.planning.report import PlanReport

@@ -15,10 +15,10 @@ from typing import Any
 
 import trio
 
+from node.api.progress import ProgressLine
 from node.commands import Commands, LocalNode
 from node.errors import PeerloomError, RunFailed
 from node.events import Event, NodeStopped, RunEnded
-from node.library.progress import ProgressLine
 from node.runs.metrics import metric_rows
 from partition.run.states import OVER
 
@@ -69,7 +69,7 @@ class RunResult:
 
 
 class RunHandle:
-    """One run, by its id: see `node.library.handles`."""
+    """One run, by its id: see `node.api.handles`."""
 
     def __init__(self, node: LocalNode, run: str) -> None:
         self._node = node

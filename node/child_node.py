@@ -1,4 +1,4 @@
-"""A node that ends with whoever started it; `node.cli.demo.processes` runs this module.
+"""A node that ends with whoever started it; `node.demo.processes` runs this module.
 
 Not for people. The first line on stdin is a JSON list, the arguments of `peerloom`; until it
 comes, the slow imports are done. When stdin then ends, because the starter has closed it or has died
@@ -20,8 +20,8 @@ LEAVING_SECONDS_MAX = 10.0
 def main() -> int:
     """Wait for the arguments, then be a node. The exit code is the node's."""
     import node.runtime
-    from node.cli.main import run
     from node.errors import EXIT_DONE
+    from node.main import run
 
     assert node.runtime, "imported for its time, not for its name"
     line = sys.stdin.buffer.readline()

@@ -19,10 +19,10 @@ import msgspec
 import trio
 
 from node import toml
+from node.api.task_defaults import with_task_default
 from node.errors import UsageError
 from node.forks import keep_from_children
 from node.invocation import KEEPS_SPANS
-from node.library.task_defaults import with_task_default
 from node.protocols.data_table import DataTable
 from node.protocols.manifest import RunFile
 from node.seams import Executor
@@ -108,7 +108,7 @@ async def prepared(
             yield arguments
         return
     with tempfile.TemporaryDirectory(prefix="peerloom-task-") as folder:
-        from node.library.capturing import capture_object
+        from node.api.capturing import capture_object
 
         graph = Path(folder) / f"model{GRAPH_SUFFIX}"
         await executor.run(lambda: capture_object(model, graph), apart=True)

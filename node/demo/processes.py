@@ -1,7 +1,7 @@
 """Several nodes of one swarm as processes of this machine: started, asked, killed, and never left behind.
 
 Each node is a process group of its own, so that Ctrl-C reaches only whoever started them, and that a
-node dies together with its stage. Each holds the other end of a pipe (`node.cli.demo.child_node`), so that it
+node dies together with its stage. Each holds the other end of a pipe (`node.child_node`), so that it
 ends even when the starter is killed. Synchronous, standard library only.
 """
 
@@ -99,7 +99,7 @@ class SwarmProcesses:
         for name in names:
             with open(self.log(name), "wb") as log:
                 self._processes[name] = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "node.cli.demo.child_node"],
+                    [sys.executable, "-P", "-m", "node.child_node"],
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=subprocess.STDOUT,

@@ -1,4 +1,4 @@
-"""`python -m node.pipeline.own_work`: what a node itself takes for a micro-batch of a stage and for a step.
+"""`python -m node.calibration.own_work`: what a node itself takes for a stage's micro-batch and for a step.
 
 A process of its own, whose event loop does what a node's does for the first of two stages, with the same
 parts: frames and step messages come and go over a connection of the network, the replica's core and shell
@@ -45,7 +45,7 @@ from node.stages.limits import Allowance
 from node.stages.program import StageProgram
 from node.transport.network import RealNetwork
 from partition import stage as api
-from partition.codec import Payload, TensorHeader
+from partition.codecs.codec import Payload, TensorHeader
 from partition.plan.plan import NO_HASH, Plan, StagePlan, plan_hash
 from partition.steps.frame_archive import FrameArchive
 from partition.steps.frames import Frame, make_frame

@@ -13,8 +13,8 @@ import torch
 
 from partition.capture.errors import CaptureRefused
 from partition.capture.hugging_face import folder_task
-from partition.capture.model_spec import Options, Precision, default_dtype
 from partition.capture.models import BUILTIN
+from partition.capture.models.model_spec import Options, Precision, default_dtype
 from partition.capture.task import Task, load_factory, task_of
 
 Array = np.ndarray[Any, np.dtype[Any]]
