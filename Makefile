@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # Each of many processes would translate every file of ours again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test types types-darwin tests format bench corpus headline soak clean
+.PHONY: demo test types types-darwin tests format bench figures corpus headline soak clean
 
 demo: $(READY)
 	$(BIN)/peerloom demo
@@ -37,6 +37,11 @@ format: $(READY)
 
 bench: $(READY)
 	@for file in $(filter-out benchmarks/headline.py benchmarks/cloudmesh.py,$(wildcard benchmarks/[a-z]*.py)); do $(BIN)/python $$file || exit 1; done
+
+# The quick form of every benchmark, alone on the machine, beside the commit before: half an hour; writes
+# docs/figures.md. With QUICK=1 those that matter most, in ten minutes.
+figures: $(READY)
+	$(BIN)/python benchmarks/_ledger.py $(if $(QUICK),--first)
 
 # Some hundred architectures of transformers and all families of torchvision, captured, proved, admitted, cut and
 # trained: an hour; writes docs/corpus.md. With PEERLOOM_CORPUS=sample twenty-five of them.
