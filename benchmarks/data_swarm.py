@@ -9,7 +9,7 @@ from math import inf
 
 from _figures import Goal, arguments, leave, report
 
-from sim.worlds.trading import Trade, trade
+from tests.gossip.trading import Trade, trade
 
 PIECES_FULL = 763
 """200 MB."""

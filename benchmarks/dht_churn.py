@@ -3,7 +3,7 @@
     python benchmarks/dht_churn.py [--json] [--quick] [--seeds N] [--first-seed N] [--nodes N]
         [--minutes N] [--only CASE]
 
-Kademlia cores alone (`sim.worlds.table_only`), which find out who died by themselves: nodes of a swarm have
+Kademlia cores alone (`tests.dht.table_world`), which find out who died by themselves: nodes of a swarm have
 SWIM beside. 2 % loss, 50 ms one way, a constant population whose lives are exponential; a newcomer knows
 nothing but three addresses. --quick is 200 nodes and minutes in place of hours.
 """
@@ -21,8 +21,8 @@ from dht.capabilities import Query
 from dht.kademlia import Kademlia
 from dht.keys import node_number, record_key
 from dht.settings import Settings
-from sim.worlds.liars import KINDS, FalseNeighbours, liar_of
-from sim.worlds.table_only import GIGABYTE, Entry, TableWorld, grind, some_advert
+from tests.dht.liars import KINDS, FalseNeighbours, liar_of
+from tests.dht.table_world import GIGABYTE, Entry, TableWorld, grind, some_advert
 
 RECORDS = 60
 SAMPLE_SECONDS = 300.0

@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import psutil
 from _figures import leave, report
 
-from node.services.calibration import CALIBRATION_SECONDS, Wanted, measure_now, slowdown
+from node.services.calibration import CALIBRATION_SECONDS, Wanted, measure_now
+from tests.slowdown import slowdown
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Where a peer can be reached: addresses as multiaddrs (a subset), and the signed contact.
+"""Where a peer can be reached: addresses as multiaddrs (a subset).
 
 Addresses are `[/ip6zone/ZONE]/ip4|ip6|dns|dns4|dns6/HOST/tcp/PORT[/p2p/PEER]` (the multiformats multiaddr
 specification). People may type `HOST:PORT` or `[IPV6]:PORT`. One port number serves TCP and UDP.
@@ -11,24 +11,17 @@ import ipaddress
 import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Annotated
 
-import msgspec
-
-from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
-from crypto.facts import Fact, Signer
 from crypto.identity import PeerId, parse_peer, peer_text
 
 PORT_MAX = 65_535
 ADDRESSES_MAX = 8
 """Addresses in one contact: a few interfaces, two families. More would only be spam."""
 ADDRESS_LENGTH_MAX = 160
-CONTACT_BYTES_MAX = 2_048
 NAME_LENGTH_MAX = 40
 PARSED_MAX = 4_096
 """Addresses whose reading is remembered: each is heard from many peers."""
-CONTACT_PURPOSE = "contact"
 
 _HOST_KINDS = ("ip4", "ip6", "dns", "dns4", "dns6")
 _LABEL = r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)"
@@ -150,45 +143,6 @@ def _ip_address(kind: str, host: str, port: int, peer: PeerId | None) -> Address
 def _check_name(host: str) -> None:
     if not _DNS_NAME.fullmatch(host):
         raise ValueError(f"'{host}' is not a host name")
-
-
-class ContactBody(msgspec.Struct, frozen=True, array_like=True):
-    """What a contact fact says of its author.
-
-    `static` is the peer's X25519 key (32 bytes); `sequence` grows with every new contact, at least
-    to the wall clock in milliseconds, so that a restored backup does not go back.
-    """
-
-    name: Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)]
-    addresses: Annotated[
-        tuple[Annotated[str, msgspec.Meta(max_length=ADDRESS_LENGTH_MAX)], ...],
-        msgspec.Meta(max_length=ADDRESSES_MAX),
-    ]
-    static: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-    sequence: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-
-
-@dataclass(frozen=True)
-class Contact:
-    """A checked contact: who, by what name, and where."""
-
-    peer: PeerId
-    name: str
-    addresses: tuple[Address, ...]
-    static: bytes
-    sequence: int
-
-
-def sign_contact(signer: Signer, body: ContactBody) -> Fact:
-    """This peer's own contact, ready to hand out."""
-    return signer.sign(CONTACT_PURPOSE, encode(body))
-
-
-def check_contact(signer: Signer, fact: Fact) -> Contact:
-    """A contact whose signature and addresses hold; else RemoteProtocolError."""
-    body: ContactBody = decode(fact.body, ContactBody, bytes_max=CONTACT_BYTES_MAX)
-    peer = signer.check(CONTACT_PURPOSE, fact)
-    return Contact(peer, body.name, parse_addresses(body.addresses, peer), body.static, body.sequence)
 
 
 def parse_addresses(texts: tuple[str, ...], peer: PeerId) -> tuple[Address, ...]:

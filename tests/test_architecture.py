@@ -5,6 +5,8 @@ import graphlib
 import re
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -409,3 +411,52 @@ def test_simulated_runs_repeat_no_file_of_the_node() -> None:
         if any("`node." in (text or "") for text in texts)
     }
     assert found - WHOLE_NODES == REPEATS
+
+
+# Public names that the program itself has no use for, with the reason why they are there.
+FOR_OTHERS = {
+    "PeerOptimizer.stats": "the library: what a script reads",
+    "PeerOptimizer.average_now": "the library: what a script calls",
+    "PlanReport.to_json": "the library: what a program writes",
+    "PaxosChain.rejoin": "how a member returns after a fork; the walks over the chain of plans play it",
+    "Links.unblock": "a play's script in the simulator",
+    "simulated_seams": "one node's seams for a play by hand",
+    "Averaging.runners": "how far a node's attempts are, for plays that stop one in the middle",
+    "Assets.script_bytes": "how large the page's scripts are, which are bounded",
+    "INSTRUCTIONS_MAX": "the kernel's own bound on a filter, which the filter must keep",
+}
+# Names that a library calls.
+CALLED_BY_NAME = {
+    "_NoRedirect.redirect_request", "_Cooling.before_io_wait", "_Cooling.after_io_wait",
+    "LogFile.handleError",
+    "_Context.save_for_backward", "_Context.save_for_forward", "_Context.mark_dirty",
+    "_Context.mark_non_differentiable", "_Context.set_materialize_grads", "_DeferredCompiler.graph_break",
+}  # fmt: skip
+
+
+def test_public_names_are_used_by_the_program_itself() -> None:
+    counts = Counter(
+        word for source in sources(*PACKAGES) for word in re.findall(r"[A-Za-z_]\w*", source.text)
+    )
+    found = {
+        name for source in sources(*PACKAGES) for name, word in _public_names(source) if counts[word] == 1
+    }
+    assert found - CALLED_BY_NAME - set(FOR_OTHERS) == set(), "nobody in the program uses it"
+    assert (CALLED_BY_NAME | set(FOR_OTHERS)) - found == set(), "take it off the list"
+
+
+def _public_names(source: Source) -> Iterator[tuple[str, str]]:
+    """The names that a module defines, those of methods behind their class's, with the bare word."""
+    for node in source.tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            if not node.name.startswith("_") and not node.decorator_list:
+                yield node.name, node.name
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                if isinstance(target, ast.Name) and not target.id.startswith("_"):
+                    yield target.id, target.id
+        if isinstance(node, ast.ClassDef):
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef) and method.name[0] != "_":
+                    yield f"{node.name}.{method.name}", method.name

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 import dht.messages
 import dht.records
 import gossip.messages
-from crypto.contact import check_contact
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, IdentitySigner
@@ -83,7 +82,6 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
     "averaging": lambda data: decode(data, averaging.Message, bytes_max=averaging.MESSAGE_BYTES_MAX),
     "dht": lambda data: decode(data, dht.messages.Message, bytes_max=8_192),
     "dht record": lambda data: dht.records.check_record(SIGNER, fact(data)),
-    "contact": lambda data: check_contact(SIGNER, fact(data)),
     "datagram": datagram,
     "initiation": lambda data: packets.read_offer(data + b"\1"),
     "session message": lambda data: packets.read_message(b"\0" + data),

@@ -38,10 +38,10 @@ RIDDLES = re.compile(r"(Who|Whom|Whose|Of|So many|So much|So long|So often)\b")
 SHARED_NAMES = {
     "Absent", "Accepted", "Admission", "Admitted", "Alarm", "Alerts", "Answer", "Applied", "Apply", "Ask",
     "Attempt", "Averaged", "Best", "BestState", "Bfloat16", "Bound", "Broken", "Bucket", "Call", "Captured",
-    "Change", "Column", "Committer", "Condition", "Contact", "Contribution", "Declined", "Directory",
+    "Change", "Column", "Committer", "Condition", "Contribution", "Declined", "Directory",
     "Diverged", "Done", "Door", "Draft", "Entered", "Entry", "Evaluated", "Event", "Exact", "Exchange",
-    "ExportStage", "Exported", "Failed", "FetchState", "Fill", "Float16", "Found", "Ground", "Have", "Held",
-    "Hint", "Hosting", "Join", "Joining", "Keeping", "Kept", "Layout", "Left", "Life", "LinkRow", "Links",
+    "ExportStage", "Exported", "Failed", "FetchState", "Fill", "Float16", "Ground", "Have", "Held",
+    "Hint", "Hosting", "Join", "Joining", "Keeping", "Kept", "Layout", "Left", "LinkRow", "Links",
     "LocalNode", "Losses", "Mean", "Member", "MemberChanged", "MemberDegraded", "MemberLeft",
     "MemberRefuted", "MemberSuspected", "Membership", "Memory", "Names", "Neighbours", "Node", "Norm",
     "Nothing", "Observed", "Offer", "Outgoing", "Pace", "Page", "Part", "Parts", "Patience", "Pending",

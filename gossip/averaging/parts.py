@@ -85,10 +85,6 @@ class Incoming:
         self._checksums: dict[int, bytes] = {}
 
     @property
-    def received_count(self) -> int:
-        return len(self._data)
-
-    @property
     def root(self) -> bytes | None:
         """The root of what came, or None while chunks are missing."""
         if len(self._checksums) < chunk_count(self._owner):

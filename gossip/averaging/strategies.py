@@ -42,7 +42,6 @@ class Strategy(Protocol):
     grouping: Grouping
     mode: Mode
     codec: str
-    averages: Literal["parameters", "gradients"]
 
     def offer(self, theta: Vector) -> Vector:
         """Return what to average now: a new vector of the same size."""
@@ -69,31 +68,12 @@ class _Stateless:
             raise ValueError(f"this strategy has no state, not {', '.join(sorted(state))}")
 
 
-class GradientMean(_Stateless):
-    """The mean of gradients in every step: what one large batch would give. Here theta is the gradient."""
-
-    averages: Literal["parameters", "gradients"] = "gradients"
-    mode: Mode = "butterfly"
-
-    def __init__(self, codec: str = "float32", grouping: Grouping = "all") -> None:
-        self.local_steps = 1
-        self.codec = codec
-        self.grouping = grouping
-
-    def offer(self, theta: Vector) -> Vector:
-        return theta.copy()
-
-    def take(self, theta: Vector, mean: Mean | None) -> Vector:
-        return (theta if mean is None else mean.vector).copy()
-
-
 class ParameterMean(_Stateless):
     """The mean of parameters every H steps (local SGD, Stich 2019); in pairs, gossip (Lian et al. 2017).
 
     What an int8 or int4 codec rounds off is sent with the next round (error feedback), so it does not add up.
     """
 
-    averages: Literal["parameters", "gradients"] = "parameters"
     mode: Mode = "butterfly"
 
     def __init__(self, local_steps: int, grouping: Grouping = "moshpit", codec: str = "float32") -> None:
@@ -118,7 +98,6 @@ class Asynchronous(_Stateless):
     older than `stale_steps_max` steps is dropped. Nobody waits for anybody.
     """
 
-    averages: Literal["parameters", "gradients"] = "parameters"
     mode: Mode = "butterfly"
 
     def __init__(
@@ -154,7 +133,6 @@ class DiLoCo:
     average in one group and hold the same phi. A lossy codec's errors are fed back.
     """
 
-    averages: Literal["parameters", "gradients"] = "parameters"
     grouping: Grouping = "all"
 
     def __init__(
@@ -211,7 +189,6 @@ class NoLoCo:
     as that, goes into its own momentum. Its parameters stay as they are; what it offers next is moved.
     """
 
-    averages: Literal["parameters", "gradients"] = "parameters"
     mode: Mode = "butterfly"
 
     def __init__(
@@ -275,7 +252,6 @@ class SparseLoCo:
     exchanged whole, since a sum of sparse parts is not sparse. A few outer steps gain by Nesterov momentum.
     """
 
-    averages: Literal["parameters", "gradients"] = "parameters"
     grouping: Grouping = "all"
     mode: Mode = "exchange"
 

@@ -20,10 +20,3 @@ def bounded_weights(weights: Sequence[float]) -> tuple[float, ...]:
     """
     most = WEIGHT_MEDIANS_MAX * sorted(weights)[(len(weights) - 1) // 2]
     return tuple(min(weight, most) for weight in weights)
-
-
-def share_max(members: int) -> float:
-    """Return the largest part of the weight that one of so many members has: 0.8 of two or three, half of
-    eight, an eighth of 56."""
-    # At least members // 2 others weigh no less than the lower median.
-    return WEIGHT_MEDIANS_MAX / (WEIGHT_MEDIANS_MAX + members // 2)

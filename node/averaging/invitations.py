@@ -32,8 +32,6 @@ from partition.run.tickets import CHAIN_MAX, REVOKED_MAX, Chain, Revocations, St
 
 Admit = Literal["open", "invited", "vouched"]
 ADMITS: tuple[Admit, ...] = get_args(Admit)
-INVITATION_SECONDS = 7 * 24 * 3600.0
-"""How long an invitation is valid, where nothing else is said."""
 INVITATION_SECONDS_MAX = 366 * 24 * 3600.0
 INVITATION_BYTES_MAX = 16_384
 PREFIX = "peerloom-invitation-"

@@ -108,10 +108,6 @@ class Dataset:
         return tuple(self._named("x").shape[1:])
 
     @property
-    def label_shape(self) -> tuple[int, ...]:
-        return tuple(self._named("y").shape[1:])
-
-    @property
     def classes(self) -> int:
         """How many different labels a model must tell apart."""
         largest = max(int(self._named("y").max()), int(self.test["y"].max()))

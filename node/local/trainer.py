@@ -99,11 +99,6 @@ class LocalTrainer:
         """Whether no step is made here now: all of the run were, or stages are missing."""
         return self.step >= self._manifest.steps or self.is_waiting
 
-    @property
-    def signature_rows(self) -> list[tuple[str, tuple[int, ...], str]]:
-        """What is averaged, for the run's signature."""
-        return [("parameters", (self._items,), self.dtype), ("moments", (self._moments,), self.dtype)]
-
     async def train_step(self) -> Stepped:
         """One optimizer step on this member's next samples. Raises StageFailed."""
         manifest = self._manifest

@@ -27,8 +27,7 @@ from node.forks import keep_from_children
 from node.services.arithmetic import arithmetic_settings
 from node.services.capacity import Capacity
 from node.services.energy import EnergyMeter
-from partition.plan.operations import Amount
-from partition.plan.rates import MEGA, Calibration, Pace, decode_calibration, encode_calibration
+from partition.plan.rates import Calibration, Pace, decode_calibration, encode_calibration
 
 CALIBRATION_PURPOSE = "calibration"
 """The purpose of the signed record in the DHT."""
@@ -46,8 +45,6 @@ PROCESS_SECONDS_MAX = 300.0
 """On a machine that is busy, importing torch alone takes many seconds."""
 BESIDE_FACTOR = 1.5
 """A process of another slot measures for so many times as long, so that it is busy until the end."""
-TYPICAL = Amount(1, 10 * MEGA, 1 << 20)
-"""What one operator of a small model may do, to weigh the parts of a pace."""
 LOOK_SECONDS = 0.1
 """How often whoever measures, or waits until it may, looks whether that is still wanted."""
 NICENESS = 5
@@ -156,19 +153,6 @@ def _write(file: Path, calibration: Calibration) -> None:
     draft = file.with_suffix(f".{os.getpid()}")
     draft.write_bytes(encode_calibration(calibration))
     draft.replace(file)
-
-
-def slowdown(alone: Calibration, beside: Calibration) -> float:
-    """Return how many times as long a slot takes for the same work while the others are busy: the mean over
-    the classes of operators that both know, of a typical call."""
-    ratios = []
-    paces = {row.kind: row.forward for row in alone.kinds}
-    for row in beside.kinds:
-        before = paces[row.kind].picoseconds(TYPICAL) if row.kind in paces else 0
-        if before:
-            after = row.forward.picoseconds(TYPICAL) / beside.share_permille
-            ratios.append(after / (before / alone.share_permille))
-    return sum(ratios) / len(ratios) if ratios else 1.0
 
 
 def measure_now(wanted: Wanted, seconds: float, given_up: threading.Event) -> Calibration | None:

@@ -49,11 +49,6 @@ class Decision:
         """Whether anything moves."""
         return bool(self.moves)
 
-    @property
-    def moved_bytes(self) -> int:
-        """Over all links together."""
-        return sum(move.bytes for move in self.moves)
-
 
 def diff(problem: Problem, old: Split, new: Split, before: Problem | None = None) -> tuple[Move, ...]:
     """Return what each peer of `new` has to fetch. `before` is the problem of `old`, where its peers were

@@ -1,26 +1,20 @@
-"""Addresses as people and peers write them, and the signed contact."""
+"""Addresses as people and peers write them; messages that are refused unread."""
 
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from crypto.contact import (
     ADDRESS_LENGTH_MAX,
-    ADDRESSES_MAX,
-    CONTACT_PURPOSE,
     Address,
-    ContactBody,
-    check_contact,
     make_address,
     parse_address,
-    sign_contact,
 )
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
-from crypto.facts import IdentitySigner
+from crypto.facts import Fact, IdentitySigner
 from crypto.identity import Identity, peer_text
 
 ALICE, BOB = Identity(b"a" * 32), Identity(b"b" * 32)
@@ -28,11 +22,6 @@ SIGNER = IdentitySigner(ALICE, "test")
 PEER = peer_text(BOB.peer)
 
 hosts = st.ip_addresses().map(str) | st.from_regex(r"[a-z]{1,20}(\.[a-z]{1,20}){0,3}", fullmatch=True)
-
-
-def body(**changes: Any) -> ContactBody:
-    plain = ContactBody("lab", ("/ip4/10.0.0.1/tcp/9747",), bytes(32), 5)
-    return msgspec.structs.replace(plain, **changes)
 
 
 @given(hosts, st.integers(1, 65_535), st.sampled_from([None, BOB.peer]))
@@ -113,55 +102,22 @@ def test_any_text_is_an_address_or_a_value_error(text: str) -> None:
             continue
 
 
-def test_a_signed_contact_says_who_and_where() -> None:
-    contact = check_contact(SIGNER, sign_contact(SIGNER, body()))
-    assert (contact.peer, contact.name, contact.sequence) == (ALICE.peer, "lab", 5)
-    assert contact.addresses == (Address("ip4", "10.0.0.1", 9747, ALICE.peer),)
-
-
-def test_a_contact_has_no_address_of_one_link_whatever_it_claims() -> None:
-    claimed = ("/ip6/fe80::1/tcp/1", "/ip6zone/eth0/ip6/fe80::1/tcp/1", "/ip6/fd00::1/tcp/1")
-    contact = check_contact(SIGNER, sign_contact(SIGNER, body(addresses=claimed)))
-    assert contact.addresses == (Address("ip6", "fd00::1", 1, ALICE.peer),)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"name": "x" * 41},
-        {"addresses": ("nowhere",)},
-        {"addresses": (f"/ip4/10.0.0.1/tcp/1/p2p/{PEER}",)},
-        {"addresses": ("10.0.0.1:1",) * (ADDRESSES_MAX + 1)},
-        {"static": bytes(31)},
-        {"sequence": -1},
-        {"sequence": 2**63},
-    ],
-)
-def test_a_contact_that_breaks_a_bound_is_refused_though_its_signature_holds(changes: dict[str, Any]) -> None:
-    with pytest.raises(RemoteProtocolError):
-        check_contact(SIGNER, sign_contact(SIGNER, body(**changes)))
-
-
-@given(st.binary(max_size=300))
-def test_random_bytes_as_a_contact_are_refused(data: bytes) -> None:
-    with pytest.raises(RemoteProtocolError):
-        check_contact(SIGNER, SIGNER.sign(CONTACT_PURPOSE, data))
-
-
 @given(st.binary(max_size=300))
 def test_random_bytes_as_a_message_are_refused_or_are_one(data: bytes) -> None:
     try:
-        message: ContactBody = decode(data, ContactBody, bytes_max=250)
+        message: Fact = decode(data, Fact, bytes_max=250)
     except RemoteProtocolError:
         return
-    assert decode(encode(message), ContactBody, bytes_max=1_000) == message
+    assert decode(encode(message), Fact, bytes_max=1_000) == message
 
 
 def test_a_message_longer_than_allowed_is_refused_unread() -> None:
-    data = encode(body())
-    assert decode(memoryview(data), ContactBody, bytes_max=len(data)) == body()
+    fact = SIGNER.sign("test", b"body")
+    data = encode(fact)
+    read: Fact = decode(memoryview(data), Fact, bytes_max=len(data))
+    assert read == fact
     with pytest.raises(RemoteProtocolError, match="at most"):
-        decode(data, ContactBody, bytes_max=len(data) - 1)
+        decode(data, Fact, bytes_max=len(data) - 1)
 
 
 def test_deeply_nested_messagepack_is_refused() -> None:

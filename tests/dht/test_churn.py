@@ -4,8 +4,8 @@ from dht.capabilities import Query
 from dht.kademlia import Kademlia
 from dht.keys import node_number, record_key
 from dht.settings import Settings
-from sim.worlds.liars import FalseNeighbours, liar_of
-from sim.worlds.table_only import GIGABYTE, TableWorld, grind, some_advert
+from tests.dht.liars import FalseNeighbours, liar_of
+from tests.dht.table_world import GIGABYTE, TableWorld, grind, some_advert
 
 KEY = record_key("table", b"sought")
 

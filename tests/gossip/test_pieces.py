@@ -20,7 +20,7 @@ from gossip.pieces.swarm import (
     PieceSwarm,
     UploadDue,
 )
-from sim.worlds.trading import trade
+from tests.gossip.trading import trade
 
 A, B, C, ME = (PeerId(bytes([number]) * 38) for number in range(1, 5))
 DATA = bytes(32)

@@ -16,7 +16,6 @@ import dht.messages
 import dht.records
 import gossip.messages
 import gossip.swim
-from crypto.contact import CONTACT_PURPOSE, ContactBody
 from dht.capabilities import Advert
 from gossip import matchmaking, roster
 from gossip.averaging import evidence
@@ -108,7 +107,6 @@ PURPOSES: Mapping[type, str] = {
     averaging.HaveBody: averaging.HAVE_PURPOSE,
     averaging.SealBody: averaging.SEAL_PURPOSE,
     checkpoint.Checkpoint: checkpoint.CHECKPOINT_PURPOSE,
-    ContactBody: CONTACT_PURPOSE,
     Plan: FIRST_PLAN_PURPOSE,
     Segment: SEGMENT_PURPOSE,
     StopBody: STOP_PURPOSE,

@@ -20,7 +20,7 @@ from node.offering import Offering
 from node.paths import cache_folder
 from node.placement.provider import Provider
 from node.services import calibration
-from node.services.calibration import Wanted, calibrate, corrected, slowdown
+from node.services.calibration import Wanted, calibrate, corrected
 from node.services.capacity import Capacity, device_memory
 from node.services.energy import EnergyMeter
 from partition.plan.operations import KINDS
@@ -34,6 +34,7 @@ from partition.plan.rates import (
 )
 from sim.seams import SimClock
 from tests.node.test_energy import zone
+from tests.slowdown import slowdown
 
 HERE = Wanted("cpu", "float32", 1)
 

@@ -18,7 +18,7 @@ def test_a_folder_may_hold_whole_numbers_and_a_label_for_every_place(tmp_path: P
     for name, count in (("train", 5), ("test", 2)):
         save(tmp_path, name, np.ones((count, 3), np.uint8), np.full((count, 3), 6, np.int32))
     data = load(str(tmp_path), tmp_path, window=0)
-    assert (data.sample_shape, data.label_shape, data.classes) == ((3,), (3,), 7)
+    assert (data.sample_shape, data.classes) == ((3,), 7)
     columns = [("x", "int64")], [("y", "int64")]
     batches = Batches(data, microbatch=2, seed=1, inputs=columns[0], labels=columns[1])
     (inputs,), (labels,) = batches.train(7)

@@ -10,7 +10,6 @@ from gossip.averaging.strategies import (
     Asynchronous,
     Delayed,
     DiLoCo,
-    GradientMean,
     Mean,
     NoLoCo,
     ParameterMean,
@@ -135,13 +134,6 @@ def test_momentum_alone_does_not_move_what_all_agree_on(name: str) -> None:
     moved = strategy.take(theta, Mean(strategy.offer(theta)))
     assert not (moved == 0).all()
     assert (strategy.take(moved, Mean(np.zeros(ITEMS))) == moved).all()
-
-
-def test_one_averaged_gradient_is_that_of_the_whole_batch() -> None:
-    strategy = GradientMean()
-    gradients = np.random.default_rng(1).standard_normal((4, ITEMS))
-    mean = np.mean([strategy.offer(gradient) for gradient in gradients], axis=0)
-    assert (strategy.take(gradients[0], Mean(mean)) == mean).all()
 
 
 def test_a_stale_mean_weighs_less_and_a_too_old_one_nothing() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gossip.averaging.group import WEIGHT_MAX, WEIGHT_MIN, is_weight
-from gossip.averaging.weights import WEIGHT_MEDIANS_MAX, bounded_weights, share_max
+from gossip.averaging.weights import WEIGHT_MEDIANS_MAX, bounded_weights
 from tests.gossip.averaging.network import Averaging, group_of, members_of, vectors_of
 from tests.gossip.swarm import peer_of
 
@@ -28,6 +28,11 @@ def test_a_claimed_weight_of_a_trillion_does_not_own_the_mean(mode: str) -> None
         assert result.shares[peer_of(0)] == pytest.approx(4 / 8)
         assert result.shares[peer_of(0)] <= share_max(5)
         assert sum(result.shares.values()) == pytest.approx(1.0)
+
+
+def share_max(members: int) -> float:
+    """The largest share of one of so many: members // 2 others weigh at least the lower median."""
+    return WEIGHT_MEDIANS_MAX / (WEIGHT_MEDIANS_MAX + members // 2)
 
 
 @given(WEIGHTS)

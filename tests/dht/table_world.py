@@ -5,7 +5,7 @@ help.
 node finds out by itself, so figures from here are the harder ones, and hours of a thousand nodes take
 minutes. The population is constant: when a life ends, one with a new id begins and knows nothing.
 
-Attackers are cores of other classes, given by number (`sim.worlds.liars`). Where a node is seen is the
+Attackers are cores of other classes, given by number (`tests.dht.liars`). Where a node is seen is the
 world's to say, so nobody can claim an address.
 """
 

@@ -1,4 +1,4 @@
-"""Kademlia cores that lie, for `sim.worlds.table_only`: false neighbours, false values, and silence.
+"""Kademlia cores that lie, for `tests.dht.table_world`: false neighbours, false values, and silence.
 
 They act in concert: each knows all other liars, answers a lookup with those nearest to its key, hands out no
 record that it was given, and hands out forged ones instead. Signatures of the simulation are keyed hashes
