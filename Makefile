@@ -69,6 +69,7 @@ soak: $(READY) types-darwin
 	$(BIN)/python benchmarks/models.py
 	PEERLOOM_CORPUS=sample $(BIN)/python -m pytest -s tests/test_corpus.py
 	$(BIN)/python benchmarks/finetune.py
+	PEERLOOM_SLOW=1 $(BIN)/python -m pytest -m slow
 	PEERLOOM_HOSTILE_CASES=10000 $(BIN)/python -m pytest -s tests/partition/test_hostile_graphs.py
 	PEERLOOM_PARTITION_SEEDS=50 $(BIN)/python -m pytest -s tests/test_partitions.py tests/sim/test_training.py \
 		tests/sim/test_merging.py

@@ -40,6 +40,19 @@ def _bugs_come_out() -> Iterator[None]:
         yield
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Say what the marker of slow tests means."""
+    config.addinivalue_line("markers", "slow: played by `make soak`, or with PEERLOOM_SLOW set")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A usual run leaves slow tests out: others show most of what they show."""
+    if "PEERLOOM_SLOW" not in os.environ:
+        for item in items:
+            if item.get_closest_marker("slow") is not None:
+                item.add_marker(pytest.mark.skip(reason="slow: set PEERLOOM_SLOW"))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
     """What was imported lives as long as the process: no collection of garbage looks through it again.

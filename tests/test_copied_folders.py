@@ -109,6 +109,7 @@ def check_stopped(copy: Machine, original: Machine) -> None:
     assert f"rm {copy.folder}/identity.key {copy.folder}/static.key" in lines[1]
 
 
+@pytest.mark.slow
 async def test_copies_stop_one_after_the_other_and_the_original_stays(copied: Path, begin: Begin) -> None:
     third = begin("third")
     original = begin("original", third.address)

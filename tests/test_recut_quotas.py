@@ -5,6 +5,7 @@ speed until the period's share is spent, and then waits for the next period. So 
 one look as fast as a whole processor.
 """
 
+import pytest
 import trio
 from msgspec.structs import replace
 
@@ -93,6 +94,7 @@ def slowest_seconds(sizes: list[int], quotas: list[float]) -> float:
     return max(size / quota for size, quota in zip(sizes, quotas, strict=True))
 
 
+@pytest.mark.slow
 def test_a_peer_under_a_tightened_quota_gives_layers_to_its_neighbours() -> None:
     processors = {name: Processor(share) for name, share in QUOTAS.items()}
     executors = {name: QuotaExecutor(processor) for name, processor in processors.items()}

@@ -1,5 +1,7 @@
 """The DHT under churn, liars, an eclipse and a split: small forms of `benchmarks/dht_churn.py`."""
 
+import pytest
+
 from dht.capabilities import Query
 from dht.kademlia import Kademlia
 from dht.keys import node_number, record_key
@@ -43,6 +45,7 @@ def test_a_fifth_of_liars_forges_nothing_and_hides_nothing() -> None:
     assert sum(found.is_found for found in world.figures.found) >= 39
 
 
+@pytest.mark.slow
 def test_ids_made_near_a_key_in_five_networks_do_not_hide_a_record() -> None:
     world = TableWorld(
         60,
@@ -86,6 +89,7 @@ def test_after_a_split_the_newest_sequence_is_in_both_halves_within_one_republis
     assert [found.is_newest for found in world.figures.found] == [True] * 10
 
 
+@pytest.mark.slow
 def test_a_search_by_capability_returns_nodes_that_are_still_there() -> None:
     world = TableWorld(40, 5, median_seconds=1_800, advert_of=some_advert)
     world.run(320)

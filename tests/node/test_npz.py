@@ -191,6 +191,7 @@ async def test_what_the_process_refuses_is_said_here(tmp_path: Path, name: str) 
     assert str(error.value).isprintable()
 
 
+@pytest.mark.slow
 async def test_a_directory_as_large_as_its_archive_fells_only_the_process(tmp_path: Path) -> None:
     """A million and more entries are gigabytes of objects, and it has a quarter of one."""
     entry = struct.pack("<4s4B4HL2L5H2L", b"PK\1\2", 20, 3, 20, 0, 0, 0, 0, 33, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0)

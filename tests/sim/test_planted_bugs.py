@@ -116,6 +116,7 @@ def test_a_swim_that_forgets_to_refute_is_found_with_the_first_seed() -> None:
     assert seeds_until("refutation", frozen, swim=ForgetsToRefute) == 1
 
 
+@pytest.mark.slow
 def test_a_dht_that_drops_records_is_found_with_the_first_seed() -> None:
     storing = Scenario(
         name="storing",

@@ -220,6 +220,7 @@ def test_where_forks_are_allowed_both_sides_go_on_and_one_branch_survives_healin
 # Many, and again
 
 
+@pytest.mark.slow
 def test_many_runs_side_by_side_do_not_disturb_each_other() -> None:
     runs = [training(at_seconds=BEGINS + number / 10, steps=5) for number in range(6)]
     played = Troubled(scenario(*runs, nodes=42, seconds=40))
@@ -277,6 +278,7 @@ def cut_off_for_a_moment(seed: int, cores: Cores) -> Troubled:
     return played
 
 
+@pytest.mark.slow
 def test_a_replica_that_counts_a_sample_twice_is_found_out_within_fifty_seeds() -> None:
     caught: list[Broken] = []
     for seed in range(1, 51):

@@ -71,6 +71,7 @@ def test_it_goes_on_as_a_swarm_that_was_born() -> None:
     assert all(got.copies for got in lookups)
 
 
+@pytest.mark.slow
 def test_who_lists_a_neighbourhood_knows_it_and_who_is_late_finds_it() -> None:
     crowd = acquainted(
         nodes=500,

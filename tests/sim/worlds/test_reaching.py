@@ -189,6 +189,7 @@ def lookups(core: type[Counting]) -> tuple[float, float, float]:
     return found, counts["silent"] / counts["asked"], hidden / len(contacts)
 
 
+@pytest.mark.slow
 def test_tables_without_those_who_are_not_reached_spare_a_swarm_most_requests_in_vain() -> None:
     found_before, silent_before, hidden_before = lookups(Unaware)
     found, silent, hidden = lookups(Counting)
