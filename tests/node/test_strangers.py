@@ -438,7 +438,12 @@ async def test_an_honest_peer_is_answered_amid_strangers_of_every_kind(keys: tup
             assert await identify_in_a_crowd(alice, bob) == bob.peer
             assert len(bob._connections._doorway) <= 32
         nursery.cancel_scope.cancel()
-    assert bob.counters["handshakes_by_outsiders" if keys else "handshakes_refused"] > 0
+    # In the crowd of a busy machine the next may push out each before it is refused.
+    async with running(alice, bob), trio.open_nursery() as nursery:
+        for says in kinds:
+            nursery.start_soon(be_strange, says)
+        await until(lambda: bob.counters["handshakes_by_outsiders" if keys else "handshakes_refused"] > 0)
+        nursery.cancel_scope.cancel()
     assert len(bob._connections._doorway) == 0
 
 
