@@ -24,6 +24,7 @@ from blake3 import blake3
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from gossip.averaging.group import GROUP_MEMBERS_MAX, NONCE_BYTES, RATE_MAX, Group, Member, fault_of
+from gossip.averaging.lateness import RoundWaits
 
 PROTOCOL = "/peerloom/matchmaking/2"
 MESSAGE_BYTES_MAX = 16_384
@@ -132,8 +133,8 @@ class Wish:
     and late ones get none; otherwise those that are left over form the next. Peers that `admits` does not
     admit are passed over, and a group with one of them in it is declined. Those that `leaves_out` names are
     not proposed, and no group of theirs is taken; one of another peer's that has them in it is, since others
-    do not know them. Of those with the lowest `rank` one convenes. Of the expected, those that `brief` names
-    are awaited for `brief_seconds` only.
+    do not know them. Of those with the lowest `rank` one convenes. `waits` says until when each
+    of the expected is awaited; it is for the whole window without.
     """
 
     def __init__(
@@ -152,16 +153,14 @@ class Wish:
         others: Sequence[PeerId] = (),
         admits: Callable[[PeerId], bool] | None = None,
         size_hoped: int = 0,
-        brief: Callable[[PeerId], bool] | None = None,
-        brief_seconds: float = inf,
+        waits: RoundWaits | None = None,
         leaves_out: Callable[[PeerId], bool] | None = None,
         declines: Callable[[PeerId], bool] | None = None,
         rank: Callable[[PeerId], int] | None = None,
     ) -> None:
         self._size_hoped = size_hoped
-        self._brief = brief
-        self._brief_ends_at = now + brief_seconds
-        self._is_brief_over = False
+        self._waits = waits
+        self._held_up_until = inf
         self._leaves_out = leaves_out
         self._declines = declines
         self._rank = rank
@@ -178,7 +177,7 @@ class Wish:
         self._make = make
         self._size_min = size_min
         self._size_max = size_max
-        self._is_exclusive = is_exclusive
+        self.is_exclusive = is_exclusive
         self._admits = admits
         self._ready: dict[PeerId, Member] = {}
         self._passed_over: dict[PeerId, None] = {}
@@ -196,7 +195,7 @@ class Wish:
     def deadline(self) -> float:
         if self.group is not None or self.is_over:
             return inf
-        turn_at = self._pass_at if self._is_open else min(self._window_ends_at, self._brief_ends_at)
+        turn_at = self._pass_at if self._is_open else min(self._window_ends_at, self._held_up_until)
         return min(self._tell_at, turn_at, self._give_up_at)
 
     @property
@@ -262,8 +261,6 @@ class Wish:
         if now >= self._give_up_at:
             self._end("nobody else was ready" if not self._ready else "nobody proposed a group")
             return []
-        if now >= self._brief_ends_at:
-            self._brief_ends_at, self._is_brief_over = inf, True
         sends: Sends = []
         if now >= self._tell_at:
             self._tell_at = now + READY_SECONDS
@@ -296,6 +293,8 @@ class Wish:
             return []
         is_new = sender not in self._ready
         self.ready_at.setdefault(sender, now)
+        if self._waits is not None:
+            self._waits.came(now, sender)
         self._ready[sender] = _member(sender, message)
         # It may have passed over this wish before it had its own.
         answer: Sends = [(sender, self._wish())] if is_new else []
@@ -304,7 +303,7 @@ class Wish:
     def _take_closed(self, sender: PeerId) -> None:
         """In a numbered round there is no other group; but one peer's word does not end this wish."""
         known = self._expected.keys() | self._others.keys()
-        if self._is_exclusive and self.group is None and not self.is_over and sender in known:
+        if self.is_exclusive and self.group is None and not self.is_over and sender in known:
             self._closed_by.add(sender)
             if len(self._closed_by) >= min(CLOSED_VOICES, len(known)):
                 self._end("the group of this round was formed without this peer")
@@ -332,7 +331,7 @@ class Wish:
         ready = [peer for peer in ready if self._leaves_out is None or not self._leaves_out(peer)]
         if not self._is_open:
             # Alone it is not known who comes: the first to come must not shut out those right behind it.
-            is_whole = bool(ready) and all(peer in self._ready for peer in self._awaited_now())
+            is_whole = self._is_whole(now) and bool(ready)
             if now < self._window_ends_at and not (is_whole and len(ready) + 1 >= self._size_hoped):
                 return []
             self._is_open = True
@@ -355,10 +354,17 @@ class Wish:
         self._form(group, self._peer)
         return [(PeerId(member.peer), Propose(self.key, group)) for member in members if member != self._me]
 
-    def _awaited_now(self) -> Iterable[PeerId]:
-        if self._brief is None or not self._is_brief_over:
-            return self._expected
-        return [peer for peer in self._expected if not self._brief(peer)]
+    def _is_whole(self, now: float) -> bool:
+        """Return whether all are ready that are awaited, and note until when one that is not is awaited."""
+        self._held_up_until = inf
+        for peer in self._expected:
+            if peer in self._ready:
+                continue
+            until = inf if self._waits is None else self._waits.until(peer)
+            if now < until:
+                self._held_up_until = until
+                return False
+        return True
 
     def _distance(self, peer: PeerId) -> bytes:
         return _distance(self.key, peer)

@@ -11,6 +11,7 @@
 | catalogue | the strategies by name |
 | strategies | what peers do between rounds: each paper's arithmetic in one small class |
 | feedback | error feedback for lossy codecs |
+| attendance, lateness | who is waited for, and how long, by what this peer has seen |
 | pace | adaptive deadlines: from measured attempts to a `Patience` |
 | tensors | `Layout`: named tensors to one vector and back, and the signature that names them |
 | reduction | from several parts to one: `weighted_mean`, and the interface that all rules share |

@@ -4,9 +4,9 @@ All of it is this peer's own experience. It is told to nobody, so no peer can be
 and it decides three things here:
 
 - who is left out of the groups that this peer proposes: peers by whose silence an attempt failed;
-- who is waited for: peers that came in time when they were last waited for, for the whole window; newcomers,
-  and peers that get another chance, for a round's time. The others still enter a group if they are ready when
-  it forms;
+- who is waited for: peers that came in time when they were last waited for, as long as they usually take
+  (`gossip.averaging.lateness`); newcomers, and peers that get another chance, for what they are worth. The
+  others still enter a group if they are ready when it forms;
 - who is expected to propose a group: peers that completed a round first, those that failed to propose last.
 
 Each time that a peer costs is answered by a time without it, `COST_FACTOR` times as long and doubled with
@@ -18,10 +18,11 @@ Not here: who may take part (`gossip.roster`), and the agreement on a group (`go
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 
 from crypto.identity import PeerId
+from gossip.averaging.lateness import ROUNDS_MIN, Lateness, middle_of
 
 COST_FACTOR = 8.0
 """A peer that cost a second is not waited for, or left out, for so many."""
@@ -38,6 +39,10 @@ WITHDRAWALS_MAX = 3
 when its attempt has failed by somebody else's silence, and declines where it is in another group already."""
 LATE_SECONDS_MIN = 0.25
 """Less is no lateness: rounds of equals drift apart so far, and a busy machine takes that long."""
+HABIT_SECONDS_MIN = 0.03
+"""A peer that is usually late by less is punctual: it takes as long for its message to arrive."""
+COST_SECONDS_MIN = 0.1
+"""A round that begins so much later than the median of its members was ready has waited for somebody."""
 RECORDS_MAX = 2_048
 """Peers that are remembered: twice as many as a roster lists."""
 
@@ -57,6 +62,7 @@ class _Record:
     is_back: bool = True
     wait_again_at: float = -inf
     is_passed_over: bool = False
+    lateness: Lateness = field(default_factory=Lateness)
 
     def missed(self, now: float, seconds: float) -> None:
         """It was waited for in vain for so long, or kept the others waiting."""
@@ -65,6 +71,17 @@ class _Record:
         # The first time it is waited for again as soon as it comes: everybody is late once.
         again = 0.0 if self.misses == 1 else backoff_seconds(seconds, self.misses - 1)
         self.wait_again_at = now + again
+
+    def is_slow(self, worth_seconds: float) -> bool:
+        """Return whether it usually keeps the others waiting for longer than it is worth."""
+        worth_seconds = max(HABIT_SECONDS_MIN, worth_seconds)
+        return self.lateness.has_habit and self.lateness.usual_seconds > worth_seconds
+
+    def cost(self, now: float, seconds: float) -> None:
+        """It kept the others waiting for so long, as it usually does."""
+        self.misses += 1
+        seconds = ROUNDS_MIN * max(HABIT_SECONDS_MIN, seconds)  # so many it took to show
+        self.wait_again_at = now + backoff_seconds(seconds, self.misses)
 
     def is_waited_for(self, now: float) -> bool:
         return not self.misses or (self.is_back and now >= self.wait_again_at)
@@ -86,6 +103,8 @@ class Attendance:
         self._records: dict[PeerId, _Record] = {}
         self._newcomers = _Record()
         """Peers that have not come yet, together: a new id costs nothing, so they share one back-off."""
+        self.middle = Lateness()
+        """How long after this peer the median of those that it waits for is ready."""
 
     # What is learnt
 
@@ -135,16 +154,22 @@ class Attendance:
         awaited: Collection[PeerId],
         ready_at: Mapping[PeerId, float],
         interval_seconds: float,
+        worth: Mapping[PeerId, float] | None = None,
     ) -> None:
         """This peer was ready for a group at `begun_at` and waits no longer; `ready_at` says when others were
-        ready. Rounds follow each other by about `interval_seconds`."""
+        ready. Rounds follow each other by about `interval_seconds`. In a numbered one members stand still
+        while they wait. Then `worth` says how many seconds of all are worth what each brings, and a peer that
+        is usually later than that is not waited for."""
         for peer in ready_at:
             self.came(peer)
         if not awaited:
             return
-        times = sorted([begun_at, *(ready_at.get(peer, inf) for peer in awaited)])
-        middle = times[(len(times) - 1) // 2]
+        middle = middle_of(begun_at, ready_at, awaited)
         base = begun_at if middle == inf else max(begun_at, middle)
+        if worth is not None:
+            self.middle.note(base - begun_at if middle < inf else now - begun_at)
+            self._measure(base, {**dict.fromkeys(awaited, now), **ready_at})
+            self._postpone(now, now - base, awaited, ready_at)
         # Doing without one of n costs 1 / (n - 1) of a round's work: so long it is worth waiting for.
         late = max(LATE_SECONDS_MIN, interval_seconds / len(awaited))
         was_new = missed_new = False
@@ -156,6 +181,8 @@ class Attendance:
             if lateness > late:
                 record.missed(now, lateness)
                 missed_new = missed_new or is_new
+            elif worth is not None and record.is_slow(worth.get(peer, late)):
+                record.cost(now, lateness)
             elif peer in ready_at:
                 record.misses = 0
         if missed_new:
@@ -163,6 +190,22 @@ class Attendance:
             self._newcomers.is_back = True  # the back-off ends by itself: the next ones are others
         elif was_new:
             self._newcomers.misses = max(0, self._newcomers.misses - 1)
+
+    def _postpone(
+        self, now: float, seconds: float, awaited: Collection[PeerId], ready_at: Mapping[PeerId, float]
+    ) -> None:
+        """A round began so late. Where this peer did not wait for those that have missed others, the member
+        that proposed it did: it need not be tried by each in turn."""
+        if seconds <= COST_SECONDS_MIN:
+            return
+        for peer, record in self._records.items():
+            if record.misses and peer not in awaited and peer not in ready_at:
+                again = now + backoff_seconds(seconds, record.misses)
+                record.wait_again_at = max(record.wait_again_at, again)
+
+    def _measure(self, base: float, ready_at: Mapping[PeerId, float]) -> None:
+        for peer, at in ready_at.items():
+            self._record(peer).lateness.note(at - base)
 
     def came(self, peer: PeerId) -> None:
         """This peer said that it is ready for a group, in time or late."""
@@ -222,11 +265,28 @@ class Attendance:
 
     def is_reliable(self, peer: PeerId) -> bool:
         """Return whether this peer has completed a round and came in time when it was last waited for; while
-        none has, any may."""
+        none has, any may. Once others have come to some rounds, one does not do."""
+        if not self.has_completed_any:
+            return True
         record = self._records.get(peer)
-        return not self.has_completed_any or (
-            record is not None and record.has_completed and not record.misses
+        if record is None or not record.has_completed or record.misses:
+            return False
+        return record.lateness.has_habit or not any(
+            other.lateness.has_habit for other in self._records.values()
         )
+
+    def is_usually_late(self, peer: PeerId) -> bool:
+        """Return whether this peer usually comes after the others, so that to wait for long is in vain."""
+        record = self._records.get(peer)
+        return record is not None and record.is_slow(0.0)
+
+    def likely_lateness_seconds(self, peer: PeerId) -> float:
+        """Return how long after the median of others this peer comes at most, but for rare cases; 0 where
+        that is not known."""
+        record = self._records.get(peer)
+        if record is None or not record.lateness.has_habit:
+            return 0.0
+        return max(0.0, record.lateness.likely_max_seconds)
 
     def _record(self, peer: PeerId) -> _Record:
         record = self._records.pop(peer, None) or _Record()

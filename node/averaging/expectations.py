@@ -5,15 +5,17 @@ own experience, and nobody is told.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from statistics import median
 
 from crypto.identity import PeerId
 from gossip.averaging.attempt import Attempt
 from gossip.averaging.attendance import Attendance
+from gossip.averaging.lateness import RoundWaits
 from gossip.averaging.outcome import Averaged, Failed
 from gossip.matchmaking import CameLate, Wish
 from gossip.roster import Roster
+from node.averaging.rounds import Wanted
 from node.seams import Clock
 
 INTERVALS_MAX = 5
@@ -22,6 +24,10 @@ BRIEF_FACTOR = 2.0
 """A peer that may never come is awaited for so many times what it is worth (`Attendance.attended`)."""
 BRIEF_SECONDS_MIN = 0.25
 """The shortest wait for a peer that has not come in time yet: the others may be busy for a moment."""
+USUAL_SECONDS_MIN = 1.0
+"""A peer that usually comes gets so long at least, beyond the median of all: a machine may be busy."""
+GROWTH = 2
+"""A peer counts for so many times what this one brings at most."""
 DISPUTED_SECONDS = 1.0
 """An attempt that took so long was held up by somebody, though this member got all that it waited for."""
 JOINING_SECONDS = 2.0
@@ -60,8 +66,27 @@ class Expectations:
         now = self._clock.monotonic()
         return [peer for peer in peers if self.attendance.is_waited_for(now, peer)]
 
-    def is_brief(self, peer: PeerId) -> bool:
-        """Return whether a group waits for this peer for `brief_seconds` only."""
+    def waits(self, begun_at: float, awaited: Collection[PeerId], wanted: Wanted) -> RoundWaits:
+        """Return how long a group that is wanted from `begun_at` on waits for each of these."""
+        window, brief = wanted.window_seconds, self._brief_seconds(len(awaited))
+        usual = [peer for peer in awaited if not self._is_brief(peer)]
+        if wanted.round is None or not self.attendance.has_completed_any:
+            # Nobody stands still meanwhile, or nothing is known of anybody yet.
+            known = middle = window
+        else:
+            known = max(USUAL_SECONDS_MIN, *self._intervals, 0.0)
+            middle = max(known, self.attendance.middle.likely_max_seconds)
+        seconds = dict.fromkeys(awaited, brief)
+        for peer in usual:
+            seconds[peer] = min(window, max(known, self.attendance.likely_lateness_seconds(peer)))
+        if wanted.round is not None and self._intervals:
+            shortest = BRIEF_FACTOR * median(self._intervals) / max(1, len(awaited))
+            late = (p for p in awaited if p not in usual and self.attendance.is_usually_late(p))
+            seconds.update(dict.fromkeys(late, min(brief, shortest)))
+        return RoundWaits(begun_at, seconds, usual=usual, middle_seconds=middle, others_seconds=brief)
+
+    def _is_brief(self, peer: PeerId) -> bool:
+        """Return whether a group waits for this peer for what it is worth only."""
         return self._is_joining(peer) or not self.attendance.is_reliable(peer)
 
     def _is_joining(self, peer: PeerId) -> bool:
@@ -69,7 +94,7 @@ class Expectations:
         report = self._roster.reports.get(peer)
         return self._roster.own.has_state and report is not None and not report.has_state
 
-    def brief_seconds(self, awaited: int) -> float:
+    def _brief_seconds(self, awaited: int) -> float:
         """Return how long a group of so many waits for a peer that may never come."""
         if not self._intervals:  # then all but those that are joining are awaited for the whole window
             return JOINING_SECONDS
@@ -109,7 +134,10 @@ class Expectations:
             return [wish.key]
         now = self._waited_until = self._clock.monotonic()
         interval_seconds = median(self._intervals) if self._intervals else now - wish.begun_at
-        self.attendance.attended(now, wish.begun_at, wish.expected, wish.ready_at, interval_seconds)
+        worth = self._worth(wish.expected, interval_seconds) if wish.is_exclusive else None
+        self.attendance.attended(
+            now, wish.begun_at, wish.expected, wish.ready_at, interval_seconds, worth=worth
+        )
         self.attendance.passed_over(wish.passed_over)
         if wish.convener is not None:
             self.attendance.proposed(wish.convener)
@@ -117,6 +145,17 @@ class Expectations:
         self._ended.append(wish.key)
         forgotten, self._ended = self._ended[:-ENDED_KEPT_MAX], self._ended[-ENDED_KEPT_MAX:]
         return forgotten
+
+    def _worth(self, awaited: Sequence[PeerId], interval_seconds: float) -> dict[PeerId, float]:
+        """Return what each brings to this round, as a share of the time between two. What they say that they
+        have gathered is held against what this peer has, and no claim is worth more than an equal share."""
+        own, reports = self._roster.own.claimed_samples, self._roster.reports
+        equal = 1 / max(1, len(awaited))
+        if not own:
+            return dict.fromkeys(awaited, equal * interval_seconds)
+        brought = {p: reports[p].samples.at_most(GROWTH * own) if p in reports else 0 for p in awaited}
+        total = own + sum(brought.values())
+        return {peer: min(equal, count / total) * interval_seconds for peer, count in brought.items()}
 
     def came_late(self, event: CameLate) -> None:
         """A peer wants a group under a key that this node is done with."""

@@ -6,6 +6,7 @@ It belongs to the node's event loop. `node.library` and `node.optimizer` stand a
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -103,6 +104,7 @@ class Participation:
         self.upload = UploadRate()
         """What others measured that this peer sends."""
         self.walk = GridWalk(key, service.seams.network.peer)
+        self._looked_seconds = 0.0
         self._pace = Pace(floor_seconds=PACE_FLOOR_SECONDS)
         self._undeclared: tuple[PeerId, ...] = ()
         self._last_attempt: weakref.ref[Attempt] | None = None
@@ -243,7 +245,7 @@ class Participation:
         clock = self._service.seams.clock
         begun = clock.monotonic()
         members = sent = received = 0
-        error = ""
+        error, self._looked_seconds = "", 0.0
         self.expectations.begin()
         for number in range(ATTEMPTS_MAX):
             if self.ended:
@@ -346,7 +348,7 @@ class Participation:
 
     def _told(self, made: Round) -> Round:
         """Tell of a round on screens, and count it."""
-        self.status = ""
+        self.status, made = "", replace(made, waited_seconds=self._looked_seconds)
         self.counters["rounds" if made.is_averaged else "rounds_failed"] += 1
         self._service.publish(
             AveragingEnded(
@@ -423,8 +425,7 @@ class Participation:
             others=() if is_declared else tuple(self.roster.reports),
             size_hoped=size_hoped,
             admits=None if self._gate is None else self._gate.admits,
-            brief=self.expectations.is_brief,
-            brief_seconds=self.expectations.brief_seconds(len(expected)),
+            waits=self.expectations.waits(now, expected, wanted),
             leaves_out=self.expectations.leaves_out,
             declines=self.expectations.declines,
             rank=None if is_declared else self.expectations.rank,
@@ -444,6 +445,7 @@ class Participation:
                 nursery.cancel_scope.cancel()
         finally:
             self.is_looking = False
+            self._looked_seconds += service.seams.clock.monotonic() - now
             if self._formed.get(key) is formed:
                 del self._formed[key]
             outcome = self._outcomes.pop(key, None)

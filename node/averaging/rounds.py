@@ -54,6 +54,8 @@ class Round:
     """The name of the attempt that succeeded: all that name it hold the same bytes."""
     aggregate: Aggregate = "mean"
     """The rule of the run."""
+    waited_seconds: float = 0.0
+    """How long of `seconds` it waited for peers that were not ready."""
 
     @property
     def is_averaged(self) -> bool:

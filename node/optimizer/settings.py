@@ -74,7 +74,7 @@ class Stats:
     `samples`: gathered here for the next global step, `step_samples`: of the last call of `step`.
     `total_samples`: by all peers that are as far. `last_round`: the newest round that is over here,
     `last_error` why it averaged nothing. `blocked_seconds`: how long `step` has worked or waited for the run,
-    beside the wrapped optimizer.
+    beside the wrapped optimizer; `waited_seconds`: how long of that for peers that were not ready.
     """
 
     global_step: int = 0
@@ -89,6 +89,7 @@ class Stats:
     states_refused: int = 0
     samples_dropped: int = 0
     blocked_seconds: float = 0.0
+    waited_seconds: float = 0.0
     last_round: Round | None = None
     last_error: str = ""
 

@@ -509,7 +509,10 @@ class PeerOptimizer(TrackedOptimizer):
             if (is_looking or waited > wanted.window_seconds) and self._state_to_take() is not None:
                 pending.cancel()
                 return "the others have made this step already, or began with another state"
-        return pending.outcome()
+        made = pending.outcome()
+        if isinstance(made, Round):
+            self._update(waited_seconds=self._stats.waited_seconds + made.waited_seconds)
+        return made
 
     def _make_step(self, mean: Vector | None, samples: int, digest: bytes) -> float:
         """Step with this mean gradient, None for the gradients that are there."""

@@ -9,6 +9,7 @@ from gossip.averaging.attendance import (
     WITHDRAWALS_MAX,
     Attendance,
 )
+from gossip.averaging.lateness import RoundWaits
 from tests.gossip.swarm import peer_of
 
 SILENT, PUNCTUAL, SLOW = peer_of(1), peer_of(2), peer_of(3)
@@ -139,3 +140,33 @@ def test_only_strangers_are_left_out_over_a_dispute() -> None:
         assert not attendance.is_left_out(now, PUNCTUAL)
         pauses.append(next(s for s in range(1_000) if not attendance.is_left_out(now + s, SILENT)))
     assert pauses == [32] * 5, "a dispute is no proof, so it does not add up"
+
+
+def test_a_peer_that_is_always_a_little_late_is_waited_for_seldom() -> None:
+    attendance, now, waited = Attendance(), 0.0, 0.0
+    attendance.completed([PUNCTUAL, SLOW])
+    for _ in range(200):
+        now += 1.0
+        awaited = [peer for peer in (PUNCTUAL, SLOW) if attendance.is_waited_for(now, peer)]
+        waited += 0.2 * (SLOW in awaited)
+        times = {PUNCTUAL: now, SLOW: now + 0.2} if SLOW in awaited else {PUNCTUAL: now}
+        attendance.attended(now + 0.2, now, awaited, times, 1.0, {PUNCTUAL: 0.3, SLOW: 0.1})
+    assert 0.4 < waited < 0.02 * 200
+
+
+def test_one_stall_of_a_punctual_peer_is_no_habit() -> None:
+    attendance = Attendance()
+    attendance.completed([PUNCTUAL, SLOW])
+    for number, seconds in enumerate([0.0, 0.01, 0.2, 0.0, 0.01, 0.0]):
+        times = {PUNCTUAL: 5.0 * number, SLOW: 5.0 * number + seconds}
+        attendance.attended(5.0 * number + seconds, 5.0 * number, list(times), times, 1.0, {SLOW: 0.1})
+        assert attendance.is_waited_for(5.0 * number + 1.0, SLOW)
+
+
+def test_a_round_waits_for_each_from_the_median_on() -> None:
+    waits = RoundWaits(
+        10.0, {PUNCTUAL: 1.0, SLOW: 2.0}, usual=[PUNCTUAL, SLOW], middle_seconds=5.0, others_seconds=0.5
+    )
+    assert (waits.until(PUNCTUAL), waits.until(SLOW), waits.until(SILENT)) == (16.0, 17.0, 15.5)
+    waits.came(12.0, PUNCTUAL)
+    assert waits.until(SLOW) == 14.0

@@ -1,0 +1,87 @@
+"""Rounds of a target batch among peers of which some idle, are slow, or come and go. Virtual time."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import trio
+
+from node.averaging.participation import Participation
+from node.averaging.rounds import Wanted
+from sim.worlds.scheduling import run_virtually
+from tests.stack import swarm
+
+SIGNATURE = bytes([7]) * 32
+STEP_SECONDS, SLOWNESS = 0.25, 4.0
+BEGUN_SECONDS, ALONE_SECONDS, SECONDS = 3.0, 6.0, 45.0
+SLOWDOWN_MAX = 0.05
+
+
+class Trainer:
+    """A peer whose rounds are the steps of the run; one that is behind goes on where the others are."""
+
+    def __init__(self, run: Participation, step_seconds: float) -> None:
+        self.run = run
+        self.step_seconds = step_seconds
+        self.step = 0
+        self.rounds_at: list[float] = []
+
+    def tell(self, samples: int) -> None:
+        self.run.tell(
+            step=self.step, samples=samples, rounds=len(self.rounds_at), lineage=bytes(32), has_state=True
+        )
+
+    async def train(self, steps: int | None = None) -> None:
+        """Make so many steps of its own, or train for ever."""
+        made = 0
+        while steps is None or made < steps:
+            self.tell(0)
+            await trio.sleep(self.step_seconds)
+            while any(report.step.reaches(self.step + 1) for report in self.run.roster.reports.values()):
+                self.step += 1
+            self.tell(32)
+            found = await self.run.average(np.ones(8, np.float32), 32.0, Wanted(round=self.step))
+            if found.vector is not None:
+                self.step += 1
+                self.rounds_at.append(trio.current_time())
+                made += 1
+        self.tell(0)
+
+
+def slowdown(names: str, others: Sequence[tuple[str, float, int | None]]) -> float:
+    """Return by which share those of one speed make fewer rounds a second once these others have come: each
+    with its seconds a step, and how many steps it makes."""
+    rates: list[float] = []
+
+    async def play() -> None:
+        async with swarm(names + "".join(name for name, _, _ in others)) as group:
+            nodes = group.nodes
+            async with trio.open_nursery() as nursery:
+                trainers = [Trainer(nodes[n].averaging.open("mixed", SIGNATURE), STEP_SECONDS) for n in names]
+                for each in trainers:
+                    await each.run.wait_for_peers(len(names) - 1)
+                    nursery.start_soon(each.train)
+                await trio.sleep(BEGUN_SECONDS)
+                for seconds in (ALONE_SECONDS, SECONDS):
+                    before = len(trainers[0].rounds_at)
+                    await trio.sleep(seconds)
+                    times = trainers[0].rounds_at[before:]
+                    rates.append((len(times) - 1) / (times[-1] - times[0]))
+                    for name, step_seconds, steps in () if len(rates) > 1 else others:
+                        other = Trainer(nodes[name].averaging.open("mixed", SIGNATURE), step_seconds)
+                        nursery.start_soon(other.train, steps)
+                nursery.cancel_scope.cancel()
+
+    run_virtually(play)
+    return 1 - rates[1] / rates[0]
+
+
+def test_a_peer_that_makes_one_step_and_idles_costs_others_little() -> None:
+    assert slowdown("abc", [("i", STEP_SECONDS, 1)]) < SLOWDOWN_MAX
+
+
+def test_a_peer_that_trains_for_a_while_and_idles_costs_others_little() -> None:
+    assert slowdown("abc", [("i", STEP_SECONDS, 20)]) < SLOWDOWN_MAX
+
+
+def test_a_peer_that_is_four_times_slower_costs_others_little() -> None:
+    assert slowdown("abc", [("s", SLOWNESS * STEP_SECONDS, None)]) < SLOWDOWN_MAX
