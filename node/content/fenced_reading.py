@@ -39,7 +39,7 @@ from node.stages.scratch import Scratch
 MEMORY_BYTES = 512 << 20
 """On top of Python, numpy and the libraries that read: a few chunks as text, one row group of Parquet."""
 TEXT_RATIO = 8
-"""A field of two bytes is a number of four, and there are two copies while samples are held out."""
+"""A field of two bytes is a number of four, which is there twice while blocks are joined."""
 COPIES = 3
 """Arrays of the other forms are there as often at most while they are dealt into parts."""
 START_SECONDS = 60.0

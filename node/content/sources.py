@@ -66,6 +66,8 @@ SAMPLES_MIN = 2
 _SPLIT_SEED = 20
 _VALIDATION_SEED = 21
 _CHUNK_BYTES = 1 << 20
+_REORDERED_BYTES = 4 << 20
+"""What is moved at once while samples change their places."""
 _ARCHIVES = {".npz": read_npz, ".safetensors": read_safetensors}
 _UNPACK = "unpack it first"
 _OTHER_FORMS = {
@@ -384,7 +386,8 @@ def _check_parts(parts: Parts, where: str) -> None:
 
 
 def hold_out(arrays: Arrays, share: float, where: str, part: str) -> tuple[Arrays, Arrays]:
-    """Split a fixed share off: what is left, and what is held out. Raises UsageError: too few samples."""
+    """Split a fixed share off: what is left, and what is held out, both in the memory of `arrays`, whose
+    samples change their places. Raises UsageError: too few samples."""
     count = len(next(iter(arrays.values())))
     if count < SAMPLES_MIN:
         raise UsageError(f"{where}: {count} samples; at least {SAMPLES_MIN}, one of them to hold out")
@@ -393,10 +396,24 @@ def hold_out(arrays: Arrays, share: float, where: str, part: str) -> tuple[Array
     held_out = max(1, int(count * share + 1e-9))
     if held_out >= count:
         raise UsageError(f"{where}: {count} samples are too few to hold out {share:g} of them")
-    kept, held = order[held_out:], order[:held_out]
-    return {name: array[kept] for name, array in arrays.items()}, {
-        name: array[held] for name, array in arrays.items()
+    dealt = {}
+    for name, array in arrays.items():
+        shared = any(np.may_share_memory(array, other) for each, other in arrays.items() if each != name)
+        dealt[name] = array[order] if shared else _reordered(array, order)
+    return {name: array[held_out:] for name, array in dealt.items()}, {
+        name: array[:held_out] for name, array in dealt.items()
     }
+
+
+def _reordered(array: Array, order: Array) -> Array:
+    """Return the samples in this order. They take the memory of `array` where it may be written to."""
+    if not array.flags.c_contiguous or not array.flags.writeable:
+        return array[order]
+    rows = array.reshape(len(array), -1)
+    width = max(1, _REORDERED_BYTES // max(1, len(rows) * rows.itemsize))
+    for first in range(0, rows.shape[1], width):
+        rows[:, first : first + width] = rows[order, first : first + width]
+    return array
 
 
 def _count(arrays: Arrays, path: Path) -> int:

@@ -2,6 +2,7 @@
 
 import struct
 import threading
+import tracemalloc
 import zlib
 from collections.abc import Callable
 from functools import partial
@@ -225,6 +226,29 @@ def test_a_split_loses_no_sample_and_doubles_none(count: int) -> None:
     assert np.array_equal(train["x"], -train["y"])
     assert np.array_equal(test["x"], -test["y"])
     assert len(test["x"]) >= 1
+
+
+def test_a_split_makes_no_second_copy_of_the_samples() -> None:
+    x, y = np.arange(3_000_000.0, dtype=np.float32).reshape(100_000, 5, 6), np.arange(100_000)
+    first = x[:, 0, 0].copy()
+    tracemalloc.start()
+    train, test = hold_out({"x": x, "y": y}, 0.2, "data", "test")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 0.5 * x.nbytes
+    assert (len(train["x"]), len(test["x"])) == (80_000, 20_000)
+    for part in (train, test):
+        assert np.array_equal(part["x"][:, 0, 0], first[part["y"]])
+        assert np.array_equal(part["x"][:, 4, 5], first[part["y"]] + 29)
+
+
+def test_a_split_of_arrays_that_share_their_memory_keeps_rows_together() -> None:
+    tokens = np.arange(41)
+    train, test = hold_out(
+        {"x": tokens[:-1].reshape(10, 4), "y": tokens[1:].reshape(10, 4)}, 0.2, "text", "test"
+    )
+    assert all(np.array_equal(part["x"] + 1, part["y"]) for part in (train, test))
+    assert np.array_equal(tokens, np.arange(41))
 
 
 def test_arrays_may_have_the_names_of_inputs_and_labels(tmp_path: Path) -> None:
