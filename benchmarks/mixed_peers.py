@@ -25,7 +25,7 @@ from silence import BATCH, JOINED_SECONDS, LOCAL_STEPS, SLOWNESS, STEP_SECONDS, 
 from node.library.sync import SyncNode, sync
 
 PUNCTUAL = 5
-BEFORE_SECONDS, SECONDS, SECONDS_QUICK = 10.0, 60.0, 24.0
+BEFORE_SECONDS, SECONDS, SECONDS_QUICK = 10.0, 60.0, 40.0
 AWAY_SHARE = 4
 """The one that comes and goes is there, or away, for a quarter of the time."""
 WAITS_GOAL = 5.0

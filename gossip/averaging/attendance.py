@@ -41,8 +41,8 @@ LATE_SECONDS_MIN = 0.25
 """Less is no lateness: rounds of equals drift apart so far, and a busy machine takes that long."""
 HABIT_SECONDS_MIN = 0.03
 """A peer that is usually late by less is punctual: it takes as long for its message to arrive."""
-COST_SECONDS_MIN = 0.1
-"""A round that begins so much later than the median of its members was ready has waited for somebody."""
+COST_SECONDS_MIN = 0.05
+"""A round that begins so much later than all are ready that this peer waits for has waited for another."""
 RECORDS_MAX = 2_048
 """Peers that are remembered: twice as many as a roster lists."""
 
@@ -81,7 +81,7 @@ class _Record:
         """It kept the others waiting for so long, as it usually does."""
         self.misses += 1
         seconds = ROUNDS_MIN * max(HABIT_SECONDS_MIN, seconds)  # so many it took to show
-        self.wait_again_at = now + backoff_seconds(seconds, self.misses)
+        self.wait_again_at = max(self.wait_again_at, now + backoff_seconds(seconds, self.misses))
 
     def is_waited_for(self, now: float) -> bool:
         return not self.misses or (self.is_back and now >= self.wait_again_at)
@@ -169,7 +169,7 @@ class Attendance:
         if worth is not None:
             self.middle.note(base - begun_at if middle < inf else now - begun_at)
             self._measure(base, {**dict.fromkeys(awaited, now), **ready_at})
-            self._postpone(now, now - base, awaited, ready_at)
+            self._postpone(now, awaited, ready_at)
         # Doing without one of n costs 1 / (n - 1) of a round's work: so long it is worth waiting for.
         late = max(LATE_SECONDS_MIN, interval_seconds / len(awaited))
         was_new = missed_new = False
@@ -191,17 +191,15 @@ class Attendance:
         elif was_new:
             self._newcomers.misses = max(0, self._newcomers.misses - 1)
 
-    def _postpone(
-        self, now: float, seconds: float, awaited: Collection[PeerId], ready_at: Mapping[PeerId, float]
-    ) -> None:
-        """A round began so late. Where this peer did not wait for those that have missed others, the member
-        that proposed it did: it need not be tried by each in turn."""
+    def _postpone(self, now: float, awaited: Collection[PeerId], ready_at: Mapping[PeerId, float]) -> None:
+        """All that this peer waited for were ready. Where the round began later than that, the member that
+        proposed it waited for one of those that have missed others: it need not be tried by each in turn."""
+        seconds = now - max((ready_at.get(peer, now) for peer in awaited), default=now)
         if seconds <= COST_SECONDS_MIN:
             return
         for peer, record in self._records.items():
-            if record.misses and peer not in awaited and peer not in ready_at:
-                again = now + backoff_seconds(seconds, record.misses)
-                record.wait_again_at = max(record.wait_again_at, again)
+            if record.misses and peer not in awaited and ready_at.get(peer, now) > now - seconds:
+                record.cost(now, seconds)
 
     def _measure(self, base: float, ready_at: Mapping[PeerId, float]) -> None:
         for peer, at in ready_at.items():

@@ -114,10 +114,15 @@ class Expectations:
         those that failed to propose before. A newcomer goes by what others say, so as not to be too early."""
         if self.attendance.is_passed_over(peer):
             return 2
+        report = self._roster.reports.get(peer)
+        has_rounds = report is not None and report.rounds.reaches(1)
         if not self.attendance.has_completed_any:
-            report = self._roster.reports.get(peer)
-            return 0 if report is not None and report.rounds.reaches(1) else 1
-        return 0 if peer == self._me or self.attendance.has_completed(peer) else 1
+            return 0 if has_rounds else 1
+        if peer == self._me:
+            return 0
+        # One that has come back has forgotten its rounds, and takes itself for a newcomer.
+        is_back = self._roster.own.claimed_rounds > 0 and not has_rounds
+        return 0 if self.attendance.has_completed(peer) and not is_back else 1
 
     # What is learnt
 
