@@ -17,6 +17,7 @@ batch. A `GradScaler` unscales before `step` and skips batches that are not fini
 """
 
 import logging
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -96,7 +97,7 @@ class PeerOptimizer(TrackedOptimizer):
         self._takeover = Takeover(self._tensors, self._inner, self._trained.counts, settings.own_loss)
         self._handout = Handout(self._tensors, self._inner, self._trained.counts, settings.local_steps)
         self._waits = Waits(settings.run_id)
-        self._catch_up_at = 0.0
+        self._catch_up_at, self._catch_ups_failed = 0.0, 0
         self._gathered: Vector | None = None
         self._gathered_samples = 0
         self._batch = BatchSamples()
@@ -317,7 +318,9 @@ class PeerOptimizer(TrackedOptimizer):
                 self._position.missed(likely)
                 pauses = CATCH_UP_PAUSES_NEW
             self._catch_up_at = time.perf_counter() + pauses * self._takeover.lasted_seconds
+            self._catch_ups_failed += 1
             return False
+        self._catch_ups_failed = 0
         self._begin_strategy(outer_of(found, self._tensors))
         rounds = self._stats.rounds
         if self.settings.strategy in EVERY_ROUND:
@@ -441,7 +444,7 @@ class PeerOptimizer(TrackedOptimizer):
             return 0.0
         if self._is_alone and self._gathered is None and samples >= target:
             # Nothing to gather: the gradients stay as autograd left them, to the bit.
-            return self._make_step(None, samples, b"alone")
+            return self._make_step(None, samples)
         if not self._health.has_finite(self._parameters, gradients):
             dropped = self._stats.samples_dropped + samples
             self._update(samples_dropped=dropped, last_error=self._health.sickness())
@@ -472,7 +475,7 @@ class PeerOptimizer(TrackedOptimizer):
         if not self._is_alone:
             self._failed(made if isinstance(made, Round) else None, error)
         if self._is_alone or ("nobody else was ready" in error and samples >= target):
-            return self._make_step(mean, samples, b"alone")
+            return self._make_step(mean, samples)
         self._await_others()
         return 0.0  # what was gathered is kept for the next attempt
 
@@ -514,8 +517,9 @@ class PeerOptimizer(TrackedOptimizer):
             self._update(waited_seconds=self._stats.waited_seconds + made.waited_seconds)
         return made
 
-    def _make_step(self, mean: Vector | None, samples: int, digest: bytes) -> float:
-        """Step with this mean gradient, None for the gradients that are there."""
+    def _make_step(self, mean: Vector | None, samples: int, digest: bytes = b"") -> float:
+        """Step with this mean gradient, None for the gradients that are there. `digest` is that of the round;
+        a step made alone has none, and leads to a state that nobody else has."""
         if mean is not None:
             for slot, gradient in zip(self._parameters.slots, self._parameters.views(mean), strict=True):
                 slot.tensor.grad = gradient
@@ -528,9 +532,9 @@ class PeerOptimizer(TrackedOptimizer):
         for inner in self._inner:
             inner.step()
         seconds = time.perf_counter() - begun
-        self._lineage = blake3(self._lineage + digest).digest()
+        self._lineage = blake3(self._lineage + (digest or secrets.token_bytes())).digest()
         self.global_step += 1
-        self._position.made_step(self.global_step, is_common=digest != b"alone")
+        self._position.made_step(self.global_step, is_common=bool(digest))
         total = self._total_samples() or samples
         self._gathered, self._gathered_samples = None, 0
         self._schedules.move_to(self.global_step)
@@ -573,6 +577,8 @@ class PeerOptimizer(TrackedOptimizer):
 
     def _averaged(self, made: Round) -> None:
         self._health.averaged()
+        if self._catch_ups_failed == 1:
+            self._catch_up_at = 0.0  # the others train again; where they fail once more the pause stays
         self._update(rounds=self._stats.rounds + 1, last_round=made, last_error="")
         self._position.made_round(self.global_step, self._stats.rounds)
         rule = "" if made.aggregate == "mean" else f", {made.aggregate} survives {made.liars_max} liars"
