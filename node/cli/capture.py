@@ -78,9 +78,10 @@ def prepare_data(
         raise UsageError(f"{name}: {error.written[0]}", error.written[1]) from None
 
 
-def loading(run_file: RunFile, base: Path) -> Load:
+def loading(run_file: RunFile, base: Path, tell: Tell = lambda _: None) -> Load:
     """What reads the data of a run, the first time that it is asked."""
-    return cache(partial(datasets.load, run_file.source, base, window=run_file.train.window or WINDOW))
+    window = run_file.train.window or WINDOW
+    return cache(partial(datasets.load, run_file.source, base, window=window, tell=tell))
 
 
 def reading_as_is(run_file: RunFile, base: Path, load: Load) -> SourceReading:

@@ -119,5 +119,5 @@ def read_source(source: str, keys: dict[str, Any], model: str = "") -> Any:
     with command_folder() as folder:
         reading = prepare_data(run_file, base, folder, name, progress)
         if reading is None:
-            return reading_as_is(run_file, base, loading(run_file, base))
+            return reading_as_is(run_file, base, loading(run_file, base, progress))
         return reading

@@ -12,7 +12,7 @@ import io
 import mmap
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -132,22 +132,18 @@ def labelled(
     return Dataset(digest, arrays[0], arrays[1], label_values, window)
 
 
-def load(data: str, base: Path, *, window: int) -> Dataset:
+def load(data: str, base: Path, *, window: int, tell: Callable[[str], None] = lambda _: None) -> Dataset:
     """Return what `data` of a RUN.toml in the folder `base` names; `window` is for text. Raises
     UsageError."""
     if data == DIGITS_NAME:
         return load_digits()
-    return load_path(path_of(data, base), window=window)
+    path = path_of(data, base)
+    return load_text(path, window=window, tell=tell) if path.is_file() else load_folder(path)
 
 
 def path_of(data: str, base: Path) -> Path:
     """Return where data that is not built in lies."""
     return base / Path(data).expanduser()
-
-
-def load_path(path: Path, *, window: int) -> Dataset:
-    """A folder of arrays or a file of text. Raises UsageError."""
-    return load_text(path, window=window) if path.is_file() else load_folder(path)
 
 
 @lru_cache(maxsize=1)
@@ -212,14 +208,23 @@ def part_of(name: FileName) -> PartName:
     return "train" if name == "train.npz" else "test" if name == "test.npz" else "validation"
 
 
-def load_text(path: Path, *, window: int) -> Dataset:
-    """The bytes of a file in samples of `window`, each with the bytes one further on as its labels.
+def load_text(path: Path, *, window: int, tell: Callable[[str], None] = lambda _: None) -> Dataset:
+    """The bytes of a file in samples of `window`, each with the bytes one further on as its labels. `tell`
+    takes how far the packing is.
 
     Raises:
         UsageError: it cannot be read, or is too short for two samples.
     """
     with open_files(path)[TEXT] as file:
-        return from_text(read_text(file, may_map=False), window, str(path))
+        data, packed = read_text(file, may_map=False), 0
+
+        def put(blob: bytes) -> bytes:
+            nonlocal packed
+            packed += len(blob)
+            tell(f"{packed / 1e6:,.0f} MB of samples made of {len(data) / 1e6:,.0f} MB of text")
+            return hash_of(blob)
+
+        return from_text(data, window, str(path), put)
 
 
 def open_files(path: Path) -> dict[FileName, IO[bytes]]:
