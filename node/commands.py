@@ -407,11 +407,11 @@ class Commands:
         if plan is None:
             raise RunFailed(f"run {run[:8]} has no stages to trace: it has no plan, or is in local mode")
         last = max(0, node.state.runs[run].step - 1)
-        peers = list(dict.fromkeys(peer for stage in plan.stages for peer in stage))
         known = [*(member.run.id for member in node.runs.members.values()), *node.runs.spans.runs]
         name = next((name for name in known if run_text(name) == run), None)
         if name is None:
             raise RunFailed(f"run {run[:8]}: its plan is of before this node was started; spans are not kept")
+        peers = [*node.runs.spans.holders(name, node.membership.live)]
         rows = await node.runs.traces.collect(name, peers, max(0, last - steps + 1), last)
         names = {peer: member.name for peer, member in node.state.members.items()}
         if node.state.started is not None:

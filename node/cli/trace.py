@@ -24,8 +24,11 @@ def chrome_trace(document: Mapping[str, Any]) -> dict[str, Any]:
     for number, peer in enumerate(document["peers"], start=1):
         name = f"{peer['name'] or short_id(peer['peer'])}"
         rows.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}})
-        for stage in sorted({span["stage"] for span in peer["spans"]}):
-            label = {"name": f"stage {stage + 1}"}
+        cuts: dict[int, list[tuple[int, int]]] = {}
+        for span in peer["spans"]:
+            cuts.setdefault(span["stage"], []).append(tuple(span["layers"]))
+        for stage, layers in sorted(cuts.items()):
+            label = {"name": f"stage {stage + 1}{_layers_text(layers)}"}
             rows.append({"ph": "M", "name": "thread_name", "pid": number, "tid": stage + 1, "args": label})
         for span in peer["spans"]:
             row = {
@@ -39,6 +42,7 @@ def chrome_trace(document: Mapping[str, Any]) -> dict[str, Any]:
                 "args": {
                     "step": span["step_number"],
                     "microbatch": span["microbatch"],
+                    "layers": span["layers"],
                     "busy_us": round(span["busy_seconds"] * 1e6, 3),
                     "trace": span["trace"],
                 },
@@ -63,6 +67,12 @@ def chrome_trace(document: Mapping[str, Any]) -> dict[str, Any]:
             },
         },
     }
+
+
+def _layers_text(layers: list[tuple[int, int]]) -> str:
+    """Return which layers a stage had in turn, "" where that is not told."""
+    texts = [f"{first + 1}-{last}" for first, last in dict.fromkeys(layers) if last]
+    return f" (layers {', then '.join(texts)})" if texts else ""
 
 
 def _arrows(name: str, rows: list[dict[str, Any]], *, is_forward: bool) -> list[dict[str, Any]]:
@@ -108,6 +118,7 @@ def _otlp_span(run: str, peer: str, span: Mapping[str, Any]) -> dict[str, Any]:
             _attribute("peerloom.step", span["step_number"]),
             _attribute("peerloom.stage", span["stage"]),
             _attribute("peerloom.microbatch", span["microbatch"]),
+            _attribute("peerloom.layers", "{}-{}".format(*span["layers"])),
         ],
     }
 

@@ -321,6 +321,7 @@ class ReplicaShell:
         kind = _SPAN_KINDS.get(type(request), "other")
         microbatch = getattr(request, "microbatch", -1)
         step = getattr(request, "step", self.core.step)
+        row = self.core.plan.stages[self.core.stage]
         span = Span(
             step if isinstance(step, int) else -1,
             self.core.stage,
@@ -329,6 +330,8 @@ class ReplicaShell:
             int(begun * 1e9),
             int(lasted * 1e9),
             busy,
+            row.first_layer,
+            row.last_layer,
         )
         self._spans.add(self.core.plan.run, span)
 

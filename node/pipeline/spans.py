@@ -6,27 +6,32 @@ out by `node.runs.traces`.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Annotated, Literal
 
 import msgspec
 from blake3 import blake3
 
+from crypto.identity import PeerId
 from partition.plan.plan import Plan
 
 SPANS_KEPT_MAX = 20_000
 """Some 4 MB: a thousand steps of ten micro-batches."""
 ROSTERS_KEPT_MAX = 16
+FORMER_MAX = 64
+"""Former holders of stages of one run that are asked for spans, those of the newest plans."""
 TRACE_ID_BYTES = 16
 
 Kind = Literal["forward", "backward", "apply", "other"]
 _Nanoseconds = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Layer = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
 _Number = Annotated[int, msgspec.Meta(ge=-1, le=2**53)]
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
     """One request to a stage's process. `begun` is unix time by this node's clock; `busy` is what the process
-    says it computed, the rest of `lasted` is waiting and copying. Micro-batch -1: none."""
+    says it computed, the rest of `lasted` is waiting and copying. Micro-batch -1: none. A stage has other
+    layers under another plan, so a span says which it had; 0 and 0 where an older version does not."""
 
     step: _Number
     stage: Annotated[int, msgspec.Meta(ge=0, le=4_096)]
@@ -35,6 +40,8 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     begun: _Nanoseconds
     lasted: _Nanoseconds
     busy: _Nanoseconds
+    first_layer: _Layer = 0
+    last_layer: _Layer = 0
 
 
 class Spans:
@@ -43,17 +50,29 @@ class Spans:
     def __init__(self) -> None:
         self._spans: deque[tuple[bytes, Span]] = deque(maxlen=SPANS_KEPT_MAX)
         self._rosters: dict[bytes, frozenset[bytes]] = {}
+        self._holders: dict[bytes, tuple[tuple[PeerId, ...], tuple[PeerId, ...]]] = {}
 
     def add(self, run: bytes, span: Span) -> None:
         """Keep one, if need be in place of the oldest."""
         self._spans.append((run, span))
 
     def admit(self, plan: Plan) -> None:
-        """Let the members of this plan ask for the spans of its run, also when it is over."""
-        self._rosters.pop(plan.run, None)
-        self._rosters[plan.run] = frozenset(plan.roster) | frozenset(plan.members)
+        """Let the members of this plan ask for the spans of its run, also when it is over, and those of the
+        plans before it."""
+        before = self._rosters.pop(plan.run, frozenset())
+        self._rosters[plan.run] = before | frozenset(plan.roster) | frozenset(plan.members)
+        now = tuple(PeerId(peer) for stage in plan.stages for peer in stage.replicas)
+        known = dict.fromkeys(peer for peers in self._holders.get(plan.run, ()) for peer in peers)
+        self._holders[plan.run] = now, tuple(peer for peer in known if peer not in now)[:FORMER_MAX]
         while len(self._rosters) > ROSTERS_KEPT_MAX:
-            del self._rosters[next(iter(self._rosters))]
+            oldest = next(iter(self._rosters))
+            del self._rosters[oldest]
+            self._holders.pop(oldest, None)
+
+    def holders(self, run: bytes, live: Collection[PeerId]) -> list[PeerId]:
+        """Return who has a stage of a run, then those `live` that had one by an earlier plan."""
+        now, before = self._holders.get(run, ((), ()))
+        return [*now, *(peer for peer in before if peer in live)]
 
     @property
     def runs(self) -> tuple[bytes, ...]:

@@ -151,7 +151,8 @@ def trace_document(
 ) -> dict[str, Any]:
     """Schema `peerloom/trace/1`: spans by peer, all on the asker's clock.
 
-    `step` counts from 0, `step_number` from 1 as screens do.
+    `step` counts from 0, `step_number` from 1 as screens do. `layers` are those that the stage had then: the
+    first, and the one after the last.
     """
     return {
         "schema": "peerloom/trace/1",
@@ -167,6 +168,7 @@ def trace_document(
                         "step": span.step,
                         "step_number": span.step + 1,
                         "stage": span.stage,
+                        "layers": [span.first_layer, span.last_layer],
                         "microbatch": span.microbatch,
                         "kind": span.kind,
                         "begun_seconds": span.begun / _WHOLE - row.get("offset_seconds", 0.0),

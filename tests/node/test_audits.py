@@ -6,11 +6,14 @@ import pytest
 import trio
 from msgspec.structs import replace
 
+from crypto.identity import peer_text
+from node.commands import Commands
 from node.errors import RunFailed
 from node.events import RunPlanned, StepCommitted
 from node.pipeline.replica import ReplicaShell
 from node.protocols.audits import FramesHere, FrameShown, ShowFrame, WhichFrames
 from node.protocols.manifest import Run
+from node.runs.receipts import BACKWARD
 from partition import stage as api
 from partition.codecs.codec import pack, typed, unpack
 from partition.plan.change import Change
@@ -113,11 +116,51 @@ def test_frames_are_judged_by_the_layers_that_their_stage_had_then() -> None:
             assert plans[-1].layers != plans[0].layers
             found = await a.runs.audits.audit(run.text, 0)
             assert {row["verdict"] for row in found["frames"]} == {"right"}
+            expected = await _work_by_layers(a, run, group.events["a"])
+            with trio.fail_after(90):
+                while _signed_work(a) != expected:  # noqa: ASYNC110 - virtual time
+                    await trio.sleep(1)
+            traced = await _layers_by_step(a, run)
+            assert traced[0] == set(plans[0].layers), "of each stage, as it was cut then"
+            assert traced[11] == set(plans[-1].layers)
             newest = await a.runs.audits.audit(run.text, None)
             assert newest["step"] > 3
             assert {row["verdict"] for row in newest["frames"]} == {"right"}
 
     simulate(scenario)
+
+
+async def _layers_by_step(node: Any, run: Run) -> dict[int, set[tuple[int, int]]]:
+    async def nothing(_event: object) -> None:
+        await trio.lowlevel.checkpoint()
+
+    found: Any = await Commands(node).handlers["runs.trace"]({"run": run.text, "steps": 12}, nothing)
+    layers: dict[int, set[tuple[int, int]]] = {}
+    for peer in found["peers"]:
+        for span in peer["spans"]:
+            if span["kind"] == "forward":
+                layers.setdefault(span["step"], set()).add(tuple(span["layers"]))
+    return layers
+
+
+async def _work_by_layers(node: Any, run: Run, events: list[Any]) -> dict[str, float]:
+    """Return the FLOPs of each other member, by the layers that it had in each step."""
+    costs = await node.runs.receipts._costs(run)
+    plans = {event.height: event for event in events if isinstance(event, RunPlanned)}
+    work: dict[str, float] = {}
+    for event in events:
+        if not isinstance(event, StepCommitted):
+            continue
+        plan = plans[event.height]
+        for layers, (peer,) in zip(plan.layers, plan.stages, strict=True):
+            flops = BACKWARD * run.manifest.microbatches * sum(costs[slice(*layers)])
+            work[peer_text(peer)] = work.get(peer_text(peer), 0.0) + flops
+    return work
+
+
+def _signed_work(node: Any) -> dict[str, float]:
+    rows = node.runs.receipts.document()["issued"]
+    return {row["provider"]: row["flops"] for row in rows if row["kind"] == "compute"}
 
 
 def _peer_of(group: Swarm, text: str) -> Any:

@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
+from crypto.identity import Identity
 from node.cli.trace import chrome_trace, otlp_trace, send_otlp
 from node.commands import Commands
 from node.errors import UsageError
 from node.events import RunPlanned
 from node.pipeline.spans import SPANS_KEPT_MAX, Span, Spans, trace_id
 from node.runs.traces import ANSWER_BYTES_MAX, TRACES_PROTOCOL, Ask, Told, trace_document
+from partition.plan.plan import NO_HASH, Plan, StagePlan
 from sim.worlds.scheduling import run_virtually
 from tests.stack import manifest, swarm, train
 
@@ -137,6 +139,21 @@ def test_spans_are_bounded() -> None:
     for number in range(SPANS_KEPT_MAX + 100):
         spans.add(b"r" * 32, Span(number, 0, 0, "forward", 0, 0, 0))
     assert len(list(spans.of(b"r" * 32, 0, 10**9))) == SPANS_KEPT_MAX
+
+
+def test_who_had_a_stage_by_an_earlier_plan_may_ask_and_is_asked() -> None:
+    spans, run = Spans(), b"r" * 32
+    peers = [Identity(bytes([number]) * 32).peer for number in range(3)]
+
+    def plan(*replicas: bytes) -> Plan:
+        stages = tuple(StagePlan(number, number + 1, (peer,), (1,)) for number, peer in enumerate(replicas))
+        return Plan(run, NO_HASH, 0, tuple(sorted(replicas)), replicas[:1], 1, stages)
+
+    spans.admit(plan(peers[0], peers[1]))
+    spans.admit(plan(peers[0], peers[2]))
+    assert spans.holders(run, peers) == [peers[0], peers[2], peers[1]]
+    assert spans.holders(run, ()) == [peers[0], peers[2]], "nobody waits for those that are gone"
+    assert all(spans.may_ask(run, peer) for peer in peers)
 
 
 def document() -> dict[str, object]:
