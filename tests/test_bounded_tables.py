@@ -45,6 +45,7 @@ ROOM_MADE = {
     ("node/control.py", "WAITING_MAX"): "the oldest",
     ("node/pipeline/committer.py", "VOUCHES_MAX"): "members of a run alone; each step empties it",
     ("node/placement/turns.py", "REQUESTERS_MAX"): "the account with least in it",
+    ("node/placement/turns.py", "GROUPS_MAX"): "the network with least in it",
     ("node/placement/turns.py", "WAITING_MAX"): "`node.runs.queue` keeps a register of those that wait",
     ("node/runs/chain.py", "QUEUE_MAX"): FLOW,
     ("node/runs/chain.py", "SEGMENTS_MAX"): "members of a run alone; each plan agreed on empties it",

@@ -19,6 +19,8 @@ from crypto.facts import Fact, Signer
 from crypto.identity import PeerId, short_peer
 from node.errors import Unreachable
 from node.placement.admission import check_model, input_frame_bytes
+from node.placement.contest import settle
+from node.placement.estimate import expected_wait
 from node.planning.peers import LINKED_PEERS_MAX
 from node.protocols.manifest import Manifest, Run
 from node.protocols.runs import (
@@ -368,7 +370,7 @@ async def place(
     costs = ModelCosts(graph, run.manifest.sizes_max)  # for as many plans as there are refusals
     planning = partial(make_plan, run, graph, knowledge=knowledge, may_reduce=may_reduce, costs=costs)
     until = monotonic() + PLACEMENT_SECONDS_MAX
-    others_do = True
+    others_do, is_settled = True, False
     while monotonic() < until:
         try:
             last = decliners.now(monotonic()) if others_do else ()
@@ -386,19 +388,17 @@ async def place(
         if refused is None:
             return plan
         peer, refusal = refused
+        if refusal.is_contested and not is_settled:
+            is_settled, contest_seconds = True, float(refusal.wait_seconds or 0)
+            free_now = [offer.peer for offer in left if offer.has_slot]
+            await settle(run, free_now, ask, decliners, revision, monotonic, contest_seconds)
+            continue
         decliners.note(peer, monotonic())
         reasons.append(f"{short_peer(peer)} {refusal.reason}")
         if refusal.wait_seconds is not None:
             waits.append(refusal.wait_seconds)
         left = [offer for offer in left if offer.peer != peer]
     raise PlacementFailed("; ".join(["providers kept declining", *reasons[-REASONS_MAX:]]))
-
-
-def expected_wait(manifest: Manifest, free: int, waits: Sequence[int]) -> int | None:
-    """Return when as many slots may be free as a run needs beside those that are; None where too few of the
-    busy providers say."""
-    missing = max(1, max(1, manifest.stages) * (manifest.replicas or manifest.replicas_min) - free)
-    return sorted(waits)[missing - 1] if missing <= len(waits) else None
 
 
 async def _plan(

@@ -9,17 +9,25 @@ measured counts: the seconds in its slots, and the weight that receipts give. Pr
 claims, which order the runs of one requester and nothing else.
 
 Keys cost nothing, so a new key gains nothing. A requester that comes back starts at the `level`, which is
-what the requester served last had used when it began, so an absence is not saved up. A key that was never
-served starts at the median of what was used, or at the level where that is more. All such keys and their
-first runs count together as one requester, and all that gave nothing count together as STRANGERS_WEIGHT.
-Before anybody was served here or has given anything there is nothing to tell keys apart by, and each counts
-for itself.
+what the requester served last had used when it began, so an absence is not saved up. A key is a newcomer
+until it was served, has given something, or was listed here as a live member for SENIOR_SECONDS. It starts at
+the median of what was used, or at the level where that is more. All newcomers and their first runs count
+together as one requester, the last of equals, and all that gave nothing count together as STRANGERS_WEIGHT.
+Where nobody is anything but a newcomer, the keys of one network count as one requester, and each of a local
+network for itself.
+
+Where `contest_seconds` is set, a free slot is not given to whoever asks first: a run waits for so long after
+it asked first, while others ask too, and then the order above decides. Each provider counts what it served
+itself only, so a requester that asked all free providers a moment before the others would have a run at each
+of them, more than its share for as long as each has served few.
 
 A run that is served makes room for another requester's run where its own requester has used more than its
 share by a quantum, and for a run of its own requester that has a higher priority. So a requester that waits
 has its turn within a time that the number and the weights of the others bound.
 
 It knows nothing of leases on disk (`slots`) nor of who gives the slot back when `Preempt` says so.
+
+Long because the order, the shares and the waits are of the same rows.
 """
 
 import heapq
@@ -58,6 +66,17 @@ GIVEN_WEIGHT_MIN = 1.1
 STRANGERS_WEIGHT = 8.0
 """All requesters that gave nothing together weigh as much as one that gave most: keys that take turns do not
 crowd out those who give."""
+SENIOR_SECONDS = 600.0
+"""A key that was listed for so long counts for itself: one that is made for each run is not, and to keep many
+alive costs as many members that answer probes."""
+CONTEST_SECONDS = 2.0
+"""What `contest_seconds` is where there is a contest: requesters that submit in the same second have asked
+all providers by then, and it is short beside the minutes that a run takes."""
+CONTEST_HOLD_SECONDS = 3.0
+"""A run that has asked once is expected back so long after the contest: it asks others meanwhile."""
+_NEWCOMERS = b"newcomers"
+GROUPS_MAX = 1_024
+"""Networks of newcomers that are told apart."""
 _PHASE = struct.Struct(">d")
 WAITING_MAX = 1_024
 REQUESTERS_MAX = 4_096
@@ -70,23 +89,27 @@ PRIORITY_MAX = 9
 @dataclass(frozen=True)
 class Wish:
     """What a run wants: one slot. `priority` and `deadline` (in the clock of the caller, inf for none) order
-    the runs of one requester; `asker` is the peer that asks for it."""
+    the runs of one requester; `asker` is the peer that asks for it, `network` where the requester was seen,
+    empty on a local network."""
 
     run: bytes
     requester: bytes
     priority: int = PRIORITY
     deadline: float = inf
     asker: bytes = b""
+    network: bytes = b""
 
 
 @dataclass(frozen=True)
 class Wait:
     """No slot now: `ahead` are before it, and one may be free in `seconds`, None where nobody knows. `used`
-    is what its requester has used for its weight beyond the one that used least of those here, in seconds."""
+    is what its requester has used for its weight beyond the one that used least of those here, in seconds. A
+    slot `is_contested` while it is free and others may still ask for it."""
 
     ahead: int
     seconds: float | None
     used: float = 0.0
+    is_contested: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,7 +139,8 @@ class _Serving:
     begun: float
     held: float
     risen: float
-    is_newcomers: bool
+    group: bytes | None
+    """The newcomers that it counts with."""
     seconds_left: float | None = None
     is_preempted: bool = False
 
@@ -133,6 +157,9 @@ class _Account:
     """When its requester came, or had a slot last."""
     is_known: bool = False
     is_founder: bool = False
+    """It came when there was nothing to tell keys apart by."""
+    group: bytes | None = None
+    """With which newcomers it counts; None where it counts for itself."""
 
     @property
     def has_given(self) -> bool:
@@ -140,32 +167,38 @@ class _Account:
 
     @property
     def is_new(self) -> bool:
-        return not (self.is_known or self.is_founder or self.has_given)
+        return self.group is not None and not (self.is_known or self.has_given)
 
 
-_Rank = tuple[float, float, float, float, float, bytes]
+_Rank = tuple[float, float, float, float, bytes, float, float, bytes]
 
 
 @dataclass
 class Turns:
-    """One provider's, with `slots` of them. `name` tells providers apart, no two alike."""
+    """One provider's, with `slots` of them. `name` tells providers apart, no two alike. `has_seniors` says
+    whether it lists any member for SENIOR_SECONDS."""
 
     slots: int
     name: bytes = b""
+    contest_seconds: float = 0.0
+    has_seniors: bool = False
     events: list[Preempt] = field(default_factory=list)
     _waiting: dict[bytes, _Waiting] = field(default_factory=dict)
     _serving: dict[bytes, _Serving] = field(default_factory=dict)
     _accounts: dict[bytes, _Account] = field(default_factory=dict)
-    _newcomers: _Account = field(default_factory=_Account)
+    _groups: dict[bytes, _Account] = field(default_factory=dict)
     _strangers: _Account = field(default_factory=lambda: _Account(weight=STRANGERS_WEIGHT))
     _level: float = 0.0
+    _contest_at: float = -inf
+    """When the contest began in which those that came last did; all of it is the same time."""
     _knows_some: bool = False
     _took: deque[float] = field(default_factory=lambda: deque(maxlen=SERVED_MAX))
 
     # What a provider is asked
 
-    def ask(self, now: float, wish: Wish) -> Wait | None:
-        """Return None where the run may have a slot now: `begin` follows, or `drop`; else how it waits."""
+    def ask(self, now: float, wish: Wish, *, is_contested: bool = True) -> Wait | None:
+        """Return None where the run may have a slot now: `begin` follows, or `drop`; else how it waits. One
+        that is not to be `is_contested` need not let others ask first."""
         self._settle(now)
         if wish.run in self._serving:
             return None
@@ -173,7 +206,7 @@ class Turns:
         if row is None:
             if len(self._waiting) >= WAITING_MAX:
                 return Wait(len(self._waiting), None)
-            self._arrive(now, wish.requester)
+            self._arrive(now, wish)
             row = self._waiting[wish.run] = _Waiting(wish, now, now)
         else:
             row.interval_seconds, row.asked, row.wish = now - row.asked, now, wish
@@ -181,6 +214,9 @@ class Turns:
         place = order.index(wish.run)
         free = self.slots - len(self._serving)
         ahead = [run for run in order[:place] if self._is_held(now, run)]
+        left = row.since + self.contest_seconds - now
+        if free and left > 0.0 and is_contested and not self._account(wish.requester).has_given:
+            return Wait(place, left, is_contested=True)
         if len(ahead) < free:
             return None
         self._preempt(now, row, is_next=not ahead)
@@ -193,13 +229,16 @@ class Turns:
             return
         row = self._waiting.pop(wish.run, None)
         if row is None:
-            self._arrive(now, wish.requester)
+            self._arrive(now, wish)
         account = self._account(wish.requester)
         account.tag, account.since = self._start(account), now
+        if account.is_new and account.group is not None:
+            self._groups[account.group].since = now
         self._level = max(self._level, account.tag)
         risen = wish.priority if row is None else self._risen(now, row)
         held = now if row is None or row.inherited is None else row.inherited
-        self._serving[wish.run] = _Serving(wish, now, now, held, risen, account.is_new)
+        group = account.group if account.is_new else None
+        self._serving[wish.run] = _Serving(wish, now, now, held, risen, group)
 
     def end(self, now: float, run: bytes) -> None:
         """The run has given its slot back."""
@@ -226,6 +265,11 @@ class Turns:
         """The run wants no slot here any more."""
         self._waiting.pop(run, None)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether all slots are taken."""
+        return len(self._serving) >= self.slots
+
     def withdraw(self, asker: bytes, run: bytes | None = None) -> None:
         """Drop a run, or all, for which `asker` asked last."""
         rows = self._waiting.values()
@@ -244,6 +288,12 @@ class Turns:
         self._knows_some = self._knows_some or account.has_given
         account.phase = self._phase(account.weight)
 
+    def met(self, requester: bytes, seconds: float) -> None:
+        """Note for how long a requester has been listed here as a live member."""
+        if seconds >= SENIOR_SECONDS:
+            account = self._account(requester)
+            account.is_known = self._knows_some = True
+
     # Shares
 
     def used(self, now: float, requester: bytes) -> float:
@@ -259,26 +309,41 @@ class Turns:
             account = self._account(row.wish.requester)
             account.served += seconds
             account.tag += seconds / account.weight
-            if row.is_newcomers:
-                self._newcomers.tag += seconds
+            if row.group is not None and row.group in self._groups:
+                self._groups[row.group].tag += seconds
             if not account.has_given:
                 self._strangers.tag += seconds / STRANGERS_WEIGHT
         for run in [run for run, row in self._waiting.items() if now - row.asked > FORGET_SECONDS]:
             del self._waiting[run]
 
-    def _arrive(self, now: float, requester: bytes) -> None:
+    def _arrive(self, now: float, wish: Wish) -> None:
         """Have a requester that neither waits nor is served start at the level, or where it left off if that
         is more."""
-        here = self._here()
+        if now - self._contest_at >= self.contest_seconds:
+            self._contest_at = now
+        requester, here = wish.requester, self._here()
         account = self._account(requester)
-        account.is_founder = account.is_founder or not self._knows_some
         accounts = [self._accounts[each] for each in here if each in self._accounts]
         if not account.has_given and all(each.has_given for each in accounts):
             self._strangers.tag = self._within_debt(self._strangers.tag)
-        if account.is_new and not any(each.is_new for each in accounts):
-            self._newcomers.tag = self._within_debt(max(self._newcomers.tag, self._median))
-        if requester not in here:
-            account.tag, account.since = self._within_debt(self._start(account)), now
+        if requester in here:
+            return
+        is_cold = not (self._knows_some or self.has_seniors)
+        account.is_founder = account.is_founder or (is_cold and not wish.network)
+        if not account.is_founder:
+            account.group = account.group or (wish.network if is_cold else _NEWCOMERS)
+        if account.is_new and account.group is not None:
+            group = self._group(account.group)
+            if not any(each.is_new and each.group == account.group for each in accounts):
+                group.tag, group.since = self._within_debt(max(group.tag, self._median)), self._contest_at
+        account.tag, account.since = self._within_debt(self._start(account)), self._contest_at
+
+    def _group(self, name: bytes) -> _Account:
+        if name not in self._groups:
+            while len(self._groups) >= GROUPS_MAX:
+                del self._groups[min(self._groups, key=lambda each: self._groups[each].tag)]
+            self._groups[name] = _Account()
+        return self._groups[name]
 
     def _here(self) -> set[bytes]:
         """Return the requesters that wait or are served."""
@@ -296,7 +361,9 @@ class Turns:
 
     def _start(self, account: _Account) -> float:
         """Return where a requester stands: newcomers are never before all newcomers together."""
-        return max(account.tag, self._newcomers.tag) if account.is_new else account.tag
+        if account.is_new and account.group is not None:
+            return max(account.tag, self._group(account.group).tag)
+        return account.tag
 
     def _account(self, requester: bytes) -> _Account:
         if requester not in self._accounts:
@@ -321,27 +388,34 @@ class Turns:
             own.setdefault(row.wish.requester, []).append(row)
         usual = self._usual or USUAL_SECONDS
         coming = dict.fromkeys(own, 0.0)
-        of_newcomers, of_strangers = 0.0, 0.0
+        of_groups, of_strangers = dict.fromkeys(self._groups, 0.0), 0.0
         for each in self._serving.values():
             rest = max(0.0, usual - (now - each.begun))
             requester = each.wish.requester
             if requester in coming:
                 coming[requester] += rest
-            of_newcomers += rest if each.is_newcomers else 0.0
+            if each.group in of_groups:
+                of_groups[each.group] += rest
             of_strangers += 0.0 if self._account(requester).has_given else rest / STRANGERS_WEIGHT
         ranks: dict[bytes, _Rank] = {}
         for requester, rows in own.items():
             account = self._account(requester)
             came, lot = account.since // SAME_TIME_SECONDS, blake3(requester + self.name).digest(8)
+            of_group = came, lot
+            if account.is_new and account.group is not None:
+                group_came = self._group(account.group).since // SAME_TIME_SECONDS
+                is_last = account.group == _NEWCOMERS
+                of_group = inf if is_last else group_came, blake3(account.group + self.name).digest(8)
             ours = sorted(rows, key=lambda row: self._own_rank(now, row))
             for number, row in enumerate(ours):
                 before = coming[requester] + usual * (number + account.phase)
                 own_finish = finish = account.tag + before / account.weight
-                if account.is_new:
-                    finish = max(finish, self._newcomers.tag + of_newcomers + usual * account.phase)
+                if account.is_new and account.group is not None:
+                    of_others = of_groups.get(account.group, 0.0)
+                    finish = max(finish, self._group(account.group).tag + of_others + usual * account.phase)
                 of_all = finish if account.has_given else max(finish, self._strangers.tag + of_strangers)
                 swap = -1.0 if row.inherited is not None and self._is_patient(now, row) else 0.0
-                ranks[row.wish.run] = (swap, of_all, finish, own_finish, came, lot)
+                ranks[row.wish.run] = (swap, of_all, finish, *of_group, own_finish, came, lot)
         return sorted(ranks, key=ranks.__getitem__)
 
     def _own_rank(self, now: float, row: _Waiting) -> tuple[float, float, float, bytes]:
@@ -367,11 +441,12 @@ class Turns:
         """Return whether a free slot is kept for this run, which is before another that asks."""
         return self._is_patient(now, self._waiting[run])
 
-    @staticmethod
-    def _is_patient(now: float, row: _Waiting) -> bool:
+    def _is_patient(self, now: float, row: _Waiting) -> bool:
         """Whether it is to be expected that the run asks again soon: it has done so before, or another was
         made to give its slot up for it."""
         if row.made_room and now - row.asked <= HOLD_SECONDS_MAX:
+            return True
+        if self.contest_seconds and now - row.since <= self.contest_seconds + CONTEST_HOLD_SECONDS:
             return True
         return row.interval_seconds > 0 and now - row.asked <= min(
             HOLD_SECONDS_MAX, HOLD_FACTOR * row.interval_seconds
@@ -419,7 +494,7 @@ class Turns:
     def _lead(self, mine: _Account, theirs: _Account) -> float:
         """Return by how much more a requester has used than another. What counts for a group together tells
         it from others, not its members from each other."""
-        if mine.is_new and theirs.is_new:
+        if mine.is_new and theirs.is_new and mine.group == theirs.group:
             return mine.tag - theirs.tag
         stands = [self._start(mine), self._start(theirs)]
         if mine.has_given != theirs.has_given:

@@ -10,7 +10,7 @@ from crypto.identity import PeerId
 from node.errors import Unreachable
 from node.placement.leases import Ask, Offer, PlacementFailed, about
 from node.placement.searching import merge_offers
-from node.protocols.runs import LeaseRequest, Reply, Request, WithdrawRun
+from node.protocols.runs import EnterQueue, LeaseRequest, Reply, Request, WithdrawRun
 from node.seams import Clock
 from partition.plan.plan import Plan
 from partition.run.asks import Declined
@@ -42,7 +42,9 @@ class QueuePlaces:
     async def ask(self, peer: PeerId, request: Request, seconds: float) -> Reply:
         """Put a request. Raises Unreachable."""
         reply = await self._ask(peer, request, seconds)
-        if isinstance(request, LeaseRequest) and request.stage is not None:
+        if isinstance(request, EnterQueue) or (
+            isinstance(request, LeaseRequest) and request.stage is not None
+        ):
             (self._peers.add if isinstance(reply, Declined) else self._peers.discard)(peer)
         return reply
 

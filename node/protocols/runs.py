@@ -78,6 +78,14 @@ class WithdrawRun(msgspec.Struct, frozen=True, tag="withdraw"):
     run: Hash
 
 
+class EnterQueue(msgspec.Struct, frozen=True, tag="enter queue"):
+    """Requester to a provider: the run wants one of your slots. Answered by Done where it may have one now,
+    or Declined. In larger swarms a requester asks all providers so at once, before it leases any."""
+
+    manifest: Fact
+    revision: Fact | None = None
+
+
 class Join(msgspec.Struct, frozen=True, tag="join"):
     """A member of a run in local mode to a node that is not in it: take part. Answered by Done when it will,
     or Declined. The chain of tickets makes it a member; its last is the asker's, and fresh. It
@@ -188,6 +196,7 @@ Request = (
     LeaseRequest
     | Release
     | WithdrawRun
+    | EnterQueue
     | Join
     | Start
     | Prepare

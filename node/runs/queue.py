@@ -4,18 +4,21 @@ It counts what each requester used here; what its node gave, by receipts, gives 
 long a run that is served will still take, and has one that is to make room handed over.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
-from math import inf
+from math import ceil, inf
 from typing import Any, Protocol
 
+from crypto.crowds import is_local, network_of
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
 from crypto.registers import Budget, Register
 from crypto.token_buckets import prefix_of
+from node.placement.contest import CONTEST_MEMBERS_MIN
 from node.placement.leases import about
+from node.placement.seniority import Seniority
 from node.placement.slots import Slots
-from node.placement.turns import HOLD_SECONDS_MAX, WAITING_MAX, Turns, Wait, Wish
+from node.placement.turns import CONTEST_SECONDS, HOLD_SECONDS_MAX, WAITING_MAX, Turns, Wait, Wish
 from node.protocols.manifest import Run
 from node.protocols.revision import check_revision
 from node.runs.member import RunMember
@@ -26,6 +29,7 @@ from partition.run.asks import WAIT_SECONDS_MAX, Declined
 
 MADE_ROOM_OWN = "another run of its requester, of higher priority, waits for this slot"
 MADE_ROOM = "another requester waits for this slot, and this one has had its share"
+CONTESTED = "busy: others may ask for its free slot until then"
 USED_SECONDS_MIN = 30.0
 """What was used beyond others is told from so much on."""
 
@@ -38,6 +42,7 @@ class Service(Protocol):
     members: dict[bytes, RunMember]
     slots: Slots
     receipts: Receipts
+    live: Callable[[], Collection[PeerId]]
 
     def start_task(self, task: Callable[..., Any], *arguments: object, of: Run | None) -> None: ...
 
@@ -63,11 +68,19 @@ class Queue:
     def __init__(self, runs: Service, slots: int) -> None:
         self._runs = runs
         self._turns = Turns(slots, runs.signer.peer)
+        self._seniority = Seniority(runs.signer.peer)
         self._waiting: dict[bytes, _WaitingRun] = {}
         self._places: Register[_WaitingRun] = Register(WAITING)
 
-    def ask(self, asker: PeerId, run: Run, revision: Fact | None) -> Declined | None:
-        """Return None where the run may have a slot now, else how it waits, as long as `asker` is there.
+    def members_changed(self) -> None:
+        """Look who is a member, and since when."""
+        self._seniority.look(self._now, self._runs.live())
+
+    def ask(
+        self, asker: PeerId, run: Run, revision: Fact | None, *, is_contested: bool = True
+    ) -> Declined | None:
+        """Return None where the run may have a slot now, else how it waits, as long as `asker` is there. A
+        run that goes on already need not let others ask first (`is_contested`).
 
         Raises RemoteProtocolError: a revision that is not its requester's.
         """
@@ -76,7 +89,9 @@ class Queue:
         if not self._enter(now, asker, run.id):
             return Declined("busy: too many wait")
         self._turns.weigh(run.requester, self._runs.receipts.weight(run.requester))
-        found = self._turns.ask(now, wish)
+        self._turns.met(run.requester, self._seniority.seconds(now, run.requester))
+        is_contested = is_contested and run.requester != self._runs.signer.peer
+        found = self._turns.ask(now, wish, is_contested=is_contested)
         for event in self._turns.events:
             reason = MADE_ROOM_OWN if event.is_own else MADE_ROOM
             self._runs.start_task(vacate, self._runs, reason, of_runs({event.run}), of=None)
@@ -134,14 +149,22 @@ class Queue:
 
     def _wish(self, run: Run, revision: Fact | None) -> Wish:
         if revision is None:
-            return Wish(run.id, run.requester)
+            return Wish(run.id, run.requester, network=self._network(run.requester))
         body = check_revision(self._runs.signer, run, revision)
         seconds = body.deadline_milliseconds / 1000 - self._runs.seams.swarm_clock.wall()
         deadline = self._now + seconds if body.deadline_milliseconds else inf
-        return Wish(run.id, run.requester, body.priority, deadline)
+        return Wish(run.id, run.requester, body.priority, deadline, network=self._network(run.requester))
+
+    def _network(self, peer: PeerId) -> bytes:
+        host = self._runs.seams.network.host_of(peer)
+        source = b"" if host is None else prefix_of(host)
+        return b"" if is_local(source) else network_of(source)
 
     def _look(self, now: float) -> None:
         """Take in what has happened since the last time."""
+        is_crowded = len(self._runs.live()) >= CONTEST_MEMBERS_MIN
+        self._turns.contest_seconds = CONTEST_SECONDS if is_crowded else 0.0
+        self._turns.has_seniors = self._seniority.has_any(now)
         self._turns.keep(now, self._runs.slots.taken())
         for member in self._runs.members.values():
             self._turns.progress(member.run.id, _seconds_left(member))
@@ -159,6 +182,8 @@ def _seconds_left(member: RunMember) -> float | None:
 
 def declined(wait: Wait) -> Declined:
     """Return what a requester that waits is told: "busy", and what is known of how long."""
+    if wait.is_contested:
+        return Declined(CONTESTED, ceil(wait.seconds or 0.0), is_contested=True)
     ahead = f"busy: {wait.ahead} wait before it" if wait.ahead else "busy"
     if wait.used >= USED_SECONDS_MIN:
         ahead += f", its requester used {about(wait.used)} more than the one that used least, for its weight"

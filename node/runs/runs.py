@@ -30,6 +30,7 @@ from node.offering import NamedData
 from node.pipeline.links import Links
 from node.pipeline.spans import Spans
 from node.placement.admission import Machine
+from node.placement.contest import CONTEST_MEMBERS_MIN, enter_queues
 from node.placement.deadline import late_text, least_seconds
 from node.placement.leases import Offer, PlacementFailed, place, reduction, release, start
 from node.placement.places import Places
@@ -282,6 +283,11 @@ class Runs:
         if not fits(dataset, run.manifest, graph):
             raise PlacementFailed("the data this node has does not fit the run's manifest; has it changed?")
         queued = QueuePlaces(run.id, self.ask)
+        if len(self.live()) >= CONTEST_MEMBERS_MIN:
+            free = [offer.peer for offer in self.places.choose(run, self.offers()) if offer.has_slot]
+            await enter_queues(
+                run, free, queued.ask, self._decliners, steering.fact, self.seams.clock.monotonic
+            )
         clock, ask, executor, asked = self.seams.clock, queued.ask, self.seams.executor, self._decliners
         attempt = partial(place, run, graph, self.signer, decliners=asked, revision=steering.fact)
 
@@ -401,6 +407,7 @@ class Runs:
 
     def members_changed(self) -> None:
         """React to a change in the set of live members."""
+        self.queue.members_changed()
         for member in list(self.members.values()):
             with self.containing(member.run, "members changed"):
                 member.members_changed()

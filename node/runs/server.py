@@ -23,7 +23,7 @@ from node.placement.admission import Machine, check_plan
 from node.placement.lease_checks import LeaseChecks
 from node.placement.slots import Slots
 from node.protocols import runs as wire
-from node.protocols.manifest import Run
+from node.protocols.manifest import Run, check_run
 from node.protocols.permits import Permits
 from node.protocols.uploads import Body, send_blob, whole
 from node.runs.local_mode import LocalMode
@@ -37,7 +37,7 @@ from partition.plan.history import History
 from partition.plan.plan import Plan
 from partition.run.asks import Declined, Done
 from partition.run.messages import REASON_LENGTH_MAX
-from partition.run.provider import KnownRun, StageProvider
+from partition.run.provider import BUSY, OVER, KnownRun, StageProvider
 from partition.run.timeouts import SILENCE_SECONDS_MAX
 
 RUNS_MAX = 64
@@ -149,9 +149,8 @@ class Requests:
                 return await self._on_lease(peer, request)
             case wire.Release():
                 return await self._on_release(peer, request)
-            case wire.WithdrawRun():
-                self._runs.queue.withdraw(peer, request.run)
-                return Done()
+            case wire.WithdrawRun() | wire.EnterQueue():
+                return self._on_queue(peer, request)
             case wire.Join():
                 return await self._runs.local.join(peer, request)
             case wire.Prepare():
@@ -191,7 +190,7 @@ class Requests:
         runs.slots.note(bool(superseded))
         for name in superseded:
             await self._unprepare(run.id, name)
-        turn = partial(runs.queue.ask, peer, run, request.revision)
+        turn = partial(runs.queue.ask, peer, run, request.revision, is_contested=not plan.height)
         hold = self._provider.on_hold(runs.slots.now, peer, plan, request.stage, self._known(run), turn)
         if isinstance(hold, Declined):
             return hold
@@ -206,6 +205,23 @@ class Requests:
             runs.queue.begin(run, request.revision)
         body = wire.LeaseBody(run.id, promise.plan, promise.stage, int(SILENCE_SECONDS_MAX))
         return wire.Leased(runs.signer.sign(wire.LEASE_PURPOSE, encode(body)))
+
+    def _on_queue(self, peer: PeerId, request: wire.WithdrawRun | wire.EnterQueue) -> wire.Reply:
+        runs = self._runs
+        if isinstance(request, wire.WithdrawRun):
+            runs.queue.withdraw(peer, request.run)
+            return Done()
+        run = check_run(runs.signer, request.manifest)
+        if peer != run.requester:
+            raise RemoteProtocolError("a run that another requester asked for")
+        if runs.is_over(run.id):
+            return Declined(OVER)
+        if (reason := runs.accepts(run)) is not None:
+            return _declined(reason)
+        waits = runs.queue.ask(peer, run, request.revision)
+        if waits is None and not runs.slots.is_free_for(run.id):
+            return Declined(BUSY)
+        return waits or Done()
 
     async def _unfit(self, peer: PeerId, run: Run, plan: Plan, stage: int | None) -> str | None:
         """Return why the owner, or the machine, cannot do what is asked; None if it can."""

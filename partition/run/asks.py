@@ -79,11 +79,13 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 class Declined(msgspec.Struct, frozen=True, tag="declined"):
     """No, and why, in words for a person. A provider whose slots are taken says in how many seconds one may
-    be this run's, where it knows. `is_busy`: too many fetch at once, and a later request may be answered."""
+    be this run's, where it knows. `is_busy`: too many fetch at once, and a later request may be answered.
+    `is_contested`: a slot is free, and others may ask for it until then."""
 
     reason: Reason
     wait_seconds: Annotated[int, msgspec.Meta(ge=0, le=WAIT_SECONDS_MAX)] | None = None
     is_busy: bool = False
+    is_contested: bool = False
 
 
 @dataclass(frozen=True)

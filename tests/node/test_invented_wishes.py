@@ -25,6 +25,7 @@ def queue(clock: Clock) -> Queue:
         seams=SimpleNamespace(clock=clock, network=SimpleNamespace(host_of=lambda _: None)),
         signer=SimpleNamespace(peer=Identity(bytes(32)).peer),
         members={},
+        live=frozenset,
         slots=SimpleNamespace(taken=lambda: {b"served"}, lapsing=dict),
         receipts=SimpleNamespace(weight=lambda _: 1.0, begun=lambda _: None),
     )

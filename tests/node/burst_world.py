@@ -1,0 +1,154 @@
+"""Runs that are submitted at once to providers that are all free, in virtual time and without a node.
+
+Requesters do as nodes do: they ask all providers, ask again when a contest has ended, and then now and
+then. One takes all it can: it asks first, more often, for as many runs as there are providers, at priority 9.
+"""
+
+import heapq
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import count
+from random import Random
+
+from node.placement.turns import CONTEST_SECONDS, PRIORITY, PRIORITY_MAX, SENIOR_SECONDS, Turns, Wish
+from node.placement.waiting import AGAIN_SECONDS_MAX, AGAIN_SHARE, GOSSIP_GRACE_SECONDS
+
+GREEDY = "greedy"
+RUN_SECONDS = 60.0
+ALL_ASKED_SECONDS = 30.0
+"""A run that waits asks full providers too after so long; in between it looks at those with a free slot."""
+
+
+@dataclass(frozen=True)
+class Burst:
+    """`honest` requesters submit `runs` each within a second, the greedy one keeps `outstanding` submitted.
+    The honest `are_seniors`: the providers list them for long."""
+
+    seed: int
+    providers: int = 20
+    honest: int = 10
+    runs: int = 10
+    outstanding: int = 20
+    has_fresh_keys: bool = False
+    are_seniors: bool = True
+    is_greedy_senior: bool = False
+    network: bytes = b""
+    contest_seconds: float = CONTEST_SECONDS
+
+
+@dataclass
+class _Run:
+    owner: str
+    wish: Wish
+    since: float
+    asked_all: float = -ALL_ASKED_SECONDS
+    place: int = -1
+    begun: float = 0.0
+
+
+@dataclass
+class BurstWorld:
+    """Plays a burst; `begun` is how many runs of each were served while all honest ones had runs that waited,
+    `seconds` what they used until the last honest run had begun."""
+
+    burst: Burst
+    begun: Counter[str] = field(default_factory=Counter)
+    seconds: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        burst = self.burst
+        self._rng = Random(burst.seed)
+        self._numbers = count()
+        self._providers = [
+            Turns(
+                1,
+                bytes([number, burst.seed]),
+                contest_seconds=burst.contest_seconds,
+                has_seniors=burst.are_seniors,
+            )
+            for number in range(burst.providers)
+        ]
+        self._calendar: list[tuple[float, int, _Run]] = []
+        self._served: list[_Run] = []
+        self._left = Counter({f"h{number}": burst.runs for number in range(burst.honest)})
+
+    def play(self) -> "BurstWorld":
+        """Play until the last honest run has begun."""
+        for owner, runs in self._left.items():
+            if self.burst.are_seniors:
+                for turns in self._providers:
+                    turns.met(self._key(owner, 0), SENIOR_SECONDS)
+            for _ in range(runs):
+                self._submit(owner, self._rng.random())
+        for turns in self._providers if self.burst.is_greedy_senior else ():
+            turns.met(self._key(GREEDY, 0), SENIOR_SECONDS)
+        for _ in range(self.burst.outstanding):
+            self._submit(GREEDY, 0.0)
+        while self._left:
+            now, _, run = heapq.heappop(self._calendar)
+            if run.place < 0:
+                self._ask(now, run)
+                continue
+            self._providers[run.place].end(now, run.wish.run)
+            if run.owner == GREEDY:
+                self._submit(GREEDY, now)
+        for run in self._served:
+            self.seconds[run.owner] += round(min(now - run.begun, RUN_SECONDS))
+        return self
+
+    @property
+    def share(self) -> float:
+        """What the greedy one had, as a multiple of one honest requester's mean."""
+        honest = sum(self.seconds.values()) - self.seconds[GREEDY]
+        return self.seconds[GREEDY] * self.burst.honest / honest
+
+    def _key(self, owner: str, number: int) -> bytes:
+        kind = number if owner == GREEDY and self.burst.has_fresh_keys else 0
+        return f"{self.burst.seed}-{owner}-{kind}".encode().ljust(32, b".")
+
+    def _submit(self, owner: str, now: float) -> None:
+        number = next(self._numbers)
+        key = self._key(owner, number)
+        is_greedy = owner == GREEDY
+        wish = Wish(
+            number.to_bytes(32, "big"),
+            key,
+            PRIORITY_MAX if is_greedy else PRIORITY,
+            asker=key,
+            network=self.burst.network if is_greedy else b"",
+        )
+        self._at(now, _Run(owner, wish, now))
+
+    def _at(self, at: float, run: _Run) -> None:
+        heapq.heappush(self._calendar, (at, next(self._numbers), run))
+
+    def _ask(self, now: float, run: _Run) -> None:
+        asks_all = now - run.asked_all >= ALL_ASKED_SECONDS
+        run.asked_all = now if asks_all else run.asked_all
+        asked = [place for place, turns in enumerate(self._providers) if asks_all or not turns.is_full]
+        contest_seconds = 0.0
+        for place in self._rng.sample(asked, len(asked)):
+            wait = self._providers[place].ask(now, run.wish)
+            if wait is None:
+                self._begin(now, run, place)
+                return
+            if wait.is_contested:
+                contest_seconds = max(contest_seconds, wait.seconds or 0.0)
+        again = 1.0
+        if run.owner != GREEDY:
+            again = max(GOSSIP_GRACE_SECONDS, min(AGAIN_SECONDS_MAX, AGAIN_SHARE * (now - run.since)))
+        self._at(now + (contest_seconds + 0.02 if contest_seconds else again), run)
+
+    def _begin(self, now: float, run: _Run, place: int) -> None:
+        self._providers[place].begin(now, run.wish)
+        for turns in self._providers:
+            turns.withdraw(run.wish.asker, run.wish.run)
+        run.place, run.begun = place, now
+        self._served.append(run)
+        self._at(now + RUN_SECONDS * self._rng.uniform(0.9, 1.1), run)
+        if len(self._left) == self.burst.honest:
+            self.begun[run.owner] += 1
+        if run.owner != GREEDY:
+            self._left[run.owner] -= 1
+            if not self._left[run.owner]:
+                del self._left[run.owner]

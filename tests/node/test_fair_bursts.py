@@ -1,0 +1,156 @@
+"""A requester that takes all it can gets no more of many free providers than an honest one, in virtual time.
+
+PEERLOOM_TURNS_SEEDS plays a hundred honest runs on twenty providers with so many seeds.
+"""
+
+import os
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+import trio
+
+from crypto.identity import PeerId
+from node.placement.leases import make_plan
+from node.placement.turns import CONTEST_SECONDS, SENIOR_SECONDS, Turns, Wish
+from node.protocols.runs import Leased, LeaseRequest
+from node.runtime import Node
+from partition.plan.plan import encode_plan
+from partition.run.asks import Declined
+from tests.node.burst_world import Burst, BurstWorld
+from tests.node.test_slots import asked, only
+from tests.stack import simulate, swarm
+
+SEEDS = int(os.environ.get("PEERLOOM_TURNS_SEEDS", "0"))
+SHARE_MAX = 1.1
+SMALL: dict[str, Any] = {"providers": 8, "honest": 5, "runs": 6, "outstanding": 8}
+PROVIDERS = "efghij"
+A, B = b"a" * 32, b"b" * 32
+
+
+def mean_share(seeds: int, **changes: Any) -> float:
+    return sum(BurstWorld(Burst(seed, **changes)).play().share for seed in range(seeds)) / seeds
+
+
+def test_who_asks_first_has_more_than_its_share_without_a_contest() -> None:
+    assert mean_share(1, **SMALL, contest_seconds=0.0) > 1.25
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"has_fresh_keys": True},
+        {"has_fresh_keys": False},
+        {"has_fresh_keys": True, "are_seniors": False, "network": b"net"},
+    ],
+    ids=["new keys beside seniors", "one new key", "new keys of one network"],
+)
+def test_a_newcomer_that_asks_first_everywhere_has_no_more_than_its_share(changes: dict[str, Any]) -> None:
+    assert mean_share(2, **SMALL, **changes) <= SHARE_MAX
+
+
+@pytest.mark.skipif(not SEEDS, reason="half a minute a seed: PEERLOOM_TURNS_SEEDS=10")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"has_fresh_keys": True},
+        {"is_greedy_senior": True},
+        {"are_seniors": False},
+        {"has_fresh_keys": True, "are_seniors": False, "network": b"net"},
+    ],
+    ids=str,
+)
+def test_of_a_hundred_submissions_at_once_the_greedy_one_has_its_share(changes: dict[str, Any]) -> None:
+    """A lot decides between equals, so what one play gives is off by as much as it is for an honest peer."""
+    assert mean_share(SEEDS, **changes) <= SHARE_MAX
+
+
+def wish(run: int, requester: bytes) -> Wish:
+    return Wish(bytes([run]) * 32, requester)
+
+
+def contested() -> Turns:
+    return Turns(1, contest_seconds=CONTEST_SECONDS, has_seniors=True)
+
+
+def test_a_free_slot_goes_to_the_senior_that_asks_within_the_contest() -> None:
+    turns = contested()
+    turns.met(B, SENIOR_SECONDS)
+    first = turns.ask(0.0, wish(1, A))
+    assert first is not None
+    assert first.is_contested
+    assert first.seconds == CONTEST_SECONDS
+    assert turns.ask(1.0, wish(2, B)) is not None
+    lost = turns.ask(2.0, wish(1, A))
+    assert lost is not None, "it is kept for the other"
+    assert turns.ask(3.0, wish(2, B)) is None
+
+
+def test_who_is_alone_has_the_slot_when_the_contest_ends() -> None:
+    turns = contested()
+    assert turns.ask(0.0, wish(1, A)) is not None
+    assert turns.ask(CONTEST_SECONDS, wish(1, A)) is None
+
+
+def test_a_run_that_asked_once_blocks_the_slot_for_seconds_only() -> None:
+    turns = contested()
+    turns.met(B, SENIOR_SECONDS)
+    turns.ask(0.0, wish(2, B))
+    turns.ask(0.0, wish(1, A))
+    assert turns.ask(3.0, wish(1, A)) is not None
+    assert turns.ask(6.0, wish(1, A)) is None, "the senior never came back"
+
+
+def test_those_that_gave_and_runs_that_go_on_wait_for_no_contest() -> None:
+    turns = contested()
+    turns.weigh(A, 2.0)
+    assert turns.ask(0.0, wish(1, A)) is None
+    assert contested().ask(0.0, wish(2, B), is_contested=False) is None
+
+
+async def lease_everywhere(node: Node, providers: Collection[PeerId], leased: list[PeerId]) -> None:
+    """Ask each provider for a slot for a run of its own, all at once, and again when a contest has ended."""
+
+    async def lease(provider: PeerId, number: int) -> None:
+        run = asked(node, 100 + number)
+        graph = await node.runs.models.get(run.manifest.graph_hash, [])
+        plan = make_plan(run, graph, [each for each in node.runs.offers() if each.peer == provider])
+        request = LeaseRequest(run.fact, encode_plan(plan), 0)
+        while not isinstance(reply := await node.runs.ask(provider, request, 10.0), Leased):
+            assert isinstance(reply, Declined)
+            await trio.sleep(reply.wait_seconds if reply.is_contested and reply.wait_seconds else 1.0)
+        leased.append(provider)
+
+    async with trio.open_nursery() as nursery:
+        for number, provider in enumerate(providers):
+            nursery.start_soon(lease, provider, number)
+
+
+def test_whoever_asks_all_nodes_first_leaves_slots_to_the_others() -> None:
+    """Whole nodes: one asks all six providers at once, and three submit two runs each half a second later."""
+    leased: list[PeerId] = []
+    placed: list[str] = []
+
+    async def scenario() -> None:
+        async with swarm("abcdefghij", preset="lan", stage_seconds=60.0) as group:
+            only(group, *PROVIDERS)
+            await trio.sleep(5)
+
+            async def submit(name: str, number: int) -> None:
+                await group.nodes[name].runs.submit(asked(group.nodes[name], number), wait_seconds=600.0)
+                placed.append(name)
+
+            async with trio.open_nursery() as nursery:
+                providers = [group.nodes[name].peer for name in PROVIDERS]
+                nursery.start_soon(lease_everywhere, group.nodes["a"], providers, leased)
+                await trio.sleep(0.5)
+                for name in "bcd":
+                    for number in range(2):
+                        nursery.start_soon(submit, name, number)
+                with trio.fail_after(120):
+                    while len(leased) + len(placed) < len(PROVIDERS):  # noqa: ASYNC110 - virtual time
+                        await trio.sleep(1)
+                nursery.cancel_scope.cancel()
+
+    simulate(scenario)
+    assert len(leased) <= 3, f"the first has {len(leased)}, the others {placed}"
