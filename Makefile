@@ -80,6 +80,7 @@ soak: $(READY) types-darwin
 	PEERLOOM_TURNS_PROCESSES=1 $(BIN)/python -m pytest -s tests/test_turns_processes.py
 	PEERLOOM_LATE_MEMBERS=1 $(BIN)/python -m pytest -s tests/node/optimizer/test_liars.py \
 		tests/node/optimizer/test_stalls.py
+	PEERLOOM_PLAUSIBLE_SEEDS=10 $(BIN)/python -m pytest -s tests/node/optimizer/test_plausible_lies.py
 	PEERLOOM_STARTS=40 $(BIN)/python -m pytest -s tests/node/optimizer/test_starts.py
 	PEERLOOM_HELD=120 $(BIN)/python -m pytest -s tests/test_held_places_processes.py
 	PEERLOOM_STACK=full $(BIN)/python -m pytest -s tests/sim/test_stack_world.py

@@ -1,0 +1,60 @@
+"""A participant that lies plausibly about everything, beside three honest scripts and by the wrapper's door.
+
+Real nodes in threads of this process. PEERLOOM_PLAUSIBLE_SEEDS says how many seeds are played.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from random import Random
+
+import pytest
+
+from node.library.sync import SyncNode
+from tests.hostile.plausible import PlausibleLiar
+from tests.node.optimizer.test_liars import Options, Run, norm
+from tests.node.optimizer.test_wrapper import adamw, model_of, open_nodes, until
+
+SEEDS = range(1, 1 + int(os.environ.get("PEERLOOM_PLAUSIBLE_SEEDS", "1")))
+HONEST = 3
+STEPS = 12
+ROUNDS_MIN = 1
+"""Rounds that the liar began: the honest leave it out of theirs for longer and longer."""
+KINDS = {"step", "rounds", "samples", "state", "vector", "weight", "silence"}
+GROWTH_MAX = 2.0
+STEP_SECONDS_MAX = 15.0
+"""What one call may take: two attempts of a round and their window, and the state of another tried."""
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[SyncNode]]:
+    with ExitStack() as stack:
+        yield open_nodes(stack, tmp_path_factory.mktemp("plausible"), HONEST + 1)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    "options",
+    [{"target_batch_size": 64, "window_seconds": 1.0}, {"local_steps": 4, "window_seconds": 1.0}],
+    ids=["target batch", "local steps"],
+)
+def test_plausible_lies_move_no_honest_model_and_block_no_call(
+    nodes: list[SyncNode], options: Options, seed: int
+) -> None:
+    with closing(Run(nodes, options)) as run:
+        run.train(HONEST)
+        before = max(norm(each.model) for each in run.members)
+        liar = PlausibleLiar(nodes[-1], adamw(model_of(9)), run.name, rng=Random(seed), **options)
+        with closing(liar):
+            targets = [each.optimizer.global_step + STEPS for each in run.members]
+            until(
+                lambda: (
+                    liar.entered >= ROUNDS_MIN
+                    and all(m.optimizer.global_step >= t for m, t in zip(run.members, targets, strict=True))
+                ),
+                seconds=120,
+            )
+            assert {kind for kind, _ in liar.said} == KINDS
+        assert [norm(each.model) < GROWTH_MAX * before for each in run.members] == [True] * HONEST
+        assert max(each.longest_seconds for each in run.members) < STEP_SECONDS_MAX
+        assert all(each.optimizer.global_step < 2**20 for each in run.members)
