@@ -13,9 +13,9 @@ import torch
 import trio
 
 from node.averaging.rounds import Wanted
-from node.library.portal import Call
 from node.library.sync import SyncNode
 from node.optimizer.state import copy_state
+from node.portal import Call
 from tests.hostile.participant import LyingParticipant
 
 TALK_SECONDS = 0.05
