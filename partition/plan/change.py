@@ -28,6 +28,7 @@ from partition.plan.plan import (
     decode_plan,
     encode_plan,
     plan_hash,
+    rates_left,
 )
 
 CHANGE_BYTES_MAX = 64 * 1024
@@ -37,7 +38,8 @@ Stages = Annotated[tuple[StagePlan, ...], msgspec.Meta(max_length=STAGES_MAX)]
 
 
 class Joining(msgspec.Struct, frozen=True, array_like=True):
-    """A peer that holds another replica of `stage` from now on. It may be on the roster already."""
+    """A peer that holds another replica of `stage` from now on. It may be on the roster already, and hold a
+    stage, also this one: then its `rate` is a new one, and it keeps its state. With rate 0 it is a standby."""
 
     peer: Peer
     stage: StageNumber
@@ -135,7 +137,7 @@ def _kept_stages(plan: Plan, change: Change) -> list[StagePlan]:
         if not left:
             raise RemoteProtocolError(f"stage {number + 1} of {len(plan.stages)} would have no replica")
         peers, rates = zip(*left, strict=True)
-        stages.append(StagePlan(*spans[number], peers, rates))
+        stages.append(StagePlan(*spans[number], peers, rates_left(stage, rates)))
     return stages
 
 

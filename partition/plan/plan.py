@@ -7,6 +7,7 @@ parent and the change makes the same plan, to the byte. The first is its request
 manifest. Nobody is dropped within a plan: a death makes the next one.
 """
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -52,13 +53,27 @@ class StagePlan(msgspec.Struct, frozen=True, array_like=True):
     """Layers `first_layer` to before `last_layer`, and the peers that each hold all of them.
 
     `rates` are what the replicas measured of themselves, in FLOP/s; within a run, what is measured of them
-    counts instead.
+    counts instead. A replica with rate 0 beside one that has a rate is a standby: it takes part in every
+    reduction and applies every step, so it holds the newest state, and computes no micro-batch while one of
+    the others can.
     """
 
     first_layer: Count
     last_layer: Count
     replicas: Annotated[tuple[Peer, ...], msgspec.Meta(min_length=1, max_length=REPLICAS_MAX)]
     rates: Annotated[tuple[Count, ...], msgspec.Meta(min_length=1, max_length=REPLICAS_MAX)]
+
+    @property
+    def computing(self) -> tuple[bytes, ...]:
+        """The replicas that are dealt micro-batches."""
+        if not any(self.rates):
+            return self.replicas
+        return tuple(peer for peer, rate in zip(self.replicas, self.rates, strict=True) if rate)
+
+    @property
+    def standbys(self) -> tuple[bytes, ...]:
+        """The replicas that only follow."""
+        return tuple(peer for peer in self.replicas if peer not in self.computing)
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True):
@@ -99,12 +114,23 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
         busy = {peer for stage in self.stages for peer in stage.replicas} | set(self.trainers)
         return tuple(PeerId(peer) for peer in self.roster if peer not in busy)
 
+    @property
+    def standbys(self) -> tuple[PeerId, ...]:
+        """The replicas that only follow, by stage."""
+        return tuple(PeerId(peer) for stage in self.stages for peer in stage.standbys)
+
     def stage_of(self, peer: PeerId) -> int | None:
         """The stage `peer` holds, or None."""
         for index, stage in enumerate(self.stages):
             if peer in stage.replicas:
                 return index
         return None
+
+
+def rates_left(stage: StagePlan, rates: Sequence[int]) -> tuple[int, ...]:
+    """Return the rates of those that are left of `stage`, or have come to it. Where all of them are standbys
+    they compute from now on, and count as fast as whom they replace, until they are measured."""
+    return tuple(rates) if any(rates) else (max(stage.rates),) * len(rates)
 
 
 def encode_plan(plan: Plan) -> bytes:

@@ -353,7 +353,7 @@ class Member:
 
     def recut(self, wanted: Change) -> None:
         """As the committer: move the borders between stages, or make more of them, as was found to be better.
-        What is `wanted` takes all layers from a checkpoint that is made for it."""
+        What is `wanted` takes all layers from a checkpoint that is made for it, but for a standby's."""
         life, plan = self._life, self.plan
         if life is None or plan is None or not self.commits or self.is_over or self.is_finishing:
             return
@@ -362,6 +362,10 @@ class Member:
         if wanted.joined and not self._roles.can_tell:
             return
         with suppress(RemoteProtocolError):
+            if not (wanted.cuts or wanted.stages):  # somebody joins and nothing moves
+                successor(plan, wanted)
+                life.proposer.recut, life.proposer.deadline = wanted, 0.0
+                return
             successor(plan, replace(wanted, restored=plan_hash(plan)))  # any checkpoint: could this follow?
             self.recutting.begin(wanted)
             self.events.append(PauseWanted())

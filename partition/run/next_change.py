@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from crypto.identity import PeerId
 from partition.plan.change import JOININGS_MAX, Change, Joining
 from partition.plan.merging import Refused, merged_stages
-from partition.plan.plan import NO_HASH, VOTERS_MIN, Plan
+from partition.plan.plan import NO_HASH, VOTERS_MIN, Plan, rates_left
 from partition.run import timeouts
 
 
@@ -65,9 +65,11 @@ def next_change(view: PlanInputs) -> Change | NoViablePlan | None:
             f"{where} has no replica left, and no member that is here has a copy of the newest checkpoint"
         )
         return NoViablePlan(reason, timeouts.PAUSE_SECONDS_MAX, lost=held[empty[0]])
+    if view.asks and empty:
+        candidates += _movable(plan, left)
     for number in empty[: len(candidates)]:
         peer, rate = candidates.pop(0)
-        joined.append(Joining(peer, number, rate))
+        joined.append(Joining(peer, number, rate or max(plan.stages[number].rates)))
     if len(joined) < len(empty):
         number = empty[len(joined)]
         if (merged := _merge(view, lost, joined)) is not None:
@@ -77,13 +79,17 @@ def next_change(view: PlanInputs) -> Change | NoViablePlan | None:
         return NoViablePlan(reason, timeouts.PAUSE_SECONDS_MAX, lost=held[number])
     wanted = wanted_now(plan, view.wanted)
     staying = [[peer for peer in peers if peer not in view.leaving] for peers in left]
-    for number, peers in enumerate(staying):
+    for number, (stage, peers) in enumerate(zip(plan.stages, staying, strict=True)):
         # A member that leaves is replaced before it goes where it is the last of its stage; else a free place
         # is filled if there is one.
         is_last = not peers and number not in empty
-        is_short = bool(wanted) and len(peers) + (number in empty) < wanted[number]
+        computing = sum(peer in stage.computing for peer in peers)
+        is_short = bool(wanted) and computing + (number in empty) < wanted[number]
         refills = is_short and view.may_refill and not lost and not joined
-        if candidates and len(joined) < JOININGS_MAX and (is_last or refills):
+        standby = next((peer for peer in peers if peer in stage.standbys), None)
+        if refills and standby is not None:
+            joined.append(Joining(standby, number, max(stage.rates)))
+        elif candidates and len(joined) < JOININGS_MAX and (is_last or refills):
             peer, rate = candidates.pop(0)
             joined.append(Joining(peer, number, rate))
     admitted = tuple(peer for peer in view.newcomers if peer not in plan.roster and not lost)
@@ -100,6 +106,17 @@ def next_change(view: PlanInputs) -> Change | NoViablePlan | None:
     )
 
 
+def _movable(plan: Plan, left: Sequence[Collection[bytes]]) -> list[tuple[PeerId, int]]:
+    """Return the standbys that could hold another stage: theirs has somebody left who computes. Rate 0: as
+    fast as whom they replace."""
+    return [
+        (PeerId(peer), 0)
+        for stage, peers in zip(plan.stages, left, strict=True)
+        for peer in stage.standbys
+        if peer in peers and any(other in peers for other in stage.computing)
+    ]
+
+
 def _merge(view: PlanInputs, lost: Collection[bytes], joined: Sequence[Joining]) -> Change | None:
     """Return the change by which stages without anybody go to those beside them; None where nobody can hold
     more. `joined` already take some of the empty stages."""
@@ -110,12 +127,16 @@ def _merge(view: PlanInputs, lost: Collection[bytes], joined: Sequence[Joining])
         [
             (peer, rate)
             for peer, rate in zip(stage.replicas, stage.rates, strict=True)
-            if peer not in lost and peer not in view.leaving
+            if peer not in lost and peer not in view.leaving and peer not in {row.peer for row in joined}
         ]
         for stage in plan.stages
     ]
     for row in joined:
         groups[row.stage].append((row.peer, row.rate))
+    for stage, group in zip(plan.stages, groups, strict=True):
+        if group:
+            peers, rates = zip(*group, strict=True)
+            group[:] = zip(peers, rates_left(stage, rates), strict=True)
     stages = merged_stages(plan, groups, view.refused)
     if stages is None:
         return None

@@ -77,12 +77,14 @@ Event = WayFound | NoWayFound | NewcomerFailed | NewcomerStarted | RecutDeclined
 @dataclass(eq=False)
 class _Pending:
     """A change that needs newcomers, the plan it makes, and how far they are. `leases` has those that must
-    agree, with their stage, None for a witness; the run's requester need not to be admitted without one."""
+    agree, with their stage, None for a witness; the run's requester need not to be admitted without one.
+    `holding` have a stage already and open no other beforehand."""
 
     change: Change
     plan: Plan
     leases: dict[PeerId, int | None]
     to_lease: list[PeerId]
+    holding: frozenset[bytes] = frozenset()
     asked: dict[int, PeerId] = field(default_factory=dict)
     leased: list[PeerId] = field(default_factory=list)
     is_opening: bool = False
@@ -92,7 +94,7 @@ class _Pending:
     def newcomers(self) -> list[PeerId]:
         """All of them, also those admitted without a stage."""
         rows = (*(row.peer for row in self.change.joined), *self.change.admitted)
-        return [PeerId(peer) for peer in rows]
+        return [PeerId(peer) for peer in rows if peer not in self.holding]
 
 
 @dataclass(frozen=True)
@@ -252,11 +254,13 @@ class Proposer:
             plan = successor(view.plan, found)
         except RemoteProtocolError:
             return None
-        leases: dict[PeerId, int | None] = {PeerId(row.peer): row.stage for row in found.joined}
+        holding = {peer for stage in view.plan.stages for peer in stage.replicas} - set(found.lost)
+        leases: dict[PeerId, int | None] = {
+            PeerId(row.peer): row.stage for row in found.joined if row.peer not in holding
+        }
         leases |= {PeerId(peer): None for peer in found.admitted if peer != self._requester}
-        if found.stages:  # whoever is to hold more may have no room for it
-            leases |= _growing(view.plan, plan)
-        self._pending = pending = _Pending(found, plan, leases, sorted(leases))
+        leases |= _growing(view.plan, plan, holding)  # whoever is to hold more may have no room for it
+        self._pending = pending = _Pending(found, plan, leases, sorted(leases), frozenset(holding))
         self._ask_next(pending)
         return None
 
@@ -336,8 +340,8 @@ class Proposer:
             self._starting[number] = plan, peer
 
     def give_up_recut(self) -> None:
-        """Make no more stages; what others have heard of stays."""
-        if self.recut is not None and self.recut.stages:
+        """Make no more stages, and take no standby; what others have heard of stays."""
+        if self.recut is not None and (self.recut.stages or self.recut.joined):
             if self._pending is not None and self._pending.change == self.recut:
                 self._drop(self._pending)
             self.recut = None
@@ -433,8 +437,9 @@ class Proposer:
         return is_here and (refusal is None or refusal.until <= now)
 
 
-def _growing(before: Plan, after: Plan) -> dict[PeerId, int]:
-    """Return who holds other layers by the plan `after` than before, with their stage."""
+def _growing(before: Plan, after: Plan, holding: Collection[bytes]) -> dict[PeerId, int]:
+    """Return who of those `holding` a stage has other layers by the plan `after` than before, with their
+    stage."""
     spans = {
         peer: (stage.first_layer, stage.last_layer) for stage in before.stages for peer in stage.replicas
     }
@@ -442,5 +447,5 @@ def _growing(before: Plan, after: Plan) -> dict[PeerId, int]:
         PeerId(peer): number
         for number, stage in enumerate(after.stages)
         for peer in stage.replicas
-        if spans.get(peer) not in (None, (stage.first_layer, stage.last_layer))
+        if peer in holding and spans[peer] != (stage.first_layer, stage.last_layer)
     }

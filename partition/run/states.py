@@ -74,7 +74,7 @@ def cause_of(plan: Plan, wanted: Sequence[int]) -> Cause:
     """The cause that a plan in force is; `wanted` are the replicas that each stage began with."""
     if len(plan.stages) != len(wanted):
         return "stage short of replicas" if len(plan.stages) < len(wanted) else "plan in force"
-    short = any(len(stage.replicas) < count for stage, count in zip(plan.stages, wanted, strict=True))
+    short = any(len(stage.computing) < count for stage, count in zip(plan.stages, wanted, strict=True))
     return "stage short of replicas" if short else "plan in force"
 
 

@@ -124,7 +124,7 @@ class Ledger:
     def deal(self, rates: Sequence[Sequence[int]]) -> None:
         """Give what nobody owns to whoever would finish it first, the moved only where there is no other."""
         for stage, owners in enumerate(self._owners):
-            places = self._willing(stage, ()) or range(len(rates[stage]))
+            places = self._willing(stage, ()) or self._computing(stage)
             free = [number for number in self.numbers if number not in owners]
             owners.update(deal(free, places, rates[stage], self._loads(stage)))
 
@@ -184,8 +184,15 @@ class Ledger:
         return later
 
     def _willing(self, stage: int, gone: Iterable[int]) -> list[int]:
+        """Return who may be dealt something: standbys only where nobody else is left."""
         excluded = {index for number, index in self.moved if number == stage} | set(gone)
-        return [index for index in range(len(self._plan.stages[stage].replicas)) if index not in excluded]
+        row = self._plan.stages[stage]
+        left = [index for index in range(len(row.replicas)) if index not in excluded]
+        return [index for index in left if row.replicas[index] not in row.standbys] or left
+
+    def _computing(self, stage: int) -> list[int]:
+        row = self._plan.stages[stage]
+        return [index for index, peer in enumerate(row.replicas) if peer in row.computing]
 
     def _loads(self, stage: int) -> list[int]:
         """Return what each has still to do."""
