@@ -1,5 +1,6 @@
 """What machines offer and how they are, as plain values for `--json`, the page and the log."""
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -138,6 +139,21 @@ def offer_document(offer: events.OfferChanged | None) -> dict[str, Any] | None:
     return {"may_serve": offer.may_serve, "reason": offer.reason, "unread": list(offer.unread)}
 
 
+def cover_document(covered: events.RunCovered | None) -> dict[str, Any] | None:
+    """Return how well each stage of a run is covered; None where this node does not commit it, or has not
+    looked yet."""
+    if covered is None:
+        return None
+    return {"stages": list(covered.covers), "unreliable": covered.unreliable, "reason": covered.reason}
+
+
+def cover_text(covered: Mapping[str, Any]) -> str:
+    """Return how well stages are covered, for a person, of a `cover_document`."""
+    chances = ", ".join(f"stage {number} {chance:.0%}" for number, chance in enumerate(covered["stages"], 1))
+    rest = "; ".join(text for text in (covered["unreliable"], covered["reason"]) if text)
+    return f"{chances} against the death of a holder" + (f" ({rest})" if rest else "")
+
+
 def plan_document(plan: events.RunPlanned | None) -> dict[str, Any] | None:
     """Return which peers hold which stage of a run; None before its first plan."""
     if plan is None:
@@ -150,7 +166,11 @@ def plan_document(plan: events.RunPlanned | None) -> dict[str, Any] | None:
         "trainers": [peer_text(peer) for peer in plan.trainers],
         "restored_step": plan.restored_step,
         "stages": [
-            {"layers": list(layers), "replicas": [peer_text(peer) for peer in replicas]}
+            {
+                "layers": list(layers),
+                "replicas": [peer_text(peer) for peer in replicas],
+                "standbys": [peer_text(peer) for peer in replicas if peer in plan.standbys],
+            }
             for layers, replicas in zip(plan.layers, plan.stages, strict=True)
         ],
     }

@@ -204,7 +204,8 @@ class RunPlanned(Event, frozen=True, kw_only=True):
     `trainer` is the one that commits, `trainers` are all that feed. `planner` is first in line to propose
     what follows. `witnesses` vote and keep checkpoints, and have no other part. Without any one of
     `pauses_without` the others cannot decide how to go on, and wait for it. `restored_step` is where a
-    checkpoint took the run back to, None where nothing was lost.
+    checkpoint took the run back to, None where nothing was lost. `standbys` are the replicas that hold the
+    newest state of their stage and compute nothing.
     """
 
     run: str
@@ -218,6 +219,18 @@ class RunPlanned(Event, frozen=True, kw_only=True):
     witnesses: tuple[PeerId, ...] = ()
     pauses_without: tuple[PeerId, ...] = ()
     restored_step: int | None = None
+    standbys: tuple[PeerId, ...] = ()
+
+
+class RunCovered(Event, frozen=True, kw_only=True):
+    """How well a run's stages are covered, as its committer judges it: for each the chance that somebody has
+    its newest state when its holder dies. `unreliable` names members that were lost today, `reason` says why
+    a stage has no standby, where an idle machine cannot follow it."""
+
+    run: str
+    covers: tuple[float, ...]
+    unreliable: str = ""
+    reason: str = ""
 
 
 class RunChanged(Event, frozen=True, kw_only=True):

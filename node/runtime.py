@@ -42,10 +42,6 @@ from node.control import CommandHandler, ControlServer
 from node.events import (
     Event,
     IdentityShared,
-    MemberChanged,
-    MemberJoined,
-    MemberRefuted,
-    MemberSuspected,
     NodeStopped,
 )
 from node.executor import RealExecutor
@@ -527,11 +523,7 @@ class Node(Surface):
 
     def _publish_membership(self, event: Event) -> None:
         self._publish(event)
-        match event:
-            case MemberSuspected():
-                self.runs.member_suspected(event.peer)
-            case MemberJoined() | MemberChanged() | MemberRefuted():
-                self.runs.members_changed()
+        self.runs.heard(event)
 
     def _gone(self, peer: PeerId) -> None:
         self.discovery.gone(peer)

@@ -59,6 +59,8 @@ class RunView:
     requester: PeerId
     status: str
     plan: events.RunPlanned | None = None
+    covered: events.RunCovered | None = None
+    """As its committer judged it last, where that is this node."""
     losses: tuple[float, ...] = ()
     step: int = 0
     microbatches_replayed: int = 0
@@ -271,6 +273,12 @@ def _(event: events.RunAccepted, state: State) -> State:
 def _(event: events.RunPlanned, state: State) -> State:
     view = state.runs.get(event.run)
     return state if view is None else _with_run(state, replace(view, plan=event))
+
+
+@_fold.register
+def _(event: events.RunCovered, state: State) -> State:
+    view = state.runs.get(event.run)
+    return state if view is None else _with_run(state, replace(view, covered=event))
 
 
 @_fold.register

@@ -11,6 +11,7 @@ from node import events
 from node.documents import (
     capacity_document,
     clock_document,
+    cover_document,
     datagrams_document,
     degraded_document,
     fences_document,
@@ -145,6 +146,7 @@ def run_document(view: RunView) -> dict[str, Any]:
         "result": view.result,
         "other_results": [{"peer": peer_text(peer), "weights": weights} for peer, weights in view.others],
         "plan": plan_document(view.plan),
+        "covered": cover_document(view.covered),
     }
 
 

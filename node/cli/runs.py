@@ -28,6 +28,7 @@ from node.cli.render import (
 )
 from node.cli.screen import EventScreen, name_and_id, with_names
 from node.cli.trace import chrome_trace, send_otlp
+from node.documents import cover_text
 from node.errors import UsageError
 from node.quantities import read_duration
 
@@ -425,7 +426,12 @@ def run_lines(run: Mapping[str, Any]) -> list[str]:
     plan = run.get("plan")
     for number, stage in enumerate(plan["stages"] if plan else (), 1):
         layers = f"layers {stage['layers'][0]}-{stage['layers'][1] - 1}"
-        lines.append(f"  stage {number:<7} {layers} on {', '.join(map(called, stage['replicas']))}")
+        who = [
+            called(peer) + (" (standby)" if peer in stage["standbys"] else "") for peer in stage["replicas"]
+        ]
+        lines.append(f"  stage {number:<7} {layers} on {', '.join(who)}")
+    if covered := run.get("covered"):
+        lines.append(f"  covered       {with_names(cover_text(covered), names)}")
     for row in run.get("receipts", ()):
         is_computed = row["kind"] == "compute"
         work = work_text(row) + (f" in {row['microbatches']} micro-batches" if is_computed else "")

@@ -21,6 +21,7 @@ from node.cli.render import (
     short_address,
     short_id,
 )
+from node.documents import cover_text
 from node.invocation import command_span, elsewhere, program_from_anywhere, shown
 from node.paths import is_default_data_dir, short_path
 from node.text import CLOCK_REMEDY, admit_text, clock_text
@@ -225,7 +226,9 @@ class EventScreen:
             plan += f", back to the checkpoint of step {event['restored_step']}"
         lines = [_at(event, f"run {event['run'][:8]} planned: {plan}")]
         for stage, (layers, replicas) in enumerate(zip(event["layers"], event["stages"], strict=True)):
-            names = ", ".join(self._name(peer) for peer in replicas)
+            names = ", ".join(
+                self._name(peer) + (" (standby)" if peer in event["standbys"] else "") for peer in replicas
+            )
             lines.append(f"  stage {stage + 1}   {_layers(layers)}   {names}")
         lines.append(f"  trainer   {', '.join(self._name(peer) for peer in event['trainers'])}")
         if event["witnesses"]:
@@ -233,6 +236,10 @@ class EventScreen:
         if event["pauses_without"]:
             lines.append(f"  note      {self._risk(event)}")
         return lines
+
+    def _covered(self, event: Event) -> list[str]:
+        said = cover_text({**event, "stages": event["covers"]})
+        return [_at(event, f"run {event['run'][:8]} covered: {with_names(said, self._names)}")]
 
     def _risk(self, event: Event) -> str:
         """Say what the death of one machine will do where the others could not decide how to go on."""
@@ -422,6 +429,7 @@ _RENDERERS = {
     "RunAccepted": EventScreen._accepted,
     "RunPlanned": EventScreen._planned,
     "RunChanged": EventScreen._changed,
+    "RunCovered": EventScreen._covered,
     "RunRevised": EventScreen._revised,
     "OfferChanged": EventScreen._offer_changed,
     "RunResumed": EventScreen._resumed,

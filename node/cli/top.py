@@ -126,7 +126,10 @@ def _run_lines(
         lines.append(f"  loss {sparkline(curve, max(10, width - 10))}")
     stages = run["plan"]["stages"] if run["plan"] else []
     for number, stage in enumerate(stages):
-        who = " ".join(names.get(peer) or short_id(peer) for peer in stage["replicas"])
+        who = " ".join(
+            (names.get(peer) or short_id(peer)) + " (standby)" * (peer in stage["standbys"])
+            for peer in stage["replicas"]
+        )
         used = last["utilisation"][number] if last and number < len(last["utilisation"]) else None
         busy = "" if used is None else f"  busy {used:4.0%} {'#' * round(20 * min(1.0, used))}"
         lines.append(

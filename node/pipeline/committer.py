@@ -294,7 +294,11 @@ class CommitterShell:
         now = self._clock.monotonic()
         seconds = now - self._step_started
         rows, manifest = event.work, self._run.manifest
-        is_known = all(work.busy_nanoseconds for row in rows for work in row)
+        busy = [
+            [work for peer, work in zip(stage.replicas, row, strict=True) if peer in stage.computing]
+            for stage, row in zip(self._plan.stages, rows, strict=True)
+        ]
+        is_known = all(work.busy_nanoseconds for row in busy for work in row)
         self._publish(
             StepCommitted(
                 at=self._clock.wall(),
@@ -305,8 +309,8 @@ class CommitterShell:
                 counted=event.samples,
                 seconds=seconds,
                 replicas=event.replicas,
-                utilisation=tuple(_utilisation(row, seconds) for row in rows) if is_known else (),
-                bubble=1 - _utilisation([work for row in rows for work in row], seconds) if is_known else 0.0,
+                utilisation=tuple(_utilisation(row, seconds) for row in busy) if is_known else (),
+                bubble=1 - _utilisation([work for row in busy for work in row], seconds) if is_known else 0.0,
                 sent_bytes=tuple(sum(work.sent_bytes for work in row) for row in rows),
                 returned_bytes=tuple(sum(work.returned_bytes for work in row) for row in rows),
                 replayed=sum(work.replayed for row in rows for work in row),

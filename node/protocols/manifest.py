@@ -147,6 +147,8 @@ Objective = Literal["throughput", "energy"]
 """What a plan of a run is best by. Latency, which `peerloom plan` has too, is that of answers."""
 DeviceKind = Literal["cuda", "mps", "cpu"]
 DEVICE_KINDS = 3
+STANDBYS_MAX = 8
+"""Each costs its stage a gradient's bytes each way in every step."""
 COMMON = "common"
 """In the place of kinds of devices: those near by, the most frequent first."""
 
@@ -171,6 +173,9 @@ class PlanTable(msgspec.Struct, frozen=True):
     (10^9 float32 operations a second, of one slot).
     With `objective` "energy" peers and cuts are those that take the fewest joules, and borders do not move;
     with "throughput" those that train the most samples a second.
+    Up to `standbys` idle machines follow the stages whose loss would cost most: they hold their newest state,
+    compute nothing, take over at once where a stage loses its last replica, and go where another run needs
+    their slot.
     Each stage gets `replicas_min` peers at least where `replicas` is 0. The layers from the first to the last
     of a group in `together` (modules, layers by name or number, ranges such as "3-5") stay in one stage, with
     `keep_tied` also those that use one weight.
@@ -179,6 +184,7 @@ class PlanTable(msgspec.Struct, frozen=True):
     stages: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
     replicas: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
     replicas_min: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    standbys: Annotated[int, msgspec.Meta(ge=0, le=STANDBYS_MAX)] = 2
     objective: Objective = "throughput"
     together: Annotated[tuple[LayerGroup, ...], msgspec.Meta(max_length=RANGES_MAX)] = ()
     keep_tied: bool = False
@@ -425,6 +431,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     together: Annotated[tuple[tuple[LayerNumber, LayerNumber], ...], msgspec.Meta(max_length=RANGES_MAX)] = ()
     replicas_min: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     objective: Objective = "throughput"
+    standbys: Annotated[int, msgspec.Meta(ge=0, le=STANDBYS_MAX)] = 0
 
     @property
     def graph_hash(self) -> bytes:
@@ -469,6 +476,7 @@ _NOT_ARITHMETIC = frozenset(
         "together",
         "replicas_min",
         "objective",
+        "standbys",
     }
 )
 """Fields of a Manifest that change nothing of what a step computes, only whether it is applied.

@@ -31,6 +31,7 @@ EXACT_ONLY = MappingProxyType(
         "plan.pipeline": "in local mode no plan orders micro-batches",
         "plan.on_lost_quorum": "in local mode members need no quorum",
         "plan.replicas_min": "in local mode plan.replicas is the number of members, 0 for as many as come",
+        "plan.standbys": "in local mode every member has the whole state",
         "plan.objective": "in local mode no plan is solved",
         "plan.priority": "in local mode members join where a slot is free, and wait in no queue",
         "plan.deadline_minutes": "in local mode members join where a slot is free, and wait in no queue",

@@ -23,6 +23,7 @@ def run_planned(at: float, run: Run, plan: Plan) -> RunPlanned:
         witnesses=plan.witnesses,
         pauses_without=indispensable(plan, run.tie_breaker) if waits else (),
         restored_step=plan.step if plan.restored != NO_HASH else None,
+        standbys=plan.standbys,
     )
 
 

@@ -25,6 +25,7 @@ from node.seams import Seams
 from node.services.measurements import Measurements
 from node.storage.guests import Guests
 from partition.plan.plan import Plan
+from partition.run.reliability import Losses
 
 
 class Membership(Protocol):
@@ -56,6 +57,7 @@ class Service(Protocol):
     measurements: Measurements
     receipts: Receipts
     places: Places
+    losses: Losses
 
     def link_rate(self, peer: PeerId) -> float | None: ...
     def send(self, peer: PeerId, message: Any, *payload: Data) -> None: ...

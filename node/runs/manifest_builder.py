@@ -119,6 +119,7 @@ def make_manifest(
         together=layers_together(run_file, graph, name),
         replicas_min=run_file.plan.replicas_min,
         objective=run_file.plan.objective,
+        standbys=run_file.plan.standbys if run_file.plan.objective == "throughput" else 0,
     )
     try:
         check_model(manifest, graph)

@@ -4,7 +4,7 @@ It drives the core and the chain of plans, and gives this node the roles that th
 hold a stage, feed, commit, or only follow. Rules of a run's life are the core's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from node.runs.context import Service
 from node.runs.progress import ProgressReports
 from node.runs.rebalancing import Rebalancing
 from node.runs.stage import Hosting
+from node.runs.standbys import Standbys
 from node.runs.steering import Steering
 from node.runs.trainer import Training, keep_data
 from partition.plan import paxos
@@ -96,6 +97,7 @@ class RunMember:
         best_from = self._bring_back, self._keeping.note_best
         self._best = BestState(service, run, lambda: self._committer, *best_from)
         self._rebalancing = Rebalancing(service, run, self._recut, self._offers)
+        self._standbys = Standbys(service, run, self._recut, self._offers, self.absent)
         self.steering = Steering(service, run, self._paused)
         self._committer: CommitterShell | None = None
         self._past: CommitterShell | None = None
@@ -216,7 +218,7 @@ class RunMember:
             on_event=self._on_chain_event,
         )
         self._asking = AskShell(self._service, self.run, chain, lambda: self.steering.fact)
-        wanted = tuple(len(stage.replicas) for stage in plan.stages)
+        wanted = tuple(len(stage.computing) for stage in plan.stages)
         self.core.begin(self._now, chain.core, wanted, is_restart=bool(durable))
         self._start_task(self._live)
         self._act()
@@ -315,6 +317,7 @@ class RunMember:
         self.hosting.adopt(plan)
         self._best.begin(plan)
         self._rebalancing.begin(plan)
+        self._standbys.begin(plan)
         past, self._past = self._past, None
         if past is not None and plan.committer == self._me:
             for dropped in past.dropped(plan):
@@ -353,7 +356,7 @@ class RunMember:
             saved=saved[1] if saved is not None else 0,
             failures=self.core.failures,
             lost_steps=lost_steps,
-            stepped=partial(self._rebalancing.stepped, plan),
+            stepped=partial(self._stepped, plan),
             best=self._best,
         )
         if saved is None and self.run.manifest.save_every:
@@ -361,6 +364,10 @@ class RunMember:
         self.core.catch_up([peer for peer in plan.members if peer != self._me])
         self.core.look_for_leavers()
         self.steering.begin(self._committer, plan, self._me)
+
+    def _stepped(self, plan: Plan, step: int, seconds: float, *measured: Mapping[PeerId, int]) -> None:
+        self._rebalancing.stepped(plan, step, seconds, *measured)
+        self._standbys.stepped(plan, seconds)
 
     def _stop_training(self) -> None:
         if self._training is not None:

@@ -148,8 +148,9 @@ class Rebalancing:
         return len(plan.stages) < max(self._stages, wanted) and bool(self._joinable(plan))
 
     def _joinable(self, plan: Plan) -> list[Offer]:
-        """Return who has a slot for a stage of this run and holds none, the fastest first."""
-        found = [offer for offer in self._idle() if offer.has_slot and plan.stage_of(offer.peer) is None]
+        """Return who has a slot for a stage of this run and computes none, the fastest first."""
+        busy = {peer for stage in plan.stages for peer in stage.computing}
+        found = [offer for offer in self._idle() if offer.has_slot and offer.peer not in busy]
         return sorted(found, key=lambda offer: -offer.flops_per_second)[:IDLE_MAX]
 
     def _without_pauses(
@@ -174,6 +175,7 @@ def base_problem(
         Offer(PeerId(peer), float(rate), memory.get(PeerId(peer), 0), has_slot=True)
         for stage in plan.stages
         for peer, rate in zip(stage.replicas, stage.rates, strict=True)
+        if peer in stage.computing
     ]
     problem = problem_of(run, graph, rows, knowledge)
     problem = replace(problem, objective="throughput", default_link=ASSUMED_LINK, hides_links=True)
@@ -208,10 +210,10 @@ def believed_paces(
     far longer than that and the way of its frames."""
     links = replace(problem, default_link=Link())
     places = {peer.name: place for place, peer in enumerate(problem.peers)}
-    groups = [[places[PeerId(peer).hex()] for peer in stage.replicas] for stage in plan.stages]
+    groups = [[places[PeerId(peer).hex()] for peer in stage.computing] for stage in plan.stages]
     found = dict(said)
     for number, stage in enumerate(plan.stages):
-        for name in stage.replicas:
+        for name in stage.computing:
             peer, place = PeerId(name), places[PeerId(name).hex()]
             way = 0
             for other, border in ((number - 1, stage.first_layer), (number + 1, stage.last_layer)):
@@ -237,6 +239,8 @@ def found_rates(problem: Problem, plan: Plan, paces: Mapping[PeerId, int]) -> di
     rates: dict[PeerId, int] = {}
     for stage in plan.stages:
         for name, rate in zip(stage.replicas, stage.rates, strict=True):
+            if name not in stage.computing:
+                continue
             peer = peers[PeerId(name).hex()]
             span = slice(stage.first_layer, stage.last_layer)
             modelled = sum(peer.forward[span]) + sum(peer.backward[span])

@@ -25,7 +25,16 @@ from node.content import datasets as datasets
 from node.content.dataset_store import DataFiles, Lanes
 from node.content.graphs import Models
 from node.errors import RunFailed, Unreachable, UsageError
-from node.events import Event, RunChanged, RunReleased
+from node.events import (
+    Event,
+    MemberChanged,
+    MemberJoined,
+    MemberLost,
+    MemberRefuted,
+    MemberSuspected,
+    RunChanged,
+    RunReleased,
+)
 from node.offering import NamedData
 from node.pipeline.links import Links
 from node.pipeline.spans import Spans
@@ -61,6 +70,7 @@ from node.runs.server import Requests
 from node.runs.steering import Steering
 from node.runs.stopping import Stopping
 from node.runs.traces import Traces
+from node.runs.vacating import is_standby
 from node.seams import Seams
 from node.services.measurements import Measurements
 from node.storage.guests import Guests
@@ -68,6 +78,7 @@ from partition.plan.history import History, first_history
 from partition.plan.plan import Plan, plan_hash
 from partition.run.decliners import Decliners
 from partition.run.messages import REASON_LENGTH_MAX
+from partition.run.reliability import Losses
 
 
 class Runs:
@@ -124,6 +135,7 @@ class Runs:
         averaging.averaged = self._averaged
         self.slots = Slots(seams, slots, self._hosted)
         self.queue = Queue(self, slots)
+        self.losses = Losses()
         self.spans = Spans()
         self.traces = Traces(seams, self.spans, refuse)
         self.audits = Audits(self)
@@ -237,8 +249,12 @@ class Runs:
         return self.slots.free > 0
 
     def _hosted(self) -> list[bytes]:
-        """Return the runs that have a slot here."""
-        exact = [run for run, member in self.members.items() if member.hosting.core.occupies]
+        """Return the runs that have a slot here. One that this node only follows makes room at once."""
+        exact = [
+            run
+            for run, member in self.members.items()
+            if member.hosting.core.occupies and not is_standby(member, self.signer.peer)
+        ]
         return exact + [run for run, member in self.local.members.items() if member.crew.is_training]
 
     # The requester's side
@@ -411,6 +427,16 @@ class Runs:
         for member in list(self.members.values()):
             with self.containing(member.run, "members changed"):
                 member.members_changed()
+
+    def heard(self, event: Event) -> None:
+        """Take in what membership tells of a member."""
+        match event:
+            case MemberSuspected():
+                self.member_suspected(event.peer)
+            case MemberLost():
+                self.losses.note(self.seams.clock.monotonic(), event.peer)
+            case MemberJoined() | MemberChanged() | MemberRefuted():
+                self.members_changed()
 
     def member_suspected(self, peer: PeerId) -> None:
         """A member may be dead."""

@@ -7,7 +7,7 @@ may ask for what is said in `node.protocols.runs`.
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import trio
 
@@ -32,6 +32,7 @@ from node.runs.outside import RunsOutside
 from node.runs.queue import Queue
 from node.runs.revising import Revising
 from node.runs.stopping import Stopping
+from node.runs.vacating import is_standby, make_room
 from node.seams import Seams, Stream
 from partition.plan.history import History
 from partition.plan.plan import Plan
@@ -83,6 +84,7 @@ class Service(Protocol):
     gone: Callable[[], Collection[PeerId]]
     refuse: Callable[[PeerId, RemoteProtocolError], None]
 
+    def start_task(self, task: Callable[..., Any], *arguments: object, of: Run | None) -> None: ...
     def is_over(self, run: bytes) -> bool: ...
     def following(self, plan: bytes) -> RunMember | None: ...
     def accept(self, run: Run) -> RunMember: ...
@@ -190,6 +192,8 @@ class Requests:
         runs.slots.note(bool(superseded))
         for name in superseded:
             await self._unprepare(run.id, name)
+        if (declined := await self._make_room(run, plan, request.stage)) is not None:
+            return declined
         turn = partial(runs.queue.ask, peer, run, request.revision, is_contested=not plan.height)
         hold = self._provider.on_hold(runs.slots.now, peer, plan, request.stage, self._known(run), turn)
         if isinstance(hold, Declined):
@@ -222,6 +226,18 @@ class Requests:
         if waits is None and not runs.slots.is_free_for(run.id):
             return Declined(BUSY)
         return waits or Done()
+
+    async def _make_room(self, run: Run, plan: Plan, stage: int | None) -> Declined | None:
+        """Close what this node only follows where a stage is to take its place; another that only follows
+        takes nobody's."""
+        runs, me = self._runs, self._runs.signer.peer
+        if stage is None or plan.stage_of(me) != stage or not runs.slots.is_free_for(run.id):
+            return None
+        if me not in plan.standbys:
+            await make_room(runs, me, run.id, runs.slots.free)
+            return None
+        following = sum(is_standby(member, me) for member in runs.members.values())
+        return Declined(BUSY) if following >= runs.slots.free else None
 
     async def _unfit(self, peer: PeerId, run: Run, plan: Plan, stage: int | None) -> str | None:
         """Return why the owner, or the machine, cannot do what is asked; None if it can."""

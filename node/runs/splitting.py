@@ -34,7 +34,7 @@ def another_stage(
 
     `problem` is that of the holders of `plan` and of the idle, as measured.
     """
-    holders = {PeerId(peer).hex() for stage in plan.stages for peer in stage.replicas}
+    holders = {PeerId(peer).hex() for stage in plan.stages for peer in stage.computing}
     before = _among(problem, holders, problem.constraints.stages)
     old = split_of(before, plan)
     now = step_nanoseconds(before, old, Tables(before))
@@ -70,21 +70,23 @@ def _among(problem: Problem, names: Collection[str], stages: int) -> Problem:
 
 
 def _change(plan: Plan, problem: Problem, split: Split, peer: PeerId, rate: int) -> Change:
-    rates: dict[bytes, int] = {peer: rate}
+    rates: dict[bytes, int] = {}
     for stage in plan.stages:
         rates |= zip(stage.replicas, stage.rates, strict=True)
+    rates[peer] = rate  # a standby has none yet
     stages = []
     for (first, last), group in zip(split.ranges, split.groups, strict=True):
         peers = tuple(bytes.fromhex(problem.peers[place].name) for place in group)
         stages.append(StagePlan(first, last, peers, tuple(rates[each] for each in peers)))
     number = next(number for number, stage in enumerate(stages) if peer in stage.replicas)
-    return Change(joined=(Joining(peer, number, rate),), stages=tuple(stages))
+    joined = (Joining(peer, number, rate),) if plan.stage_of(peer) is None else ()
+    return Change(joined=joined, stages=tuple(stages))
 
 
 def split_of(problem: Problem, plan: Plan) -> Split:
     """Return a plan as the solver's split of its problem, which may have more peers."""
     places = {peer.name: place for place, peer in enumerate(problem.peers)}
     groups = tuple(
-        tuple(sorted(places[PeerId(peer).hex()] for peer in stage.replicas)) for stage in plan.stages
+        tuple(sorted(places[PeerId(peer).hex()] for peer in stage.computing)) for stage in plan.stages
     )
     return Split(tuple((stage.first_layer, stage.last_layer) for stage in plan.stages), groups, 0, 0)

@@ -12,6 +12,8 @@ from crypto.identity import PeerId
 from node.protocols.manifest import Run
 from node.runs.member import RunMember
 
+MADE_ROOM = "another run has a stage in its place"
+
 
 class Service(Protocol):
     """What is needed of `node.runs.runs.Runs`."""
@@ -36,6 +38,21 @@ async def _hand_over(member: RunMember, reason: str, found: dict[str, bool]) -> 
     if not found[member.run.text]:
         await member.hosting.vacate()
         member.fail_stage(reason)
+
+
+def is_standby(member: RunMember, me: PeerId) -> bool:
+    """Return whether this node only follows a stage of the run."""
+    return member.plan is not None and me in member.plan.standbys
+
+
+async def make_room(runs: Service, me: PeerId, run: bytes, free: int) -> None:
+    """Have this node follow stages of other runs no longer, where that takes what is left of `free` slots:
+    another run is to have a stage of its own here. Returns once it is closed."""
+    following = [
+        member for member in runs.members.values() if is_standby(member, me) and member.run.id != run
+    ]
+    for member in following[max(0, free - 1) :]:
+        await _hand_over(member, MADE_ROOM, {})
 
 
 def of_others(me: PeerId) -> Callable[[RunMember], bool]:

@@ -58,7 +58,11 @@ def run_row(view: RunView) -> dict[str, Any]:
             "trainer": peer_key(view.plan.trainer),
             "trainers": [peer_key(peer) for peer in view.plan.trainers],
             "stages": [
-                {"layers": list(layers), "replicas": [peer_key(peer) for peer in replicas]}
+                {
+                    "layers": list(layers),
+                    "replicas": [peer_key(peer) for peer in replicas],
+                    "standbys": [peer_key(peer) for peer in replicas if peer in view.plan.standbys],
+                }
                 for layers, replicas in zip(view.plan.layers, view.plan.stages, strict=True)
             ],
         }

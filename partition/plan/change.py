@@ -39,7 +39,8 @@ Stages = Annotated[tuple[StagePlan, ...], msgspec.Meta(max_length=STAGES_MAX)]
 
 class Joining(msgspec.Struct, frozen=True, array_like=True):
     """A peer that holds another replica of `stage` from now on. It may be on the roster already, and hold a
-    stage, also this one: then its `rate` is a new one, and it keeps its state. With rate 0 it is a standby."""
+    stage, also this one: then its `rate` is a new one, and it keeps its state. With rate 0 it is a
+    standby."""
 
     peer: Peer
     stage: StageNumber

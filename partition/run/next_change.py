@@ -70,6 +70,7 @@ def next_change(view: PlanInputs) -> Change | NoViablePlan | None:
     for number in empty[: len(candidates)]:
         peer, rate = candidates.pop(0)
         joined.append(Joining(peer, number, rate or max(plan.stages[number].rates)))
+    candidates = [row for row in candidates if plan.stage_of(row[0]) is None or row[0] in lost]
     if len(joined) < len(empty):
         number = empty[len(joined)]
         if (merged := _merge(view, lost, joined)) is not None:
@@ -77,21 +78,7 @@ def next_change(view: PlanInputs) -> Change | NoViablePlan | None:
         reason = f"stage {number + 1} of {len(left)} has no replica left"
         reason += ", and no member has room for it" if view.asks else ""
         return NoViablePlan(reason, timeouts.PAUSE_SECONDS_MAX, lost=held[number])
-    wanted = wanted_now(plan, view.wanted)
-    staying = [[peer for peer in peers if peer not in view.leaving] for peers in left]
-    for number, (stage, peers) in enumerate(zip(plan.stages, staying, strict=True)):
-        # A member that leaves is replaced before it goes where it is the last of its stage; else a free place
-        # is filled if there is one.
-        is_last = not peers and number not in empty
-        computing = sum(peer in stage.computing for peer in peers)
-        is_short = bool(wanted) and computing + (number in empty) < wanted[number]
-        refills = is_short and view.may_refill and not lost and not joined
-        standby = next((peer for peer in peers if peer in stage.standbys), None)
-        if refills and standby is not None:
-            joined.append(Joining(standby, number, max(stage.rates)))
-        elif candidates and len(joined) < JOININGS_MAX and (is_last or refills):
-            peer, rate = candidates.pop(0)
-            joined.append(Joining(peer, number, rate))
+    joined += _refills(view, lost, joined, candidates)
     admitted = tuple(peer for peer in view.newcomers if peer not in plan.roster and not lost)
     if not lost:
         voters = {*plan.roster, *(row.peer for row in joined), *admitted} - view.leaving
@@ -104,6 +91,35 @@ def next_change(view: PlanInputs) -> Change | NoViablePlan | None:
     return Change(
         lost=tuple(sorted(lost)), joined=tuple(joined), admitted=admitted, restored=restored, step=step
     )
+
+
+def _refills(
+    view: PlanInputs,
+    lost: Collection[bytes],
+    joined: Sequence[Joining],
+    candidates: list[tuple[PeerId, int]],
+) -> list[Joining]:
+    """Return who joins stages that have a replica; `joined` take those that have none. Takes who joins from
+    the `candidates`."""
+    plan, wanted = view.plan, wanted_now(view.plan, view.wanted)
+    found: list[Joining] = []
+    for number, stage in enumerate(plan.stages):
+        staying = [peer for peer in stage.replicas if peer not in lost and peer not in view.leaving]
+        # A member that leaves is replaced before it goes where it is the last of its stage; else a free place
+        # is filled if there is one.
+        is_empty = all(peer in lost for peer in stage.replicas)
+        is_last = not staying and not is_empty
+        computing = sum(peer in stage.computing for peer in staying)
+        is_short = bool(wanted) and computing + is_empty < wanted[number]
+        refills = is_short and view.may_refill and not lost and not joined and not found
+        standby = next((peer for peer in staying if peer in stage.standbys), None)
+        if standby is not None:
+            if refills and computing:  # where nobody computes it does so by itself
+                found.append(Joining(standby, number, max(stage.rates)))
+        elif candidates and len(joined) + len(found) < JOININGS_MAX and (is_last or refills):
+            peer, rate = candidates.pop(0)
+            found.append(Joining(peer, number, rate))
+    return found
 
 
 def _movable(plan: Plan, left: Sequence[Collection[bytes]]) -> list[tuple[PeerId, int]]:

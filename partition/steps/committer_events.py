@@ -19,7 +19,8 @@ class StepApplied:
     """A step is final on every replica. `loss` is the mean over its samples.
 
     `work` is what it took of each replica, by stage, in the plan's order; nothing of those that applied it
-    under an earlier plan. A committer begins with the last step before its own, which may have been told of:
+    under an earlier plan. `replicas` are those that compute. A committer begins with the last step before its
+    own, which may have been told of:
     then `attempt` is the same. `diverged` is why the step changed nothing, empty where it did; if set,
     `loss` and `samples` are 0.
     """
@@ -44,7 +45,7 @@ def step_applied(
     """A step that this Apply ended, and what it took of those who `applied` it under this plan. `diverged` is
     why it was skipped, where this committer knows."""
     work = tuple(tuple(applied.get(PeerId(peer), Work()) for peer in stage.replicas) for stage in plan.stages)
-    replicas = sum(len(stage.replicas) for stage in plan.stages)
+    replicas = sum(len(stage.computing) for stage in plan.stages)
     if apply.skipped:
         return StepApplied(
             apply.step, apply.attempt, 0.0, 0, replicas, work, diverged or "its numbers were not finite"

@@ -213,7 +213,7 @@ class Member(Turns):
             abstain=self._has_forgotten,
         )
         self._calls.append(lambda core, now: core.wake(now))  # keeps what is unsaved
-        wanted = tuple(len(stage.replicas) for stage in plan.stages)
+        wanted = tuple(len(stage.computing) for stage in plan.stages)
         self.core.begin(self.now, chain, wanted, is_restart=bool(durable))
 
     def _call(self, call: Callable[[agreed.PaxosChain, float], Any]) -> None:

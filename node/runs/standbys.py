@@ -1,0 +1,146 @@
+"""As the committer: idle machines that follow a stage, so that its death costs no checkpoint.
+
+Not here: which stage and which machine (`partition.run.standbys`), and how they come into the plan, by a
+change like any other (`partition.run.member.Member.recut`).
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId, short_peer
+from node.errors import Unreachable
+from node.events import RunCovered
+from node.placement.leases import Offer
+from node.protocols.manifest import Run
+from node.runs.context import Service
+from partition.model.graph import Graph
+from partition.plan.change import Change, Joining
+from partition.plan.cost import MOMENTS
+from partition.plan.model_costs import ModelCosts
+from partition.plan.plan import Plan
+from partition.run.standbys import (
+    Following,
+    FollowWatch,
+    StageSize,
+    Uncovered,
+    cover,
+    next_standby,
+)
+from partition.run.timeouts import REFILL_SECONDS
+
+SLOWS = "following the run made its steps slower"
+LOOK_SECONDS = REFILL_SECONDS
+"""From a plan to the first look, and from one look to the next: a stage that is short of a replica, or could
+be split, comes first."""
+
+
+class Standbys:
+    """One member's, over all plans of a run. `recut` is told the change by which a machine follows; `idle`
+    says who has room; `absent` is told whom the next plan must do without, and why."""
+
+    def __init__(
+        self,
+        service: Service,
+        run: Run,
+        recut: Callable[[Plan, Change], None],
+        idle: Callable[[], Sequence[Offer]],
+        absent: Callable[[PeerId, str], None],
+    ) -> None:
+        self._service = service
+        self._run = run
+        self._recut = recut
+        self._idle = idle
+        self._absent = absent
+        self._watch = FollowWatch()
+        self._slow: set[PeerId] = set()
+        self._plan: Plan | None = None
+        self._look_at = 0.0
+        self._is_looking = False
+        self._told: tuple[object, ...] = ()
+
+    def begin(self, plan: Plan) -> None:
+        """Another plan is in force."""
+        self._plan = plan
+        self._watch.begin(is_following=bool(plan.standbys))
+        self._look_at = self._now + LOOK_SECONDS
+
+    def stepped(self, plan: Plan, seconds: float) -> None:
+        """Note what a step took."""
+        if plan != self._plan or not self._run.manifest.standbys:
+            return
+        if self._watch.stepped(seconds) and plan.standbys:
+            self._slow |= set(plan.standbys)
+            for peer in plan.standbys:
+                self._absent(peer, SLOWS)
+        elif self._now >= self._look_at and not self._is_looking:
+            self._look_at = self._now + LOOK_SECONDS
+            self._is_looking = True
+            # Of no run: one that could not be looked at goes on as it is.
+            self._service.start_task(self._look, plan, seconds, of=None)
+
+    @property
+    def _now(self) -> float:
+        return self._service.seams.clock.monotonic()
+
+    def _losses(self, peer: PeerId) -> int:
+        return self._service.losses.count(self._now, peer)
+
+    async def _look(self, plan: Plan, seconds: float) -> None:
+        try:
+            await self._find(plan, seconds)
+        except (Unreachable, RemoteProtocolError, ValueError):
+            return
+        finally:
+            self._is_looking = False
+
+    async def _find(self, plan: Plan, seconds: float) -> None:
+        service, run = self._service, self._run
+        idle = [
+            offer.peer
+            for offer in self._idle()
+            if offer.has_slot and plan.stage_of(offer.peer) is None and offer.peer not in self._slow
+        ]
+        idle.sort(key=lambda peer: peer in plan.trainers)  # they have work already
+        graph = await service.models.get(run.manifest.graph_hash, list(plan.members))
+        sizes = await service.seams.executor.run(partial(stage_sizes, run, graph, plan), apart=True)
+        knowledge = await service.measurements.learn([*plan.members, *idle])
+        links = knowledge.links([*plan.members, *idle])
+        found = next_standby(
+            plan, sizes, idle, self._losses, lambda one, other: links.get((one, other)), step_seconds=seconds
+        )
+        if plan != self._plan:
+            return
+        self._tell(plan, found if isinstance(found, Uncovered) else None)
+        if isinstance(found, Following) and len(plan.standbys) < run.manifest.standbys:
+            self._recut(plan, Change(joined=(Joining(found.peer, found.stage, 0),)))
+
+    def _tell(self, plan: Plan, uncovered: Uncovered | None) -> None:
+        """Say how well stages are covered, where that has changed."""
+        covers = tuple(round(cover(stage, self._losses), 3) for stage in plan.stages)
+        lost = [(peer, self._losses(peer)) for peer in plan.members]
+        unreliable = ", ".join(f"{short_peer(peer)} was lost {count} times" for peer, count in lost if count)
+        reason = "" if uncovered is None else f"stage {uncovered.stage + 1}: {uncovered.reason}"
+        told = covers, plan.standbys, unreliable, reason
+        if told == self._told:
+            return
+        self._told = told
+        self._service.publish(
+            RunCovered(
+                at=self._service.seams.clock.wall(),
+                run=self._run.text,
+                covers=covers,
+                unreliable=unreliable,
+                reason=reason,
+            )
+        )
+
+
+def stage_sizes(run: Run, graph: Graph, plan: Plan) -> list[StageSize]:
+    """Return what each stage of a plan is in bytes. Raises ValueError: sizes that do not fit the graph."""
+    layers = ModelCosts(graph, run.manifest.sizes_max).layers
+    found = []
+    for stage in plan.stages:
+        size = sum(layer.parameter_bytes for layer in layers[stage.first_layer : stage.last_layer])
+        found.append(StageSize(size, size * (1 + MOMENTS)))
+    return found

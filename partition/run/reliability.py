@@ -1,0 +1,38 @@
+"""How reliable other members were lately, as this node saw it: deaths, not goodbyes."""
+
+from collections import OrderedDict, deque
+
+from crypto.identity import PeerId
+
+DAY_SECONDS = 86_400.0
+"""A loss counts for so long."""
+PEERS_MAX = 1_024
+"""As many as a roster has; the one that was lost longest ago makes room."""
+LOSSES_MAX = 8
+"""Of one peer: more change nothing."""
+AVAILABLE = 0.9
+"""The chance that a member without a loss is there when another of its stage dies: assumed, not measured."""
+
+
+class Losses:
+    """One node's record of all its runs, since it started."""
+
+    def __init__(self) -> None:
+        self._lost: OrderedDict[PeerId, deque[float]] = OrderedDict()
+
+    def note(self, now: float, peer: PeerId) -> None:
+        """Take it that this peer was found dead."""
+        times = self._lost.pop(peer, None) or deque(maxlen=LOSSES_MAX)
+        times.append(now)
+        self._lost[peer] = times
+        if len(self._lost) > PEERS_MAX:
+            self._lost.popitem(last=False)
+
+    def count(self, now: float, peer: PeerId) -> int:
+        """Return how often it was lost within the last day."""
+        return sum(now - time < DAY_SECONDS for time in self._lost.get(peer, ()))
+
+
+def availability(losses: int) -> float:
+    """Return the chance that a member is there when it is needed: each loss of the last day halves it."""
+    return AVAILABLE * 0.5 ** min(losses, LOSSES_MAX)

@@ -1,0 +1,148 @@
+"""Which idle machine should hold the newest state of which stage: pure, by what a committer knows.
+
+A stage is covered by the chance that one of its replicas is there when the others die. The stage whose loss
+would cost most gets the next standby, until all are covered well enough or the run has as many as it may.
+A standby takes part in every reduction, so it costs its stage a gradient's bytes each way in every step;
+where no link carries that beside the steps the newest checkpoint is what is left.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf, prod
+
+from crypto.identity import PeerId
+from partition.plan.plan import Plan, StagePlan
+from partition.plan.problem import Link
+from partition.run.reliability import availability
+
+COVERED = 0.98
+"""The chance that a stage survives the death of its holder from which on it needs no more standbys: one
+holder and one standby that were not lost lately have 0.99."""
+STEP_SHARE_MAX = 0.1
+"""The share of a step's time that following may take on a measured link."""
+FILL_SECONDS_MAX = 10.0
+"""For how long the run stands still while a standby takes its state from the holder."""
+UNMEASURED_BYTES_MAX = 64 << 20
+"""The largest state that is sent over a link that nobody has measured."""
+SLOWER_MAX = 1.25
+"""A step that takes so many times longer than without a standby was slowed by it."""
+SLOWER_SECONDS_MIN = 0.05
+"""Less than this is noise."""
+WATCHED_STEPS = 5
+"""As many steps before a standby came and after it tell what it costs."""
+
+
+@dataclass(frozen=True)
+class StageSize:
+    """Bytes of a stage: of its gradient, which crosses the link each way in every step, and of its state,
+    which crosses it once."""
+
+    gradient_bytes: int
+    state_bytes: int
+
+
+@dataclass(frozen=True)
+class Following:
+    """A machine that is to follow a stage, and what that costs."""
+
+    stage: int
+    peer: PeerId
+    step_bytes: int
+
+
+@dataclass(frozen=True)
+class Uncovered:
+    """A stage that should have a standby and has none, and why."""
+
+    stage: int
+    reason: str
+
+
+def cover(stage: StagePlan, losses: Callable[[PeerId], int]) -> float:
+    """Return the chance that somebody holds a stage's newest state when another of it dies."""
+    return 1 - prod(1 - availability(losses(PeerId(peer))) for peer in stage.replicas)
+
+
+def next_standby(
+    plan: Plan,
+    sizes: Sequence[StageSize],
+    idle: Sequence[PeerId],
+    losses: Callable[[PeerId], int],
+    link: Callable[[PeerId, PeerId], Link | None],
+    *,
+    step_seconds: float,
+) -> Following | Uncovered | None:
+    """Return which of the `idle`, the best first, should follow which stage; None where all are covered.
+
+    `link` is what is known of the way from one peer to another.
+    """
+    covers = [cover(stage, losses) for stage in plan.stages]
+    weak = [number for number, chance in enumerate(covers) if chance < COVERED]
+    # What a loss costs: the chance of it, times what a newcomer would have to fetch.
+    weak.sort(key=lambda number: (-(1 - covers[number]) * max(1, sizes[number].state_bytes), number))
+    uncovered = None
+    for number in weak:
+        for peer in sorted(idle, key=losses):  # of equals the better first
+            reason = _obstacle(plan.stages[number], sizes[number], peer, link, step_seconds)
+            if not reason:
+                return Following(number, peer, 2 * sizes[number].gradient_bytes)
+            uncovered = uncovered or Uncovered(number, reason)
+    return uncovered
+
+
+def _obstacle(
+    stage: StagePlan,
+    size: StageSize,
+    peer: PeerId,
+    link: Callable[[PeerId, PeerId], Link | None],
+    step_seconds: float,
+) -> str:
+    """Return why a peer cannot follow a stage, "" where it can."""
+    ways = [(link(PeerId(other), peer), link(peer, PeerId(other))) for other in stage.computing]
+    known = [each.bytes_per_second for pair in ways for each in pair if each is not None]
+    if not known:
+        return "its state is too large for a link that nobody has measured" * (
+            size.state_bytes > UNMEASURED_BYTES_MAX
+        )
+    rate = max(1, min(known))
+    seconds = size.gradient_bytes / rate
+    if seconds > STEP_SHARE_MAX * step_seconds:
+        return f"the link to the idle machine would add {seconds:.1f} s to each step"
+    fill = size.state_bytes / rate
+    return f"its state would take {fill:.0f} s to send" if fill > FILL_SECONDS_MAX else ""
+
+
+class FollowWatch:
+    """Tells from the times of steps whether a standby holds a run up. One member's, over all its plans."""
+
+    def __init__(self) -> None:
+        self._before = inf
+        self._times: list[float] = []
+        self._is_following = False
+
+    def begin(self, *, is_following: bool) -> None:
+        """Note that another plan is in force, with standbys or without."""
+        if is_following and not self._is_following and len(self._times) >= WATCHED_STEPS:
+            self._before = _median(self._times)
+        elif not is_following:
+            self._before = inf
+        self._is_following = is_following
+        self._times.clear()
+
+    @property
+    def seconds(self) -> float | None:
+        """What a step takes under this plan; None before enough are known."""
+        return _median(self._times) if len(self._times) >= WATCHED_STEPS else None
+
+    def stepped(self, seconds: float) -> bool:
+        """Note what a step took; whether standbys make steps slower than they may."""
+        self._times.append(seconds)
+        del self._times[:-WATCHED_STEPS]
+        found = self.seconds
+        if not self._is_following or found is None:
+            return False
+        return found > SLOWER_MAX * self._before and found > self._before + SLOWER_SECONDS_MIN
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]

@@ -1,0 +1,62 @@
+"""Idle machines follow a stage: its holder's death costs no checkpoint, and no step is computed twice.
+
+Whole nodes in virtual time, held against one process that knows of no stages.
+"""
+
+from typing import Any
+
+import trio
+
+from node.events import RunCovered, RunPlanned, RunResumed, StepCommitted
+from node.protocols.manifest import Manifest
+from tests.partition_world import World
+from tests.test_takeover import newest, play, said, small
+
+LATER_SECONDS = 60.0
+"""Longer than until a machine that is idle follows."""
+
+
+def followed(**changes: Any) -> Manifest:
+    """Two stages of one replica each, long enough that somebody comes to follow them."""
+    return small(**({"steps": 40, "standbys": 1, "save_every": 30} | changes))
+
+
+async def following(world: World, count: int = 1) -> str:
+    """Wait until so many follow; the name of the first."""
+    with trio.fail_after(LATER_SECONDS):
+        while not said(world, RunPlanned) or len(newest(world).standbys) != count:
+            await trio.sleep(0.05)
+    return world.group.name_of(newest(world).standbys[0])
+
+
+def holder_beside(world: World, name: str) -> str:
+    """Return who computes the stage that this node follows."""
+    peer = world.group.nodes[name].peer
+    stage = next(stage for stage in newest(world).stages if peer in stage)
+    return world.group.name_of(next(each for each in stage if each not in newest(world).standbys))
+
+
+def committed_once(world: World) -> bool:
+    """Return whether no step was committed under two plans."""
+    steps = {(event.step, event.height) for event in said(world, StepCommitted)}
+    return len({step for step, _ in steps}) == len(steps)
+
+
+def test_a_standby_takes_over_its_stage_without_a_checkpoint() -> None:
+    async def scenario(world: World) -> None:
+        follower = await following(world)
+        await world.reached(newest_step(world) + 2)
+        world.crash(holder_beside(world, follower))
+        with trio.fail_after(LATER_SECONDS):
+            while newest(world).height < 2:
+                await trio.sleep(0.05)
+
+    world = play("abxc", followed(), scenario)
+    assert {event.restored_step for event in said(world, RunPlanned)} == {None}
+    assert {event.lost_steps for event in said(world, RunResumed)} == {0}
+    assert committed_once(world)
+    assert {round(chance, 2) for event in said(world, RunCovered) for chance in event.covers} >= {0.9, 0.99}
+
+
+def newest_step(world: World) -> int:
+    return max((event.step for event in said(world, StepCommitted)), default=0)
