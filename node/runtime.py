@@ -207,7 +207,7 @@ class Node(Surface):
         self._parts = Parts(self.network, self._scratch, kept, self.runs, own, self._offered, self._calibrate)
         keep_limits(self._parts, self.config)
         if isinstance(self.network, RealNetwork):
-            self.network.closed = self.membership.closed
+            self.network.closed = self._closed
         await nursery.start(self.membership.run)
         await nursery.start(self.discovery.run)
         await nursery.start(self.runs.run)
@@ -524,6 +524,10 @@ class Node(Surface):
     def _publish_membership(self, event: Event) -> None:
         self._publish(event)
         self.runs.heard(event)
+
+    def _closed(self, peer: PeerId) -> None:
+        self.membership.closed(peer)
+        self.runs.member_closed(peer)
 
     def _gone(self, peer: PeerId) -> None:
         self.discovery.gone(peer)

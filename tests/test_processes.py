@@ -5,6 +5,7 @@ to the reference.
 """
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,6 +28,8 @@ from tests.stack import Model, assert_equal, manifest, prepare, reference, simpl
 
 NAMES = "ab"
 SWARM = "processes"
+STANDBY_SECONDS_MAX = 2.0
+"""From a holder's death until the next step is open where another follows its stage."""
 
 
 @pytest.fixture
@@ -189,3 +192,46 @@ async def test_a_run_goes_on_with_one_machine_where_the_other_of_two_is_killed(
     assert stages[-1] == 1
     assert resumed, "a step was opened under the plan with one stage"
     assert_equal(safetensors.numpy.load(data), reference(run), "float64")
+
+
+@pytest.mark.skipif(os.environ.get("PEERLOOM_KILLS") != "full", reason="40 s; PEERLOOM_KILLS=full")
+async def test_a_machine_that_follows_takes_over_from_one_that_is_killed(
+    tmp_path: Path, captured: Model, processes: SwarmProcesses
+) -> None:
+    """The third machine has nothing else to do; the newest checkpoint is far behind."""
+    processes.launch("c")
+    await trio.to_thread.run_sync(processes.start, "c", processes.nodes[NAMES[0]].address)
+    wanted = manifest(
+        captured, stages=2, replicas=1, steps=100_000, save_every=50_000, standbys=1, test_samples=60
+    )
+    names = {parse_peer(node.peer): name for name, node in processes.nodes.items()}
+    resources = config.Resources(calibrate=False, accept_runs="never")
+    settings = replace(_settings(tmp_path / "e"), resources=resources)
+    steps: list[int] = []
+    async with Node(settings, join=[processes.nodes[NAMES[0]].address]) as node:
+        with node.watch() as events:
+            met = set(node.membership.live)
+            while not names.keys() <= met:
+                event = await events.receive()
+                if isinstance(event, MemberJoined):
+                    met.add(event.peer)
+            run = prepare(node, wanted)
+            await node.runs.submit(run)
+            killed = resumed = None
+            async for event in events:
+                if isinstance(event, RunPlanned) and event.standbys and killed is None:
+                    stage = next(row for row in event.stages if event.standbys[0] in row)
+                    killed = next(peer for peer in stage if peer not in event.standbys)
+                    height, at_step = event.height, len(steps) + 20
+                if isinstance(event, StepCommitted):
+                    steps.append(event.step)
+                    if killed is not None and len(steps) == at_step:
+                        processes.kill(names[killed])
+                if isinstance(event, RunResumed) and killed is not None and event.height > height:
+                    resumed = event
+                if resumed is not None and len(steps) > at_step + 20:
+                    break
+    assert resumed is not None
+    assert resumed.lost_steps == 0
+    assert steps == list(range(len(steps))), "each was committed once"
+    assert resumed.seconds <= STANDBY_SECONDS_MAX

@@ -165,6 +165,14 @@ HISTORY: list[events.Event] = [
         layers=((0, 3), (3, 4)),
         stages=((peer(1), peer(2)), (peer(3),)),
         trainers=(peer(1),),
+        standbys=(peer(2),),
+    ),
+    events.RunCovered(
+        at=NOW - 99,
+        run="0123456789abcdef",
+        covers=(0.99, 0.45),
+        unreliable="one was lost 1 times",
+        reason="stage 2: the link to the idle machine would add 3.0 s to each step",
     ),
     events.StageDegraded(
         at=NOW - 99,

@@ -5,26 +5,34 @@ Whole nodes in virtual time, held against one process that knows of no stages.
 
 from typing import Any
 
+import pytest
 import trio
 
 from node.events import RunCovered, RunPlanned, RunResumed, StepCommitted
 from node.protocols.manifest import Manifest
 from tests.partition_world import World
+from tests.stack import prepare
 from tests.test_takeover import newest, play, said, small
 
 LATER_SECONDS = 60.0
 """Longer than until a machine that is idle follows."""
 
 
+@pytest.fixture(autouse=True)
+def _looks_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten seconds of a swarm with nothing to see would cost as many of the test's."""
+    monkeypatch.setattr("node.runs.standbys.LOOK_SECONDS", 1.0)
+
+
 def followed(**changes: Any) -> Manifest:
     """Two stages of one replica each, long enough that somebody comes to follow them."""
-    return small(**({"steps": 40, "standbys": 1, "save_every": 30} | changes))
+    return small(**({"steps": 16, "standbys": 1, "save_every": 12} | changes))
 
 
 async def following(world: World, count: int = 1) -> str:
     """Wait until so many follow; the name of the first."""
     with trio.fail_after(LATER_SECONDS):
-        while not said(world, RunPlanned) or len(newest(world).standbys) != count:
+        while not said(world, RunPlanned) or len(newest(world).standbys) != count:  # noqa: ASYNC110 - virtual time
             await trio.sleep(0.05)
     return world.group.name_of(newest(world).standbys[0])
 
@@ -48,7 +56,7 @@ def test_a_standby_takes_over_its_stage_without_a_checkpoint() -> None:
         await world.reached(newest_step(world) + 2)
         world.crash(holder_beside(world, follower))
         with trio.fail_after(LATER_SECONDS):
-            while newest(world).height < 2:
+            while newest(world).height < 2:  # noqa: ASYNC110 - virtual time
                 await trio.sleep(0.05)
 
     world = play("abxc", followed(), scenario)
@@ -60,3 +68,19 @@ def test_a_standby_takes_over_its_stage_without_a_checkpoint() -> None:
 
 def newest_step(world: World) -> int:
     return max((event.step for event in said(world, StepCommitted)), default=0)
+
+
+def test_a_standby_gives_its_slot_to_another_run() -> None:
+    """Whoever asks finds the machine that only follows, and it goes at once."""
+
+    async def scenario(world: World) -> None:
+        follower = await following(world)
+        await world.reached(newest_step(world) + 1)  # it has heard of its plan
+        node = world.group.nodes["c"]
+        other = prepare(node, small(stages=1, steps=4, test_samples=16))
+        with trio.fail_after(LATER_SECONDS):
+            await node.runs.submit(other)
+        planned = next(event for event in said(world, RunPlanned) if event.run == other.text)
+        assert planned.stages == ((world.group.nodes[follower].peer,),)
+
+    play("abc", followed(), scenario, forks=True)

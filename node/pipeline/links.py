@@ -43,12 +43,15 @@ class Links:
         deliver: Callable[..., Awaitable[None]],
         on_reconnected: Callable[[PeerId], None],
         on_stuck: Callable[[PeerId], None],
+        on_broken: Callable[[PeerId], None] | None = None,
     ) -> None:
+        """`on_stuck` hears of a peer for which too much waits, `on_broken` of one whose stream has ended."""
         self._network = network
         self._protocol = protocol
         self._deliver = deliver
         self._on_reconnected = on_reconnected
         self._on_stuck = on_stuck
+        self._on_broken = on_broken
         self._links: dict[PeerId, _Link] = {}
         self._nursery: trio.Nursery | None = None
 
@@ -101,6 +104,11 @@ class Links:
             if rate is not None and rate < inf:
                 yield peer, rate, link.seconds_measured > link.idle_seconds
 
+    def is_broken(self, peer: PeerId) -> bool:
+        """Return whether a stream to the peer ended, and none is open again."""
+        link = self._links.get(peer)
+        return link is not None and link.has_lost and not link.is_open
+
     def forget(self, peer: PeerId) -> None:
         """Nothing more is to be said to the peer: drop its queue and close its stream.
 
@@ -134,10 +142,14 @@ class Links:
             try:
                 if link.has_lost:
                     self._on_reconnected(peer)
-                link.has_lost = True
+                link.has_lost = link.is_open = True
                 await _drain_until_closed(link, stream)
+                link.is_open = False
+                if self._on_broken is not None:
+                    self._on_broken(peer)
                 await trio.sleep(RETRY_SECONDS_MIN)
             finally:
+                link.is_open = False
                 with trio.move_on_after(1) as scope:
                     scope.shield = True
                     await stream.aclose()
@@ -178,6 +190,7 @@ class _Link:
         self.scope = trio.CancelScope()
         self.stream_scope = trio.CancelScope()
         self.has_lost = False
+        self.is_open = False
         self.bytes_measured = 0.0
         self.seconds_measured = 0.0
         self.idle_seconds = 0.0

@@ -91,6 +91,11 @@ def check_keys(run: Run, where: str) -> None:
             f"{where}: plan.replicas and plan.replicas_min: give one of the two",
             "plan.replicas = 0 leaves the number open, from plan.replicas_min on",
         )
+    if plan.objective == "energy" and is_given(run, "plan.standbys"):
+        raise UsageError(
+            f'{where}: plan.standbys: has no effect with plan.objective = "energy": idle machines stay idle',
+            'leave plan.standbys out, or plan.objective = "throughput"',
+        )
     if run.tokenizer and ".py:" in run.source:
         raise UsageError(
             f"{where}: tokenizer: has no effect on {run.source}, which returns samples, not a text",

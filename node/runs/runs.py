@@ -80,6 +80,8 @@ from partition.run.decliners import Decliners
 from partition.run.messages import REASON_LENGTH_MAX
 from partition.run.reliability import Losses
 
+PROCESS_ENDED = "its process has ended"
+
 
 class Runs:
     """The service. `run` owns its tasks; everything it learns goes out by `publish`.
@@ -168,6 +170,7 @@ class Runs:
             deliver=self.inbox.deliver,
             on_reconnected=self._reconnected,
             on_stuck=suspect,
+            on_broken=suspect,
         )
         self.nursery: trio.Nursery | None = None
         self.left: dict[str, bool] = {}
@@ -427,6 +430,20 @@ class Runs:
         for member in list(self.members.values()):
             with self.containing(member.run, "members changed"):
                 member.members_changed()
+
+    def member_closed(self, peer: PeerId) -> None:
+        """Its host says that nothing listens where a member was. Where its stream ended too, its process is
+        gone: a stage that others hold goes on without it, before membership is sure that it is dead."""
+        if not self.links.is_broken(peer):
+            return
+        for member in list(self.members.values()):
+            stage = None if member.plan is None else member.plan.stage_of(peer)
+            if member.plan is None or stage is None or not member.core.commits:
+                continue
+            others = set(member.plan.stages[stage].replicas) - {peer}
+            if not others.isdisjoint(self.live()):
+                with self.containing(member.run, "member closed"):
+                    member.absent(peer, PROCESS_ENDED)
 
     def heard(self, event: Event) -> None:
         """Take in what membership tells of a member."""

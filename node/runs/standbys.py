@@ -64,6 +64,8 @@ class Standbys:
         self._plan = plan
         self._watch.begin(is_following=bool(plan.standbys))
         self._look_at = self._now + LOOK_SECONDS
+        if plan.committer == self._service.signer.peer and self._run.manifest.standbys:
+            self._tell(plan, None)
 
     def stepped(self, plan: Plan, seconds: float) -> None:
         """Note what a step took."""

@@ -53,6 +53,7 @@ async def make_room(runs: Service, me: PeerId, run: bytes, free: int) -> None:
     ]
     for member in following[max(0, free - 1) :]:
         await _hand_over(member, MADE_ROOM, {})
+        await member.hosting.vacate()  # the plan without this node may be news that it still acts on
 
 
 def of_others(me: PeerId) -> Callable[[RunMember], bool]:
