@@ -51,7 +51,10 @@ def rate_text(step: Mapping[str, Any]) -> str:
 
 class EventScreen:
     """Turns events, in their order, into lines. `seeds` is the number of addresses to join through, `names`
-    what peers are called that no event has told of."""
+    what peers are called that no event has told of.
+
+    Long because each kind of event has its own few lines.
+    """
 
     def __init__(
         self,

@@ -121,7 +121,9 @@ class Standbys:
         """Say how well stages are covered, where that has changed."""
         covers = tuple(round(cover(stage, self._losses), 3) for stage in plan.stages)
         lost = [(peer, self._losses(peer)) for peer in plan.members]
-        unreliable = ", ".join(f"{short_peer(peer)} was lost {count} times" for peer, count in lost if count)
+        unreliable = ", ".join(
+            f"{short_peer(peer)} was lost {_times(count)}" for peer, count in lost if count
+        )
         reason = "" if uncovered is None else f"stage {uncovered.stage + 1}: {uncovered.reason}"
         told = covers, plan.standbys, unreliable, reason
         if told == self._told:
@@ -136,6 +138,10 @@ class Standbys:
                 reason=reason,
             )
         )
+
+
+def _times(count: int) -> str:
+    return ("once", "twice")[count - 1] if count < 3 else f"{count} times"
 
 
 def stage_sizes(run: Run, graph: Graph, plan: Plan) -> list[StageSize]:

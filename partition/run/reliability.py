@@ -9,7 +9,7 @@ DAY_SECONDS = 86_400.0
 PEERS_MAX = 1_024
 """As many as a roster has; the one that was lost longest ago makes room."""
 LOSSES_MAX = 8
-"""Of one peer: more change nothing."""
+"""Losses of one peer that are kept: more change nothing."""
 AVAILABLE = 0.9
 """The chance that a member without a loss is there when another of its stage dies: assumed, not measured."""
 
