@@ -53,6 +53,26 @@ def test_four_stages_become_three_and_then_two() -> None:
     assert {event.height: len(event.stages) for event in said(world, RunPlanned)} == {0: 4, 1: 3, 2: 2}
 
 
+@pytest.mark.parametrize("role", ["replica", "committer and replica"])
+def test_the_last_holder_that_leaves_hands_its_stage_to_those_beside_it(role: str) -> None:
+    """Its state is saved where it stands, and not where the last checkpoint was."""
+    left: list[str] = []
+
+    async def scenario(world: World) -> None:
+        await world.kept(SAVE_EVERY)
+        await world.reached(SAVE_EVERY + 2)
+        left.append("c" if role.startswith("committer") else other(world, "c"))
+        await world.group.nodes[left[0]].leave()
+        world.crash(left[0])
+
+    world = play("abc", small(stages=3), scenario)
+    assert len(newest(world).stages) == 2
+    assert left[0] not in holders(world)
+    assert {event.lost_steps for event in said(world, RunResumed)} == {0}
+    steps = {(event.step, event.height) for event in said(world, StepCommitted)}
+    assert sorted(step for step, _ in steps) == list(range(10)), "each once"
+
+
 def test_a_run_whose_stages_were_merged_has_as_many_again_once_a_machine_joins() -> None:
     """Nobody asks for it: the committer measures, and two looks agree that the third stage pays."""
     executors = {name: NodeExecutor(RATE, 1.0, lambda _: 0.0, Pace(), _ignore) for name in "abcx"}

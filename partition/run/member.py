@@ -10,8 +10,6 @@ here), steps (`partition.steps`), and what a role computes: `Roles` tells of tha
 
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
-from fractions import Fraction
 from typing import assert_never
 
 from msgspec.structs import replace
@@ -26,9 +24,8 @@ from partition.plan.paxos_messages import AgreementMessage
 from partition.plan.plan import NO_HASH, Plan, plan_hash
 from partition.run import keepalive, proposals
 from partition.run.asks import Asks, Declined, Done, Reply
-from partition.run.branches import Branches, Verdict
+from partition.run.branches import Verdict
 from partition.run.completion import Completion, answer_end
-from partition.run.draining import Draining
 from partition.run.events import (
     Event,
     Left,
@@ -44,7 +41,6 @@ from partition.run.events import (
     StepsWanted,
 )
 from partition.run.failures import Failures
-from partition.run.keepalive import Keepalive
 from partition.run.messages import (
     REASON_LENGTH_MAX,
     Absent,
@@ -55,38 +51,16 @@ from partition.run.messages import (
     RunMessage,
     check_sender,
 )
+from partition.run.parts import Life, Parts
 from partition.run.pauses import stage_missing, stages_fewer, votes_missing
 from partition.run.progress import Progress
-from partition.run.proposals import Proposer, Surroundings
+from partition.run.proposals import Surroundings
 from partition.run.recutting import Recutting
 from partition.run.roles import Roles
 from partition.run.states import CAUSE_OF, OVER, Cause, State, after, cause_of
 from partition.run.way_back import WaysBack
 
 INF = float("inf")
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The constructors of the parts that a test or a user may replace."""
-
-    branches: type[Branches] = Branches
-    draining: type[Draining] = Draining
-    keepalive: type[Keepalive] = Keepalive
-    proposer: type[Proposer] = Proposer
-
-
-@dataclass
-class _Life:
-    """The parts of a member that has a plan."""
-
-    chain: PaxosChain
-    branches: Branches
-    proposer: Proposer
-    draining: Draining
-    keepalive: Keepalive
-    first_pace: Fraction
-    """That of the plan that this member began with: see `partition.plan.merging.slowest_pace`."""
 
 
 class Member:
@@ -126,7 +100,7 @@ class Member:
         self._roles = roles
         self._ways_back = WaysBack(save_every)
         self._parts = parts or Parts()
-        self._life: _Life | None = None
+        self._life: Life | None = None
         self._is_stuck = False
         self._completion: Completion | None = None
 
@@ -173,7 +147,7 @@ class Member:
             around=self._around,
             asks=self.asks,
         )
-        self._life = _Life(
+        self._life = Life(
             chain=chain,
             branches=make.branches(self._me, chain, self.progress, may_fork=self._may_fork),
             proposer=proposer,
@@ -223,7 +197,7 @@ class Member:
             case _:
                 assert_never(event)
 
-    def _adopt(self, now: float, life: _Life, plan: Plan, change: Change | None) -> None:
+    def _adopt(self, now: float, life: Life, plan: Plan, change: Change | None) -> None:
         """A plan has come into force."""
         before, self.plan = self.plan, plan
         self.recutting.end()
@@ -255,7 +229,7 @@ class Member:
                 plan, joined, is_new_committer=before is None or before.committer != plan.committer
             )
 
-    def _in_force(self, life: _Life, reason: str) -> None:
+    def _in_force(self, life: Life, reason: str) -> None:
         """The run goes on, with all the replicas it began with or with fewer."""
         plan = self.plan
         if plan is None or self._me not in plan.roster:
@@ -278,7 +252,7 @@ class Member:
 
     # Branches
 
-    def _on_fork(self, life: _Life, event: paxos.ForkFound | paxos.LeftBehind) -> None:
+    def _on_fork(self, life: Life, event: paxos.ForkFound | paxos.LeftBehind) -> None:
         if self.is_finishing:
             return
         roles = self._roles
@@ -325,7 +299,7 @@ class Member:
             self.sends += [(peer, message) for peer in self.others()]
             self._note_leaving(now, self._life, self._me)
 
-    def _note_leaving(self, now: float, life: _Life, peer: PeerId) -> None:
+    def _note_leaving(self, now: float, life: Life, peer: PeerId) -> None:
         life.draining.note(now, peer)
         if self.recutting.paused_at is None:
             self.look_for_leavers()
@@ -333,8 +307,14 @@ class Member:
             self.paused(now, self.recutting.paused_at)
 
     def look_for_leavers(self) -> None:
-        """As the committer: pause before a member leaves that its stage can do without."""
-        if self.commits and self._life is not None and self._life.draining.ready():
+        """As the committer: pause before a member leaves that its stage can do without, or whose stage those
+        beside it take."""
+        if not self.commits or self._life is None:
+            return
+        handed_over = self._life.proposer.handed_over()
+        if handed_over is not None and not self.recutting.is_open:
+            self.recutting.begin(handed_over)
+        if handed_over is not None or self._life.draining.ready():
             self.events.append(PauseWanted())
 
     def paused(self, now: float, step: int) -> None:
@@ -382,7 +362,7 @@ class Member:
         elif change is not None:
             self._wish(now, life, Recut(plan_hash(plan), change.step, change.restored, change.cuts))
 
-    def _wish(self, now: float, life: _Life, message: Recut) -> None:
+    def _wish(self, now: float, life: Life, message: Recut) -> None:
         self.sends += [(peer, message) for peer in self.others()]
         life.proposer.recut = message.change
         life.proposer.changed(now)
@@ -394,7 +374,7 @@ class Member:
         if life is not None and plan is not None and self.commits and not self.is_over:
             self._wish(now, life, Recut(plan_hash(plan), step, checkpoint, (), is_final=True))
 
-    def _give_up_recut(self, life: _Life) -> None:
+    def _give_up_recut(self, life: Life) -> None:
         self.recutting.end()
         life.proposer.give_up_recut()
         if life.proposer.recut is None:  # else what all have heard is still decided, sooner or later
@@ -551,7 +531,7 @@ class Member:
         if self._life is not None:
             self._life.proposer.give_up()
 
-    def _beat(self, now: float, life: _Life) -> None:
+    def _beat(self, now: float, life: Life) -> None:
         self.members_changed(now)
         self.note_step(max(self.progress.step, self._roles.committed or 0))
         live = self._around.live()
@@ -571,7 +551,7 @@ class Member:
         news = self._ways_back.news(self.plan, self._roles.restorable) if self.commits else None
         self.sends += [(peer, news) for peer in peers if news is not None]
 
-    def _follow(self, now: float, life: _Life) -> None:
+    def _follow(self, now: float, life: Life) -> None:
         """Act on what the parts tell."""
         told = [*life.proposer.events, *life.keepalive.events]
         life.proposer.events.clear()
@@ -583,7 +563,7 @@ class Member:
     def _on_part(
         self,
         now: float,
-        life: _Life,
+        life: Life,
         event: proposals.Event | keepalive.MemberSilent | keepalive.RunSilent,
     ) -> None:
         match event:
@@ -604,7 +584,7 @@ class Member:
             case _:
                 assert_never(event)
 
-    def _on_no_way(self, now: float, life: _Life, event: proposals.NoWayFound) -> None:
+    def _on_no_way(self, now: float, life: Life, event: proposals.NoWayFound) -> None:
         """No plan can follow: the run waits, and if that lasts the member that would propose one ends it."""
         if not self._is_stuck:
             self._is_stuck = True

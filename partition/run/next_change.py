@@ -84,13 +84,20 @@ def next_change(view: PlanInputs) -> Change | NoViablePlan | None:
         voters = {*plan.roster, *(row.peer for row in joined), *admitted} - view.leaving
         admitted += choose_witnesses(voters, [peer for peer, _ in candidates])
     if not lost and not joined and not admitted:
-        return None if view.leaving else view.recut
+        return None if view.recut is None or _keeps(view.recut, view.leaving) else view.recut
     if not set(plan.roster) - lost and not joined:
         return NoViablePlan("nobody of the run is left", timeouts.PAUSE_SECONDS_MAX)
     restored, step = view.restorable if empty and view.restorable else (NO_HASH, 0)
     return Change(
         lost=tuple(sorted(lost)), joined=tuple(joined), admitted=admitted, restored=restored, step=step
     )
+
+
+def _keeps(change: Change, leaving: Collection[bytes]) -> bool:
+    """Return whether a change would give a stage to somebody who leaves, who is waited for then."""
+    if not change.stages:
+        return bool(leaving)
+    return any(peer in leaving for stage in change.stages for peer in stage.replicas)
 
 
 def _refills(
@@ -139,20 +146,7 @@ def _merge(view: PlanInputs, lost: Collection[bytes], joined: Sequence[Joining])
     plan = view.plan
     if not view.asks or view.restorable is None:
         return None
-    groups = [
-        [
-            (peer, rate)
-            for peer, rate in zip(stage.replicas, stage.rates, strict=True)
-            if peer not in lost and peer not in view.leaving and peer not in {row.peer for row in joined}
-        ]
-        for stage in plan.stages
-    ]
-    for row in joined:
-        groups[row.stage].append((row.peer, row.rate))
-    for stage, group in zip(plan.stages, groups, strict=True):
-        if group:
-            peers, rates = zip(*group, strict=True)
-            group[:] = zip(peers, rates_left(stage, rates), strict=True)
+    groups = groups_left(plan, {*lost, *view.leaving}, joined)
     stages = merged_stages(plan, groups, view.refused)
     if stages is None:
         return None
@@ -165,6 +159,25 @@ def _merge(view: PlanInputs, lost: Collection[bytes], joined: Sequence[Joining])
         step=step,
         stages=stages,
     )
+
+
+def groups_left(
+    plan: Plan, gone: Collection[bytes], joined: Sequence[Joining] = ()
+) -> list[list[tuple[bytes, int]]]:
+    """Return the replicas that each stage has without those that are `gone`, with those that join it, each
+    with its rate."""
+    moved = {row.peer for row in joined}
+    groups = []
+    for number, stage in enumerate(plan.stages):
+        group = [
+            (peer, rate)
+            for peer, rate in zip(stage.replicas, stage.rates, strict=True)
+            if peer not in gone and peer not in moved
+        ]
+        group += [(row.peer, row.rate) for row in joined if row.stage == number]
+        rates = rates_left(stage, [rate for _, rate in group])
+        groups.append([(peer, rate) for (peer, _), rate in zip(group, rates, strict=True)])
+    return groups
 
 
 def wanted_now(plan: Plan, wanted: Sequence[int]) -> Sequence[int]:

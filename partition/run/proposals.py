@@ -13,13 +13,14 @@ from dataclasses import dataclass, field, replace
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, short_peer
 from partition.plan.change import Change, successor
+from partition.plan.merging import merged_stages
 from partition.plan.paxos import PaxosChain
 from partition.plan.plan import FIRST_VALUES, Plan, committee
 from partition.run import timeouts
 from partition.run.asks import Asks, Done, HoldStage, OpenStage, ReleaseStage, Reply, StartRun
 from partition.run.decliners import Decliners
 from partition.run.messages import REASON_LENGTH_MAX, Absent
-from partition.run.next_change import NoViablePlan, PlanInputs, next_change, ranked
+from partition.run.next_change import NoViablePlan, PlanInputs, groups_left, next_change, ranked
 from partition.run.roles import Roles
 from partition.run.way_back import WayBack
 
@@ -210,6 +211,21 @@ class Proposer:
             for other in plan.stages[stage].replicas
         )
 
+    def handed_over(self) -> Change | None:
+        """Return the change by which the stages of those who leave go to the stages beside them, from a
+        checkpoint that is made for it. None where each has another replica or somebody idle may take it, or
+        where nobody could hold more."""
+        plan = self._chain.head
+        last = [peer for peer in self.leaving if not self.can_leave(peer)]
+        busy = {peer for stage in plan.stages for peer in stage.replicas}
+        if not last or self.absent or any(peer not in busy for peer, _ in self._around.free()):
+            return None
+        stages = merged_stages(plan, groups_left(plan, self.leaving), list(self._refused))
+        # Who brings a plan to others must be in it: this one goes once it holds nothing.
+        return (
+            None if stages is None else Change(lost=tuple(sorted(self.leaving - {self._me})), stages=stages)
+        )
+
     def is_proposer(self, now: float) -> bool:
         """Return whether this member is the first living one of the committee: it asks newcomers."""
         alive, voters = self.living(now), committee(self._chain.head)
@@ -377,9 +393,10 @@ class Proposer:
     def _still_fits(self, pending: _Pending, view: PlanInputs) -> bool:
         """Return whether it follows the newest plan, loses whom it should, and its newcomers live."""
         live = self._around.live()
+        gone = set(view.plan.roster) & view.absent
         return (
             pending.plan.parent == self._chain.head_hash
-            and set(pending.change.lost) == set(view.plan.roster) & view.absent
+            and gone <= set(pending.change.lost) <= gone | view.leaving
             and all(peer in live and not self._wants_out(peer) for peer in pending.newcomers)
         )
 

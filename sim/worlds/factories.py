@@ -21,7 +21,7 @@ from gossip.swim import Swim
 from gossip.view import Place, Scope
 from node.services.driver import Core
 from partition.plan.paxos import PaxosChain
-from partition.run.member import Parts
+from partition.run.parts import Parts
 from partition.steps.committer import Committer
 from partition.steps.replica import Replica
 

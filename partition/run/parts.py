@@ -1,0 +1,33 @@
+"""What a member of a run is made of, once it has a plan."""
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from partition.plan.paxos import PaxosChain
+from partition.run.branches import Branches
+from partition.run.draining import Draining
+from partition.run.keepalive import Keepalive
+from partition.run.proposals import Proposer
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The constructors of the parts that a test or a user may replace."""
+
+    branches: type[Branches] = Branches
+    draining: type[Draining] = Draining
+    keepalive: type[Keepalive] = Keepalive
+    proposer: type[Proposer] = Proposer
+
+
+@dataclass
+class Life:
+    """The parts of a member that has a plan."""
+
+    chain: PaxosChain
+    branches: Branches
+    proposer: Proposer
+    draining: Draining
+    keepalive: Keepalive
+    first_pace: Fraction
+    """That of the plan that this member began with: see `partition.plan.merging.slowest_pace`."""
