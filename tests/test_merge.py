@@ -73,6 +73,30 @@ def test_the_last_holder_that_leaves_hands_its_stage_to_those_beside_it(role: st
     assert sorted(step for step, _ in steps) == list(range(10)), "each once"
 
 
+def test_a_stage_goes_to_those_beside_it_where_its_owner_gives_less() -> None:
+    async def scenario(world: World) -> None:
+        await world.kept(SAVE_EVERY)
+        await world.reached(SAVE_EVERY + 2)
+        world.group.nodes[other(world, "c")].set("memory", "1%")
+
+    world = play("abc", small(stages=3), scenario)
+    assert len(newest(world).stages) == 2
+    assert {event.lost_steps for event in said(world, RunResumed)} == {0}
+    steps = {(event.step, event.height) for event in said(world, StepCommitted)}
+    assert sorted(step for step, _ in steps) == list(range(10)), "each once"
+
+
+def test_of_two_members_the_requester_alone_goes_on_where_it_may() -> None:
+    async def scenario(world: World) -> None:
+        await world.kept(SAVE_EVERY)
+        await world.reached(SAVE_EVERY + 2)
+        world.crash(other(world, "b"))
+
+    world = play("ab", small(stages=2, on_lost_quorum="requester"), scenario)
+    assert newest(world).stages == ((world.group.nodes["b"].peer,),)
+    assert max(pauses(world)) <= PAUSE_SECONDS_MAX
+
+
 def test_a_run_whose_stages_were_merged_has_as_many_again_once_a_machine_joins() -> None:
     """Nobody asks for it: the committer measures, and two looks agree that the third stage pays."""
     executors = {name: NodeExecutor(RATE, 1.0, lambda _: 0.0, Pace(), _ignore) for name in "abcx"}

@@ -121,3 +121,45 @@ def test_whatever_befalls_its_members_a_run_without_spares_ends_exactly(seed: in
         split_whenever(played, rng.uniform(2, 10))
     assert_done(played.play(), 40)
     assert_one_plan_at_each_height(played)
+
+
+def leave(played: Troubled, number: int, seconds: float) -> None:
+    """Have a peer hand over what it does and go; and come back after so long."""
+    peer = played.world.peers[number]
+    if played.world.runs(number) and not played.world.lives[peer].leaving:
+        played.world.stop(number, "leave")
+        played.at(played.world.now + seconds, come_back, played, number)
+
+
+def come_back(played: Troubled, number: int) -> None:
+    """Start a peer once it has gone."""
+    if played.world.runs(number):
+        played.at(played.world.now + 1.0, come_back, played, number)
+    else:
+        played.world.start(number)
+
+
+@pytest.mark.parametrize("seed", range(1, SEEDS + 1))
+def test_members_that_leave_hand_over_and_the_run_ends_exactly(seed: int) -> None:
+    """The last holders of their stages say goodbye, two at once now and then, and one dies."""
+    rng = seeded_rng(seed, PeerId(bytes(32)))
+    played = play(seed, stages=rng.randint(3, 5), steps=40, seconds=900)
+    names = range(1, len(played.world.peers))
+    time = BEGINS + rng.uniform(0.5, 5)
+    for _ in range(rng.randint(1, 3)):
+        for name in rng.sample(names, rng.choice((1, 1, 2))):
+            played.at(time, leave, played, name, rng.uniform(15, 40))
+        time += rng.uniform(3, 40)
+    if rng.random() < 0.5:
+        played.at(time, partial(played.crash, rng.choice(names), seconds=20.0))
+    split_whenever(played, rng.uniform(2, 10))
+    assert_done(played.play(), 40)
+    assert_one_plan_at_each_height(played)
+
+
+def test_a_last_holder_that_leaves_takes_no_step_with_it() -> None:
+    played = play(1, stages=3)
+    played.when(is_step(7), partial(leave, played, 1, 300.0))
+    assert_done(played.play(), 30)
+    assert played.story.steps == list(range(len(played.story.steps)))
+    assert stages_of(played) == [0, 1]

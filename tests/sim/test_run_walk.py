@@ -18,6 +18,7 @@ from sim.events import PeerFrozen, RunEnded
 from sim.network.model import NetworkModel
 from sim.seeds import seeded_rng
 from tests.sim.runs_world import BEGINS, Troubled, scenario, training
+from tests.sim.test_following import follow_whenever
 
 EVENTS_WANTED = int(os.environ.get("PEERLOOM_RUN_WALK_EVENTS", "3000"))
 FOUND = (3_058,)
@@ -79,7 +80,8 @@ class Trouble:
         self.played.at(world.now + 2.0, world.deafen, some[0], False)
 
 
-def walk(seed: int) -> tuple[Troubled, Trouble]:
+def walk(seed: int, *, follows: bool = True) -> tuple[Troubled, Trouble]:
+    """With `follows`, idle peers follow a stage in half of the walks."""
     rng = seeded_rng(seed, "run walk")
     run = training(
         stages=rng.randint(1, 3), replicas=2, steps=60, microbatches=4, checkpoint_every=4, pass_seconds=0.05
@@ -95,7 +97,10 @@ def walk(seed: int) -> tuple[Troubled, Trouble]:
         ),
         seed,
     )
-    return played, Trouble(played, rng)
+    trouble = Trouble(played, rng)
+    if follows and rng.random() < 0.5:
+        follow_whenever(played, rng.uniform(1, 6))
+    return played, trouble
 
 
 CALLS = ("begin", "on_chain", "receive", "replied", "wake", "members_changed")
@@ -136,7 +141,7 @@ def test_every_run_ends_whatever_befalls_its_members(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("seed", FOUND)
 def test_a_run_ends_that_once_did_not(seed: int) -> None:
-    played, _trouble = walk(seed)
+    played, _trouble = walk(seed, follows=False)
     played.play()
     assert {row.event.outcome for row in played.story.of(RunEnded)} == {"done"}
 
