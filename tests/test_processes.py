@@ -28,6 +28,11 @@ from tests.stack import Model, assert_equal, manifest, prepare, reference, simpl
 
 NAMES = "ab"
 SWARM = "processes"
+full = pytest.mark.skipif(
+    os.environ.get("PEERLOOM_KILLS") != "full", reason="half a minute a case: PEERLOOM_KILLS=full"
+)
+ALONE_SECONDS_MAX = 10.0
+"""From the death of one of two machines until the other computes the next step."""
 STANDBY_SECONDS_MAX = 2.0
 """From a holder's death until the next step is open where another follows its stage."""
 
@@ -194,7 +199,7 @@ async def test_a_run_goes_on_with_one_machine_where_the_other_of_two_is_killed(
     assert_equal(safetensors.numpy.load(data), reference(run), "float64")
 
 
-@pytest.mark.skipif(os.environ.get("PEERLOOM_KILLS") != "full", reason="40 s; PEERLOOM_KILLS=full")
+@full
 async def test_a_machine_that_follows_takes_over_from_one_that_is_killed(
     tmp_path: Path, captured: Model, processes: SwarmProcesses
 ) -> None:
@@ -235,3 +240,61 @@ async def test_a_machine_that_follows_takes_over_from_one_that_is_killed(
     assert resumed.lost_steps == 0
     assert steps == list(range(len(steps))), "each was committed once"
     assert resumed.seconds <= STANDBY_SECONDS_MAX
+
+
+@full
+@pytest.mark.parametrize("way", ["killed", "left"])
+async def test_the_requester_goes_on_alone_without_the_other_of_two(
+    way: str, tmp_path: Path, captured: Model
+) -> None:
+    """Each holds a stage, nobody else is there; one that leaves takes no step with it."""
+    swarm = SwarmProcesses(tmp_path, SWARM, time.sleep, calibrate=False, preset="lan")
+    settings = _settings(tmp_path / "e")
+    settings = replace(settings, swarm=config.Swarm(name=SWARM, preset="lan"))
+    wanted = manifest(
+        captured,
+        stages=2,
+        replicas=1,
+        steps=60,
+        save_every=4,
+        test_samples=60,
+        on_lost_quorum="requester",
+    )
+    resumed: list[RunResumed] = []
+    stages: list[int] = []
+    try:
+        swarm.launch("a")
+        other = swarm.start("a", None)
+        async with Node(settings, join=[other.address]) as node:
+            with node.watch() as events, trio.fail_after(240):
+                while len(node.membership.live) < 2:
+                    await events.receive()
+                run = prepare(node, wanted)
+                await node.runs.submit(run)
+                async for event in events:
+                    if isinstance(event, RunPlanned):
+                        stages.append(len(event.stages))
+                    if isinstance(event, StepCommitted) and event.step == 20 and len(stages) == 1:
+                        if way == "killed":
+                            swarm.kill("a")
+                        else:
+                            run_away = ["leave", "--data-dir", str(tmp_path / "a"), "--json"]
+                            node.runs.start_task(_told, run_away, of=None)
+                    if isinstance(event, RunResumed):
+                        resumed.append(event)
+                    if isinstance(event, RunEnded):
+                        assert event.outcome == "done", event.detail
+                        break
+            data = node.seams.storage.read(weights_name(run.text))
+    finally:
+        swarm.close()
+    assert data is not None
+    assert stages[-1] == 1
+    assert max(event.seconds for event in resumed) <= ALONE_SECONDS_MAX
+    if way == "left":
+        assert {event.lost_steps for event in resumed} == {0}
+    assert_equal(safetensors.numpy.load(data), reference(run), "float64")
+
+
+async def _told(arguments: list[str]) -> None:
+    await trio.to_thread.run_sync(run_command, arguments)

@@ -45,7 +45,8 @@ class Links:
         on_stuck: Callable[[PeerId], None],
         on_broken: Callable[[PeerId], None] | None = None,
     ) -> None:
-        """`on_stuck` hears of a peer for which too much waits, `on_broken` of one whose stream has ended."""
+        """`on_stuck` hears of a peer for which too much waits, `on_broken` of one whose stream has ended, or
+        could not be opened again."""
         self._network = network
         self._protocol = protocol
         self._deliver = deliver
@@ -105,9 +106,9 @@ class Links:
                 yield peer, rate, link.seconds_measured > link.idle_seconds
 
     def is_broken(self, peer: PeerId) -> bool:
-        """Return whether a stream to the peer ended, and none is open again."""
+        """Return whether a stream to the peer ended, and could not be opened again."""
         link = self._links.get(peer)
-        return link is not None and link.has_lost and not link.is_open
+        return link is not None and link.has_failed
 
     def forget(self, peer: PeerId) -> None:
         """Nothing more is to be said to the peer: drop its queue and close its stream.
@@ -135,6 +136,8 @@ class Links:
             try:
                 stream = await self._network.open(peer, self._protocol)
             except (Unreachable, StreamClosed):
+                link.has_failed = link.has_lost
+                self._tell_broken(peer, link)
                 await trio.sleep(pause)
                 pause = min(RETRY_SECONDS_MAX, pause * 2)
                 continue
@@ -142,17 +145,18 @@ class Links:
             try:
                 if link.has_lost:
                     self._on_reconnected(peer)
-                link.has_lost = link.is_open = True
+                link.has_lost, link.has_failed = True, False
                 await _drain_until_closed(link, stream)
-                link.is_open = False
-                if self._on_broken is not None:
-                    self._on_broken(peer)
+                self._tell_broken(peer, link)
                 await trio.sleep(RETRY_SECONDS_MIN)
             finally:
-                link.is_open = False
                 with trio.move_on_after(1) as scope:
                     scope.shield = True
                     await stream.aclose()
+
+    def _tell_broken(self, peer: PeerId, link: "_Link") -> None:
+        if link.has_lost and self._on_broken is not None:
+            self._on_broken(peer)
 
     async def _deliver_here(self, peer: PeerId, message: Data, *payload: Data) -> None:
         with contain("a message to this node itself"):
@@ -190,7 +194,7 @@ class _Link:
         self.scope = trio.CancelScope()
         self.stream_scope = trio.CancelScope()
         self.has_lost = False
-        self.is_open = False
+        self.has_failed = False
         self.bytes_measured = 0.0
         self.seconds_measured = 0.0
         self.idle_seconds = 0.0

@@ -432,16 +432,13 @@ class Runs:
                 member.members_changed()
 
     def member_closed(self, peer: PeerId) -> None:
-        """Its host says that nothing listens where a member was. Where its stream ended too, its process is
-        gone: a stage that others hold goes on without it, before membership is sure that it is dead."""
+        """Its host says that nothing listens where a member was. Where its stream ended too, and could not be
+        opened again, its process is gone, and what it held of a stage with it: the run goes on without it,
+        before membership is sure that it is dead."""
         if not self.links.is_broken(peer):
             return
         for member in list(self.members.values()):
-            stage = None if member.plan is None else member.plan.stage_of(peer)
-            if member.plan is None or stage is None or not member.core.commits:
-                continue
-            others = set(member.plan.stages[stage].replicas) - {peer}
-            if not others.isdisjoint(self.live()):
+            if member.plan is not None and member.plan.stage_of(peer) is not None and member.core.commits:
                 with self.containing(member.run, "member closed"):
                     member.absent(peer, PROCESS_ENDED)
 
