@@ -249,7 +249,7 @@ def test_a_newcomer_refills_a_stage_and_takes_its_state_from_its_peers() -> None
         await world.reached(4)
         await spare(world, "x")
 
-    world = play("abcd", small(stages=2, replicas=2, steps=24), scenario)
+    world = play("abcd", small(stages=2, replicas=2, steps=32), scenario)
     assert "x" in holders(world)
     newcomer = world.group.nodes["x"].peer
     (resumed,) = {event.step for event in said(world, RunResumed) if event.filled == (newcomer,)}
