@@ -22,7 +22,7 @@ from partition.plan.paxos import ForkFound, PaxosChain
 from partition.plan.paxos_messages import AgreementMessage, ChainHead
 from partition.plan.quorum import Instance
 from partition.run.draining import Draining
-from partition.run.member import Parts
+from partition.run.parts import Parts
 from partition.steps.replica import Replica, SubtractReady, WorkItem
 from sim.checkers import checkers_for
 from sim.churn.model import Churn, Event
