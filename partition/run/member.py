@@ -51,7 +51,7 @@ from partition.run.messages import (
     RunMessage,
     check_sender,
 )
-from partition.run.parts import Life, Parts
+from partition.run.parts import MemberLife, Parts
 from partition.run.pauses import stage_missing, stages_fewer, votes_missing
 from partition.run.progress import Progress
 from partition.run.proposals import Surroundings
@@ -100,7 +100,7 @@ class Member:
         self._roles = roles
         self._ways_back = WaysBack(save_every)
         self._parts = parts or Parts()
-        self._life: Life | None = None
+        self._life: MemberLife | None = None
         self._is_stuck = False
         self._completion: Completion | None = None
 
@@ -147,7 +147,7 @@ class Member:
             around=self._around,
             asks=self.asks,
         )
-        self._life = Life(
+        self._life = MemberLife(
             chain=chain,
             branches=make.branches(self._me, chain, self.progress, may_fork=self._may_fork),
             proposer=proposer,
@@ -197,7 +197,7 @@ class Member:
             case _:
                 assert_never(event)
 
-    def _adopt(self, now: float, life: Life, plan: Plan, change: Change | None) -> None:
+    def _adopt(self, now: float, life: MemberLife, plan: Plan, change: Change | None) -> None:
         """A plan has come into force."""
         before, self.plan = self.plan, plan
         self.recutting.end()
@@ -229,7 +229,7 @@ class Member:
                 plan, joined, is_new_committer=before is None or before.committer != plan.committer
             )
 
-    def _in_force(self, life: Life, reason: str) -> None:
+    def _in_force(self, life: MemberLife, reason: str) -> None:
         """The run goes on, with all the replicas it began with or with fewer."""
         plan = self.plan
         if plan is None or self._me not in plan.roster:
@@ -252,7 +252,7 @@ class Member:
 
     # Branches
 
-    def _on_fork(self, life: Life, event: paxos.ForkFound | paxos.LeftBehind) -> None:
+    def _on_fork(self, life: MemberLife, event: paxos.ForkFound | paxos.LeftBehind) -> None:
         if self.is_finishing:
             return
         roles = self._roles
@@ -299,7 +299,7 @@ class Member:
             self.sends += [(peer, message) for peer in self.others()]
             self._note_leaving(now, self._life, self._me)
 
-    def _note_leaving(self, now: float, life: Life, peer: PeerId) -> None:
+    def _note_leaving(self, now: float, life: MemberLife, peer: PeerId) -> None:
         life.draining.note(now, peer)
         if self.recutting.paused_at is None:
             self.look_for_leavers()
@@ -362,7 +362,7 @@ class Member:
         elif change is not None:
             self._wish(now, life, Recut(plan_hash(plan), change.step, change.restored, change.cuts))
 
-    def _wish(self, now: float, life: Life, message: Recut) -> None:
+    def _wish(self, now: float, life: MemberLife, message: Recut) -> None:
         self.sends += [(peer, message) for peer in self.others()]
         life.proposer.recut = message.change
         life.proposer.changed(now)
@@ -374,7 +374,7 @@ class Member:
         if life is not None and plan is not None and self.commits and not self.is_over:
             self._wish(now, life, Recut(plan_hash(plan), step, checkpoint, (), is_final=True))
 
-    def _give_up_recut(self, life: Life) -> None:
+    def _give_up_recut(self, life: MemberLife) -> None:
         self.recutting.end()
         life.proposer.give_up_recut()
         if life.proposer.recut is None:  # else what all have heard is still decided, sooner or later
@@ -531,7 +531,7 @@ class Member:
         if self._life is not None:
             self._life.proposer.give_up()
 
-    def _beat(self, now: float, life: Life) -> None:
+    def _beat(self, now: float, life: MemberLife) -> None:
         self.members_changed(now)
         self.note_step(max(self.progress.step, self._roles.committed or 0))
         live = self._around.live()
@@ -551,7 +551,7 @@ class Member:
         news = self._ways_back.news(self.plan, self._roles.restorable) if self.commits else None
         self.sends += [(peer, news) for peer in peers if news is not None]
 
-    def _follow(self, now: float, life: Life) -> None:
+    def _follow(self, now: float, life: MemberLife) -> None:
         """Act on what the parts tell."""
         told = [*life.proposer.events, *life.keepalive.events]
         life.proposer.events.clear()
@@ -563,7 +563,7 @@ class Member:
     def _on_part(
         self,
         now: float,
-        life: Life,
+        life: MemberLife,
         event: proposals.Event | keepalive.MemberSilent | keepalive.RunSilent,
     ) -> None:
         match event:
@@ -584,7 +584,7 @@ class Member:
             case _:
                 assert_never(event)
 
-    def _on_no_way(self, now: float, life: Life, event: proposals.NoWayFound) -> None:
+    def _on_no_way(self, now: float, life: MemberLife, event: proposals.NoWayFound) -> None:
         """No plan can follow: the run waits, and if that lasts the member that would propose one ends it."""
         if not self._is_stuck:
             self._is_stuck = True

@@ -21,7 +21,7 @@ class Parts:
 
 
 @dataclass
-class Life:
+class MemberLife:
     """The parts of a member that has a plan."""
 
     chain: PaxosChain
