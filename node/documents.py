@@ -144,7 +144,8 @@ def cover_document(covered: events.RunCovered | None) -> dict[str, Any] | None:
     looked yet."""
     if covered is None:
         return None
-    return {"stages": list(covered.covers), "unreliable": covered.unreliable, "reason": covered.reason}
+    found = {"stages": list(covered.covers), "unreliable": covered.unreliable, "reason": covered.reason}
+    return {**found, "text": cover_text(found)}
 
 
 def cover_text(covered: Mapping[str, Any]) -> str:

@@ -52,12 +52,11 @@ function Strip({ run }) {
       <li class="arrow" aria-hidden="true">${"→"}<br />${last.sent_bytes[index - 1] != null ? bytes(last.sent_bytes[index - 1]) : ""}<br />
         ${last.returned_bytes[index] != null ? html`${"←"} ${bytes(last.returned_bytes[index])}` : ""}</li>
       <li class="stage"><strong>stage ${index + 1}</strong> <span class="quiet">layers ${stage.layers[0]}-${stage.layers[1] - 1}</span>
-        <ul>${stage.replicas.map((key) => html`<li><${Peer} id=${key} />${stage.standbys.includes(key) ? html` <span class="quiet">(standby)</span>` : ""}</li>`)}</ul>
+        <ul>${stage.replicas.map((key) => html`<li><${Peer} id=${key} />${stage.standbys.includes(key) ? " (standby)" : ""}</li>`)}</ul>
         ${last.utilisation[index] == null ? "" : html`<meter min="0" max="1" value=${last.utilisation[index]}
           aria-label=${`stage ${index + 1} computes ${share(last.utilisation[index])} of the step`}></meter>
           <span class="quiet">busy ${share(last.utilisation[index])}</span>`}</li>`)}</ol></div>
-    ${run.covered ? html`<p class="quiet">Against the death of a holder: ${run.covered.stages.map((chance, index) =>
-      `stage ${index + 1} ${share(chance)}`).join(", ")}${run.covered.unreliable ? `; ${run.covered.unreliable}` : ""}${run.covered.reason ? `; ${run.covered.reason}` : ""}.</p>` : ""}
+    ${run.covered ? html`<p class="quiet">Covered: ${run.covered.text}</p>` : ""}
     ${last.seconds == null ? "" : html`<p class="quiet">Last step ${seconds(last.seconds)}; bytes are of that step.</p>`}`;
 }
 
