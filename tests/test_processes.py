@@ -227,7 +227,7 @@ async def test_a_machine_that_follows_takes_over_from_one_that_is_killed(
                 if isinstance(event, RunPlanned) and event.standbys and killed is None:
                     stage = next(row for row in event.stages if event.standbys[0] in row)
                     killed = next(peer for peer in stage if peer not in event.standbys)
-                    height, at_step = event.height, len(steps) + 20
+                    height, at_step = event.height, len(steps) + 10
                 if isinstance(event, StepCommitted):
                     steps.append(event.step)
                     if killed is not None and len(steps) == at_step:

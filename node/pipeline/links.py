@@ -105,10 +105,14 @@ class Links:
             if rate is not None and rate < inf:
                 yield peer, rate, link.seconds_measured > link.idle_seconds
 
-    def is_broken(self, peer: PeerId) -> bool:
-        """Return whether a stream to the peer ended, and could not be opened again."""
+    def is_closed(self, peer: PeerId, *, news: bool = False) -> bool:
+        """Return whether a stream to the peer ended and could not be opened again, and its host said since
+        that nothing listens there; with `news` it says so now."""
         link = self._links.get(peer)
-        return link is not None and link.has_failed
+        if link is None:
+            return False
+        link.is_closed |= news
+        return link.is_closed and link.has_failed
 
     def forget(self, peer: PeerId) -> None:
         """Nothing more is to be said to the peer: drop its queue and close its stream.
@@ -145,7 +149,7 @@ class Links:
             try:
                 if link.has_lost:
                     self._on_reconnected(peer)
-                link.has_lost, link.has_failed = True, False
+                link.has_lost, link.has_failed, link.is_closed = True, False, False
                 await _drain_until_closed(link, stream)
                 self._tell_broken(peer, link)
                 await trio.sleep(RETRY_SECONDS_MIN)
@@ -194,7 +198,7 @@ class _Link:
         self.scope = trio.CancelScope()
         self.stream_scope = trio.CancelScope()
         self.has_lost = False
-        self.has_failed = False
+        self.has_failed = self.is_closed = False
         self.bytes_measured = 0.0
         self.seconds_measured = 0.0
         self.idle_seconds = 0.0

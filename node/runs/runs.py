@@ -170,7 +170,7 @@ class Runs:
             deliver=self.inbox.deliver,
             on_reconnected=self._reconnected,
             on_stuck=suspect,
-            on_broken=suspect,
+            on_broken=partial(self._link_broken, suspect),
         )
         self.nursery: trio.Nursery | None = None
         self.left: dict[str, bool] = {}
@@ -435,8 +435,16 @@ class Runs:
         """Its host says that nothing listens where a member was. Where its stream ended too, and could not be
         opened again, its process is gone, and what it held of a stage with it: the run goes on without it,
         before membership is sure that it is dead."""
-        if not self.links.is_broken(peer):
+        if not self.links.is_closed(peer, news=True):
             return
+        self._without(peer)
+
+    def _link_broken(self, suspect: Callable[[PeerId], None], peer: PeerId) -> None:
+        suspect(peer)
+        if self.links.is_closed(peer):
+            self._without(peer)
+
+    def _without(self, peer: PeerId) -> None:
         for member in list(self.members.values()):
             if member.plan is not None and member.plan.stage_of(peer) is not None and member.core.commits:
                 with self.containing(member.run, "member closed"):

@@ -24,11 +24,11 @@ FILL_SECONDS_MAX = 10.0
 """For how long the run stands still while a standby takes its state from the holder."""
 UNMEASURED_BYTES_MAX = 64 << 20
 """The largest state that is sent over a link that nobody has measured."""
-SLOWER_MAX = 1.25
+SLOWER_MAX = 1.5
 """A step that takes so many times longer than without a standby was slowed by it."""
 SLOWER_SECONDS_MIN = 0.05
 """Less than this is noise."""
-WATCHED_STEPS = 5
+WATCHED_STEPS = 20
 """As many steps before a standby came and after it tell what it costs."""
 
 

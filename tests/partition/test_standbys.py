@@ -79,7 +79,7 @@ def test_a_standby_that_slows_steps_is_found_out() -> None:
     watch.begin(is_following=True)
     assert [watch.stepped(1.2) for _ in range(WATCHED_STEPS)][-1] is False
     watch.begin(is_following=True)
-    assert [watch.stepped(1.5) for _ in range(WATCHED_STEPS)][-1] is True
+    assert [watch.stepped(1.6) for _ in range(WATCHED_STEPS)][-1] is True
 
 
 def test_a_standby_is_dealt_nothing_until_its_stage_has_nobody_else() -> None:
