@@ -78,6 +78,13 @@ def test_a_witness_alone_keeps_a_stage_ready_and_no_more_once_it_is_none(
 
     async def scenario(world: World) -> None:
         await world.kept(SAVE_EVERY)
+        nodes = world.group.nodes
+        computing = {part for part, name in roles(world).items() if nodes[name].measurements.is_computing()}
+        assert computing == {"requester", "replica"}, "nothing is measured beside these"
+        await world.reached(ONE_STAGE["steps"])
+        with trio.fail_after(60):
+            while any(node.measurements.is_computing() for node in nodes.values()):  # noqa: ASYNC110
+                await trio.sleep(0.5)
 
     play("abc", small(**ONE_STAGE), scenario)
     kinds = [machine is not None for machine in told]

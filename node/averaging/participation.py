@@ -108,7 +108,8 @@ class Participation:
         self._pace = Pace(floor_seconds=PACE_FLOOR_SECONDS)
         self._undeclared: tuple[PeerId, ...] = ()
         self._last_attempt: weakref.ref[Attempt] | None = None
-        self._stepped_at = service.seams.clock.monotonic()
+        self.stepped_at = service.seams.clock.monotonic()
+        """When the last step was made here; at first, since when this peer takes part."""
         self.status = ""
         self.is_looking = False
         """Whether it looks for the group of a round, which can be left at no cost to others."""
@@ -213,7 +214,7 @@ class Participation:
         """Tell of a global step that was made here, from so many samples of all."""
         clock = self._service.seams.clock
         now = clock.monotonic()
-        seconds, self._stepped_at = now - self._stepped_at, now
+        seconds, self.stepped_at = now - self.stepped_at, now
         peers = len(self.roster.reports)
         self._service.publish(
             AveragingStepped(

@@ -42,6 +42,7 @@ from node.seams import RealClock, Stream, make_core
 from node.stages.framing import HEADER_BYTES, joined, read_header, split
 from node.stages.host import StageHost
 from node.stages.limits import Allowance
+from node.stages.process import die_with
 from node.stages.program import StageProgram
 from node.transport.network import RealNetwork
 from partition import stage as api
@@ -113,9 +114,10 @@ def _play(microbatches: int, size_bytes: int) -> list[float]:
     program = _AnsweringProgram(size_bytes)
     one_end, other_end = socket.socketpair()
     with one_end, other_end:
+        parent = os.getpid()
         pid = os.fork()
         if not pid:
-            _child(lambda: trio.run(_Others(plan, others, me.peer, size_bytes).run, other_end))
+            _child(parent, lambda: trio.run(_Others(plan, others, me.peer, size_bytes).run, other_end))
         try:
             cooling = _Cooling()
             node = _Node(plan, me, others.peer, program, cooling.own_seconds)
@@ -125,11 +127,12 @@ def _play(microbatches: int, size_bytes: int) -> list[float]:
             os.waitpid(pid, 0)
 
 
-def _child(run: Callable[[], object]) -> None:
-    """Run in this forked process, which ends with it."""
+def _child(parent: int, run: Callable[[], object]) -> None:
+    """Run in this process, which `parent` has forked and which ends with either."""
     signal.alarm(round(SECONDS_MAX))
     status = 1
     try:
+        die_with(parent)
         run()
         status = 0
     except Exception:
@@ -399,9 +402,10 @@ class _AnsweringProgram(StageProgram):
         super().__init__(1, "cpu")
 
     def _start(self, link: int) -> Any:
+        parent = os.getpid()
         pid = os.fork()
         if not pid:
-            _child(partial(_answer_requests, socket.socket(fileno=os.dup(link)), self._size_bytes))
+            _child(parent, partial(_answer_requests, socket.socket(fileno=os.dup(link)), self._size_bytes))
         return _Forked(pid)
 
 

@@ -82,6 +82,10 @@ from partition.run.reliability import Losses
 
 PROCESS_ENDED = "its process has ended"
 
+TRAINING_SECONDS = 60.0
+"""How long after its last step, or its beginning, a program that averages is taken to train: longer than a
+step of most."""
+
 
 class Runs:
     """The service. `run` owns its tasks; everything it learns goes out by `publish`.
@@ -128,6 +132,7 @@ class Runs:
         self.guests = guests
         self.offers = offers
         self.measurements = measurements
+        measurements.is_computing = self._is_computing
         self.search = search
         self.accepts = accepts
         self.refuse = refuse
@@ -259,6 +264,16 @@ class Runs:
             if member.hosting.core.occupies and not is_standby(member, self.signer.peer)
         ]
         return exact + [run for run, member in self.local.members.items() if member.crew.is_training]
+
+    def _is_computing(self) -> bool:
+        """Return whether this node computes, or is about to: a stage, the steps of its own run, or what a
+        program in its process trains and averages."""
+        now = self.seams.clock.monotonic()
+        return (
+            bool(self.slots.taken() or self.local.members)
+            or any(member.plan and not member.is_witness for member in self.members.values())
+            or any(now - run.stepped_at < TRAINING_SECONDS for run in self.averaging.runs)
+        )
 
     # The requester's side
 

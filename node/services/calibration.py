@@ -3,6 +3,9 @@
 In the background, at low priority, by one node of a machine at a time; kept in the user's cache folder for as
 long as hardware, torch, device, type and threads are the same. Only how much of a processor a stage gets here
 is measured at every start. Where it cannot be measured the first guess of `node.services.capacity` stays.
+
+It steps aside for the node's own computing, such as a stage: the processes that measure are ended, which also
+gives their memory back, and what they had not found yet is measured once the node has been idle for a moment.
 """
 
 import fcntl
@@ -13,11 +16,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import TypeVar
 
 import msgspec
 from blake3 import blake3
@@ -47,12 +50,47 @@ BESIDE_FACTOR = 1.5
 """A process of another slot measures for so many times as long, so that it is busy until the end."""
 LOOK_SECONDS = 0.1
 """How often whoever measures, or waits until it may, looks whether that is still wanted."""
+QUIET_SECONDS = 3.0
+"""How long a node that has computed must be idle before it measures: runs often follow each other."""
 NICENESS = 5
 """As a stage's process, whose share of a processor is to be known."""
 
 T = TypeVar("T")
 
 _SOURCE_ROOT = str(Path(__file__).parents[2])
+
+
+class SteppedAside(Exception):
+    """The node began to compute while something was measured."""
+
+
+class MeasuringTurn:
+    """Tells a thread when it may measure. `is_busy` and `give_up` are for other threads to set and call."""
+
+    def __init__(self) -> None:
+        self.is_busy = False
+        """Whether this node computes."""
+        self._given_up = threading.Event()
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether nobody wants the result any more."""
+        return self._given_up.is_set()
+
+    def give_up(self) -> None:
+        """Have whoever measures end soon."""
+        self._given_up.set()
+
+    def wait(self) -> bool:
+        """Wait until this node is idle, and was so for QUIET_SECONDS if it was busy; False if given up."""
+        until = 0.0
+        while not self.is_given_up:
+            if self.is_busy:
+                until = time.monotonic() + QUIET_SECONDS
+            elif time.monotonic() >= until:
+                return True
+            self._given_up.wait(LOOK_SECONDS)
+        return False
 
 
 @dataclass(frozen=True)
@@ -90,36 +128,53 @@ def _processor() -> str:
 
 
 def calibrate(
-    wanted: Wanted, folder: Path, meter: EnergyMeter | None = None, given_up: threading.Event | None = None
+    wanted: Wanted, folder: Path, meter: EnergyMeter | None = None, turn: MeasuringTurn | None = None
 ) -> Calibration | None:
     """The calibration of this machine, from the cache or measured; None where it cannot be. Blocks for some
-    seconds, and for as long as another node of this machine measures: call it in a thread.
+    seconds, for as long as another node of this machine measures, and while this one computes: call it in a
+    thread.
 
     `meter` reads what the machine draws; by default what its hardware counts, if that can be read. Once
-    `given_up` is set, it returns None soon, and leaves no process behind.
+    `turn` is given up, it returns None soon, and leaves no process behind.
     """
-    given_up = given_up or threading.Event()
+    turn = turn or MeasuringTurn()
+    work = _Work(wanted, folder, meter or EnergyMeter())
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "calibration.lock").open("w") as lock:
-            keep_from_children(lock)
+        while turn.wait():
             # Two that measure at once measure each other.
-            if not _locked(lock, given_up):
-                return None
-            known = _read(folder / wanted.key)
-            if known is None:
-                found = _with_power(
-                    meter or EnergyMeter(), lambda: measure_now(wanted, CALIBRATION_SECONDS, given_up)
-                )
-                if found is not None:
-                    found = with_own_work(found, given_up)
-                    _write(folder / wanted.key, msgspec.structs.replace(found, share_permille=1000))
-                return found
-            found = measure_now(wanted, 0.0, given_up)
-            share = known.share_permille if found is None else found.share_permille
-            return msgspec.structs.replace(known, share_permille=share)
+            with suppress(SteppedAside), _lock(folder / "calibration.lock", turn) as is_locked:
+                return work.run(turn) if is_locked else None
     except OSError:
         return None
+    return None
+
+
+class _Work:
+    """What is found out for one calibration, part after part; a part that was broken off begins again."""
+
+    def __init__(self, wanted: Wanted, folder: Path, meter: EnergyMeter) -> None:
+        self._wanted = wanted
+        self._file = folder / wanted.key
+        self._meter = meter
+        self._kinds: Calibration | None = None
+
+    def run(self, turn: MeasuringTurn) -> Calibration | None:
+        """Do what is left to do, with the lock held. Raises SteppedAside, OSError."""
+        known = _read(self._file)
+        if known is not None:
+            found = measure_now(self._wanted, 0.0, turn)
+            share = known.share_permille if found is None else found.share_permille
+            return msgspec.structs.replace(known, share_permille=share)
+        if self._kinds is None:
+            self._kinds = _with_power(
+                self._meter, lambda: measure_now(self._wanted, CALIBRATION_SECONDS, turn)
+            )
+        if self._kinds is None:
+            return None
+        found = with_own_work(self._kinds, turn)
+        _write(self._file, msgspec.structs.replace(found, share_permille=1000))
+        return found
 
 
 def _with_power(meter: EnergyMeter, measure: Callable[[], Calibration | None]) -> Calibration | None:
@@ -155,44 +210,54 @@ def _write(file: Path, calibration: Calibration) -> None:
     draft.replace(file)
 
 
-def measure_now(wanted: Wanted, seconds: float, given_up: threading.Event) -> Calibration | None:
+def measure_now(wanted: Wanted, seconds: float, turn: MeasuringTurn) -> Calibration | None:
     """Measure in a process that ends with it, without `seconds` only the share; None where that fails. The
-    other slots are as busy meanwhile: each measures too, for longer, and is not asked for what it found."""
+    other slots are as busy meanwhile: each measures too, for longer, and is not asked for what it found.
+    Raises SteppedAside."""
     with ExitStack() as stack:
         try:
             for _ in range(wanted.slots - 1):
                 stack.callback(_end, _begin(wanted, (seconds or SHARE_SECONDS) * BESIDE_FACTOR))
             own = _begin(wanted, seconds)
             stack.callback(_end, own)
-            said = _said(own, given_up)
+            said = _said(own, turn)
             return None if own.returncode else decode_calibration(bytes.fromhex(said.decode().strip()))
         except (subprocess.SubprocessError, OSError, ValueError, RemoteProtocolError):
             return None
 
 
-def _locked(lock: IO[str], given_up: threading.Event) -> bool:
-    """Wait until this node may measure; False if it is given up before."""
-    while not given_up.is_set():
-        with suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        given_up.wait(LOOK_SECONDS)
-    return False
+@contextmanager
+def _lock(path: Path, turn: MeasuringTurn) -> Iterator[bool]:
+    """Hold the machine's lock once no other node has it; False if given up before. Raises SteppedAside."""
+    with path.open("w") as lock:
+        keep_from_children(lock)
+        while not turn.is_given_up:
+            if turn.is_busy:
+                raise SteppedAside
+            with suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                yield True
+                return
+            time.sleep(LOOK_SECONDS)
+        yield False
 
 
-def _said(process: "subprocess.Popen[bytes]", given_up: threading.Event) -> bytes:
+def _said(process: "subprocess.Popen[bytes]", turn: MeasuringTurn) -> bytes:
     """Read all that a process says until it ends.
 
     Raises:
         subprocess.TimeoutExpired: it takes too long, or is given up.
+        SteppedAside: the node computes.
     """
     until = time.monotonic() + PROCESS_SECONDS_MAX
     while True:
         try:
             return process.communicate(timeout=min(LOOK_SECONDS, PROCESS_SECONDS_MAX))[0]
         except subprocess.TimeoutExpired:
-            if given_up.is_set() or time.monotonic() > until:
+            if turn.is_given_up or time.monotonic() > until:
                 raise
+            if turn.is_busy:
+                raise SteppedAside from None
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
@@ -200,12 +265,12 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     process.communicate()
 
 
-def with_own_work(calibration: Calibration, given_up: threading.Event) -> Calibration:
+def with_own_work(calibration: Calibration, turn: MeasuringTurn) -> Calibration:
     """Return it with what a node takes beside the stage's process, as its own parts take it in a process of
-    theirs; unchanged where that cannot be measured."""
+    theirs; unchanged where that cannot be measured. Raises SteppedAside."""
     process = _spawn(["node.calibration.own_work"])
     try:
-        said = _said(process, given_up)
+        said = _said(process, turn)
         microbatch, mebibyte, step = (min(2**53, 1_000 * int(word)) for word in said.split())
     except (subprocess.SubprocessError, ValueError):
         return calibration

@@ -4,7 +4,6 @@ Two records a peer: its calibration, and what it observed of others. They are as
 say they are calibrated, before a plan is made. Not here: how any of it is measured.
 """
 
-import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from gossip.member import Member
 from node.containment import contain
 from node.planning.peers import measurements_document
 from node.seams import Clock
-from node.services.calibration import CALIBRATION_PURPOSE, Wanted, calibrate
+from node.services.calibration import CALIBRATION_PURPOSE, LOOK_SECONDS, MeasuringTurn, Wanted, calibrate
 from node.services.discovery import Discovery
 from node.services.links import LinkMeasuring
 from node.services.metadata import read_metadata
@@ -73,6 +72,8 @@ class Measurements:
         self.calibration: Calibration | None = None
         self.limits = (0, 0)
         """Bytes a second each way that this node's owner gives, 0 for any."""
+        self.is_computing: Callable[[], bool] = lambda: False
+        """Whether this node computes now, so that nothing is to be measured beside it."""
         self.links = links
         self._me = me
         self._clock = clock
@@ -89,16 +90,19 @@ class Measurements:
     async def measure(
         self, wanted: Wanted, folder: Path, calibrated: Callable[[Calibration], None], met: trio.Event
     ) -> None:
-        """Find out what a stage's process does here, in a thread, say so by `calibrated`, and go on as `run`
-        does once this node has `met` others. Returns where it cannot be found out; and where it was found out
-        before, once it is told anew."""
-        given_up = threading.Event()
+        """Find out what a stage's process does here, in a thread and while this node does not compute, say so
+        by `calibrated`, and go on as `run` does once this node has `met` others. Returns where it cannot be
+        found out; and where it was found out before, once it is told anew."""
+        turn = MeasuringTurn()
         try:
-            found = await trio.to_thread.run_sync(
-                partial(calibrate, wanted, folder, given_up=given_up), abandon_on_cancel=True
-            )
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._follow, turn)
+                found = await trio.to_thread.run_sync(
+                    partial(calibrate, wanted, folder, turn=turn), abandon_on_cancel=True
+                )
+                nursery.cancel_scope.cancel()
         finally:
-            given_up.set()
+            turn.give_up()
         if found is None:
             return
         is_new, self.calibration = self.calibration is None, found
@@ -108,6 +112,12 @@ class Measurements:
             await self.run(self.calibration)
         else:
             await self._discovery.publish(CALIBRATION_PURPOSE, self._me, encode_calibration(found))
+
+    async def _follow(self, turn: MeasuringTurn) -> None:
+        """Keep saying whether this node computes, until cancelled."""
+        while True:
+            turn.is_busy = self.is_computing()
+            await trio.sleep(LOOK_SECONDS)
 
     async def run(self, calibration: Calibration) -> None:
         """Tell what this node measured of itself, measure its links and tell of them, until cancelled."""

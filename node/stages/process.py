@@ -55,7 +55,7 @@ _PR_SET_PDEATHSIG = 1
 
 def main(arguments: list[str]) -> None:
     link_descriptor, parent, threads, device = arguments
-    _die_with(int(parent))
+    die_with(int(parent))
     # Ctrl-C reaches every process of the terminal; the node decides when a stage ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     link = _Link(socket.socket(fileno=int(link_descriptor)))
@@ -205,7 +205,8 @@ def _map(descriptor: int, size: int) -> memoryview:
     return view
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
+    """Have the kernel end this process when its parent, of this id, ends."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

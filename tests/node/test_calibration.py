@@ -4,12 +4,13 @@ import fcntl
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import numpy as np
@@ -20,7 +21,7 @@ from node.offering import Offering
 from node.paths import cache_folder
 from node.placement.provider import Provider
 from node.services import calibration
-from node.services.calibration import Wanted, calibrate, corrected
+from node.services.calibration import MeasuringTurn, Wanted, calibrate, corrected
 from node.services.capacity import Capacity, device_memory
 from node.services.energy import EnergyMeter
 from partition.plan.operations import KINDS
@@ -37,6 +38,7 @@ from tests.node.test_energy import zone
 from tests.slowdown import slowdown
 
 HERE = Wanted("cpu", "float32", 1)
+WAITING_SECONDS = 60
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +98,7 @@ def test_several_slots_are_measured_as_busy_as_they_will_be_and_kept_apart(
 
 
 def test_only_the_share_is_measured_again(alone: Calibration) -> None:
-    found = calibration.measure_now(HERE, 0.0, threading.Event())
+    found = calibration.measure_now(HERE, 0.0, MeasuringTurn())
     assert found is not None
     assert (found.kinds, found.hardware) == ((), alone.hardware)
     assert 1 <= found.share_permille <= 1000
@@ -155,39 +157,93 @@ def test_where_nothing_can_be_measured_the_first_guess_stays(
 def test_a_node_that_ends_leaves_no_process_that_measures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given_up = threading.Event()
+    turn = MeasuringTurn()
     started: list[subprocess.Popen[bytes]] = []
 
     class Started(subprocess.Popen[bytes]):
         def __init__(self, *arguments: Any, **settings: Any) -> None:
             super().__init__(*arguments, **settings)
             started.append(self)
-            given_up.set()
+            turn.give_up()
 
     monkeypatch.setattr(subprocess, "Popen", Started)
-    assert calibrate(HERE, tmp_path, given_up=given_up) is None
+    assert calibrate(HERE, tmp_path, turn=turn) is None
     assert [process.returncode for process in started] == [-signal.SIGKILL]
     assert [path.name for path in tmp_path.iterdir()] == ["calibration.lock"]
 
 
 def test_a_node_that_ends_waits_no_longer_for_one_that_measures(tmp_path: Path) -> None:
-    given_up = threading.Event()
+    turn = MeasuringTurn()
     found: list[Calibration | None] = []
     with (tmp_path / "calibration.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        waiting = threading.Thread(target=lambda: found.append(calibrate(HERE, tmp_path, given_up=given_up)))
+        waiting = threading.Thread(target=lambda: found.append(calibrate(HERE, tmp_path, turn=turn)))
         waiting.start()
         assert found == []
-        given_up.set()
+        turn.give_up()
         waiting.join(30)
         assert found == [None]
+
+
+def test_a_measurement_is_broken_off_while_its_node_computes_and_done_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration, "QUIET_SECONDS", 0.2)
+    monkeypatch.setattr(calibration, "with_own_work", lambda found, _: found)
+    turn = MeasuringTurn()
+    started: list[subprocess.Popen[bytes]] = []
+    ended_at: list[float] = []
+    words = [f"import time; time.sleep({WAITING_SECONDS})", f"print('{encode_calibration(REFERENCE).hex()}')"]
+
+    def begin(*_: object) -> "subprocess.Popen[bytes]":
+        process = subprocess.Popen([sys.executable, "-c", words[len(started)]], stdout=subprocess.PIPE)
+        started.append(process)
+        return process
+
+    monkeypatch.setattr(calibration, "_begin", begin)
+    found: list[Calibration | None] = []
+    measuring = threading.Thread(target=lambda: found.append(calibrate(HERE, tmp_path, turn=turn)))
+    measuring.start()
+    try:
+        _until(lambda: len(started) == 1)
+        turn.is_busy = True
+        _until(lambda: started[0].returncode is not None)
+        assert started[0].returncode == -signal.SIGKILL
+        with (tmp_path / "calibration.lock").open("w") as lock:
+            # Other nodes of the machine may measure meanwhile.
+            _until(lambda: _is_locked_by(lock))
+        assert (len(started), found) == (1, [])
+        ended_at.append(time.monotonic())
+        turn.is_busy = False
+        measuring.join(30)
+    finally:
+        turn.give_up()
+        measuring.join(30)
+    assert found == [REFERENCE]
+    assert time.monotonic() - ended_at[0] >= 0.2
+    assert len(started) == 2
+
+
+def _until(holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < until
+        threading.Event().wait(0.01)
+
+
+def _is_locked_by(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def test_where_the_nodes_own_work_cannot_be_measured_nothing_is_added_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(calibration, "PROCESS_SECONDS_MAX", 0.01)
-    assert calibration.with_own_work(REFERENCE, threading.Event()) == REFERENCE
+    assert calibration.with_own_work(REFERENCE, MeasuringTurn()) == REFERENCE
 
 
 def test_a_damaged_file_is_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

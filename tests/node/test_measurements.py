@@ -5,6 +5,7 @@ from contextlib import AsyncExitStack
 import trio
 from trio.testing import MockClock
 
+from node.runs.runs import TRAINING_SECONDS
 from partition.plan.problem import LINK_BYTES_PER_SECOND
 from partition.plan.rates import REFERENCE
 from sim.network.links import Links
@@ -80,5 +81,22 @@ def test_a_third_node_knows_the_links_and_calibrations_of_two_others() -> None:
             planned = (await nodes[2].plan(simple_cnn().graph)).problem.links
             assert LINK_BYTES_PER_SECOND in {link.bytes_per_second for link in planned.values()}
             assert len({link.bytes_per_second for link in planned.values()}) >= 2
+
+    trio.run(scenario, clock=MockClock(autojump_threshold=0))
+
+
+def test_nothing_is_measured_while_a_program_in_the_process_trains() -> None:
+    async def scenario() -> None:
+        async with simulated_node(slow_medium(), 1) as node:
+            is_computing = node.measurements.is_computing
+            assert not is_computing()
+            part = node.averaging.open("run", b"signature")
+            assert is_computing(), "it is about to train"
+            await trio.sleep(TRAINING_SECONDS)
+            assert not is_computing(), "it rests"
+            part.stepped(1, 8)
+            assert is_computing()
+            part.close()
+            assert not is_computing()
 
     trio.run(scenario, clock=MockClock(autojump_threshold=0))
