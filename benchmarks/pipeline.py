@@ -204,7 +204,9 @@ class Nodes:
                     meter.reset()
                 elif event["step"] == steps - 1:
                     after, counted = self._processor(), steps - UNCOUNTED
-                    found.processor = {name: (after[name] - before[name]) / counted for name in before}
+                    found.processor = {
+                        name: (after[name] - before[name]) / counted for name in before if name in after
+                    }
             elif event["kind"] == "RunEnded":
                 assert event["outcome"] == "done", event["detail"]
         assert len(found.steps.seconds) == steps - UNCOUNTED
@@ -217,7 +219,8 @@ class Nodes:
             process = psutil.Process(node.process.pid)
             found[f"node {name}"] = _processor_seconds(process)
             for child in process.children():
-                found[f"stage of {name}"] = _processor_seconds(child)
+                key = f"stage of {name}"  # and one that waits for a stage, which does nothing
+                found[key] = found.get(key, 0.0) + _processor_seconds(child)
         return found
 
     def close(self) -> None:

@@ -155,7 +155,8 @@ class Commands:
         node = self._node
         document = state_documents.status_document(node.state, node.seams.clock.wall(), node.counters)
         place = node.runs.places.own_document()
-        return document | {"contribution": node.runs.receipts.summary(), "place": place}
+        more = {"contribution": node.runs.receipts.summary(), "spare_process": node.runs.readiness.document}
+        return document | {"place": place, **more}
 
     async def _peers(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
         document = state_documents.peers_document(self._node.state, self._node.seams.clock.wall())

@@ -43,6 +43,7 @@ class ResourcesTable(msgspec.Struct, frozen=True):
     accept_runs: AcceptRuns | None = None
     allow_unfenced: bool | None = None
     calibrate: bool | None = None
+    spare_process: bool | None = None
 
 
 class WebTable(msgspec.Struct, frozen=True):

@@ -10,7 +10,7 @@ import numpy as np
 import trio
 
 from node.content.unpacking import unpack_fenced
-from node.seams import Arrays
+from node.seams import Arrays, Stage
 from node.stages.host import StageHost
 from node.stages.program import Spare
 from node.storage.budget import ScratchBudget
@@ -52,8 +52,19 @@ class RealExecutor:
         return await unpack_fenced(archive, out, allow_unfenced=allow_unfenced, budget=self._scratch)
 
     async def open_stage(self, specification: bytes) -> StageHost:
-        """Start a stage process; see `StageHost.open` for what it raises."""
+        """Open a stage in a process of its own; see `StageHost.open` for what it raises."""
         return await StageHost.open(specification, scratch=self._scratch, spare=self._spare)
+
+    async def replace_stage(self, stage: Stage, specification: bytes) -> StageHost:
+        """Close a stage and open the next of its run, in the same process where that can be."""
+        if not isinstance(stage, StageHost):
+            await stage.aclose()
+            return await self.open_stage(specification)
+        return await StageHost.open(specification, scratch=self._scratch, spare=self._spare, after=stage)
+
+    def spare_bytes(self) -> int:
+        """Return the memory that the process which waits for a stage takes, 0 where there is none."""
+        return self._spare.memory_bytes
 
     def keep_stage_ready(self, machine: tuple[int, str] | None) -> None:
         """Keep a loaded process of so many threads on a device for the next stage, or none."""

@@ -232,9 +232,9 @@ class Node(Surface):
         if self._capacity is None and isinstance(self._executor, RealExecutor):
             nursery.start_soon(keep_running, "calibration", self._calibrate)
             self.provider.read = MachineState().read
-            nursery.start_soon(
-                keep_running, "energy", keep_log, self.energy, self._clock, self._executor, self.runs.known
-            )
+            may, real, known = self.provider.keeps_spare, self._executor, self.runs.known
+            nursery.start_soon(keep_running, "spare process", self.runs.readiness.run, may, real.spare_bytes)
+            nursery.start_soon(keep_running, "energy", keep_log, self.energy, self._clock, real, known)
         self.provider.changed = self._permitted
         nursery.start_soon(keep_running, "permission", self.provider.watch, self._executor)
         nursery.start_soon(keep_running, "remembering", self._remembered.run)

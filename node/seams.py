@@ -249,6 +249,10 @@ class Executor(Protocol):
     async def open_stage(self, specification: bytes) -> Stage:
         """Start a stage from an encoded `partition.stage.StageSpecification`."""
 
+    async def replace_stage(self, stage: Stage, specification: bytes) -> Stage:
+        """Close a stage, in any case, and start another one of the same run: what the first has loaded may
+        serve again."""
+
     def keep_stage_ready(self, machine: tuple[int, str] | None) -> None:
         """Have what a stage of so many threads on a device needs loaded, so that one opens at once; None: no
         more."""

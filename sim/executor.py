@@ -79,6 +79,10 @@ class SimExecutor:
     def keep_stage_ready(self, machine: tuple[int, str] | None) -> None:
         """A simulated stage opens at once anyway."""
 
+    async def replace_stage(self, stage: Stage, specification: bytes) -> Stage:
+        await stage.aclose()
+        return await self.open_stage(specification)
+
     async def open_stage(self, specification: bytes) -> Stage:
         await trio.lowlevel.checkpoint()
         wanted: StageSpecification = decode(

@@ -351,6 +351,7 @@ NODE_KEYS = {
     "alert_command": "notify-send peerloom",
     "allow_unfenced": "true",
     "calibrate": "false",
+    "spare_process": "false",
 }
 """By setting: a value that is not its default."""
 

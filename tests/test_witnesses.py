@@ -70,26 +70,30 @@ def test_two_members_and_idle_nodes_go_on_whoever_dies(names: str, role: str) ->
         assert longest.seconds == pytest.approx(longest.at - died_at[0], abs=REPORT_ERROR_SECONDS)
 
 
-def test_a_witness_alone_keeps_a_stage_ready_and_no_more_once_it_is_none(
+def test_a_process_loads_from_the_lease_of_a_stage_on_and_at_a_witness(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told: list[tuple[int, str] | None] = []
-    monkeypatch.setattr(SimExecutor, "keep_stage_ready", lambda _, machine: told.append(machine))
+    told: list[tuple[SimExecutor, bool]] = []
+    monkeypatch.setattr(
+        SimExecutor, "keep_stage_ready", lambda one, machine: told.append((one, machine is not None))
+    )
 
     async def scenario(world: World) -> None:
         await world.kept(SAVE_EVERY)
         nodes = world.group.nodes
         computing = {part for part, name in roles(world).items() if nodes[name].measurements.is_computing()}
         assert computing == {"requester", "replica"}, "nothing is measured beside these"
+        loading = {part for part, name in roles(world).items() if (nodes[name].seams.executor, True) in told}
+        assert loading == {"replica", "witness"}
+        first = next(one for one, is_ready in told if is_ready)
+        assert first is nodes[roles(world)["replica"]].seams.executor
         await world.reached(ONE_STAGE["steps"])
         with trio.fail_after(60):
             while any(node.measurements.is_computing() for node in nodes.values()):  # noqa: ASYNC110
                 await trio.sleep(0.5)
 
     play("abc", small(**ONE_STAGE), scenario)
-    kinds = [machine is not None for machine in told]
-    assert True in kinds, "the witness"
-    assert not kinds[-1], "the run is over"
+    assert not told[-1][1], "the run is over"
 
 
 @pytest.mark.parametrize("steps", [0, 1])

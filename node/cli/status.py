@@ -79,6 +79,7 @@ def status_lines(document: Mapping[str, Any]) -> list[str]:
     if document["capacity"] is not None:
         lines += compute_lines(document["capacity"])
     lines += offer_lines(document.get("offer"))
+    lines += spare_lines(document.get("spare_process"))
     if (place := document.get("place")) is not None and place["is_doubted"]:
         doubt = f"{place['claimed']} is doubted: by its round trips it is in {place['location']}"
         lines.append(labelled("location", doubt))
@@ -110,6 +111,14 @@ def offer_lines(document: Mapping[str, Any] | None) -> list[str]:
     if document is None or document["may_serve"]:
         return []
     return [labelled("serves", f"nobody else: {document['reason']}")]
+
+
+def spare_lines(document: Mapping[str, Any] | None) -> list[str]:
+    """Return the lines for `spare_process` in a status document, where a process waits for a stage."""
+    if document is None or not document["memory_bytes"]:
+        return []
+    cost = f"{bytes_text(document['memory_bytes'])} of memory (spare_process = false: none)"
+    return [labelled("spare", f"one process is loaded for the next stage and takes {cost}")]
 
 
 def fence_lines(document: Mapping[str, Any]) -> list[str]:

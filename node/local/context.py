@@ -18,6 +18,7 @@ from node.protocols.manifest import Run, own_data_of
 from node.protocols.runs import Reply, Request
 from node.runs.manifest_builder import fits
 from node.runs.own_data import OwnDataSets
+from node.runs.readiness import Readiness
 from node.runs.receipts import Receipts
 from node.seams import Seams
 from node.storage.guests import Guests
@@ -34,6 +35,7 @@ class Service(Protocol):
     own_data: OwnDataSets
     places: Places
     receipts: Receipts
+    readiness: Readiness
 
     @property
     def machine(self) -> Machine: ...

@@ -183,6 +183,8 @@ class LocalMember:
 
     async def _take_part(self) -> None:
         service, manifest = self._service, self.run.manifest
+        if self.crew.is_training:
+            service.readiness.expect()  # its process loads while the graph and the data travel
         graph = self._graph = await service.models.get(manifest.graph_hash, self._holders)
         try:
             plan = await service.seams.executor.run(

@@ -74,6 +74,10 @@ class Provider:
         """Whether this node computes stages at all, be it of its own runs alone."""
         return not self.config.observer and self.config.resources.accept_runs != "never"
 
+    def keeps_spare(self) -> bool:
+        """Return whether a process may be loaded here before anybody asks for a stage."""
+        return self.takes_stages and self.permission.may_serve and self.config.resources.spare_process
+
     @property
     def takes_stages_of_others(self) -> bool:
         """Whether others may ask for a slot now."""

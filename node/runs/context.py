@@ -20,6 +20,7 @@ from node.placement.places import Places
 from node.protocols.manifest import Run
 from node.protocols.runs import Reply, Request
 from node.runs.audits import Audits
+from node.runs.readiness import Readiness
 from node.runs.receipts import Receipts
 from node.seams import Seams
 from node.services.measurements import Measurements
@@ -55,6 +56,7 @@ class Service(Protocol):
     spans: Spans
     audits: Audits
     measurements: Measurements
+    readiness: Readiness
     receipts: Receipts
     places: Places
     losses: Losses

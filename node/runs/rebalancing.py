@@ -28,8 +28,8 @@ from partition.run.rate_watch import RateWatch
 from partition.steps.slowness import SlowReplicas
 
 PAUSE_NANOSECONDS = 5_000_000_000
-"""Saving, deciding, and processes that import torch: what moving any layer costs of a whole processor, beside
-its bytes. Under a CPU quota of 0.15 the run stood still for 37 s."""
+"""Saving, deciding, and a process that imports torch where none can be taken over: what moving any layer
+costs of a whole processor, beside its bytes. Under a CPU quota of 0.15 such a run stood still for 37 s."""
 COMPUTING_SHARE = 0.5
 """The share of a step's time that the slowest stage must explain: else links set the pace, and moving layers
 would not change it."""

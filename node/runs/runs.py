@@ -63,6 +63,7 @@ from node.runs.member import RunMember
 from node.runs.outside import RunsOutside
 from node.runs.own_data import OwnDataSets
 from node.runs.queue import Queue
+from node.runs.readiness import Readiness
 from node.runs.receipts import Receipts
 from node.runs.recovery import forget_files, recover, run_name
 from node.runs.revising import Revising
@@ -167,6 +168,7 @@ class Runs:
             came=self._data_came,
             served=self.receipts.served,
         )
+        self.readiness = Readiness(self, self.members.values)
         self._decliners = Decliners()
         self._requests = Requests(self)
         self.links = Links(
@@ -530,14 +532,8 @@ class Runs:
             return
         # Also what was promised for another plan after the last one: that one cannot come about any more.
         self.slots.release_run(member.run.id)
-        self._keep_ready()
+        self.readiness.look()
         self.inbox.follow(plan, known)
-
-    def _keep_ready(self) -> None:
-        """A witness is the first to be asked for a dead member's stage, which then is to open at once."""
-        may_come = self.has_slot and any(member.is_witness for member in self.members.values())
-        machine = (self.machine.threads, self.machine.device) if may_come else None
-        self.seams.executor.keep_stage_ready(machine)
 
     def accept(self, run: Run) -> RunMember:
         """This node's membership in a run, which begins if it has not."""
@@ -557,7 +553,7 @@ class Runs:
         elif not self.outside.has(member.run.id):
             forget_files(self.seams, member.run.text)
         self.inbox.forget(member)
-        self._keep_ready()
+        self.readiness.over()
 
     def released(self, member: Membership) -> None:
         """The plan that was to bring this node into a run did not come about."""
@@ -589,7 +585,7 @@ class Runs:
         self.stopping.over(member.run.text)
         self.seams.storage.delete(newest_name(member.run.text))
         self.inbox.forget(member)
-        self._keep_ready()
+        self.readiness.over()
         if member.plan is not None:
             needed = {peer for other in self.members.values() if other.plan for peer in other.plan.members}
             for peer in member.plan.members:

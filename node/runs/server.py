@@ -30,6 +30,7 @@ from node.runs.local_mode import LocalMode
 from node.runs.member import RunMember
 from node.runs.outside import RunsOutside
 from node.runs.queue import Queue
+from node.runs.readiness import Readiness
 from node.runs.revising import Revising
 from node.runs.stopping import Stopping
 from node.runs.vacating import is_standby, make_room
@@ -70,6 +71,7 @@ class Service(Protocol):
     models: Models
     slots: Slots
     queue: Queue
+    readiness: Readiness
 
     @property
     def machine(self) -> Machine: ...
@@ -206,6 +208,7 @@ class Requests:
             return promise
         if request.stage is not None:
             await runs.slots.promise(promise)
+            runs.readiness.expect()
             runs.queue.begin(run, request.revision)
         body = wire.LeaseBody(run.id, promise.plan, promise.stage, int(SILENCE_SECONDS_MAX))
         return wire.Leased(runs.signer.sign(wire.LEASE_PURPOSE, encode(body)))

@@ -19,6 +19,7 @@ from node.placement.admission import Machine, build_stage_spec
 from node.protocols.manifest import Run
 from node.protocols.runs import FetchState
 from node.runs.context import Service
+from node.seams import Stage
 from partition.plan.plan import FIRST_VALUES, Plan, plan_hash
 from partition.run import hosting as core
 from partition.steps.frames import OpenedFrame
@@ -122,22 +123,29 @@ class Hosting:
         async with self._changing:
             if self.core.is_open or (isinstance(wanted, core.StageWanted) and not self.core.wants(wanted)):
                 return  # a newer plan has been followed first
-            await self._close()
             if isinstance(wanted, core.StageEnded):
+                await self._close()
                 return
             self._service.publish_lease(self._run, wanted.plan, wanted.held.number)
+            past = self._stop()
             try:
-                await self._open(wanted)
+                await self._open(wanted, None if past is None else past.stage)
             except StageFailed as error:
                 if self.core.wants(wanted):
                     self._failed(str(error))
             finally:
                 self.core.failed(wanted)
+                if past is not None:
+                    with trio.CancelScope(shield=True):
+                        await past.aclose()
 
-    async def _open(self, wanted: core.StageWanted) -> bool:
-        """Open a stage. Return whether it was still wanted when it was open. Raises StageFailed."""
+    async def _open(self, wanted: core.StageWanted, past: Stage | None = None) -> bool:
+        """Open a stage, in the process of the `past` one where it can be. Return whether it was still wanted
+        when it was open. Raises StageFailed."""
         service, manifest = self._service, self._run.manifest
         executor = service.seams.executor
+        if past is None:
+            service.readiness.expect()  # its process loads while the graph travels
         try:
             graph = await service.models.get(manifest.graph_hash, self._holders())
             # A graph of one's own has no need to be fenced in.
@@ -146,7 +154,7 @@ class Hosting:
             self.machine = machine
             build = partial(build_stage_spec, self._run, graph, wanted.plan, wanted.held.number, machine)
             specification, parts, data = await executor.run(build, apart=True)
-            opened = await executor.open_stage(data)
+            opened = await (executor.replace_stage(past, data) if past else executor.open_stage(data))
         except Unreachable as error:
             raise StageFailed(error.detail) from None
         except RemoteProtocolError as error:
@@ -207,11 +215,16 @@ class Hosting:
 
     async def _close(self) -> None:
         """End the stage process, if there is one."""
+        if (shell := self._stop()) is not None:
+            with trio.CancelScope(shield=True):
+                await shell.aclose()
+
+    def _stop(self) -> ReplicaShell | None:
+        """Have the stage answer no more; what is left to be closed."""
         shell, self.replica = self.replica, None
         if shell is not None:
             self._scope.cancel()
-            with trio.CancelScope(shield=True):
-                await shell.aclose()
+        return shell
 
     async def vacate(self) -> None:
         """Close the stage, though the plan still gives it to this node: it may be given to it again later."""

@@ -74,6 +74,7 @@ class Measurements:
         """Bytes a second each way that this node's owner gives, 0 for any."""
         self.is_computing: Callable[[], bool] = lambda: False
         """Whether this node computes now, so that nothing is to be measured beside it."""
+        self._is_measuring = False
         self.links = links
         self._me = me
         self._clock = clock
@@ -94,6 +95,7 @@ class Measurements:
         by `calibrated`, and go on as `run` does once this node has `met` others. Returns where it cannot be
         found out; and where it was found out before, once it is told anew."""
         turn = MeasuringTurn()
+        self._is_measuring = True
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._follow, turn)
@@ -103,6 +105,7 @@ class Measurements:
                 nursery.cancel_scope.cancel()
         finally:
             turn.give_up()
+            self._is_measuring = False
         if found is None:
             return
         is_new, self.calibration = self.calibration is None, found
@@ -112,6 +115,11 @@ class Measurements:
             await self.run(self.calibration)
         else:
             await self._discovery.publish(CALIBRATION_PURPOSE, self._me, encode_calibration(found))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether this node computes, or measures what it does."""
+        return self._is_measuring or self.is_computing()
 
     async def _follow(self, turn: MeasuringTurn) -> None:
         """Keep saying whether this node computes, until cancelled."""

@@ -8,7 +8,9 @@ numbers lie in shared memory without a name, and the tensors of a micro-batch co
 one that is frozen, too slow or too large is killed. A node that is killed leaves one empty folder behind,
 which the next stage of any node removes.
 
-A stage that fails stays failed: whoever opened it closes it and opens another.
+A stage that fails stays failed: whoever opened it closes it and opens another. One that is over may leave
+its process to the next stage of the same run (`retire`), never to another run: what a stranger's stage left
+behind would be there for the next stranger's.
 """
 
 import contextlib
@@ -53,6 +55,8 @@ from partition.stage import (
 
 EPITAPH_SECONDS = 2.0
 """How long a process that closed its end may take to end, before it is killed and its status not known."""
+RETIRE_SECONDS = 10.0
+"""How long a process may take to let go of a stage. To load another one takes longer on any machine."""
 REAP_SECONDS = 5.0
 """How long to wait for a killed process to be gone; only a stuck kernel call takes longer."""
 PART_BYTES = 256 << 10
@@ -90,6 +94,7 @@ class StageHost:
         self._mappings: dict[str, mmap.mmap] = {}
         if program is None:
             program = StageProgram(allowance.threads, allowance.device, scratch)
+        self._program: StageProgram | None = program
         self._scratch, self._stderr = program.scratch, program.stderr
         self._process, self._link = program.process, program.link
         both = 2 * allowance.payload_bytes_max
@@ -121,9 +126,10 @@ class StageHost:
         stalled_seconds: float = STALLED_SECONDS,
         scratch: ScratchBudget | None = None,
         spare: Spare | None = None,
+        after: "StageHost | None" = None,
     ) -> Self:
-        """Start a process, or take the one that `spare` has, and wait until it is ready, with its first
-        parameters in the arena.
+        """Start a process, or take the one of the stage `after` or the one that `spare` has, and wait until
+        it is ready, with its first parameters in the arena. `after` is of the same run, and closed by this.
 
         `start_seconds` is by default long enough for any machine that is not broken; `stalled_seconds` is how
         long the process may do nothing while it owes an answer. Its files count in `scratch`.
@@ -132,10 +138,18 @@ class StageHost:
             RemoteProtocolError: `specification` is not an encoded `StageSpecification`.
             StageFailed: the stage was not admitted, or the process ended, or was not ready in time.
         """
-        # In a thread: a graph is decoded in milliseconds or, a hostile one, in a second.
-        allowance = await trio.to_thread.run_sync(partial(_decode_allowance, specification))
-        await trio.to_thread.run_sync(remove_forgotten)
-        program = None if spare is None else spare.take(allowance.threads, allowance.device)
+        program = None
+        try:
+            # In a thread: a graph is decoded in milliseconds or, a hostile one, in a second.
+            allowance = await trio.to_thread.run_sync(partial(_decode_allowance, specification))
+            if after is not None:
+                program = await after.retire(allowance)
+        finally:
+            if after is not None:
+                await after.aclose()
+        if program is None:
+            await trio.to_thread.run_sync(remove_forgotten)
+            program = None if spare is None else spare.take(allowance.threads, allowance.device)
         host = cls(allowance, stalled_seconds=stalled_seconds, scratch=scratch, program=program)
         try:
             host.admitted = await host._start_up(
@@ -196,22 +210,47 @@ class StageHost:
             raise StageFailed(f"the stage is closed, or has no arena '{name}'")
         return memoryview(self._mappings[name])[: self._allowance.arenas[name]]
 
+    async def retire(self, allowance: Allowance) -> StageProgram | None:
+        """Have the process let go of this stage, which is over now, for one of the same run that may take so
+        much. Return the process; None where it has to be another one."""
+        program = self._program
+        if program is None or self._failure is not None or self._lock.statistics().locked:
+            return None
+        if (program.threads, program.device) != (allowance.threads, allowance.device):
+            return None
+        async with self._lock:
+            try:
+                self._watch.begin(RETIRE_SECONDS, "did not let go of its stage")
+                await self._send(Header(0).encode())
+                is_free = read_header(await self._receive(HEADER_BYTES)) == Header(0)
+            except (OSError, StageFailed, trio.ClosedResourceError):
+                is_free = False
+            except BaseException:
+                self._fail("the stage was closed while it was let go of")
+                raise
+        if not is_free or not program.renew(allowance.own_bytes):
+            return None
+        self._failure, self._program = "the stage has been closed", None
+        return program
+
     async def aclose(self) -> None:
-        """End the process, let go of the arenas, remove the scratch folder.
+        """End the process, let go of the arenas, remove the scratch folder. Once it is retired, the process
+        and its folder are those of another stage.
 
         May be called again; not to be cancelled, but bounded.
         """
-        self._fail("the stage has been closed")
-        with trio.CancelScope(shield=True):
-            await self._reap(REAP_SECONDS)
-            await trio.to_thread.run_sync(self._scratch.remove)
+        if self._program is not None:
+            self._fail("the stage has been closed")
+            with trio.CancelScope(shield=True):
+                await self._reap(REAP_SECONDS)
+                await trio.to_thread.run_sync(self._scratch.remove)
         while self._mappings:
             _, mapping = self._mappings.popitem()
             # Where somebody still holds a view, the memory goes with the last one.
             with contextlib.suppress(BufferError):
                 mapping.close()
         self._exchange_memory.close()
-        if self._stderr >= 0:
+        if self._program is not None and self._stderr >= 0:
             os.close(self._stderr)
             self._stderr = -1
 

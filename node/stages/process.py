@@ -6,7 +6,10 @@ First it loads everything; then it is given, maybe much later, the settings that
 specification is read and file descriptors: of the memory through which tensors come and go
 (`node.stages.framing`), and of each arena (`partition.stage.ARENAS`). It fences itself in
 (`node.stages.sandbox`), and only then it reads what others had a hand in: the specification, which it admits
-or refuses before it touches an arena, and then requests, each of which it answers. It ends when the other
+or refuses before it touches an arena, and then requests, each of which it answers. An empty request is not
+for the stage: it lets go of this one, says so by an empty answer, and is given another one of the same run,
+from its settings on. The fences stay up, so what one requester left behind could reach nobody but that
+requester. It ends when the other
 side closes. On Linux the kernel also kills it when its parent dies, so a long computation does not outlive a
 killed node. An error that is not a refusal ends it with a traceback on stderr, which the node keeps the end
 of: a half-computed stage must not go on.
@@ -15,6 +18,7 @@ The node's process never imports torch; this one does, once it can no longer be 
 """
 
 import ctypes
+import gc
 import mmap
 import os
 import signal
@@ -59,15 +63,7 @@ def main(arguments: list[str]) -> None:
     # Ctrl-C reaches every process of the terminal; the node decides when a stage ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     link = _Link(socket.socket(fileno=int(link_descriptor)))
-    from partition.execute import (
-        StageExecutor,
-        defer_compiler,
-        keep_freed_memory,
-        load_late_modules,
-        prepare_process,
-        set_threads,
-    )
-    from partition.execute.admit import admit
+    from partition.execute import defer_compiler, keep_freed_memory, load_late_modules, prepare_process
 
     keep_freed_memory()
     defer_compiler()
@@ -75,22 +71,40 @@ def main(arguments: list[str]) -> None:
     found = link.settings()
     if found is None:
         return
-    memory_bytes, allow_unfenced, (exchange, *arenas) = found
+    memory_bytes, allow_unfenced, descriptors = found
     try:
         fenced = sandbox.enter(
             scratch=os.getcwd(),
             device=device,
             memory_bytes=memory_bytes,
             allow_unfenced=allow_unfenced,
+            may_be_raised=True,
         )
     except sandbox.NotFenced as error:
         # Before a byte that others chose was read.
         link.send(split(Refused(f"a stage cannot be fenced in here: {error}"[:REASON_LENGTH_MAX])), 0)
         return
     prepare_process(int(threads))  # it starts threads, which inherit the fences
+    while _compute_stage(link, descriptors, fenced, int(threads), device):
+        _let_go(device)
+        link.send(Parts(b""), 0)
+        if (found := link.settings()) is None:
+            return
+        _, _, descriptors = found  # the node has set its limit; the fences stand
+
+
+def _compute_stage(
+    link: "_Link", descriptors: list[int], fenced: sandbox.Fenced, threads: int, device: str
+) -> bool:
+    """Be one stage until the node wants it no more. Return whether another stage follows."""
+    from partition.execute import StageExecutor, set_threads
+    from partition.execute.admit import admit
+
+    exchange, *arenas = descriptors
+    set_threads(threads)  # the stage before may have found others to be better
     first = link.receive()
     if first is None:
-        return
+        return False
     specification: StageSpecification = decode(
         first.message, StageSpecification, bytes_max=SPECIFICATION_BYTES_MAX
     )
@@ -101,15 +115,25 @@ def main(arguments: list[str]) -> None:
         handle: Callable[[Request], Reply] = executor.handle
     except RemoteProtocolError as error:
         link.send(split(Refused(str(error)[:REASON_LENGTH_MAX])), 0)
-        return
+        return False
     link.widen(specification, exchange)
     ready = msgspec.structs.replace(admitted, fences=fenced.fences, unfenced=fenced.unfenced)
     link.send(split(ready), 0)
-    numbers = candidates(int(threads)) if device == "cpu" else ()
+    numbers = candidates(threads) if device == "cpu" else ()
     if len(numbers) > 1:
         clock = time.perf_counter_ns
         handle = adaptive(handle, ThreadChooser(numbers), set_threads=set_threads, clock=clock)
-    _serve(link, handle, time.perf_counter_ns)
+    follows = _serve(link, handle, time.perf_counter_ns)
+    link.narrow()
+    return follows
+
+
+def _let_go(device: str) -> None:
+    """Give back the memory of a stage that is over."""
+    from partition.execute import release_memory
+
+    gc.collect()
+    release_memory(device)
 
 
 class _Link:
@@ -135,6 +159,11 @@ class _Link:
         self.bytes_max = message_bytes_max(specification)
         whole = _map(exchange, 2 * size)
         self._requests, self._answers = whole[:size], whole[size:]
+
+    def narrow(self) -> None:
+        """From now on there is no stage, and then the specification of another."""
+        self.bytes_max = SPECIFICATION_BYTES_MAX
+        self._requests = self._answers = memoryview(b"")
 
     def receive(self) -> Parts | None:
         """One message, or None when the other side has closed."""
@@ -174,14 +203,18 @@ class _Link:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _serve(link: _Link, handle: Callable[[Request], Reply], clock: Callable[[], int]) -> None:
-    """Answer requests until the other side closes. Only what comes between is `busy`, not waiting for it."""
+def _serve(link: _Link, handle: Callable[[Request], Reply], clock: Callable[[], int]) -> bool:
+    """Answer requests until the other side closes, or wants another stage (True). Only what comes between is
+    `busy`, not waiting for it."""
     while (received := link.receive()) is not None:
+        if not received.message:
+            return True
         begun = clock()
         answer = split(_answer(handle, received, link.bytes_max))
         link.give(answer.payloads)
         link.send(answer, clock() - begun)
         del received, answer  # not to be kept while the next one comes
+    return False
 
 
 def _answer(handle: Callable[[Request], Reply], received: Parts, bytes_max: int) -> Reply:

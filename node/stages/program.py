@@ -1,13 +1,15 @@
 """A process for a stage, as the node starts it: it loads torch and waits to be told its settings.
 
-To load takes a second where nothing else runs and twenty on a busy machine. So a node that may have to take a
-stage over at once, a run's witness, keeps a process that is loaded (`Spare`). The settings come with the
-descriptors of the stage's memory; until then the process has read nothing but its own modules.
+To load takes a second where nothing else runs and twenty on a busy machine. So a node keeps a process that is
+loaded (`Spare`), and one whose stage is over goes on with the next stage of the same run (`renew`). The
+settings come with the descriptors of the stage's memory; until then the process has read nothing but its own
+modules.
 """
 
 import contextlib
 import fcntl
 import os
+import resource
 import socket
 import struct
 import subprocess
@@ -15,6 +17,8 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+
+import psutil
 
 from node.forks import keep_from_children
 from node.stages import sandbox
@@ -35,6 +39,7 @@ class StageProgram:
     def __init__(self, threads: int, device: str, budget: ScratchBudget | None = None) -> None:
         self.threads = threads
         self.device = device
+        self._own_bytes = 0
         self.scratch = Scratch(budget)
         self.stderr = shared_file("stderr", 0)
         self.link, theirs = socket.socketpair()
@@ -65,10 +70,24 @@ class StageProgram:
 
     def begin(self, memory_bytes: int, descriptors: Sequence[int], *, allow_unfenced: bool) -> None:
         """Tell it what it may take, and where the tensors and arenas lie."""
+        self._own_bytes = memory_bytes
         settings = SETTINGS.pack(memory_bytes, allow_unfenced)
         with contextlib.suppress(OSError):  # it has ended: the first answer that does not come says so
             socket.send_fds(self.link, [settings], list(descriptors))
         self.link.setblocking(False)
+
+    def renew(self, memory_bytes: int) -> bool:
+        """Let it take so much memory for its next stage, beside what it had before its first. False: the
+        kernel's limit cannot be changed."""
+        if sys.platform != "linux" or self.device != "cpu":
+            return True  # the node alone watches it
+        try:
+            limit, hard = resource.prlimit(self.process.pid, resource.RLIMIT_DATA)
+            limit += memory_bytes - self._own_bytes
+            resource.prlimit(self.process.pid, resource.RLIMIT_DATA, (limit, hard))
+        except (OSError, ValueError):  # one that could not be fenced in holds its limit for good
+            return False
+        return True
 
     @property
     def is_alive(self) -> bool:
@@ -90,6 +109,17 @@ class Spare:
     def __init__(self, budget: ScratchBudget | None = None) -> None:
         self._budget = budget
         self._program: StageProgram | None = None
+
+    @property
+    def memory_bytes(self) -> int:
+        """The memory that it has for itself, without what is shared where the system counts that."""
+        if self._program is None:
+            return 0
+        try:
+            memory = psutil.Process(self._program.process.pid).memory_info()
+        except psutil.Error:
+            return 0
+        return int(memory.rss) - int(getattr(memory, "shared", 0))
 
     def keep(self, threads: int, device: str) -> None:
         """Have one ready from now on, or soon. Raises OSError: no process can be started."""

@@ -111,12 +111,14 @@ def enter(
     memory_bytes: int,
     allow_unfenced: bool = False,
     readable: Sequence[str] = (),
+    may_be_raised: bool = False,
 ) -> Fenced:
     """Fence this process in, for good. Call it with everything imported and before any thread is started.
 
     With an accelerator `scratch` is the only folder it may write to afterwards, else there is none.
     `memory_bytes` is what it may take on top of what it has now. With `allow_unfenced` it goes on without
-    what this system lacks. `readable` are further files and folders that it may read.
+    what this system lacks. `readable` are further files and folders that it may read. Where `may_be_raised`
+    and seccomp stands, which lets this process set no limit, whoever started it may change the one on memory.
 
     Raises:
         NotFenced: a fence does not stand; those that do stay. Or another thread runs already, allowed or not:
@@ -124,18 +126,20 @@ def enter(
     """
     if others := _other_threads():
         raise NotFenced(f"other threads run already, which some fences would miss: {', '.join(others)}")
-    fenced = _fence(scratch, device, memory_bytes, readable)
+    fenced = _fence(scratch, device, memory_bytes, readable, may_be_raised=may_be_raised)
     if fenced.unfenced and not allow_unfenced:
         raise NotFenced("; ".join(fenced.unfenced))
     return fenced
 
 
-def _fence(scratch: str, device: str, memory_bytes: int, readable: Sequence[str]) -> Fenced:
+def _fence(
+    scratch: str, device: str, memory_bytes: int, readable: Sequence[str], *, may_be_raised: bool
+) -> Fenced:
     tempfile.tempdir = scratch  # else it tries out by writing which folder it may use
     accelerator = device != "cpu"
     fences: list[str] = []
     unfenced: list[str] = []
-    _limit(memory_bytes, device, fences, unfenced)
+    _limit(memory_bytes, device, fences, unfenced, may_be_raised=may_be_raised)
     if sys.platform != "linux":
         unfenced.append(f"network, programs, files: nothing is known here for {sys.platform}")
         return Fenced(tuple(fences), tuple(unfenced))
@@ -144,6 +148,10 @@ def _fence(scratch: str, device: str, memory_bytes: int, readable: Sequence[str]
     kernel.forbid_new_privileges()
     landlock, problem = kernel.restrict_files(scratch, readable, accelerator=accelerator)
     seccomp = _try(lambda: kernel.filter_calls(files_fenced=landlock > 0, accelerator=accelerator))
+    if seccomp and not accelerator:
+        _lower(
+            resource.RLIMIT_DATA, resource.getrlimit(resource.RLIMIT_DATA)[0]
+        )  # by itself, it could raise it
     by = [name for name, missing in (("seccomp", seccomp), ("namespaces", namespaces)) if not missing]
     if landlock:
         by.append(f"landlock {landlock}")
@@ -162,7 +170,9 @@ def _fence(scratch: str, device: str, memory_bytes: int, readable: Sequence[str]
     return Fenced(tuple(fences), tuple(unfenced))
 
 
-def _limit(memory_bytes: int, device: str, fences: list[str], unfenced: list[str]) -> None:
+def _limit(
+    memory_bytes: int, device: str, fences: list[str], unfenced: list[str], *, may_be_raised: bool
+) -> None:
     """What every Unix has; memory and the order of victims on Linux only."""
     os.nice(NICE)
     for limit, wanted in (
@@ -177,7 +187,7 @@ def _limit(memory_bytes: int, device: str, fences: list[str], unfenced: list[str
     )
     if sys.platform == "linux" and device == "cpu":
         # Not the whole address space, most of which torch's libraries only reserve: what is written to.
-        _lower(resource.RLIMIT_DATA, _data_bytes() + memory_bytes)
+        _lower(resource.RLIMIT_DATA, _data_bytes() + memory_bytes, for_good=not may_be_raised)
         fences.append(f"memory: {memory_bytes >> 20} MiB besides arenas and libraries, by the kernel")
     elif sys.platform == "linux":
         # A driver's address space is beyond any limit. The watch ends what takes too much within a second,
@@ -202,11 +212,11 @@ def _other_threads() -> list[str]:
     return found
 
 
-def _lower(limit: int, wanted: int) -> None:
+def _lower(limit: int, wanted: int, *, for_good: bool = True) -> None:
     _, hard = resource.getrlimit(limit)
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
-    resource.setrlimit(limit, (wanted, wanted))
+    resource.setrlimit(limit, (wanted, wanted if for_good else hard))
 
 
 def _data_bytes() -> int:

@@ -6,6 +6,7 @@ from partition.execute.process import (
     keep_freed_memory,
     load_late_modules,
     prepare_process,
+    release_memory,
     set_threads,
 )
 
@@ -15,5 +16,6 @@ __all__ = [
     "keep_freed_memory",
     "load_late_modules",
     "prepare_process",
+    "release_memory",
     "set_threads",
 ]

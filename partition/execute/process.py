@@ -124,6 +124,14 @@ def _repeat_exactly(threads: int) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # set by name
 
 
+def release_memory(device: str) -> None:
+    """Give what is freed back to the system, on an accelerator too."""
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+
+
 def keep_freed_memory() -> None:
     """Have the heap keep what is freed, for all of this process's life."""
     if sys.platform == "linux":

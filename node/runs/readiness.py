@@ -1,0 +1,120 @@
+"""When a stage's process is loaded before anybody asks for a stage.
+
+To load torch takes two seconds of a processor, on a busy machine twenty by the clock, and the first step of a
+run waits for it, as do all others where a stage moves. So one process is loaded as soon as a stage is to be
+expected here: with the lease of a slot, while the graph and the data travel; where this node is a run's
+witness; and on a machine that has offered a free slot for a while and was idle. It takes memory, so the last
+two only where there is enough, and never where the owner says no (`spare_process = false`).
+
+Not here: the process (`node.stages.program`), which has read nothing of any run until a stage takes it.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import psutil
+import trio
+
+from node.placement.admission import Machine
+from node.seams import Seams
+from node.services.measurements import Measurements
+
+EXPECTED_SECONDS = 30.0
+"""How long a process that was loaded for an expected stage waits for it at least. A lease that is not used is
+often followed by another."""
+IDLE_SECONDS = 20.0
+"""How long a node must have been idle before it keeps a process on the mere chance of a run: one that was
+just started, or is between two runs, has better things to do."""
+LOOK_SECONDS = 5.0
+FREE_BYTES_MIN, FREE_BYTES_LEFT_MIN = 2 << 30, 1 << 30
+"""The memory that must be available before a process is loaded on chance, 0.2 GB of it; and what must be left
+for it to stay."""
+
+
+class Member(Protocol):
+    """What is needed of a member of a run."""
+
+    @property
+    def is_witness(self) -> bool: ...
+
+
+class Service(Protocol):
+    """What is needed of `node.runs.runs.Runs`."""
+
+    seams: Seams
+    measurements: Measurements
+
+    @property
+    def machine(self) -> Machine: ...
+
+    @property
+    def has_slot(self) -> bool: ...
+
+
+class Readiness:
+    """One node's. To be told when its part in runs changes (`look`), when a stage is coming (`expect`), and
+    when a run is `over`."""
+
+    def __init__(self, service: Service, members: Callable[[], Iterable[Member]]) -> None:
+        self._service = service
+        self._members = members
+        self._is_allowed: Callable[[], bool] = lambda: True
+        self._held_bytes: Callable[[], int] = lambda: 0
+        self._expected_until = self._idle_since = float("-inf")
+        self._is_watching = False
+        self._is_kept_idle = False
+        self._has_memory = True
+
+    async def run(self, is_allowed: Callable[[], bool], held_bytes: Callable[[], int]) -> None:
+        """Look at the machine now and then, until cancelled: whether its owner allows a process to wait, and
+        whether there is room for it. `held_bytes` is what the one that waits takes, 0 for none."""
+        self._is_allowed, self._held_bytes = is_allowed, held_bytes
+        self._idle_since = self._now
+        while True:
+            await trio.sleep(LOOK_SECONDS)
+            free = await self._service.seams.executor.run(lambda: psutil.virtual_memory().available)
+            self._has_memory = free >= (FREE_BYTES_LEFT_MIN if held_bytes() else FREE_BYTES_MIN)
+            if self._service.measurements.is_busy or not self._service.has_slot:
+                self._idle_since = self._now
+            is_idle = self._now - self._idle_since >= IDLE_SECONDS
+            # While the node feeds a run, or a program trains, one that waits costs nothing but its memory.
+            self._is_kept_idle = is_idle or (self._is_kept_idle and held_bytes() > 0)
+            self.look()
+
+    def expect(self) -> None:
+        """A stage will soon be opened here: load its process meanwhile."""
+        self._expected_until = self._now + EXPECTED_SECONDS
+        self._keep()
+
+    def over(self) -> None:
+        """A run is over here: nothing is expected any more."""
+        self._expected_until = float("-inf")
+        self.look()
+
+    def look(self) -> None:
+        """Keep a process, or none, by what is known now."""
+        if self._now < self._expected_until:
+            return  # what loads is about to be taken
+        if self._is_wanted:
+            self._keep()
+        else:
+            self._service.seams.executor.keep_stage_ready(None)
+
+    @property
+    def _now(self) -> float:
+        return self._service.seams.clock.monotonic()
+
+    @property
+    def _is_wanted(self) -> bool:
+        """A witness is the first to be asked for a dead member's stage, which then is to open at once."""
+        is_likely = self._is_kept_idle or any(member.is_witness for member in self._members())
+        return is_likely and self._service.has_slot and self._has_memory and self._is_allowed()
+
+    def _keep(self) -> None:
+        machine = self._service.machine
+        self._service.seams.executor.keep_stage_ready((machine.threads, machine.device))
+
+    @property
+    def document(self) -> Mapping[str, Any]:
+        """What waits here, for people."""
+        return {"is_allowed": self._is_allowed(), "memory_bytes": self._held_bytes()}

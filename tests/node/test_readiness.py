@@ -1,0 +1,89 @@
+"""When a process is loaded before anybody asks for a stage: a node in virtual time."""
+
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import trio
+from trio.testing import MockClock
+
+from node.runs import readiness
+from node.runs.readiness import EXPECTED_SECONDS, FREE_BYTES_LEFT_MIN, FREE_BYTES_MIN, IDLE_SECONDS
+from node.runs.runs import TRAINING_SECONDS
+from sim.executor import SimExecutor
+from tests.node.simulated import simulated_node
+from tests.node.test_measurements import slow_medium
+
+MARGIN_SECONDS = 2 * readiness.LOOK_SECONDS
+
+
+class Machine:
+    """What the node sees of it, and whether a process waits there."""
+
+    def __init__(self) -> None:
+        self.is_kept = False
+        self.is_allowed = True
+        self.free_bytes = FREE_BYTES_MIN
+
+    def keep(self, machine: tuple[int, str] | None) -> None:
+        self.is_kept = machine is not None
+
+    async def passes(self, seconds: float, *, is_kept: bool) -> None:
+        """So much time goes by, at the end of which a process is kept, or none."""
+        await trio.sleep(seconds)
+        assert self.is_kept == is_kept
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """The one of the node of a test."""
+    found = Machine()
+    monkeypatch.setattr(SimExecutor, "keep_stage_ready", lambda _, wanted: found.keep(wanted))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=found.free_bytes))
+    return found
+
+
+def test_an_idle_node_keeps_a_process_where_owner_and_memory_allow_it(machine: Machine) -> None:
+    async def scenario() -> None:
+        async with simulated_node(slow_medium(), 1) as node, trio.open_nursery() as nursery:
+            watch = node.runs.readiness.run
+            nursery.start_soon(watch, lambda: machine.is_allowed, lambda: int(machine.is_kept))
+            await machine.passes(IDLE_SECONDS - MARGIN_SECONDS, is_kept=False)
+            await machine.passes(2 * MARGIN_SECONDS, is_kept=True)
+            machine.free_bytes = FREE_BYTES_MIN - 1
+            await machine.passes(MARGIN_SECONDS, is_kept=True)
+            machine.free_bytes = FREE_BYTES_LEFT_MIN - 1
+            await machine.passes(MARGIN_SECONDS, is_kept=False)
+            machine.free_bytes = FREE_BYTES_MIN - 1
+            await machine.passes(MARGIN_SECONDS, is_kept=False)
+            machine.free_bytes = FREE_BYTES_MIN
+            await machine.passes(MARGIN_SECONDS, is_kept=True)
+            machine.is_allowed = False
+            await machine.passes(MARGIN_SECONDS, is_kept=False)
+            machine.is_allowed = True
+            part = node.averaging.open("run", b"signature")  # a program of this process trains
+            await machine.passes(TRAINING_SECONDS - MARGIN_SECONDS, is_kept=False)
+            part.close()
+            await machine.passes(IDLE_SECONDS + MARGIN_SECONDS, is_kept=True)
+            node.averaging.open("other", b"signature")
+            await machine.passes(MARGIN_SECONDS, is_kept=True)
+            nursery.cancel_scope.cancel()
+
+    trio.run(scenario, clock=MockClock(autojump_threshold=0))
+
+
+def test_a_process_for_an_expected_stage_loads_at_once_and_waits_a_while(machine: Machine) -> None:
+    machine.is_allowed = False  # it is about to be needed, and none that waits on chance
+    machine.free_bytes = 0
+
+    async def scenario() -> None:
+        async with simulated_node(slow_medium(), 1) as node, trio.open_nursery() as nursery:
+            watch = node.runs.readiness.run
+            nursery.start_soon(watch, lambda: machine.is_allowed, lambda: int(machine.is_kept))
+            node.runs.readiness.expect()
+            assert machine.is_kept
+            await machine.passes(EXPECTED_SECONDS - MARGIN_SECONDS, is_kept=True)
+            await machine.passes(2 * MARGIN_SECONDS, is_kept=False)
+            nursery.cancel_scope.cancel()
+
+    trio.run(scenario, clock=MockClock(autojump_threshold=0))
