@@ -95,7 +95,10 @@ class Readiness:
         """Keep a process, or none, by what is known now."""
         if self._now < self._expected_until:
             return  # what loads is about to be taken
-        if self._is_wanted:
+        may_stay = self._has_memory and self._is_allowed()
+        if may_stay and not self._service.has_slot:
+            return  # the stage that has the slot takes what waits as soon as it is opened
+        if may_stay and self._is_likely:
             self._keep()
         else:
             self._service.seams.executor.keep_stage_ready(None)
@@ -105,10 +108,9 @@ class Readiness:
         return self._service.seams.clock.monotonic()
 
     @property
-    def _is_wanted(self) -> bool:
+    def _is_likely(self) -> bool:
         """A witness is the first to be asked for a dead member's stage, which then is to open at once."""
-        is_likely = self._is_kept_idle or any(member.is_witness for member in self._members())
-        return is_likely and self._service.has_slot and self._has_memory and self._is_allowed()
+        return self._is_kept_idle or any(member.is_witness for member in self._members())
 
     def _keep(self) -> None:
         machine = self._service.machine

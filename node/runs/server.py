@@ -207,8 +207,8 @@ class Requests:
         if isinstance(promise, Declined):
             return promise
         if request.stage is not None:
-            await runs.slots.promise(promise)
             runs.readiness.expect()
+            await runs.slots.promise(promise)
             runs.queue.begin(run, request.revision)
         body = wire.LeaseBody(run.id, promise.plan, promise.stage, int(SILENCE_SECONDS_MAX))
         return wire.Leased(runs.signer.sign(wire.LEASE_PURPOSE, encode(body)))
