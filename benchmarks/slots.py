@@ -9,7 +9,6 @@ left is what they do to each other: memory bandwidth, caches, clocks.
 
 import argparse
 import sys
-import threading
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import psutil
 from _figures import leave, report
 
-from node.services.calibration import CALIBRATION_SECONDS, Wanted, measure_now
+from node.services.calibration import CALIBRATION_SECONDS, MeasuringTurn, Wanted, measure_now
 from tests.slowdown import slowdown
 
 
@@ -36,7 +35,7 @@ def main() -> int:
     for slots in options.slots:
         threads = max(1, cores // slots)
         found = [
-            measure_now(Wanted("cpu", "float32", threads, count), seconds, threading.Event())
+            measure_now(Wanted("cpu", "float32", threads, count), seconds, MeasuringTurn())
             for count in (1, slots) * options.times
         ]
         measured = [each for each in found if each is not None]

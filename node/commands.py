@@ -152,11 +152,10 @@ class Commands:
         }
 
     async def _status(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
-        node = self._node
+        node, runs = self._node, self._node.runs
         document = state_documents.status_document(node.state, node.seams.clock.wall(), node.counters)
-        place = node.runs.places.own_document()
-        more = {"contribution": node.runs.receipts.summary(), "spare_process": node.runs.readiness.document}
-        return document | {"place": place, **more}
+        document |= {"place": runs.places.own_document(), "spare_process": runs.readiness.document}
+        return document | {"contribution": runs.receipts.summary()}
 
     async def _peers(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
         document = state_documents.peers_document(self._node.state, self._node.seams.clock.wall())

@@ -1,19 +1,29 @@
-"""A loaded process waits on an idle node, becomes the stage of a run, and ends with it: real processes."""
+"""A loaded process waits on an idle node, becomes the stages of one run, and ends with it: real processes."""
 
 import contextlib
 import dataclasses
+import os
+import resource
+import signal
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 import trio
 
+from crypto.encoding import encode
 from node import config
 from node.cli.status import spare_lines
+from node.errors import StageFailed
 from node.events import RunEnded, StepCommitted
+from node.executor import RealExecutor
 from node.runs import readiness
 from node.runtime import Node
+from node.stages import host as host_module
 from node.stages.host import StageHost
+from partition.stage import Forwarded
+from tests.node.test_host import FORWARD, SPECIFICATION, gone
 from tests.stack import Model, manifest, prepare, simple_cnn
 
 
@@ -76,3 +86,38 @@ async def test_a_spare_process_becomes_a_stage_and_is_never_another_runs(
         node.provider.config = dataclasses.replace(settings, resources=given)
         while waiting(node):  # noqa: ASYNC110 - no event tells
             await trio.sleep(0.02)
+
+
+async def test_the_next_stage_of_a_run_takes_the_process_of_the_last_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    executor = RealExecutor()
+    first = await executor.open_stage(encode(SPECIFICATION))
+    pid, before = first.pid, await first.call(FORWARD)
+    limit, _ = resource.prlimit(pid, resource.RLIMIT_DATA)
+    view = first.vector("parameters")
+    larger = msgspec.structs.replace(SPECIFICATION, memory_bytes_max=SPECIFICATION.memory_bytes_max * 2)
+    second = await executor.replace_stage(first, encode(larger))
+    try:
+        assert (second.pid, first._failure) == (pid, "the stage has been closed")
+        assert second.admitted.fences == first.admitted.fences
+        assert resource.prlimit(pid, resource.RLIMIT_DATA)[0] > limit, "it may take what the second may"
+        after = await second.call(FORWARD)
+        assert isinstance(before, Forwarded)
+        assert isinstance(after, Forwarded)
+        assert after.loss == before.loss, "as in a new process"
+        view[:] = bytes(len(view))
+        assert bytes(second.vector("parameters")) != bytes(view), "its memory is its own"
+        # What cannot be taken over is ended with its stage, and another process is loaded.
+        allowance = second._allowance
+        assert await second.retire(dataclasses.replace(allowance, threads=SPECIFICATION.threads + 1)) is None
+        async with second._lock:
+            assert await second.retire(allowance) is None, "a call of its stage is being served"
+        monkeypatch.setattr(host_module, "RETIRE_SECONDS", 0.3)
+        os.kill(pid, signal.SIGSTOP)
+        assert await second.retire(allowance) is None
+    finally:
+        await second.aclose()
+    assert gone(pid)
+    with pytest.raises(StageFailed, match="closed"):
+        await first.call(FORWARD)

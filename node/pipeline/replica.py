@@ -126,8 +126,7 @@ class ReplicaShell:
         self._signer = signer
         self._dtype = specification.dtype
         self._shares = parts
-        self.stage = stage
-        """What computes."""
+        self._stage = stage
         self._seams = seams
         self._send = send
         self._refuse = refuse
@@ -182,9 +181,14 @@ class ReplicaShell:
             for request in self._exports:
                 request.ready.set()
 
+    @property
+    def stage(self) -> Stage:
+        """What computes."""
+        return self._stage
+
     async def aclose(self) -> None:
         """End the stage's process."""
-        await self.stage.aclose()
+        await self._stage.aclose()
 
     def adopt(self, plan: Plan) -> None:
         """A new plan has come into force."""
@@ -240,7 +244,7 @@ class ReplicaShell:
         """A range of an arena as it is after the step asked for; None where it is not that step's."""
         if not self._is_at(request.step):
             return None
-        vector = self.stage.vector(request.arena)
+        vector = self._stage.vector(request.arena)
         part = vector[request.offset : request.offset + request.length]
         data = await self._seams.executor.run(lambda: bytes(part))
         # It may have been overwritten meanwhile.
@@ -310,7 +314,7 @@ class ReplicaShell:
 
     async def _call(self, request: api.Request) -> object:
         began, begun = self._seams.clock.monotonic(), self._seams.clock.wall()
-        reply = await self.stage.call(request)
+        reply = await self._stage.call(request)
         # What the process says of itself, where it does: waiting for it is not its being busy.
         busy = getattr(reply, "busy_nanoseconds", 0)
         lasted = self._seams.clock.monotonic() - began
@@ -447,14 +451,14 @@ class ReplicaShell:
                 digest = await fill(
                     self._seams.network,
                     self._seams.executor,
-                    self.stage,
+                    self._stage,
                     plan=work.plan,
                     step=work.step,
                     sources=work.sources,
                     digest=work.digest,
                 )
             elif work.checkpoint != FIRST_VALUES:
-                await self._restore(self.core.plan, work.checkpoint, work.step, self.stage)
+                await self._restore(self.core.plan, work.checkpoint, work.step, self._stage)
             elif self._is_changed:
                 raise StageFailed("it has trained already, and all begin anew")
         if self._filling.cancelled_caught:
@@ -466,10 +470,10 @@ class ReplicaShell:
     async def _copy(self, work: core.SaveReady) -> None:
         """Have a copy kept, but never of a state that no training could go on from."""
         arenas = [
-            np.frombuffer(self.stage.vector(name), dtype=self._dtype) for name in ("parameters", "moments")
+            np.frombuffer(self._stage.vector(name), dtype=self._dtype) for name in ("parameters", "moments")
         ]
         if await self._seams.executor.run(lambda: all(map(_is_finite, arenas))):
-            await self._save(self.core.plan, self.core.stage, work.step, self.stage)
+            await self._save(self.core.plan, self.core.stage, work.step, self._stage)
             self._archive.marked(self.core.plan.run, work.step)
             self._pass_on(self.core.saved(work))
         else:
@@ -480,7 +484,7 @@ class ReplicaShell:
     async def _reduce(self, work: core.ReduceReady) -> None:
         self._starting = work
         sums, totals = (
-            np.frombuffer(self.stage.vector(name), dtype=self._dtype) for name in ("gradients", "totals")
+            np.frombuffer(self._stage.vector(name), dtype=self._dtype) for name in ("gradients", "totals")
         )
         reduction, sends, digest = await self._compute(
             lambda: _begin_reduction(self.core.me, work, self._shares, sums, totals)
@@ -501,7 +505,7 @@ class ReplicaShell:
 
     async def _compute(self, function: Callable[[], _T]) -> _T:
         """Run a part of the sum; in a thread unless the stage is so small that the way there takes longer."""
-        if len(self.stage.vector("totals")) <= INLINE_BYTES_MAX:
+        if len(self._stage.vector("totals")) <= INLINE_BYTES_MAX:
             await trio.lowlevel.checkpoint()
             return function()
         return await self._seams.executor.run(function)
@@ -528,7 +532,7 @@ class ReplicaShell:
         reduction, reducing = self._reduction, self._reducing
         if reduction is None or reducing is None or not reduction.done:
             return
-        totals = np.frombuffer(self.stage.vector("totals"), dtype=self._dtype)
+        totals = np.frombuffer(self._stage.vector("totals"), dtype=self._dtype)
         await self._reduced(reducing, await self._compute(lambda: reduction.finish(totals)))
 
     async def _reduced(self, reducing: core.ReduceReady, digest: bytes) -> None:
@@ -567,7 +571,7 @@ class ReplicaShell:
 
     async def _export(self, request: _Export) -> None:
         try:
-            exported = await self.stage.call(api.Export())
+            exported = await self._stage.call(api.Export())
             assert isinstance(exported, api.Exported)
             request.data = exported.data
         finally:

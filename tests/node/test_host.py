@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -27,7 +26,6 @@ from node.config import Memory
 from node.errors import StageFailed
 from node.executor import RealExecutor
 from node.seams import Executor
-from node.stages import host as host_module
 from node.stages import limits as allowance_module
 from node.stages import program as program_module
 from node.stages.framing import Header, joined, split
@@ -574,41 +572,6 @@ async def test_a_stage_takes_the_process_that_is_ready_for_its_settings() -> Non
         assert spare.take(SPECIFICATION.threads, SPECIFICATION.device) is None, "it is taken"
     finally:
         await host.aclose()
-
-
-async def test_the_next_stage_of_a_run_takes_the_process_of_the_last_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    executor = RealExecutor()
-    first = await executor.open_stage(encode(SPECIFICATION))
-    pid, before = first.pid, await first.call(FORWARD)
-    limit, _ = resource.prlimit(pid, resource.RLIMIT_DATA)
-    view = first.vector("parameters")
-    larger = msgspec.structs.replace(SPECIFICATION, memory_bytes_max=SPECIFICATION.memory_bytes_max * 2)
-    second = await executor.replace_stage(first, encode(larger))
-    try:
-        assert (second.pid, first._failure) == (pid, "the stage has been closed")
-        assert second.admitted.fences == first.admitted.fences
-        assert resource.prlimit(pid, resource.RLIMIT_DATA)[0] > limit, "it may take what the second may"
-        after = await second.call(FORWARD)
-        assert isinstance(before, Forwarded)
-        assert isinstance(after, Forwarded)
-        assert after.loss == before.loss, "as in a new process"
-        view[:] = bytes(len(view))
-        assert bytes(second.vector("parameters")) != bytes(view), "its memory is its own"
-        # What cannot be taken over is ended with its stage, and another process is loaded.
-        allowance = second._allowance
-        assert await second.retire(dataclasses.replace(allowance, threads=SPECIFICATION.threads + 1)) is None
-        async with second._lock:
-            assert await second.retire(allowance) is None, "a call of its stage is being served"
-        monkeypatch.setattr(host_module, "RETIRE_SECONDS", 0.3)
-        os.kill(pid, signal.SIGSTOP)
-        assert await second.retire(allowance) is None
-    finally:
-        await second.aclose()
-    assert gone(pid)
-    with pytest.raises(StageFailed, match="closed"):
-        await first.call(FORWARD)
 
 
 def test_a_ready_process_that_has_died_or_is_dropped_leaves_nothing() -> None:
