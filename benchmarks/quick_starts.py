@@ -162,7 +162,7 @@ class Swarm:
                     holders = [peers[0] for peers in event["stages"]]
                     found.layers.append(tuple(tuple(row) for row in event["layers"]))
                     if slowed is not None:
-                        found.kept = slowed.end()
+                        slowed.end()
                 elif event["kind"] == "StepCommitted":
                     if not found.first_seconds:
                         found.first_seconds = now - planned_at
@@ -179,7 +179,7 @@ class Swarm:
                 assert time.monotonic() < until, "no layer moved"
         finally:
             if slowed is not None:
-                slowed.end()
+                found.kept = slowed.end()
         found.others = max(found.others, others.share())
         if with_move:
             ask(self._swarm.nodes["a"].data_dir, "runs.stop", {"run": run})
@@ -262,7 +262,8 @@ def main() -> int:
                 moved = " -> ".join(
                     "+".join(str(last - first) for first, last in each) for each in found.layers
                 )
-                more = {"move_seconds": round(found.move_seconds, 2), "layers": moved, **cost}
+                more = {"move_seconds": round(found.move_seconds, 2), "layers": moved}
+                more |= {"process_kept": found.kept, **cost}
                 note("spare", found, **more)
                 seconds.setdefault("move", []).append(found.move_seconds)
         finally:

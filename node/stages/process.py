@@ -68,6 +68,7 @@ def main(arguments: list[str]) -> None:
     keep_freed_memory()
     defer_compiler()
     load_late_modules()
+    gc.freeze()  # what is loaded stays: no collection of garbage looks through it again
     found = link.settings()
     if found is None:
         return
