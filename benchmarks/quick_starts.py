@@ -33,7 +33,7 @@ from _figures import Goal, arguments, leave, report
 
 from node.cli.capture import capture_to
 from node.cli.client import ask, request
-from node.cli.demo.processes import SwarmProcesses
+from node.demo.processes import SwarmProcesses
 from node.protocols.manifest import RunFile, TrainTable
 
 NAMES = ("a", "b", "c")
