@@ -12,6 +12,7 @@
         StreamEnded              the other side said that it sends no more, and all that it sent has come
     StageFailed                  a stage process died or refused
         PayloadRefused           what others sent cannot be used; the stage goes on
+        SessionRefused           it holds too little of a served session, or has no pages; the stage goes on
         StageDiverged            what it computes is not finite, as on any other peer; the stage goes on
 
 Garbage from a peer is `crypto.errors.RemoteProtocolError`, never one of these.
@@ -32,6 +33,7 @@ __all__ = [
     "ProtocolError",
     "RemoteProtocolError",
     "RunFailed",
+    "SessionRefused",
     "StageDiverged",
     "StageFailed",
     "StreamClosed",
@@ -129,6 +131,16 @@ class PayloadRefused(StageFailed):
         super().__init__(reason)
         self.part = part
         self.of_values = of_values
+
+
+class SessionRefused(StageFailed):
+    """A stage cannot continue a served session: it holds less of it than the unit follows, or, where it
+    `has_no_room`, there are no pages for it. The stage goes on, and no session has changed."""
+
+    def __init__(self, reason: str, session: bytes, *, has_no_room: bool) -> None:
+        super().__init__(reason)
+        self.session = session
+        self.has_no_room = has_no_room
 
 
 class StageDiverged(StageFailed):

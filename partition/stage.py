@@ -40,6 +40,10 @@ GROUPS_MAX = 16
 METRICS_MAX = 16
 RUN_BYTES_MAX = 64
 SESSION_BYTES_MAX = 32
+UNITS_MAX = 256
+"""Sessions that one request of serving continues: more wait for the next."""
+SERVED_SESSIONS_MAX = 4_096
+"""Sessions with keys and values in one stage; its memory ends most services long before."""
 REASON_LENGTH_MAX = 400
 FENCES_MAX = 16
 _OVERHEAD_BYTES = 1 << 20
@@ -134,7 +138,8 @@ class StageSpecification(msgspec.Struct, frozen=True):
     `seed` gives the first values of parameters that have a recipe, each by its name, and `run` the random
     operators', so neither depends on the cut. `sizes_max` bounds the graph's symbols; `microbatches` make a
     step. `autocast` computes in bfloat16 as `torch.autocast` does; `recompute` keeps only a micro-batch's
-    input and computes it again for the backward pass. `memory_bytes_max` and `flops_max` (for one
+    input and computes it again for the backward pass. `cache_bytes` are for keys and values of all served
+    sessions together. `memory_bytes_max` and `flops_max` (for one
     micro-batch, forward and backward; 0 for no bound) are what the provider offers. `threads`,
     `device` and `allow_unfenced`, whether to run where the system cannot fence it in, are the replica's own
     affair.
@@ -156,6 +161,7 @@ class StageSpecification(msgspec.Struct, frozen=True):
     memory_bytes_max: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)] = 1 << 40
     flops_max: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
     allow_unfenced: bool = False
+    cache_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
 
     def __post_init__(self) -> None:
         check_sizes(self.graph.symbols, self.sizes_max)
@@ -418,8 +424,54 @@ class Ran(msgspec.Struct, frozen=True, tag=True, array_like=True):
     output: Payload
 
 
+class Unit(msgspec.Struct, frozen=True, array_like=True):
+    """Some tokens of one session, in a request for many: they stand at `position` and after it.
+
+    `wanted` is how many of its last rows the last stage answers with logits, from none to all.
+
+    Raises:
+        ValueError: more rows are wanted than there are tokens.
+    """
+
+    session: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    position: Number
+    tokens: Annotated[int, msgspec.Meta(ge=1, le=_NUMBER_MAX)]
+    wanted: Number = 0
+
+    def __post_init__(self) -> None:
+        if self.wanted > self.tokens:
+            raise ValueError(f"{self.wanted} rows wanted of {self.tokens} tokens")
+
+
+class Serve(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Continue sessions by the entry point `serve`: a batch of units of any lengths, each of another session.
+
+    `input` is flat over all units, in their order: token ids, int64 [tokens], at the first stage, elsewhere
+    the `Served.output` of the stage before, as it came. Its `sizes` do not count: the units say them.
+
+    A session begins with a unit at position 0. A unit at a lower position than the session has reached takes
+    back what stands there and after; one at a higher position is refused, and so is one that there are no
+    pages for. `Refused.session` then says which, and no session has changed.
+    """
+
+    units: Annotated[tuple[Unit, ...], msgspec.Meta(min_length=1, max_length=UNITS_MAX)]
+    input: Payload
+    codec: Codec = "raw"
+
+
+class Served(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The answer: tensors [tokens, ...] for the next stage, flat as they came.
+
+    Those of the last stage are logits [rows, vocabulary] of the wanted rows, in the order of the units; None
+    where no row is wanted.
+    """
+
+    output: Payload | None
+    busy_nanoseconds: Number = 0
+
+
 class EndSession(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Forget a session's states."""
+    """Forget a session: its states, its keys and values. An unknown one is none."""
 
     session: Annotated[bytes, msgspec.Meta(min_length=1, max_length=SESSION_BYTES_MAX)]
 
@@ -484,17 +536,18 @@ Request = (
     | Norm
     | Apply
     | Run
+    | Serve
     | EndSession
     | Export
     | Import
     | Reload
     | Restore
 )
-Reply = Admitted | Forwarded | BackwardDone | Normed | Applied | Ran | Done | Exported | Refused
+Reply = Admitted | Forwarded | BackwardDone | Normed | Applied | Ran | Served | Done | Exported | Refused
 
 
 def timed(reply: Reply, busy_nanoseconds: int) -> Reply:
     """A reply with how long it took, where it is one that says so."""
-    if isinstance(reply, Forwarded | BackwardDone | Applied):
+    if isinstance(reply, Forwarded | BackwardDone | Applied | Served):
         return msgspec.structs.replace(reply, busy_nanoseconds=min(busy_nanoseconds, _NUMBER_MAX))
     return reply

@@ -16,7 +16,7 @@ import msgspec
 from crypto.encoding import encode
 from crypto.errors import RemoteProtocolError
 from crypto.noise import Data
-from node.errors import PayloadRefused, StageDiverged, StageFailed
+from node.errors import PayloadRefused, SessionRefused, StageDiverged, StageFailed
 from partition.codecs.codec import Payload
 from partition.stage import (
     Backward,
@@ -31,6 +31,8 @@ from partition.stage import (
     Reply,
     Request,
     Run,
+    Serve,
+    Served,
 )
 
 _HEADER = struct.Struct("<QQQQQ")
@@ -40,9 +42,11 @@ _PAYLOADS: dict[type, tuple[str, ...]] = {
     Forward: ("input", "labels"),
     Backward: ("gradient",),
     Run: ("input",),
+    Serve: ("input",),
     Forwarded: ("output", "gradient"),
     BackwardDone: ("gradient",),
     Ran: ("output",),
+    Served: ("output",),
 }
 """Where messages have tensors: at most two bundles of them."""
 
@@ -115,6 +119,8 @@ def largest_payload(request: object) -> PayloadPart | None:
 
 def refusal(reply: Refused) -> StageFailed:
     """The error that a refusal comes to for whoever asked."""
+    if reply.fault in ("position", "room"):
+        return SessionRefused(reply.reason, reply.session, has_no_room=reply.fault == "room")
     if reply.part:
         return PayloadRefused(reply.reason, reply.part, of_values=reply.fault == "values")
     return (StageDiverged if reply.fault == "divergence" else StageFailed)(reply.reason)

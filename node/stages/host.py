@@ -177,6 +177,7 @@ class StageHost:
 
         Raises:
             PayloadRefused: what others sent with the request cannot be used; the stage goes on.
+            SessionRefused: a served session that it cannot continue; the stage goes on.
             StageDiverged: what it computes is not finite; the stage goes on.
             StageFailed: the stage refused the request for another reason (it goes on), or its process is
                 gone.
