@@ -11,6 +11,8 @@ stage's process share:
 All have one element type and one layout (`parameter_layout`), without gaps; `gradients` and `totals` end
 before what is frozen, and `moments` repeats them. `partition.execute` computes; `node.stages.host` keeps it
 in a process.
+
+Long because every message of the API is here, which both sides of a process's border read.
 """
 
 from math import isfinite, prod
@@ -520,12 +522,14 @@ class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
     `part` is which of the payloads cannot be used, whoever gets it; "" where it is not one of them that is
     wrong. The `fault` is "values" where a payload is whole and the model does not take a number in it, and
     "divergence" where all payloads are sound and what the stage computes of them is not finite: every
-    other replica would say the same.
+    other replica would say the same. "position" is a unit of `session` that begins after what the stage
+    holds of it, or ends beyond the longest session; "room" one that there are no pages for.
     """
 
     reason: Reason
     part: PayloadPart | Literal[""] = ""
-    fault: Literal["", "values", "divergence"] = ""
+    fault: Literal["", "values", "divergence", "position", "room"] = ""
+    session: Annotated[bytes, msgspec.Meta(max_length=SESSION_BYTES_MAX)] = b""
 
 
 Request = (

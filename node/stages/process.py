@@ -37,7 +37,7 @@ from node.stages import sandbox
 from node.stages.framing import HEADER_BYTES, Parts, joined, read_header, split
 from node.stages.program import SETTINGS
 from node.stages.threads import ThreadChooser, adaptive, candidates
-from partition.model.graph import GRAPH_BYTES_MAX
+from partition.model.graph import GRAPH_BYTES_MAX, SERVE
 from partition.stage import (
     ARENAS,
     REASON_LENGTH_MAX,
@@ -120,7 +120,9 @@ def _compute_stage(
     link.widen(specification, exchange)
     ready = msgspec.structs.replace(admitted, fences=fenced.fences, unfenced=fenced.unfenced)
     link.send(split(ready), 0)
-    numbers = candidates(threads) if device == "cpu" else ()
+    # What is served has the same bits only with the same number of threads.
+    serves = any(entry.name == SERVE for entry in specification.graph.entries)
+    numbers = candidates(threads) if device == "cpu" and not serves else ()
     if len(numbers) > 1:
         clock = time.perf_counter_ns
         handle = adaptive(handle, ThreadChooser(numbers), set_threads=set_threads, clock=clock)

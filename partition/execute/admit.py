@@ -30,6 +30,7 @@ from partition.model.graph import (
     FLOATING,
     ITEM_BYTES,
     ITEMS_MAX,
+    SERVE,
     Argument,
     ConstantValue,
     FormatName,
@@ -112,10 +113,10 @@ def admit(specification: StageSpecification) -> Admitted:
 
 
 def _kept_bytes(specification: StageSpecification) -> int:
-    """Arenas, constants, and the states of one session."""
+    """Arenas, constants, the pages of served sessions, and the states of one session."""
     graph = specification.graph
     sizes = evaluate(graph.expressions, specification.sizes_max)
-    arenas = sum(arena_bytes(specification).values())
+    arenas = sum(arena_bytes(specification).values()) + specification.cache_bytes
     constants = sum(len(constant.data) for constant in graph.constants)
     states = sum(prod(shape_of(state.type, sizes)) * ITEM_BYTES[state.type.dtype] for state in graph.states)
     return arenas + constants + states
@@ -141,7 +142,8 @@ class _DryRun:
         self._sizes = evaluate(self._graph.expressions, sizes)
         self._types = {number: self._graph.types[row] for number, row in entry.types}
         self._is_trained = entry.name == "train" and is_whole
-        self._meter = Meter(memory_bytes_max, specification.flops_max, base_bytes, self._device.type)
+        context = sizes[2] if entry.name == SERVE else 0
+        self._meter = Meter(memory_bytes_max, specification.flops_max, base_bytes, self._device.type, context)
         self._values: dict[int, torch.Tensor] = {}
         self._tables: dict[type, dict[int, torch.Tensor]] = {}
         self._last_uses = _last_uses(entry)

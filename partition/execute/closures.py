@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from partition.model.operators import OPERATORS
+from partition.execute.attention import ATTEND as ATTEND_CALL
+from partition.model.operators import ATTEND, OPERATORS
 
 Call = Callable[..., Any]
 Step = Callable[[list[Any]], None]
@@ -22,6 +23,8 @@ SEED, STATISTICS = 0, 1
 
 
 def _resolve(name: str) -> Call:
+    if name == ATTEND:
+        return ATTEND_CALL
     _, operator, overload = name.split(".")
     call: Call = getattr(getattr(torch.ops.aten, operator), overload)
     return call

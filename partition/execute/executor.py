@@ -30,13 +30,15 @@ from crypto.errors import LocalProtocolError, RemoteProtocolError
 from partition.codecs.codec import Payload, Rounding
 from partition.execute.interpret import DTYPES, LabelOutOfRange, Program, Results, compile_entry
 from partition.execute.optimize import Optimizer, clip_factor
+from partition.execute.pages import UnitRefused
 from partition.execute.seeds import seed_of
+from partition.execute.serving import ServedStage
 from partition.execute.sessions import Sessions
 from partition.execute.tensor_io import BadPayload, Boundary, NotFinite, blaming, is_finite, tensor_of
 from partition.execute.values import first_values
 from partition.execute.vector import Vector
 from partition.execute.weights import export_file, import_file
-from partition.model.graph import EVALUATE, TRAIN, Recipe, StageEntry, TensorType
+from partition.model.graph import EVALUATE, SERVE, TRAIN, Recipe, StageEntry, TensorType
 from partition.stage import (
     ARENAS,
     IN_FLIGHT_MAX,
@@ -66,6 +68,8 @@ from partition.stage import (
     Request,
     Restore,
     Run,
+    Serve,
+    Served,
     Sign,
     StageSpecification,
     arena_bytes,
@@ -127,6 +131,8 @@ class StageExecutor:
         has_own = any(entry.name == EVALUATE for entry in graph.entries)
         self._evaluated = EVALUATE if has_own else TRAIN
         self._sessions = Sessions(specification, self._device)
+        serves = any(entry.name == SERVE for entry in graph.entries)
+        self._served = ServedStage(specification, self._boundary, self._device) if serves else None
         self._next_step: int | None = None  # known where the stage was restored
         self._step: int | None = None  # of what is counted or in flight
         self._counted: set[int] = set()  # in the sums
@@ -140,6 +146,8 @@ class StageExecutor:
             return Refused(str(error)[:REASON_LENGTH_MAX], error.part, "values" if error.of_values else "")
         except NotFinite as error:
             return Refused(str(error)[:REASON_LENGTH_MAX], fault="divergence")
+        except UnitRefused as error:
+            return Refused(str(error)[:REASON_LENGTH_MAX], fault=error.fault, session=error.session)
         except RemoteProtocolError as error:
             return Refused(str(error)[:REASON_LENGTH_MAX])
 
@@ -155,6 +163,8 @@ class StageExecutor:
                 return self._apply(request)
             case Run():
                 return self._run(request)
+            case Serve():
+                return self._serve(request)
             case Export():
                 arena, dtype = self._arenas["parameters"], self._specification.dtype
                 return Exported(export_file(arena, dtype, self._slots, self._graph.constants))
@@ -170,6 +180,8 @@ class StageExecutor:
                 self._forget()
             case EndSession():
                 self._sessions.end(request.session)
+                if self._served is not None:
+                    self._served.pages.end(request.session)
             case Import():
                 self._import(request)
             case Reload():
@@ -415,6 +427,11 @@ class StageExecutor:
             self._sessions.end(request.session)
             raise RemoteProtocolError(f"the session is over: {error}") from None
         return Ran(output)
+
+    def _serve(self, request: Serve) -> Served:
+        if self._served is None:
+            raise RemoteProtocolError(f"the stage has no entry point '{SERVE}'")
+        return self._served.serve(request, self._program(SERVE, False), self._parameters, self._constants)
 
     # The step
 

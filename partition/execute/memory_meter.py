@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from crypto.errors import RemoteProtocolError
+from partition.execute.attention import ATTEND, attend_bytes, attend_flops
 from partition.execute.device_limits import check_operator, check_type
 from partition.execute.shape_tensors import ShapeInference, ShapeTensor, Storage, ghost
 from partition.model.graph import DIMENSIONS_MAX
@@ -45,10 +46,16 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
     convolutions and attention, a multiplication with its addition as two. `work` adds one for each element
     that any operator reads or makes, so that cheap ones in great number cost something too. `base_bytes` are
     held besides, and only for the words of a refusal. What a device of this kind cannot do is refused too.
+    `context` is the longest session that attention over pages sees.
     """
 
     def __init__(
-        self, memory_bytes_max: int, work_max: int, base_bytes: int, device_kind: str = "cpu"
+        self,
+        memory_bytes_max: int,
+        work_max: int,
+        base_bytes: int,
+        device_kind: str = "cpu",
+        context: int = 0,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # of torch
         self.live_bytes = self.peak_bytes = self.flops = self.work = self.calls = 0
@@ -56,6 +63,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
         self._work_max = work_max
         self._base_bytes = base_bytes
         self._device_kind = device_kind
+        self._context = context
         self._oracle = ShapeInference(self.hold)
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> ShapeTensor:
@@ -78,6 +86,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
         kwargs = kwargs or {}
         check_operator(self._device_kind, func, args, kwargs)
         made = self.compute(func, args, kwargs)
+        if func is ATTEND:
+            self._attend(args)
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
             flops = count(*args, **kwargs, out_val=made)
@@ -108,6 +118,15 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
             )
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return self._release
+
+    def _attend(self, args: tuple[Any, ...]) -> None:
+        """Count attention over pages, of which no shape says how long a session is."""
+        q, k, v = args[:3]
+        flops = attend_flops(q.shape, v.shape, self._context)
+        self.flops += flops
+        self.work += flops
+        scratch = attend_bytes(q.shape, k.shape, v.shape, self._context, q.element_size())
+        self.hold(scratch)(scratch)
 
     def _release(self, size_bytes: int) -> None:
         self.live_bytes -= size_bytes

@@ -20,10 +20,12 @@ from typing import Any
 import torch
 
 from crypto.errors import RemoteProtocolError
+from partition.execute.attention import ATTEND as ATTEND_CALL
 from partition.model.graph import (
     DIMENSIONS_MAX,
     INTEGER_MAX,
     ITEMS_MAX,
+    NODES_MAX,
     Argument,
     ConstantValue,
     FormatName,
@@ -36,7 +38,7 @@ from partition.model.graph import (
     TypeName,
     Value,
 )
-from partition.model.operators import OPERATORS
+from partition.model.operators import ATTEND, OPERATORS
 
 SIDE_MAX = 2**40
 """A side of a tensor, as `TensorType` has it."""
@@ -84,6 +86,8 @@ _FIXED: Mapping[str, tuple[int, int]] = MappingProxyType(
         "end_dim": _DIMENSION,
         "source": _DIMENSION,
         "destination": _DIMENSION,
+        "layer": (0, NODES_MAX),
+        "window": (0, EXTENT_MAX),
         "reduction": _ENUMERATION,
         "compute_mode": _ENUMERATION,
         "interpolation_mode": _ENUMERATION,
@@ -134,6 +138,7 @@ _FLOATS: Mapping[str, tuple[float, float]] = MappingProxyType(
         "dropout_p": (0.0, 1.0),
         "momentum": (0.0, 1.0),
         "label_smoothing": (0.0, 1.0),
+        "softcap": (0.0, 1e300),
         "eps": (0.0, 1e300),
         "scales": (SCALE_MIN, SCALE_MAX),
         "scales_d": (SCALE_MIN, SCALE_MAX),
@@ -198,7 +203,7 @@ def signature(name: str) -> Signature:
     if name not in OPERATORS:
         raise RemoteProtocolError(f"the operator {name} is not allowed")
     _, operator, overload = name.split(".")
-    call = getattr(getattr(torch.ops.aten, operator), overload)
+    call = ATTEND_CALL if name == ATTEND else getattr(getattr(torch.ops.aten, operator), overload)
     rules = [(_rule(name, argument), argument.kwarg_only) for argument in call._schema.arguments]
     returns = [str(result.type) for result in call._schema.returns]
     return Signature(

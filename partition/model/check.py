@@ -42,6 +42,7 @@ from partition.model.graph import (
     arguments_of,
 )
 from partition.model.operators import BATCH_NORM, OPERATORS
+from partition.model.serving import check_serve
 from partition.model.sizes import evaluate, shape_of
 
 TENSOR_BYTES_MAX = 2**53
@@ -242,6 +243,7 @@ def _check_entry(graph: Graph, entry: Entry) -> None:
     _check_boundaries(graph, entry, where)
     _check_nodes(graph, entry, where)
     _check_results(graph, entry, where)
+    check_serve(graph, entry)
     if entry.loss is not None:
         _check_statistics(graph, entry, where)
 

@@ -83,6 +83,14 @@ TRAIN, EVALUATE = "train", "evaluate"
 """The entry point that is trained, and, where it is not the same graph with arguments flipped, the one by
 which held-out samples are judged."""
 
+SERVE = "serve"
+"""The entry point that continues sessions: it has no loss, and the inputs SERVE_INPUTS."""
+SERVE_INPUTS = ("tokens", "positions", "rows")
+"""Token ids, flat over all sessions of a batch; where each stands in its session; and which of them are
+answered with logits. All int64; a stage makes the last two itself."""
+SERVE_SYMBOLS = ("tokens", "rows", "context")
+"""How many of each there are, and how many tokens one session may have, which is in no shape."""
+
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.+/:@-]{0,256}\Z")]
 """A state-dict key, a module's path, an input's name: printable, so that a screen can show it."""
 OperatorName = Annotated[str, msgspec.Meta(pattern=r"^[a-z][A-Za-z0-9_]{0,63}(\.[A-Za-z0-9_]{1,64}){2}\Z")]

@@ -8,7 +8,7 @@ Nothing is found by name at run time but what stands here, and nothing stands he
 - shows memory it did not write (`empty`), or memory by address and stride (`as_strided`, `set_`);
 - has results whose shape depends on data (`nonzero`, `masked_select`, `unique`), or reads data into Python
   (`item`);
-- touches the world outside (`from_file`), or belongs to another namespace than `aten`.
+- touches the world outside (`from_file`), or belongs to another namespace than `aten`, but for ATTEND.
 
 Generators, devices and layouts are no arguments that a graph can write: the stage chooses those.
 `partition.execute.schema` says which arguments each takes, and `tests/partition/test_operators.py` holds this
@@ -22,6 +22,9 @@ from typing import Literal
 
 BATCH_NORM = "aten.batch_norm.default"
 """The one operator whose running statistics a step moves; several parts treat it by name."""
+
+ATTEND = "peerloom.attend.default"
+"""The one operator of our own: attention over pages of keys and values (`partition.execute.attention`)."""
 
 Cost = Literal[
     "free",
@@ -205,6 +208,7 @@ def _table() -> dict[str, Operator]:
                 state_twin=_full(twin) if twin else None,
                 factory=name in factories,
             )
+    table[ATTEND] = Operator(ATTEND, "attention")
     return table
 
 

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from partition.execute.schema import signature
-from partition.model.operators import OPERATORS, Operator
+from partition.model.operators import ATTEND, OPERATORS, Operator
 
 NAMES = tuple(OPERATORS)
 
 
 def overload(name: str) -> Any:
     space, operator, kind = name.split(".")
-    assert space == "aten"
-    return getattr(getattr(torch.ops.aten, operator), kind)
+    assert space == "aten" or name == ATTEND
+    return getattr(getattr(getattr(torch.ops, space), operator), kind)
 
 
 def rows(wanted: Any) -> list[Operator]:

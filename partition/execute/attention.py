@@ -1,0 +1,355 @@
+"""`attend`: causal attention of many sessions over pages of keys and values, as one operator of a graph.
+
+    attend(q, k, v, layer, scale, window=0, softcap=0., sinks=None) -> Tensor
+
+q is [1, heads, tokens, width], k and v are [1, heads of keys, tokens, width]; the result is as q, as wide as
+v. The tokens are those of all units of a batch, flat. Which sessions they belong to, and where they stand in
+them, comes beside the graph: `serving` says it for the time of one run. So one graph serves prompts, parts of
+them, single tokens, and all of these at once, and holds no cache and no mask.
+
+`window` hides keys that are so many tokens back or more (0: none), `softcap` bounds scores by its tanh (0:
+none), and `sinks` are scores, one a head, that take their share of the softmax and give no value (gpt-oss).
+
+A row's bits do not depend on what else is in the batch, nor on how its session came here. Keys are taken in
+blocks, each a page from its begin; the rows of every product are padded to a multiple of ROWS; and what the
+blocks give is added up one after the other. So hidden keys and blocks add exact zeros. That holds for torch's
+products as they are (`tests/partition/test_serving_exactness.py` tries it), not for its attention kernels.
+
+Outside of `serving` it is plain causal attention of sequences [batch, heads, tokens, width], so that a model
+can be captured, and a graph compared with its model.
+"""
+
+# ruff: noqa: N803, N806 - shapes stand in names
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import inf
+
+import torch
+
+from partition.execute.pages import PAGE_TOKENS, Pages, Span
+
+ROWS = 4
+"""Rows of a batched product are a multiple of this: torch's kernels compute a row alike from four on."""
+SCRATCH_BYTES = 32 << 20
+"""What one batched product may take of scores and of gathered keys, where a single row does not take more."""
+
+_library = torch.library.Library("peerloom", "DEF")  # type: ignore[no-untyped-call]  # of torch
+_library.define(  # type: ignore[no-untyped-call]  # of torch
+    "attend(Tensor q, Tensor k, Tensor v, int layer, float scale, int window=0, float softcap=0., "
+    "Tensor? sinks=None) -> Tensor"
+)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Rows of sessions, as many of each, over their blocks. Blocks lie by their turn: first the first of all
+    sessions, then the second of those that have one. Sessions with more blocks come first.
+
+    `turns` are (begin, end) of each turn's blocks, `member` each block's session, `pages` its page; a run of
+    pages is `run`. `rows` are the tokens in the batch, [sessions * tokens]. `hidden` says which keys a row
+    does not see, [blocks, 1, 1, tokens, PAGE_TOKENS].
+    """
+
+    tokens: int
+    rows: torch.Tensor
+    turns: tuple[tuple[int, int], ...]
+    member: torch.Tensor
+    pages: torch.Tensor
+    run: tuple[int, int] | None
+    hidden: torch.Tensor
+
+
+@dataclass
+class Batch:
+    """The units of one run, as `attend` wants them."""
+
+    pages: Pages
+    spans: tuple[Span, ...]
+    _written: tuple[torch.Tensor, torch.Tensor] | None = None
+    _groups: dict[tuple[int, int, int], list[_Group]] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        last = self.spans[-1]
+        return last.first + last.tokens
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Put keys and values where their sessions have them."""
+        if self._written is None:
+            places = [
+                (span.pages[position // PAGE_TOKENS], position % PAGE_TOKENS)
+                for span in self.spans
+                for position in range(span.position, span.position + span.tokens)
+            ]
+            pages, slots = zip(*places, strict=True)
+            self._written = torch.tensor(pages, device=k.device), torch.tensor(slots, device=k.device)
+        pages_T, slots_T = self._written
+        for pool, given in zip(self.pages.pool(layer), (k, v), strict=True):
+            pool[pages_T, :, slots_T] = given[0, :, : self.tokens].transpose(0, 1)
+
+    def groups(self, window: int, block_bytes: int, row_bytes: int, device: torch.device) -> list[_Group]:
+        """How to go through the batch. A block takes `block_bytes`, and `row_bytes` for each row of it."""
+        key = window, block_bytes, row_bytes
+        if key not in self._groups:
+            self._groups[key] = [
+                _group(parts, window, device) for parts in _parts(self.spans, window, block_bytes, row_bytes)
+            ]
+        return self._groups[key]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some rows of a span: tokens from `first` in the batch, which stand at `position`."""
+
+    first: int
+    position: int
+    tokens: int
+    pages: tuple[int, ...]
+    block: int
+
+
+_batch: list[Batch] = []
+
+
+@contextmanager
+def serving(batch: Batch) -> Iterator[None]:
+    """Have `attend` serve this batch. One at a time in a process."""
+    _batch.append(batch)
+    try:
+        yield
+    finally:
+        _batch.pop()
+
+
+def _parts(spans: Sequence[Span], window: int, block_bytes: int, row_bytes: int) -> Iterator[Sequence[_Part]]:
+    """Parts that are computed at once: single tokens together, longer spans a few rows at a time."""
+    singles: list[_Part] = []
+    size = 0
+    for part in sorted(
+        (_part(span, 0, 1, window) for span in spans if span.tokens == 1), key=lambda part: -len(part.pages)
+    ):
+        taken = len(part.pages) * (block_bytes + row_bytes)
+        if singles and size + taken > SCRATCH_BYTES:
+            yield singles
+            singles, size = [], 0
+        singles.append(part)
+        size += taken
+    if singles:
+        yield singles
+    for span in spans:
+        begin = 0
+        while span.tokens > 1 and begin < span.tokens:
+            blocks = -(-(span.position + span.tokens) // PAGE_TOKENS)
+            most = max(1, (SCRATCH_BYTES - blocks * block_bytes) // (blocks * row_bytes))
+            count = min(span.tokens - begin, most)
+            yield [_part(span, begin, count, window)]
+            begin += count
+
+
+def _part(span: Span, begin: int, count: int, window: int) -> _Part:
+    position = span.position + begin
+    first = max(0, position - window + 1) // PAGE_TOKENS if window else 0
+    last = -(-(position + count) // PAGE_TOKENS)
+    return _Part(span.first + begin, position, count, span.pages[first:last], first)
+
+
+def _group(parts: Sequence[_Part], window: int, device: torch.device) -> _Group:
+    tokens = parts[0].tokens
+    turns: list[tuple[int, int]] = []
+    member: list[int] = []
+    pages: list[int] = []
+    keys: list[int] = []
+    for turn in range(len(parts[0].pages)):
+        begin = len(pages)
+        for number, part in enumerate(parts):
+            if turn >= len(part.pages):
+                break
+            member.append(number)
+            pages.append(part.pages[turn])
+            keys.append((part.block + turn) * PAGE_TOKENS)
+        turns.append((begin, len(pages)))
+    is_run = pages == list(range(pages[0], pages[0] + len(pages)))
+    members = torch.tensor(member, device=device)
+    begins = torch.tensor([part.position for part in parts], device=device)
+    position_NT = begins[members, None] + torch.arange(tokens, device=device)
+    key_NK = torch.tensor(keys, device=device)[:, None] + torch.arange(PAGE_TOKENS, device=device)
+    distance_NTK = position_NT[:, :, None] - key_NK[:, None, :]
+    hidden_NTK = distance_NTK < 0
+    if window:
+        hidden_NTK |= distance_NTK >= window
+    rows = [part.first + number for part in parts for number in range(tokens)]
+    return _Group(
+        tokens,
+        torch.tensor(rows, device=device),
+        tuple(turns),
+        members,
+        torch.tensor(pages, device=device),
+        (pages[0], len(pages)) if is_run else None,
+        hidden_NTK[:, None, None],
+    )
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layer: int,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    if not _batch:
+        return _plain(q, k, v, scale, window, softcap, sinks)
+    batch = _batch[-1]
+    batch.write(layer, k, v)
+    keys, values = batch.pages.pool(layer)
+    heads, key_heads = q.shape[1], k.shape[1]
+    share = heads // key_heads
+    row = padded(share) * q.element_size()
+    # Scores and weights of a row, and what a block adds to it.
+    row_bytes = key_heads * row * (2 * PAGE_TOKENS + v.shape[3])
+    block_bytes = key_heads * PAGE_TOKENS * (k.shape[3] + v.shape[3]) * q.element_size()
+    out = q.new_zeros(1, heads, q.shape[2], v.shape[3])
+    scaled = q[0] * scale
+    for group in batch.groups(window, block_bytes, row_bytes, q.device):
+        sessions, tokens = group.turns[0][1], group.tokens
+        given = scaled.index_select(1, group.rows).view(key_heads, share, sessions, tokens, q.shape[3])
+        given = given.permute(2, 0, 1, 3, 4)
+        folded = _fold(given, keys, values, group, softcap, sinks)
+        out[0].index_copy_(1, group.rows, folded.permute(1, 2, 0, 3, 4).reshape(heads, -1, v.shape[3]))
+    return out
+
+
+def _fold(
+    q_SHGTD: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    group: _Group,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """What the rows of a group see, block by block.
+
+    Shapes: S sessions, H heads of keys, G heads of queries that share one, T tokens, D width.
+    """
+    sessions, heads, share, tokens, width = q_SHGTD.shape
+    rows = padded(share * tokens)
+    q = q_SHGTD.new_zeros(sessions, heads, rows, width)
+    q[:, :, : share * tokens].view(sessions, heads, share, tokens, width).copy_(q_SHGTD)
+    blocks = len(group.member)
+    if group.run is not None:
+        begin, count = group.run
+        k, v = keys[begin : begin + count], values[begin : begin + count]
+    else:
+        k, v = keys.index_select(0, group.pages), values.index_select(0, group.pages)
+    spread = q.expand(blocks, -1, -1, -1) if sessions == 1 else q.index_select(0, group.member)
+    scores = torch.bmm(spread.reshape(-1, rows, width), k.flatten(0, 1).transpose(1, 2))
+    if softcap:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    scores = scores.view(blocks, heads, rows, PAGE_TOKENS)
+    seen = scores[:, :, : share * tokens].view(blocks, heads, share, tokens, PAGE_TOKENS)
+    seen.masked_fill_(group.hidden, -inf)
+    most = _most(scores.amax(-1), group)
+    if sinks is not None:
+        sink = sinks.view(heads, share, 1).expand(heads, share, tokens).reshape(heads, -1)
+        most[:, :, : share * tokens] = torch.maximum(most[:, :, : share * tokens], sink)
+    spread_most = most if sessions == 1 else most.index_select(0, group.member)
+    weights = scores.sub_(spread_most.unsqueeze(-1)).exp_()
+    sums = weights.sum(-1)
+    parts = torch.bmm(weights.flatten(0, 1), v.flatten(0, 1)).view(blocks, heads, rows, -1)
+    total, whole = sums[:sessions].clone(), parts[:sessions].clone()
+    for begin, end in group.turns[1:]:
+        total[: end - begin] += sums[begin:end]
+        whole[: end - begin] += parts[begin:end]
+    if sinks is not None:
+        total[:, :, : share * tokens] += torch.exp(sink - most[:, :, : share * tokens])
+    found = whole[:, :, : share * tokens] / total[:, :, : share * tokens].unsqueeze(-1)
+    return found.view(sessions, heads, share, tokens, -1)
+
+
+def _most(most: torch.Tensor, group: _Group) -> torch.Tensor:
+    """The largest score of each row, over its blocks: the order does not count."""
+    sessions = group.turns[0][1]
+    if sessions == 1:
+        return most.amax(0, keepdim=True)
+    found = most[:sessions].clone()
+    for begin, end in group.turns[1:]:
+        count = end - begin
+        torch.maximum(found[:count], most[begin:end], out=found[:count])
+    return found
+
+
+def _plain(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Causal attention within sequences, in one go."""
+    share = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
+    scores = (q * scale) @ k.transpose(2, 3)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    place = torch.arange(q.shape[2], device=q.device)
+    distance = place[:, None] - place
+    hidden = (distance < 0) | (distance >= window) if window else distance < 0
+    scores = scores.masked_fill(hidden, -inf)
+    if sinks is not None:
+        column = sinks.view(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 1)
+        scores = torch.cat((scores, column), -1)
+    weights = scores.softmax(-1)
+    return weights[..., : k.shape[2]] @ v
+
+
+def _fake(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layer: int,  # noqa: ARG001 - the operator's own
+    scale: float,  # noqa: ARG001
+    window: int = 0,  # noqa: ARG001
+    softcap: float = 0.0,  # noqa: ARG001
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    if not (q.dim() == k.dim() == v.dim() == 4 and q.dtype == k.dtype == v.dtype):
+        raise ValueError("attend takes q, k and v of four dimensions and one type")
+    if q.shape[1] % k.shape[1] or q.shape[3] != k.shape[3] or k.shape[1] != v.shape[1]:
+        raise ValueError(f"attend of {list(q.shape)}, {list(k.shape)} and {list(v.shape)}")
+    if sinks is not None and list(sinks.shape) != [q.shape[1]]:
+        raise ValueError(f"sinks of shape {list(sinks.shape)} for {q.shape[1]} heads")
+    return q.new_empty(*q.shape[:3], v.shape[3])
+
+
+_library.impl("attend", _attend, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]  # of torch
+torch.library.register_fake("peerloom::attend", _fake, lib=_library)
+ATTEND = torch.ops.peerloom.attend.default
+
+
+def padded(rows: int, multiple: int = ROWS) -> int:
+    """The next multiple."""
+    return -(-rows // multiple) * multiple
+
+
+def attend_flops(q: Sequence[int], v: Sequence[int], context: int) -> int:
+    """Floating-point operations, where each row sees as many keys as a session may have."""
+    keys = padded(context, PAGE_TOKENS)
+    return 2 * q[0] * q[1] * q[2] * keys * (q[3] + v[3])
+
+
+def attend_bytes(q: Sequence[int], k: Sequence[int], v: Sequence[int], context: int, item_bytes: int) -> int:
+    """Memory while it runs, of a session of as many tokens as it may have; without the pages and the result.
+
+    One row at least is computed at a time, and the whole batch of rows is scaled first.
+    """
+    keys = padded(context, PAGE_TOKENS)
+    rows = padded(q[1] // k[1])
+    gathered = k[1] * keys * (k[3] + v[3])
+    scored = k[1] * rows * keys * 3 + k[1] * rows * (keys // PAGE_TOKENS) * v[3]
+    return item_bytes * (q[0] * q[1] * q[2] * q[3] + gathered + scored) + 2 * SCRATCH_BYTES

@@ -1,0 +1,232 @@
+"""Keys and values of served sessions: pages of PAGE_TOKENS tokens, from one pool that all sessions share.
+
+A page has room for the keys and values of all layers of the stage, so one list of pages says where a session
+lies. The pool is bounded by `StageSpecification.cache_bytes`; a unit that finds no page is refused, and no
+session is thrown out for another: whoever drives the stage knows whose turn it is. A session's pages follow
+one another where they can, so that it is read without a copy.
+
+What is computed is `partition.execute.attention`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Literal
+
+import torch
+
+from crypto.errors import RemoteProtocolError
+from partition.stage import SERVED_SESSIONS_MAX, Unit
+
+PAGE_TOKENS = 64
+"""Tokens of a page, and keys of one block of attention. Part of what bits a stage computes: another size adds
+up in another order. Products of less than 400 multiplications take another path in torch, so no smaller."""
+
+
+class UnitRefused(RemoteProtocolError):
+    """A unit cannot be served. `fault` as in `partition.stage.Refused`."""
+
+    def __init__(self, reason: str, session: bytes, fault: Literal["position", "room"]) -> None:
+        super().__init__(reason)
+        self.session = session
+        self.fault: Literal["position", "room"] = fault
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one token of one layer takes: heads of keys and values, and the widths of both."""
+
+    heads: int
+    key_width: int
+    value_width: int
+
+    @property
+    def elements(self) -> int:
+        return self.heads * (self.key_width + self.value_width)
+
+
+@dataclass
+class _Session:
+    pages: list[int] = field(default_factory=list)
+    length: int = 0
+
+
+@dataclass(frozen=True)
+class Span:
+    """One unit in a batch: its tokens are `first` and after it in the flat batch, `position` and after it in
+    its session, whose `pages` hold all of it."""
+
+    first: int
+    position: int
+    tokens: int
+    pages: tuple[int, ...]
+
+
+class Pages:
+    """The pages of one stage. Not thread-safe."""
+
+    def __init__(
+        self, layers: Mapping[int, LayerShape], dtype: torch.dtype, cache_bytes: int, device: torch.device
+    ) -> None:
+        self._layers = dict(layers)
+        self._dtype = dtype
+        self._device = device
+        page_bytes = PAGE_TOKENS * dtype.itemsize * sum(layer.elements for layer in layers.values())
+        self._count = cache_bytes // page_bytes if page_bytes else 0
+        self._has_pages = page_bytes > 0
+        self._free = set(range(self._count))
+        self._sessions: dict[bytes, _Session] = {}
+        self._pools: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @property
+    def free(self) -> int:
+        """How many pages nobody has."""
+        return len(self._free)
+
+    def pool(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer, [pages, heads, PAGE_TOKENS, width].
+
+        The system gives memory as pages are first written.
+        """
+        if layer not in self._pools:
+            shape = self._layers[layer]
+            sides = self._count, shape.heads, PAGE_TOKENS
+            self._pools[layer] = (
+                torch.zeros(*sides, shape.key_width, dtype=self._dtype, device=self._device),
+                torch.zeros(*sides, shape.value_width, dtype=self._dtype, device=self._device),
+            )
+        return self._pools[layer]
+
+    def begin(self, units: Sequence[Unit], context: int) -> tuple[Span, ...]:
+        """Take the pages that the units need. The sessions grow only by `commit`.
+
+        Raises:
+            UnitRefused: a unit that does not follow what is held, goes beyond `context` tokens, or finds no
+                page; no page is taken then.
+            RemoteProtocolError: a session twice.
+        """
+        if len({unit.session for unit in units}) < len(units):
+            raise RemoteProtocolError("a session twice in one batch")
+        fresh = sum(unit.session not in self._sessions for unit in units)
+        needed = 0
+        for unit in units:
+            held = self._sessions.get(unit.session, _Session())
+            self._check(unit, held.length, context, fresh)
+            if self._has_pages:
+                needed += max(0, _pages_for(unit.position + unit.tokens) - len(held.pages))
+            if needed > len(self._free):
+                raise UnitRefused(
+                    f"{needed} pages of {PAGE_TOKENS} tokens are wanted, {len(self._free)} of {self._count} "
+                    "are free: end a session, or wait",
+                    unit.session,
+                    "room",
+                )
+        return self._spans(units)
+
+    def commit(self, units: Sequence[Unit]) -> None:
+        """The units were computed: the sessions end where they do, and pages beyond that are free."""
+        for unit in units:
+            session = self._sessions[unit.session]
+            session.length = unit.position + unit.tokens
+            self._trim(session)
+
+    def abandon(self, units: Sequence[Unit]) -> None:
+        """The units were not computed to the end: the sessions hold what stood before them, which a unit that
+        took something back has shortened."""
+        for unit in units:
+            session = self._sessions[unit.session]
+            session.length = min(session.length, unit.position)
+            self._trim(session)
+            self._clear_tail(session)
+            if not session.length:
+                del self._sessions[unit.session]
+
+    def end(self, session: bytes) -> None:
+        """Free the pages of a session; an unknown one has none."""
+        found = self._sessions.pop(session, None)
+        if found is not None:
+            self._free.update(found.pages)
+
+    def _check(self, unit: Unit, held: int, context: int, fresh: int) -> None:
+        if unit.position > held:
+            raise UnitRefused(
+                f"the session has {held} tokens here, and the unit begins at {unit.position}",
+                unit.session,
+                "position",
+            )
+        if unit.position + unit.tokens > context:
+            raise UnitRefused(
+                f"{unit.position + unit.tokens} tokens in one session, at most {context} are served",
+                unit.session,
+                "position",
+            )
+        if unit.session not in self._sessions and len(self._sessions) + fresh > SERVED_SESSIONS_MAX:
+            raise UnitRefused(
+                f"{SERVED_SESSIONS_MAX} sessions are served already: end one", unit.session, "room"
+            )
+
+    def _spans(self, units: Sequence[Unit]) -> tuple[Span, ...]:
+        spans, first = [], 0
+        for unit in units:
+            session = self._sessions.setdefault(unit.session, _Session())
+            count = _pages_for(unit.position + unit.tokens) if self._has_pages else 0
+            while len(session.pages) < count:
+                page = self._next_page(session, count - len(session.pages))
+                self._free.remove(page)
+                session.pages.append(page)
+                self._clear(page, 0)
+            spans.append(Span(first, unit.position, unit.tokens, tuple(session.pages[:count])))
+            first += unit.tokens
+        return tuple(spans)
+
+    def _next_page(self, session: _Session, wanted: int) -> int:
+        """Return the page behind the session's last, or one with much room behind it."""
+        if session.pages and session.pages[-1] + 1 in self._free:
+            return session.pages[-1] + 1
+        runs: list[tuple[int, int]] = []
+        begin = last = -2
+        for page in sorted(self._free):
+            if page != last + 1:
+                begin = page
+                runs.append((0, begin))
+            last = page
+            runs[-1] = (last - begin + 1, begin)
+        length, begin = max(runs)
+        # Whoever ends before this run may want to grow into it.
+        return begin + (length // 2 if begin and length >= 2 * wanted else 0)
+
+    def _trim(self, session: _Session) -> None:
+        count = _pages_for(session.length)
+        self._free.update(session.pages[count:])
+        del session.pages[count:]
+
+    def _clear_tail(self, session: _Session) -> None:
+        if session.pages and session.length % PAGE_TOKENS:
+            self._clear(session.pages[-1], session.length % PAGE_TOKENS)
+
+    def _clear(self, page: int, slot: int) -> None:
+        """Zero a page from a slot on: what is hidden counts times zero, and must be a number; and it may be
+        somebody else's."""
+        for pools in self._pools.values():
+            for pool in pools:
+                pool[page, :, slot:].zero_()
+
+
+def _pages_for(tokens: int) -> int:
+    return -(-tokens // PAGE_TOKENS)
+
+
+def page_bytes(layers: Mapping[int, LayerShape], item_bytes: int) -> int:
+    """Bytes of one page of a stage with these layers."""
+    return PAGE_TOKENS * item_bytes * sum(layer.elements for layer in layers.values())
+
+
+def shape_of_layer(key: Sequence[int], value: Sequence[int]) -> LayerShape:
+    """The shape of what `attend` is given: keys and values [1, heads, tokens, width].
+
+    Raises:
+        RemoteProtocolError: tensors that attention cannot take.
+    """
+    if len(key) != 4 or len(value) != 4 or key[:3] != value[:3] or key[0] != 1 or not prod(key):
+        raise RemoteProtocolError(f"keys {list(key)} and values {list(value)} of attention do not fit")
+    return LayerShape(key[1], key[3], value[3])

@@ -1,0 +1,166 @@
+"""Serving by a stage: ragged batches of units through its share of the entry point `serve`.
+
+Rows of every product are padded to a multiple of four times the threads, by padding the batch with tokens
+that belong to no session: with that torch's kernels compute a row to the same bits whatever stands beside it
+(`partition.execute.attention` has the rest). So a session that is served again from its begin, in other
+parts, alone or among others, has the bits that it had.
+"""
+
+from collections.abc import Mapping
+from itertools import accumulate
+
+import msgspec
+import torch
+
+from crypto.errors import RemoteProtocolError
+from partition.execute.attention import ROWS, Batch, padded, serving
+from partition.execute.interpret import DTYPES, LabelOutOfRange, Program
+from partition.execute.pages import LayerShape, Pages, shape_of_layer
+from partition.execute.tensor_io import BadPayload, Boundary, blaming
+from partition.model.graph import SERVE, Size, StageEntry, TensorType
+from partition.model.serving import attention_layers, served_sizes
+from partition.model.sizes import evaluate, shape_of
+from partition.stage import Serve, Served, StageSpecification, Unit
+
+_POSITIONS, _ROWS_WANTED = 1, 2
+"""Inputs of `serve` that a stage makes of the units itself."""
+_VARYING = (Size(0), Size(1))
+"""Sides of as many tokens, and of as many wanted rows."""
+
+
+class ServedStage:
+    """What one stage keeps of the sessions that it serves; one call at a time.
+
+    Raises:
+        RemoteProtocolError: a graph or a specification that cannot be served.
+    """
+
+    def __init__(self, specification: StageSpecification, boundary: Boundary, device: torch.device) -> None:
+        graph = specification.graph
+        self._entry: StageEntry = graph.entry(SERVE)
+        self._specification = specification
+        self._boundary = boundary
+        self._device = device
+        types = dict(self._entry.types)
+        self._kinds: Mapping[int, TensorType] = {
+            number: graph.types[types[number]] for number in (*self._entry.inputs, *self._entry.outputs)
+        }
+        if specification.autocast != "off":
+            raise RemoteProtocolError("autocast is for training: what is served is computed as it is stored")
+        for kind in self._kinds.values():
+            if any(isinstance(side, Size) and side not in _VARYING for side in kind.shape):
+                raise RemoteProtocolError("a cut through tensors whose size is made of that of the batch")
+        layers, dtype = layer_shapes(specification)
+        self.pages = Pages(layers, dtype, specification.cache_bytes, device)
+        # What every stage makes of the units need not travel.
+        self._given, self._sent = (
+            tuple(number for number in numbers if number not in (_POSITIONS, _ROWS_WANTED))
+            for numbers in (self._entry.inputs, self._entry.outputs)
+        )
+
+    def serve(
+        self,
+        request: Serve,
+        program: Program,
+        parameters: Mapping[int, torch.Tensor],
+        constants: Mapping[int, torch.Tensor],
+    ) -> Served:
+        """Continue the sessions of a request.
+
+        Raises:
+            UnitRefused: a unit that cannot be served here and now.
+            RemoteProtocolError: what no correct peer asks. Sessions are as they were, but for what a unit
+                took back.
+        """
+        units = request.units
+        tokens, rows = sum(unit.tokens for unit in units), sum(unit.wanted for unit in units)
+        most = self._specification.sizes_max
+        if tokens > most[0] or rows > most[1]:
+            raise RemoteProtocolError(
+                f"{tokens} tokens and {rows} rows in one call, at most {most[0]} and {most[1]} are served"
+            )
+        sizes = served_sizes(most, tokens, max(rows, 1))
+        with blaming("input"):
+            payload = msgspec.structs.replace(request.input, sizes=sizes)
+            given = self._boundary.take(payload, [self._kinds[number] for number in self._given], sizes)
+        spans = self.pages.begin(units, most[2])
+        try:
+            with torch.no_grad(), serving(Batch(self.pages, spans)):
+                served = self._compute(request, program, parameters, constants, given, sizes, rows)
+        except LabelOutOfRange as error:
+            self.pages.abandon(units)
+            raise BadPayload(str(error), "input", of_values=True) from None
+        except BaseException:
+            self.pages.abandon(units)
+            raise
+        self.pages.commit(units)
+        return served
+
+    def _compute(
+        self,
+        request: Serve,
+        program: Program,
+        parameters: Mapping[int, torch.Tensor],
+        constants: Mapping[int, torch.Tensor],
+        given: list[torch.Tensor],
+        sizes: tuple[int, ...],
+        rows: int,
+    ) -> Served:
+        multiple = ROWS * self._specification.threads
+        wide = (padded(sizes[0], multiple), padded(sizes[1], multiple), *sizes[2:])
+        inputs = dict(zip(self._given, given, strict=True))
+        inputs[_POSITIONS] = _positions(request.units).to(self._device)
+        inputs[_ROWS_WANTED] = _wanted_rows(request.units).to(self._device)
+        table = evaluate(self._specification.graph.expressions, wide)
+        ready = []
+        for number in self._entry.inputs:
+            kind = self._kinds.get(number)
+            assert kind is not None
+            ready.append(_widened(inputs[number], shape_of(kind, table)))
+        results = program.run(parameters, constants, {}, ready, [], wide)
+        made = dict(zip(self._entry.outputs, results.outputs, strict=True))
+        is_last = self._specification.graph.is_last
+        if is_last and not rows:
+            return Served(None)
+        kinds = [self._kinds[number] for number in self._sent]
+        shapes = self._boundary.shapes(kinds, sizes)
+        outputs = [
+            tensor[tuple(slice(side) for side in shape)]
+            for tensor, shape in zip((made[number] for number in self._sent), shapes, strict=True)
+        ]
+        payload, _ = self._boundary.give(outputs, kinds, sizes, request.codec)
+        return Served(payload)
+
+
+def layer_shapes(specification: StageSpecification) -> tuple[dict[int, LayerShape], torch.dtype]:
+    """What a token takes in each layer of attention of a stage that serves, and the type of it."""
+    graph = specification.graph
+    table = evaluate(graph.expressions, specification.sizes_max)
+    found: dict[int, LayerShape] = {}
+    dtypes = set()
+    for layer, key, value in attention_layers(graph, graph.entry(SERVE)):
+        if layer in found:
+            raise RemoteProtocolError(f"layer {layer} of attention is there twice")
+        found[layer] = shape_of_layer(shape_of(key, table), shape_of(value, table))
+        dtypes.add(key.dtype)
+    if len(dtypes) > 1:
+        raise RemoteProtocolError("layers of attention are of several types")
+    return found, DTYPES[dtypes.pop()] if dtypes else torch.float32
+
+
+def _positions(units: tuple[Unit, ...]) -> torch.Tensor:
+    return torch.cat([torch.arange(unit.position, unit.position + unit.tokens) for unit in units])
+
+
+def _wanted_rows(units: tuple[Unit, ...]) -> torch.Tensor:
+    ends = accumulate(unit.tokens for unit in units)
+    return torch.cat([torch.arange(end - unit.wanted, end) for unit, end in zip(units, ends, strict=True)])
+
+
+def _widened(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """The tensor with zeros behind it, in every dimension that is to be longer."""
+    if tuple(tensor.shape) == shape:
+        return tensor
+    wide = tensor.new_zeros(shape)
+    wide[tuple(slice(side) for side in tensor.shape)] = tensor
+    return wide
