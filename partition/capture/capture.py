@@ -50,6 +50,16 @@ Further = (
 
 
 @dataclass(frozen=True)
+class Through:
+    """Another way through a model: the entry point's name, a function of the model and its inputs, and what
+    becomes of the graph before it is checked."""
+
+    name: str
+    call: Callable[..., Any]
+    finish: Callable[[Graph], Graph]
+
+
+@dataclass(frozen=True)
 class Captured:
     """A model as data.
 
@@ -88,6 +98,7 @@ def capture(
     evaluation: bool | None = None,
     unproved: bool = False,
     name: str = "",
+    through: Through | None = None,
 ) -> Captured:
     """Capture a model for training, with further entry points over the same parameters.
 
@@ -112,15 +123,22 @@ def capture(
     random numbers that it cannot leave out. Autograd functions of the model's own are refused but for
     `unproved`: whoever says so must prove the graph.
 
+    `through` says what is captured in the place of the model's own forward, as it is evaluated.
+
     The model is as before afterwards. Raises CaptureRefused: what cannot be a graph, and where it is.
     """
     if loss is None and (labels or metrics):
         raise CaptureRefused("labels and metrics need a loss")
     contents = contents_of(model)
     bounds: dict[str, Bounds] = {BATCH: (1, BATCH_MAX), **(dynamic or {})}
-    ports = _Ports(model.forward, example_inputs, labels, loss)
     entry = "train" if loss is not None else "forward"
-    requests = [ports.request(entry, _forward, bounds, loss, metrics or {}, train=True, reduction=reduction)]
+    entry, call = (entry, _forward) if through is None else (through.name, through.call)
+    signature = model.forward if through is None else partial(call, model)
+    ports = _Ports(signature, example_inputs, labels, loss)
+    first = ports.request(
+        entry, call, bounds, loss, metrics or {}, train=through is None, reduction=reduction
+    )
+    requests = [first]
     for key, (method, inputs, *rest) in (entries or {}).items():
         call, signature = _method(model, method)
         own: dict[str, Bounds] = {BATCH: bounds[BATCH][:2], **((rest[0] if rest else None) or {})}
@@ -138,6 +156,7 @@ def capture(
         graph = with_layers(graph, split=split, together=together)
     except ValueError as error:
         raise CaptureRefused(str(error)) from error
+    graph = graph if through is None else through.finish(graph)
     data = encode_graph(graph)
     try:
         check_graph(decode_graph(data))

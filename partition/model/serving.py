@@ -97,6 +97,21 @@ class Sizes:
             self.rows.append(row)
         return Size(self._places[row])
 
+    def node(self, node: Node) -> Node:
+        """The same node over the new table."""
+        return msgspec.structs.replace(
+            node,
+            arguments=tuple(self._argument(argument) for argument in node.arguments),
+            keywords=tuple((key, self._argument(argument)) for key, argument in node.keywords),
+        )
+
+    def _argument(self, argument: Argument) -> Argument:
+        if isinstance(argument, Size):
+            return self.size(argument)
+        if isinstance(argument, Items):
+            return Items(tuple(cast(Item, self._argument(item)) for item in argument.items))
+        return argument
+
     def kind(self, kind: TensorType) -> TensorType:
         return TensorType(kind.dtype, tuple(self.size(side) for side in kind.shape))
 

@@ -1,0 +1,155 @@
+"""A language model of transformers as a graph that serves it (`partition.model.serving`).
+
+The model's own code is captured, with its attention replaced through transformers' own interface by the one
+operator `attend`, and with no mask and no cache: which sessions the tokens belong to, and where, comes beside
+the graph. The model is as before afterwards, and so are others of its configuration object.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from partition.capture.capture import Captured, Through, capture
+from partition.capture.errors import CaptureRefused
+from partition.capture.hugging_face import folder_task
+from partition.capture.wrapper_module import BATCH
+from partition.execute.attention import ATTEND
+from partition.model.graph import SERVE, Graph, Size
+from partition.model.serving import ROWS_MAX, TOKENS_MAX, Sizes, frozen, serving_symbols
+
+_NAME = "peerloom"
+"""Of our attention among transformers' own."""
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length")
+CONTEXT_USUAL = 2_048
+"""Of a model that does not say how long a text it takes."""
+
+
+def capture_folder_for_serving(folder: Path) -> Captured:
+    """Capture the language model in a folder as `save_pretrained` of transformers writes it.
+
+    Raises:
+        CaptureRefused: no model that is known here, or one that cannot be served.
+    """
+    return capture_for_serving(folder_task(folder).model)
+
+
+def capture_for_serving(model: nn.Module) -> Captured:
+    """Capture a causal language model of transformers.
+
+    Raises:
+        CaptureRefused: another kind of model, or one that cannot be served, and why.
+    """
+    config: Any = getattr(model, "config", None)
+    if config is None or not hasattr(model, "get_output_embeddings"):
+        raise CaptureRefused("only a language model of transformers can be captured to be served")
+    context = next((int(most) for name in _LENGTHS if (most := getattr(config, name, None))), CONTEXT_USUAL)
+    examples = tuple(torch.zeros(size, dtype=torch.int64) for size in (5, 5, 3))
+    was_training = model.training
+    model.eval()
+    try:
+        with _attending(model):
+            return capture(
+                model,
+                examples,
+                dynamic={BATCH: (1, TOKENS_MAX, {0: 0, 1: 0}), "rows": (1, ROWS_MAX, {2: 0})},
+                through=Through(SERVE, _serve, partial(_served, context=context)),
+                name=type(model).__name__,
+            )
+    finally:
+        model.train(was_training)
+
+
+def _serve(model: Any, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+    output = model(
+        input_ids=tokens.unsqueeze(0),
+        position_ids=positions.unsqueeze(0),
+        use_cache=False,
+        logits_to_keep=rows,
+    )
+    logits: Tensor = output.logits[0]
+    return logits
+
+
+def _served(graph: Graph, context: int) -> Graph:
+    """The graph with the sizes of one that serves, and without gradients."""
+    sizes = Sizes(graph.expressions, {0: Size(0), 1: Size(1)})
+    entries = tuple(
+        msgspec.structs.replace(
+            entry,
+            nodes=tuple(sizes.node(node) for node in entry.nodes),
+        )
+        for entry in graph.entries
+    )
+    return msgspec.structs.replace(
+        graph,
+        symbols=serving_symbols(context),
+        expressions=tuple(sizes.rows),
+        types=tuple(sizes.kind(kind) for kind in graph.types),
+        parameters=tuple(frozen(row) for row in graph.parameters),
+        entries=entries,
+    )
+
+
+@contextmanager
+def _attending(model: nn.Module) -> Iterator[None]:
+    """Have the model attend by our operator while it is captured."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(_NAME, _attention)
+    AttentionMaskInterface.register(_NAME, _no_mask)
+    held: list[tuple[Any, Any]] = []
+    seen: set[int] = set()
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "_attn_implementation") and id(config) not in seen:
+            seen.add(id(config))
+            held.append((config, config._attn_implementation))
+    experts = [
+        (config, config._experts_implementation)
+        for config, _ in held
+        if getattr(config, "_experts_implementation", None) is not None
+    ]
+    try:
+        for config, _ in held:
+            config._attn_implementation = _NAME
+        for config, _ in experts:
+            config._experts_implementation = "batched_mm"
+        yield
+    finally:
+        for config, before in experts:
+            config._experts_implementation = before
+        for config, before in held:
+            config._attn_implementation = before
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,  # noqa: ARG001 - transformers' way to call it; nothing is dropped here
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    if attention_mask is not None or getattr(module, "is_causal", True) is False:
+        raise CaptureRefused("attention that is not causal, or has a mask of its own, cannot be served")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    found = ATTEND(
+        query, key, value, int(module.layer_idx), scale, sliding_window or 0, softcap or 0.0, s_aux
+    )
+    return found.transpose(1, 2).contiguous(), None

@@ -1,0 +1,85 @@
+"""Stages that serve, in one process: what the proofs of serving are made of."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from partition.codec import pack, unpack
+from partition.execute.admit import admit
+from partition.execute.executor import StageExecutor
+from partition.model.cut import cut_layers
+from partition.model.graph import Graph
+from partition.stage import (
+    Done,
+    Refused,
+    Reload,
+    Serve,
+    Served,
+    StageSpecification,
+    Unit,
+    arena_bytes,
+    parameter_layout,
+)
+
+_TYPES = {"float32": np.float32, "float64": np.float64}
+
+
+def session(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+class Chain:
+    """A model's stages, called one after the other."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        values: Mapping[str, torch.Tensor],
+        *,
+        stages: int = 1,
+        threads: int = 1,
+        cache_bytes: int = 1 << 22,
+        tokens: int = 512,
+    ) -> None:
+        layers = len(graph.layers)
+        ends = [layers * (number + 1) // stages for number in range(stages)]
+        ranges = list(zip([0, *ends], ends, strict=False))
+        sizes = (tokens, 256, graph.symbols[2].maximum)
+        self.stages: list[StageExecutor] = []
+        for share in cut_layers(graph, b"x" * 32, ranges):
+            specification = StageSpecification(
+                b"run", share, sizes, threads=threads, cache_bytes=cache_bytes, memory_bytes_max=1 << 32
+            )
+            admit(specification)
+            arenas = {
+                name: memoryview(bytearray(size)) for name, size in arena_bytes(specification).items()
+            }
+            stage = StageExecutor(specification, arenas)
+            arena = np.frombuffer(arenas["parameters"], dtype=_TYPES[specification.dtype])
+            for slot in parameter_layout(specification):
+                name = next(name for name in slot.parameter.names if name in values)
+                arena[slot.offset : slot.offset + slot.size] = values[name].detach().numpy().ravel()
+            assert isinstance(stage.handle(Reload()), Done)
+            self.stages.append(stage)
+
+    def ask(self, units: Sequence[Unit], tokens: Sequence[int]) -> torch.Tensor | Refused | None:
+        """Logits of the wanted rows, or the first refusal."""
+        payload = pack([("int64", np.array(tokens, dtype=np.int64))], "raw")
+        answer: Served | None = None
+        for stage in self.stages:
+            reply = stage.handle(Serve(tuple(units), payload))
+            if isinstance(reply, Refused):
+                return reply
+            assert isinstance(reply, Served)
+            answer = reply
+            if reply.output is not None:
+                payload = reply.output
+        if answer is None or answer.output is None:
+            return None
+        return torch.from_numpy(unpack(payload, bytes_max=payload.size_bytes)[0][1].copy())
+
+    def logits(self, units: Sequence[Unit], tokens: Sequence[int]) -> torch.Tensor:
+        found = self.ask(units, tokens)
+        assert isinstance(found, torch.Tensor), found
+        return found

@@ -1,0 +1,64 @@
+"""Language models of transformers, served by stages, against transformers itself with its own attention."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from partition.capture.serving import capture_for_serving
+from partition.stage import Unit
+from tests.partition.serving_world import Chain, session
+
+SHARED = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SHARED |= {"num_key_value_heads": 2, "vocab_size": 99, "max_position_embeddings": 256}
+SHARED |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Qwen2": {},
+    "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256},
+    "Mistral": {"sliding_window": 20},
+    "Qwen3": {"head_dim": 8},
+    "Gemma3": {"head_dim": 8, "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]},
+    "Phi3": {},
+    "Mixtral": {"num_local_experts": 4},
+}
+CLASSES = {"GPT2": ("GPT2Config", "GPT2LMHeadModel"), "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM")}
+
+
+def models(family: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    """The model to be captured, and one of a configuration object of its own with torch's attention."""
+    config, kind = CLASSES.get(family, (f"{family}Config", f"{family}ForCausalLM"))
+    settings = SHARED | FAMILIES[family]
+    made = []
+    for _ in range(2):
+        made.append(getattr(transformers, kind)(getattr(transformers, config)(**settings)).to(dtype).eval())
+    made[1].load_state_dict(made[0].state_dict())
+    made[1].set_attn_implementation("sdpa")
+    if family == "Mixtral":
+        made[1].set_experts_implementation("eager")  # its usual one has no float64
+    return made[0], made[1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_split_serving_gives_the_logits_of_transformers(family: str) -> None:
+    torch.manual_seed(3)
+    served, plain = models(family, torch.float64)
+    captured = capture_for_serving(served)
+    chain = Chain(captured.graph, served.state_dict(), stages=2)
+    ids = torch.randint(3, 99, (3, 90))
+    with torch.no_grad():
+        wanted = plain(input_ids=ids, use_cache=False).logits
+    # Prompts of several lengths together, then parts, then single tokens.
+    lengths = (40, 3, 70)
+    units = [Unit(session(row), 0, length, length) for row, length in enumerate(lengths)]
+    found = chain.logits(units, [token for row, n in enumerate(lengths) for token in ids[row, :n].tolist()])
+    begin = 0
+    for row, length in enumerate(lengths):
+        torch.testing.assert_close(found[begin : begin + length], wanted[row, :length], rtol=0, atol=1e-9)
+        begin += length
+    for step in range(5):
+        units = [Unit(session(row), length + step, 1, 1) for row, length in enumerate(lengths)]
+        tokens = [int(ids[row, length + step]) for row, length in enumerate(lengths)]
+        rows = torch.stack([wanted[row, length + step] for row, length in enumerate(lengths)])
+        torch.testing.assert_close(chain.logits(units, tokens), rows, rtol=0, atol=1e-9)
