@@ -116,13 +116,18 @@ def _attending(model: nn.Module) -> Iterator[None]:
         for config, _ in held
         if getattr(config, "_experts_implementation", None) is not None
     ]
+    # Without gradients no node needs to say that it has none.
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
+        model.requires_grad_(False)
         for config, _ in held:
             config._attn_implementation = _NAME
         for config, _ in experts:
             config._experts_implementation = "batched_mm"
         yield
     finally:
+        for parameter in trained:
+            parameter.requires_grad_()
         for config, before in experts:
             config._experts_implementation = before
         for config, before in held:

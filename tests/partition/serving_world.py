@@ -12,6 +12,7 @@ from partition.model.cut import cut_layers
 from partition.model.graph import Graph
 from partition.stage import (
     Done,
+    EndSession,
     Refused,
     Reload,
     Serve,
@@ -42,6 +43,7 @@ class Chain:
         cache_bytes: int = 1 << 22,
         tokens: int = 512,
     ) -> None:
+        self.graph, self.values = graph, values
         layers = len(graph.layers)
         ends = [layers * (number + 1) // stages for number in range(stages)]
         ranges = list(zip([0, *ends], ends, strict=False))
@@ -52,9 +54,7 @@ class Chain:
                 b"run", share, sizes, threads=threads, cache_bytes=cache_bytes, memory_bytes_max=1 << 32
             )
             admit(specification)
-            arenas = {
-                name: memoryview(bytearray(size)) for name, size in arena_bytes(specification).items()
-            }
+            arenas = {name: memoryview(bytearray(size)) for name, size in arena_bytes(specification).items()}
             stage = StageExecutor(specification, arenas)
             arena = np.frombuffer(arenas["parameters"], dtype=_TYPES[specification.dtype])
             for slot in parameter_layout(specification):
@@ -78,6 +78,10 @@ class Chain:
         if answer is None or answer.output is None:
             return None
         return torch.from_numpy(unpack(payload, bytes_max=payload.size_bytes)[0][1].copy())
+
+    def end(self, name: bytes) -> None:
+        for stage in self.stages:
+            assert isinstance(stage.handle(EndSession(name)), Done)
 
     def logits(self, units: Sequence[Unit], tokens: Sequence[int]) -> torch.Tensor:
         found = self.ask(units, tokens)

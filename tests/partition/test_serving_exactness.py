@@ -1,0 +1,145 @@
+"""A served session has the same bits however it is served: whole, in parts, by tokens, in any company."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from partition.capture import capture
+from partition.capture.models.gpt import gpt
+from partition.model.check import check_graph
+from partition.model.graph import decode_graph, encode_graph
+from partition.model.serving import serving_graph
+from partition.stage import Refused, Unit
+from tests.partition.serving_world import Chain, session
+
+CONTEXT = 160
+SESSIONS = 3
+
+
+@cache
+def world(threads: int, dtype: torch.dtype) -> tuple[Chain, torch.Tensor, torch.Tensor]:
+    """A chain of two stages of a gpt, texts, and the logits that the model itself gives of them."""
+    torch.manual_seed(5)
+    task = gpt((CONTEXT,), 65, layers=2, heads=4, width=32, dropout=0.1)
+    task.model.to(dtype)
+    captured = capture(
+        task.model, task.example_inputs, labels=task.labels, loss=task.loss, dynamic=task.dynamic
+    )
+    graph = serving_graph(captured.graph, CONTEXT)
+    check_graph(decode_graph(encode_graph(graph)))
+    chain = Chain(graph, task.model.state_dict(), stages=2, threads=threads)
+    ids = torch.randint(0, 65, (SESSIONS, CONTEXT))
+    with torch.no_grad():
+        wanted = task.model.eval()(ids)
+    return chain, ids, wanted
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: Any) -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@cache
+def alone(threads: int, dtype: torch.dtype) -> torch.Tensor:
+    """Each session by itself and in one call."""
+    chain, ids, _ = world(threads, dtype)
+    found = []
+    for row in range(SESSIONS):
+        found.append(chain.logits([Unit(session(row), 0, CONTEXT, CONTEXT)], ids[row].tolist()))
+    return torch.stack(found)
+
+
+parts = st.lists(
+    st.lists(st.tuples(st.integers(0, SESSIONS - 1), st.integers(1, 70)), min_size=1, max_size=SESSIONS),
+    min_size=1,
+    max_size=8,
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_served_logits_are_those_of_the_model(threads: int, dtype: torch.dtype) -> None:
+    _, _, wanted = world(threads, dtype)
+    torch.testing.assert_close(
+        alone(threads, dtype), wanted, rtol=0, atol=1e-9 if dtype == torch.float64 else 1e-4
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_any_way_of_serving_gives_the_same_bits(threads: int, dtype: torch.dtype) -> None:
+    chain, ids, _ = world(threads, dtype)
+    wanted = alone(threads, dtype)
+
+    @settings(max_examples=12, deadline=None, derandomize=True, database=None)
+    @given(plan=parts, singles=st.integers(0, 6))
+    def serve(plan: list[list[tuple[int, int]]], singles: int) -> None:
+        for row in range(SESSIONS):
+            chain.end(session(row))
+        reached = [0] * SESSIONS
+        for batch in [*plan, *[[(row, 1) for row in range(SESSIONS)]] * singles]:
+            units, tokens, rows = [], [], []
+            for row, count in dict(batch).items():
+                count = min(count, CONTEXT - reached[row])
+                if count:
+                    units.append(Unit(session(row), reached[row], count, count))
+                    tokens += ids[row, reached[row] : reached[row] + count].tolist()
+                    rows.append(wanted[row, reached[row] : reached[row] + count])
+                    reached[row] += count
+            if units:
+                assert torch.equal(chain.logits(units, tokens), torch.cat(rows))
+
+    serve()
+
+
+def test_a_session_goes_on_from_any_earlier_place() -> None:
+    chain, ids, _ = world(1, torch.float32)
+    wanted = alone(1, torch.float32)
+    other = torch.randint(0, 65, (30,))
+    chain.logits([Unit(session(0), 0, 100, 1)], ids[0, :100].tolist())
+    chain.logits([Unit(session(0), 70, 30, 1)], other.tolist())
+    found = chain.logits([Unit(session(0), 70, 50, 50)], ids[0, 70:120].tolist())
+    assert torch.equal(found, wanted[0, 70:120])
+
+
+def test_a_unit_that_does_not_follow_is_refused_by_its_session() -> None:
+    chain, ids, _ = world(1, torch.float32)
+    for row in range(SESSIONS):
+        chain.end(session(row))
+    chain.logits([Unit(session(0), 0, 10, 1)], ids[0, :10].tolist())
+    units = [Unit(session(0), 10, 1, 1), Unit(session(1), 5, 1, 1)]
+    refused = chain.ask(units, [1, 2])
+    assert isinstance(refused, Refused)
+    assert (refused.fault, refused.session) == ("position", session(1))
+    # Nobody has changed.
+    found = chain.logits(units[:1], ids[0, 10:11].tolist())
+    assert torch.equal(found, alone(1, torch.float32)[0, 10:11])
+
+
+def test_a_session_that_finds_no_page_is_refused_and_fits_once_another_ends() -> None:
+    chain, ids, _ = world(1, torch.float32)
+    page = 64 * 2 * 32 * 4  # of the one layer of a stage
+    small = Chain(chain.graph, chain.values, stages=2, cache_bytes=3 * page)
+    small.logits([Unit(session(0), 0, 128, 1)], ids[0, :128].tolist())
+    refused = small.ask([Unit(session(1), 0, 65, 1)], ids[1, :65].tolist())
+    assert isinstance(refused, Refused)
+    assert (refused.fault, refused.session) == ("room", session(1))
+    small.end(session(0))
+    found = small.logits([Unit(session(1), 0, 65, 65)], ids[1, :65].tolist())
+    assert torch.equal(found, alone(1, torch.float32)[1, :65])
+
+
+def test_a_token_that_the_model_does_not_know_spoils_no_session() -> None:
+    chain, ids, _ = world(1, torch.float32)
+    chain.end(session(2))
+    chain.logits([Unit(session(2), 0, 20, 1)], ids[2, :20].tolist())
+    refused = chain.ask([Unit(session(2), 20, 2, 2)], [3, 65])
+    assert isinstance(refused, Refused)
+    assert (refused.part, refused.fault) == ("input", "values")
+    found = chain.logits([Unit(session(2), 20, 9, 9)], ids[2, 20:29].tolist())
+    assert torch.equal(found, alone(1, torch.float32)[2, 20:29])
