@@ -1,0 +1,165 @@
+"""Time one peer's serving against plain transformers with its own cache, batches against one, two stages
+against one.
+
+    python benchmarks/serving.py [--quick] [--json]
+
+The model is a llama of fresh weights in float32; stages run in processes of their own, with one thread each, as
+transformers does here. What is timed is decoding after a prompt. Both take turns in one process of Python, and
+the best of several rounds counts, so that the machine's other work does.
+"""
+
+import argparse
+import json
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+import trio
+
+from crypto.encoding import encode
+from node.stages.host import StageHost
+from partition.capture.serving import capture_for_serving
+from partition.codec import Payload, pack, unpack
+from partition.model.cut import cut_layers
+from partition.model.graph import Graph
+from partition.stage import EndSession, Reload, Serve, Served, StageSpecification, Unit, parameter_layout
+
+GOALS = {"one": 0.85, "eight": 4.0, "thirty_two": 6.0, "two_stages": 1.10}
+PROMPT = 256
+VOCABULARY = 4_000
+
+
+def make_model(*, quick: bool) -> Any:
+    width = 256 if quick else 512
+    config = transformers.LlamaConfig(
+        hidden_size=width,
+        intermediate_size=width * 11 // 4,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=1024,
+    )
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+class Service:
+    """Stages in their processes, called one after the other."""
+
+    def __init__(self, hosts: list[StageHost]) -> None:
+        self.hosts = hosts
+
+    async def ask(self, units: list[Unit], tokens: list[int]) -> np.ndarray[Any, Any] | None:
+        payload: Payload | None = pack([("int64", np.array(tokens))], "raw")
+        for host in self.hosts:
+            assert payload is not None
+            reply = await host.call(Serve(tuple(units), payload))
+            assert isinstance(reply, Served)
+            payload = reply.output
+        return None if payload is None else unpack(payload, bytes_max=payload.size_bytes)[0][1]
+
+    async def seconds_a_token(self, sessions: int, tokens: int) -> float:
+        """Of one step of all sessions together, after a prompt each."""
+        ids = np.random.default_rng(0).integers(3, VOCABULARY, (sessions, PROMPT))
+        names = [number.to_bytes(16, "big") for number in range(sessions)]
+        for name, row in zip(names, ids, strict=True):
+            await self.ask([Unit(name, 0, PROMPT)], row.tolist())
+        last = [7] * sessions
+        begun = time.perf_counter()
+        for step in range(tokens):
+            found = await self.ask([Unit(name, PROMPT + step, 1, 1) for name in names], last)
+            assert found is not None
+            last = found.argmax(-1).tolist()
+        spent = time.perf_counter() - begun
+        for name in names:
+            for host in self.hosts:
+                await host.call(EndSession(name))
+        return spent / tokens
+
+
+async def open_service(graph: Graph, values: Any, stages: int) -> Service:
+    layers = len(graph.layers)
+    ends = [layers * (number + 1) // stages for number in range(stages)]
+    hosts = []
+    for share in cut_layers(graph, b"b" * 32, list(zip([0, *ends], ends, strict=False))):
+        specification = StageSpecification(
+            b"benchmark", share, (256, 32, 1024), cache_bytes=256 << 20, memory_bytes_max=4 << 30
+        )
+        host = await StageHost.open(encode(specification))
+        arena = np.frombuffer(host.vector("parameters"), dtype=np.float32)
+        for slot in parameter_layout(specification):
+            arena[slot.offset : slot.offset + slot.size] = values[slot.name].numpy().ravel()
+        del arena
+        await host.call(Reload())
+        hosts.append(host)
+    return Service(hosts)
+
+
+def plain_seconds(model: Any, tokens: int) -> float:
+    """The same of transformers, by itself."""
+    ids = torch.from_numpy(np.random.default_rng(0).integers(3, VOCABULARY, (1, PROMPT)))
+    with torch.no_grad():
+        past = model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
+        last = torch.tensor([[7]])
+        begun = time.perf_counter()
+        for _ in range(tokens):
+            output = model(input_ids=last, past_key_values=past, use_cache=True)
+            last = output.logits[:, -1].argmax(-1, keepdim=True)
+        return (time.perf_counter() - begun) / tokens
+
+
+async def measure(*, quick: bool) -> dict[str, float]:
+    torch.set_num_threads(1)
+    model = make_model(quick=quick)
+    graph = capture_for_serving(model).graph
+    values = model.state_dict()
+    one, two = await open_service(graph, values, 1), await open_service(graph, values, 2)
+    tokens, rounds = (24, 4) if quick else (64, 6)
+    best: dict[str, float] = {}
+
+    def note(name: str, seconds: float) -> None:
+        best[name] = min(best.get(name, seconds), seconds)
+
+    try:
+        for _ in range(rounds):
+            note("plain", plain_seconds(model, tokens))
+            note("one", await one.seconds_a_token(1, tokens))
+            note("two_stages", await two.seconds_a_token(1, tokens))
+            note("eight", await one.seconds_a_token(8, max(4, tokens // 4)))
+            note("thirty_two", await one.seconds_a_token(32, max(4, tokens // 8)))
+    finally:
+        for host in (*one.hosts, *two.hosts):
+            await host.aclose()
+    return {
+        "plain_ms": best["plain"] * 1e3,
+        "one_ms": best["one"] * 1e3,
+        "one": best["plain"] / best["one"],
+        "eight": 8 * best["one"] / best["eight"],
+        "thirty_two": 32 * best["one"] / best["thirty_two"],
+        "two_stages": best["two_stages"] / best["one"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a smaller model, and fewer rounds")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    transformers.utils.logging.set_verbosity_error()
+    found = trio.run(lambda: measure(quick=options.quick))
+    if options.json:
+        sys.stdout.write(json.dumps(found) + "\n")
+        return
+    print(f"transformers: {found['plain_ms']:.2f} ms a token; one peer: {found['one_ms']:.2f} ms")
+    print(f"one session: {found['one']:.2f} of transformers' speed (goal {GOALS['one']})")
+    print(f"8 sessions: {found['eight']:.1f}x one (goal {GOALS['eight']}x)")
+    print(f"32 sessions: {found['thirty_two']:.1f}x one (goal {GOALS['thirty_two']}x)")
+    print(f"two stages: {found['two_stages']:.2f}x the time a token (goal {GOALS['two_stages']}x)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""A stage that serves, in its fenced process."""
+
+import numpy as np
+import pytest
+import torch
+
+from crypto.encoding import encode
+from node.errors import SessionRefused
+from node.stages.host import StageHost
+from partition.capture import capture
+from partition.capture.models.gpt import gpt
+from partition.codec import pack, unpack
+from partition.model.cut import cut
+from partition.model.serving import serving_graph
+from partition.stage import (
+    EndSession,
+    Reload,
+    Serve,
+    Served,
+    StageSpecification,
+    Unit,
+    parameter_layout,
+)
+from tests.partition.serving_world import Chain, session
+
+CONTEXT = 96
+
+
+async def test_a_stage_in_its_process_serves_as_one_in_this_process() -> None:
+    torch.manual_seed(1)
+    task = gpt((CONTEXT,), 65, layers=1, heads=2, width=16)
+    captured = capture(
+        task.model, task.example_inputs, labels=task.labels, loss=task.loss, dynamic=task.dynamic
+    )
+    graph = serving_graph(captured.graph, CONTEXT)
+    (share,) = cut(graph, captured.hash, ())
+    specification = StageSpecification(
+        b"service", share, (64, 16, CONTEXT), cache_bytes=1 << 20, memory_bytes_max=1 << 30
+    )
+    values = task.model.state_dict()
+    text = torch.randint(0, 65, (70,))
+    host = await StageHost.open(encode(specification))
+    try:
+        arena = np.frombuffer(host.vector("parameters"), dtype=np.float32)
+        for slot in parameter_layout(specification):
+            arena[slot.offset : slot.offset + slot.size] = values[slot.name].numpy().ravel()
+        del arena
+        await host.call(Reload())
+
+        async def serve(unit: Unit) -> torch.Tensor | None:
+            given = text[unit.position : unit.position + unit.tokens].numpy()
+            reply = await host.call(Serve((unit,), pack([("int64", given)], "raw")))
+            assert isinstance(reply, Served)
+            assert reply.busy_nanoseconds > 0
+            if reply.output is None:
+                return None
+            return torch.from_numpy(unpack(reply.output, bytes_max=1 << 20)[0][1].copy())
+
+        assert await serve(Unit(session(0), 0, 60)) is None
+        found = await serve(Unit(session(0), 60, 10, 10))
+        with pytest.raises(SessionRefused) as refused:
+            await serve(Unit(session(1), 5, 1, 1))
+        assert (refused.value.session, refused.value.has_no_room) == (session(1), False)
+        await host.call(EndSession(session(0)))
+        with pytest.raises(SessionRefused):
+            await serve(Unit(session(0), 69, 1, 1))
+    finally:
+        await host.aclose()
+    here = Chain(graph, values, tokens=64)
+    here.logits([Unit(session(0), 0, 60, 1)], text[:60].tolist())
+    wanted = here.logits([Unit(session(0), 60, 10, 10)], text[60:].tolist())
+    assert found is not None
+    assert torch.equal(found, wanted)
