@@ -48,12 +48,15 @@ class _Group:
     sessions, then the second of those that have one. Sessions with more blocks come first.
 
     `turns` are (begin, end) of each turn's blocks, `member` each block's session, `pages` its page; a run of
-    pages is `run`. `rows` are the tokens in the batch, [sessions * tokens]. `hidden` says which keys a row
+    pages is `run`. `rows` are the tokens in the batch, [sessions * tokens], and follow `first` where they are
+    together. `hidden` says which keys a row
     does not see, [blocks, 1, 1, tokens, PAGE_TOKENS].
     """
 
     tokens: int
     rows: torch.Tensor
+    first: int
+    is_together: bool
     turns: tuple[tuple[int, int], ...]
     member: torch.Tensor
     pages: torch.Tensor
@@ -183,6 +186,8 @@ def _group(parts: Sequence[_Part], window: int, device: torch.device) -> _Group:
     return _Group(
         tokens,
         torch.tensor(rows, device=device),
+        rows[0],
+        rows == list(range(rows[0], rows[0] + len(rows))),
         tuple(turns),
         members,
         torch.tensor(pages, device=device),
@@ -216,8 +221,10 @@ def _attend(
     scaled = q[0] * scale
     for group in batch.groups(window, block_bytes, row_bytes, q.device):
         sessions, tokens = group.turns[0][1], group.tokens
-        given = scaled.index_select(1, group.rows).view(key_heads, share, sessions, tokens, q.shape[3])
-        given = given.permute(2, 0, 1, 3, 4)
+        given = scaled[:, group.first : group.first + sessions * tokens]
+        if not group.is_together:
+            given = scaled.index_select(1, group.rows)
+        given = given.unflatten(0, (key_heads, share)).unflatten(2, (sessions, tokens)).permute(2, 0, 1, 3, 4)
         folded = _fold(given, keys, values, group, softcap, sinks)
         out[0].index_copy_(1, group.rows, folded.permute(1, 2, 0, 3, 4).reshape(heads, -1, v.shape[3]))
     return out
@@ -237,8 +244,11 @@ def _fold(
     """
     sessions, heads, share, tokens, width = q_SHGTD.shape
     rows = padded(share * tokens)
-    q = q_SHGTD.new_zeros(sessions, heads, rows, width)
-    q[:, :, : share * tokens].view(sessions, heads, share, tokens, width).copy_(q_SHGTD)
+    if rows == share * tokens:
+        q = q_SHGTD.reshape(sessions, heads, rows, width)
+    else:
+        q = q_SHGTD.new_zeros(sessions, heads, rows, width)
+        q[:, :, : share * tokens].view(sessions, heads, share, tokens, width).copy_(q_SHGTD)
     blocks = len(group.member)
     if group.run is not None:
         begin, count = group.run
@@ -260,14 +270,20 @@ def _fold(
     weights = scores.sub_(spread_most.unsqueeze(-1)).exp_()
     sums = weights.sum(-1)
     parts = torch.bmm(weights.flatten(0, 1), v.flatten(0, 1)).view(blocks, heads, rows, -1)
-    total, whole = sums[:sessions].clone(), parts[:sessions].clone()
-    for begin, end in group.turns[1:]:
-        total[: end - begin] += sums[begin:end]
-        whole[: end - begin] += parts[begin:end]
+    total, whole = _added(sums, group), _added(parts, group)
     if sinks is not None:
         total[:, :, : share * tokens] += torch.exp(sink - most[:, :, : share * tokens])
     found = whole[:, :, : share * tokens] / total[:, :, : share * tokens].unsqueeze(-1)
     return found.view(sessions, heads, share, tokens, -1)
+
+
+def _added(parts: torch.Tensor, group: _Group) -> torch.Tensor:
+    """What the blocks of each session come to, added one after the other."""
+    first, *others = parts.split([end - begin for begin, end in group.turns])
+    total = first.clone()
+    for part in others:
+        (total if len(part) == len(total) else total[: len(part)]).add_(part)
+    return total
 
 
 def _most(most: torch.Tensor, group: _Group) -> torch.Tensor:
