@@ -8,16 +8,18 @@ transformers does here. What is timed is decoding after a prompt. Both take turn
 the best of several rounds counts, so that the machine's other work does.
 """
 
-import argparse
-import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 import torch
 import transformers
 import trio
+from _figures import Goal, arguments, leave, report
 
 from crypto.encoding import encode
 from node.stages.host import StageHost
@@ -27,7 +29,7 @@ from partition.model.cut import cut_layers
 from partition.model.graph import Graph
 from partition.stage import EndSession, Reload, Serve, Served, StageSpecification, Unit, parameter_layout
 
-GOALS = {"one": 0.85, "eight": 4.0, "thirty_two": 6.0, "two_stages": 1.10}
+ONE, EIGHT, THIRTY_TWO, TWO_STAGES = 0.85, 4.0, 6.0, 1.10
 PROMPT = 256
 VOCABULARY = 4_000
 
@@ -118,7 +120,7 @@ async def measure(*, quick: bool) -> dict[str, float]:
     graph = capture_for_serving(model).graph
     values = model.state_dict()
     one, two = await open_service(graph, values, 1), await open_service(graph, values, 2)
-    tokens, rounds = (24, 4) if quick else (64, 6)
+    tokens, rounds = (16, 3) if quick else (64, 6)
     best: dict[str, float] = {}
 
     def note(name: str, seconds: float) -> None:
@@ -144,22 +146,19 @@ async def measure(*, quick: bool) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a smaller model, and fewer rounds")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+def main() -> int:
+    options = arguments("Time serving against plain transformers.")
     transformers.utils.logging.set_verbosity_error()
     found = trio.run(lambda: measure(quick=options.quick))
-    if options.json:
-        sys.stdout.write(json.dumps(found) + "\n")
-        return
-    print(f"transformers: {found['plain_ms']:.2f} ms a token; one peer: {found['one_ms']:.2f} ms")
-    print(f"one session: {found['one']:.2f} of transformers' speed (goal {GOALS['one']})")
-    print(f"8 sessions: {found['eight']:.1f}x one (goal {GOALS['eight']}x)")
-    print(f"32 sessions: {found['thirty_two']:.1f}x one (goal {GOALS['thirty_two']}x)")
-    print(f"two stages: {found['two_stages']:.2f}x the time a token (goal {GOALS['two_stages']}x)")
+    row = {name: round(value, 2) for name, value in found.items()}
+    goals = [
+        Goal("one session, of transformers' speed", found["one"], ">=", ONE),
+        Goal("8 sessions, of one's throughput", found["eight"], ">=", EIGHT),
+        Goal("32 sessions, of one's throughput", found["thirty_two"], ">=", THIRTY_TWO),
+        Goal("two stages, of one's time a token", found["two_stages"], "<=", TWO_STAGES),
+    ]
+    return report("serving", [row], goals, as_json=options.json)
 
 
 if __name__ == "__main__":
-    main()
+    leave(main())
