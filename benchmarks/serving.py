@@ -3,9 +3,9 @@ against one.
 
     python benchmarks/serving.py [--quick] [--json]
 
-The model is a llama of fresh weights in float32; stages run in processes of their own, with one thread each, as
-transformers does here. What is timed is decoding after a prompt. Both take turns in one process of Python, and
-the best of several rounds counts, so that the machine's other work does.
+The model is a llama of fresh weights in float32. Stages run in processes of their own, with one thread each,
+as transformers does here. What is timed is decoding after a prompt. Both take turns, and the best of several
+rounds counts.
 """
 
 import sys

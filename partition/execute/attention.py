@@ -224,7 +224,7 @@ def _attend(
         given = scaled[:, group.first : group.first + sessions * tokens]
         if not group.is_together:
             given = scaled.index_select(1, group.rows)
-        given = given.unflatten(0, (key_heads, share)).unflatten(2, (sessions, tokens)).permute(2, 0, 1, 3, 4)
+        given = given.view(key_heads, share, sessions, tokens, q.shape[3]).permute(2, 0, 1, 3, 4)
         folded = _fold(given, keys, values, group, softcap, sinks)
         out[0].index_copy_(1, group.rows, folded.permute(1, 2, 0, 3, 4).reshape(heads, -1, v.shape[3]))
     return out
@@ -279,7 +279,7 @@ def _fold(
 
 def _added(parts: torch.Tensor, group: _Group) -> torch.Tensor:
     """What the blocks of each session come to, added one after the other."""
-    first, *others = parts.split([end - begin for begin, end in group.turns])
+    first, *others = torch.split_with_sizes(parts, [end - begin for begin, end in group.turns])
     total = first.clone()
     for part in others:
         (total if len(part) == len(total) else total[: len(part)]).add_(part)
