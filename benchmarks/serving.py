@@ -24,7 +24,7 @@ from _figures import Goal, arguments, leave, report
 from crypto.encoding import encode
 from node.stages.host import StageHost
 from partition.capture.serving import capture_for_serving
-from partition.codec import Payload, pack, unpack
+from partition.codecs.codec import Payload, pack, unpack
 from partition.model.cut import cut_layers
 from partition.model.graph import Graph
 from partition.stage import EndSession, Reload, Serve, Served, StageSpecification, Unit, parameter_layout

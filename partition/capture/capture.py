@@ -131,14 +131,11 @@ def capture(
         raise CaptureRefused("labels and metrics need a loss")
     contents = contents_of(model)
     bounds: dict[str, Bounds] = {BATCH: (1, BATCH_MAX), **(dynamic or {})}
-    entry = "train" if loss is not None else "forward"
-    entry, call = (entry, _forward) if through is None else (through.name, through.call)
-    signature = model.forward if through is None else partial(call, model)
-    ports = _Ports(signature, example_inputs, labels, loss)
-    first = ports.request(
-        entry, call, bounds, loss, metrics or {}, train=through is None, reduction=reduction
-    )
-    requests = [first]
+    way = through or Through("train" if loss is not None else "forward", _forward, _as_it_is)
+    forward = model.forward if through is None else partial(way.call, model)
+    ports = _Ports(forward, example_inputs, labels, loss)
+    told = (way.name, way.call, bounds, loss, metrics or {})
+    requests = [ports.request(*told, train=through is None, reduction=reduction)]
     for key, (method, inputs, *rest) in (entries or {}).items():
         call, signature = _method(model, method)
         own: dict[str, Bounds] = {BATCH: bounds[BATCH][:2], **((rest[0] if rest else None) or {})}
@@ -156,8 +153,7 @@ def capture(
         graph = with_layers(graph, split=split, together=together)
     except ValueError as error:
         raise CaptureRefused(str(error)) from error
-    graph = graph if through is None else through.finish(graph)
-    data = encode_graph(graph)
+    data = encode_graph(graph := way.finish(graph))
     try:
         check_graph(decode_graph(data))
     except RemoteProtocolError as error:
@@ -221,6 +217,10 @@ def _within(request: Request, limits: Mapping[str, Dynamic]) -> Request:
             replace(each, minimum=first.minimum, maximum=first.maximum) if each.name == BATCH else each
         )
     return replace(request, dynamics=tuple(found))
+
+
+def _as_it_is(graph: Graph) -> Graph:
+    return graph
 
 
 def _forward(model: nn.Module, *arguments: Any, **keywords: Any) -> Any:

@@ -24,10 +24,10 @@ from partition.model.graph import SERVE, Graph, Size
 from partition.model.serving import ROWS_MAX, TOKENS_MAX, Sizes, frozen, serving_symbols
 
 _NAME = "peerloom"
-"""Of our attention among transformers' own."""
+"""The name of our attention among transformers' own."""
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 CONTEXT_USUAL = 2_048
-"""Of a model that does not say how long a text it takes."""
+"""The longest session of a model that does not say how long a text it takes."""
 
 
 def capture_folder_for_serving(folder: Path) -> Captured:

@@ -78,11 +78,6 @@ class Pages:
         self._sessions: dict[bytes, _Session] = {}
         self._pools: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    @property
-    def free(self) -> int:
-        """How many pages nobody has."""
-        return len(self._free)
-
     def pool(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer, [pages, heads, PAGE_TOKENS, width].
 
@@ -214,11 +209,6 @@ class Pages:
 
 def _pages_for(tokens: int) -> int:
     return -(-tokens // PAGE_TOKENS)
-
-
-def page_bytes(layers: Mapping[int, LayerShape], item_bytes: int) -> int:
-    """Bytes of one page of a stage with these layers."""
-    return PAGE_TOKENS * item_bytes * sum(layer.elements for layer in layers.values())
 
 
 def shape_of_layer(key: Sequence[int], value: Sequence[int]) -> LayerShape:

@@ -9,7 +9,7 @@ from node.errors import SessionRefused
 from node.stages.host import StageHost
 from partition.capture import capture
 from partition.capture.models.gpt import gpt
-from partition.codec import pack, unpack
+from partition.codecs.codec import pack, unpack
 from partition.model.cut import cut
 from partition.model.serving import serving_graph
 from partition.stage import (

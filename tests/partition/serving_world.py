@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from partition.codec import pack, unpack
+from partition.codecs.codec import pack, unpack
 from partition.execute.admit import admit
 from partition.execute.executor import StageExecutor
 from partition.model.cut import cut_layers
