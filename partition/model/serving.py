@@ -6,8 +6,9 @@ batch of sequences: the batch is 1, a sequence is all tokens, causal attention i
 beside the graph, and what counts the places of a sequence takes the positions that are given. Its layers are
 those of the model.
 
-This follows what graphs of causal models look like; a model that mixes tokens by something else than causal
-attention is not served right, and only trying shows it: `partition.execute.serving_proof` does.
+This follows what graphs of causal models look like. A model that mixes tokens by something else than causal
+attention (a convolution over the sequence, a mean of it) is not served right, and nothing here notices:
+compare its logits with the model's before it is offered.
 """
 
 from collections.abc import Iterable, Sequence
