@@ -1,0 +1,509 @@
+"""The token loop of the node that asks: its generations, what of them is in flight, and where they go on.
+
+A sans-IO core. A generation keeps all of its tokens here. They go through the stages of its service as units,
+chunks of the prompt first and then the newest token, several in flight at once; the last stage answers with
+logits, of which the next token is chosen here (`partition.serve.sampling`).
+
+A provider may be lost at any time: its stream breaks, or its node is silent. Then the generation takes
+another route under a new session and sends all its tokens again. The same tokens give the same logits on all
+machines of one class, to the bit, so the text goes on as if nothing had happened. Answers of an earlier
+session are passed over. Where a stage has no provider, a generation waits and asks for routes, and ends with
+a reason if none comes.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Literal
+
+import numpy as np
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from partition.codecs.base import Array
+from partition.serve.messages import (
+    SESSION_BYTES,
+    Alive,
+    Answer,
+    Carried,
+    Closed,
+    End,
+    Message,
+    Open,
+    Opened,
+    Work,
+)
+from partition.serve.provider import Sends
+from partition.serve.sampling import Sampling, choose
+from partition.serve.timeouts import (
+    ALIVE_SECONDS,
+    ANSWER_SECONDS_MAX,
+    OPEN_SECONDS_MAX,
+    RETRY_SECONDS,
+    ROUTE_SECONDS_MAX,
+    SILENCE_SECONDS_MAX,
+    STALL_SECONDS,
+)
+
+CHUNK_TOKENS = 128
+"""Tokens of a prompt that go as one unit: what others wait for where a long prompt is read."""
+UNITS_IN_FLIGHT_MAX = 4
+"""Chunks of one session on their way, so that several stages compute at once."""
+ATTEMPTS_MAX = 32
+"""Routes in a row that brought no token: whoever refuses each time is no provider."""
+LOAD_SECONDS = 0.005
+"""What a session at a provider counts as, beside the time to reach it, where one of several is chosen."""
+GENERATIONS_MAX = 256
+"""Of one node at once; each belongs to a program or a person of this machine."""
+
+FinishReason = Literal["stop", "length", "cancelled", "failed"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a door has to know of a service: its stages, the rows of its vocabulary, the tokens it takes."""
+
+    service: bytes
+    stages: int
+    vocabulary: int
+    context: int
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A provider that answers for a stage, how many sessions it has, and how long it takes to reach it."""
+
+    peer: PeerId
+    sessions: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a generation is to be. `stops` are the tokens that end it, which are not part of the text."""
+
+    prompt: tuple[int, ...]
+    tokens_max: int
+    sampling: Sampling
+    stops: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The next token of a generation. `logprob` is by the model, before temperature and filters."""
+
+    generation: int
+    position: int
+    token: int
+    logprob: float
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A generation is over; `detail` is for people where it failed."""
+
+    generation: int
+    reason: FinishReason
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class RouteWanted:
+    """Nobody is known that answers for some stage: look for providers of this service."""
+
+    service: bytes
+
+
+@dataclass(frozen=True)
+class RouteTaken:
+    """A generation goes over these peers from now on; `lost` is why it left the route before, if it did."""
+
+    generation: int
+    route: tuple[PeerId, ...]
+    tokens: int
+    lost: str = ""
+
+
+@dataclass(frozen=True)
+class Misbehaved:
+    """A provider answered what no correct one does."""
+
+    peer: PeerId
+    reason: str
+
+
+Event = Sampled | Finished | RouteWanted | RouteTaken | Misbehaved
+
+
+@dataclass(eq=False)
+class _Attempt:
+    session: bytes
+    route: tuple[PeerId, ...]
+    began_at: float
+    opened: set[PeerId] = field(default_factory=set)
+    sent: int = 0
+    units: int = 0
+    flying: deque[Work] = field(default_factory=deque)
+    moved_at: float = inf
+    """When the oldest unit in flight became that."""
+
+    @property
+    def is_open(self) -> bool:
+        return len(self.opened) == len(self.route)
+
+
+@dataclass(eq=False)
+class _Generation:
+    number: int
+    shape: Shape
+    wish: Wish
+    tokens: list[int]
+    waits_since: float
+    attempt: _Attempt | None = None
+    retry_at: float = -inf
+    attempts: int = 0
+    avoided: dict[PeerId, float] = field(default_factory=dict)
+    """Peers that are not asked until then."""
+    reason: str = ""
+    """Why the last route was lost, or is missing."""
+
+
+class Door:
+    """All generations of the node `me`. `new_id(n)` gives n random bytes."""
+
+    def __init__(self, me: PeerId, new_id: Callable[[int], bytes]) -> None:
+        self.events: list[Event] = []
+        self._me = me
+        self._new_id = new_id
+        self._numbers = 0
+        self._generations: dict[int, _Generation] = {}
+        self._sessions: dict[bytes, _Generation] = {}
+        self._routes: dict[bytes, dict[int, dict[PeerId, Replica]]] = {}
+        self._heard_at: dict[PeerId, float] = {}
+        self._gone_until: dict[PeerId, float] = {}
+        self._asked_at: dict[bytes, float] = {}
+        """When routes of a service were asked for."""
+        self._alive_at = inf
+        self._seen_at = -inf
+
+    # What this node wants
+
+    @property
+    def generations(self) -> int:
+        """How many are not over."""
+        return len(self._generations)
+
+    def begin(self, now: float, shape: Shape, wish: Wish) -> tuple[int, Sends]:
+        """Begin a generation; its number. A prompt has a token at least, and leaves room for one more."""
+        self._note(now)
+        self._numbers += 1
+        found = _Generation(self._numbers, shape, wish, list(wish.prompt), now)
+        self._generations[found.number] = found
+        return found.number, self._find_route(now, found)
+
+    def cancel(self, now: float, generation: int) -> Sends:
+        """End a generation; every stage forgets its session."""
+        self._note(now)
+        found = self._generations.get(generation)
+        return [] if found is None else self._finish(now, found, "cancelled")
+
+    def learn(self, now: float, service: bytes, replicas: Mapping[int, Sequence[Replica]]) -> Sends:
+        """These answer for the stages of a service now, as its members say."""
+        self._note(now)
+        self._routes[service] = {
+            stage: {each.peer: each for each in rows} for stage, rows in replicas.items()
+        }
+        sends: Sends = []
+        for each in list(self._generations.values()):
+            if each.shape.service == service and each.attempt is None:
+                sends += self._find_route(now, each)
+        return sends
+
+    # What others say
+
+    @property
+    def deadline(self) -> float:
+        """When `wake` wants to be called."""
+        return self._alive_at
+
+    def receive(self, now: float, sender: PeerId, message: Message | Carried) -> Sends:
+        """Take what a provider says. What is of no session here is of one that is over, and passed over."""
+        self._note(now)
+        if sender in self._heard_at:
+            self._heard_at[sender] = now
+        match message:
+            case Opened():
+                return self._on_opened(now, sender, message)
+            case Closed():
+                return self._on_closed(now, sender, message)
+            case Carried(message=Answer()):
+                return self._on_answer(now, sender, message)
+            case _:
+                return []
+
+    def lost(self, now: float, peer: PeerId, reason: str = "its stream broke") -> Sends:
+        """A provider is gone, or cannot be reached: its generations go on elsewhere."""
+        self._note(now)
+        self._heard_at.pop(peer, None)
+        self._gone_until[peer] = now + RETRY_SECONDS
+        sends: Sends = []
+        for each in self._using(peer):
+            sends += self._leave_route(now, each, peer, reason)
+        return sends
+
+    def wake(self, now: float) -> Sends:
+        """Say that this node runs, find out who is silent, and look for routes that are missing."""
+        self._note(now)
+        sends: Sends = []
+        if now < self._alive_at:
+            return sends
+        self._alive_at = inf
+        self._gone_until = {peer: until for peer, until in self._gone_until.items() if until > now}
+        for peer, reason in self._silent(now):
+            sends += self.lost(now, peer, reason)
+        for each in list(self._generations.values()):
+            if each.attempt is not None:
+                continue
+            if now - each.waits_since >= ROUTE_SECONDS_MAX:
+                sends += self._finish(now, each, "failed", each.reason)
+            elif now >= each.retry_at:
+                sends += self._find_route(now, each)
+        for each in list(self._generations.values()):
+            attempt = each.attempt
+            if attempt is not None and attempt.flying and now - attempt.moved_at >= ANSWER_SECONDS_MAX:
+                # Nobody says which stage holds it up.
+                for stage, peer in enumerate(attempt.route):
+                    if len(self._routes.get(each.shape.service, {}).get(stage, ())) > 1:
+                        each.avoided[peer] = now + ANSWER_SECONDS_MAX
+                sends += self._leave_route(now, each, None, f"no answer in {ANSWER_SECONDS_MAX:.0f} s")
+        sends += [(peer, Alive()) for peer in sorted(self._heard_at)]
+        if self._generations:
+            self._alive_at = now + ALIVE_SECONDS
+        return sends
+
+    def _silent(self, now: float) -> list[tuple[PeerId, str]]:
+        found: dict[PeerId, str] = {}
+        for each in self._generations.values():
+            attempt = each.attempt
+            for peer in attempt.route if attempt is not None else ():
+                assert attempt is not None
+                if peer not in attempt.opened and now - attempt.began_at >= OPEN_SECONDS_MAX:
+                    found[peer] = "it did not answer"
+                elif peer in attempt.opened and now - self._heard_at.get(peer, now) >= SILENCE_SECONDS_MAX:
+                    found[peer] = "its node is silent"
+        return list(found.items())
+
+    # Routes
+
+    def _using(self, peer: PeerId) -> list[_Generation]:
+        return [
+            each
+            for each in self._generations.values()
+            if each.attempt is not None and peer in each.attempt.route
+        ]
+
+    def _find_route(self, now: float, generation: _Generation) -> Sends:
+        """Take the best route there is, or ask for one."""
+        generation.retry_at = now + RETRY_SECONDS
+        self._alive_at = min(self._alive_at, now + ALIVE_SECONDS)
+        shape = generation.shape
+        known = self._routes.get(shape.service, {})
+        route: list[PeerId] = []
+        for stage in range(shape.stages):
+            free = [
+                each
+                for each in known.get(stage, {}).values()
+                if self._gone_until.get(each.peer, now) <= now
+                and generation.avoided.get(each.peer, now) <= now
+                and each.peer not in route
+            ]
+            if not free:
+                generation.reason = generation.reason or f"nobody answers for stage {stage + 1}"
+                return self._ask_for_routes(now, shape.service)
+            route.append(min(free, key=self._cost).peer)
+        generation.attempts += 1
+        if generation.attempts > ATTEMPTS_MAX:
+            return self._finish(now, generation, "failed", generation.reason)
+        attempt = _Attempt(self._new_id(SESSION_BYTES), tuple(route), now)
+        generation.attempt = attempt
+        self._sessions[attempt.session] = generation
+        self.events.append(
+            RouteTaken(generation.number, attempt.route, len(generation.tokens), generation.reason)
+        )
+        sends: Sends = []
+        for stage, peer in enumerate(route):
+            self._heard_at.setdefault(peer, now)
+            before = route[stage - 1] if stage else self._me
+            after = route[stage + 1] if stage + 1 < shape.stages else self._me
+            sends.append((peer, Open(attempt.session, shape.service, stage, before, after)))
+        return sends
+
+    def _cost(self, replica: Replica) -> tuple[float, PeerId]:
+        own = len(self._using(replica.peer))
+        return replica.seconds + LOAD_SECONDS * (max(replica.sessions, own)), replica.peer
+
+    def _ask_for_routes(self, now: float, service: bytes) -> Sends:
+        if now - self._asked_at.get(service, -inf) >= RETRY_SECONDS:
+            self._asked_at[service] = now
+            self.events.append(RouteWanted(service))
+        return []
+
+    def _leave_route(self, now: float, generation: _Generation, lost: PeerId | None, reason: str) -> Sends:
+        """Go on elsewhere: the stages that are left forget the session, and all tokens are sent anew."""
+        sends = self._end_attempt(generation, besides=lost)
+        generation.waits_since, generation.reason = now, reason
+        return sends + self._find_route(now, generation)
+
+    def _end_attempt(self, generation: _Generation, besides: PeerId | None = None) -> Sends:
+        attempt, generation.attempt = generation.attempt, None
+        if attempt is None:
+            return []
+        self._sessions.pop(attempt.session, None)
+        for peer in attempt.route:
+            if not self._using(peer):
+                self._heard_at.pop(peer, None)
+        return [(peer, End(attempt.session)) for peer in attempt.route if peer != besides]
+
+    def _finish(self, now: float, generation: _Generation, reason: FinishReason, detail: str = "") -> Sends:
+        sends = self._end_attempt(generation)
+        del self._generations[generation.number]
+        self.events.append(Finished(generation.number, reason, detail))
+        if not self._generations:
+            self._alive_at, self._asked_at = inf, {}
+            self._gone_until = {peer: until for peer, until in self._gone_until.items() if until > now}
+        services = {each.shape.service for each in self._generations.values()}
+        self._routes = {name: rows for name, rows in self._routes.items() if name in services}
+        return sends
+
+    # Units and answers
+
+    def _found(self, sender: PeerId, session: bytes) -> tuple[_Generation, _Attempt] | None:
+        generation = self._sessions.get(session)
+        attempt = None if generation is None else generation.attempt
+        if generation is None or attempt is None:
+            return None
+        if sender not in attempt.route:
+            raise RemoteProtocolError("an answer for a session of others")
+        return generation, attempt
+
+    def _on_opened(self, now: float, sender: PeerId, message: Opened) -> Sends:
+        found = self._found(sender, message.session)
+        if found is None:
+            return []
+        generation, attempt = found
+        attempt.opened.add(sender)
+        self._heard_at[sender] = now
+        return self._send_units(now, generation, attempt)
+
+    def _on_closed(self, now: float, sender: PeerId, message: Closed) -> Sends:
+        found = self._found(sender, message.session)
+        if found is None:
+            return []
+        generation, _ = found
+        if message.code == "length":
+            return self._finish(now, generation, "length")
+        # The provider itself is sound where the session was only given up: it may be asked again at once.
+        pause = {"refused": inf, "evicted": 0.0, "position": 0.0}.get(message.code, RETRY_SECONDS)
+        if pause:
+            generation.avoided[sender] = now + pause
+        reason = message.reason or message.code
+        return self._leave_route(now, generation, sender, reason)
+
+    def _send_units(self, now: float, generation: _Generation, attempt: _Attempt) -> Sends:
+        """Send what of the tokens has not been sent, as far as the window goes."""
+        sends: Sends = []
+        if not attempt.flying:
+            attempt.moved_at = now
+        tokens = generation.tokens
+        while attempt.is_open and attempt.sent < len(tokens) and len(attempt.flying) < UNITS_IN_FLIGHT_MAX:
+            begin = attempt.sent
+            attempt.sent = min(begin + CHUNK_TOKENS, len(tokens))
+            wanted = int(attempt.sent == len(tokens))
+            work = Work(
+                attempt.session,
+                attempt.units,
+                begin,
+                attempt.sent - begin,
+                wanted,
+                generation.wish.sampling.best if wanted else 0,
+            )
+            attempt.units += 1
+            attempt.flying.append(work)
+            ids = np.array(tokens[begin : attempt.sent], np.int64)
+            sends.append((attempt.route[0], Carried(work, (("int64", ids),))))
+        return sends
+
+    def _on_answer(self, now: float, sender: PeerId, carried: Carried) -> Sends:
+        answer = carried.message
+        assert isinstance(answer, Answer)
+        found = self._found(sender, answer.session)
+        if found is None:
+            return []
+        generation, attempt = found
+        try:
+            ids, logits, total = self._check(sender, generation, attempt, carried)
+        except RemoteProtocolError as error:
+            self.events.append(Misbehaved(sender, str(error)))
+            generation.avoided[sender] = inf
+            return self._leave_route(now, generation, sender, str(error))
+        work = attempt.flying.popleft()
+        attempt.moved_at = now
+        if not work.wanted:
+            return self._send_units(now, generation, attempt)
+        generation.attempts, generation.reason, generation.waits_since = 0, "", now
+        wish, position = generation.wish, len(generation.tokens)
+        token = choose(ids, logits, wish.sampling, position)
+        if token in wish.stops:
+            return self._finish(now, generation, "stop")
+        place = int(np.flatnonzero(ids == token)[0])
+        generation.tokens.append(token)
+        self.events.append(Sampled(generation.number, position, token, float(logits[place]) - total))
+        made = len(generation.tokens) - len(wish.prompt)
+        if made >= wish.tokens_max or len(generation.tokens) >= generation.shape.context:
+            return self._finish(now, generation, "length")
+        return self._send_units(now, generation, attempt)
+
+    def _check(
+        self, sender: PeerId, generation: _Generation, attempt: _Attempt, carried: Carried
+    ) -> tuple[Array, Array, float]:
+        """Return the ids and logits of the row that is wanted, the largest first, and their log-sum. Raises
+        RemoteProtocolError: it is not the answer to the oldest unit in flight."""
+        answer, arrays = carried.message, [array for _, array in carried.arrays]
+        assert isinstance(answer, Answer)
+        if sender != attempt.route[-1] or not attempt.flying or attempt.flying[0].number != answer.number:
+            raise RemoteProtocolError("an answer to a unit that is not the next")
+        work, vocabulary = attempt.flying[0], generation.shape.vocabulary
+        if not work.wanted:
+            if arrays or answer.sums:
+                raise RemoteProtocolError("logits that nobody wanted")
+            return np.empty(0, np.int64), np.empty(0), 0.0
+        if answer.best != work.best or len(answer.sums) != 1 or not np.isfinite(answer.sums[0]):
+            raise RemoteProtocolError("an answer of another form than was wanted")
+        count = min(work.best, vocabulary) or vocabulary
+        if len(arrays) != (2 if work.best else 1) or any(array.size != count for array in arrays):
+            raise RemoteProtocolError(f"not the {count} logits that were wanted")
+        logits = arrays[-1].reshape(-1)
+        if logits.dtype.kind != "f" or not np.isfinite(logits).all():
+            raise RemoteProtocolError("logits that are no finite numbers")
+        if not work.best:
+            order = np.argsort(-logits.astype(np.float64), kind="stable")
+            return order, logits[order], answer.sums[0]
+        ids = arrays[0].reshape(-1)
+        is_sorted = bool((np.diff(logits.astype(np.float64)) <= 0).all())
+        if (
+            ids.dtype != np.int64
+            or ids.min() < 0
+            or ids.max() >= vocabulary
+            or len(set(ids.tolist())) < count
+        ):
+            raise RemoteProtocolError("ids that are no tokens of the model, or one twice")
+        if not is_sorted:
+            raise RemoteProtocolError("logits that are not in their order")
+        return ids, logits, answer.sums[0]
+
+    def _note(self, now: float) -> None:
+        """Where this node itself was asleep, nobody was silent."""
+        if self._heard_at and now - self._seen_at > STALL_SECONDS:
+            self._heard_at = {peer: max(at, now - ALIVE_SECONDS) for peer, at in self._heard_at.items()}
+        self._seen_at = now

@@ -1,0 +1,156 @@
+"""`/peerloom/serve/1`: what the door and the providers of a service say to each other.
+
+    door -> every stage       Open(session, ...)            Opened | Closed
+    door -> first stage       Work(session, position, ...)  with token ids
+    stage -> next stage       Work                          with the boundary's tensors
+    last stage -> door        Answer                        with the logits of the rows that are wanted
+    door -> every stage       End(session)
+    a stage -> door           Closed(session, code)         it does not serve this session (any more)
+    both ways                 Alive                         while they share a session
+    member -> member          Roll                          who holds which stage of a service
+
+One stream per ordered pair of peers, so messages between two peers stay in order. A session is the door's:
+its id is random, the providers know it by the door's key, and take its units from the peer before them that
+the door named, and from nobody else. A unit is `(session, position, tokens)`: several tokens at once and any
+position at or below what is kept are allowed, so that chunks, rollback and verification need no other format.
+
+Not here: how a service is found and a stage is asked to be held (`node.protocols.services`).
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import msgspec
+
+from crypto.identity import PEER_ID_BYTES
+from partition.codec import TensorHeader, Typed
+from partition.plan.plan import STAGES_MAX
+
+SERVE_PROTOCOL = "/peerloom/serve/1"
+MESSAGE_BYTES_MAX = 4_096
+"""A Roll with all its rows takes 2.5 KB. Tensors travel beside messages, as payloads."""
+SESSION_BYTES = 16
+UNIT_TOKENS_MAX = 512
+"""Tokens of one unit: a chunk of a prompt. A longer one would make others wait."""
+POSITION_MAX = 1 << 24
+"""Tokens of one session: far beyond any context a model has now."""
+BEST_MAX = 256
+"""Logits of a row that are sent instead of the whole row, where sampling needs no more."""
+REASON_LENGTH_MAX = 200
+ROLL_ROWS_MAX = 64
+"""Members of one service that a member tells of."""
+TENSORS_MAX = 16
+"""Tensors of one boundary."""
+UNITS_MAX = 1 << 31
+"""Units of one session are numbered in the order of sending."""
+
+Session = Annotated[bytes, msgspec.Meta(min_length=SESSION_BYTES, max_length=SESSION_BYTES)]
+Hash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Peer = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
+StageNumber = Annotated[int, msgspec.Meta(ge=0, lt=STAGES_MAX)]
+Position = Annotated[int, msgspec.Meta(ge=0, le=POSITION_MAX)]
+Tokens = Annotated[int, msgspec.Meta(ge=1, le=UNIT_TOKENS_MAX)]
+Rows = Annotated[int, msgspec.Meta(ge=0, le=UNIT_TOKENS_MAX)]
+Best = Annotated[int, msgspec.Meta(ge=0, le=BEST_MAX)]
+UnitNumber = Annotated[int, msgspec.Meta(ge=0, lt=UNITS_MAX)]
+Reason = Annotated[str, msgspec.Meta(max_length=REASON_LENGTH_MAX)]
+Tensors = Annotated[tuple[TensorHeader, ...], msgspec.Meta(max_length=TENSORS_MAX)]
+CloseCode = Literal["busy", "evicted", "failed", "leaving", "length", "position", "refused", "unknown"]
+"""Why a session is not served: no room now; its place was given to another, for its door sent nothing; the
+stage failed; the node leaves; more tokens than the model takes; tokens are missing before the unit; the owner
+serves others only; there is no such session here."""
+
+
+class Open(msgspec.Struct, frozen=True, array_like=True, tag="open"):
+    """Serve this session of mine with your stage of a service: `before` sends you its units (the door itself
+    at the first stage), and you pass them on to `after` (the door itself at the last)."""
+
+    session: Session
+    service: Hash
+    stage: StageNumber
+    before: Peer
+    after: Peer
+
+
+class Opened(msgspec.Struct, frozen=True, array_like=True, tag="opened"):
+    """I do."""
+
+    session: Session
+
+
+class Closed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
+    """I do not, or no more."""
+
+    session: Session
+    code: CloseCode
+    reason: Reason = ""
+
+
+class Work(msgspec.Struct, frozen=True, array_like=True, tag="work"):
+    """A unit. The stage keeps `position` tokens of the session, rolling back to that if it has more. The last
+    stage answers the `wanted` last rows, of each the `best` logits (0: all). The tensors' bytes follow."""
+
+    session: Session
+    number: UnitNumber
+    position: Position
+    tokens: Tokens
+    wanted: Rows
+    best: Best
+    tensors: Tensors = ()
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
+    """What the last stage computed of a unit. With `best` the tensors are the ids (int64) of each row's best
+    logits and the logits themselves, else all logits of the rows; none where no row was wanted. `sums` are
+    the logarithms of each row's sum of exponentials. The tensors' bytes follow."""
+
+    session: Session
+    number: UnitNumber
+    best: Best = 0
+    sums: Annotated[tuple[float, ...], msgspec.Meta(max_length=UNIT_TOKENS_MAX)] = ()
+    tensors: Tensors = ()
+
+
+class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
+    """Forget this session of mine."""
+
+    session: Session
+
+
+class Alive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
+    """My node runs. It says nothing of what is being computed, which may take as long as it takes."""
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """A member of a service: its stage, and whether that answers."""
+
+    peer: Peer
+    stage: StageNumber
+    is_ready: bool
+
+
+class Roll(msgspec.Struct, frozen=True, array_like=True, tag="roll"):
+    """I hold this stage of a service, or am loading it, or leave (`is_leaving`); `rows` are the members that
+    I know."""
+
+    service: Hash
+    stage: StageNumber
+    is_ready: bool
+    is_leaving: bool = False
+    rows: Annotated[tuple[Row, ...], msgspec.Meta(max_length=ROLL_ROWS_MAX)] = ()
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A Work or an Answer with its tensors, as cores hand them on: `tensors` of the message is the wire's."""
+
+    message: Work | Answer
+    arrays: tuple[Typed, ...] = ()
+
+    @property
+    def size_bytes(self) -> int:
+        """Return what the tensors take."""
+        return sum(array.nbytes for _, array in self.arrays)
+
+
+Message = Open | Opened | Closed | Work | Answer | End | Alive | Roll

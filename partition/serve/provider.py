@@ -1,0 +1,418 @@
+"""What a provider does with the units of all doors: whom it serves, and what its stage computes next.
+
+A sans-IO core. It looks into no tensor: its driver checks arrays, joins those of a batch and splits what the
+stage answers.
+
+Sessions are bounded in all, for each door and for each network (`crypto.registers`): a session whose door
+moves nothing makes room for another, and its door is told. What waits is computed together, one unit of a
+session at a time, as many tokens as a batch takes. Doors take turns by the tokens that were computed for
+them, so a door with a long prompt does not hold up another's next token, nor does one with many.
+
+A unit that the stage refuses ends its session alone: where a batch fails, its units are computed again one by
+one, which changes nothing, for a unit rolls its session back to where it begins.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from crypto.registers import Budget, Register
+from partition.codec import Typed
+from partition.serve.messages import (
+    Alive,
+    Answer,
+    Carried,
+    CloseCode,
+    Closed,
+    End,
+    Message,
+    Open,
+    Opened,
+    Work,
+)
+from partition.serve.timeouts import ALIVE_SECONDS, DOOR_SILENCE_SECONDS_MAX, STALL_SECONDS
+
+SESSIONS_MAX = 64
+"""Of all doors at one node."""
+SESSIONS_PER_DOOR_MAX = 16
+"""Of one door at one node: prompts that a machine answers at once."""
+PATIENCE_SECONDS = 5.0
+"""How long a door may send nothing for a session that another door wants the place of."""
+PLACES = Budget(SESSIONS_MAX, SESSIONS_PER_DOOR_MAX, SESSIONS_MAX // 2, PATIENCE_SECONDS)
+BATCH_TOKENS_MAX = 1_024
+"""Tokens of one call to the stage: two of the largest chunks, or one and what all sessions decode."""
+WAITING_UNITS_MAX = 16
+"""Units of one session that wait: a door has fewer in flight."""
+WAITING_BYTES_MAX = 256 << 20
+"""Tensors of all units that wait. A door that finds no room here tries elsewhere."""
+WAITING_BYTES_PER_DOOR_MAX = 64 << 20
+
+Sends = list[tuple[PeerId, Message | Carried]]
+
+
+@dataclass(frozen=True)
+class BatchUnit:
+    """A unit as the stage is to compute it."""
+
+    session: bytes
+    work: Work
+    arrays: tuple[Typed, ...]
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Have the stage of a service compute these units together, and say what came of it by `batch`."""
+
+    service: bytes
+    batch: int
+    units: tuple[BatchUnit, ...]
+
+
+@dataclass(frozen=True)
+class Forget:
+    """Have the stage forget a session."""
+
+    service: bytes
+    session: bytes
+
+
+@dataclass(frozen=True)
+class SessionBegun:
+    """A door has a session here now."""
+
+    service: bytes
+    door: PeerId
+
+
+Event = Compute | Forget | SessionBegun
+
+
+@dataclass(eq=False)
+class _Session:
+    id: bytes
+    service: bytes
+    door: PeerId
+    before: PeerId
+    after: PeerId
+    silent_since: float
+    waiting: deque[Carried] = field(default_factory=deque)
+    is_computing: bool = False
+    is_over: bool = False
+    kept: int = 0
+    """Tokens that the stage keeps once all that waits is computed."""
+    newest: int = -1
+    """The number of the newest unit."""
+
+    @property
+    def may_compute(self) -> bool:
+        return bool(self.waiting) and not self.is_computing
+
+
+@dataclass(eq=False)
+class _Stage:
+    number: int
+    count: int
+    context: int
+    batch: int = 0
+    computing: tuple[_Session, ...] = ()
+    units: tuple[Carried, ...] = ()
+    alone: deque[bytes] = field(default_factory=deque)
+    """Sessions whose next unit is computed by itself, since a batch with it failed."""
+
+
+class Provider:
+    """One node's, over all its stages. `source_of` tells the network of a peer, `refuses` why a door is not
+    served, empty where it is."""
+
+    def __init__(
+        self,
+        *,
+        source_of: Callable[[PeerId], bytes] = lambda peer: peer,
+        refuses: Callable[[bytes, PeerId], str] = lambda _service, _door: "",
+    ) -> None:
+        self.events: list[Event] = []
+        self._source_of = source_of
+        self._refuses = refuses
+        self._stages: dict[bytes, _Stage] = {}
+        self._sessions: dict[bytes, _Session] = {}
+        self._places: Register[_Session] = Register(PLACES)
+        self._served: dict[PeerId, float] = {}
+        """Tokens computed for each door that has a session, from a common beginning."""
+        self._heard_at: dict[PeerId, float] = {}
+        self._alive_at = inf
+        self._seen_at = -inf
+
+    # What this node has
+
+    @property
+    def services(self) -> tuple[bytes, ...]:
+        """The services of which a stage answers here."""
+        return tuple(self._stages)
+
+    @property
+    def sessions(self) -> int:
+        """How many are open."""
+        return len(self._sessions)
+
+    def sessions_of(self, service: bytes) -> int:
+        """Return how many of a service are open."""
+        return sum(each.service == service for each in self._sessions.values())
+
+    def hold(self, service: bytes, number: int, count: int, context: int) -> None:
+        """Serve this stage, of `count`, from now on: sessions of at most `context` tokens."""
+        self._stages[service] = _Stage(number, count, context)
+
+    def release(self, service: bytes, code: CloseCode, reason: str) -> Sends:
+        """Serve it no more; its doors are told why."""
+        self._stages.pop(service, None)
+        gone = [each for each in self._sessions.values() if each.service == service]
+        return [send for each in gone for send in self._close(each, code, reason)]
+
+    # What others say
+
+    @property
+    def deadline(self) -> float:
+        """When `wake` wants to be called."""
+        return self._alive_at
+
+    def wake(self, now: float) -> Sends:
+        """Say that this node runs, and let go of the sessions of doors that are silent."""
+        self._note(now)
+        if now < self._alive_at:
+            return []
+        doors = {each.door for each in self._sessions.values()}
+        for door in doors:
+            if now - self._heard_at[door] >= DOOR_SILENCE_SECONDS_MAX:
+                self.lost(door)
+        doors = {each.door for each in self._sessions.values()}
+        self._alive_at = now + ALIVE_SECONDS if doors else inf
+        return [(door, Alive()) for door in sorted(doors)]
+
+    def receive(self, now: float, sender: PeerId, message: Message | Carried) -> Sends:
+        """Take what a door, or the stage before, says. Raises RemoteProtocolError."""
+        self._note(now)
+        if sender in self._heard_at:
+            self._heard_at[sender] = now
+        match message:
+            case Open():
+                return self._open(now, sender, message)
+            case Carried(message=Work()):
+                return self._take(sender, message)
+            case End():
+                session = self._sessions.get(message.session)
+                if session is not None and session.door != sender:
+                    raise RemoteProtocolError("an end to another's session")
+                if session is not None:
+                    self._forget(session)
+                return []
+            case _:
+                return []
+
+    def lost(self, peer: PeerId) -> None:
+        """The stream from this peer is broken: its sessions are over."""
+        for session in [each for each in self._sessions.values() if each.door == peer]:
+            self._forget(session)
+
+    def _open(self, now: float, door: PeerId, message: Open) -> Sends:
+        known = self._sessions.get(message.session)
+        if known is not None:
+            raise RemoteProtocolError("a session that is open already")
+
+        def refuse(code: CloseCode, reason: str) -> Sends:
+            return [(door, Closed(message.session, code, reason))]
+
+        stage = self._stages.get(message.service)
+        if stage is None or stage.number != message.stage:
+            return refuse("unknown", "this stage is not here")
+        if reason := self._refuses(message.service, door):
+            return refuse("refused", reason)
+        is_first, is_last = stage.number == 0, stage.number == stage.count - 1
+        if (is_first and message.before != door) or (is_last and message.after != door):
+            raise RemoteProtocolError("a session whose first or last stage does not speak to its door")
+        before, after = PeerId(message.before), PeerId(message.after)
+        session = _Session(message.session, message.service, door, before, after, now)
+        evicted = self._places.admit(now, session, door, self._source_of(door))
+        if evicted is None:
+            return refuse("busy", "too many sessions")
+        sends = [send for each in evicted for send in self._close(each, "evicted", "others wanted the place")]
+        self._sessions[session.id] = session
+        self._heard_at[door] = now
+        self._served.setdefault(door, self._begin())
+        self._alive_at = min(self._alive_at, now + ALIVE_SECONDS)
+        self.events.append(SessionBegun(session.service, door))
+        return [*sends, (door, Opened(session.id))]
+
+    def _begin(self) -> float:
+        """Return where the count of a new door begins: it is not owed what others had before it came."""
+        return min(self._served.values(), default=0.0)
+
+    def _take(self, sender: PeerId, carried: Carried) -> Sends:
+        work = carried.message
+        assert isinstance(work, Work)
+        session = self._sessions.get(work.session)
+        if session is None:
+            # It ended here; its door knows, or learns it by its own silence. Others' words are not answered.
+            return []
+        if session.before != sender:
+            raise RemoteProtocolError("a unit of another's session")
+        if work.number <= session.newest or work.wanted > work.tokens:
+            raise RemoteProtocolError("a unit out of order, or that wants more rows than it has")
+        session.newest = work.number
+        stage = self._stages[session.service]
+        if work.position > session.kept:
+            return self._close(session, "position", f"{session.kept} tokens are kept")
+        if work.position + work.tokens > stage.context:
+            return self._close(session, "length", f"the model takes {stage.context} tokens")
+        if len(session.waiting) >= WAITING_UNITS_MAX or not self._has_room(session, carried.size_bytes):
+            return self._close(session, "busy", "too much waits to be computed")
+        session.kept = work.position + work.tokens
+        session.waiting.append(carried)
+        session.silent_since = inf
+        self._compute(session.service)
+        return []
+
+    def _has_room(self, session: _Session, size_bytes: int) -> bool:
+        waits = {True: 0, False: 0}
+        for each in self._sessions.values():
+            waits[each.door == session.door] += sum(unit.size_bytes for unit in each.waiting)
+        own = waits[True] + size_bytes
+        return own <= WAITING_BYTES_PER_DOOR_MAX and own + waits[False] <= WAITING_BYTES_MAX
+
+    # What the stage computes
+
+    def _compute(self, service: bytes) -> None:
+        """Have the stage compute what waits, if it is idle."""
+        stage = self._stages[service]
+        if stage.computing:
+            return
+        chosen = self._choose(service, stage)
+        if not chosen:
+            return
+        units = []
+        for session in chosen:
+            session.is_computing = True
+            units.append(session.waiting.popleft())
+        stage.batch += 1
+        stage.computing, stage.units = tuple(chosen), tuple(units)
+        rows = tuple(
+            BatchUnit(session.id, unit.message, unit.arrays)
+            for session, unit in zip(chosen, units, strict=True)
+            if isinstance(unit.message, Work)
+        )
+        self.events.append(Compute(service, stage.batch, rows))
+
+    def _choose(self, service: bytes, stage: _Stage) -> list[_Session]:
+        """Return the sessions whose next units are computed together, of the least served doors first."""
+        while stage.alone:
+            session = self._sessions.get(stage.alone.popleft())
+            if session is not None and session.may_compute:
+                return [session]
+        ready: dict[PeerId, deque[_Session]] = {}
+        for each in self._sessions.values():
+            if each.service == service and each.may_compute:
+                ready.setdefault(each.door, deque()).append(each)
+        chosen: list[_Session] = []
+        left = BATCH_TOKENS_MAX
+        while ready:
+            door = min(ready, key=lambda peer: (self._served[peer], peer))
+            session = ready[door].popleft()
+            work = session.waiting[0].message
+            assert isinstance(work, Work)
+            if work.tokens > left:
+                break  # it is the next to have its turn
+            left -= work.tokens
+            self._served[door] += work.tokens
+            chosen.append(session)
+            if not ready[door]:
+                del ready[door]
+        for session in chosen:  # the next time others of the same door come first
+            self._sessions[session.id] = self._sessions.pop(session.id)
+        return chosen
+
+    def computed(
+        self,
+        now: float,
+        service: bytes,
+        batch: int,
+        answers: Sequence[tuple[Answer | None, tuple[Typed, ...]]],
+    ) -> Sends:
+        """The stage has computed a batch: for each unit what goes on to the next stage, or the answer of the
+        last one, which the driver has made of the logits."""
+        self._note(now)
+        found = self._finish(service, batch)
+        if found is None:
+            return []
+        sends: Sends = []
+        for (session, unit), (answer, arrays) in zip(found, answers, strict=True):
+            if session.is_over:
+                self.events.append(Forget(service, session.id))
+                continue
+            work = unit.message
+            assert isinstance(work, Work)
+            self._places.credit(session)
+            session.silent_since = now if not session.waiting else inf
+            if answer is None:
+                sends.append((session.after, Carried(work, arrays)))
+            else:
+                sends.append((session.door, Carried(answer, arrays)))
+        self._compute(service)
+        return sends
+
+    def failed(self, now: float, service: bytes, batch: int, code: CloseCode, reason: str) -> Sends:
+        """The stage has refused a batch, and goes on. One unit alone ends its session; of several each is
+        computed by itself."""
+        self._note(now)
+        found = self._finish(service, batch)
+        if found is None:
+            return []
+        sends: Sends = []
+        stage = self._stages[service]
+        for session, unit in found:
+            if session.is_over:
+                self.events.append(Forget(service, session.id))
+            elif len(found) == 1:
+                sends += self._close(session, code, reason)
+            else:
+                session.waiting.appendleft(unit)
+                stage.alone.append(session.id)
+        self._compute(service)
+        return sends
+
+    def _finish(self, service: bytes, batch: int) -> list[tuple[_Session, Carried]] | None:
+        """Take what was computed out of the stage's hands; None: the stage is held no more."""
+        stage = self._stages.get(service)
+        if stage is None or stage.batch != batch or not stage.computing:
+            return None
+        found = list(zip(stage.computing, stage.units, strict=True))
+        stage.computing, stage.units = (), ()
+        for session, _ in found:
+            session.is_computing = False
+        return found
+
+    # The end of sessions
+
+    def _close(self, session: _Session, code: CloseCode, reason: str) -> Sends:
+        self._forget(session)
+        return [(session.door, Closed(session.id, code, reason))]
+
+    def _forget(self, session: _Session) -> None:
+        if session.is_over:
+            return
+        session.is_over = True
+        self._sessions.pop(session.id, None)
+        self._places.leave(session)
+        session.waiting.clear()
+        if not session.is_computing and session.service in self._stages:
+            self.events.append(Forget(session.service, session.id))
+        if not any(each.door == session.door for each in self._sessions.values()):
+            self._heard_at.pop(session.door, None)
+            self._served.pop(session.door, None)
+
+    def _note(self, now: float) -> None:
+        """Where this node itself was asleep, nobody was silent."""
+        if self._heard_at and now - self._seen_at > STALL_SECONDS:
+            self._heard_at = {peer: max(at, now - ALIVE_SECONDS) for peer, at in self._heard_at.items()}
+        self._seen_at = now

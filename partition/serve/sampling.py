@@ -1,0 +1,87 @@
+"""Which token comes next: greedy, or drawn from the logits by temperature, top-k, top-p and min-p.
+
+The door samples, so sampling and its seed survive the death of a stage. What is drawn at a position follows
+from the seed, the position and the logits alone, and from nothing that was drawn before: after a failover the
+same logits give the same token. Filters stand in the order of `transformers` (temperature, top-k, top-p,
+min-p), each over what the one before left. Of equal logits the lowest id comes first.
+"""
+
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from blake3 import blake3
+
+from partition.codecs.base import Array
+from partition.serve.messages import BEST_MAX
+
+SEED_MAX = 2**63 - 1
+TOP_K_MAX = 1 << 24
+TEMPERATURE_MAX = 100.0
+_DRAW_BITS = 53
+"""What a float64 between 0 and 1 holds."""
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """How tokens are chosen. `temperature` 0 takes the likeliest, whatever the rest says. `top_k` 0, `top_p`
+    1 and `min_p` 0 leave all tokens."""
+
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=TEMPERATURE_MAX)] = 0.0
+    top_k: Annotated[int, msgspec.Meta(ge=0, le=TOP_K_MAX)] = 0
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    seed: Annotated[int, msgspec.Meta(ge=0, le=SEED_MAX)] = 0
+
+    @property
+    def best(self) -> int:
+        """How many of the best logits of a row decide; 0: all of them."""
+        if self.temperature == 0:
+            return 1
+        return self.top_k if self.top_k <= BEST_MAX else 0
+
+
+def best_logits(row: Array, count: int) -> tuple[Array, Array]:
+    """Return the ids and values of the `count` largest logits, the largest first; of equal ones the lowest id
+    is the larger."""
+    count = min(count, len(row))
+    if count == 1:
+        first = int(np.argmax(row))
+        return np.array([first], np.int64), row[first : first + 1]
+    edge = np.partition(row, len(row) - count)[len(row) - count]
+    above, at = np.flatnonzero(row > edge), np.flatnonzero(row == edge)
+    ids = np.concatenate([above, at[: count - len(above)]])
+    ids = ids[np.lexsort((ids, -row[ids].astype(np.float64)))]
+    return ids.astype(np.int64), row[ids]
+
+
+def log_sum(row: Array) -> float:
+    """Return the logarithm of the sum of exponentials of a row, in float64."""
+    wide = row.astype(np.float64)
+    largest = float(wide.max())
+    return largest + float(np.log(np.exp(wide - largest).sum()))
+
+
+def choose(ids: Array, logits: Array, sampling: Sampling, position: int) -> int:
+    """Return the token at `position`. `logits` are finite, the largest first, `ids` the tokens they are of:
+    all of the row, or at least the `sampling.best` largest."""
+    if sampling.temperature == 0:
+        return int(ids[0])
+    if sampling.top_k:
+        ids, logits = ids[: sampling.top_k], logits[: sampling.top_k]
+    scaled = logits.astype(np.float64) / sampling.temperature
+    shares = np.exp(scaled - scaled[0])
+    shares /= shares.sum()
+    if sampling.top_p < 1:
+        # The first token that reaches the sum belongs to it.
+        shares = shares[: int(np.searchsorted(np.cumsum(shares), sampling.top_p)) + 1]
+    if sampling.min_p > 0:
+        shares = shares[shares >= sampling.min_p * shares[0]]
+    ends = np.cumsum(shares)
+    place = int(np.searchsorted(ends, draw(sampling.seed, position) * ends[-1], side="right"))
+    return int(ids[min(place, len(ends) - 1)])
+
+
+def draw(seed: int, position: int) -> float:
+    """Return a number from 0 to below 1 that follows from a seed and a position."""
+    digest = blake3(b"peerloom sample" + seed.to_bytes(8) + position.to_bytes(8)).digest(8)
+    return (int.from_bytes(digest) >> (64 - _DRAW_BITS)) / (1 << _DRAW_BITS)

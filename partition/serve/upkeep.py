@@ -1,0 +1,212 @@
+"""How a service keeps its number of replicas without a coordinator: one member's view, a sans-IO core.
+
+Every member tells all others which stage it holds, and whom it knows. A member that leaves says so; one that
+was silent for some seconds, or whose stream broke, counts no more until it tells again. Where a stage has
+fewer members than wished, the members act in the order of a hash of theirs and of the stage: the first at
+once, the others only where it is still missing some seconds later, so that a dead first hinders nobody. Two
+that act at once make a replica too many, which serves like any other.
+
+The driver finds a node that takes the stage: it answers `Recruit` by `recruited`.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import inf
+
+from blake3 import blake3
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from partition.serve.messages import ROLL_ROWS_MAX, Roll, Row
+
+TELL_SECONDS = 1.0
+FORGET_SECONDS = 5.0
+"""A member that tells nothing for so long counts no more. Its sessions left it long before."""
+HEARSAY_SECONDS = 3.0
+"""How long one is told to, of whom others have said that it is a member and who has said nothing itself."""
+SETTLE_SECONDS = 3.0
+"""Before a new member finds anything missing: it has to hear from the others first."""
+TURN_SECONDS = 2.0
+"""How much later the next member acts where a replica is missing."""
+PAUSE_SECONDS_MIN, PAUSE_SECONDS_MAX = 1.0, 20.0
+"""Between two attempts where nobody took the stage: a swarm without a free slot is not asked without end."""
+MEMBERS_MAX = ROLL_ROWS_MAX
+
+
+@dataclass(frozen=True)
+class Recruit:
+    """Have another node hold this stage, none of `members`."""
+
+    service: bytes
+    stage: int
+    members: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True)
+class RosterChanged:
+    """For each stage of a service its members that answer; `wished` of each."""
+
+    service: bytes
+    ready: tuple[tuple[PeerId, ...], ...]
+    wished: int
+
+
+Event = Recruit | RosterChanged
+Sends = list[tuple[PeerId, Roll]]
+
+
+@dataclass
+class _Member:
+    stage: int
+    is_ready: bool
+    heard_at: float
+    is_hearsay: bool = False
+
+
+class Upkeep:
+    """One service, as this member `me` of stage `stage` sees it."""
+
+    def __init__(
+        self,
+        now: float,
+        me: PeerId,
+        service: bytes,
+        stages: int,
+        wished: int,
+        stage: int,
+        known: Collection[Row],
+    ) -> None:
+        self.events: list[Event] = []
+        self.is_ready = False
+        self.deadline = now
+        self._me = me
+        self._service = service
+        self._stages = stages
+        self._wished = wished
+        self._stage = stage
+        self._members: dict[PeerId, _Member] = {}
+        self._missing_since: dict[int, float] = {}
+        self._recruiting: set[int] = set()
+        self._pauses: dict[int, tuple[float, float]] = {}
+        """For a stage that nobody took: when it is offered again, and the pause after that."""
+        self._told: tuple[tuple[PeerId, ...], ...] = ()
+        self._acts_at = now + SETTLE_SECONDS
+        self._learn(now, known)
+
+    @property
+    def stage(self) -> int:
+        """The stage that this member holds."""
+        return self._stage
+
+    def rows(self) -> tuple[Row, ...]:
+        """All members, this one first."""
+        others = [
+            Row(peer, each.stage, each.is_ready)
+            for peer, each in self._members.items()
+            if not each.is_hearsay
+        ]
+        return (Row(self._me, self._stage, self.is_ready), *others)[:ROLL_ROWS_MAX]
+
+    def ready(self, now: float) -> Sends:
+        """This member's stage answers now."""
+        self.is_ready = True
+        return self._tell(now)
+
+    def leave(self) -> Sends:
+        """Tell all others that this member goes."""
+        roll = Roll(self._service, self._stage, False, True)
+        return [(peer, roll) for peer in sorted(self._members)]
+
+    def receive(self, now: float, sender: PeerId, message: Roll) -> Sends:
+        """Take what a member tells. Raises RemoteProtocolError."""
+        if message.service != self._service or message.stage >= self._stages:
+            raise RemoteProtocolError("a roll of another service, or of a stage that it has not")
+        if message.is_leaving:
+            self._members.pop(sender, None)
+        else:
+            is_new = sender not in self._members
+            if is_new and len(self._members) >= MEMBERS_MAX and not self._make_room():
+                return []
+            self._members[sender] = _Member(message.stage, message.is_ready, now)
+            self._learn(now, message.rows)
+            if is_new:
+                self.deadline = min(self.deadline, now + TELL_SECONDS / 4)
+        self._look(now)
+        return []
+
+    def lost(self, now: float, peer: PeerId) -> Sends:
+        """The stream from a member broke: it counts no more until it tells again."""
+        if self._members.pop(peer, None) is not None:
+            self._look(now)
+        return []
+
+    def wake(self, now: float) -> Sends:
+        """Tell the others, forget the silent, and see what is missing."""
+        if now < self.deadline:
+            return []
+        for peer, each in list(self._members.items()):
+            if now - each.heard_at >= (HEARSAY_SECONDS if each.is_hearsay else FORGET_SECONDS):
+                del self._members[peer]
+        self._look(now)
+        return self._tell(now)
+
+    def recruited(self, now: float, stage: int, peer: PeerId | None) -> None:
+        """A node took a stage that was missing; None: nobody did."""
+        self._recruiting.discard(stage)
+        if peer is not None:
+            self._pauses.pop(stage, None)
+            self._members.setdefault(peer, _Member(stage, False, now))
+            self._look(now)
+            return
+        _, pause = self._pauses.get(stage, (now, PAUSE_SECONDS_MIN))
+        self._pauses[stage] = now + pause, min(PAUSE_SECONDS_MAX, 2 * pause)
+
+    def _tell(self, now: float) -> Sends:
+        self.deadline = now + TELL_SECONDS
+        roll = Roll(self._service, self._stage, self.is_ready, False, self.rows())
+        return [(peer, roll) for peer in sorted(self._members)]
+
+    def _learn(self, now: float, rows: Collection[Row]) -> None:
+        for row in rows:
+            peer = PeerId(row.peer)
+            if peer == self._me or peer in self._members or row.stage >= self._stages:
+                continue
+            if len(self._members) < MEMBERS_MAX:
+                self._members[peer] = _Member(row.stage, row.is_ready, now, is_hearsay=True)
+
+    def _make_room(self) -> bool:
+        """Forget one that others only speak of; whether there was one."""
+        found = next((peer for peer, each in self._members.items() if each.is_hearsay), None)
+        if found is not None:
+            del self._members[found]
+        return found is not None
+
+    def _look(self, now: float) -> None:
+        """See who answers, and whether this member is to find another."""
+        held: list[list[PeerId]] = [[] for _ in range(self._stages)]
+        ready: list[list[PeerId]] = [[] for _ in range(self._stages)]
+        me = _Member(self._stage, self.is_ready, now)
+        for peer, each in (*self._members.items(), (self._me, me)):
+            if not each.is_hearsay:
+                held[each.stage].append(peer)
+                if each.is_ready:
+                    ready[each.stage].append(peer)
+        told = tuple(tuple(sorted(rows)) for rows in ready)
+        if told != self._told:
+            self._told = told
+            self.events.append(RosterChanged(self._service, told, self._wished))
+        members = [peer for rows in held for peer in rows]
+        for stage, rows in enumerate(held):
+            if len(rows) >= self._wished:
+                self._missing_since.pop(stage, None)
+                continue
+            since = self._missing_since.setdefault(stage, max(now, self._acts_at))
+            turn = sorted(members, key=lambda peer: self._rank(stage, peer)).index(self._me)
+            again_at, _ = self._pauses.get(stage, (-inf, 0.0))
+            if stage in self._recruiting or now < max(since + turn * TURN_SECONDS, again_at):
+                continue
+            self._recruiting.add(stage)
+            self.events.append(Recruit(self._service, stage, tuple(members)))
+
+    def _rank(self, stage: int, peer: PeerId) -> bytes:
+        return blake3(self._service + stage.to_bytes(2) + peer).digest(8)

@@ -1,0 +1,205 @@
+"""The door's token loop: what it does when providers are silent, slow, full or lie."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from crypto.errors import RemoteProtocolError
+from partition.serve.door import ATTEMPTS_MAX, Finished, RouteTaken
+from partition.serve.messages import Answer, Carried, Closed, Opened, Work
+from partition.serve.timeouts import ANSWER_SECONDS_MAX, ROUTE_SECONDS_MAX, SILENCE_SECONDS_MAX
+from tests.partition.serve.world import DOORS, PROVIDERS, SERVICE, World, reference, wish
+
+DOOR, OTHER = DOORS
+FIRST, SECOND = (min(PROVIDERS[stage]) for stage in (0, 1))
+
+
+def begun(tokens: int = 3, prompt: int = 5) -> tuple[World, tuple[object, int]]:
+    """A world in which a generation has its sessions open at the first provider of each stage."""
+    world = World()
+    key = world.begin(DOOR, wish(prompt, tokens))
+    while any(not isinstance(message, Carried) for queue in world.queues.values() for message in queue):
+        world.deliver(next(pair for pair, q in world.queues.items() if not isinstance(q[0], Carried)))
+    return world, key
+
+
+def routes(world: World) -> list[RouteTaken]:
+    return [event for event in world.doors[DOOR].events if isinstance(event, RouteTaken)]
+
+
+def test_a_node_that_says_nothing_is_left_within_a_second() -> None:
+    world, key = begun()
+    world.providers.pop(SECOND)  # no stream breaks, and nothing comes any more
+    door, left_at = world.doors[DOOR], None
+    for _ in range(20):
+        world.now += 0.1
+        sends = door.wake(world.now)
+        if any(event.lost for event in routes(world)):
+            left_at = world.now
+            break
+        for peer, _ in sends:
+            if peer != SECOND:
+                door.receive(world.now, peer, world.providers[peer].wake(world.now)[0][1])
+    assert left_at is not None
+    assert left_at - 100.0 <= SILENCE_SECONDS_MAX + 0.25
+    assert key not in world.finished
+
+
+def test_a_long_computation_of_a_node_that_runs_is_no_silence() -> None:
+    world, key = begun()
+    while any(world.queues.values()):
+        world.deliver(next(iter(world.queues)))
+    assert world.computing, "the first stage computes"
+    for _ in range(300):
+        world.pass_time(0.1)
+        while any(world.queues.values()):
+            world.deliver(next(iter(world.queues)))
+    world.settle()
+    assert world.tokens[key] == reference(wish(5, 3))  # type: ignore[index]
+
+
+def test_an_answer_that_never_comes_is_awaited_elsewhere() -> None:
+    world, key = begun()
+    held = {FIRST, SECOND}
+    for _ in range(int(ANSWER_SECONDS_MAX * 10) + 20):
+        world.pass_time(0.1)
+        while any(world.queues.values()):
+            world.deliver(next(iter(world.queues)))
+        for _ in range(len(world.computing)):
+            world.computing.rotate(-1)
+            if world.computing[0][0] not in held:
+                world.compute()
+        if key in world.finished:
+            break
+    assert world.tokens[key] == reference(wish(5, 3))  # type: ignore[index]
+
+
+def test_a_door_that_slept_itself_takes_nobody_for_silent() -> None:
+    world, _ = begun()
+    world.doors[DOOR].events.clear()
+    world.now += 30.0
+    world.doors[DOOR].wake(world.now)
+    assert not routes(world)
+
+
+def test_a_broken_stream_moves_a_generation_at_once() -> None:
+    world, key = begun()
+    world.kill(FIRST)
+    assert world.doors[DOOR].generations == 1
+    world.settle()
+    assert world.tokens[key] == reference(wish(5, 3))  # type: ignore[index]
+
+
+def test_without_any_replica_a_generation_ends_with_a_reason() -> None:
+    world, key = begun()
+    for peer in PROVIDERS[1]:
+        world.kill(peer)
+    began = world.now
+    while key not in world.finished:
+        while world.step():
+            pass
+        world.pass_time(0.1)
+        assert world.now - began < ROUTE_SECONDS_MAX + 5
+    end = world.finished[key]  # type: ignore[index]
+    assert end.reason == "failed"
+    assert end.detail == "its stream broke"
+    world.start(1, SECOND)
+    key = world.begin(DOOR, wish(5, 3))
+    world.settle()
+    assert world.finished[key].reason == "length"
+
+
+def test_a_provider_that_refuses_each_time_ends_a_generation() -> None:
+    world = World()
+    for peers in PROVIDERS.values():
+        for peer in peers:
+            world.providers[peer].release(SERVICE, "leaving", "")
+    key = world.begin(DOOR, wish())
+    began = world.now
+    while key not in world.finished:
+        while world.step():
+            pass
+        world.pass_time(0.1)
+        assert world.now - began < ATTEMPTS_MAX
+    assert world.finished[key].reason == "failed"
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda answer, arrays: (answer, ()),
+        lambda answer, arrays: (Answer(answer.session, answer.number + 1, 1, answer.sums), arrays),
+        lambda answer, arrays: (answer, (("int64", np.array([99])), arrays[1])),
+        lambda answer, arrays: (answer, (arrays[0], ("float32", np.array([np.nan], np.float32)))),
+        lambda answer, arrays: (Answer(answer.session, answer.number, 1, (np.inf,)), arrays),
+        lambda answer, arrays: (Answer(answer.session, answer.number, 0, answer.sums), arrays[1:]),
+    ],
+)
+def test_an_answer_that_is_none_costs_its_provider_and_no_token(spoil: Any) -> None:
+    world, key = begun()
+    while world.stages[SECOND].kept.get(next(iter(world.stages[SECOND].kept), b"")) is None:
+        world.step()
+    queue = world.queues[SECOND, DOOR]
+    place = next(n for n, each in enumerate(queue) if isinstance(each, Carried))
+    answer, arrays = spoil(queue[place].message, queue[place].arrays)  # type: ignore[union-attr]
+    queue[place] = Carried(answer, arrays)
+    world.settle()
+    assert [each.peer for each in world.misbehaved] == [SECOND]
+    assert world.tokens[key] == reference(wish(5, 3))  # type: ignore[index]
+
+
+def test_nobody_but_its_providers_answers_a_generation() -> None:
+    world, _ = begun()
+    session = next(iter(world.doors[DOOR]._sessions))
+    with pytest.raises(RemoteProtocolError):
+        world.doors[DOOR].receive(world.now, OTHER, Opened(session))
+    with pytest.raises(RemoteProtocolError):
+        world.doors[DOOR].receive(world.now, OTHER, Closed(session, "busy"))
+    with pytest.raises(RemoteProtocolError):
+        world.doors[DOOR].receive(world.now, OTHER, Carried(Answer(session, 0)))
+    assert not world.doors[DOOR].receive(world.now, OTHER, Opened(bytes(16)))
+
+
+def test_a_prompt_goes_in_chunks_of_which_some_are_in_flight() -> None:
+    world, key = begun(prompt=590, tokens=1)
+    flying = [each.message for each in world.queues[DOOR, FIRST] if isinstance(each, Carried)]
+    assert [(work.position, work.tokens, work.wanted) for work in flying if isinstance(work, Work)] == [
+        (0, 128, 0),
+        (128, 128, 0),
+        (256, 128, 0),
+        (384, 128, 0),
+    ]
+    world.settle()
+    assert world.tokens[key] == reference(wish(590, 1))  # type: ignore[index]
+
+
+def test_a_generation_ends_where_the_context_does() -> None:
+    world = World()
+    key = world.begin(DOOR, wish(595, 100))
+    world.settle()
+    assert world.finished[key] == Finished(1, "length")
+    assert len(world.tokens[key]) == 5
+
+
+def test_a_stop_token_is_no_part_of_the_text() -> None:
+    plain = reference(wish(5, 12))
+    stop = plain[4]
+    wanted = wish(5, 12)
+    world = World()
+    key = world.begin(DOOR, type(wanted)(wanted.prompt, 12, wanted.sampling, frozenset({stop})))
+    world.settle()
+    assert world.finished[key].reason == "stop"
+    assert world.tokens[key] == plain[: plain.index(stop)]
+
+
+def test_sessions_spread_over_replicas() -> None:
+    world = World()
+    for number in range(4):
+        world.begin(DOOR, wish(5, 3, seed=number))
+        while world.step():
+            if world.computing:
+                break
+    taken = {peer: provider.sessions for peer, provider in world.providers.items()}
+    assert max(taken.values()) <= 3
+    world.settle()

@@ -1,0 +1,262 @@
+"""The provider's side: whom it serves, in which turn, and what strangers cannot do."""
+
+import numpy as np
+import pytest
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import Identity, PeerId
+from partition.serve.messages import UNIT_TOKENS_MAX, Carried, Closed, End, Open, Opened, Work
+from partition.serve.provider import (
+    BATCH_TOKENS_MAX,
+    PATIENCE_SECONDS,
+    SESSIONS_MAX,
+    SESSIONS_PER_DOOR_MAX,
+    WAITING_BYTES_PER_DOOR_MAX,
+    Compute,
+    Forget,
+    Provider,
+    Sends,
+)
+from partition.serve.timeouts import ALIVE_SECONDS, DOOR_SILENCE_SECONDS_MAX
+
+SERVICE = bytes(32)
+NEXT = Identity(bytes([9]) * 32).peer
+
+
+def peer(number: int) -> PeerId:
+    return Identity(number.to_bytes(32)).peer
+
+
+ALICE, BOB, EVE = peer(101), peer(102), peer(103)
+
+
+def provider(**more: object) -> Provider:
+    """Of the first of two stages."""
+    found = Provider(**more)  # type: ignore[arg-type]
+    found.hold(SERVICE, 0, 2, 4_096)
+    return found
+
+
+def session(number: int) -> bytes:
+    return number.to_bytes(16)
+
+
+def opened(core: Provider, door: PeerId, number: int, now: float = 0.0) -> Sends:
+    return core.receive(now, door, Open(session(number), SERVICE, 0, door, NEXT))
+
+
+def unit(number: int, tokens: int, position: int = 0, order: int = 0) -> Carried:
+    ids = np.zeros(tokens, np.int64)
+    return Carried(Work(session(number), order, position, tokens, 0, 0), (("int64", ids),))
+
+
+def batches(core: Provider) -> list[Compute]:
+    found = [event for event in core.events if isinstance(event, Compute)]
+    core.events.clear()
+    return found
+
+
+def finish(core: Provider, asked: Compute) -> Sends:
+    return core.computed(0.0, SERVICE, asked.batch, [(None, each.arrays) for each in asked.units])
+
+
+def test_what_waits_is_computed_together() -> None:
+    core = provider()
+    for number in range(5):
+        opened(core, ALICE, number)
+        core.receive(0.0, ALICE, unit(number, 1))
+    (first,) = batches(core)
+    assert len(first.units) == 1, "the stage was idle"
+    finish(core, first)
+    (second,) = batches(core)
+    assert [each.session for each in second.units] == [session(number) for number in range(1, 5)]
+
+
+def test_a_long_prompt_does_not_hold_up_the_next_token_of_another_door() -> None:
+    core = provider()
+    opened(core, ALICE, 1)
+    opened(core, BOB, 2)
+    for order in range(8):
+        core.receive(0.0, ALICE, unit(1, UNIT_TOKENS_MAX, order * UNIT_TOKENS_MAX, order))
+    (asked,) = batches(core)
+    core.receive(0.0, BOB, unit(2, 1))
+    finish(core, asked)
+    (asked,) = batches(core)
+    assert session(2) in [each.session for each in asked.units]
+    assert sum(each.work.tokens for each in asked.units) <= BATCH_TOKENS_MAX
+
+
+def test_doors_have_equal_turns_however_many_sessions_they_have() -> None:
+    core = provider()
+    orders = dict.fromkeys(range(9), 0)
+    for number in range(8):
+        opened(core, ALICE, number)
+    opened(core, BOB, 8)
+    computed = {ALICE: 0, BOB: 0}
+    for _ in range(40):
+        for number in orders:
+            door = BOB if number == 8 else ALICE
+            while len(core._sessions[session(number)].waiting) < 2:
+                core.receive(0.0, door, unit(number, 400, 0, orders[number]))
+                orders[number] += 1
+        for asked in batches(core):
+            for each in asked.units:
+                computed[BOB if each.session == session(8) else ALICE] += each.work.tokens
+            finish(core, asked)
+    assert computed[BOB] >= 0.8 * computed[ALICE]
+
+
+def test_a_failing_unit_ends_its_own_session_alone() -> None:
+    core = provider()
+    opened(core, ALICE, 0)
+    core.receive(0.0, ALICE, unit(0, 1))
+    (busy,) = batches(core)
+    for number in range(1, 4):
+        opened(core, BOB if number == 2 else ALICE, number)
+        core.receive(0.0, BOB if number == 2 else ALICE, unit(number, 1))
+    finish(core, busy)
+    (batch,) = batches(core)
+    assert core.failed(0.0, SERVICE, batch.batch, "failed", "no") == []
+    told = []
+    for _ in range(3):
+        (alone,) = batches(core)
+        assert len(alone.units) == 1
+        if alone.units[0].session == session(2):
+            told += core.failed(0.0, SERVICE, alone.batch, "failed", "no")
+        else:
+            told += finish(core, alone)
+    closed = [(door, message) for door, message in told if isinstance(message, Closed)]
+    assert closed == [(BOB, Closed(session(2), "failed", "no"))]
+    assert sum(isinstance(message, Carried) for _, message in told) == 2
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        unit(1, 1),
+        End(session(1)),
+        Open(session(1), SERVICE, 0, EVE, NEXT),
+        Open(session(7), SERVICE, 0, ALICE, NEXT),
+    ],
+)
+def test_no_stranger_touches_the_session_of_another(message: object) -> None:
+    core = provider()
+    opened(core, ALICE, 1)
+    with pytest.raises(RemoteProtocolError):
+        core.receive(0.0, EVE, message)  # type: ignore[arg-type]  # one of the messages
+    assert core.sessions == 1
+    assert core.receive(0.0, ALICE, unit(1, 1)) == []
+    assert batches(core)
+
+
+def test_units_of_a_later_stage_come_from_the_named_peer_alone() -> None:
+    core = Provider()
+    core.hold(SERVICE, 1, 2, 4_096)
+    core.receive(0.0, ALICE, Open(session(1), SERVICE, 1, NEXT, ALICE))
+    with pytest.raises(RemoteProtocolError):
+        core.receive(0.0, ALICE, unit(1, 1))
+    core.receive(0.0, NEXT, unit(1, 1))
+    assert batches(core)
+
+
+def test_a_door_has_a_bounded_number_of_sessions() -> None:
+    core = provider()
+    for number in range(SESSIONS_PER_DOOR_MAX):
+        assert isinstance(opened(core, ALICE, number)[0][1], Opened)
+    assert opened(core, ALICE, 99) == [(ALICE, Closed(session(99), "busy", "too many sessions"))]
+    assert isinstance(opened(core, BOB, 100)[0][1], Opened)
+
+
+def test_a_silent_session_makes_room_and_its_door_is_told() -> None:
+    core = provider()
+    doors = [peer(200 + number) for number in range(SESSIONS_MAX // SESSIONS_PER_DOOR_MAX)]
+    for number in range(SESSIONS_MAX):
+        opened(core, doors[number // SESSIONS_PER_DOOR_MAX], number)
+    sends = opened(core, BOB, 999, now=PATIENCE_SECONDS + 1)
+    assert [type(message) for _, message in sends] == [Closed, Opened]
+    assert sends[0][1].code == "evicted"  # type: ignore[union-attr]
+    assert sends[0][0] in doors
+    assert core.sessions == SESSIONS_MAX
+    assert sum(isinstance(event, Forget) for event in core.events) == 1
+
+
+def test_a_session_that_waits_for_this_node_keeps_its_place() -> None:
+    core = provider()
+    doors = [peer(200 + number) for number in range(SESSIONS_MAX // SESSIONS_PER_DOOR_MAX)]
+    for number in range(SESSIONS_MAX):
+        door = doors[number // SESSIONS_PER_DOOR_MAX]
+        opened(core, door, number)
+        core.receive(0.0, door, unit(number, 1))
+    assert [message for _, message in opened(core, doors[0], 999, now=60.0)] == [
+        Closed(session(999), "busy", "too many sessions")
+    ]
+
+
+def test_what_waits_of_one_door_is_bounded_in_bytes() -> None:
+    core = provider()
+    opened(core, ALICE, 1)
+    opened(core, BOB, 2)
+    row = np.zeros(WAITING_BYTES_PER_DOOR_MAX // 2, np.uint8)
+    for order in range(3):
+        work = Work(session(1), order, order, 1, 0, 0)
+        sends = core.receive(0.0, ALICE, Carried(work, (("uint8", row),)))
+    assert not sends, "the first is being computed"
+    sends = core.receive(0.0, ALICE, Carried(Work(session(1), 3, 3, 1, 0, 0), (("uint8", row),)))
+    assert [message.code for _, message in sends] == ["busy"]  # type: ignore[union-attr]
+    assert core.receive(0.0, BOB, unit(2, 1)) == []
+
+
+def test_a_unit_beyond_what_is_kept_is_told_to_its_door() -> None:
+    core = provider()
+    opened(core, ALICE, 1)
+    ((door, closed),) = core.receive(0.0, ALICE, unit(1, 1, position=5))
+    assert (door, closed) == (ALICE, Closed(session(1), "position", "0 tokens are kept"))
+
+
+def test_a_unit_may_roll_its_session_back() -> None:
+    core = provider()
+    opened(core, ALICE, 1)
+    core.receive(0.0, ALICE, unit(1, 8))
+    core.receive(0.0, ALICE, unit(1, 2, position=3, order=1))
+    ((_, closed),) = core.receive(0.0, ALICE, unit(1, 1, position=6, order=2))
+    assert isinstance(closed, Closed)
+    assert closed.reason == "5 tokens are kept"
+
+
+def test_a_door_that_is_silent_or_gone_loses_its_sessions() -> None:
+    core = provider()
+    opened(core, ALICE, 1)
+    opened(core, BOB, 2)
+    core.lost(ALICE)
+    assert core.sessions == 1
+    now = 0.0
+    while now < DOOR_SILENCE_SECONDS_MAX + 1:
+        now += ALIVE_SECONDS
+        core.wake(now)
+    assert core.sessions == 0
+    assert core.deadline == float("inf")
+
+
+def test_a_session_that_ends_while_it_is_computed_is_forgotten_afterwards() -> None:
+    core = provider()
+    opened(core, ALICE, 1)
+    core.receive(0.0, ALICE, unit(1, 1))
+    (asked,) = batches(core)
+    core.receive(0.0, ALICE, End(session(1)))
+    assert not core.events
+    assert finish(core, asked) == []
+    assert core.events == [Forget(SERVICE, session(1))]
+
+
+def test_a_stage_that_is_gone_closes_its_sessions_with_the_reason() -> None:
+    core = provider()
+    opened(core, ALICE, 1)
+    assert core.release(SERVICE, "leaving", "it leaves") == [
+        (ALICE, Closed(session(1), "leaving", "it leaves"))
+    ]
+    assert [message.code for _, message in opened(core, ALICE, 2)] == ["unknown"]  # type: ignore[union-attr]
+
+
+def test_a_door_that_the_owner_does_not_serve_is_told_so() -> None:
+    core = provider(refuses=lambda _service, door: "for listed peers only" if door == EVE else "")
+    assert opened(core, EVE, 1) == [(EVE, Closed(session(1), "refused", "for listed peers only"))]

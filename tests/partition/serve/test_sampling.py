@@ -1,0 +1,87 @@
+"""Choosing tokens: filters in transformers' order, draws that follow from seed and position alone."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from partition.serve.messages import BEST_MAX
+from partition.serve.sampling import Sampling, best_logits, choose, draw, log_sum
+
+
+def row(*numbers: float) -> Any:
+    return np.array(numbers, np.float32)
+
+
+@given(st.lists(st.integers(-5, 5), min_size=1, max_size=40), st.integers(1, 45))
+def test_the_best_logits_are_those_of_a_full_sort(numbers: list[int], count: int) -> None:
+    logits = np.array(numbers, np.float32)
+    order = np.argsort(-logits, kind="stable")[:count]
+    ids, values = best_logits(logits, count)
+    assert ids.tolist() == order.tolist()
+    assert values.tolist() == logits[order].tolist()
+
+
+def test_greedy_takes_the_lowest_id_of_equal_logits() -> None:
+    assert choose(*best_logits(row(1, 7, 7), 1), Sampling(), 5) == 1
+
+
+@given(
+    st.integers(1, 20),
+    st.sampled_from([0.5, 0.9, 1.0]),
+    st.sampled_from([0.0, 0.1]),
+    st.integers(0, 2**63 - 1),
+)
+def test_the_best_rows_are_enough_for_top_k(top_k: int, top_p: float, min_p: float, seed: int) -> None:
+    logits = np.random.default_rng(seed % 1000).normal(size=60).astype(np.float32)
+    sampling = Sampling(0.7, top_k, top_p, min_p, seed)
+    whole, some = best_logits(logits, 60), best_logits(logits, sampling.best)
+    for position in range(5):
+        assert choose(*whole, sampling, position) == choose(*some, sampling, position)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(0.8),
+        Sampling(1.3, top_k=7),
+        Sampling(1.0, top_p=0.7),
+        Sampling(0.9, min_p=0.15),
+        Sampling(1.1, top_k=20, top_p=0.8, min_p=0.05),
+    ],
+)
+def test_tokens_come_as_often_as_transformers_says(sampling: Sampling) -> None:
+    torch = pytest.importorskip("torch")
+    process = pytest.importorskip("transformers.generation.logits_process")
+    logits = np.random.default_rng(7).normal(size=40) * 2
+    wanted = torch.tensor(logits)[None]
+    steps = [process.TemperatureLogitsWarper(sampling.temperature)]
+    steps += [process.TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
+    steps += [process.TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
+    steps += [process.MinPLogitsWarper(sampling.min_p)] if sampling.min_p else []
+    for step in steps:
+        wanted = step(None, wanted)
+    shares = torch.softmax(wanted, -1)[0].numpy()
+    drawn = np.bincount([choose(*best_logits(logits, 40), sampling, at) for at in range(4_000)], minlength=40)
+    assert set(np.flatnonzero(drawn)) <= set(np.flatnonzero(shares))
+    assert np.abs(drawn / 4_000 - shares).max() < 0.03
+
+
+def test_a_draw_follows_from_seed_and_position_alone() -> None:
+    assert draw(1, 2) == draw(1, 2)
+    assert len({draw(1, 2), draw(2, 1), draw(1, 3)}) == 3
+    assert 0.48 < np.mean([draw(3, at) for at in range(4_000)]) < 0.52
+
+
+def test_only_what_decides_is_asked_for() -> None:
+    assert Sampling().best == 1
+    assert Sampling(1.0, top_k=40).best == 40
+    assert Sampling(1.0, top_k=BEST_MAX + 1).best == 0
+    assert Sampling(1.0, top_p=0.9).best == 0
+
+
+def test_the_log_sum_is_that_of_the_whole_row() -> None:
+    logits = row(1, 2, 3)
+    assert log_sum(logits) == pytest.approx(float(np.log(np.exp([1.0, 2.0, 3.0]).sum())))

@@ -1,0 +1,99 @@
+"""Generations over providers that die, hang up and come back: every text is that of an undisturbed one."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from partition.serve.provider import SESSIONS_MAX, SESSIONS_PER_DOOR_MAX
+from tests.partition.serve.world import DOORS, PROVIDERS, World, reference, wish
+
+PLACES = [(stage, peer) for stage, peers in PROVIDERS.items() for peer in peers]
+
+
+class ServingMachine(RuleBasedStateMachine):
+    """Rules are what people, machines and networks do; `settle` in the end lets the rest happen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World()
+        self.wishes: dict[tuple[object, int], object] = {}
+        self.cancelled: set[tuple[object, int]] = set()
+
+    @rule(
+        door=st.sampled_from(DOORS),
+        prompt=st.integers(1, 300),
+        tokens=st.integers(1, 6),
+        seed=st.integers(0, 50),
+        temperature=st.sampled_from([0.0, 0.8]),
+        top_k=st.sampled_from([0, 3]),
+    )
+    def begin(
+        self, door: object, prompt: int, tokens: int, seed: int, temperature: float, top_k: int
+    ) -> None:
+        wanted = wish(prompt, tokens, seed=seed, temperature=temperature, top_k=top_k)
+        key = self.world.begin(door, wanted)  # type: ignore[arg-type]  # a peer
+        self.wishes[key] = wanted
+
+    @rule(steps=st.integers(1, 40))
+    def go_on(self, steps: int) -> None:
+        for _ in range(steps):
+            self.world.step()
+
+    @rule(place=st.sampled_from(PLACES), breaks=st.booleans())
+    def kill(self, place: tuple[int, object], breaks: bool) -> None:
+        if place[1] in self.world.providers:
+            self.world.kill(place[1], breaks=breaks)  # type: ignore[arg-type]  # a peer
+
+    @rule(place=st.sampled_from(PLACES))
+    def start(self, place: tuple[int, object]) -> None:
+        if place[1] not in self.world.providers:
+            self.world.start(*place)  # type: ignore[arg-type]  # a peer
+
+    @rule(seconds=st.floats(0.05, 2))
+    def pass_time(self, seconds: float) -> None:
+        self.world.pass_time(seconds)
+
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        going = [key for key in self.wishes if key not in self.world.finished]
+        if going:
+            key = data.draw(st.sampled_from(going))
+            self.cancelled.add(key)
+            self.world.put(key[0], self.world.doors[key[0]].cancel(self.world.now, key[1]))  # type: ignore[arg-type,index]
+            self.world.drain()
+
+    @invariant()
+    def bounded(self) -> None:
+        for provider in self.world.providers.values():
+            assert provider.sessions <= min(SESSIONS_MAX, SESSIONS_PER_DOOR_MAX * len(DOORS))
+
+    @invariant()
+    def nothing_wrong_was_said(self) -> None:
+        assert not self.world.misbehaved
+        for key, tokens in self.world.tokens.items():
+            wanted = reference(self.wishes[key])  # type: ignore[arg-type]  # a wish
+            assert tokens == wanted[: len(tokens)]
+
+    def teardown(self) -> None:
+        world = self.world
+        for stage, peer in PLACES:
+            if peer not in world.providers:
+                world.start(stage, peer)
+        world.settle()
+        for key, wanted in self.wishes.items():
+            end = world.finished[key]  # type: ignore[index]
+            if key in self.cancelled and end.reason == "cancelled":
+                continue
+            assert end.reason == "length", end
+            assert world.tokens[key] == reference(wanted)  # type: ignore[index,arg-type]
+        # What was said last is heard; then no stage keeps a session of anybody.
+        for _ in range(120):
+            world.pass_time(0.1)
+            while world.step():
+                pass
+        assert not any(provider.sessions for provider in world.providers.values())
+        assert not any(stage.kept for stage in world.stages.values())
+
+
+ServingMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestServing = ServingMachine.TestCase

@@ -1,0 +1,143 @@
+"""A service keeps its number of replicas, whoever of its members dies."""
+
+from random import Random
+
+import pytest
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import Identity, PeerId
+from partition.serve.messages import Roll, Row
+from partition.serve.upkeep import (
+    FORGET_SECONDS,
+    MEMBERS_MAX,
+    PAUSE_SECONDS_MAX,
+    Recruit,
+    RosterChanged,
+    Upkeep,
+)
+
+SERVICE = bytes(32)
+PEERS = [Identity(bytes([1 + number]) * 32).peer for number in range(9)]
+
+
+class Swarm:
+    """Members that hear each other, and spare nodes that take what they are asked to."""
+
+    def __init__(self, members: dict[PeerId, int], spares: list[PeerId], *, stages: int, wished: int) -> None:
+        self.now = 0.0
+        self.stages, self.wished = stages, wished
+        self.spares = spares
+        self.members: dict[PeerId, Upkeep] = {}
+        self.recruits = 0
+        rows = [Row(peer, stage, True) for peer, stage in members.items()]
+        for peer, stage in members.items():
+            self.join(peer, stage, rows)
+
+    def join(self, peer: PeerId, stage: int, rows: list[Row] | tuple[Row, ...]) -> None:
+        core = Upkeep(self.now, peer, SERVICE, self.stages, self.wished, stage, rows)
+        self.members[peer] = core
+        self.send(peer, core.ready(self.now))
+
+    def send(self, sender: PeerId, sends: list[tuple[PeerId, Roll]]) -> None:
+        for receiver, message in sends:
+            if receiver in self.members:
+                self.send(receiver, self.members[receiver].receive(self.now, sender, message))
+
+    def kill(self, peer: PeerId, *, breaks: bool) -> None:
+        del self.members[peer]
+        for core in self.members.values() if breaks else ():
+            core.lost(self.now, peer)
+
+    def run(self, seconds: float) -> None:
+        for _ in range(int(seconds * 4)):
+            self.now += 0.25
+            for peer, core in list(self.members.items()):
+                self.send(peer, core.wake(self.now))
+                for event in core.events[:]:
+                    if isinstance(event, Recruit):
+                        self.recruits += 1
+                        spare = self.spares.pop() if self.spares else None
+                        if spare is not None:
+                            self.join(spare, event.stage, core.rows())
+                        core.recruited(self.now, event.stage, spare)
+                core.events.clear()
+
+    def counts(self) -> list[int]:
+        return [sum(core.stage == stage for core in self.members.values()) for stage in range(self.stages)]
+
+
+def test_a_service_grows_to_its_replicas_from_one_member_each() -> None:
+    swarm = Swarm({PEERS[0]: 0, PEERS[1]: 1}, PEERS[2:6], stages=2, wished=2)
+    swarm.run(10)
+    assert swarm.counts() == [2, 2]
+    assert len(swarm.spares) == 2, "and no further"
+
+
+@pytest.mark.parametrize("breaks", [True, False])
+@pytest.mark.parametrize("victim", range(4))
+def test_a_dead_member_is_replaced_by_whoever_is_left(victim: int, breaks: bool) -> None:
+    swarm = Swarm({PEERS[n]: n % 2 for n in range(4)}, PEERS[4:6], stages=2, wished=2)
+    swarm.run(3)
+    swarm.kill(PEERS[victim], breaks=breaks)
+    swarm.run(FORGET_SECONDS + 12)
+    assert swarm.counts() == [2, 2]
+    assert len(swarm.spares) == 1
+
+
+def test_a_swarm_without_a_free_node_is_asked_ever_more_seldom() -> None:
+    swarm = Swarm({PEERS[0]: 0}, [], stages=1, wished=2)
+    swarm.run(200)
+    assert swarm.recruits < 8 + 200 / PAUSE_SECONDS_MAX
+    swarm.spares = [PEERS[1]]
+    swarm.run(PAUSE_SECONDS_MAX + 1)
+    assert swarm.counts() == [2]
+
+
+def test_a_member_that_leaves_is_replaced_at_once() -> None:
+    swarm = Swarm({PEERS[0]: 0, PEERS[1]: 0}, [PEERS[2]], stages=1, wished=2)
+    swarm.run(4)
+    leaver = swarm.members.pop(PEERS[1])
+    swarm.send(PEERS[1], leaver.leave())
+    swarm.run(3)
+    assert swarm.counts() == [2]
+
+
+def test_members_hear_of_each_other_by_others() -> None:
+    swarm = Swarm({}, [], stages=1, wished=1)
+    swarm.join(PEERS[0], 0, [])
+    for peer in PEERS[1:6]:
+        swarm.join(peer, 0, [Row(PEERS[0], 0, True)])
+    swarm.run(4)
+    assert all(len(core.rows()) == 6 for core in swarm.members.values())
+
+
+def test_who_is_only_spoken_of_holds_no_place() -> None:
+    rng = Random(1)
+    core = Upkeep(0.0, PEERS[0], SERVICE, 1, 2, 0, [])
+    rows = tuple(Row(rng.randbytes(32), 0, True) for _ in range(MEMBERS_MAX))
+    core.receive(0.0, PEERS[1], Roll(SERVICE, 0, True, False, rows))
+    for peer in PEERS[2:]:
+        core.receive(0.0, peer, Roll(SERVICE, 0, True))
+    assert {row.peer for row in core.rows()} == {*PEERS}
+    assert len(core.rows()) <= MEMBERS_MAX
+    core.wake(4.0)
+    core.wake(8.0)
+    assert len(core.rows()) == 1
+
+
+def test_a_roll_of_a_stage_that_is_not_there_is_refused() -> None:
+    core = Upkeep(0.0, PEERS[0], SERVICE, 2, 1, 0, [])
+    with pytest.raises(RemoteProtocolError):
+        core.receive(0.0, PEERS[1], Roll(SERVICE, 2, True))
+    with pytest.raises(RemoteProtocolError):
+        core.receive(0.0, PEERS[1], Roll(bytes([1]) * 32, 0, True))
+
+
+def test_who_answers_is_told_as_it_changes() -> None:
+    core = Upkeep(0.0, PEERS[0], SERVICE, 2, 1, 0, [])
+    core.ready(0.0)
+    core.receive(0.0, PEERS[1], Roll(SERVICE, 1, False))
+    core.receive(0.0, PEERS[1], Roll(SERVICE, 1, True))
+    core.receive(0.0, PEERS[1], Roll(SERVICE, 1, True))
+    told = [event.ready for event in core.events if isinstance(event, RosterChanged)]
+    assert told == [((PEERS[0],), ()), ((PEERS[0],), (PEERS[1],))]

@@ -1,0 +1,221 @@
+"""Doors and providers that exchange messages by queues, and stages that are a function of the tokens."""
+
+from collections import deque
+from random import Random
+
+import numpy as np
+from blake3 import blake3
+
+from crypto.encoding import decode, encode
+from crypto.identity import Identity, PeerId
+from partition.codec import Typed, typed
+from partition.codecs.base import Array
+from partition.serve.door import Door, Finished, Misbehaved, Replica, RouteWanted, Sampled, Shape, Wish
+from partition.serve.messages import MESSAGE_BYTES_MAX, Answer, Carried, Message
+from partition.serve.provider import Compute, Forget, Provider, Sends
+from partition.serve.sampling import Sampling, best_logits, choose, log_sum
+
+VOCABULARY = 50
+CONTEXT = 600
+STAGES = 2
+SERVICE = bytes(32)
+SHAPE = Shape(SERVICE, STAGES, VOCABULARY, CONTEXT)
+DOORS = tuple(Identity(bytes([100 + number]) * 32).peer for number in range(2))
+PROVIDERS = {
+    stage: tuple(Identity(bytes([1 + 10 * stage + number]) * 32).peer for number in range(2))
+    for stage in range(STAGES)
+}
+
+
+def logits_after(tokens: tuple[int, ...]) -> Array:
+    """What the model says after these tokens."""
+    seed = int.from_bytes(blake3(bytes(tokens)).digest(4))
+    return np.random.default_rng(seed).normal(size=VOCABULARY).astype(np.float32)
+
+
+def reference(wish: Wish) -> list[int]:
+    """The tokens of an undisturbed generation."""
+    tokens = list(wish.prompt)
+    while len(tokens) < min(len(wish.prompt) + wish.tokens_max, CONTEXT):
+        ids, logits = best_logits(logits_after(tuple(tokens)), VOCABULARY)
+        token = choose(ids, logits, wish.sampling, len(tokens))
+        if token in wish.stops:
+            break
+        tokens.append(token)
+    return tokens[len(wish.prompt) :]
+
+
+class StageOfTokens:
+    """Keeps the tokens of each session as the keys and values would be kept, and refuses what is missing."""
+
+    def __init__(self, is_last: bool) -> None:
+        self.kept: dict[bytes, list[int]] = {}
+        self.is_last = is_last
+
+    def compute(self, asked: Compute) -> list[tuple[Answer | None, tuple[Typed, ...]]]:
+        answers: list[tuple[Answer | None, tuple[Typed, ...]]] = []
+        assert len({unit.session for unit in asked.units}) == len(asked.units)
+        for unit in asked.units:
+            work, (_, ids) = unit.work, unit.arrays[0]
+            kept = self.kept.setdefault(unit.session, [])
+            assert work.position <= len(kept), "a unit over tokens that are not here"
+            assert len(ids) == work.tokens
+            del kept[work.position :]
+            kept += ids.tolist()
+            if not self.is_last:
+                answers.append((None, (("int64", ids),)))
+            elif not work.wanted:
+                answers.append((Answer(work.session, work.number), ()))
+            else:
+                row = logits_after(tuple(kept))
+                found = best_logits(row, work.best) if work.best else (row,)
+                arrays = tuple(typed(array) for array in found)
+                answers.append((Answer(work.session, work.number, work.best, (log_sum(row),)), arrays))
+        return answers
+
+
+class World:
+    """All of them. Nothing moves but by a call; streams keep the order of their messages."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.now = 100.0
+        self.rng = Random(seed)
+        self.doors = {peer: Door(peer, self.rng.randbytes) for peer in DOORS}
+        self.providers: dict[PeerId, Provider] = {}
+        self.stages: dict[PeerId, StageOfTokens] = {}
+        self.computing: deque[tuple[PeerId, Compute]] = deque()
+        self.queues: dict[tuple[PeerId, PeerId], deque[Message | Carried]] = {}
+        self.tokens: dict[tuple[PeerId, int], list[int]] = {}
+        self.finished: dict[tuple[PeerId, int], Finished] = {}
+        self.misbehaved: list[Misbehaved] = []
+        for stage, peers in PROVIDERS.items():
+            for peer in peers:
+                self.start(stage, peer)
+
+    # Nodes
+
+    def start(self, stage: int, peer: PeerId) -> None:
+        """A provider begins anew."""
+        self.providers[peer] = provider = Provider()
+        self.stages[peer] = StageOfTokens(stage == STAGES - 1)
+        provider.hold(SERVICE, stage, STAGES, CONTEXT)
+
+    def kill(self, peer: PeerId, *, breaks: bool = True) -> None:
+        """A provider is gone, with what was on its way; all streams break, or it is silent."""
+        self.providers.pop(peer, None)
+        self.stages.pop(peer, None)
+        self.computing = deque(row for row in self.computing if row[0] != peer)
+        for pair in [pair for pair in self.queues if peer in pair]:
+            del self.queues[pair]
+        if breaks:
+            for name, door in self.doors.items():
+                self.put(name, door.lost(self.now, peer))
+            for other in self.providers.values():
+                other.lost(peer)
+            self.drain()
+
+    def live(self) -> dict[int, list[Replica]]:
+        return {
+            stage: [Replica(peer, self.providers[peer].sessions) for peer in peers if peer in self.providers]
+            for stage, peers in PROVIDERS.items()
+        }
+
+    def begin(self, door: PeerId, wish: Wish) -> tuple[PeerId, int]:
+        number, sends = self.doors[door].begin(self.now, SHAPE, wish)
+        self.tokens[door, number] = []
+        self.put(door, sends)
+        self.drain()
+        return door, number
+
+    # What happens
+
+    def put(self, sender: PeerId, sends: Sends) -> None:
+        for receiver, message in sends:
+            if isinstance(message, Carried):
+                assert len(encode(message.message)) <= MESSAGE_BYTES_MAX
+            else:
+                message = decode(encode(message), Message, bytes_max=MESSAGE_BYTES_MAX)
+            self.queues.setdefault((sender, receiver), deque()).append(message)
+
+    def deliver(self, pair: tuple[PeerId, PeerId]) -> None:
+        message = self.queues[pair].popleft()
+        if not self.queues[pair]:
+            del self.queues[pair]
+        sender, receiver = pair
+        core = self.doors.get(receiver) or self.providers.get(receiver)
+        if core is not None:
+            self.put(receiver, core.receive(self.now, sender, message))
+        elif sender in self.doors:  # what is sent to the dead breaks
+            self.put(sender, self.doors[sender].lost(self.now, receiver))
+        self.drain()
+
+    def drain(self) -> None:
+        for peer, provider in self.providers.items():
+            for event in provider.events:
+                if isinstance(event, Compute):
+                    self.computing.append((peer, event))
+                elif isinstance(event, Forget):
+                    self.stages[peer].kept.pop(event.session, None)
+            provider.events.clear()
+        for peer, door in self.doors.items():
+            said, door.events = door.events, []
+            for each in said:
+                self.note(peer, door, each)
+
+    def note(self, peer: PeerId, door: Door, event: object) -> None:
+        match event:
+            case Sampled():
+                key = peer, event.generation
+                assert key not in self.finished
+                self.tokens[key].append(event.token)
+            case Finished():
+                self.finished[peer, event.generation] = event
+            case RouteWanted():
+                self.put(peer, door.learn(self.now, SERVICE, self.live()))
+                self.drain()
+            case Misbehaved():
+                self.misbehaved.append(event)
+
+    def compute(self) -> None:
+        """The stage that was asked first has computed."""
+        peer, asked = self.computing.popleft()
+        answers = self.stages[peer].compute(asked)
+        self.put(peer, self.providers[peer].computed(self.now, SERVICE, asked.batch, answers))
+        self.drain()
+
+    def step(self) -> bool:
+        """One thing happens, by chance; whether anything was left to happen."""
+        choices: list[tuple[PeerId, PeerId] | None] = [*self.queues, *([None] if self.computing else [])]
+        if not choices:
+            return False
+        chosen = self.rng.choice(choices)
+        if chosen is None:
+            self.compute()
+        else:
+            self.deliver(chosen)
+        return True
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        cores: list[tuple[PeerId, Door | Provider]] = [*self.doors.items(), *self.providers.items()]
+        for peer, core in cores:
+            if core.deadline <= self.now:
+                self.put(peer, core.wake(self.now))
+        self.drain()
+
+    def settle(self, *, steps: int = 20_000) -> None:
+        """Until every generation is over."""
+        for _ in range(steps):
+            if not self.step():
+                if len(self.finished) == len(self.tokens):
+                    return
+                self.pass_time(0.1)
+        raise AssertionError("generations that do not end")
+
+
+def wish(
+    prompt: int = 5, tokens: int = 12, *, seed: int = 1, temperature: float = 0.0, **more: float
+) -> Wish:
+    rng = Random(seed)
+    sampling = Sampling(temperature, seed=seed, **more)  # type: ignore[arg-type]  # top_k, top_p, min_p
+    return Wish(tuple(rng.randrange(VOCABULARY) for _ in range(prompt)), tokens, sampling)
