@@ -577,5 +577,42 @@ class TableMeasured(Event, frozen=True, kw_only=True):
         return {name: value for name, value in msgspec.structs.asdict(self).items() if name != "at"}
 
 
+class ServiceChanged(Event, frozen=True, kw_only=True):
+    """This node holds a `stage` of a service: so many members answer for each of its stages (`ready`), of
+    `wished`. Where it is not held any more (`is_held`), `detail` says why."""
+
+    service: str
+    name: str
+    stage: int
+    ready: tuple[int, ...] = ()
+    wished: int = 0
+    is_held: bool = True
+    detail: str = ""
+
+
+class GenerationMoved(Event, frozen=True, kw_only=True):
+    """An answer to this node lost a provider, for this reason, and goes on over `route`."""
+
+    service: str
+    name: str
+    reason: str
+    route: tuple[PeerId, ...]
+
+
+class GenerationEnded(Event, frozen=True, kw_only=True):
+    """An answer to this node is over: how many tokens it had, how often it lost a provider, how long the
+    first token took and how fast the others came. What was asked and answered is in no event."""
+
+    service: str
+    name: str
+    outcome: str
+    detail: str
+    tokens: int
+    moves: int
+    first_seconds: float | None
+    tokens_per_second: float | None
+    route: tuple[PeerId, ...]
+
+
 class NodeStopped(Event, frozen=True, kw_only=True):
     """This node said goodbye to the swarm."""

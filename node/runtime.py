@@ -22,7 +22,6 @@ from crypto.facts import IdentitySigner
 from crypto.identity import PeerId, peer_text
 from crypto.swarm import Swarm
 from dht.kademlia import Kademlia
-from gossip.clocks import PeerClocks
 from gossip.member import Profile
 from gossip.messages import INSTANCE_BYTES
 from gossip.swim import Swim
@@ -80,6 +79,7 @@ from node.services.standing import StandingKeeper
 from node.services.started import node_started
 from node.services.swarm_clock import SwarmClock
 from node.services.whereabouts import Whereabouts
+from node.serving.joined import make_serving
 from node.stages.fences import try_here
 from node.storage.blobs import Blobs
 from node.storage.budget import ScratchBudget
@@ -131,7 +131,8 @@ class Node(Surface):
         self._seeds = replace(config.join, seeds=seeds)
         self._network = network
         self._clock = clock or RealClock()
-        self._swarm_clock = SwarmClock(self._clock, self._peer_clocks, lambda: len(self.membership.live) - 1)
+        live_others = lambda: len(self.membership.live) - 1  # noqa: E731
+        self._swarm_clock = SwarmClock(self._clock, lambda: self.membership.clocks, live_others)
         self._rng = rng or Random(int.from_bytes(entropy(16), "big"))  # noqa: S311 - choices, not keys
         self._entropy = entropy
         self._scratch = ScratchBudget(config.resources.scratch, config.data_dir)
@@ -203,6 +204,7 @@ class Node(Surface):
             self._blobs = await self._executor.run(lambda: Blobs(storage))
             self._guests = await self._executor.run(lambda: Guests(storage, self._blobs))
         self._make_services()
+        self.serving = make_serving(self)
         kept, own = self._blobs, self.measurements
         self._parts = Parts(self.network, self._scratch, kept, self.runs, own, self._offered, self._calibrate)
         keep_limits(self._parts, self.config)
@@ -212,6 +214,7 @@ class Node(Surface):
         await nursery.start(self.discovery.run)
         await nursery.start(self.runs.run)
         await nursery.start(self.averaging.run)
+        await nursery.start(self.serving.run)
         if self._network is None and isinstance(storage, FolderStorage):
             # The control channel is for people at this machine; a simulated node is on none.
             checkpoints = CheckpointCommands(self, self.checkpoints, self.copies, self.runs.save)
@@ -244,8 +247,7 @@ class Node(Surface):
         nursery.start_soon(keep_running, "clocks", watch)
 
     def _swarm_keys(self) -> tuple[bytes, ...]:
-        key_file = self.config.swarm.key_file
-        return () if key_file is None else load_swarm_keys(key_file)
+        return load_swarm_keys(file) if (file := self.config.swarm.key_file) is not None else ()
 
     def _real_network(self, keys: NodeKeys) -> RealNetwork:
         listen = self.config.listen
@@ -360,7 +362,8 @@ class Node(Surface):
             publish=self._publish,
         )
         self._directory = Directory(self.discovery, self.seams, self._blobs, self.peer)
-        self._lives = self._make_lives()
+        met = self.membership
+        self._lives = Lives(self.network, met.life, lambda: met.incarnation, met.met_life)
         self.reach = Reach(self.network, self._clock, counters=self._refused)
         self._remembered = RememberedPeers(
             self.seams, self._seeds, self.membership.live_addresses, self._is_met
@@ -413,10 +416,6 @@ class Node(Surface):
             slots=self.provider.rules.slots,
             local=LocalRuns,
         )
-
-    def _make_lives(self) -> Lives:
-        membership = self.membership
-        return Lives(self.network, membership.life, lambda: membership.incarnation, membership.met_life)
 
     def _make_joining(self) -> Joining:
         return Joining(
@@ -479,7 +478,8 @@ class Node(Surface):
         if not self.stopping.is_set():
             self.stopping.set()
         with trio.CancelScope(shield=True):
-            for part in (self.runs.leave, self._remembered.save, self.discovery.save, self.membership.leave):
+            saves = self._remembered.save, self.discovery.save
+            for part in (self.serving.leave, self.runs.leave, *saves, self.membership.leave):
                 with contain("leaving"):  # a full disk is no reason to go without a goodbye
                     await part()
                 self.handed_over.set()
@@ -508,8 +508,8 @@ class Node(Surface):
     @property
     def counters(self) -> dict[str, int]:
         """What was refused and dropped, by reason, at every layer."""
-        own = {"internal_errors": failures.total()}
-        return dict(Counter(self.network.counters) + self._refused + Counter(own))
+        own = Counter(internal_errors=failures.total())
+        return dict(Counter(self.network.counters) + self._refused + own)
 
     def publish(self, event: Event) -> None:
         """Tell of what a part beside the node has done, such as its page."""
@@ -572,9 +572,6 @@ class Node(Surface):
     async def _provide(self, run: str, digest: str) -> None:
         """Say in the DHT that this node keeps a run's weights."""
         await self.discovery.publish(WEIGHTS_PURPOSE, bytes.fromhex(run), bytes.fromhex(digest))
-
-    def _peer_clocks(self) -> PeerClocks:
-        return self.membership.clocks
 
     def _follow_clock(self) -> None:
         self.membership.follow_clock()

@@ -44,15 +44,17 @@ class Links:
         on_reconnected: Callable[[PeerId], None],
         on_stuck: Callable[[PeerId], None],
         on_broken: Callable[[PeerId], None] | None = None,
+        on_unopened: Callable[[PeerId], None] | None = None,
     ) -> None:
         """`on_stuck` hears of a peer for which too much waits, `on_broken` of one whose stream has ended, or
-        could not be opened again."""
+        could not be opened again, `on_unopened` of one to which none could be opened yet."""
         self._network = network
         self._protocol = protocol
         self._deliver = deliver
         self._on_reconnected = on_reconnected
         self._on_stuck = on_stuck
         self._on_broken = on_broken
+        self._on_unopened = on_unopened
         self._links: dict[PeerId, _Link] = {}
         self._nursery: trio.Nursery | None = None
 
@@ -141,7 +143,10 @@ class Links:
                 stream = await self._network.open(peer, self._protocol)
             except (Unreachable, StreamClosed):
                 link.has_failed = link.has_lost
-                self._tell_broken(peer, link)
+                if link.has_lost:
+                    self._tell_broken(peer, link)
+                elif self._on_unopened is not None:
+                    self._on_unopened(peer)
                 await trio.sleep(pause)
                 pause = min(RETRY_SECONDS_MAX, pause * 2)
                 continue

@@ -6,7 +6,7 @@ It joins what the owner wants (`Config`), what the machine can be held to (fence
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import trio
 
@@ -18,7 +18,6 @@ from node.offering import Offering
 from node.placement.admission import Machine
 from node.placement.permission import LOOK_SECONDS, Permission, Permit, Reading
 from node.placement.slots import share
-from node.protocols.manifest import Run
 from node.seams import Clock, Executor
 from node.services.capacity import Capacity
 from node.suggest import did_you_mean
@@ -43,6 +42,15 @@ CHANGEABLE = {
     "own_data": ("offer", "own_data"),
 }
 """Settings that a node takes while it runs: by the name of their rule, where they stand in a Config."""
+
+
+class Requested(Protocol):
+    """A run or a service: who asks for it, and its id as people write it."""
+
+    @property
+    def requester(self) -> PeerId: ...
+    @property
+    def text(self) -> str: ...
 
 
 class Provider:
@@ -113,8 +121,8 @@ class Provider:
         found = self.offered
         return OfferChanged(at=at, may_serve=found.may_serve, reason=found.reason, unread=found.unread)
 
-    def refusal(self, run: Run, me: PeerId) -> str | None:
-        """Return why no stage of this run is taken, for a person; None where one is."""
+    def refusal(self, run: Requested, me: PeerId) -> str | None:
+        """Return why no stage of this run, or service, is taken, for a person; None where one is."""
         if not self.takes_stages:
             return "takes no stages"
         if run.requester == me:

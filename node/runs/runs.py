@@ -141,6 +141,8 @@ class Runs:
         self.receipts = Receipts(seams, signer, self.models, rate=rate, refuse=refuse)
         copies.came = self.receipts.checkpoint_came
         averaging.averaged = self._averaged
+        self.hosted_beside: Callable[[], Mapping[bytes, bytes]] = dict
+        """What else has a slot of this node, and of which graph it is: services."""
         self.slots = Slots(seams, slots, self._hosted)
         self.queue = Queue(self, slots)
         self.losses = Losses()
@@ -215,7 +217,8 @@ class Runs:
         return self._machine()
 
     def _graphs_needed(self) -> list[bytes]:
-        return [*(run.manifest.graph_hash for run in self._going), *self.checkpoints.store.graphs]
+        going = [run.manifest.graph_hash for run in self._going]
+        return [*going, *self.hosted_beside().values(), *self.checkpoints.store.graphs]
 
     @property
     def _going(self) -> list[Run]:
@@ -265,7 +268,8 @@ class Runs:
             for run, member in self.members.items()
             if member.hosting.core.occupies and not is_standby(member, self.signer.peer)
         ]
-        return exact + [run for run, member in self.local.members.items() if member.crew.is_training]
+        local = [run for run, member in self.local.members.items() if member.crew.is_training]
+        return [*exact, *local, *self.hosted_beside()]
 
     def _is_computing(self) -> bool:
         """Return whether this node computes, or is about to: a stage, the steps of its own run, or what a

@@ -27,15 +27,15 @@ from partition.serve.messages import (
     Alive,
     Answer,
     Carried,
-    Closed,
-    End,
+    LeaveSession,
     Message,
-    Open,
-    Opened,
+    OpenSession,
+    SessionClosed,
+    SessionOpened,
     Work,
 )
 from partition.serve.provider import Sends
-from partition.serve.sampling import Sampling, choose
+from partition.serve.sampling import Sampling, choose, read_row
 from partition.serve.timeouts import (
     ALIVE_SECONDS,
     ANSWER_SECONDS_MAX,
@@ -55,7 +55,7 @@ ATTEMPTS_MAX = 32
 LOAD_SECONDS = 0.005
 """What a session at a provider counts as, beside the time to reach it, where one of several is chosen."""
 GENERATIONS_MAX = 256
-"""Of one node at once; each belongs to a program or a person of this machine."""
+"""One node has so many at once; each belongs to a program or a person of this machine."""
 
 FinishReason = Literal["stop", "length", "cancelled", "failed"]
 
@@ -71,7 +71,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Replica:
+class StageReplica:
     """A provider that answers for a stage, how many sessions it has, and how long it takes to reach it."""
 
     peer: PeerId
@@ -100,7 +100,7 @@ class Sampled:
 
 
 @dataclass(frozen=True)
-class Finished:
+class GenerationOver:
     """A generation is over; `detail` is for people where it failed."""
 
     generation: int
@@ -133,7 +133,7 @@ class Misbehaved:
     reason: str
 
 
-Event = Sampled | Finished | RouteWanted | RouteTaken | Misbehaved
+Event = Sampled | GenerationOver | RouteWanted | RouteTaken | Misbehaved
 
 
 @dataclass(eq=False)
@@ -179,7 +179,7 @@ class Door:
         self._numbers = 0
         self._generations: dict[int, _Generation] = {}
         self._sessions: dict[bytes, _Generation] = {}
-        self._routes: dict[bytes, dict[int, dict[PeerId, Replica]]] = {}
+        self._routes: dict[bytes, dict[int, dict[PeerId, StageReplica]]] = {}
         self._heard_at: dict[PeerId, float] = {}
         self._gone_until: dict[PeerId, float] = {}
         self._asked_at: dict[bytes, float] = {}
@@ -194,6 +194,10 @@ class Door:
         """How many are not over."""
         return len(self._generations)
 
+    def knows(self, peer: PeerId) -> bool:
+        """Return whether a peer answers a generation now."""
+        return bool(self._using(peer))
+
     def begin(self, now: float, shape: Shape, wish: Wish) -> tuple[int, Sends]:
         """Begin a generation; its number. A prompt has a token at least, and leaves room for one more."""
         self._note(now)
@@ -203,12 +207,12 @@ class Door:
         return found.number, self._find_route(now, found)
 
     def cancel(self, now: float, generation: int) -> Sends:
-        """End a generation; every stage forgets its session."""
+        """LeaveSession a generation; every stage forgets its session."""
         self._note(now)
         found = self._generations.get(generation)
         return [] if found is None else self._finish(now, found, "cancelled")
 
-    def learn(self, now: float, service: bytes, replicas: Mapping[int, Sequence[Replica]]) -> Sends:
+    def learn(self, now: float, service: bytes, replicas: Mapping[int, Sequence[StageReplica]]) -> Sends:
         """These answer for the stages of a service now, as its members say."""
         self._note(now)
         self._routes[service] = {
@@ -233,9 +237,9 @@ class Door:
         if sender in self._heard_at:
             self._heard_at[sender] = now
         match message:
-            case Opened():
+            case SessionOpened():
                 return self._on_opened(now, sender, message)
-            case Closed():
+            case SessionClosed():
                 return self._on_closed(now, sender, message)
             case Carried(message=Answer()):
                 return self._on_answer(now, sender, message)
@@ -336,10 +340,10 @@ class Door:
             self._heard_at.setdefault(peer, now)
             before = route[stage - 1] if stage else self._me
             after = route[stage + 1] if stage + 1 < shape.stages else self._me
-            sends.append((peer, Open(attempt.session, shape.service, stage, before, after)))
+            sends.append((peer, OpenSession(attempt.session, shape.service, stage, before, after)))
         return sends
 
-    def _cost(self, replica: Replica) -> tuple[float, PeerId]:
+    def _cost(self, replica: StageReplica) -> tuple[float, PeerId]:
         own = len(self._using(replica.peer))
         return replica.seconds + LOAD_SECONDS * (max(replica.sessions, own)), replica.peer
 
@@ -363,12 +367,12 @@ class Door:
         for peer in attempt.route:
             if not self._using(peer):
                 self._heard_at.pop(peer, None)
-        return [(peer, End(attempt.session)) for peer in attempt.route if peer != besides]
+        return [(peer, LeaveSession(attempt.session)) for peer in attempt.route if peer != besides]
 
     def _finish(self, now: float, generation: _Generation, reason: FinishReason, detail: str = "") -> Sends:
         sends = self._end_attempt(generation)
         del self._generations[generation.number]
-        self.events.append(Finished(generation.number, reason, detail))
+        self.events.append(GenerationOver(generation.number, reason, detail))
         if not self._generations:
             self._alive_at, self._asked_at = inf, {}
             self._gone_until = {peer: until for peer, until in self._gone_until.items() if until > now}
@@ -387,7 +391,7 @@ class Door:
             raise RemoteProtocolError("an answer for a session of others")
         return generation, attempt
 
-    def _on_opened(self, now: float, sender: PeerId, message: Opened) -> Sends:
+    def _on_opened(self, now: float, sender: PeerId, message: SessionOpened) -> Sends:
         found = self._found(sender, message.session)
         if found is None:
             return []
@@ -396,7 +400,7 @@ class Door:
         self._heard_at[sender] = now
         return self._send_units(now, generation, attempt)
 
-    def _on_closed(self, now: float, sender: PeerId, message: Closed) -> Sends:
+    def _on_closed(self, now: float, sender: PeerId, message: SessionClosed) -> Sends:
         found = self._found(sender, message.session)
         if found is None:
             return []
@@ -442,7 +446,7 @@ class Door:
             return []
         generation, attempt = found
         try:
-            ids, logits, total = self._check(sender, generation, attempt, carried)
+            ids, logits, total = self._read(sender, generation, attempt, carried)
         except RemoteProtocolError as error:
             self.events.append(Misbehaved(sender, str(error)))
             generation.avoided[sender] = inf
@@ -464,43 +468,16 @@ class Door:
             return self._finish(now, generation, "length")
         return self._send_units(now, generation, attempt)
 
-    def _check(
+    def _read(
         self, sender: PeerId, generation: _Generation, attempt: _Attempt, carried: Carried
     ) -> tuple[Array, Array, float]:
-        """Return the ids and logits of the row that is wanted, the largest first, and their log-sum. Raises
-        RemoteProtocolError: it is not the answer to the oldest unit in flight."""
-        answer, arrays = carried.message, [array for _, array in carried.arrays]
+        """Return the ids and logits of the row that is wanted. Raises RemoteProtocolError: it is not the
+        answer to the oldest unit in flight."""
+        answer = carried.message
         assert isinstance(answer, Answer)
         if sender != attempt.route[-1] or not attempt.flying or attempt.flying[0].number != answer.number:
             raise RemoteProtocolError("an answer to a unit that is not the next")
-        work, vocabulary = attempt.flying[0], generation.shape.vocabulary
-        if not work.wanted:
-            if arrays or answer.sums:
-                raise RemoteProtocolError("logits that nobody wanted")
-            return np.empty(0, np.int64), np.empty(0), 0.0
-        if answer.best != work.best or len(answer.sums) != 1 or not np.isfinite(answer.sums[0]):
-            raise RemoteProtocolError("an answer of another form than was wanted")
-        count = min(work.best, vocabulary) or vocabulary
-        if len(arrays) != (2 if work.best else 1) or any(array.size != count for array in arrays):
-            raise RemoteProtocolError(f"not the {count} logits that were wanted")
-        logits = arrays[-1].reshape(-1)
-        if logits.dtype.kind != "f" or not np.isfinite(logits).all():
-            raise RemoteProtocolError("logits that are no finite numbers")
-        if not work.best:
-            order = np.argsort(-logits.astype(np.float64), kind="stable")
-            return order, logits[order], answer.sums[0]
-        ids = arrays[0].reshape(-1)
-        is_sorted = bool((np.diff(logits.astype(np.float64)) <= 0).all())
-        if (
-            ids.dtype != np.int64
-            or ids.min() < 0
-            or ids.max() >= vocabulary
-            or len(set(ids.tolist())) < count
-        ):
-            raise RemoteProtocolError("ids that are no tokens of the model, or one twice")
-        if not is_sorted:
-            raise RemoteProtocolError("logits that are not in their order")
-        return ids, logits, answer.sums[0]
+        return read_row(attempt.flying[0], answer, carried.arrays, generation.shape.vocabulary)
 
     def _note(self, now: float) -> None:
         """Where this node itself was asleep, nobody was silent."""

@@ -1,11 +1,11 @@
 """`/peerloom/serve/1`: what the door and the providers of a service say to each other.
 
-    door -> every stage       Open(session, ...)            Opened | Closed
+    door -> every stage       OpenSession(session, ...)            SessionOpened | SessionClosed
     door -> first stage       Work(session, position, ...)  with token ids
     stage -> next stage       Work                          with the boundary's tensors
     last stage -> door        Answer                        with the logits of the rows that are wanted
-    door -> every stage       End(session)
-    a stage -> door           Closed(session, code)         it does not serve this session (any more)
+    door -> every stage       LeaveSession(session)
+    a stage -> door           SessionClosed(session, code)         it does not serve this session (any more)
     both ways                 Alive                         while they share a session
     member -> member          Roll                          who holds which stage of a service
 
@@ -61,7 +61,7 @@ stage failed; the node leaves; more tokens than the model takes; tokens are miss
 serves others only; there is no such session here."""
 
 
-class Open(msgspec.Struct, frozen=True, array_like=True, tag="open"):
+class OpenSession(msgspec.Struct, frozen=True, array_like=True, tag="open"):
     """Serve this session of mine with your stage of a service: `before` sends you its units (the door itself
     at the first stage), and you pass them on to `after` (the door itself at the last)."""
 
@@ -72,13 +72,13 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag="open"):
     after: Peer
 
 
-class Opened(msgspec.Struct, frozen=True, array_like=True, tag="opened"):
+class SessionOpened(msgspec.Struct, frozen=True, array_like=True, tag="opened"):
     """I do."""
 
     session: Session
 
 
-class Closed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
+class SessionClosed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
     """I do not, or no more."""
 
     session: Session
@@ -111,8 +111,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     tensors: Tensors = ()
 
 
-class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
-    """Forget this session of mine."""
+class LeaveSession(msgspec.Struct, frozen=True, array_like=True, tag="end"):
+    """ForgetSession this session of mine."""
 
     session: Session
 
@@ -153,4 +153,4 @@ class Carried:
         return sum(array.nbytes for _, array in self.arrays)
 
 
-Message = Open | Opened | Closed | Work | Answer | End | Alive | Roll
+Message = OpenSession | SessionOpened | SessionClosed | Work | Answer | LeaveSession | Alive | Roll

@@ -26,19 +26,19 @@ from partition.serve.messages import (
     Answer,
     Carried,
     CloseCode,
-    Closed,
-    End,
+    LeaveSession,
     Message,
-    Open,
-    Opened,
+    OpenSession,
+    SessionClosed,
+    SessionOpened,
     Work,
 )
 from partition.serve.timeouts import ALIVE_SECONDS, DOOR_SILENCE_SECONDS_MAX, STALL_SECONDS
 
 SESSIONS_MAX = 64
-"""Of all doors at one node."""
+"""All doors together have so many at one node."""
 SESSIONS_PER_DOOR_MAX = 16
-"""Of one door at one node: prompts that a machine answers at once."""
+"""One door has so many at one node: prompts that a machine answers at once."""
 PATIENCE_SECONDS = 5.0
 """How long a door may send nothing for a session that another door wants the place of."""
 PLACES = Budget(SESSIONS_MAX, SESSIONS_PER_DOOR_MAX, SESSIONS_MAX // 2, PATIENCE_SECONDS)
@@ -63,7 +63,7 @@ class BatchUnit:
 
 
 @dataclass(frozen=True)
-class Compute:
+class ComputeBatch:
     """Have the stage of a service compute these units together, and say what came of it by `batch`."""
 
     service: bytes
@@ -72,22 +72,14 @@ class Compute:
 
 
 @dataclass(frozen=True)
-class Forget:
+class ForgetSession:
     """Have the stage forget a session."""
 
     service: bytes
     session: bytes
 
 
-@dataclass(frozen=True)
-class SessionBegun:
-    """A door has a session here now."""
-
-    service: bytes
-    door: PeerId
-
-
-Event = Compute | Forget | SessionBegun
+Event = ComputeBatch | ForgetSession
 
 
 @dataclass(eq=False)
@@ -123,7 +115,7 @@ class _Stage:
     """Sessions whose next unit is computed by itself, since a batch with it failed."""
 
 
-class Provider:
+class SessionProvider:
     """One node's, over all its stages. `source_of` tells the network of a peer, `refuses` why a door is not
     served, empty where it is."""
 
@@ -171,6 +163,20 @@ class Provider:
         gone = [each for each in self._sessions.values() if each.service == service]
         return [send for each in gone for send in self._close(each, code, reason)]
 
+    def stage_of(self, session: bytes) -> bytes | None:
+        """Return the service of a session that is open; None: there is no such session."""
+        found = self._sessions.get(session)
+        return None if found is None else found.service
+
+    def knows(self, peer: PeerId) -> bool:
+        """Return whether a peer has a session here, or sends units of one."""
+        return any(peer in (each.door, each.before) for each in self._sessions.values())
+
+    def reject(self, sender: PeerId, session: bytes, reason: str) -> Sends:
+        """What came as a unit of this session cannot be one; a stranger's ends nothing."""
+        found = self._sessions.get(session)
+        return self._close(found, "failed", reason) if found is not None and found.before == sender else []
+
     # What others say
 
     @property
@@ -197,11 +203,11 @@ class Provider:
         if sender in self._heard_at:
             self._heard_at[sender] = now
         match message:
-            case Open():
+            case OpenSession():
                 return self._open(now, sender, message)
             case Carried(message=Work()):
                 return self._take(sender, message)
-            case End():
+            case LeaveSession():
                 session = self._sessions.get(message.session)
                 if session is not None and session.door != sender:
                     raise RemoteProtocolError("an end to another's session")
@@ -216,13 +222,13 @@ class Provider:
         for session in [each for each in self._sessions.values() if each.door == peer]:
             self._forget(session)
 
-    def _open(self, now: float, door: PeerId, message: Open) -> Sends:
+    def _open(self, now: float, door: PeerId, message: OpenSession) -> Sends:
         known = self._sessions.get(message.session)
         if known is not None:
             raise RemoteProtocolError("a session that is open already")
 
         def refuse(code: CloseCode, reason: str) -> Sends:
-            return [(door, Closed(message.session, code, reason))]
+            return [(door, SessionClosed(message.session, code, reason))]
 
         stage = self._stages.get(message.service)
         if stage is None or stage.number != message.stage:
@@ -242,8 +248,7 @@ class Provider:
         self._heard_at[door] = now
         self._served.setdefault(door, self._begin())
         self._alive_at = min(self._alive_at, now + ALIVE_SECONDS)
-        self.events.append(SessionBegun(session.service, door))
-        return [*sends, (door, Opened(session.id))]
+        return [*sends, (door, SessionOpened(session.id))]
 
     def _begin(self) -> float:
         """Return where the count of a new door begins: it is not owed what others had before it came."""
@@ -302,7 +307,7 @@ class Provider:
             for session, unit in zip(chosen, units, strict=True)
             if isinstance(unit.message, Work)
         )
-        self.events.append(Compute(service, stage.batch, rows))
+        self.events.append(ComputeBatch(service, stage.batch, rows))
 
     def _choose(self, service: bytes, stage: _Stage) -> list[_Session]:
         """Return the sessions whose next units are computed together, of the least served doors first."""
@@ -348,7 +353,7 @@ class Provider:
         sends: Sends = []
         for (session, unit), (answer, arrays) in zip(found, answers, strict=True):
             if session.is_over:
-                self.events.append(Forget(service, session.id))
+                self.events.append(ForgetSession(service, session.id))
                 continue
             work = unit.message
             assert isinstance(work, Work)
@@ -361,23 +366,26 @@ class Provider:
         self._compute(service)
         return sends
 
-    def failed(self, now: float, service: bytes, batch: int, code: CloseCode, reason: str) -> Sends:
-        """The stage has refused a batch, and goes on. One unit alone ends its session; of several each is
-        computed by itself."""
+    def failed(
+        self, now: float, service: bytes, batch: int, code: CloseCode, reason: str, session: bytes = b""
+    ) -> Sends:
+        """The stage has refused a batch, and goes on. The `session` at which it failed ends, or the one whose
+        unit was alone; where that is not known, each is computed by itself."""
         self._note(now)
         found = self._finish(service, batch)
         if found is None:
             return []
         sends: Sends = []
         stage = self._stages[service]
-        for session, unit in found:
-            if session.is_over:
-                self.events.append(Forget(service, session.id))
-            elif len(found) == 1:
-                sends += self._close(session, code, reason)
+        for each, unit in found:
+            if each.is_over:
+                self.events.append(ForgetSession(service, each.id))
+            elif len(found) == 1 or each.id == session:
+                sends += self._close(each, code, reason)
             else:
-                session.waiting.appendleft(unit)
-                stage.alone.append(session.id)
+                each.waiting.appendleft(unit)
+                if not session:
+                    stage.alone.append(each.id)
         self._compute(service)
         return sends
 
@@ -396,7 +404,7 @@ class Provider:
 
     def _close(self, session: _Session, code: CloseCode, reason: str) -> Sends:
         self._forget(session)
-        return [(session.door, Closed(session.id, code, reason))]
+        return [(session.door, SessionClosed(session.id, code, reason))]
 
     def _forget(self, session: _Session) -> None:
         if session.is_over:
@@ -406,7 +414,7 @@ class Provider:
         self._places.leave(session)
         session.waiting.clear()
         if not session.is_computing and session.service in self._stages:
-            self.events.append(Forget(session.service, session.id))
+            self.events.append(ForgetSession(session.service, session.id))
         if not any(each.door == session.door for each in self._sessions.values()):
             self._heard_at.pop(session.door, None)
             self._served.pop(session.door, None)

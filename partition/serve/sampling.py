@@ -6,14 +6,17 @@ same logits give the same token. Filters stand in the order of `transformers` (t
 min-p), each over what the one before left. Of equal logits the lowest id comes first.
 """
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
 import numpy as np
 from blake3 import blake3
 
+from crypto.errors import RemoteProtocolError
+from partition.codec import Typed
 from partition.codecs.base import Array
-from partition.serve.messages import BEST_MAX
+from partition.serve.messages import BEST_MAX, Answer, Work
 
 SEED_MAX = 2**63 - 1
 TOP_K_MAX = 1 << 24
@@ -85,3 +88,32 @@ def draw(seed: int, position: int) -> float:
     """Return a number from 0 to below 1 that follows from a seed and a position."""
     digest = blake3(b"peerloom sample" + seed.to_bytes(8) + position.to_bytes(8)).digest(8)
     return (int.from_bytes(digest) >> (64 - _DRAW_BITS)) / (1 << _DRAW_BITS)
+
+
+def read_row(
+    work: Work, answer: Answer, tensors: Sequence[Typed], vocabulary: int
+) -> tuple[Array, Array, float]:
+    """Return the ids and logits of the one row that a unit wants, the largest first, and their log-sum;
+    nothing where it wants none. Raises RemoteProtocolError: it is not what was wanted."""
+    arrays = [array for _, array in tensors]
+    if not work.wanted:
+        if arrays or answer.sums:
+            raise RemoteProtocolError("logits that nobody wanted")
+        return np.empty(0, np.int64), np.empty(0), 0.0
+    if answer.best != work.best or len(answer.sums) != 1 or not np.isfinite(answer.sums[0]):
+        raise RemoteProtocolError("an answer of another form than was wanted")
+    count = min(work.best, vocabulary) or vocabulary
+    if len(arrays) != (2 if work.best else 1) or any(array.size != count for array in arrays):
+        raise RemoteProtocolError(f"not the {count} logits that were wanted")
+    logits = arrays[-1].reshape(-1)
+    if logits.dtype.kind != "f" or not np.isfinite(logits).all():
+        raise RemoteProtocolError("logits that are no finite numbers")
+    if not work.best:
+        order = np.argsort(-logits.astype(np.float64), kind="stable")
+        return order, logits[order], answer.sums[0]
+    ids = arrays[0].reshape(-1)
+    if ids.dtype != np.int64 or ids.min() < 0 or ids.max() >= vocabulary or len(set(ids.tolist())) < count:
+        raise RemoteProtocolError("ids that are no tokens of the model, or one twice")
+    if (np.diff(logits.astype(np.float64)) > 0).any():
+        raise RemoteProtocolError("logits that are not in their order")
+    return ids, logits, answer.sums[0]

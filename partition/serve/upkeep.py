@@ -63,7 +63,7 @@ class _Member:
     is_hearsay: bool = False
 
 
-class Upkeep:
+class ServiceUpkeep:
     """One service, as this member `me` of stage `stage` sees it."""
 
     def __init__(
@@ -175,7 +175,7 @@ class Upkeep:
                 self._members[peer] = _Member(row.stage, row.is_ready, now, is_hearsay=True)
 
     def _make_room(self) -> bool:
-        """Forget one that others only speak of; whether there was one."""
+        """ForgetSession one that others only speak of; whether there was one."""
         found = next((peer for peer, each in self._members.items() if each.is_hearsay), None)
         if found is not None:
             del self._members[found]

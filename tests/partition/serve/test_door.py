@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from crypto.errors import RemoteProtocolError
-from partition.serve.door import ATTEMPTS_MAX, Finished, RouteTaken
-from partition.serve.messages import Answer, Carried, Closed, Opened, Work
+from partition.serve.door import ATTEMPTS_MAX, GenerationOver, RouteTaken
+from partition.serve.messages import Answer, Carried, SessionClosed, SessionOpened, Work
 from partition.serve.timeouts import ANSWER_SECONDS_MAX, ROUTE_SECONDS_MAX, SILENCE_SECONDS_MAX
 from tests.partition.serve.world import DOORS, PROVIDERS, SERVICE, World, reference, wish
 
@@ -56,7 +56,7 @@ def test_a_long_computation_of_a_node_that_runs_is_no_silence() -> None:
         while any(world.queues.values()):
             world.deliver(next(iter(world.queues)))
     world.settle()
-    assert world.tokens[key] == reference(wish(5, 3))  # type: ignore[index]
+    assert world.tokens[key] == reference(wish(5, 3))  # type: ignore[index]  # by how it was made
 
 
 def test_an_answer_that_never_comes_is_awaited_elsewhere() -> None:
@@ -72,7 +72,7 @@ def test_an_answer_that_never_comes_is_awaited_elsewhere() -> None:
                 world.compute()
         if key in world.finished:
             break
-    assert world.tokens[key] == reference(wish(5, 3))  # type: ignore[index]
+    assert world.tokens[key] == reference(wish(5, 3))  # type: ignore[index]  # by how it was made
 
 
 def test_a_door_that_slept_itself_takes_nobody_for_silent() -> None:
@@ -88,7 +88,7 @@ def test_a_broken_stream_moves_a_generation_at_once() -> None:
     world.kill(FIRST)
     assert world.doors[DOOR].generations == 1
     world.settle()
-    assert world.tokens[key] == reference(wish(5, 3))  # type: ignore[index]
+    assert world.tokens[key] == reference(wish(5, 3))  # type: ignore[index]  # by how it was made
 
 
 def test_without_any_replica_a_generation_ends_with_a_reason() -> None:
@@ -101,7 +101,7 @@ def test_without_any_replica_a_generation_ends_with_a_reason() -> None:
             pass
         world.pass_time(0.1)
         assert world.now - began < ROUTE_SECONDS_MAX + 5
-    end = world.finished[key]  # type: ignore[index]
+    end = world.finished[key]
     assert end.reason == "failed"
     assert end.detail == "its stream broke"
     world.start(1, SECOND)
@@ -142,23 +142,23 @@ def test_an_answer_that_is_none_costs_its_provider_and_no_token(spoil: Any) -> N
         world.step()
     queue = world.queues[SECOND, DOOR]
     place = next(n for n, each in enumerate(queue) if isinstance(each, Carried))
-    answer, arrays = spoil(queue[place].message, queue[place].arrays)  # type: ignore[union-attr]
+    answer, arrays = spoil(queue[place].message, queue[place].arrays)  # type: ignore[union-attr]  # by how it was made
     queue[place] = Carried(answer, arrays)
     world.settle()
     assert [each.peer for each in world.misbehaved] == [SECOND]
-    assert world.tokens[key] == reference(wish(5, 3))  # type: ignore[index]
+    assert world.tokens[key] == reference(wish(5, 3))  # type: ignore[index]  # by how it was made
 
 
 def test_nobody_but_its_providers_answers_a_generation() -> None:
     world, _ = begun()
     session = next(iter(world.doors[DOOR]._sessions))
     with pytest.raises(RemoteProtocolError):
-        world.doors[DOOR].receive(world.now, OTHER, Opened(session))
+        world.doors[DOOR].receive(world.now, OTHER, SessionOpened(session))
     with pytest.raises(RemoteProtocolError):
-        world.doors[DOOR].receive(world.now, OTHER, Closed(session, "busy"))
+        world.doors[DOOR].receive(world.now, OTHER, SessionClosed(session, "busy"))
     with pytest.raises(RemoteProtocolError):
         world.doors[DOOR].receive(world.now, OTHER, Carried(Answer(session, 0)))
-    assert not world.doors[DOOR].receive(world.now, OTHER, Opened(bytes(16)))
+    assert not world.doors[DOOR].receive(world.now, OTHER, SessionOpened(bytes(16)))
 
 
 def test_a_prompt_goes_in_chunks_of_which_some_are_in_flight() -> None:
@@ -171,14 +171,14 @@ def test_a_prompt_goes_in_chunks_of_which_some_are_in_flight() -> None:
         (384, 128, 0),
     ]
     world.settle()
-    assert world.tokens[key] == reference(wish(590, 1))  # type: ignore[index]
+    assert world.tokens[key] == reference(wish(590, 1))  # type: ignore[index]  # by how it was made
 
 
 def test_a_generation_ends_where_the_context_does() -> None:
     world = World()
     key = world.begin(DOOR, wish(595, 100))
     world.settle()
-    assert world.finished[key] == Finished(1, "length")
+    assert world.finished[key] == GenerationOver(1, "length")
     assert len(world.tokens[key]) == 5
 
 

@@ -5,17 +5,25 @@ import pytest
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import Identity, PeerId
-from partition.serve.messages import UNIT_TOKENS_MAX, Carried, Closed, End, Open, Opened, Work
+from partition.serve.messages import (
+    UNIT_TOKENS_MAX,
+    Carried,
+    LeaveSession,
+    OpenSession,
+    SessionClosed,
+    SessionOpened,
+    Work,
+)
 from partition.serve.provider import (
     BATCH_TOKENS_MAX,
     PATIENCE_SECONDS,
     SESSIONS_MAX,
     SESSIONS_PER_DOOR_MAX,
     WAITING_BYTES_PER_DOOR_MAX,
-    Compute,
-    Forget,
-    Provider,
+    ComputeBatch,
+    ForgetSession,
     Sends,
+    SessionProvider,
 )
 from partition.serve.timeouts import ALIVE_SECONDS, DOOR_SILENCE_SECONDS_MAX
 
@@ -30,9 +38,9 @@ def peer(number: int) -> PeerId:
 ALICE, BOB, EVE = peer(101), peer(102), peer(103)
 
 
-def provider(**more: object) -> Provider:
+def provider(**more: object) -> SessionProvider:
     """Of the first of two stages."""
-    found = Provider(**more)  # type: ignore[arg-type]
+    found = SessionProvider(**more)  # type: ignore[arg-type]  # by how it was made
     found.hold(SERVICE, 0, 2, 4_096)
     return found
 
@@ -41,8 +49,8 @@ def session(number: int) -> bytes:
     return number.to_bytes(16)
 
 
-def opened(core: Provider, door: PeerId, number: int, now: float = 0.0) -> Sends:
-    return core.receive(now, door, Open(session(number), SERVICE, 0, door, NEXT))
+def opened(core: SessionProvider, door: PeerId, number: int, now: float = 0.0) -> Sends:
+    return core.receive(now, door, OpenSession(session(number), SERVICE, 0, door, NEXT))
 
 
 def unit(number: int, tokens: int, position: int = 0, order: int = 0) -> Carried:
@@ -50,13 +58,13 @@ def unit(number: int, tokens: int, position: int = 0, order: int = 0) -> Carried
     return Carried(Work(session(number), order, position, tokens, 0, 0), (("int64", ids),))
 
 
-def batches(core: Provider) -> list[Compute]:
-    found = [event for event in core.events if isinstance(event, Compute)]
+def batches(core: SessionProvider) -> list[ComputeBatch]:
+    found = [event for event in core.events if isinstance(event, ComputeBatch)]
     core.events.clear()
     return found
 
 
-def finish(core: Provider, asked: Compute) -> Sends:
+def finish(core: SessionProvider, asked: ComputeBatch) -> Sends:
     return core.computed(0.0, SERVICE, asked.batch, [(None, each.arrays) for each in asked.units])
 
 
@@ -125,8 +133,8 @@ def test_a_failing_unit_ends_its_own_session_alone() -> None:
             told += core.failed(0.0, SERVICE, alone.batch, "failed", "no")
         else:
             told += finish(core, alone)
-    closed = [(door, message) for door, message in told if isinstance(message, Closed)]
-    assert closed == [(BOB, Closed(session(2), "failed", "no"))]
+    closed = [(door, message) for door, message in told if isinstance(message, SessionClosed)]
+    assert closed == [(BOB, SessionClosed(session(2), "failed", "no"))]
     assert sum(isinstance(message, Carried) for _, message in told) == 2
 
 
@@ -134,9 +142,9 @@ def test_a_failing_unit_ends_its_own_session_alone() -> None:
     "message",
     [
         unit(1, 1),
-        End(session(1)),
-        Open(session(1), SERVICE, 0, EVE, NEXT),
-        Open(session(7), SERVICE, 0, ALICE, NEXT),
+        LeaveSession(session(1)),
+        OpenSession(session(1), SERVICE, 0, EVE, NEXT),
+        OpenSession(session(7), SERVICE, 0, ALICE, NEXT),
     ],
 )
 def test_no_stranger_touches_the_session_of_another(message: object) -> None:
@@ -150,9 +158,9 @@ def test_no_stranger_touches_the_session_of_another(message: object) -> None:
 
 
 def test_units_of_a_later_stage_come_from_the_named_peer_alone() -> None:
-    core = Provider()
+    core = SessionProvider()
     core.hold(SERVICE, 1, 2, 4_096)
-    core.receive(0.0, ALICE, Open(session(1), SERVICE, 1, NEXT, ALICE))
+    core.receive(0.0, ALICE, OpenSession(session(1), SERVICE, 1, NEXT, ALICE))
     with pytest.raises(RemoteProtocolError):
         core.receive(0.0, ALICE, unit(1, 1))
     core.receive(0.0, NEXT, unit(1, 1))
@@ -162,9 +170,9 @@ def test_units_of_a_later_stage_come_from_the_named_peer_alone() -> None:
 def test_a_door_has_a_bounded_number_of_sessions() -> None:
     core = provider()
     for number in range(SESSIONS_PER_DOOR_MAX):
-        assert isinstance(opened(core, ALICE, number)[0][1], Opened)
-    assert opened(core, ALICE, 99) == [(ALICE, Closed(session(99), "busy", "too many sessions"))]
-    assert isinstance(opened(core, BOB, 100)[0][1], Opened)
+        assert isinstance(opened(core, ALICE, number)[0][1], SessionOpened)
+    assert opened(core, ALICE, 99) == [(ALICE, SessionClosed(session(99), "busy", "too many sessions"))]
+    assert isinstance(opened(core, BOB, 100)[0][1], SessionOpened)
 
 
 def test_a_silent_session_makes_room_and_its_door_is_told() -> None:
@@ -173,11 +181,11 @@ def test_a_silent_session_makes_room_and_its_door_is_told() -> None:
     for number in range(SESSIONS_MAX):
         opened(core, doors[number // SESSIONS_PER_DOOR_MAX], number)
     sends = opened(core, BOB, 999, now=PATIENCE_SECONDS + 1)
-    assert [type(message) for _, message in sends] == [Closed, Opened]
-    assert sends[0][1].code == "evicted"  # type: ignore[union-attr]
+    assert [type(message) for _, message in sends] == [SessionClosed, SessionOpened]
+    assert sends[0][1].code == "evicted"  # type: ignore[union-attr]  # by how it was made
     assert sends[0][0] in doors
     assert core.sessions == SESSIONS_MAX
-    assert sum(isinstance(event, Forget) for event in core.events) == 1
+    assert sum(isinstance(event, ForgetSession) for event in core.events) == 1
 
 
 def test_a_session_that_waits_for_this_node_keeps_its_place() -> None:
@@ -188,7 +196,7 @@ def test_a_session_that_waits_for_this_node_keeps_its_place() -> None:
         opened(core, door, number)
         core.receive(0.0, door, unit(number, 1))
     assert [message for _, message in opened(core, doors[0], 999, now=60.0)] == [
-        Closed(session(999), "busy", "too many sessions")
+        SessionClosed(session(999), "busy", "too many sessions")
     ]
 
 
@@ -202,7 +210,7 @@ def test_what_waits_of_one_door_is_bounded_in_bytes() -> None:
         sends = core.receive(0.0, ALICE, Carried(work, (("uint8", row),)))
     assert not sends, "the first is being computed"
     sends = core.receive(0.0, ALICE, Carried(Work(session(1), 3, 3, 1, 0, 0), (("uint8", row),)))
-    assert [message.code for _, message in sends] == ["busy"]  # type: ignore[union-attr]
+    assert [message.code for _, message in sends] == ["busy"]  # type: ignore[union-attr]  # by how it was made
     assert core.receive(0.0, BOB, unit(2, 1)) == []
 
 
@@ -210,7 +218,7 @@ def test_a_unit_beyond_what_is_kept_is_told_to_its_door() -> None:
     core = provider()
     opened(core, ALICE, 1)
     ((door, closed),) = core.receive(0.0, ALICE, unit(1, 1, position=5))
-    assert (door, closed) == (ALICE, Closed(session(1), "position", "0 tokens are kept"))
+    assert (door, closed) == (ALICE, SessionClosed(session(1), "position", "0 tokens are kept"))
 
 
 def test_a_unit_may_roll_its_session_back() -> None:
@@ -219,7 +227,7 @@ def test_a_unit_may_roll_its_session_back() -> None:
     core.receive(0.0, ALICE, unit(1, 8))
     core.receive(0.0, ALICE, unit(1, 2, position=3, order=1))
     ((_, closed),) = core.receive(0.0, ALICE, unit(1, 1, position=6, order=2))
-    assert isinstance(closed, Closed)
+    assert isinstance(closed, SessionClosed)
     assert closed.reason == "5 tokens are kept"
 
 
@@ -242,21 +250,21 @@ def test_a_session_that_ends_while_it_is_computed_is_forgotten_afterwards() -> N
     opened(core, ALICE, 1)
     core.receive(0.0, ALICE, unit(1, 1))
     (asked,) = batches(core)
-    core.receive(0.0, ALICE, End(session(1)))
+    core.receive(0.0, ALICE, LeaveSession(session(1)))
     assert not core.events
     assert finish(core, asked) == []
-    assert core.events == [Forget(SERVICE, session(1))]
+    assert core.events == [ForgetSession(SERVICE, session(1))]
 
 
 def test_a_stage_that_is_gone_closes_its_sessions_with_the_reason() -> None:
     core = provider()
     opened(core, ALICE, 1)
     assert core.release(SERVICE, "leaving", "it leaves") == [
-        (ALICE, Closed(session(1), "leaving", "it leaves"))
+        (ALICE, SessionClosed(session(1), "leaving", "it leaves"))
     ]
-    assert [message.code for _, message in opened(core, ALICE, 2)] == ["unknown"]  # type: ignore[union-attr]
+    assert [message.code for _, message in opened(core, ALICE, 2)] == ["unknown"]  # type: ignore[union-attr]  # by how it was made
 
 
 def test_a_door_that_the_owner_does_not_serve_is_told_so() -> None:
     core = provider(refuses=lambda _service, door: "for listed peers only" if door == EVE else "")
-    assert opened(core, EVE, 1) == [(EVE, Closed(session(1), "refused", "for listed peers only"))]
+    assert opened(core, EVE, 1) == [(EVE, SessionClosed(session(1), "refused", "for listed peers only"))]

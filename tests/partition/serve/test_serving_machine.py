@@ -59,7 +59,7 @@ class ServingMachine(RuleBasedStateMachine):
         if going:
             key = data.draw(st.sampled_from(going))
             self.cancelled.add(key)
-            self.world.put(key[0], self.world.doors[key[0]].cancel(self.world.now, key[1]))  # type: ignore[arg-type,index]
+            self.world.put(key[0], self.world.doors[key[0]].cancel(self.world.now, key[1]))  # type: ignore[arg-type, index]  # by how it was made
             self.world.drain()
 
     @invariant()
@@ -81,11 +81,11 @@ class ServingMachine(RuleBasedStateMachine):
                 world.start(stage, peer)
         world.settle()
         for key, wanted in self.wishes.items():
-            end = world.finished[key]  # type: ignore[index]
+            end = world.finished[key]  # type: ignore[index]  # by how it was made
             if key in self.cancelled and end.reason == "cancelled":
                 continue
             assert end.reason == "length", end
-            assert world.tokens[key] == reference(wanted)  # type: ignore[index,arg-type]
+            assert world.tokens[key] == reference(wanted)  # type: ignore[index, arg-type]  # by how it was made
         # What was said last is heard; then no stage keeps a session of anybody.
         for _ in range(120):
             world.pass_time(0.1)

@@ -13,7 +13,7 @@ from partition.serve.upkeep import (
     PAUSE_SECONDS_MAX,
     Recruit,
     RosterChanged,
-    Upkeep,
+    ServiceUpkeep,
 )
 
 SERVICE = bytes(32)
@@ -27,14 +27,14 @@ class Swarm:
         self.now = 0.0
         self.stages, self.wished = stages, wished
         self.spares = spares
-        self.members: dict[PeerId, Upkeep] = {}
+        self.members: dict[PeerId, ServiceUpkeep] = {}
         self.recruits = 0
         rows = [Row(peer, stage, True) for peer, stage in members.items()]
         for peer, stage in members.items():
             self.join(peer, stage, rows)
 
     def join(self, peer: PeerId, stage: int, rows: list[Row] | tuple[Row, ...]) -> None:
-        core = Upkeep(self.now, peer, SERVICE, self.stages, self.wished, stage, rows)
+        core = ServiceUpkeep(self.now, peer, SERVICE, self.stages, self.wished, stage, rows)
         self.members[peer] = core
         self.send(peer, core.ready(self.now))
 
@@ -113,7 +113,7 @@ def test_members_hear_of_each_other_by_others() -> None:
 
 def test_who_is_only_spoken_of_holds_no_place() -> None:
     rng = Random(1)
-    core = Upkeep(0.0, PEERS[0], SERVICE, 1, 2, 0, [])
+    core = ServiceUpkeep(0.0, PEERS[0], SERVICE, 1, 2, 0, [])
     rows = tuple(Row(rng.randbytes(32), 0, True) for _ in range(MEMBERS_MAX))
     core.receive(0.0, PEERS[1], Roll(SERVICE, 0, True, False, rows))
     for peer in PEERS[2:]:
@@ -126,7 +126,7 @@ def test_who_is_only_spoken_of_holds_no_place() -> None:
 
 
 def test_a_roll_of_a_stage_that_is_not_there_is_refused() -> None:
-    core = Upkeep(0.0, PEERS[0], SERVICE, 2, 1, 0, [])
+    core = ServiceUpkeep(0.0, PEERS[0], SERVICE, 2, 1, 0, [])
     with pytest.raises(RemoteProtocolError):
         core.receive(0.0, PEERS[1], Roll(SERVICE, 2, True))
     with pytest.raises(RemoteProtocolError):
@@ -134,7 +134,7 @@ def test_a_roll_of_a_stage_that_is_not_there_is_refused() -> None:
 
 
 def test_who_answers_is_told_as_it_changes() -> None:
-    core = Upkeep(0.0, PEERS[0], SERVICE, 2, 1, 0, [])
+    core = ServiceUpkeep(0.0, PEERS[0], SERVICE, 2, 1, 0, [])
     core.ready(0.0)
     core.receive(0.0, PEERS[1], Roll(SERVICE, 1, False))
     core.receive(0.0, PEERS[1], Roll(SERVICE, 1, True))

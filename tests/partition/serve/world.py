@@ -10,9 +10,18 @@ from crypto.encoding import decode, encode
 from crypto.identity import Identity, PeerId
 from partition.codec import Typed, typed
 from partition.codecs.base import Array
-from partition.serve.door import Door, Finished, Misbehaved, Replica, RouteWanted, Sampled, Shape, Wish
+from partition.serve.door import (
+    Door,
+    GenerationOver,
+    Misbehaved,
+    RouteWanted,
+    Sampled,
+    Shape,
+    StageReplica,
+    Wish,
+)
 from partition.serve.messages import MESSAGE_BYTES_MAX, Answer, Carried, Message
-from partition.serve.provider import Compute, Forget, Provider, Sends
+from partition.serve.provider import ComputeBatch, ForgetSession, Sends, SessionProvider
 from partition.serve.sampling import Sampling, best_logits, choose, log_sum
 
 VOCABULARY = 50
@@ -52,7 +61,7 @@ class StageOfTokens:
         self.kept: dict[bytes, list[int]] = {}
         self.is_last = is_last
 
-    def compute(self, asked: Compute) -> list[tuple[Answer | None, tuple[Typed, ...]]]:
+    def compute(self, asked: ComputeBatch) -> list[tuple[Answer | None, tuple[Typed, ...]]]:
         answers: list[tuple[Answer | None, tuple[Typed, ...]]] = []
         assert len({unit.session for unit in asked.units}) == len(asked.units)
         for unit in asked.units:
@@ -81,12 +90,12 @@ class World:
         self.now = 100.0
         self.rng = Random(seed)
         self.doors = {peer: Door(peer, self.rng.randbytes) for peer in DOORS}
-        self.providers: dict[PeerId, Provider] = {}
+        self.providers: dict[PeerId, SessionProvider] = {}
         self.stages: dict[PeerId, StageOfTokens] = {}
-        self.computing: deque[tuple[PeerId, Compute]] = deque()
+        self.computing: deque[tuple[PeerId, ComputeBatch]] = deque()
         self.queues: dict[tuple[PeerId, PeerId], deque[Message | Carried]] = {}
         self.tokens: dict[tuple[PeerId, int], list[int]] = {}
-        self.finished: dict[tuple[PeerId, int], Finished] = {}
+        self.finished: dict[tuple[PeerId, int], GenerationOver] = {}
         self.misbehaved: list[Misbehaved] = []
         for stage, peers in PROVIDERS.items():
             for peer in peers:
@@ -96,7 +105,7 @@ class World:
 
     def start(self, stage: int, peer: PeerId) -> None:
         """A provider begins anew."""
-        self.providers[peer] = provider = Provider()
+        self.providers[peer] = provider = SessionProvider()
         self.stages[peer] = StageOfTokens(stage == STAGES - 1)
         provider.hold(SERVICE, stage, STAGES, CONTEXT)
 
@@ -114,9 +123,11 @@ class World:
                 other.lost(peer)
             self.drain()
 
-    def live(self) -> dict[int, list[Replica]]:
+    def live(self) -> dict[int, list[StageReplica]]:
         return {
-            stage: [Replica(peer, self.providers[peer].sessions) for peer in peers if peer in self.providers]
+            stage: [
+                StageReplica(peer, self.providers[peer].sessions) for peer in peers if peer in self.providers
+            ]
             for stage, peers in PROVIDERS.items()
         }
 
@@ -152,9 +163,9 @@ class World:
     def drain(self) -> None:
         for peer, provider in self.providers.items():
             for event in provider.events:
-                if isinstance(event, Compute):
+                if isinstance(event, ComputeBatch):
                     self.computing.append((peer, event))
-                elif isinstance(event, Forget):
+                elif isinstance(event, ForgetSession):
                     self.stages[peer].kept.pop(event.session, None)
             provider.events.clear()
         for peer, door in self.doors.items():
@@ -168,7 +179,7 @@ class World:
                 key = peer, event.generation
                 assert key not in self.finished
                 self.tokens[key].append(event.token)
-            case Finished():
+            case GenerationOver():
                 self.finished[peer, event.generation] = event
             case RouteWanted():
                 self.put(peer, door.learn(self.now, SERVICE, self.live()))
@@ -197,7 +208,7 @@ class World:
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
-        cores: list[tuple[PeerId, Door | Provider]] = [*self.doors.items(), *self.providers.items()]
+        cores: list[tuple[PeerId, Door | SessionProvider]] = [*self.doors.items(), *self.providers.items()]
         for peer, core in cores:
             if core.deadline <= self.now:
                 self.put(peer, core.wake(self.now))

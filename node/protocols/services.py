@@ -1,0 +1,195 @@
+"""What a service is, and `/peerloom/services/1`: how one is found, and a stage of it is asked to be held.
+
+A service's manifest is signed by its publisher and names the model by the hash of its graph, which has a
+digest of each parameter's values: so it names the weights too. All members hold the manifest and hand it on,
+so a service outlives its publisher's node. Its id is the manifest's hash.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Annotated, Literal
+
+import msgspec
+from blake3 import blake3
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Fact, Signer
+from crypto.identity import PeerId
+from partition.model.graph import LAYERS_MAX
+from partition.plan.plan import STAGES_MAX
+from partition.run.asks import Declined as Declined
+from partition.run.asks import Done as Done
+from partition.serve.messages import POSITION_MAX, ROLL_ROWS_MAX, Hash, StageNumber
+from partition.serve.messages import Row as Row
+
+SERVICES_PROTOCOL = "/peerloom/services/1"
+SERVICE_PURPOSE = "service-manifest"
+STOP_SERVICE_PURPOSE = "service-stop"
+NAMED_PURPOSE, ALL_PURPOSE = "service", "services"
+"""DHT records of members: under a service's name, and those of all services under one key. The value is the
+manifest's fact."""
+MANIFEST_BYTES_MAX = 640
+"""With its signature it fits a DHT record of 900 bytes."""
+REQUEST_BYTES_MAX = 8_192
+REPLY_BYTES_MAX = 16_384
+REPLICAS_MAX = 16
+SERVICES_MAX = 8
+"""Services that one answer lists, which a member knows."""
+VOCABULARY_MAX = 1 << 24
+SESSIONS_SHOWN_MAX = 1 << 20
+ENDED_MAX = 256
+"""Services that were stopped and that a node remembers, so that no late word begins them again."""
+
+Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,79}\Z")]
+
+
+class ServiceManifest(msgspec.Struct, frozen=True, array_like=True):
+    """A service as its publisher wants it.
+
+    `cuts` are the layers before which a stage begins, without the first. `threads` is part of what makes
+    stages equal to the bit. `text` says how tokens are made of a text: "bytes", or by a tokenizer that has
+    the hash `tokenizer`; "" where only tokens are taken.
+    """
+
+    version: Literal[1]
+    name: Name
+    graph: Hash
+    cuts: Annotated[
+        tuple[Annotated[int, msgspec.Meta(ge=1, le=LAYERS_MAX)], ...], msgspec.Meta(max_length=STAGES_MAX - 1)
+    ]
+    replicas: Annotated[int, msgspec.Meta(ge=1, le=REPLICAS_MAX)]
+    vocabulary: Annotated[int, msgspec.Meta(ge=1, le=VOCABULARY_MAX)]
+    context: Annotated[int, msgspec.Meta(ge=2, le=POSITION_MAX)]
+    threads: Annotated[int, msgspec.Meta(ge=1, le=64)]
+    at_milliseconds: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+    text: Literal["", "bytes", "tokenizer"] = ""
+    tokenizer: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+    stops: Annotated[
+        tuple[Annotated[int, msgspec.Meta(ge=0, lt=VOCABULARY_MAX)], ...], msgspec.Meta(max_length=8)
+    ] = ()
+
+    def __post_init__(self) -> None:
+        if any(first >= last for first, last in pairwise(self.cuts)):
+            raise ValueError("cuts that are not in their order")
+        if (self.text == "tokenizer") != (len(self.tokenizer) == 32):
+            raise ValueError("a tokenizer without its hash, or a hash without one")
+
+    @property
+    def stages(self) -> int:
+        return len(self.cuts) + 1
+
+    def ranges(self, layers: int) -> list[tuple[int, int]]:
+        """Return the layers of each stage. Raises RemoteProtocolError: the model has other layers."""
+        ends = (0, *self.cuts, layers)
+        if any(first >= last for first, last in pairwise(ends)):
+            raise RemoteProtocolError(f"a service that cuts a model of {layers} layers elsewhere")
+        return list(pairwise(ends))
+
+
+@dataclass(frozen=True)
+class Service:
+    """A manifest whose signature holds."""
+
+    id: bytes
+    publisher: PeerId
+    manifest: ServiceManifest
+    fact: Fact
+
+    @property
+    def text(self) -> str:
+        """The id as people see it: the first 16 of its hexadecimal digits."""
+        return service_text(self.id)
+
+    @property
+    def requester(self) -> PeerId:
+        """The publisher, under the name that an owner's rules know."""
+        return self.publisher
+
+
+class StopServiceBody(msgspec.Struct, frozen=True, array_like=True):
+    """Its publisher has ended this service."""
+
+    service: Hash
+
+
+class Host(msgspec.Struct, frozen=True, tag="host"):
+    """Hold this stage of a service; `rows` are its members. Answered by Done once it is being loaded, or
+    Declined."""
+
+    manifest: Fact
+    stage: StageNumber
+    rows: Annotated[tuple[Row, ...], msgspec.Meta(max_length=ROLL_ROWS_MAX)] = ()
+
+
+class Find(msgspec.Struct, frozen=True, tag="find"):
+    """Which services are you a member of: this one (an id), or all of them (empty)? Answered by Found."""
+
+    service: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+
+
+class StopService(msgspec.Struct, frozen=True, tag="stop"):
+    """Let go of your stage: its publisher says so, as a signed StopServiceBody. Answered by Done."""
+
+    stop: Fact
+
+
+Request = Host | Find | StopService
+
+
+class Listing(msgspec.Struct, frozen=True, array_like=True):
+    """A service of which the asked node is a member; `sessions` are open at that node itself."""
+
+    manifest: Fact
+    rows: Annotated[tuple[Row, ...], msgspec.Meta(max_length=ROLL_ROWS_MAX)]
+    sessions: Annotated[int, msgspec.Meta(ge=0, le=SESSIONS_SHOWN_MAX)]
+
+
+class Found(msgspec.Struct, frozen=True, tag="found"):
+    """What was asked for; nothing where the node is a member of no such service."""
+
+    listings: Annotated[tuple[Listing, ...], msgspec.Meta(max_length=SERVICES_MAX)] = ()
+
+
+Reply = Done | Declined | Found
+
+
+def service_text(service: bytes) -> str:
+    """Return a service's id as people see it."""
+    return service.hex()[:16]
+
+
+def make_service(signer: Signer, manifest: ServiceManifest) -> Service:
+    """Sign a manifest."""
+    fact = signer.sign(SERVICE_PURPOSE, encode(manifest))
+    return Service(blake3(fact.body).digest(), signer.peer, manifest, fact)
+
+
+def check_service(signer: Signer, fact: Fact) -> Service:
+    """Return the service that a fact is the manifest of. Raises RemoteProtocolError."""
+    if len(fact.body) > MANIFEST_BYTES_MAX:
+        raise RemoteProtocolError(f"a manifest of {len(fact.body)} bytes, at most {MANIFEST_BYTES_MAX}")
+    publisher = signer.check(SERVICE_PURPOSE, fact)
+    manifest: ServiceManifest = decode(fact.body, ServiceManifest, bytes_max=MANIFEST_BYTES_MAX)
+    return Service(blake3(fact.body).digest(), publisher, manifest, fact)
+
+
+def read_record(signer: Signer, value: bytes) -> Service | None:
+    """Return the service that a DHT record tells of; None where it is none, or one that was left."""
+    try:
+        fact: Fact = decode(value, Fact, bytes_max=REQUEST_BYTES_MAX)
+        return check_service(signer, fact)
+    except RemoteProtocolError:
+        return None
+
+
+def make_stop(signer: Signer, service: bytes) -> Fact:
+    """Return the word of this peer that its service is over."""
+    return signer.sign(STOP_SERVICE_PURPOSE, encode(StopServiceBody(service)))
+
+
+def check_stop(signer: Signer, fact: Fact) -> tuple[bytes, PeerId]:
+    """Return which service is over, and by whose word. Raises RemoteProtocolError."""
+    author = signer.check(STOP_SERVICE_PURPOSE, fact)
+    body: StopServiceBody = decode(fact.body, StopServiceBody, bytes_max=REQUEST_BYTES_MAX)
+    return body.service, author

@@ -1,0 +1,177 @@
+"""Which services there are, and who answers for their stages: from members, which the DHT names.
+
+Nothing is believed of a service but its publisher's signature. Who answers is what its members say, each of
+itself; a member that another names and that does not answer is left out.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+import trio
+
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Signer
+from crypto.identity import PeerId, short_peer
+from node.errors import Unreachable, UsageError
+from node.protocols.services import (
+    ALL_PURPOSE,
+    NAMED_PURPOSE,
+    Find,
+    Found,
+    Listing,
+    Reply,
+    Request,
+    Service,
+    check_service,
+    read_record,
+)
+from node.services.discovery import Discovery
+from node.suggest import did_you_mean
+from partition.serve.door import StageReplica
+
+Routes = dict[int, list[StageReplica]]
+
+ASKED_MAX = 16
+"""Members of one service that are asked who answers."""
+ANSWER_SECONDS_MAX = 1.0
+"""A member that takes longer is left out: it would be as slow for each token."""
+KNOWN_MAX = 64
+"""Services whose members this node remembers; the oldest goes."""
+
+
+class Asking(Protocol):
+    """What is needed of `node.serving.hosting.Hosting`."""
+
+    async def ask(self, peer: PeerId, request: Request) -> Reply: ...
+    def own(self) -> Sequence[tuple[Service, Listing]]: ...
+    def ready_of(self, service: bytes) -> Sequence[Collection[PeerId]]: ...
+
+
+class FinderOwner(Protocol):
+    """What is needed of `node.serving.serving.Serving`."""
+
+    signer: Signer
+    discovery: Discovery
+
+    @property
+    def hosting(self) -> Asking: ...
+
+    refuse: Callable[[PeerId, RemoteProtocolError], None]
+
+    def round_trip_seconds(self, peer: PeerId) -> float: ...
+
+
+class Finder:
+    """One node's."""
+
+    def __init__(self, owner: FinderOwner) -> None:
+        self._owner = owner
+        self._members: dict[bytes, dict[PeerId, None]] = {}
+
+    def note(self, service: Service, members: Sequence[PeerId]) -> None:
+        """These are members of a service, or were said to be."""
+        known = self._members.pop(service.id, {})
+        self._members[service.id] = dict.fromkeys([*members, *known][:ASKED_MAX])
+        while len(self._members) > KNOWN_MAX:
+            del self._members[next(iter(self._members))]
+
+    def members(self, service: bytes) -> list[PeerId]:
+        """Return those that are known."""
+        return list(self._members.get(service, {}))
+
+    async def find(self, name: str) -> Service:
+        """Return the service of this name, or with this id. Raises UsageError: there is none, or several."""
+        found = {each.id: each for each, _ in self._owner.hosting.own()}
+        found = {key: each for key, each in found.items() if name in (each.manifest.name, each.text)}
+        if not found:
+            found = {each.id: each for each in await self._recorded(NAMED_PURPOSE, name.encode())}
+            found = {key: each for key, each in found.items() if each.manifest.name == name}
+        if not found:
+            every = await self.all()
+            found = {each.id: each for each in every if name in (each.text, each.id.hex())}
+            if not found:
+                names = sorted(each.manifest.name for each in every)
+                raise UsageError(
+                    f"no service is called {name!r}{did_you_mean(name, names)}",
+                    "`peerloom services` lists those that answer",
+                )
+        publishers = {each.publisher for each in found.values()}
+        if len(publishers) > 1:
+            ids = ", ".join(f"{each.text} by {short_peer(each.publisher)}" for each in found.values())
+            raise UsageError(
+                f"{len(publishers)} nodes publish a service called {name}: {ids}", "name one by its id"
+            )
+        return max(found.values(), key=lambda each: (each.manifest.at_milliseconds, each.id))
+
+    async def all(self) -> list[Service]:
+        """Return all services that are known of, the newest first."""
+        found = {each.id: each for each in await self._recorded(ALL_PURPOSE, b"")}
+        found |= {each.id: each for each, _ in self._owner.hosting.own()}
+        return sorted(found.values(), key=lambda each: (-each.manifest.at_milliseconds, each.id))
+
+    async def _recorded(self, purpose: str, name: bytes) -> list[Service]:
+        services = []
+        for record in await self._owner.discovery.find(purpose, name):
+            if (service := read_record(self._owner.signer, record.value)) is not None:
+                self.note(service, [record.publisher])
+                services.append(service)
+        return services
+
+    async def routes(self, service: Service) -> Routes:
+        """Return who answers for each stage now; a stage without anybody is not in it."""
+        routes = await self._ask_members(service)
+        if len(routes) < service.manifest.stages:
+            await self._recorded(NAMED_PURPOSE, service.manifest.name.encode())
+            routes = await self._ask_members(service)
+        return routes
+
+    async def _ask_members(self, service: Service) -> Routes:
+        owner = self._owner
+        me = owner.signer.peer
+        said: dict[PeerId, tuple[int, int]] = {}
+        silent: set[PeerId] = set()
+        asked: set[PeerId] = {me}
+        for stage, peers in enumerate(owner.hosting.ready_of(service.id)):
+            said |= dict.fromkeys(peers, (stage, 0))
+
+        async def ask(peer: PeerId) -> None:
+            listing = await self._listing(peer, service)
+            if listing is None:
+                silent.add(peer)
+                return
+            others = [PeerId(row.peer) for row in listing.rows if row.peer != peer]
+            self.note(service, [peer, *others])
+            own = next((row for row in listing.rows if row.peer == peer), None)
+            if own is not None and own.is_ready and own.stage < service.manifest.stages:
+                said[peer] = own.stage, listing.sessions
+
+        # Those that members name are asked in turn: two rounds reach all of them.
+        for _ in range(2):
+            new = [peer for peer in self.members(service.id) if peer not in asked][:ASKED_MAX]
+            asked |= set(new)
+            async with trio.open_nursery() as nursery:
+                for peer in new:
+                    nursery.start_soon(ask, peer)
+        for peer in silent:
+            said.pop(peer, None)
+            self._members.get(service.id, {}).pop(peer, None)
+        routes: Routes = {}
+        for peer, (stage, sessions) in said.items():
+            seconds = 0.0 if peer == me else owner.round_trip_seconds(peer)
+            routes.setdefault(stage, []).append(StageReplica(peer, sessions, seconds))
+        return routes
+
+    async def _listing(self, peer: PeerId, service: Service) -> Listing | None:
+        reply: Reply | None = None
+        with trio.move_on_after(ANSWER_SECONDS_MAX), suppress(Unreachable):
+            reply = await self._owner.hosting.ask(peer, Find(service.id))
+        if not isinstance(reply, Found):
+            return None
+        for listing in reply.listings:
+            try:
+                if check_service(self._owner.signer, listing.manifest).id == service.id:
+                    return listing
+            except RemoteProtocolError as error:
+                self._owner.refuse(peer, error)
+        return None

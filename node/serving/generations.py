@@ -1,0 +1,193 @@
+"""What this node asks of services: generations, each an iterator over its tokens; the door's driver."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import trio
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from node.errors import RunFailed
+from node.events import Event, GenerationEnded, GenerationMoved
+from node.protocols.services import Service
+from node.seams import Seams
+from node.serving.finding import Routes
+from partition.serve.door import (
+    GENERATIONS_MAX,
+    Door,
+    GenerationOver,
+    Misbehaved,
+    RouteTaken,
+    RouteWanted,
+    Sampled,
+    Shape,
+    Wish,
+)
+from partition.serve.provider import Sends
+
+
+class DoorOwner(Protocol):
+    """What is needed of `node.serving.serving.Serving`."""
+
+    seams: Seams
+    publish: Callable[[Event], None]
+    refuse: Callable[[PeerId, RemoteProtocolError], None]
+
+    def start_task(self, task: Callable[..., Awaitable[object]], *arguments: object) -> None: ...
+    def send(self, sends: Sends) -> None: ...
+    def act(self) -> None: ...
+    async def routes(self, service: Service) -> Routes: ...
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token that a generation has brought."""
+
+    token: int
+    logprob: float
+
+
+class Generation:
+    """One that goes on. `finish` says how it ended, once it has."""
+
+    def __init__(self, service: Service, now: float) -> None:
+        self.service = service
+        self.route: tuple[PeerId, ...] = ()
+        self.moves = 0
+        self.count = 0
+        self.began_at = now
+        self.first_at: float | None = None
+        self.finish: GenerationOver | None = None
+        # Not bounded by a wait: a generation brings `tokens_max` tokens at most.
+        self._send, self._receive = trio.open_memory_channel[Token](1 << 24)
+
+    def put(self, now: float, event: Sampled) -> None:
+        if self.first_at is None:
+            self.first_at = now
+        self.count += 1
+        self._send.send_nowait(Token(event.token, event.logprob))
+
+    def end(self, event: GenerationOver) -> None:
+        self.finish = event
+        self._send.close()
+
+    def __aiter__(self) -> "Generation":
+        return self
+
+    async def __anext__(self) -> Token:
+        """Return the next token as it comes. Raises RunFailed: the generation cannot go on."""
+        try:
+            return await self._receive.receive()
+        except trio.EndOfChannel:
+            pass
+        if self.finish is not None and self.finish.reason == "failed":
+            name = self.service.manifest.name
+            raise RunFailed(
+                f"{name}: the answer broke off after {self.count} tokens: {self.finish.detail}",
+                "see who answers: `peerloom services`; then ask again",
+            )
+        raise StopAsyncIteration
+
+
+class Generations:
+    """All of one node."""
+
+    def __init__(self, owner: DoorOwner, me: PeerId) -> None:
+        self.door = Door(me, owner.seams.entropy)
+        self._owner = owner
+        self._going: dict[int, Generation] = {}
+        self._services: dict[bytes, Service] = {}
+
+    @asynccontextmanager
+    async def generating(self, service: Service, wish: Wish) -> AsyncIterator[Generation]:
+        """A generation that lasts as long as the context; every stage forgets it at the end. Raises
+        RunFailed: too many at once."""
+        owner, clock = self._owner, self._owner.seams.clock
+        if self.door.generations >= GENERATIONS_MAX:
+            raise RunFailed(
+                f"{GENERATIONS_MAX} answers are being given to this node already", "wait for some"
+            )
+        manifest = service.manifest
+        shape = Shape(service.id, manifest.stages, manifest.vocabulary, manifest.context)
+        self._services[service.id] = service
+        self.door.learn(clock.monotonic(), service.id, await owner.routes(service))
+        found = Generation(service, clock.monotonic())
+        number, sends = self.door.begin(clock.monotonic(), shape, wish)
+        self._going[number] = found
+        try:
+            owner.send(sends)
+            owner.act()
+            yield found
+        finally:
+            owner.send(self.door.cancel(clock.monotonic(), number))
+            owner.act()
+            self._going.pop(number, None)
+            if not any(each.service.id == service.id for each in self._going.values()):
+                self._services.pop(service.id, None)
+
+    def act(self) -> None:
+        """Do what the core wants done."""
+        now = self._owner.seams.clock.monotonic()
+        events, self.door.events = self.door.events, []
+        for event in events:
+            match event:
+                case Sampled():
+                    if (found := self._going.get(event.generation)) is not None:
+                        found.put(now, event)
+                case GenerationOver():
+                    self._ended(now, event)
+                case RouteTaken():
+                    self._moved(event)
+                case RouteWanted():
+                    if (service := self._services.get(event.service)) is not None:
+                        self._owner.start_task(self._look, service)
+                case Misbehaved():
+                    self._owner.refuse(event.peer, RemoteProtocolError(event.reason))
+
+    async def _look(self, service: Service) -> None:
+        routes = await self._owner.routes(service)
+        self._owner.send(self.door.learn(self._owner.seams.clock.monotonic(), service.id, routes))
+        self._owner.act()
+
+    def _moved(self, event: RouteTaken) -> None:
+        found = self._going.get(event.generation)
+        if found is None:
+            return
+        found.route = event.route
+        if not event.lost:
+            return
+        found.moves += 1
+        self._owner.publish(
+            GenerationMoved(
+                at=self._owner.seams.clock.wall(),
+                service=found.service.text,
+                name=found.service.manifest.name,
+                reason=event.lost,
+                route=event.route,
+            )
+        )
+
+    def _ended(self, now: float, event: GenerationOver) -> None:
+        found = self._going.get(event.generation)
+        if found is None:
+            return
+        found.end(event)
+        first = found.first_at
+        self._owner.publish(
+            GenerationEnded(
+                at=self._owner.seams.clock.wall(),
+                service=found.service.text,
+                name=found.service.manifest.name,
+                outcome=event.reason,
+                detail=event.detail,
+                tokens=found.count,
+                moves=found.moves,
+                first_seconds=None if first is None else first - found.began_at,
+                tokens_per_second=None
+                if first is None or now <= first
+                else (found.count - 1) / (now - first),
+                route=found.route,
+            )
+        )

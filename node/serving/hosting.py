@@ -1,0 +1,312 @@
+"""The stages of services that this node holds: taken on, loaded, kept at their number, let go.
+
+A stage takes a slot as a run's does, and the owner's rules say whose it may be. What a member hears of the
+others is `partition.serve.upkeep`'s; here the node that is to take a missing stage is found and asked.
+"""
+
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from functools import partial
+from math import inf
+from typing import Protocol
+
+import trio
+
+from crypto.encoding import encode
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Signer
+from crypto.identity import PeerId
+from node.containment import contain
+from node.content.graphs import Models
+from node.errors import StageFailed, Unreachable
+from node.events import Event, ServiceChanged
+from node.placement.admission import Machine
+from node.placement.leases import Offer
+from node.placement.slots import Slots
+from node.protocols.calls import call
+from node.protocols.services import (
+    ALL_PURPOSE,
+    NAMED_PURPOSE,
+    REPLY_BYTES_MAX,
+    SERVICES_PROTOCOL,
+    Declined,
+    Done,
+    Host,
+    Listing,
+    Reply,
+    Request,
+    Service,
+)
+from node.seams import Seams
+from node.services.discovery import Discovery
+from node.serving.stage import ServedStage
+from partition.run.messages import REASON_LENGTH_MAX
+from partition.serve.messages import CloseCode, Roll, Row
+from partition.serve.provider import Sends, SessionProvider
+from partition.serve.upkeep import Recruit, RosterChanged, ServiceUpkeep
+
+ASK_SECONDS_MAX = 5.0
+"""For a node to say whether it takes a stage: it has nothing to fetch before."""
+GONE_RECORD_SECONDS = 1.0
+"""How long the record that takes another's place in the DHT lives, where a service is left."""
+
+
+class HostingOwner(Protocol):
+    """What is needed of `node.serving.serving.Serving`."""
+
+    seams: Seams
+    signer: Signer
+    models: Models
+    discovery: Discovery
+    slots: Slots
+    provider: SessionProvider
+
+    @property
+    def machine(self) -> Machine: ...
+
+    offers: Callable[[], Sequence[Offer]]
+    accepts: Callable[[Service], str | None]
+    live: Callable[[], Collection[PeerId]]
+    publish: Callable[[Event], None]
+
+    def start_task(self, task: Callable[..., Awaitable[object]], *arguments: object) -> None: ...
+    def send(self, sends: Sends) -> None: ...
+    def act(self) -> None: ...
+
+
+class Membership:
+    """This node's part in one service."""
+
+    def __init__(self, owner: HostingOwner, service: Service, number: int, rows: Sequence[Row]) -> None:
+        self.service = service
+        self.number = number
+        self.stage: ServedStage | None = None
+        self.scope = trio.CancelScope()
+        self.ready = trio.Event()
+        self.roster: tuple[tuple[PeerId, ...], ...] = ()
+        now = owner.seams.clock.monotonic()
+        manifest = service.manifest
+        self.upkeep = ServiceUpkeep(
+            now, owner.signer.peer, service.id, manifest.stages, manifest.replicas, number, rows
+        )
+
+
+class Hosting:
+    """All of one node."""
+
+    def __init__(self, owner: HostingOwner) -> None:
+        self._owner = owner
+        self.members: dict[bytes, Membership] = {}
+
+    # Taking a stage on
+
+    def take(self, service: Service, number: int, rows: Sequence[Row]) -> str | None:
+        """Begin to load a stage; return why not, None where it is begun."""
+        owner = self._owner
+        if number >= service.manifest.stages:
+            return "the service has no such stage"
+        if (known := self.members.get(service.id)) is not None:
+            return None if known.number == number else "another stage of this service is here"
+        if (reason := owner.accepts(service)) is not None:
+            return reason
+        if not owner.slots.is_free_for(service.id):
+            return "no free slot"
+        member = Membership(owner, service, number, rows)
+        self.members[service.id] = member
+        owner.start_task(self._hold, member)
+        return None
+
+    async def _hold(self, member: Membership) -> None:
+        """Load a stage and answer by it, until it is let go or its process ends."""
+        owner, service = self._owner, member.service
+        with member.scope:
+            try:
+                member.stage = await ServedStage.open(
+                    owner.seams,
+                    service,
+                    member.number,
+                    owner.machine,
+                    owner.models,
+                    partial(self.holders, member),
+                    owner.signer.peer,
+                )
+            except StageFailed as error:
+                await self.let_go(member, "failed", str(error))
+                return
+        if member.scope.cancelled_caught or self.members.get(service.id) is not member:
+            if member.stage is not None:
+                await member.stage.aclose()
+            return
+        manifest = service.manifest
+        owner.provider.hold(service.id, member.number, manifest.stages, manifest.context)
+        member.ready.set()
+        owner.send(list(member.upkeep.ready(owner.seams.clock.monotonic())))
+        owner.act()
+        await self._advertise(service, encode(service.fact), None)
+
+    def holders(self, member: Membership) -> list[PeerId]:
+        """Return who may have what a stage is made of: its members, those of the same stage first, and the
+        publisher."""
+        rows = sorted(member.upkeep.rows(), key=lambda row: row.stage != member.number)
+        found = [PeerId(row.peer) for row in rows if row.peer != self._owner.signer.peer]
+        return list(dict.fromkeys([*found, member.service.publisher]))
+
+    async def _advertise(self, service: Service, value: bytes, seconds: float | None) -> None:
+        discovery = self._owner.discovery
+        with contain("record of a service"):
+            await discovery.publish_for(NAMED_PURPOSE, service.manifest.name.encode(), value, seconds)
+            await discovery.publish_for(ALL_PURPOSE, service.id[:0], value, seconds)
+
+    async def let_go(self, member: Membership, code: CloseCode, reason: str) -> None:
+        """Serve a stage no more; doors and members are told."""
+        owner, service = self._owner, member.service
+        if self.members.get(service.id) is not member:
+            return
+        del self.members[service.id]
+        member.scope.cancel()
+        owner.send(owner.provider.release(service.id, code, reason))
+        owner.send(list(member.upkeep.leave()))
+        owner.publish(
+            ServiceChanged(
+                at=owner.seams.clock.wall(),
+                service=service.text,
+                name=service.manifest.name,
+                stage=member.number,
+                is_held=False,
+                detail=reason,
+            )
+        )
+        owner.act()
+        if member.stage is not None:
+            await member.stage.aclose()
+        owner.start_task(self._advertise, service, b"", GONE_RECORD_SECONDS)
+
+    async def leave(self) -> None:
+        """Let go of all stages: sessions go on elsewhere before this node is gone."""
+        for member in list(self.members.values()):
+            await self.let_go(member, "leaving", "the node leaves")
+
+    # What members say
+
+    @property
+    def deadline(self) -> float:
+        return min((member.upkeep.deadline for member in self.members.values()), default=inf)
+
+    def wake(self, now: float) -> Sends:
+        return [send for member in list(self.members.values()) for send in member.upkeep.wake(now)]
+
+    def receive(self, now: float, sender: PeerId, message: Roll) -> Sends:
+        """Take what a member tells; of a service that is not here it is passed over."""
+        member = self.members.get(message.service)
+        return [] if member is None else list(member.upkeep.receive(now, sender, message))
+
+    def lost(self, now: float, peer: PeerId) -> Sends:
+        return [send for member in self.members.values() for send in member.upkeep.lost(now, peer)]
+
+    def knows(self, peer: PeerId) -> bool:
+        """Return whether a peer is a member of a service that this node is a member of."""
+        return any(row.peer == peer for member in self.members.values() for row in member.upkeep.rows())
+
+    def act(self) -> None:
+        """Do what the cores want done."""
+        owner = self._owner
+        for member in list(self.members.values()):
+            events, member.upkeep.events = member.upkeep.events, []
+            for event in events:
+                match event:
+                    case Recruit():
+                        owner.start_task(self._recruit, member, event)
+                    case RosterChanged():
+                        member.roster = event.ready
+                        owner.publish(
+                            ServiceChanged(
+                                at=owner.seams.clock.wall(),
+                                service=member.service.text,
+                                name=member.service.manifest.name,
+                                stage=member.number,
+                                ready=tuple(map(len, event.ready)),
+                                wished=event.wished,
+                            )
+                        )
+
+    async def _recruit(self, member: Membership, wanted: Recruit) -> None:
+        found: PeerId | None = None
+        try:
+            taken = {row.peer for row in member.upkeep.rows()} | set(wanted.members)
+            found, _ = await self.place(member.service, wanted.stage, member.upkeep.rows(), taken)
+        finally:
+            member.upkeep.recruited(self._owner.seams.clock.monotonic(), wanted.stage, found)
+            self._owner.act()
+
+    # Asking others
+
+    async def place(
+        self,
+        service: Service,
+        number: int,
+        rows: Sequence[Row],
+        taken: Collection[bytes],
+        first: PeerId | None = None,
+    ) -> tuple[PeerId | None, str]:
+        """Have a node that is none of `taken` hold a stage, `first` if it can; which does, or why none."""
+        owner = self._owner
+        offers = [each for each in owner.offers() if each.has_slot and each.peer not in taken]
+        # The fastest first, and of equals the one with most memory.
+        offers.sort(
+            key=lambda each: (each.peer != first, -each.flops_per_second, -each.memory_bytes, each.peer)
+        )
+        reasons = []
+        for each in offers:
+            reason = await self.ask_to_host(each.peer, service, number, rows)
+            if reason is None:
+                return each.peer, ""
+            reasons.append(reason)
+        return None, "; ".join(dict.fromkeys(reasons)) or "no node offers a free slot"
+
+    async def ask_to_host(
+        self, peer: PeerId, service: Service, number: int, rows: Sequence[Row]
+    ) -> str | None:
+        """Ask one node, which may be this one; return why it does not."""
+        if peer == self._owner.signer.peer:
+            return self.take(service, number, rows)
+        try:
+            reply = await self.ask(peer, Host(service.fact, number, tuple(rows)))
+        except Unreachable as error:
+            return error.detail
+        if isinstance(reply, Done):
+            return None
+        return reply.reason if isinstance(reply, Declined) else "not what was asked for"
+
+    async def ask(self, peer: PeerId, request: Request) -> Reply:
+        """Put one request. Raises Unreachable."""
+        try:
+            reply: Reply = await call(
+                self._owner.seams.network,
+                peer,
+                SERVICES_PROTOCOL,
+                request,
+                Reply,
+                seconds=ASK_SECONDS_MAX,
+                reply_bytes_max=REPLY_BYTES_MAX,
+            )
+        except RemoteProtocolError as error:
+            raise Unreachable("refused", f"no answer: {error}") from None
+        return reply
+
+    def own(self) -> list[tuple[Service, Listing]]:
+        """Return the services that this node is a member of."""
+        return [(member.service, self.listing(member)) for member in self.members.values()]
+
+    def ready_of(self, service: bytes) -> tuple[tuple[PeerId, ...], ...]:
+        """Return who answers for each stage, as this node knows it as a member."""
+        member = self.members.get(service)
+        return () if member is None else member.roster
+
+    def listing(self, member: Membership) -> Listing:
+        """Return what this node says of a service that it is a member of."""
+        sessions = self._owner.provider.sessions_of(member.service.id)
+        return Listing(member.service.fact, member.upkeep.rows(), sessions)
+
+
+def declined(reason: object) -> Declined:
+    """Return a refusal that is short enough."""
+    return Declined(str(reason)[:REASON_LENGTH_MAX])

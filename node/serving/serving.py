@@ -1,0 +1,444 @@
+"""Services on this node: the stages that it holds of them, and the answers that it asks of them.
+
+    await serving.begin(graph, manifest fields)      publish a service, and place its stages
+    async with serving.answer(service, wish) as it   tokens of a service, wherever it is held
+
+The rules are cores (`partition.serve`): a door, a provider, and for each service the upkeep of its replicas.
+All messages between two nodes go by one stream each way (`node.pipeline.links`), whose end is heard at once.
+"""
+
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
+from typing import Any
+
+import trio
+from msgspec.structs import replace
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Fact, Signer
+from crypto.identity import PeerId
+from crypto.token_buckets import prefix_of
+from node.containment import contain, keep_running
+from node.content.graphs import Models
+from node.errors import RunFailed, StageFailed, StreamClosed, Unreachable, UsageError
+from node.events import Event
+from node.pipeline.links import Links
+from node.placement.admission import Machine
+from node.placement.leases import Offer
+from node.placement.slots import Slots
+from node.protocols import services as wire
+from node.protocols.services import Service, ServiceManifest
+from node.seams import Seams, Stream, StreamLimits
+from node.services.discovery import Discovery
+from node.serving.finding import Finder, Routes
+from node.serving.generations import Generation, Generations
+from node.serving.hosting import Hosting, declined
+from node.serving.stage import Refusal
+from node.serving.tensors import read_tensors, tensor_bytes, tensor_headers
+from partition.serve.door import Wish
+from partition.serve.messages import (
+    MESSAGE_BYTES_MAX,
+    REASON_LENGTH_MAX,
+    SERVE_PROTOCOL,
+    Alive,
+    Answer,
+    Carried,
+    LeaveSession,
+    Message,
+    OpenSession,
+    Roll,
+    Row,
+    SessionClosed,
+    SessionOpened,
+    Work,
+)
+from partition.serve.provider import ComputeBatch, ForgetSession, Sends, SessionProvider
+
+STREAMS = StreamLimits(message_bytes_max=MESSAGE_BYTES_MAX, streams_per_peer_max=4)
+"""One each way; another while a broken one is not known to be."""
+PAYLOAD_BYTES_MAX = 64 << 20
+"""One unit takes no more: 512 tokens at 32,768 float32 numbers each. Without a session none."""
+PARTNER_SECONDS = 60.0
+"""How long a peer may send tensors after its last session here: those on their way when it ended."""
+IDLE_SECONDS_MAX = 120.0
+"""A stream that brings nothing for so long is closed: members and doors say something each second."""
+REQUEST_SECONDS_MAX = 10.0
+LOAD_SECONDS_MAX = 180.0
+"""For all stages to be loaded, from other peers too."""
+READY_LOOK_SECONDS = 0.2
+NO_PAYLOAD = memoryview(b"")
+
+
+class Serving:
+    """The service of services. `run` owns its tasks.
+
+    Long because it joins the cores of serving to the node: each of its parts is short.
+    """
+
+    def __init__(
+        self,
+        seams: Seams,
+        signer: Signer,
+        *,
+        models: Models,
+        discovery: Discovery,
+        slots: Slots,
+        machine: Callable[[], Machine],
+        offers: Callable[[], Sequence[Offer]],
+        accepts: Callable[[Service], str | None],
+        live: Callable[[], Collection[PeerId]],
+        round_trip_seconds: Callable[[PeerId], float | None],
+        publish: Callable[[Event], None],
+        refuse: Callable[[PeerId, RemoteProtocolError], None],
+    ) -> None:
+        self.seams = seams
+        self.signer = signer
+        self.models = models
+        self.discovery = discovery
+        self.slots = slots
+        self.offers = offers
+        self.accepts = accepts
+        self.live = live
+        self.publish = publish
+        self.refuse = refuse
+        self._machine = machine
+        self._round_trip_seconds = round_trip_seconds
+        self.provider = SessionProvider(source_of=self._source_of)
+        self.hosting = Hosting(self)
+        self.generations = Generations(self, signer.peer)
+        self._links = Links(
+            seams.network,
+            SERVE_PROTOCOL,
+            deliver=self._deliver,
+            on_reconnected=lambda _peer: None,
+            on_stuck=self._lost,
+            on_broken=self._lost,
+            on_unopened=self._lost,
+        )
+        self._nursery: trio.Nursery | None = None
+        self._woken = trio.Event()
+        self._partners: dict[PeerId, float] = {}
+        """Until when a peer may send tensors."""
+        self._over: dict[bytes, None] = {}
+        """Services that were ended, the latest last."""
+        self.finder = Finder(self)
+        models.beside = self._values_served
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve until cancelled; then end every stage this node holds."""
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                await nursery.start(self._links.run)
+                self.seams.network.handle(SERVE_PROTOCOL, self._serve, STREAMS)
+                self.seams.network.handle(wire.SERVICES_PROTOCOL, self._answer_request)
+                nursery.start_soon(keep_running, "serving", self._keep_awake)
+                task_status.started()
+                await trio.sleep_forever()
+        finally:
+            with trio.CancelScope(shield=True):
+                for member in self.hosting.members.values():
+                    if member.stage is not None:
+                        await member.stage.aclose()
+
+    def start_task(self, task: Callable[..., Awaitable[object]], *arguments: object) -> None:
+        """Run a task beside the node's others."""
+        if self._nursery is None:
+            return
+
+        async def contained() -> None:
+            with contain("serving"):
+                await task(*arguments)
+
+        self._nursery.start_soon(contained)
+
+    @property
+    def machine(self) -> Machine:
+        """What a slot gives to a stage that is opened now."""
+        return self._machine()
+
+    def _values_served(self, graph: bytes, offset: int, length: int) -> bytes | None:
+        """Return values of a graph out of a stage that serves them here."""
+        for member in list(self.hosting.members.values()):
+            is_here = member.service.manifest.graph == graph and member.ready.is_set()
+            data = member.stage.read_stored(offset, length) if is_here and member.stage else None
+            if data is not None:
+                return data
+        return None
+
+    def round_trip_seconds(self, peer: PeerId) -> float:
+        """Return what a question to a peer takes, 0 where that was not measured."""
+        return self._round_trip_seconds(peer) or 0.0
+
+    def hosted(self) -> dict[bytes, bytes]:
+        """Return the services that have a slot here, and the graph of each."""
+        return {name: member.service.manifest.graph for name, member in self.hosting.members.items()}
+
+    async def leave(self) -> None:
+        """Let go of all stages: their sessions go on elsewhere before this node is gone."""
+        await self.hosting.leave()
+
+    def _source_of(self, peer: PeerId) -> bytes:
+        host = self.seams.network.host_of(peer)
+        return prefix_of(host) if host is not None else peer
+
+    # Messages
+
+    def send(self, sends: Sends) -> None:
+        """Put messages on their way."""
+        for peer, message in sends:
+            if isinstance(message, Carried):
+                told = replace(message.message, tensors=tensor_headers(message.arrays))
+                self._links.send(peer, encode(told), *tensor_bytes(message.arrays))
+            else:
+                self._links.send(peer, encode(message))
+
+    async def _serve(self, stream: Stream) -> None:
+        """Take what a peer sends, until its stream ends: then it is lost, until it opens another."""
+        try:
+            while True:
+                received = None
+                with trio.move_on_after(IDLE_SECONDS_MAX):
+                    allowed = PAYLOAD_BYTES_MAX if self._is_partner(stream.peer) else 0
+                    received = await stream.receive_with_payload(allowed)
+                if received is None:
+                    return
+                await self._deliver(stream.peer, *received)
+        except StreamClosed:
+            pass
+        finally:
+            self._lost(stream.peer)
+
+    def _is_partner(self, peer: PeerId) -> bool:
+        """Return whether a peer may send tensors: it shares a session or a service with this node, or did so
+        just now."""
+        now = self.seams.clock.monotonic()
+        if self.provider.knows(peer) or self.generations.door.knows(peer) or self.hosting.knows(peer):
+            self._partners = {each: until for each, until in self._partners.items() if until > now}
+            self._partners[peer] = now + PARTNER_SECONDS
+        return self._partners.get(peer, now) > now
+
+    async def _deliver(self, sender: PeerId, data: bytes, payload: memoryview = NO_PAYLOAD) -> None:
+        """Take one message; one that is none costs its sender."""
+        try:
+            message: Message = decode(data, Message, bytes_max=MESSAGE_BYTES_MAX)
+            if payload and not isinstance(message, Work | Answer):
+                raise RemoteProtocolError(f"{len(payload)} bytes beside a message that has none")
+            self._receive(self.seams.clock.monotonic(), sender, message, payload)
+        except RemoteProtocolError as error:
+            self.refuse(sender, error)
+        await trio.lowlevel.checkpoint()
+
+    def _receive(self, now: float, sender: PeerId, message: Message, payload: memoryview) -> None:
+        door, sends = self.generations.door, list[Any]()
+        match message:
+            case Work():
+                sends = self._take_unit(now, sender, message, payload)
+            case Answer():
+                arrays = read_tensors(message.tensors, payload)
+                sends = door.receive(now, sender, Carried(replace(message, tensors=()), arrays))
+            case SessionOpened() | SessionClosed():
+                sends = door.receive(now, sender, message)
+            case OpenSession() | LeaveSession():
+                sends = self.provider.receive(now, sender, message)
+            case Alive():
+                sends = [*self.provider.receive(now, sender, message), *door.receive(now, sender, message)]
+            case Roll():
+                sends = self.hosting.receive(now, sender, message)
+        self.send(sends)
+        self.act()
+
+    def _take_unit(self, now: float, sender: PeerId, work: Work, payload: memoryview) -> Sends:
+        service = self.provider.stage_of(work.session)
+        member = None if service is None else self.hosting.members.get(service)
+        if member is None or member.stage is None:
+            return []
+        try:
+            arrays = read_tensors(work.tensors, payload)
+            member.stage.check(work, arrays)
+        except RemoteProtocolError as error:
+            self.refuse(sender, error)
+            return self.provider.reject(sender, work.session, str(error))
+        return self.provider.receive(now, sender, Carried(replace(work, tensors=()), arrays))
+
+    def _lost(self, peer: PeerId) -> None:
+        """A stream from or to this peer ended, or cannot be opened."""
+        now = self.seams.clock.monotonic()
+        self._links.forget(peer)
+        self.provider.lost(peer)
+        self.send([*self.generations.door.lost(now, peer), *self.hosting.lost(now, peer)])
+        self.act()
+
+    # What the cores want
+
+    def act(self) -> None:
+        """Do what the cores want done, and look at their deadlines anew."""
+        events, self.provider.events = self.provider.events, []
+        for event in events:
+            match event:
+                case ComputeBatch():
+                    self.start_task(self._compute, event)
+                case ForgetSession():
+                    self.start_task(self._forget, event)
+        self.hosting.act()
+        self.generations.act()
+        self._woken.set()
+
+    async def _keep_awake(self) -> None:
+        """Wake the cores at their deadlines."""
+        clock = self.seams.clock
+        while True:
+            self._woken = trio.Event()
+            door = self.generations.door
+            deadline = min(self.provider.deadline, door.deadline, self.hosting.deadline)
+            with trio.move_on_at(deadline) as waiting:
+                await self._woken.wait()
+            if not waiting.cancelled_caught:
+                continue
+            now = max(clock.monotonic(), deadline)  # a clock may show less than what was waited for
+            self.send([*self.provider.wake(now), *door.wake(now), *self.hosting.wake(now)])
+            self.act()
+            await trio.lowlevel.checkpoint()
+
+    async def _compute(self, asked: ComputeBatch) -> None:
+        member, clock = self.hosting.members.get(asked.service), self.seams.clock
+        if member is None or member.stage is None:
+            return
+        try:
+            outcome = await member.stage.compute(asked, self.seams.executor)
+        except Refusal as error:
+            now = clock.monotonic()
+            sends = self.provider.failed(
+                now, asked.service, asked.batch, error.code, _short(error), error.session
+            )
+        except StageFailed as error:
+            await self.hosting.let_go(member, "failed", _short(error))
+            return
+        else:
+            sends = self.provider.computed(clock.monotonic(), asked.service, asked.batch, outcome)
+        self.send(sends)
+        self.act()
+
+    async def _forget(self, wanted: ForgetSession) -> None:
+        member = self.hosting.members.get(wanted.service)
+        if member is not None and member.stage is not None:
+            try:
+                await member.stage.forget(wanted.session)
+            except StageFailed as error:
+                await self.hosting.let_go(member, "failed", _short(error))
+
+    # Requests
+
+    async def _answer_request(self, stream: Stream) -> None:
+        """Answer the one request of a stream."""
+        try:
+            data = b""
+            with trio.move_on_after(REQUEST_SECONDS_MAX):
+                data = await stream.receive()
+            request: wire.Request = decode(data, wire.Request, bytes_max=wire.REQUEST_BYTES_MAX)
+            with trio.move_on_after(REQUEST_SECONDS_MAX):
+                await stream.send(encode(self._answered(request)))
+        except StreamClosed:
+            return
+        except RemoteProtocolError as error:
+            self.refuse(stream.peer, error)
+
+    def _answered(self, request: wire.Request) -> wire.Reply:
+        match request:
+            case wire.Host():
+                service = wire.check_service(self.signer, request.manifest)
+                if service.id in self._over:
+                    return declined("its publisher has ended this service")
+                reason = self.hosting.take(service, request.stage, request.rows)
+                return wire.Done() if reason is None else declined(reason)
+            case wire.Find():
+                members = self.hosting.members.values()
+                wanted = [each for each in members if request.service in (b"", each.service.id)]
+                return wire.Found(tuple(map(self.hosting.listing, wanted[: wire.SERVICES_MAX])))
+            case wire.StopService():
+                return self._stopped(request.stop)
+
+    def _stopped(self, stop: Fact) -> wire.Reply:
+        name, author = wire.check_stop(self.signer, stop)
+        member = self.hosting.members.get(name)
+        if member is None:
+            return wire.Done()
+        if author != member.service.publisher:
+            raise RemoteProtocolError("the end of a service by somebody else than its publisher")
+        self._over[name] = None
+        while len(self._over) > wire.ENDED_MAX:
+            del self._over[next(iter(self._over))]
+        self.start_task(self.hosting.let_go, member, "leaving", "its publisher ended the service")
+        return wire.Done()
+
+    # What this node wants
+
+    async def begin(self, manifest: ServiceManifest) -> Service:
+        """Publish a service and have its stages held; it answers a little later (`await_ready`). Raises
+        RunFailed: nobody takes one of its stages."""
+        service = wire.make_service(self.signer, manifest)
+        rows: list[Row] = []
+        for replica in range(manifest.replicas):
+            for number in range(manifest.stages):
+                taken = {row.peer for row in rows}
+                first = self.signer.peer if number == 0 else None
+                peer, reason = await self.hosting.place(service, number, rows, taken, first)
+                if peer is not None:
+                    rows.append(Row(peer, number, False))
+                elif not replica:
+                    await self._stop_at(service, [PeerId(row.peer) for row in rows])
+                    raise RunFailed(
+                        f"nobody takes stage {number + 1} of {manifest.stages}: {reason}",
+                        "start a node with a free slot, or ask for fewer stages: `peerloom peers`",
+                    )
+        self.finder.note(service, [PeerId(row.peer) for row in rows])
+        return service
+
+    async def await_ready(self, service: Service, seconds: float = LOAD_SECONDS_MAX) -> Routes:
+        """Wait until every stage of a service has somebody who answers. Raises RunFailed."""
+        clock = self.seams.clock
+        until = clock.monotonic() + seconds
+        while True:
+            routes = await self.routes(service)
+            if len(routes) == service.manifest.stages:
+                return routes
+            if clock.monotonic() > until:
+                missing = next(n + 1 for n in range(service.manifest.stages) if n not in routes)
+                raise RunFailed(
+                    f"{service.manifest.name}: nobody answers for stage {missing} after {seconds:.0f} s",
+                    "the screens of its nodes say why",
+                )
+            await trio.sleep(READY_LOOK_SECONDS)
+
+    async def stop(self, service: Service) -> int:
+        """LeaveSession a service of this node's own; how many members were told. Raises UsageError."""
+        if service.publisher != self.signer.peer:
+            raise UsageError(
+                f"{service.manifest.name}: another node published it", "ask there, or let its nodes leave"
+            )
+        await self.routes(service)
+        return await self._stop_at(service, self.finder.members(service.id))
+
+    async def _stop_at(self, service: Service, peers: Sequence[PeerId]) -> int:
+        stop, told = wire.make_stop(self.signer, service.id), 0
+        for peer in dict.fromkeys([*peers, self.signer.peer]):
+            if peer == self.signer.peer:
+                self._stopped(stop)
+                continue
+            with suppress(Unreachable):
+                await self.hosting.ask(peer, wire.StopService(stop))
+                told += 1
+        return told
+
+    async def routes(self, service: Service) -> Routes:
+        """Return who answers for each stage of a service now; a stage without anybody is not in it."""
+        return await self.finder.routes(service)
+
+    def answer(self, service: Service, wish: Wish) -> AbstractAsyncContextManager[Generation]:
+        """An answer of a service; see `Generations.generating`."""
+        return self.generations.generating(service, wish)
+
+
+def _short(error: object) -> str:
+    return str(error)[:REASON_LENGTH_MAX]

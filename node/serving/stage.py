@@ -1,0 +1,200 @@
+"""One stage of a service in its process: loaded, and computing what the provider's core puts together."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import trio
+
+from crypto.encoding import encode
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from node.content.graphs import Models
+from node.errors import SessionRefused, StageFailed, Unreachable
+from node.placement.admission import Machine
+from node.protocols.services import Service
+from node.seams import Executor, Seams, Stage
+from node.serving import tensors
+from partition import stage as api
+from partition.codec import Payload, TensorHeader, Typed, pack, unpack
+from partition.model.cut import cut_layers
+from partition.model.graph import Graph, StageGraph, Stored
+from partition.serve.messages import SESSION_BYTES, Answer, CloseCode, Work
+from partition.serve.provider import BATCH_TOKENS_MAX, ComputeBatch
+
+SERVE = "serve"
+"""The entry point that is served."""
+CACHE_SHARE = 0.5
+"""What of a slot's memory keys and values may take; the rest is for parameters and for computing."""
+NOBODY = bytes(SESSION_BYTES)
+"""A session that nobody has."""
+SHORT_BYTES = 64 << 10
+"""Tensors that are joined on the event loop: a decoded token of each of many sessions."""
+
+Outcome = list[tuple[Answer | None, tuple[Typed, ...]]]
+
+
+class Refusal(Exception):
+    """The stage did not compute a batch, and goes on. `session` is whose unit it was, where that is known."""
+
+    def __init__(self, code: CloseCode, reason: str, session: bytes = b"") -> None:
+        super().__init__(reason)
+        self.code = code
+        self.session = session
+
+
+def specification(service: Service, graph: Graph, number: int, machine: Machine) -> api.StageSpecification:
+    """Return what the stage's process has to know. Raises RemoteProtocolError: no such stage can be."""
+    manifest = service.manifest
+    if not any(entry.name == SERVE for entry in graph.entries):
+        raise RemoteProtocolError("the model was not captured to be served")
+    try:
+        graphs = cut_layers(graph, manifest.graph, manifest.ranges(len(graph.layers)))
+        return api.StageSpecification(
+            run=service.id,
+            graph=graphs[number],
+            sizes_max=(BATCH_TOKENS_MAX,) * len(graph.symbols),
+            threads=manifest.threads,
+            device=machine.device,
+            memory_bytes_max=max(1, machine.memory_bytes),
+            allow_unfenced=machine.allow_unfenced,
+            cache_bytes=int(machine.memory_bytes * CACHE_SHARE),
+        )
+    except ValueError as error:
+        raise RemoteProtocolError(f"a service that does not fit its model: {error}") from None
+
+
+class ServedStage:
+    """A stage that answers. `open` makes one; `aclose` must be called in the end."""
+
+    def __init__(self, service: Service, number: int, wanted: api.StageSpecification, stage: Stage) -> None:
+        self.service = service
+        self.number = number
+        self.specification = wanted
+        self._stage = stage
+        self._form = _input_form(wanted.graph)
+
+    @classmethod
+    async def open(
+        cls,
+        seams: Seams,
+        service: Service,
+        number: int,
+        machine: Machine,
+        models: Models,
+        holders: Callable[[], Sequence[PeerId]],
+        me: PeerId,
+    ) -> "ServedStage":
+        """Bring the graph, start the process, and fill it with the stage's weights, from here or from
+        holders. Raises StageFailed: it says why not."""
+        machine = replace(machine, allow_unfenced=machine.allow_unfenced or service.publisher == me)
+        try:
+            graph = await models.get(service.manifest.graph, holders())
+            build = partial(specification, service, graph, number, machine)
+            wanted = await seams.executor.run(build, apart=True)
+            stage = await seams.executor.open_stage(await seams.executor.run(partial(encode, wanted)))
+        except Unreachable as error:
+            raise StageFailed(error.detail) from None
+        except RemoteProtocolError as error:
+            raise StageFailed(str(error)) from None
+        except OSError as error:
+            raise StageFailed(f"no process can be started: {error}") from None
+        try:
+            await models.fill(stage, wanted, holders())
+        except BaseException:
+            with trio.CancelScope(shield=True):
+                await stage.aclose()
+            raise
+        return cls(service, number, wanted, stage)
+
+    @property
+    def is_last(self) -> bool:
+        return self.number == self.service.manifest.stages - 1
+
+    def read_stored(self, offset: int, length: int) -> bytes | None:
+        """Return a range of the values beside the graph, out of the arena: a replica hands them to the next
+        one. None: they are another stage's. For a thread."""
+        for slot in api.parameter_layout(self.specification):
+            source = slot.parameter.source
+            if isinstance(source, Stored) and source.offset <= offset < source.offset + source.length:
+                start = slot.offset * self.specification.item_bytes + offset - source.offset
+                if offset + length > source.offset + source.length:
+                    return None
+                try:
+                    return bytes(self._stage.vector("parameters")[start : start + length])
+                except StageFailed:
+                    return None
+        return None
+
+    def check(self, work: Work, arrays: Sequence[Typed]) -> None:
+        """Raise RemoteProtocolError where a unit is none of this stage's."""
+        if self.number == 0:
+            tensors.check_ids(work, arrays, self.service.manifest.vocabulary)
+        else:
+            tensors.check_boundary(work, arrays, self._form)
+
+    async def compute(self, asked: ComputeBatch, executor: Executor) -> Outcome:
+        """Return what a batch comes to, a row for each unit. Raises Refusal, or StageFailed: the process is
+        gone."""
+        units = tuple(
+            api.Unit(
+                unit.session, unit.work.position, unit.work.tokens, unit.work.wanted if self.is_last else 0
+            )
+            for unit in asked.units
+        )
+        size = sum(array.nbytes for unit in asked.units for _, array in unit.arrays)
+        join = partial(_join, [unit.arrays for unit in asked.units])
+        payload = join() if size <= SHORT_BYTES else await executor.run(join)
+        try:
+            served = await self._stage.call(api.Serve(units, payload))
+        except SessionRefused as error:
+            code: CloseCode = "busy" if error.has_no_room else "position"
+            raise Refusal(code, str(error), error.session) from None
+        except StageFailed as error:
+            await self.forget(NOBODY)  # raises where the process is gone
+            raise Refusal("failed", str(error)) from None
+        if not isinstance(served, api.Served):
+            raise StageFailed("the stage's process answered what it was not asked")
+        works = [unit.work for unit in asked.units]
+        bytes_max = api.payload_bytes_max(self.specification)
+        split = partial(_split, served, works, bytes_max, is_last=self.is_last)
+        try:
+            return split() if not self.is_last and size <= SHORT_BYTES else await executor.run(split)
+        except (ValueError, RemoteProtocolError) as error:
+            raise StageFailed(f"the stage's process answered nonsense: {error}") from None
+
+    async def forget(self, session: bytes) -> None:
+        """Have the process forget a session. Raises StageFailed: it is gone."""
+        await self._stage.call(api.EndSession(session))
+
+    async def aclose(self) -> None:
+        with trio.CancelScope(shield=True):
+            await self._stage.aclose()
+
+
+def _input_form(graph: StageGraph) -> tuple[TensorHeader, ...]:
+    """Return what crosses the boundary before a stage; of its shapes the first side is the tokens'."""
+    entry = next(each for each in graph.entries if each.name == SERVE)
+    types = dict(entry.types)
+    kinds = [graph.types[types[number]] for number in entry.inputs]
+    return tuple(
+        TensorHeader(
+            kind.dtype,  # type: ignore[arg-type]  # no boundary is complex
+            (1, *(side if isinstance(side, int) else 1 for side in kind.shape[1:])),
+        )
+        for kind in kinds
+    )
+
+
+def _join(units: Sequence[Sequence[Typed]]) -> Payload:
+    return pack(tensors.join(units), "raw")
+
+
+def _split(served: api.Served, works: Sequence[Work], bytes_max: int, *, is_last: bool) -> Outcome:
+    arrays = [] if served.output is None else unpack(served.output, bytes_max=bytes_max)
+    if not is_last:
+        return [(None, rows) for rows in tensors.split(arrays, [work.tokens for work in works])]
+    if not arrays:
+        return [tensors.answer(work, None) for work in works]
+    rows = tensors.split(arrays[:1], [work.wanted for work in works])
+    return [tensors.answer(work, found[0][1]) for work, found in zip(works, rows, strict=True)]

@@ -1,0 +1,93 @@
+"""Tensors of units on the wire and in a batch: checked, joined, split, and logits made answers.
+
+Not for the event loop where they are long: whoever calls says where it runs.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from crypto.errors import RemoteProtocolError
+from partition.codec import TensorHeader, Typed, check_length
+from partition.codecs.base import ON_WIRE, Array
+from partition.serve.messages import Answer, Work
+from partition.serve.sampling import best_logits, log_sum
+
+
+def tensor_headers(arrays: Sequence[Typed]) -> tuple[TensorHeader, ...]:
+    """Return what a message says of the tensors that follow it."""
+    return tuple(
+        TensorHeader(dtype, tuple(array.shape))  # type: ignore[arg-type]  # no boundary is complex
+        for dtype, array in arrays
+    )
+
+
+def tensor_bytes(arrays: Sequence[Typed]) -> list[memoryview]:
+    """Return the bytes that follow, without a copy where they lie in one piece."""
+    return [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for _, array in arrays]
+
+
+def read_tensors(headers: Sequence[TensorHeader], data: memoryview) -> tuple[Typed, ...]:
+    """Return tensors that came, as views of `data`. Raises RemoteProtocolError: they take other bytes."""
+    check_length(headers, "raw", len(data))
+    found: list[Typed] = []
+    begin = 0
+    for header in headers:
+        part = np.frombuffer(data[begin : begin + header.size_bytes], np.uint8)
+        begin += header.size_bytes
+        if header.dtype not in ON_WIRE or (header.dtype == "bool" and part.max(initial=0) > 1):
+            raise RemoteProtocolError(f"a tensor of {header.dtype} that cannot be read")
+        found.append((header.dtype, part.view(ON_WIRE[header.dtype]).reshape(header.shape)))
+    return tuple(found)
+
+
+def check_ids(work: Work, arrays: Sequence[Typed], vocabulary: int) -> None:
+    """Raise RemoteProtocolError where a unit of a first stage is not so many tokens of the model."""
+    if len(arrays) != 1 or arrays[0][0] != "int64" or arrays[0][1].shape != (work.tokens,):
+        raise RemoteProtocolError("a unit without its token ids")
+    ids = arrays[0][1]
+    if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+        raise RemoteProtocolError("ids that are no tokens of the model")
+
+
+def check_boundary(work: Work, arrays: Sequence[Typed], form: Sequence[TensorHeader]) -> None:
+    """Raise RemoteProtocolError where a unit is not what crosses a boundary. The first side of the shapes in
+    `form` does not count: it is the tokens'."""
+    wanted = [(header.dtype, (work.tokens, *header.shape[1:])) for header in form]
+    if [(dtype, array.shape) for dtype, array in arrays] != wanted:
+        raise RemoteProtocolError("a unit with other tensors than its boundary has")
+    if any(array.dtype.kind == "f" and not np.isfinite(array).all() for _, array in arrays):
+        raise RemoteProtocolError("a unit with numbers that are not finite")
+
+
+def join(units: Sequence[Sequence[Typed]]) -> list[Typed]:
+    """Return the tensors of several units as those of one batch."""
+    if len(units) == 1:
+        return list(units[0])
+    return [(rows[0][0], np.concatenate([array for _, array in rows])) for rows in zip(*units, strict=True)]
+
+
+def split(arrays: Sequence[Typed], counts: Sequence[int]) -> list[tuple[Typed, ...]]:
+    """Return the rows of each unit. Raises ValueError: the batch has others."""
+    if any(array.shape[0] != sum(counts) for _, array in arrays):
+        raise ValueError("a stage that answers other rows than it was asked for")
+    found, begin = [], 0
+    for count in counts:
+        found.append(tuple((dtype, array[begin : begin + count]) for dtype, array in arrays))
+        begin += count
+    return found
+
+
+def answer(work: Work, logits: Array | None) -> tuple[Answer, tuple[Typed, ...]]:
+    """Return the answer to a unit of the last stage: of each row the best logits, or all of them."""
+    if logits is None or not work.wanted:
+        return Answer(work.session, work.number), ()
+    dtype = "float64" if logits.dtype == np.float64 else "float32"
+    rows = logits.astype(dtype, copy=False)
+    sums = tuple(log_sum(row) for row in rows)
+    if not work.best:
+        return Answer(work.session, work.number, 0, sums), ((dtype, rows),)  # type: ignore[return-value]  # by how it was made
+    best = [best_logits(row, work.best) for row in rows]
+    ids, values = np.stack([ids for ids, _ in best]), np.stack([found for _, found in best])
+    typed: tuple[Typed, ...] = (("int64", ids), ("float64" if dtype == "float64" else "float32", values))
+    return Answer(work.session, work.number, work.best, sums), typed

@@ -1,0 +1,109 @@
+"""Whole nodes in virtual time that serve a function of the tokens: the driver without torch."""
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import trio
+
+from crypto.identity import PeerId
+from node.errors import StageFailed
+from node.protocols.services import Service, ServiceManifest
+from node.runtime import Node
+from node.serving.stage import Outcome
+from partition.codec import Typed
+from partition.serve.door import Wish
+from partition.serve.messages import Work
+from partition.serve.provider import ComputeBatch
+from tests.partition.serve.world import CONTEXT, VOCABULARY, StageOfTokens
+from tests.stack import Swarm, swarm
+
+STAGE_SECONDS = 0.05
+
+
+class TokensServed:
+    """In the place of `node.serving.stage.ServedStage`."""
+
+    opened: list[tuple[PeerId, int]] = []  # noqa: RUF012 - emptied by `tokens_served`
+    seconds = STAGE_SECONDS
+    broken: set[PeerId] = set()  # noqa: RUF012 - as above
+
+    def __init__(self, service: Service, number: int, me: PeerId) -> None:
+        self.service = service
+        self.number = number
+        self.me = me
+        self.stage = StageOfTokens(number == service.manifest.stages - 1)
+
+    @classmethod
+    async def open(cls, _seams: Any, service: Service, number: int, *others: Any) -> "TokensServed":
+        await trio.sleep(0.5)
+        if others[-1] in cls.broken:
+            raise StageFailed("no such weights")
+        cls.opened.append((others[-1], number))
+        return cls(service, number, others[-1])
+
+    def read_stored(self, _offset: int, _length: int) -> bytes | None:
+        return None
+
+    def check(self, work: Work, arrays: Sequence[Typed]) -> None:
+        assert arrays[0][1].shape == (work.tokens,)
+
+    async def compute(self, asked: ComputeBatch, _executor: Any) -> Outcome:
+        await trio.sleep(self.seconds)
+        return self.stage.compute(asked)
+
+    async def forget(self, session: bytes) -> None:
+        self.stage.kept.pop(session, None)
+
+    async def aclose(self) -> None:
+        self.stage.kept.clear()
+
+
+def manifest(**changes: Any) -> ServiceManifest:
+    fields: dict[str, Any] = {
+        "version": 1,
+        "name": "tokens",
+        "graph": bytes(32),
+        "cuts": (1,),
+        "replicas": 1,
+        "vocabulary": VOCABULARY,
+        "context": CONTEXT,
+        "threads": 1,
+        "at_milliseconds": 1,
+    }
+    return ServiceManifest(**(fields | changes))
+
+
+async def ask(node: Node, service: Service, wish: Wish, seen: list[int] | None = None) -> list[int]:
+    """All tokens of an answer; `seen` has them as they come."""
+    found: list[int] = [] if seen is None else seen
+    async with node.serving.answer(service, wish) as generation:
+        async for token in generation:
+            found.append(token.token)
+    return found
+
+
+@asynccontextmanager
+async def serving(names: str, at: str = "a", **changes: Any) -> AsyncIterator[tuple[Swarm, Service]]:
+    """A swarm in which a service answers that node `at` has published."""
+    async with swarm(names) as group:
+        service = await group.nodes[at].serving.begin(manifest(**changes))
+        await group.nodes[at].serving.await_ready(service)
+        yield group, service
+
+
+def holders(group: Swarm) -> dict[str, int]:
+    """Which node holds which stage."""
+    return {
+        name: member.number
+        for name, node in group.nodes.items()
+        for member in node.serving.hosting.members.values()
+        if not group.scopes[name].cancel_called
+    }
+
+
+async def until(holds: Callable[[], bool], seconds: float = 30) -> None:
+    """Wait until something holds."""
+    with trio.fail_after(seconds):
+        while not holds():  # noqa: ASYNC110 - virtual time: waiting costs nothing
+            await trio.sleep(0.02)

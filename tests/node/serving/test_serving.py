@@ -1,0 +1,172 @@
+"""Services of whole nodes in virtual time: placed, found, answered, kept, ended."""
+
+from itertools import pairwise
+
+import pytest
+import trio
+
+from node.errors import RunFailed, UsageError
+from node.events import GenerationEnded, GenerationMoved, ServiceChanged
+from tests.node.serving.scene import TokensServed, ask, holders, manifest, serving, until
+from tests.partition.serve.world import reference, wish
+from tests.stack import simulate, swarm
+
+pytestmark = pytest.mark.usefixtures("_tokens_served")
+
+
+def test_a_service_answers_at_every_node() -> None:
+    async def main() -> None:
+        async with serving("abc") as (group, service):
+            for node in group.nodes.values():
+                found = await node.serving.finder.find("tokens")
+                assert found == service
+                assert await ask(node, found, wish()) == reference(wish())
+            assert sorted(holders(group).values()) == [0, 1]
+
+    simulate(main)
+
+
+def test_an_answer_goes_on_when_a_stage_is_killed_and_a_spare_loads_it() -> None:
+    async def main() -> None:
+        async with serving("abc") as (group, service):
+            door = group.nodes["a"]
+            victim = next(name for name, stage in holders(group).items() if name != "a")
+            seen: list[int] = []
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ask, door, service, wish(tokens=40), seen)
+                await until(lambda: len(seen) >= 5)
+                group.kill(victim)
+            assert seen == reference(wish(tokens=40))
+            moved = [event for event in group.events["a"] if isinstance(event, GenerationMoved)]
+            assert moved
+            (ended,) = [event for event in group.events["a"] if isinstance(event, GenerationEnded)]
+            assert (ended.outcome, ended.tokens) == ("length", 40)
+            assert victim not in holders(group)
+
+    simulate(main)
+
+
+def test_with_a_replica_an_answer_pauses_for_no_more_than_the_silence() -> None:
+    async def main() -> None:
+        async with serving("abcd", replicas=2) as (group, service):
+            await until(lambda: len(holders(group)) == 4)
+            await group.nodes["a"].serving.await_ready(service)
+            await trio.sleep(5)
+            seen: list[int] = []
+            times: list[float] = []
+            async with group.nodes["a"].serving.answer(service, wish(tokens=40)) as generation:
+                async for token in generation:
+                    seen.append(token.token)
+                    times.append(trio.current_time())
+                    if len(seen) == 5:
+                        names = {node.peer: name for name, node in group.nodes.items()}
+                        victim = next(names[peer] for peer in generation.route if names[peer] != "a")
+                        group.kill(victim)
+            assert seen == reference(wish(tokens=40))
+            assert max(after - before for before, after in pairwise(times)) < 2.0
+
+    simulate(main)
+
+
+def test_a_node_that_leaves_moves_its_answers_first() -> None:
+    async def main() -> None:
+        async with serving("abc") as (group, service):
+            victim = next(name for name in holders(group) if name != "a")
+            seen: list[int] = []
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ask, group.nodes["a"], service, wish(tokens=40), seen)
+                await until(lambda: len(seen) >= 5)
+                await group.nodes[victim].leave()
+            assert seen == reference(wish(tokens=40))
+
+    simulate(main)
+
+
+def test_an_answer_that_is_given_up_is_forgotten_in_every_stage() -> None:
+    async def main() -> None:
+        async with serving("ab") as (group, service):
+            async with group.nodes["a"].serving.answer(service, wish(tokens=100)) as generation:
+                async for _ in generation:
+                    break
+            await trio.sleep(1)
+            for node in group.nodes.values():
+                assert node.serving.provider.sessions == 0
+                for member in node.serving.hosting.members.values():
+                    assert not member.stage.stage.kept  # type: ignore[union-attr]  # the one of the scene
+
+    simulate(main)
+
+
+def test_the_death_of_a_door_frees_its_sessions() -> None:
+    async def main() -> None:
+        async with serving("abc") as (group, service):
+            door = next(name for name in group.nodes if name not in holders(group))
+            async with trio.open_nursery() as nursery:
+                seen: list[int] = []
+                nursery.start_soon(ask, group.nodes[door], service, wish(tokens=400), seen)
+                await until(lambda: len(seen) >= 3)
+                group.kill(door)
+                await trio.sleep(12)
+                nursery.cancel_scope.cancel()
+            assert all(group.nodes[name].serving.provider.sessions == 0 for name in holders(group))
+
+    simulate(main)
+
+
+def test_a_service_outlives_its_publisher() -> None:
+    async def main() -> None:
+        async with serving("abcd", replicas=1) as (group, _):
+            group.kill("a")
+            await trio.sleep(20)
+            assert sorted(stage for name, stage in holders(group).items() if name != "a") == [0, 1]
+            other = group.nodes["b"]
+            found = await other.serving.finder.find("tokens")
+            assert await ask(other, found, wish()) == reference(wish())
+
+    simulate(main)
+
+
+def test_its_publisher_alone_ends_a_service() -> None:
+    async def main() -> None:
+        async with serving("abc") as (group, service):
+            with pytest.raises(UsageError):
+                await group.nodes["b"].serving.stop(service)
+            await group.nodes["a"].serving.stop(service)
+            await trio.sleep(20)
+            assert holders(group) == {}, "and no member begins it again"
+            with pytest.raises(UsageError):
+                await group.nodes["c"].serving.finder.find("tokens")
+            ended = [event for event in group.events["a"] if isinstance(event, ServiceChanged)][-1]
+            assert (ended.is_held, ended.detail) == (False, "its publisher ended the service")
+
+    simulate(main)
+
+
+def test_a_stage_that_nobody_takes_is_no_service() -> None:
+    async def main() -> None:
+        async with swarm("a") as group:
+            with pytest.raises(RunFailed, match="nobody takes stage 2 of 2: no node offers a free slot"):
+                await group.nodes["a"].serving.begin(manifest())
+            await trio.sleep(1)
+            assert group.nodes["a"].runs.has_slot
+
+    simulate(main)
+
+
+def test_a_stage_that_cannot_be_loaded_is_tried_elsewhere() -> None:
+    async def main() -> None:
+        async with swarm("abc") as group:
+            TokensServed.broken.add(group.nodes["b"].peer)
+            service = await group.nodes["a"].serving.begin(manifest())
+            await group.nodes["a"].serving.await_ready(service)
+            assert holders(group) == {"a": 0, "c": 1}
+
+    simulate(main)
+
+
+def test_a_served_stage_takes_a_slot() -> None:
+    async def main() -> None:
+        async with serving("ab") as (group, _):
+            assert not any(node.runs.has_slot for node in group.nodes.values())
+
+    simulate(main)
