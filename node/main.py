@@ -23,6 +23,7 @@ from node.cli import (
     receipts,
     report,
     runs,
+    serve,
     settings,
     sim,
     status,
@@ -52,6 +53,9 @@ app.command("top")(top.top)
 app.command("id")(identity.identity)
 app.command("train")(train.train)
 app.command("predict")(predict.predict)
+app.command("serve")(serve.serve)
+app.command("generate")(serve.generate)
+app.command("services")(serve.services)
 app.add_typer(data.app, name="data")
 app.add_typer(model.app, name="model")
 app.add_typer(runs.app, name="runs")

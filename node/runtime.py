@@ -79,6 +79,7 @@ from node.services.standing import StandingKeeper
 from node.services.started import node_started
 from node.services.swarm_clock import SwarmClock
 from node.services.whereabouts import Whereabouts
+from node.serving.commands import ServingCommands
 from node.serving.joined import make_serving
 from node.stages.fences import try_here
 from node.storage.blobs import Blobs
@@ -218,7 +219,8 @@ class Node(Surface):
         if self._network is None and isinstance(storage, FolderStorage):
             # The control channel is for people at this machine; a simulated node is on none.
             checkpoints = CheckpointCommands(self, self.checkpoints, self.copies, self.runs.save)
-            self.handlers = {**Commands(self).handlers, **checkpoints.handlers}
+            served = ServingCommands(self.serving)
+            self.handlers = {**Commands(self).handlers, **checkpoints.handlers, **served.handlers}
             control = ControlServer(self.handlers, storage.path)
             await nursery.start(control.run)
         nursery.start_soon(keep_running, "joining", self.joining.run)

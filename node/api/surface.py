@@ -45,6 +45,8 @@ from node.services.discovery import Discovery
 from node.services.energy import EnergyLog
 from node.services.measurements import Measurements
 from node.services.membership import Membership
+from node.serving.asking import Asking, Question, ServeWish
+from node.serving.serving import Serving
 from partition.model.graph import Graph
 
 ADDRESSES_JOINED_MAX = 256
@@ -69,6 +71,7 @@ class Surface:
     _directory: Directory
     runs: Runs
     discovery: Discovery
+    serving: Serving
     signer: Any
     energy: EnergyLog
     handed_over: trio.Event
@@ -271,6 +274,45 @@ class Surface:
     def run_documents(self) -> tuple[dict[str, Any], ...]:
         """Return what `peerloom runs --json` prints of each run that this node knows."""
         return tuple(shown_values(state_documents.run_document(view)) for view in self.state.runs.values())
+
+    async def serve(
+        self, model: str, name: str = "", stages: int = 0, replicas: int = 1, context: int = 0
+    ) -> dict[str, Any]:
+        """Serve a FILE.peerloom that was captured to be served; return the service once it answers.
+
+        It is called `name`, by default as the file is. A model that fits one peer is not split unless
+        `stages` say so. Its members keep it at `replicas` of each stage, whoever of them dies. `context` is
+        how many tokens a session takes at most. Raises UsageError: it cannot be served; RunFailed: no place.
+        """
+        return await Asking(self.serving).serve(model, ServeWish(name, stages, replicas, context))
+
+    async def services(self) -> tuple[dict[str, Any], ...]:
+        """Return the services of this swarm that answer now, as `peerloom services --json` prints them."""
+        return tuple((await Asking(self.serving).services())["services"])
+
+    async def generate(
+        self,
+        service: str,
+        prompt: str | Sequence[int],
+        tokens_max: int = 256,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        stops: Sequence[str] = (),
+    ) -> AsyncIterator[str | int]:
+        """Yield what a service writes behind a prompt as it comes: text, or tokens where tokens are given.
+
+        `temperature` 0 takes the likeliest token each time; above it the same `seed` draws the same. The
+        answer goes on when a peer of the service dies. Whoever holds a stage can read prompt and answer.
+        Raises UsageError: no such service, or a wrong setting; RunFailed: the answer cannot go on.
+        """
+        numbers = tokens_max, temperature, top_k, top_p, min_p, seed
+        question = Question(prompt, *numbers, tuple(stops))
+        async with Asking(self.serving).answering(service, question) as answer:
+            async for piece in answer:
+                yield piece
 
     async def plan(
         self,

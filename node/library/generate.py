@@ -136,21 +136,27 @@ def _method(method: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     elif is_property:
         body = f"return self._portal.call_sync(lambda: self._of.{method.name})"
     elif is_stream:
-        body = f"return self._portal.iterate(self._of.{method.name}{call})"
+        body = _wrapped(f"return self._portal.iterate(self._of.{method.name}{call})")
     else:
         body = f"self._portal.{kind}({function}{call})"
         if returns != "None":
             body = f"return {body}"
-        if len(body) + 8 > LINE_LENGTH_MAX:
-            begin, arguments = body.removesuffix(")").split("(", 1)
-            if len(arguments) + 12 > LINE_LENGTH_MAX:
-                arguments = ",\n            ".join(arguments.split(", ")) + ","
-            body = f"{begin}(\n            {arguments}\n        )"
+        body = _wrapped(body)
     lines = ["    @property"] if is_property else []
     lines += _signature(method.name, _parameters(method, taken), returns)
     lines += _docstring(method)
     lines += [f"        {body}", ""]
     return "\n".join(lines)
+
+
+def _wrapped(body: str) -> str:
+    """Return a call in as many lines as it takes."""
+    if len(body) + 8 <= LINE_LENGTH_MAX:
+        return body
+    begin, arguments = body.removesuffix(")").split("(", 1)
+    if len(arguments) + 12 > LINE_LENGTH_MAX:
+        arguments = ",\n            ".join(arguments.split(", ")) + ","
+    return f"{begin}(\n            {arguments}\n        )"
 
 
 def _parameters(method: ast.FunctionDef | ast.AsyncFunctionDef, taken: list[ast.arg]) -> list[str]:

@@ -374,15 +374,15 @@ class Serving:
 
     # What this node wants
 
-    async def begin(self, manifest: ServiceManifest) -> Service:
-        """Publish a service and have its stages held; it answers a little later (`await_ready`). Raises
-        RunFailed: nobody takes one of its stages."""
+    async def begin(self, manifest: ServiceManifest, peers: Sequence[PeerId] = ()) -> Service:
+        """Publish a service and have its stages held, the first replicas at these peers if they take them; it
+        answers a little later (`await_ready`). Raises RunFailed: nobody takes one of its stages."""
         service = wire.make_service(self.signer, manifest)
         rows: list[Row] = []
         for replica in range(manifest.replicas):
             for number in range(manifest.stages):
                 taken = {row.peer for row in rows}
-                first = self.signer.peer if number == 0 else None
+                first = peers[number] if number < len(peers) and not replica else None
                 peer, reason = await self.hosting.place(service, number, rows, taken, first)
                 if peer is not None:
                     rows.append(Row(peer, number, False))

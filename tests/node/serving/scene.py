@@ -87,7 +87,7 @@ async def ask(node: Node, service: Service, wish: Wish, seen: list[int] | None =
 async def serving(names: str, at: str = "a", **changes: Any) -> AsyncIterator[tuple[Swarm, Service]]:
     """A swarm in which a service answers that node `at` has published."""
     async with swarm(names) as group:
-        service = await group.nodes[at].serving.begin(manifest(**changes))
+        service = await group.nodes[at].serving.begin(manifest(**changes), [group.nodes[at].peer])
         await group.nodes[at].serving.await_ready(service)
         yield group, service
 

@@ -146,7 +146,7 @@ def test_a_stage_that_nobody_takes_is_no_service() -> None:
     async def main() -> None:
         async with swarm("a") as group:
             with pytest.raises(RunFailed, match="nobody takes stage 2 of 2: no node offers a free slot"):
-                await group.nodes["a"].serving.begin(manifest())
+                await group.nodes["a"].serving.begin(manifest(), [group.nodes["a"].peer])
             await trio.sleep(1)
             assert group.nodes["a"].runs.has_slot
 
@@ -157,7 +157,7 @@ def test_a_stage_that_cannot_be_loaded_is_tried_elsewhere() -> None:
     async def main() -> None:
         async with swarm("abc") as group:
             TokensServed.broken.add(group.nodes["b"].peer)
-            service = await group.nodes["a"].serving.begin(manifest())
+            service = await group.nodes["a"].serving.begin(manifest(), [group.nodes["a"].peer])
             await group.nodes["a"].serving.await_ready(service)
             assert holders(group) == {"a": 0, "c": 1}
 

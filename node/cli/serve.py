@@ -1,0 +1,194 @@
+"""`peerloom serve MODEL`, `generate SERVICE "prompt"` and `services`: a model that is split over peers."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from crypto.encoding import clean_text
+from node.cli.client import ask, peer_names
+from node.cli.options import AsJson, DataDir, find_data_dir
+from node.cli.render import show, show_json
+from node.errors import UsageError
+
+
+def serve(
+    context: typer.Context,
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="A FILE.peerloom that was captured to be served."),
+    ],
+    name: Annotated[str, typer.Option("--name", metavar="NAME", help="What the service is called.")] = "",
+    replicas: Annotated[
+        int, typer.Option("--replicas", metavar="N", help="Nodes that hold each stage; members keep it so.")
+    ] = 1,
+    stages: Annotated[
+        int,
+        typer.Option("--stages", metavar="N", help="Split it into so many; by default only if it must."),
+    ] = 0,
+    context_tokens: Annotated[
+        int, typer.Option("--context", metavar="N", help="Tokens of a session at most.")
+    ] = 0,
+    data_dir: DataDir = "",
+    as_json: AsJson = False,
+) -> None:
+    """Serve a model: publish it as a service that nodes of this swarm hold."""
+    folder = find_data_dir(context, data_dir)
+    wish = {"name": name, "stages": stages, "replicas": replicas, "context": context_tokens}
+    path = str(Path(model).expanduser().absolute())
+    found: dict[str, Any] = ask(folder, "serve", {"model": path, "wish": wish}, seconds=None)
+    if as_json:
+        show_json(found)
+    else:
+        show([*served_lines(found), *service_lines(found, peer_names(folder))])
+
+
+def generate(
+    context: typer.Context,
+    service: Annotated[str, typer.Argument(metavar="SERVICE", help="Its name, or its id.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What it is to go on from; - reads it.")],
+    tokens_max: Annotated[int, typer.Option("--max-tokens", metavar="N", help="So many at most.")] = 256,
+    temperature: Annotated[
+        float, typer.Option("--temperature", metavar="T", help="0 takes the likeliest token each time.")
+    ] = 0.0,
+    top_k: Annotated[int, typer.Option("--top-k", metavar="N", help="Of so many; 0: of all.")] = 0,
+    top_p: Annotated[float, typer.Option("--top-p", metavar="P", help="Of those with this share.")] = 1.0,
+    min_p: Annotated[
+        float, typer.Option("--min-p", metavar="P", help="Of those with this part of the likeliest's share.")
+    ] = 0.0,
+    seed: Annotated[str, typer.Option("--seed", metavar="N", help="Draw the same again.")] = "",
+    stop: Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="End before this.")] = None,
+    tokenizer: Annotated[
+        str, typer.Option("--tokenizer", metavar="FILE", help="The tokenizer.json of the service's model.")
+    ] = "",
+    data_dir: DataDir = "",
+    as_json: AsJson = False,
+) -> None:
+    """Have a service go on from a prompt, and show its answer as it comes."""
+    folder = find_data_dir(context, data_dir)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    question: dict[str, Any] = {
+        "prompt": text,
+        "tokens_max": tokens_max,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "seed": _seed(seed),
+        "stops": stop or [],
+    }
+    pieces: list[Any] = []
+    push: Callable[[Any], str] = str
+    finish: Callable[[], str] = str
+    if tokenizer:
+        question["prompt"], push, finish = _by_tokenizer(tokenizer, text, stop or [])
+
+    def on_event(event: Mapping[str, Any]) -> None:
+        if "notice" in event:
+            show([event["notice"]], sys.stderr)
+            return
+        piece = push(event["piece"])
+        pieces.append(piece)
+        if not as_json:
+            _write(piece)
+
+    found: dict[str, Any] = ask(
+        folder, "generate", {"service": service, "question": question}, on_event, seconds=None
+    )
+    pieces.append(rest := finish())
+    if as_json:
+        show_json(found | {"text": "".join(pieces)})
+        return
+    _write(rest + "\n")
+    show(answer_lines(found, peer_names(folder)), sys.stderr)
+
+
+def services(
+    context: typer.Context,
+    stop: Annotated[
+        str, typer.Option("--stop", metavar="SERVICE", help="End this service, which this node published.")
+    ] = "",
+    data_dir: DataDir = "",
+    as_json: AsJson = False,
+) -> None:
+    """List the services that answer now."""
+    folder = find_data_dir(context, data_dir)
+    if stop:
+        document: dict[str, Any] = ask(folder, "services.stop", {"service": stop}, seconds=None)
+        show_json(document) if as_json else show([f"{document['name']} is served no more"])
+        return
+    document = ask(folder, "services", seconds=None)
+    if as_json:
+        show_json(document)
+        return
+    names = peer_names(folder)
+    lines = [line for row in document["services"] for line in service_lines(row, names)]
+    show(lines or ["no service answers; begin one: `peerloom serve MODEL`"])
+
+
+def served_lines(document: Mapping[str, Any]) -> list[str]:
+    """Return what a person is told of how a model was cut."""
+    name, count = document["name"], len(document["stages"])
+    if count == 1:
+        return [f"{name} fits one peer, so it is not split (--stages N splits it)"]
+    why = "as asked" if document.get("was_asked") else "for it fits no peer as a whole"
+    return [f"{name} is split into {count} stages, {why}"]
+
+
+def service_lines(document: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
+    """Return a service with who answers for its stages."""
+    lines = [f"{document['name']}  {document['service']}  up to {document['context']:,} tokens"]
+    for number, replicas in enumerate(document["stages"], 1):
+        sessions = sum(each["sessions"] for each in replicas)
+        who = ", ".join(_named(each["peer"], names) for each in replicas)
+        lines.append(f"  stage {number}  {who or 'nobody'}  {sessions} sessions")
+    if any(len(replicas) < document["replicas"] for replicas in document["stages"]):
+        lines.append(f"  {document['replicas']} replicas are wished for each stage, and not all are here")
+    return lines
+
+
+def answer_lines(document: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
+    """Return how an answer went."""
+    parts = [f"{document['tokens']} tokens"]
+    if document["first_seconds"] is not None:
+        parts.append(f"the first after {document['first_seconds']:.2f} s")
+    if document["tokens_per_second"] is not None:
+        parts.append(f"{document['tokens_per_second']:.1f} a second")
+    parts.append("by " + " -> ".join(_named(peer, names) for peer in document["route"]))
+    lines = [", ".join(parts)]
+    if document["moves"]:
+        times = "once" if document["moves"] == 1 else f"{document['moves']} times"
+        lines.append(f"a provider was lost {times}, and the answer went on elsewhere")
+    return lines
+
+
+def _write(text: str) -> None:
+    """Write a piece of an answer. What a model says is a stranger's: it steers no terminal."""
+    sys.stdout.write("".join(letter if letter in "\n\t" else clean_text(letter) for letter in text))
+    sys.stdout.flush()
+
+
+def _named(peer: str, names: Mapping[str, str]) -> str:
+    return names.get(peer) or f"...{peer[-6:]}"
+
+
+def _seed(text: str) -> int | None:
+    if not text:
+        return None
+    if not text.isdecimal():
+        raise UsageError(f"--seed {text}: want a whole number")
+    return int(text)
+
+
+def _by_tokenizer(
+    path: str, text: str, stops: Sequence[str]
+) -> tuple[list[int], Callable[[Any], str], Callable[[], str]]:
+    """Return a prompt's tokens, and what makes text of the answer's. Raises UsageError."""
+    from node.content.tokens import Tokens
+    from partition.serve.text import TextStream
+
+    known = Tokens(Path(path).expanduser())
+    stream = TextStream(lambda ids: known.decode(list(ids)), stops)
+    return known.encode(text, special=True).ids, stream.push, stream.finish

@@ -1,0 +1,75 @@
+"""Tokens as they come, made pieces of text: no half letters, and nothing of a text that ends the answer.
+
+What tokens say is asked of `decode`, over a window: from the token before which all is told to the newest.
+"""
+
+from collections.abc import Callable, Sequence
+
+UNFINISHED = "�"
+"""What decoders write for bytes that are no letter yet."""
+LETTER_BYTES_MAX = 4
+"""Bytes of a letter in UTF-8; what is unfinished for longer is no letter."""
+STOPS_MAX = 8
+STOP_LENGTH_MAX = 200
+
+
+def decode_bytes(tokens: Sequence[int]) -> str:
+    """Return the text of tokens that are bytes."""
+    return bytes(tokens).decode("utf-8", "replace")
+
+
+class TextStream:
+    """The text of one answer. With `stops` it is over (`is_stopped`) before the first of these texts."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
+        self.is_stopped = False
+        self._decode = decode
+        self._stops = tuple(stops)
+        self._tokens: list[int] = []
+        self._told = 0
+        """Of the tokens kept, so many are in the text by now."""
+        self._held = ""
+        """Text that may be the beginning of a stop."""
+
+    def push(self, token: int) -> str:
+        """Take the next token; return what may be shown now, which may be nothing."""
+        if self.is_stopped:
+            return ""
+        self._tokens.append(token)
+        before, whole = self._decode(self._tokens[: self._told]), self._decode(self._tokens)
+        waits = len(self._tokens) - self._told
+        if whole.endswith(UNFINISHED) and waits < LETTER_BYTES_MAX:
+            return ""
+        piece = whole[len(before) :]
+        # The tokens told last stay: some tokenizers write a token otherwise at the beginning of a text.
+        del self._tokens[: self._told]
+        self._told = len(self._tokens)
+        return self._release(self._held + piece)
+
+    def finish(self) -> str:
+        """Return what was held back; no token comes any more."""
+        if self.is_stopped:
+            return ""
+        before, whole = self._decode(self._tokens[: self._told]), self._decode(self._tokens)
+        held, self._held = self._held, ""
+        text = held + whole[len(before) :]
+        return text[: self._found(text)] if self._found(text) >= 0 else text
+
+    def _release(self, text: str) -> str:
+        if (place := self._found(text)) >= 0:
+            self.is_stopped, self._held = True, ""
+            return text[:place]
+        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def _found(self, text: str) -> int:
+        """Return where the first stop begins; -1 where there is none."""
+        return min((place for stop in self._stops if (place := text.find(stop)) >= 0), default=-1)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return how many letters at the end of a text may begin a stop."""
+    return next(
+        (size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0
+    )

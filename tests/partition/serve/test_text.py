@@ -1,0 +1,42 @@
+"""Pieces of text: together the whole text, never half a letter, nothing of what ends it."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from partition.serve.text import TextStream, decode_bytes
+
+
+def pieces(text: str, *stops: str) -> tuple[list[str], bool]:
+    stream = TextStream(decode_bytes, stops)
+    found = [stream.push(byte) for byte in text.encode()]
+    return [*found, stream.finish()], stream.is_stopped
+
+
+@given(st.text())
+def test_pieces_are_the_whole_text(text: str) -> None:
+    found, _ = pieces(text)
+    assert "".join(found) == text
+
+
+@given(st.text(), st.text(min_size=1, max_size=4))
+def test_a_text_ends_before_its_first_stop(text: str, stop: str) -> None:
+    found, is_stopped = pieces(text, stop)
+    assert "".join(found) == text.partition(stop)[0]
+    assert is_stopped == (stop in text)
+
+
+def test_no_piece_has_half_a_letter() -> None:
+    found, _ = pieces("naïve 日本 🙂")
+    assert not any("�" in piece for piece in found)
+    assert "🙂" in found
+
+
+def test_bytes_that_are_no_letter_are_shown_as_such() -> None:
+    stream = TextStream(decode_bytes)
+    assert "".join([stream.push(0xFF) for _ in range(6)] + [stream.finish()]) == "�" * 6
+
+
+def test_what_may_begin_a_stop_waits() -> None:
+    found, _ = pieces("a\nUs b\nUser: c", "\nUser:")
+    assert found[1:4] == ["", "", ""]
+    assert "".join(found) == "a\nUs b"
