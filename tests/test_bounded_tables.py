@@ -72,6 +72,9 @@ ROOM_MADE = {
     ("partition/run/failures.py", "PEERS_MAX"): "this node's own count of failures",
     ("partition/run/receipts.py", "LEARNED_MAX"): "the oldest",
     ("partition/run/stall.py", "ROSTER_MAX"): "members of a run alone",
+    ("partition/serve/door.py", "UNITS_IN_FLIGHT_MAX"): OWN,
+    ("partition/serve/provider.py", "WAITING_UNITS_MAX"): "one session's own, which ends with one more",
+    ("partition/serve/upkeep.py", "MEMBERS_MAX"): "those only named by others; members are introduced",
     ("partition/steps/schedule.py", "in_flight_max"): OWN,
 }
 

@@ -73,8 +73,8 @@ class Asking:
     # Serving a model
 
     async def serve(self, model: str, wish: ServeWish) -> dict[str, Any]:
-        """Publish a captured model (FILE.peerloom), by default under the file's name; return its document once
-        it answers. Raises UsageError: it cannot be served; RunFailed: it has no place."""
+        """Publish a captured model (FILE.peerloom), by default under the file's name; return its document
+        once it answers. Raises UsageError: it cannot be served; RunFailed: it has no place."""
         serving = self._serving
         graph, values, called = await serving.seams.executor.run(partial(captured_files, model))
         wish = replace(wish, name=wish.name or called)
@@ -269,7 +269,7 @@ def captured_files(model: str) -> tuple[Path, Path | None, str]:
     """Return a captured graph, the file of its values if there is one, and a name for a service. Raises
     UsageError: there is no such file."""
     path = Path(model).expanduser()
-    how = f"capture it to be served: `peerloom model capture MODEL --serve --out FILE{GRAPH_SUFFIX}`"
+    how = "docs/serving.md says how to capture a model to be served"
     if path.suffix != GRAPH_SUFFIX:
         raise UsageError(f"{model}: want a FILE{GRAPH_SUFFIX}", how)
     if not path.is_file():

@@ -99,12 +99,14 @@ class Hosting:
 
     # Taking a stage on
 
-    def take(self, service: Service, number: int, rows: Sequence[Row]) -> str | None:
-        """Begin to load a stage; return why not, None where it is begun."""
+    def take(self, service: Service, number: int, rows: Sequence[Row], asker: PeerId) -> str | None:
+        """Begin to load a stage, as `asker` wants; return why not, None where it is begun."""
         owner = self._owner
         if number >= service.manifest.stages:
             return "the service has no such stage"
         if (known := self.members.get(service.id)) is not None:
+            if asker == service.publisher or known.upkeep.has(asker):
+                known.upkeep.introduce(owner.seams.clock.monotonic(), rows)
             return None if known.number == number else "another stage of this service is here"
         if (reason := owner.accepts(service)) is not None:
             return reason
@@ -267,7 +269,7 @@ class Hosting:
     ) -> str | None:
         """Ask one node, which may be this one; return why it does not."""
         if peer == self._owner.signer.peer:
-            return self.take(service, number, rows)
+            return self.take(service, number, rows, peer)
         try:
             reply = await self.ask(peer, Host(service.fact, number, tuple(rows)))
         except Unreachable as error:

@@ -20,7 +20,7 @@ def check_served(graph: Graph, name: str) -> None:
     if graph.entries[0].name != SERVE:
         raise UsageError(
             f"{name}: the model was captured to be trained, not to be served",
-            "capture it again: `peerloom model capture MODEL --serve`",
+            "docs/serving.md says how to capture one to be served",
         )
 
 

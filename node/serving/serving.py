@@ -338,19 +338,19 @@ class Serving:
                 data = await stream.receive()
             request: wire.Request = decode(data, wire.Request, bytes_max=wire.REQUEST_BYTES_MAX)
             with trio.move_on_after(REQUEST_SECONDS_MAX):
-                await stream.send(encode(self._answered(request)))
+                await stream.send(encode(self._answered(stream.peer, request)))
         except StreamClosed:
             return
         except RemoteProtocolError as error:
             self.refuse(stream.peer, error)
 
-    def _answered(self, request: wire.Request) -> wire.Reply:
+    def _answered(self, sender: PeerId, request: wire.Request) -> wire.Reply:
         match request:
             case wire.Host():
                 service = wire.check_service(self.signer, request.manifest)
                 if service.id in self._over:
                     return declined("its publisher has ended this service")
-                reason = self.hosting.take(service, request.stage, request.rows)
+                reason = self.hosting.take(service, request.stage, request.rows, sender)
                 return wire.Done() if reason is None else declined(reason)
             case wire.Find():
                 members = self.hosting.members.values()
@@ -392,6 +392,8 @@ class Serving:
                         f"nobody takes stage {number + 1} of {manifest.stages}: {reason}",
                         "start a node with a free slot, or ask for fewer stages: `peerloom peers`",
                     )
+        for row in rows:  # the first were asked before the others were found
+            await self.hosting.ask_to_host(PeerId(row.peer), service, row.stage, rows)
         self.finder.note(service, [PeerId(row.peer) for row in rows])
         return service
 

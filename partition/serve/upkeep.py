@@ -6,6 +6,9 @@ fewer members than wished, the members act in the order of a hash of theirs and 
 once, the others only where it is still missing some seconds later, so that a dead first hinders nobody. Two
 that act at once make a replica too many, which serves like any other.
 
+A member is who was introduced: by the publisher, by the member that had it hold its stage, and then by those
+that know it. What a stranger tells is passed over, so nobody makes a service look complete.
+
 The driver finds a node that takes the stage: it answers `Recruit` by `recruited`.
 """
 
@@ -85,6 +88,7 @@ class ServiceUpkeep:
         self._wished = wished
         self._stage = stage
         self._members: dict[PeerId, _Member] = {}
+        self._former: dict[PeerId, None] = {}
         self._missing_since: dict[int, float] = {}
         self._recruiting: set[int] = set()
         self._pauses: dict[int, tuple[float, float]] = {}
@@ -121,22 +125,32 @@ class ServiceUpkeep:
         """Take what a member tells. Raises RemoteProtocolError."""
         if message.service != self._service or message.stage >= self._stages:
             raise RemoteProtocolError("a roll of another service, or of a stage that it has not")
+        known = self._members.get(sender)
+        if known is None and sender not in self._former:
+            return []  # no member has named it
         if message.is_leaving:
             self._members.pop(sender, None)
-        else:
-            is_new = sender not in self._members
-            if is_new and len(self._members) >= MEMBERS_MAX and not self._make_room():
-                return []
+        elif known is not None or len(self._members) < MEMBERS_MAX or self._make_room():
             self._members[sender] = _Member(message.stage, message.is_ready, now)
             self._learn(now, message.rows)
-            if is_new:
+            if known is None or known.is_hearsay:
                 self.deadline = min(self.deadline, now + TELL_SECONDS / 4)
         self._look(now)
         return []
 
+    def introduce(self, now: float, rows: Collection[Row]) -> None:
+        """These are members, as the publisher says, or another member."""
+        self._learn(now, rows)
+        self.deadline = min(self.deadline, now + TELL_SECONDS / 4)
+
+    def has(self, peer: PeerId) -> bool:
+        """Return whether a peer is a member whom this one has heard."""
+        return peer in self._members and not self._members[peer].is_hearsay
+
     def lost(self, now: float, peer: PeerId) -> Sends:
         """The stream from a member broke: it counts no more until it tells again."""
         if self._members.pop(peer, None) is not None:
+            self._remember(peer)
             self._look(now)
         return []
 
@@ -147,6 +161,8 @@ class ServiceUpkeep:
         for peer, each in list(self._members.items()):
             if now - each.heard_at >= (HEARSAY_SECONDS if each.is_hearsay else FORGET_SECONDS):
                 del self._members[peer]
+                if not each.is_hearsay:
+                    self._remember(peer)
         self._look(now)
         return self._tell(now)
 
@@ -173,6 +189,13 @@ class ServiceUpkeep:
                 continue
             if len(self._members) < MEMBERS_MAX:
                 self._members[peer] = _Member(row.stage, row.is_ready, now, is_hearsay=True)
+
+    def _remember(self, peer: PeerId) -> None:
+        """Keep in mind that this was a member: its word counts again once it comes back."""
+        self._former.pop(peer, None)
+        self._former[peer] = None
+        while len(self._former) > MEMBERS_MAX:
+            del self._former[next(iter(self._former))]
 
     def _make_room(self) -> bool:
         """ForgetSession one that others only speak of; whether there was one."""

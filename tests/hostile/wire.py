@@ -28,7 +28,7 @@ from node.checkpoints.weights import WEIGHTS_PURPOSE
 from node.content import blobs, directory, exchange
 from node.local import column
 from node.protocols import audits as shown
-from node.protocols import checkpoint, manifest
+from node.protocols import checkpoint, manifest, services
 from node.protocols import receipts as given
 from node.protocols import runs as runs
 from node.protocols.revision import REVISION_PURPOSE, RevisionBody
@@ -36,6 +36,7 @@ from node.runs import audits, receipts, traces
 from node.runs.stopping import STOP_PURPOSE, StopBody
 from node.seams import USUAL_STREAMS, StreamLimits
 from node.services import autonat, links, lives, metadata
+from node.serving import serving
 from partition.plan.change import Change
 from partition.plan.history import FIRST_PLAN_PURPOSE, SEGMENT_PURPOSE, Segment
 from partition.plan.observed import Observed
@@ -44,6 +45,7 @@ from partition.plan.rates import Calibration
 from partition.run import admission, conclusions
 from partition.run.receipts import MEASURED_PURPOSE, ReceiptBody
 from partition.run.tickets import REVOCATION_PURPOSE, TICKET_PURPOSE, Revocation, Ticket
+from partition.serve import messages as serve
 from partition.steps.frames import FRAME_PURPOSE, FrameHeader
 
 DATAGRAM_BYTES_MAX = 1_100
@@ -82,6 +84,8 @@ PROTOCOLS = (
     Protocol(averaging.PROTOCOL, averaging.Message, payloads=True, limits=averaging_service.STREAMS),
     Protocol(evidence.PROTOCOL, evidence.Evidence, limits=proofs.STREAMS),
     Protocol(column.PROTOCOL, column.Question, column.Answer, payloads=True, limits=column.STREAMS),
+    Protocol(serve.SERVE_PROTOCOL, serve.Message, payloads=True, limits=serving.STREAMS),
+    Protocol(services.SERVICES_PROTOCOL, services.Request, services.Reply),
     Protocol(transfer.PROTOCOL, transfer.Question, transfer.Answer, limits=transfer.STREAMS),
     Protocol(traces.TRACES_PROTOCOL, traces.Ask, traces.Told),
     Protocol(shown.FRAMES_PROTOCOL, shown.Question, shown.Answer, payloads=True, limits=audits.STREAMS),
@@ -114,6 +118,8 @@ PURPOSES: Mapping[type, str] = {
     Revocation: REVOCATION_PURPOSE,
     RevisionBody: REVISION_PURPOSE,
     ReceiptBody: MEASURED_PURPOSE,
+    services.ServiceManifest: services.SERVICE_PURPOSE,
+    services.StopServiceBody: services.STOP_SERVICE_PURPOSE,
 }
 """What stands in a Fact, and for what it is signed."""
 
@@ -122,6 +128,7 @@ FACTS: Mapping[str, tuple[type, ...]] = {
     dht.messages.PROTOCOL: (dht.records.RecordBody,),
     runs.RUNS_PROTOCOL: (manifest.Manifest, runs.LeaseBody, Plan, Segment, StopBody, RevisionBody, Ticket),
     given.RECEIPTS_PROTOCOL: (ReceiptBody,),
+    services.SERVICES_PROTOCOL: (services.ServiceManifest, services.StopServiceBody),
     conclusions.PROTOCOL: (Ticket, Revocation),
     admission.PROTOCOL: (Ticket, Revocation),
     column.PROTOCOL: (Ticket,),

@@ -1,5 +1,6 @@
 """A service keeps its number of replicas, whoever of its members dies."""
 
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -105,8 +106,9 @@ def test_a_member_that_leaves_is_replaced_at_once() -> None:
 def test_members_hear_of_each_other_by_others() -> None:
     swarm = Swarm({}, [], stages=1, wished=1)
     swarm.join(PEERS[0], 0, [])
-    for peer in PEERS[1:6]:
-        swarm.join(peer, 0, [Row(PEERS[0], 0, True)])
+    for before, peer in pairwise(PEERS[:6]):
+        swarm.members[before].introduce(swarm.now, [Row(peer, 0, False)])
+        swarm.join(peer, 0, [Row(before, 0, True)])
     swarm.run(4)
     assert all(len(core.rows()) == 6 for core in swarm.members.values())
 
@@ -114,15 +116,32 @@ def test_members_hear_of_each_other_by_others() -> None:
 def test_who_is_only_spoken_of_holds_no_place() -> None:
     rng = Random(1)
     core = ServiceUpkeep(0.0, PEERS[0], SERVICE, 1, 2, 0, [])
+    core.introduce(0.0, [Row(peer, 0, True) for peer in PEERS[1:]])
+    for peer in PEERS[1:]:
+        core.receive(0.0, peer, Roll(SERVICE, 0, True))
     rows = tuple(Row(rng.randbytes(32), 0, True) for _ in range(MEMBERS_MAX))
     core.receive(0.0, PEERS[1], Roll(SERVICE, 0, True, False, rows))
-    for peer in PEERS[2:]:
-        core.receive(0.0, peer, Roll(SERVICE, 0, True))
     assert {row.peer for row in core.rows()} == {*PEERS}
-    assert len(core.rows()) <= MEMBERS_MAX
     core.wake(4.0)
     core.wake(8.0)
     assert len(core.rows()) == 1
+
+
+def test_a_stranger_that_nobody_named_is_no_member() -> None:
+    core = ServiceUpkeep(0.0, PEERS[0], SERVICE, 1, 2, 0, [])
+    core.receive(0.0, PEERS[1], Roll(SERVICE, 0, True, False, (Row(PEERS[2], 0, True),)))
+    assert [row.peer for row in core.rows()] == [PEERS[0]]
+    core.receive(0.0, PEERS[2], Roll(SERVICE, 0, True))
+    assert not core.has(PEERS[2])
+
+
+def test_a_member_that_was_away_counts_again_by_its_own_word() -> None:
+    core = ServiceUpkeep(0.0, PEERS[0], SERVICE, 1, 2, 0, [Row(PEERS[1], 0, True)])
+    core.receive(0.0, PEERS[1], Roll(SERVICE, 0, True))
+    core.lost(1.0, PEERS[1])
+    assert not core.has(PEERS[1])
+    core.receive(30.0, PEERS[1], Roll(SERVICE, 0, True))
+    assert core.has(PEERS[1])
 
 
 def test_a_roll_of_a_stage_that_is_not_there_is_refused() -> None:
@@ -136,6 +155,7 @@ def test_a_roll_of_a_stage_that_is_not_there_is_refused() -> None:
 def test_who_answers_is_told_as_it_changes() -> None:
     core = ServiceUpkeep(0.0, PEERS[0], SERVICE, 2, 1, 0, [])
     core.ready(0.0)
+    core.introduce(0.0, [Row(PEERS[1], 1, False)])
     core.receive(0.0, PEERS[1], Roll(SERVICE, 1, False))
     core.receive(0.0, PEERS[1], Roll(SERVICE, 1, True))
     core.receive(0.0, PEERS[1], Roll(SERVICE, 1, True))
