@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
@@ -17,9 +18,9 @@ from crypto.identity import peer_text
 from node.errors import UsageError
 from node.protocols.services import REPLICAS_MAX, Service, ServiceManifest
 from node.serving.generations import Generation
-from node.serving.planning import check_served, plan_service
+from node.serving.planning import plan_service, served_graph
 from node.serving.serving import Serving
-from partition.model.graph import Graph
+from partition.model.graph import Graph, encode_graph
 from partition.serve.door import Wish
 from partition.serve.sampling import SEED_MAX, Sampling
 from partition.serve.text import STOP_LENGTH_MAX, STOPS_MAX, TextStream, decode_bytes
@@ -56,7 +57,7 @@ class Question:
 class ServeWish:
     """How a model is to be served; `stages` 0 leaves the cut to the planner."""
 
-    name: str
+    name: str = ""
     stages: int = 0
     replicas: int = 1
     context: int = 0
@@ -80,8 +81,7 @@ class Asking:
         wish = replace(wish, name=wish.name or called)
         if not 1 <= wish.replicas <= REPLICAS_MAX:
             raise UsageError(f"--replicas {wish.replicas}: want 1 to {REPLICAS_MAX}")
-        name, decoded = await serving.models.learn(graph, values)
-        check_served(decoded, str(graph))
+        name, decoded = await self._learn(graph, values, wish.context or CONTEXT_USUAL)
         offers = list(serving.offers())
         plan = partial(plan_service, decoded, offers, wish.stages)
         ranges, peers = await serving.seams.executor.run(plan, apart=True)
@@ -94,7 +94,7 @@ class Asking:
                 cuts=tuple(first for first, _ in ranges[1:]),
                 replicas=wish.replicas,
                 vocabulary=vocabulary,
-                context=wish.context or CONTEXT_USUAL,
+                context=min(wish.context or CONTEXT_USUAL, decoded.symbols[2].maximum),
                 threads=serving.machine.threads,
                 at_milliseconds=int(serving.seams.swarm_clock.wall() * 1_000),
                 text="bytes" if vocabulary == BYTES else "",
@@ -107,6 +107,19 @@ class Asking:
         service = await serving.begin(manifest, peers)
         await serving.await_ready(service)
         return await self.document(service) | {"is_split": len(ranges) > 1, "was_asked": bool(wish.stages)}
+
+    async def _learn(self, graph: Path, values: Path | None, context: int) -> tuple[bytes, Graph]:
+        """Have this node hold the graph that serves a captured model, and its values. Raises UsageError."""
+        serving = self._serving
+        name, decoded = await serving.models.learn(graph, values)
+        served = await serving.seams.executor.run(partial(served_graph, decoded, str(graph), context))
+        if served is decoded:
+            return name, decoded
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / f"served{GRAPH_SUFFIX}"
+            write = partial(path.write_bytes, encode_graph(served))
+            await serving.seams.executor.run(write)
+            return await serving.models.learn(path, values)
 
     async def stop(self, name: str) -> dict[str, Any]:
         """End a service that this node has published. Raises UsageError."""

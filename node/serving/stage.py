@@ -16,16 +16,19 @@ from node.protocols.services import Service
 from node.seams import Executor, Seams, Stage
 from node.serving import tensors
 from partition import stage as api
-from partition.codec import Payload, TensorHeader, Typed, pack, unpack
+from partition.codec import Payload, Typed, pack, unpack
 from partition.model.cut import cut_layers
-from partition.model.graph import Graph, StageGraph, Stored
+from partition.model.graph import SERVE, Graph, Size, StageGraph, Stored, TensorType
+from partition.model.serving import ROWS_MAX
 from partition.serve.messages import SESSION_BYTES, Answer, CloseCode, Work
 from partition.serve.provider import BATCH_TOKENS_MAX, ComputeBatch
 
-SERVE = "serve"
-"""The entry point that is served."""
 CACHE_SHARE = 0.5
 """What of a slot's memory keys and values may take; the rest is for parameters and for computing."""
+OF_UNITS = (1, 2)
+"""Inputs of the entry point `serve` that say where tokens stand and which rows are wanted."""
+TOKENS = Size(0)
+"""The side of a tensor that is as long as a batch has tokens."""
 NOBODY = bytes(SESSION_BYTES)
 """A session that nobody has."""
 SHORT_BYTES = 64 << 10
@@ -53,7 +56,7 @@ def specification(service: Service, graph: Graph, number: int, machine: Machine)
         return api.StageSpecification(
             run=service.id,
             graph=graphs[number],
-            sizes_max=(BATCH_TOKENS_MAX,) * len(graph.symbols),
+            sizes_max=(BATCH_TOKENS_MAX, ROWS_MAX, manifest.context),
             threads=manifest.threads,
             device=machine.device,
             memory_bytes_max=max(1, machine.memory_bytes),
@@ -72,7 +75,9 @@ class ServedStage:
         self.number = number
         self.specification = wanted
         self._stage = stage
-        self._form = _input_form(wanted.graph)
+        entry = wanted.graph.entry(SERVE)
+        self._given = _boundary_forms(wanted.graph, entry.inputs)
+        self._sent = () if self.is_last else _boundary_forms(wanted.graph, entry.outputs)
 
     @classmethod
     async def open(
@@ -101,11 +106,13 @@ class ServedStage:
             raise StageFailed(f"no process can be started: {error}") from None
         try:
             await models.fill(stage, wanted, holders())
-        except BaseException:
+            return cls(service, number, wanted, stage)
+        except BaseException as error:
             with trio.CancelScope(shield=True):
                 await stage.aclose()
+            if isinstance(error, RemoteProtocolError):
+                raise StageFailed(str(error)) from None
             raise
-        return cls(service, number, wanted, stage)
 
     @property
     def is_last(self) -> bool:
@@ -131,19 +138,17 @@ class ServedStage:
         if self.number == 0:
             tensors.check_ids(work, arrays, self.service.manifest.vocabulary)
         else:
-            tensors.check_boundary(work, arrays, self._form)
+            tensors.check_boundary(work, arrays, self._given)
 
     async def compute(self, asked: ComputeBatch, executor: Executor) -> Outcome:
         """Return what a batch comes to, a row for each unit. Raises Refusal, or StageFailed: the process is
         gone."""
         units = tuple(
-            api.Unit(
-                unit.session, unit.work.position, unit.work.tokens, unit.work.wanted if self.is_last else 0
-            )
+            api.Unit(unit.session, unit.work.position, unit.work.tokens, unit.work.wanted)
             for unit in asked.units
         )
         size = sum(array.nbytes for unit in asked.units for _, array in unit.arrays)
-        join = partial(_join, [unit.arrays for unit in asked.units])
+        join = partial(_join, [unit.arrays for unit in asked.units], self._given)
         payload = join() if size <= SHORT_BYTES else await executor.run(join)
         try:
             served = await self._stage.call(api.Serve(units, payload))
@@ -157,7 +162,7 @@ class ServedStage:
             raise StageFailed("the stage's process answered what it was not asked")
         works = [unit.work for unit in asked.units]
         bytes_max = api.payload_bytes_max(self.specification)
-        split = partial(_split, served, works, bytes_max, is_last=self.is_last)
+        split = partial(_split, served, works, bytes_max, self._sent, is_last=self.is_last)
         try:
             return split() if not self.is_last and size <= SHORT_BYTES else await executor.run(split)
         except (ValueError, RemoteProtocolError) as error:
@@ -172,29 +177,38 @@ class ServedStage:
             await self._stage.aclose()
 
 
-def _input_form(graph: StageGraph) -> tuple[TensorHeader, ...]:
-    """Return what crosses the boundary before a stage; of its shapes the first side is the tokens'."""
-    entry = next(each for each in graph.entries if each.name == SERVE)
-    types = dict(entry.types)
-    kinds = [graph.types[types[number]] for number in entry.inputs]
-    return tuple(
-        TensorHeader(
-            kind.dtype,  # type: ignore[arg-type]  # no boundary is complex
-            (1, *(side if isinstance(side, int) else 1 for side in kind.shape[1:])),
-        )
-        for kind in kinds
+def _boundary_forms(graph: StageGraph, numbers: Sequence[int]) -> tuple[tensors.Form, ...]:
+    """Return what crosses a boundary; every stage makes positions and wanted rows of the units itself. Raises
+    RemoteProtocolError, as `boundary_form`."""
+    types = dict(graph.entry(SERVE).types)
+    return tuple(boundary_form(graph.types[types[number]]) for number in numbers if number not in OF_UNITS)
+
+
+def boundary_form(kind: TensorType) -> tensors.Form:
+    """Return a tensor of a boundary. Raises RemoteProtocolError: it is not one row a token."""
+    axes = [axis for axis, side in enumerate(kind.shape) if side == TOKENS]
+    if len(axes) != 1 or any(isinstance(side, Size) and side != TOKENS for side in kind.shape):
+        raise RemoteProtocolError("the model cannot be cut there to be served: not by tokens")
+    return tensors.Form(
+        kind.dtype, tuple(side if isinstance(side, int) else 0 for side in kind.shape), axes[0]
     )
 
 
-def _join(units: Sequence[Sequence[Typed]]) -> Payload:
-    return pack(tensors.join(units), "raw")
+def _join(units: Sequence[Sequence[Typed]], form: Sequence[tensors.Form]) -> Payload:
+    return pack(tensors.join(units, form), "raw")
 
 
-def _split(served: api.Served, works: Sequence[Work], bytes_max: int, *, is_last: bool) -> Outcome:
+def _split(
+    served: api.Served, works: Sequence[Work], bytes_max: int, form: Sequence[tensors.Form], *, is_last: bool
+) -> Outcome:
     arrays = [] if served.output is None else unpack(served.output, bytes_max=bytes_max)
     if not is_last:
-        return [(None, rows) for rows in tensors.split(arrays, [work.tokens for work in works])]
+        return [(None, rows) for rows in tensors.split(arrays, form, [work.tokens for work in works])]
     if not arrays:
         return [tensors.answer(work, None) for work in works]
-    rows = tensors.split(arrays[:1], [work.wanted for work in works])
-    return [tensors.answer(work, found[0][1]) for work, found in zip(works, rows, strict=True)]
+    outcome: Outcome = []
+    begin = 0
+    for work in works:
+        outcome.append(tensors.answer(work, arrays[0][1][begin : begin + work.wanted]))
+        begin += work.wanted
+    return outcome

@@ -4,12 +4,14 @@ Not for the event loop where they are long: whoever calls says where it runs.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from crypto.errors import RemoteProtocolError
 from partition.codec import TensorHeader, Typed, check_length
 from partition.codecs.base import ON_WIRE, Array
+from partition.model.graph import DataType
 from partition.serve.messages import Answer, Work
 from partition.serve.sampling import best_logits, log_sum
 
@@ -50,31 +52,52 @@ def check_ids(work: Work, arrays: Sequence[Typed], vocabulary: int) -> None:
         raise RemoteProtocolError("ids that are no tokens of the model")
 
 
-def check_boundary(work: Work, arrays: Sequence[Typed], form: Sequence[TensorHeader]) -> None:
-    """Raise RemoteProtocolError where a unit is not what crosses a boundary. The first side of the shapes in
-    `form` does not count: it is the tokens'."""
-    wanted = [(header.dtype, (work.tokens, *header.shape[1:])) for header in form]
+@dataclass(frozen=True)
+class Form:
+    """A tensor of a boundary: its type, its sides, and the axis of the tokens, whose side does not count."""
+
+    dtype: DataType
+    sides: tuple[int, ...]
+    axis: int
+
+    def shape(self, tokens: int) -> tuple[int, ...]:
+        """Return its shape for so many tokens."""
+        return tuple(tokens if axis == self.axis else side for axis, side in enumerate(self.sides))
+
+
+def check_boundary(work: Work, arrays: Sequence[Typed], form: Sequence[Form]) -> None:
+    """Raise RemoteProtocolError where a unit is not what crosses a boundary."""
+    wanted = [(each.dtype, each.shape(work.tokens)) for each in form]
     if [(dtype, array.shape) for dtype, array in arrays] != wanted:
         raise RemoteProtocolError("a unit with other tensors than its boundary has")
     if any(array.dtype.kind == "f" and not np.isfinite(array).all() for _, array in arrays):
         raise RemoteProtocolError("a unit with numbers that are not finite")
 
 
-def join(units: Sequence[Sequence[Typed]]) -> list[Typed]:
+def join(units: Sequence[Sequence[Typed]], form: Sequence[Form]) -> list[Typed]:
     """Return the tensors of several units as those of one batch."""
     if len(units) == 1:
         return list(units[0])
-    return [(rows[0][0], np.concatenate([array for _, array in rows])) for rows in zip(*units, strict=True)]
+    return [
+        (each.dtype, np.concatenate([array for _, array in rows], axis=each.axis))
+        for each, rows in zip(form, zip(*units, strict=True), strict=True)
+    ]
 
 
-def split(arrays: Sequence[Typed], counts: Sequence[int]) -> list[tuple[Typed, ...]]:
-    """Return the rows of each unit. Raises ValueError: the batch has others."""
-    if any(array.shape[0] != sum(counts) for _, array in arrays):
-        raise ValueError("a stage that answers other rows than it was asked for")
+def split(arrays: Sequence[Typed], form: Sequence[Form], counts: Sequence[int]) -> list[tuple[Typed, ...]]:
+    """Return the tokens of each unit. Raises ValueError: the batch has others."""
+    if [array.shape for _, array in arrays] != [each.shape(sum(counts)) for each in form]:
+        raise ValueError("a stage that answers other tensors than it was asked for")
     found, begin = [], 0
     for count in counts:
-        found.append(tuple((dtype, array[begin : begin + count]) for dtype, array in arrays))
+        taken = slice(begin, begin + count)
         begin += count
+        found.append(
+            tuple(
+                (dtype, array[(slice(None),) * each.axis + (taken,)])
+                for each, (dtype, array) in zip(form, arrays, strict=True)
+            )
+        )
     return found
 
 

@@ -24,6 +24,7 @@ import msgspec
 
 from crypto.identity import PEER_ID_BYTES
 from partition.codec import TensorHeader, Typed
+from partition.model.serving import ROWS_MAX
 from partition.plan.plan import STAGES_MAX
 
 SERVE_PROTOCOL = "/peerloom/serve/1"
@@ -50,7 +51,7 @@ Peer = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_I
 StageNumber = Annotated[int, msgspec.Meta(ge=0, lt=STAGES_MAX)]
 Position = Annotated[int, msgspec.Meta(ge=0, le=POSITION_MAX)]
 Tokens = Annotated[int, msgspec.Meta(ge=1, le=UNIT_TOKENS_MAX)]
-Rows = Annotated[int, msgspec.Meta(ge=0, le=UNIT_TOKENS_MAX)]
+Rows = Annotated[int, msgspec.Meta(ge=0, le=ROWS_MAX)]
 Best = Annotated[int, msgspec.Meta(ge=0, le=BEST_MAX)]
 UnitNumber = Annotated[int, msgspec.Meta(ge=0, lt=UNITS_MAX)]
 Reason = Annotated[str, msgspec.Meta(max_length=REASON_LENGTH_MAX)]
@@ -107,7 +108,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     session: Session
     number: UnitNumber
     best: Best = 0
-    sums: Annotated[tuple[float, ...], msgspec.Meta(max_length=UNIT_TOKENS_MAX)] = ()
+    sums: Annotated[tuple[float, ...], msgspec.Meta(max_length=ROWS_MAX)] = ()
     tensors: Tensors = ()
 
 

@@ -21,6 +21,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from crypto.registers import Budget, Register
 from partition.codec import Typed
+from partition.model.serving import ROWS_MAX
 from partition.serve.messages import (
     Alive,
     Answer,
@@ -44,6 +45,8 @@ PATIENCE_SECONDS = 5.0
 PLACES = Budget(SESSIONS_MAX, SESSIONS_PER_DOOR_MAX, SESSIONS_MAX // 2, PATIENCE_SECONDS)
 BATCH_TOKENS_MAX = 1_024
 """Tokens of one call to the stage: two of the largest chunks, or one and what all sessions decode."""
+BATCH_ROWS_MAX = ROWS_MAX
+"""Rows of logits that one call answers."""
 WAITING_UNITS_MAX = 16
 """Units of one session that wait: a door has fewer in flight."""
 WAITING_BYTES_MAX = 256 << 20
@@ -320,15 +323,16 @@ class SessionProvider:
             if each.service == service and each.may_compute:
                 ready.setdefault(each.door, deque()).append(each)
         chosen: list[_Session] = []
-        left = BATCH_TOKENS_MAX
+        left, rows_left = BATCH_TOKENS_MAX, BATCH_ROWS_MAX
         while ready:
             door = min(ready, key=lambda peer: (self._served[peer], peer))
             session = ready[door].popleft()
             work = session.waiting[0].message
             assert isinstance(work, Work)
-            if work.tokens > left:
+            if work.tokens > left or work.wanted > rows_left:
                 break  # it is the next to have its turn
             left -= work.tokens
+            rows_left -= work.wanted
             self._served[door] += work.tokens
             chosen.append(session)
             if not ready[door]:
