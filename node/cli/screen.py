@@ -125,6 +125,27 @@ class EventScreen:
     def _alert(self, event: Event) -> list[str]:
         return [_at(event, f"alert: {event['text']}")]
 
+    def _service(self, event: Event) -> list[str]:
+        name, stage = event["name"], event["stage"] + 1
+        if not event["is_held"]:
+            return [_at(event, f"service {name}: stage {stage} is held here no more: {event['detail']}")]
+        ready = ", ".join(map(str, event["ready"]))
+        return [
+            _at(event, f"service {name}: stage {stage} is here; {ready} of {event['wished']} answer by stage")
+        ]
+
+    def _answer_moved(self, event: Event) -> list[str]:
+        route = " -> ".join(map(self._name, event["route"]))
+        return [_at(event, f"answer of {event['name']} goes on over {route}: {event['reason']}")]
+
+    def _answer_ended(self, event: Event) -> list[str]:
+        text = f"answer of {event['name']}: {event['outcome']}, {event['tokens']} tokens"
+        if event["first_seconds"] is not None:
+            text += f", the first after {event['first_seconds']:.2f} s"
+        if event["tokens_per_second"] is not None:
+            text += f", {event['tokens_per_second']:.1f} a second"
+        return [_at(event, text + (f": {event['detail']}" if event["detail"] else ""))]
+
     def _page(self, event: Event) -> list[str]:
         port = event["address"].rpartition(":")[2]
         wanted = event["port_wanted"]
@@ -416,6 +437,9 @@ _RENDERERS = {
     "NodeStarted": EventScreen._started,
     "PageOpened": EventScreen._page,
     "AlertRaised": EventScreen._alert,
+    "ServiceChanged": EventScreen._service,
+    "GenerationMoved": EventScreen._answer_moved,
+    "GenerationEnded": EventScreen._answer_ended,
     "CapacityMeasured": EventScreen._measured,
     "FencesTried": EventScreen._fences_tried,
     "JoinTried": EventScreen._join_tried,
