@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from math import prod
 
 import trio
 
@@ -12,16 +13,16 @@ from crypto.identity import PeerId
 from node.content.graphs import Models
 from node.errors import SessionRefused, StageFailed, Unreachable
 from node.placement.admission import Machine
-from node.protocols.services import Service
+from node.protocols.services import Service, ServiceManifest
 from node.seams import Executor, Seams, Stage
 from node.serving import tensors
 from partition import stage as api
 from partition.codec import Payload, Typed, pack, unpack
 from partition.model.cut import cut_layers
-from partition.model.graph import SERVE, Graph, Size, StageGraph, Stored, TensorType
-from partition.model.serving import ROWS_MAX
+from partition.model.graph import ITEM_BYTES, SERVE, Graph, Size, StageGraph, Stored, TensorType
+from partition.model.serving import ROWS_MAX, attention_layers
 from partition.serve.messages import SESSION_BYTES, Answer, CloseCode, Work
-from partition.serve.provider import BATCH_TOKENS_MAX, ComputeBatch
+from partition.serve.provider import BATCH_TOKENS_MAX, SESSIONS_MAX, ComputeBatch
 
 CACHE_SHARE = 0.5
 """What of a slot's memory keys and values may take; the rest is for parameters and for computing."""
@@ -29,6 +30,8 @@ OF_UNITS = (1, 2)
 """Inputs of the entry point `serve` that say where tokens stand and which rows are wanted."""
 TOKENS = Size(0)
 """The side of a tensor that is as long as a batch has tokens."""
+SPARE_TOKENS = 128
+"""Places of a session's last page that may stay empty."""
 NOBODY = bytes(SESSION_BYTES)
 """A session that nobody has."""
 SHORT_BYTES = 64 << 10
@@ -61,10 +64,21 @@ def specification(service: Service, graph: Graph, number: int, machine: Machine)
             device=machine.device,
             memory_bytes_max=max(1, machine.memory_bytes),
             allow_unfenced=machine.allow_unfenced,
-            cache_bytes=int(machine.memory_bytes * CACHE_SHARE),
+            cache_bytes=min(
+                int(machine.memory_bytes * CACHE_SHARE), sessions_bytes(graphs[number], manifest)
+            ),
         )
     except ValueError as error:
         raise RemoteProtocolError(f"a service that does not fit its model: {error}") from None
+
+
+def sessions_bytes(graph: StageGraph, manifest: ServiceManifest) -> int:
+    """Return what keys and values of all sessions take that a stage may have at once."""
+    kinds = [kind for _, *pair in attention_layers(graph, graph.entry(SERVE)) for kind in pair]
+    token_bytes = sum(
+        ITEM_BYTES[kind.dtype] * prod(side for side in kind.shape if isinstance(side, int)) for kind in kinds
+    )
+    return token_bytes * SESSIONS_MAX * (manifest.context + SPARE_TOKENS)
 
 
 class ServedStage:
