@@ -51,11 +51,7 @@ FLOORS = (
     ("services", "planning", "protocols", "stages"),
     ("content",),
     ("placement",),
-<<<<<<< HEAD
-    ("checkpoints", "pipeline", "runs", "averaging", "local", "calibration"),
-=======
-    ("checkpoints", "pipeline", "runs", "averaging", "local", "serving"),
->>>>>>> 0a1f6a2 (node: services, found in the DHT, held by members, answered stage to stage)
+    ("checkpoints", "pipeline", "runs", "averaging", "local", "calibration", "serving"),
     (
         "control",
         "executor",

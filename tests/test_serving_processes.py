@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from node.cli.client import ask, request
-from node.cli.demo.processes import SwarmProcesses
+from node.demo.processes import SwarmProcesses
 from partition.capture.model_spec import capture_built_in
 
 NAMES = "abc"

@@ -17,7 +17,7 @@ from node.protocols.services import Service, ServiceManifest
 from node.seams import Executor, Seams, Stage
 from node.serving import tensors
 from partition import stage as api
-from partition.codec import Payload, Typed, pack, unpack
+from partition.codecs.codec import Payload, Typed, pack, unpack
 from partition.model.cut import cut_layers
 from partition.model.graph import ITEM_BYTES, SERVE, Graph, Size, StageGraph, Stored, TensorType
 from partition.model.serving import ROWS_MAX, attention_layers

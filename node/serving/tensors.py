@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from crypto.errors import RemoteProtocolError
-from partition.codec import TensorHeader, Typed, check_length
 from partition.codecs.base import ON_WIRE, Array
+from partition.codecs.codec import TensorHeader, Typed, check_length
 from partition.model.graph import DataType
 from partition.serve.messages import Answer, Work
 from partition.serve.sampling import best_logits, log_sum

@@ -23,7 +23,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from crypto.identity import PEER_ID_BYTES
-from partition.codec import TensorHeader, Typed
+from partition.codecs.codec import TensorHeader, Typed
 from partition.model.serving import ROWS_MAX
 from partition.plan.plan import STAGES_MAX
 

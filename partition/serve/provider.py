@@ -20,7 +20,7 @@ from math import inf
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from crypto.registers import Budget, Register
-from partition.codec import Typed
+from partition.codecs.codec import Typed
 from partition.model.serving import ROWS_MAX
 from partition.serve.messages import (
     Alive,

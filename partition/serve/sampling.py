@@ -14,8 +14,8 @@ import numpy as np
 from blake3 import blake3
 
 from crypto.errors import RemoteProtocolError
-from partition.codec import Typed
 from partition.codecs.base import Array
+from partition.codecs.codec import Typed
 from partition.serve.messages import BEST_MAX, Answer, Work
 
 SEED_MAX = 2**63 - 1

@@ -11,7 +11,7 @@ from node.errors import StageFailed
 from node.protocols.services import Service, ServiceManifest
 from node.runtime import Node
 from node.serving.stage import Outcome
-from partition.codec import Typed
+from partition.codecs.codec import Typed
 from partition.serve.door import Wish
 from partition.serve.messages import Work
 from partition.serve.provider import ComputeBatch

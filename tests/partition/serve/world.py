@@ -8,8 +8,8 @@ from blake3 import blake3
 
 from crypto.encoding import decode, encode
 from crypto.identity import Identity, PeerId
-from partition.codec import Typed, typed
 from partition.codecs.base import Array
+from partition.codecs.codec import Typed, typed
 from partition.serve.door import (
     Door,
     GenerationOver,
