@@ -1,4 +1,7 @@
-"""Screens as text snapshots: what a person sees, word for word."""
+"""Screens as text snapshots: what a person sees, word for word.
+
+Long because one history has every kind of event, and each screen of it stands whole.
+"""
 
 import io
 import re

@@ -225,3 +225,28 @@ def _sample_and_classes(run_file: RunFile, base: Path, load: Load) -> tuple[tupl
         return dataset.sample_shape, reading.vocabulary
     words = reading.words if reading is not None else []  # the last of them may be of no sample
     return dataset.sample_shape, max(dataset.classes, len(words))
+
+
+@contextmanager
+def captured_to_serve(model: str) -> Iterator[str]:
+    """The file of a graph to be served, while the node takes it: `model` itself, or what a folder of
+    transformers is captured to. Raises UsageError: it cannot be captured."""
+    path = Path(model).expanduser().absolute()
+    if not is_model_folder(path):
+        yield str(path)
+        return
+    from partition.capture import CaptureRefused
+    from partition.capture.serving import capture_folder_for_serving
+    from partition.capture.weights import write_weights
+
+    with command_folder() as folder:
+        graph = folder / (path.name + GRAPH_SUFFIX)
+        try:
+            found = capture_folder_for_serving(path)
+            graph.write_bytes(found.data)
+            write_weights(graph.with_suffix(VALUES_SUFFIX), found)
+        except CaptureRefused as error:
+            raise UsageError(f"{model}: {error}") from None
+        except OSError as error:
+            raise UsageError(f"{model}: {(error.strerror or str(error)).lower()}") from None
+        yield str(graph)

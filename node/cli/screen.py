@@ -125,27 +125,6 @@ class EventScreen:
     def _alert(self, event: Event) -> list[str]:
         return [_at(event, f"alert: {event['text']}")]
 
-    def _service(self, event: Event) -> list[str]:
-        name, stage = event["name"], event["stage"] + 1
-        if not event["is_held"]:
-            return [_at(event, f"service {name}: stage {stage} is held here no more: {event['detail']}")]
-        ready = ", ".join(map(str, event["ready"]))
-        return [
-            _at(event, f"service {name}: stage {stage} is here; {ready} of {event['wished']} answer by stage")
-        ]
-
-    def _answer_moved(self, event: Event) -> list[str]:
-        route = " -> ".join(map(self._name, event["route"]))
-        return [_at(event, f"answer of {event['name']} goes on over {route}: {event['reason']}")]
-
-    def _answer_ended(self, event: Event) -> list[str]:
-        text = f"answer of {event['name']}: {event['outcome']}, {event['tokens']} tokens"
-        if event["first_seconds"] is not None:
-            text += f", the first after {event['first_seconds']:.2f} s"
-        if event["tokens_per_second"] is not None:
-            text += f", {event['tokens_per_second']:.1f} a second"
-        return [_at(event, text + (f": {event['detail']}" if event["detail"] else ""))]
-
     def _page(self, event: Event) -> list[str]:
         port = event["address"].rpartition(":")[2]
         wanted = event["port_wanted"]
@@ -433,13 +412,37 @@ def _counted(count: int, what: str, plural: str) -> str:
     return f"{count} {what}{plural if count != 1 else ''}"
 
 
+def _service(_screen: EventScreen, event: Event) -> list[str]:
+    name, stage = event["name"], event["stage"] + 1
+    if not event["is_held"]:
+        return [_at(event, f"service {name}: stage {stage} is held here no more: {event['detail']}")]
+    ready = ", ".join(map(str, event["ready"]))
+    return [
+        _at(event, f"service {name}: stage {stage} is here; {ready} of {event['wished']} answer by stage")
+    ]
+
+
+def _answer_moved(screen: EventScreen, event: Event) -> list[str]:
+    route = " -> ".join(map(screen._name, event["route"]))
+    return [_at(event, f"answer of {event['name']} goes on over {route}: {event['reason']}")]
+
+
+def _answer_ended(_screen: EventScreen, event: Event) -> list[str]:
+    text = f"answer of {event['name']}: {event['outcome']}, {event['tokens']} tokens"
+    if event["first_seconds"] is not None:
+        text += f", the first after {event['first_seconds']:.2f} s"
+    if event["tokens_per_second"] is not None:
+        text += f", {event['tokens_per_second']:.1f} a second"
+    return [_at(event, text + (f": {event['detail']}" if event["detail"] else ""))]
+
+
 _RENDERERS = {
     "NodeStarted": EventScreen._started,
     "PageOpened": EventScreen._page,
     "AlertRaised": EventScreen._alert,
-    "ServiceChanged": EventScreen._service,
-    "GenerationMoved": EventScreen._answer_moved,
-    "GenerationEnded": EventScreen._answer_ended,
+    "ServiceChanged": _service,
+    "GenerationMoved": _answer_moved,
+    "GenerationEnded": _answer_ended,
     "CapacityMeasured": EventScreen._measured,
     "FencesTried": EventScreen._fences_tried,
     "JoinTried": EventScreen._join_tried,

@@ -18,7 +18,7 @@ def serve(
     context: typer.Context,
     model: Annotated[
         str,
-        typer.Argument(metavar="MODEL", help="A FILE.peerloom that was captured to be served."),
+        typer.Argument(metavar="MODEL", help="A captured FILE.peerloom, or a model's folder."),
     ],
     name: Annotated[str, typer.Option("--name", metavar="NAME", help="What the service is called.")] = "",
     replicas: Annotated[
@@ -37,8 +37,12 @@ def serve(
     """Serve a model: publish it as a service that nodes of this swarm hold."""
     folder = find_data_dir(context, data_dir)
     wish = {"name": name, "stages": stages, "replicas": replicas, "context": context_tokens}
-    path = str(Path(model).expanduser().absolute())
-    found: dict[str, Any] = ask(folder, "serve", {"model": path, "wish": wish}, seconds=None)
+    ask(folder, "status")  # at once: capturing takes seconds, and without a node it would be in vain
+    # Late: `generate` and `services`, which need none of it, answer at once.
+    from node.cli.capture import captured_to_serve
+
+    with captured_to_serve(model) as path:
+        found: dict[str, Any] = ask(folder, "serve", {"model": path, "wish": wish}, seconds=None)
     if as_json:
         show_json(found)
     else:

@@ -123,7 +123,7 @@ class Host(msgspec.Struct, frozen=True, tag="host"):
 
 
 class Find(msgspec.Struct, frozen=True, tag="find"):
-    """Which services are you a member of: this one (an id), or all of them (empty)? Answered by Found."""
+    """Which services are you a member of: this one (an id), or all of them (empty)? Answered by ServicesFound."""
 
     service: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
 
@@ -145,13 +145,13 @@ class Listing(msgspec.Struct, frozen=True, array_like=True):
     sessions: Annotated[int, msgspec.Meta(ge=0, le=SESSIONS_SHOWN_MAX)]
 
 
-class Found(msgspec.Struct, frozen=True, tag="found"):
+class ServicesFound(msgspec.Struct, frozen=True, tag="found"):
     """What was asked for; nothing where the node is a member of no such service."""
 
     listings: Annotated[tuple[Listing, ...], msgspec.Meta(max_length=SERVICES_MAX)] = ()
 
 
-Reply = Done | Declined | Found
+Reply = Done | Declined | ServicesFound
 
 
 def service_text(service: bytes) -> str:

@@ -18,11 +18,11 @@ from node.protocols.services import (
     ALL_PURPOSE,
     NAMED_PURPOSE,
     Find,
-    Found,
     Listing,
     Reply,
     Request,
     Service,
+    ServicesFound,
     check_service,
     read_record,
 )
@@ -40,7 +40,7 @@ KNOWN_MAX = 64
 """Services whose members this node remembers; the oldest goes."""
 
 
-class Asking(Protocol):
+class MemberAsking(Protocol):
     """What is needed of `node.serving.hosting.Hosting`."""
 
     async def ask(self, peer: PeerId, request: Request) -> Reply: ...
@@ -55,7 +55,7 @@ class FinderOwner(Protocol):
     discovery: Discovery
 
     @property
-    def hosting(self) -> Asking: ...
+    def hosting(self) -> MemberAsking: ...
 
     refuse: Callable[[PeerId, RemoteProtocolError], None]
 
@@ -166,7 +166,7 @@ class Finder:
         reply: Reply | None = None
         with trio.move_on_after(ANSWER_SECONDS_MAX), suppress(Unreachable):
             reply = await self._owner.hosting.ask(peer, Find(service.id))
-        if not isinstance(reply, Found):
+        if not isinstance(reply, ServicesFound):
             return None
         for listing in reply.listings:
             try:

@@ -38,7 +38,7 @@ from node.protocols.services import (
 )
 from node.seams import Seams
 from node.services.discovery import Discovery
-from node.serving.stage import ServedStage
+from node.serving.stage import HeldStage
 from partition.run.messages import REASON_LENGTH_MAX
 from partition.serve.messages import CloseCode, Roll, Row
 from partition.serve.provider import Sends, SessionProvider
@@ -79,7 +79,7 @@ class Membership:
     def __init__(self, owner: HostingOwner, service: Service, number: int, rows: Sequence[Row]) -> None:
         self.service = service
         self.number = number
-        self.stage: ServedStage | None = None
+        self.stage: HeldStage | None = None
         self.scope = trio.CancelScope()
         self.ready = trio.Event()
         self.roster: tuple[tuple[PeerId, ...], ...] = ()
@@ -122,7 +122,7 @@ class Hosting:
         owner, service = self._owner, member.service
         with member.scope:
             try:
-                member.stage = await ServedStage.open(
+                member.stage = await HeldStage.open(
                     owner.seams,
                     service,
                     member.number,

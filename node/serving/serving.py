@@ -355,7 +355,7 @@ class Serving:
             case wire.Find():
                 members = self.hosting.members.values()
                 wanted = [each for each in members if request.service in (b"", each.service.id)]
-                return wire.Found(tuple(map(self.hosting.listing, wanted[: wire.SERVICES_MAX])))
+                return wire.ServicesFound(tuple(map(self.hosting.listing, wanted[: wire.SERVICES_MAX])))
             case wire.StopService():
                 return self._stopped(request.stop)
 

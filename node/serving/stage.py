@@ -81,7 +81,7 @@ def sessions_bytes(graph: StageGraph, manifest: ServiceManifest) -> int:
     return token_bytes * SESSIONS_MAX * (manifest.context + SPARE_TOKENS)
 
 
-class ServedStage:
+class HeldStage:
     """A stage that answers. `open` makes one; `aclose` must be called in the end."""
 
     def __init__(self, service: Service, number: int, wanted: api.StageSpecification, stage: Stage) -> None:
@@ -103,7 +103,7 @@ class ServedStage:
         models: Models,
         holders: Callable[[], Sequence[PeerId]],
         me: PeerId,
-    ) -> "ServedStage":
+    ) -> "HeldStage":
         """Bring the graph, start the process, and fill it with the stage's weights, from here or from
         holders. Raises StageFailed: it says why not."""
         machine = replace(machine, allow_unfenced=machine.allow_unfenced or service.publisher == me)
@@ -191,29 +191,34 @@ class ServedStage:
             await self._stage.aclose()
 
 
-def _boundary_forms(graph: StageGraph, numbers: Sequence[int]) -> tuple[tensors.Form, ...]:
+def _boundary_forms(graph: StageGraph, numbers: Sequence[int]) -> tuple[tensors.BoundaryForm, ...]:
     """Return what crosses a boundary; every stage makes positions and wanted rows of the units itself. Raises
     RemoteProtocolError, as `boundary_form`."""
     types = dict(graph.entry(SERVE).types)
     return tuple(boundary_form(graph.types[types[number]]) for number in numbers if number not in OF_UNITS)
 
 
-def boundary_form(kind: TensorType) -> tensors.Form:
+def boundary_form(kind: TensorType) -> tensors.BoundaryForm:
     """Return a tensor of a boundary. Raises RemoteProtocolError: it is not one row a token."""
     axes = [axis for axis, side in enumerate(kind.shape) if side == TOKENS]
     if len(axes) != 1 or any(isinstance(side, Size) and side != TOKENS for side in kind.shape):
         raise RemoteProtocolError("the model cannot be cut there to be served: not by tokens")
-    return tensors.Form(
+    return tensors.BoundaryForm(
         kind.dtype, tuple(side if isinstance(side, int) else 0 for side in kind.shape), axes[0]
     )
 
 
-def _join(units: Sequence[Sequence[Typed]], form: Sequence[tensors.Form]) -> Payload:
+def _join(units: Sequence[Sequence[Typed]], form: Sequence[tensors.BoundaryForm]) -> Payload:
     return pack(tensors.join(units, form), "raw")
 
 
 def _split(
-    served: api.Served, works: Sequence[Work], bytes_max: int, form: Sequence[tensors.Form], *, is_last: bool
+    served: api.Served,
+    works: Sequence[Work],
+    bytes_max: int,
+    form: Sequence[tensors.BoundaryForm],
+    *,
+    is_last: bool,
 ) -> Outcome:
     arrays = [] if served.output is None else unpack(served.output, bytes_max=bytes_max)
     if not is_last:

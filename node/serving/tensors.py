@@ -53,7 +53,7 @@ def check_ids(work: Work, arrays: Sequence[Typed], vocabulary: int) -> None:
 
 
 @dataclass(frozen=True)
-class Form:
+class BoundaryForm:
     """A tensor of a boundary: its type, its sides, and the axis of the tokens, whose side does not count."""
 
     dtype: DataType
@@ -65,7 +65,7 @@ class Form:
         return tuple(tokens if axis == self.axis else side for axis, side in enumerate(self.sides))
 
 
-def check_boundary(work: Work, arrays: Sequence[Typed], form: Sequence[Form]) -> None:
+def check_boundary(work: Work, arrays: Sequence[Typed], form: Sequence[BoundaryForm]) -> None:
     """Raise RemoteProtocolError where a unit is not what crosses a boundary."""
     wanted = [(each.dtype, each.shape(work.tokens)) for each in form]
     if [(dtype, array.shape) for dtype, array in arrays] != wanted:
@@ -74,7 +74,7 @@ def check_boundary(work: Work, arrays: Sequence[Typed], form: Sequence[Form]) ->
         raise RemoteProtocolError("a unit with numbers that are not finite")
 
 
-def join(units: Sequence[Sequence[Typed]], form: Sequence[Form]) -> list[Typed]:
+def join(units: Sequence[Sequence[Typed]], form: Sequence[BoundaryForm]) -> list[Typed]:
     """Return the tensors of several units as those of one batch."""
     if len(units) == 1:
         return list(units[0])
@@ -84,7 +84,9 @@ def join(units: Sequence[Sequence[Typed]], form: Sequence[Form]) -> list[Typed]:
     ]
 
 
-def split(arrays: Sequence[Typed], form: Sequence[Form], counts: Sequence[int]) -> list[tuple[Typed, ...]]:
+def split(
+    arrays: Sequence[Typed], form: Sequence[BoundaryForm], counts: Sequence[int]
+) -> list[tuple[Typed, ...]]:
     """Return the tokens of each unit. Raises ValueError: the batch has others."""
     if [array.shape for _, array in arrays] != [each.shape(sum(counts)) for each in form]:
         raise ValueError("a stage that answers other tensors than it was asked for")

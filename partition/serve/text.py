@@ -27,7 +27,7 @@ class TextStream:
         self._stops = tuple(stops)
         self._tokens: list[int] = []
         self._told = 0
-        """Of the tokens kept, so many are in the text by now."""
+        """So many of the tokens kept are in the text by now."""
         self._held = ""
         """Text that may be the beginning of a stop."""
 

@@ -8,6 +8,6 @@ from tests.node.serving.scene import TokensServed
 
 @pytest.fixture
 def _tokens_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosting, "ServedStage", TokensServed)
+    monkeypatch.setattr(hosting, "HeldStage", TokensServed)
     monkeypatch.setattr(TokensServed, "opened", [])
     monkeypatch.setattr(TokensServed, "broken", set())

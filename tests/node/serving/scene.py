@@ -22,7 +22,7 @@ STAGE_SECONDS = 0.05
 
 
 class TokensServed:
-    """In the place of `node.serving.stage.ServedStage`."""
+    """In the place of `node.serving.stage.HeldStage`."""
 
     opened: list[tuple[PeerId, int]] = []  # noqa: RUF012 - emptied by `tokens_served`
     seconds = STAGE_SECONDS
