@@ -364,8 +364,9 @@ class Node(Surface):
             publish=self._publish,
         )
         self._directory = Directory(self.discovery, self.seams, self._blobs, self.peer)
-        met = self.membership
-        self._lives = Lives(self.network, met.life, lambda: met.incarnation, met.met_life)
+        self._lives = Lives(
+            self.network, (met := self.membership).life, lambda: met.incarnation, met.met_life
+        )
         self.reach = Reach(self.network, self._clock, counters=self._refused)
         self._remembered = RememberedPeers(
             self.seams, self._seeds, self.membership.live_addresses, self._is_met

@@ -1,7 +1,4 @@
-"""Screens as text snapshots: what a person sees, word for word.
-
-Long because one history has every kind of event, and each screen of it stands whole.
-"""
+"""Screens as text snapshots: what a person sees, word for word."""
 
 import io
 import re
@@ -23,6 +20,7 @@ from node.cli.status import status_lines
 from node.errors import UsageError
 from node.state import State, apply
 from node.state_documents import event_document, peers_document, status_document
+from tests.node.serving.told import serving_events
 
 NOW = 1_700_000_000.0
 
@@ -263,25 +261,7 @@ HISTORY: list[events.Event] = [
         records_short=1,
         is_client=False,
     ),
-    events.ServiceChanged(at=NOW - 1, service="ab" * 8, name="gpt", stage=1, ready=(2, 1), wished=2),
-    events.GenerationMoved(
-        at=NOW - 1, service="ab" * 8, name="gpt", reason="its stream broke", route=(peer(1), peer(2))
-    ),
-    events.GenerationEnded(
-        at=NOW - 1,
-        service="ab" * 8,
-        name="gpt",
-        outcome="length",
-        detail="",
-        tokens=40,
-        moves=1,
-        first_seconds=0.25,
-        tokens_per_second=12.34,
-        route=(peer(1), peer(2)),
-    ),
-    events.ServiceChanged(
-        at=NOW - 1, service="ab" * 8, name="gpt", stage=1, is_held=False, detail="the node leaves"
-    ),
+    *serving_events(NOW - 1, peer(1), peer(2)),
     events.MemberLeft(at=NOW, peer=peer(2)),
     events.AlertRaised(
         at=NOW, alert="disk_nearly_full", about="", level="warn", text="the disk is nearly full"
@@ -374,7 +354,7 @@ def test_the_screen_of_a_node() -> None:
         22:13:19   service gpt: stage 2 is here; 2, 1 of 2 answer by stage
         22:13:19   answer of gpt goes on over lab-1 -> lab-2: its stream broke
         22:13:19   answer of gpt: length, 40 tokens, the first after 0.25 s, 12.3 a second
-        22:13:19   service gpt: stage 2 is held here no more: the node leaves
+        22:13:19   service gpt: stage 2 is held here no more: it leaves
         22:13:20   lab-2 left
         22:13:20   alert: the disk is nearly full
         22:13:20   said goodbye

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -49,7 +50,7 @@ def until(holds: Callable[[], bool]) -> None:
     end = time.monotonic() + SECONDS_MAX
     while not holds():
         assert time.monotonic() < end, "it did not come to that in time"
-        time.sleep(0.1)
+        Event().wait(0.1)
 
 
 def question(**more: Any) -> dict[str, Any]:
@@ -95,7 +96,7 @@ def test_an_answer_survives_sigkill_of_a_stages_node(swarm: SwarmProcesses) -> N
     replies.close()  # type: ignore[attr-defined]  # a generator
     until(lambda: all(not each["sessions"] for each in stage_rows(door)))
     # A text is read as one.
-    pieces, _ = answer(door, prompt=PROMPT, stops=["�"])
+    pieces, _ = answer(door, prompt=PROMPT, stops=["\ufffd"])
     assert all(isinstance(piece, str) for piece in pieces)
     began = time.monotonic()
     tokens, went = answer(door, at=10, disturb=lambda: swarm.kill(other), temperature=1.0)

@@ -123,7 +123,7 @@ class Host(msgspec.Struct, frozen=True, tag="host"):
 
 
 class Find(msgspec.Struct, frozen=True, tag="find"):
-    """Which services are you a member of: this one (an id), or all of them (empty)? Answered by ServicesFound."""
+    """Which services are you a member of: this one (an id), or all of them (empty)? ServicesFound answers."""
 
     service: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
 

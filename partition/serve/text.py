@@ -5,7 +5,7 @@ What tokens say is asked of `decode`, over a window: from the token before which
 
 from collections.abc import Callable, Sequence
 
-UNFINISHED = "�"
+UNFINISHED = "\ufffd"
 """What decoders write for bytes that are no letter yet."""
 LETTER_BYTES_MAX = 4
 """Bytes of a letter in UTF-8; what is unfinished for longer is no letter."""
@@ -27,7 +27,7 @@ class TextStream:
         self._stops = tuple(stops)
         self._tokens: list[int] = []
         self._told = 0
-        """So many of the tokens kept are in the text by now."""
+        """How many of the tokens kept are in the text by now."""
         self._held = ""
         """Text that may be the beginning of a stop."""
 

@@ -1,0 +1,27 @@
+"""Events of services, of each kind one at least."""
+
+from crypto.identity import PeerId
+from node import events
+
+
+def serving_events(at: float, first: PeerId, second: PeerId) -> list[events.Event]:
+    """A service that is held, an answer that moves and ends, and a stage that is let go."""
+    return [
+        events.ServiceChanged(at=at, service="ab" * 8, name="gpt", stage=1, ready=(2, 1), wished=2),
+        events.GenerationMoved(
+            at=at, service="ab" * 8, name="gpt", reason="its stream broke", route=(first, second)
+        ),
+        events.GenerationEnded(
+            at=at,
+            service="ab" * 8,
+            name="gpt",
+            outcome="length",
+            detail="",
+            tokens=40,
+            moves=1,
+            first_seconds=0.25,
+            tokens_per_second=12.34,
+            route=(first, second),
+        ),
+        events.ServiceChanged(at=at, service="ab", name="gpt", stage=1, is_held=False, detail="it leaves"),
+    ]
