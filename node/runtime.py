@@ -364,9 +364,7 @@ class Node(Surface):
             publish=self._publish,
         )
         self._directory = Directory(self.discovery, self.seams, self._blobs, self.peer)
-        self._lives = Lives(
-            self.network, (met := self.membership).life, lambda: met.incarnation, met.met_life
-        )
+        self._lives = Lives(self.network, (m := self.membership).life, lambda: m.incarnation, m.met_life)
         self.reach = Reach(self.network, self._clock, counters=self._refused)
         self._remembered = RememberedPeers(
             self.seams, self._seeds, self.membership.live_addresses, self._is_met
