@@ -423,8 +423,6 @@ FOR_OTHERS = {
     "simulated_seams": "one node's seams for a play by hand",
     "Averaging.runners": "how far a node's attempts are, for plays that stop one in the middle",
     "Assets.script_bytes": "how large the page's scripts are, which are bounded",
-    "serving_graph": "what a service of a run is made of; proofs serve it",
-    "capture_folder_for_serving": "the same of a folder of transformers",
     "INSTRUCTIONS_MAX": "the kernel's own bound on a filter, which the filter must keep",
 }
 # Names that a library calls.

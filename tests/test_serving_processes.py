@@ -10,7 +10,7 @@ import pytest
 
 from node.cli.client import ask, request
 from node.demo.processes import SwarmProcesses
-from partition.capture.model_spec import capture_built_in
+from partition.capture.models.model_spec import capture_built_in
 
 NAMES = "abc"
 TOKENS = 60
