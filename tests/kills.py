@@ -36,7 +36,6 @@ model = "model.peerloom"
 steps = {steps}
 batch = 32
 microbatch = 4
-dtype = "float64"
 {more}
 [plan]
 stages = 1
