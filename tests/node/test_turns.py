@@ -412,7 +412,16 @@ def test_of_a_hundred_submissions_to_twenty_nodes_each_has_its_turn(seed: int) -
     assert max(world.waited.values()) < 1_800
 
 
-@pytest.mark.parametrize("weights", [(1, 1), (1, 1, 1), (1, 2), (1, 2, 3)], ids=str)
+@pytest.mark.parametrize(
+    "weights",
+    [
+        (1, 1),
+        pytest.param((1, 1, 1), marks=pytest.mark.slow),
+        pytest.param((1, 2), marks=pytest.mark.slow),
+        (1, 2, 3),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_a_queue_of_a_hundred_drains_by_the_shares_of_its_requesters(
     seed: int, weights: tuple[int, ...]

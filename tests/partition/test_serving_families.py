@@ -23,6 +23,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Phi3": {},
     "Mixtral": {"num_local_experts": 4},
 }
+USUAL = ("Llama", "GPT2", "Mixtral")
+"""The others are slow doubles."""
 CLASSES = {"GPT2": ("GPT2Config", "GPT2LMHeadModel"), "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM")}
 
 
@@ -40,7 +42,9 @@ def models(family: str, dtype: torch.dtype) -> tuple[Any, Any]:
     return made[0], made[1]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=() if each in USUAL else pytest.mark.slow) for each in FAMILIES]
+)
 def test_split_serving_gives_the_logits_of_transformers(family: str) -> None:
     torch.manual_seed(3)
     served, plain = models(family, torch.float64)

@@ -133,6 +133,7 @@ def test_a_head_beside_others_begins_with_their_state() -> None:
     run_virtually(play)
 
 
+@pytest.mark.slow
 def test_a_newcomer_waits_for_the_word_of_whoever_asked_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if none of the others is heard of at first."""
     monkeypatch.setattr(start_barrier, "SETTLE_SECONDS", 0.0)
@@ -153,6 +154,7 @@ def test_a_newcomer_waits_for_the_word_of_whoever_asked_it(monkeypatch: pytest.M
     run_virtually(play)
 
 
+@pytest.mark.slow
 def test_a_holder_after_the_only_one_begins_with_what_that_one_learnt() -> None:
     """The head of the column has a copy of every stage that nobody else holds."""
 

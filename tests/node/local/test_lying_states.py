@@ -97,7 +97,7 @@ def refused_by(group: Swarm, name: str) -> int:
 
 @pytest.mark.parametrize(
     ("change", "local"),
-    [(junk, QUICK), (moments, QUICK), (no_outer, DILOCO)],
+    [(junk, QUICK), pytest.param(moments, QUICK, marks=pytest.mark.slow), (no_outer, DILOCO)],
 )
 def test_a_late_member_begins_by_itself_where_every_state_is_useless(
     change: Callable[[Arrays], None], local: LocalSettings

@@ -69,6 +69,7 @@ def test_the_requester_breaks_a_tie_of_two(monkeypatch: pytest.MonkeyPatch) -> N
     run_virtually(play)
 
 
+@pytest.mark.slow
 def test_members_that_never_agree_end_apart_and_show_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The requester follows without training, so nobody breaks the tie of the two that train."""
 
