@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
-from typing import Annotated, assert_never
+from typing import Annotated, TypeVar, assert_never
 
 import msgspec
 from blake3 import blake3
@@ -43,6 +43,12 @@ CLOSED_VOICES = 2
 READY_MAX = 1_024
 DISTANCES_MAX = 8 * READY_MAX
 """Distances that are kept: to hash all that are ready at each message takes longer than all else of it."""
+EARLY_SECONDS = 1.5 * READY_SECONDS
+"""A peer that said so no longer ago is most likely ready still: it says so every `READY_SECONDS`."""
+ANSWER_SECONDS = 0.25
+"""How long a wish waits for the answer of a peer that was ready before it: two ways, and a busy machine."""
+EARLY_MAX = 1_024
+"""Peers whose early word, or missing answer, one node keeps: as many as it is told of with a wish."""
 OTHERS_MAX = 1_024
 """Peers that are told of a wish without being expected: as many as a roster holds."""
 
@@ -82,6 +88,7 @@ class Closed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
 
 Message = Ready | Propose | Decline | Closed
 Sends = list[tuple[PeerId, Message]]
+V = TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -160,6 +167,9 @@ class Wish:
     ) -> None:
         self._size_hoped = size_hoped
         self._waits = waits
+        self._early: dict[PeerId, float] = {}
+        self.unanswered: set[PeerId] = set()
+        """The peers that were ready before this wish and did not answer it in time."""
         self._held_up_until = inf
         self._leaves_out = leaves_out
         self._declines = declines
@@ -213,6 +223,13 @@ class Wish:
         """The peers whose turn it was to propose a group, and that did not."""
         return tuple(self._passed_over)
 
+    def heard_early(self, now: float, peer: PeerId) -> None:
+        """This peer was ready a moment before this wish was made. Its answer is awaited even where it is not
+        expected, if it has completed a round: a group without it would have it wait in vain."""
+        is_proven = self._rank is None or self._rank(peer) == 0
+        if is_proven and self._admitted([peer]) and not (self._leaves_out and self._leaves_out(peer)):
+            self._early[peer] = now + ANSWER_SECONDS
+
     def expect(self, now: float, peers: Iterable[PeerId]) -> Sends:
         """These should come too."""
         new = [peer for peer in self._admitted(peers) if peer != self._peer and peer not in self._expected]
@@ -232,10 +249,12 @@ class Wish:
         """Expect this peer no longer."""
         self._expected.pop(peer, None)
         self._ready.pop(peer, None)
+        self._early.pop(peer, None)
         return self._advance(now)
 
     def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
         """Take one message under this key."""
+        self._early.pop(sender, None)
         if self._admits is not None and not self._admits(sender):
             return []
         match message:
@@ -264,7 +283,7 @@ class Wish:
         sends: Sends = []
         if now >= self._tell_at:
             self._tell_at = now + READY_SECONDS
-            told = self._admitted({**self._expected, **self._others, **self._ready})
+            told = self._admitted({**self._expected, **self._others, **self._ready, **self._early})
             sends += [(peer, self._wish()) for peer in told]
         return sends + self._advance(now)
 
@@ -364,6 +383,11 @@ class Wish:
             if now < until:
                 self._held_up_until = until
                 return False
+        for peer, until in self._early.items():
+            if now < until:
+                self._held_up_until = until
+                return False
+            self.unanswered.add(peer)
         return True
 
     def _distance(self, peer: PeerId) -> bytes:
@@ -393,6 +417,8 @@ class Matchmaking:
     def __init__(self, me: PeerId) -> None:
         self._me = me
         self._wishes: dict[bytes, Wish] = {}
+        self._early: dict[PeerId, tuple[float, bytes]] = {}
+        self._unanswered: dict[PeerId, None] = {}
         self.events: list[Event] = []
 
     @property
@@ -405,6 +431,9 @@ class Matchmaking:
         if wish.key not in self._wishes and len(self._wishes) >= WISHES_MAX:
             raise ValueError(f"a node wishes for {WISHES_MAX} groups at once at most")
         self._wishes[wish.key] = wish
+        for peer, (said_at, key) in self._early.items():
+            if key == wish.key and now - said_at < EARLY_SECONDS and peer not in self._unanswered:
+                wish.heard_early(now, peer)
         sends = wish.wake(now)
         self._drain(wish)
         return sends
@@ -421,9 +450,12 @@ class Matchmaking:
         return self._wishes.get(key)
 
     def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
-        """Take one message; one under a key that nobody wishes for here is passed over."""
+        """Take one message; one under a key that nobody wishes for here is passed over, but for who is ready
+        already."""
         wish = self._wishes.get(message.key)
         if wish is None:
+            if isinstance(message, Ready):
+                _keep(self._early, sender, (now, message.key))
             if isinstance(message, Propose):
                 # All of them would wait for this peer, which has given the wish up.
                 group = message.group
@@ -432,6 +464,8 @@ class Matchmaking:
                         (peer, Decline(message.key, group.id)) for peer in group.peers if peer != self._me
                     ]
             return []
+        if isinstance(message, Ready):
+            self._unanswered.pop(sender, None)
         sends = wish.receive(now, sender, message)
         self._drain(wish)
         return sends
@@ -467,5 +501,16 @@ class Matchmaking:
         return sends
 
     def _drain(self, wish: Wish) -> None:
+        for peer in wish.unanswered:  # their early word holds up nothing until they answer a wish
+            _keep(self._unanswered, peer, None)
+        wish.unanswered.clear()
         self.events += wish.events
         wish.events.clear()
+
+
+def _keep(table: dict[PeerId, V], peer: PeerId, value: V) -> None:
+    """Put it last; the one that was put in first makes room."""
+    table.pop(peer, None)
+    table[peer] = value
+    if len(table) > EARLY_MAX:
+        del table[next(iter(table))]

@@ -123,6 +123,39 @@ def test_one_that_comes_late_is_told_that_the_round_is_formed() -> None:
     assert world.reasons() == ["the group of this round was formed without this peer"]
 
 
+def test_a_peer_that_is_ready_first_is_in_the_group_though_nobody_awaits_it() -> None:
+    for seed in range(8):
+        world = World(3, seed=seed)
+        world.wish(2)
+        for number in range(2):
+            world.wish(number, at=0.4, expected=2, others=[peer_of(2)])
+        world.engine.run(5.0)
+        assert {len(group.members) for group in world.groups().values()} == {3}
+        assert max(now for rows in world.events.values() for now, _ in rows) < 0.7
+
+
+def test_an_early_word_without_an_answer_holds_up_one_group_only() -> None:
+    world = World(3)
+    formed = []
+    early = Ready(KEY, bytes(16), 1_000)
+    for turn in range(3):
+        at = 10.0 * turn
+        for number in range(2):
+
+            def tell(core: Matchmaking, now: float) -> matchmaking.Sends:
+                core.end(KEY)
+                return core.receive(now, peer_of(2), early)
+
+            world.engine.call(at, peer_of(number), tell)
+            world.wish(number, at=at + 0.4, expected=2)
+        world.events = {peer: [] for peer in world.events}
+        world.engine.run(at + 8.0)
+        assert {len(group.members) for group in world.groups().values()} == {2}
+        formed.append(max(now for rows in world.events.values() for now, _ in rows) - at - 0.4)
+    assert formed[0] > matchmaking.ANSWER_SECONDS
+    assert all(seconds < 0.2 for seconds in formed[1:])
+
+
 def test_without_rounds_those_left_over_form_the_next_group() -> None:
     world = World(5)
     for number in range(5):
