@@ -333,7 +333,7 @@ class Wish:
                 return []
             return [(peer, Decline(self.key, group.id)) for peer in group.peers if peer != self._peer]
         is_admitted = self._admits is None or all(p == self._peer or self._admits(p) for p in group.peers)
-        if not is_admitted or (self._declines is not None and self._declines(sender)):
+        if not is_admitted or self._is_trial_too_dear(sender, group) or self._is_declined(sender):
             return [(peer, Decline(self.key, group.id)) for peer in group.peers if peer != self._peer]
         own = msgspec.structs.replace(self._make(group.members), round=group.round, number=group.number)
         is_sound = sender in group.peers and not fault_of(group) and len(group.members) >= self._size_min
@@ -341,6 +341,17 @@ class Wish:
             raise RemoteProtocolError("a group of something else than is averaged here")
         self._form(group, sender)
         return []
+
+    def _is_declined(self, sender: PeerId) -> bool:
+        return self._declines is not None and self._declines(sender)
+
+    def _is_trial_too_dear(self, sender: PeerId, group: Group) -> bool:
+        """Return whether a peer that is left out proposes a group without one that this peer would be with:
+        that one would wait for the end of the trial, and then be tried in its turn."""
+        if self._leaves_out is None or not self._leaves_out(sender):
+            return False
+        missing = (self._expected.keys() | self._ready.keys()).difference(group.peers)
+        return any(not self._leaves_out(peer) for peer in self._admitted(missing))
 
     def _advance(self, now: float) -> Sends:
         """Propose a group where it is this peer's turn to."""

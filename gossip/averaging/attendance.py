@@ -31,6 +31,9 @@ BACKOFF_SECONDS_MAX = 600.0
 """A peer that has recovered is in again after ten minutes, whatever it cost before."""
 LEFT_OUT_SECONDS_MIN = 10.0
 """For the first failure: an attempt that ends at once, by a broken stream, is not tried again at once."""
+TRIAL_SHARE = 0.25
+"""A peer that failed again is tried once this share of the time is over for which it is left out. It proposes
+groups as often as it likes, so without that each failed trial would be followed by the next at once."""
 EXCUSE_SECONDS = 600.0
 """Between two failures of one peer for which it is not left out, where it has completed a round before. So a
 peer that means ill costs one attempt more in ten minutes."""
@@ -57,6 +60,7 @@ class _Record:
     failures: int = 0
     withdrawals: int = 0
     left_out_until: float = -inf
+    try_from: float = -inf
     is_tried: bool = False
     misses: int = 0
     is_back: bool = True
@@ -128,7 +132,9 @@ class Attendance:
                 continue
             record.failures += 1
             record.has_completed = record.is_tried = False
-            record.left_out_until = now + _left_out_seconds(seconds, record.failures)
+            left_out_seconds = _left_out_seconds(seconds, record.failures)
+            record.left_out_until = now + left_out_seconds
+            record.try_from = now + (TRIAL_SHARE * left_out_seconds if record.failures > 1 else 0.0)
 
     def disputed(self, now: float, peers: Iterable[PeerId], seconds: float) -> None:
         """An attempt that took so long failed, or took longer, between one of these and another member, and
@@ -251,6 +257,8 @@ class Attendance:
         if not self.is_left_out(now, peer):
             return False
         record = self._record(peer)
+        if now < record.try_from:
+            return True
         was_tried, record.is_tried = record.is_tried, True
         return was_tried
 

@@ -169,18 +169,23 @@ class Expectations:
             self._refresh()
 
     def attempted(self, attempt: Attempt, result: Averaged | Failed, seconds: float) -> bool:
-        """An attempt is over. Return whether more time might have helped: members were still sending."""
+        """An attempt is over. Return whether its length says what time the others need. It does not where it
+        was lengthened by members that sent nothing, or that are left out already: whoever sends one chunk and
+        stops would else have all later attempts wait for longer."""
         now = self._clock.monotonic()
         # What was missing because this machine stood still says nothing of others.
         unsent = () if attempt.has_stood_still else attempt.unsent
         others = [peer for peer in attempt.group.peers if peer != self._me]
+        slow = {*unsent, *(attempt.excluded if isinstance(result, Averaged) else result.suspects)}
+        slow.discard(self._me)
+        needs_time = not slow or any(attempt.has_begun(p) and not self.leaves_out(p) for p in slow)
         if isinstance(result, Averaged):
             self.attendance.failed(now, unsent, seconds)
             self.attendance.completed(peer for peer in result.shares if peer != self._me)
             if seconds >= DISPUTED_SECONDS and not attempt.has_stood_still:
                 self.attendance.disputed(now, set(attempt.excluded).difference(unsent, [self._me]), seconds)
             self._refresh()
-            return False
+            return needs_time
         if attempt.has_stood_still:
             return True
         suspects = dict.fromkeys((*result.suspects, *unsent))
@@ -192,4 +197,4 @@ class Expectations:
         elif not suspects:  # else those that withdrew were let down by them
             self.attendance.withdrew(now, result.withdrew, seconds)
         self._refresh()
-        return not result.suspects or any(map(attempt.has_begun, result.suspects))
+        return needs_time

@@ -297,10 +297,8 @@ class Participation:
         """One attempt of a group, and what came of it."""
         seams = self._service.seams
         self.status = f"the exchange with {len(group.members) - 1} peers"
-        size, begun = (
-            group.terms.items * (8 if group.terms.dtype == "float64" else 4),
-            seams.clock.monotonic(),
-        )
+        size = group.terms.items * (8 if group.terms.dtype == "float64" else 4)
+        begun = seams.clock.monotonic()
         patience = wanted.patience or self._pace.patience(size)
         # What was said late, while the last attempt lingered, counts too.
         last = None if self._last_attempt is None else self._last_attempt()
@@ -331,7 +329,8 @@ class Participation:
         if isinstance(result, Averaged):
             self._undeclared, self._last_attempt = attempt.undeclared, weakref.ref(attempt)
             self._service.averaged(attempt, result)
-            self._pace.succeeded(size, seconds)
+            if needs_time:
+                self._pace.succeeded(size, seconds)
         elif result.reason in FOR_WANT_OF_TIME and needs_time:
             self._pace.failed()
         return attempt, result

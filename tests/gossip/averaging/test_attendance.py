@@ -102,16 +102,18 @@ def test_records_are_bounded_and_keep_those_that_completed() -> None:
     assert len(attendance._records) == RECORDS_MAX
 
 
-def test_one_group_that_a_left_out_peer_proposes_is_taken_each_time() -> None:
+def test_a_left_out_peer_is_tried_once_for_each_failure() -> None:
     """So two that leave each other out meet again, and a silent one that proposes costs one attempt."""
     attendance = Attendance()
     assert not attendance.declines(0.0, PUNCTUAL)
     attendance.failed(0.0, [PUNCTUAL], 1.0)
     assert [attendance.declines(1.0, PUNCTUAL) for _ in range(3)] == [False, True, True]
-    attendance.failed(2.0, [PUNCTUAL], 1.0)
-    assert [attendance.declines(3.0, PUNCTUAL) for _ in range(2)] == [False, True]
+    attendance.failed(2.0, [PUNCTUAL], 2.0)
+    assert attendance.is_left_out(33.0, PUNCTUAL)
+    assert attendance.declines(9.0, PUNCTUAL), "a quarter of the 32 s is not over"
+    assert [attendance.declines(10.0, PUNCTUAL) for _ in range(2)] == [False, True]
     attendance.completed([PUNCTUAL])
-    assert not any(attendance.declines(4.0, PUNCTUAL) for _ in range(3))
+    assert not any(attendance.declines(11.0, PUNCTUAL) for _ in range(3))
 
 
 def test_a_peer_that_completed_a_round_is_excused_once_in_a_while() -> None:

@@ -9,6 +9,7 @@ import trio
 from gossip.averaging.outcome import Failed, Reason
 from node.averaging.participation import Participation
 from node.averaging.rounds import Wanted
+from node.averaging.runner import Runner
 from sim.executor import SimExecutor
 from sim.worlds.scheduling import run_virtually
 from tests.stack import swarm
@@ -20,6 +21,9 @@ SMALL, LARGE = 64, 16_384
 STALL_SECONDS = 6.0
 APART_SECONDS = 9.0
 """What a stall of that length may cost; it was 21 to 46 s."""
+GAP_SECONDS = 12.0
+"""What a member costs at a time that goes silent within an attempt: its time-outs, 10 s, and a round. It was
+16 to 50 s."""
 SILENT_SECONDS = 7.0
 """What a silent member may cost once: the first sign of it is waited for 3.5 s, a proposal of it for 2 s."""
 
@@ -155,6 +159,44 @@ def test_a_member_that_enters_groups_and_sends_nothing_is_blamed_alone(
                 assert members.longest_seconds < SILENT_SECONDS, members.completed_at
                 assert all(len(times) > 15 for times in members.completed_at.values())
                 assert not members.blamed
+                nursery.cancel_scope.cancel()
+
+    run_virtually(play)
+
+
+@pytest.mark.parametrize(("items", "messages"), [(SMALL, 1), (LARGE, 0)])
+def test_a_member_that_goes_silent_in_every_attempt_costs_one_time_out_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, items: int, messages: int
+) -> None:
+    original, silent_peers, sent = Runner._send_one, set[bytes](), dict[tuple[bytes, bytes], int]()
+
+    async def send_one(self: Runner, stream: Any, peer: Any) -> bool:
+        if self._network.peer in silent_peers:
+            key = (self.attempt.id, peer)
+            sent[key] = sent.get(key, 0) + 1
+            if sent[key] > messages:  # the stream stays open
+                await self._closed.wait()
+                return False
+        return await original(self, stream, peer)
+
+    monkeypatch.setattr(Runner, "_send_one", send_one)
+
+    async def play() -> None:
+        async with swarm("abs") as group:
+            runs = {name: node.averaging.open("silent", SIGNATURE) for name, node in group.nodes.items()}
+            for run in runs.values():
+                await run.wait_for_peers(2)
+            members = Members({name: runs[name] for name in "ab"}, items)
+            enters = Members({"s": runs["s"]}, items)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(enters.train, "s")
+                for name in "ab":
+                    nursery.start_soon(members.train, name)
+                await trio.sleep(5.0)
+                silent_peers.add(runs["s"].peer)
+                await trio.sleep(75.0)
+                assert members.longest_seconds < GAP_SECONDS, members.completed_at
+                assert all(len(times) > 40 for times in members.completed_at.values())
                 nursery.cancel_scope.cancel()
 
     run_virtually(play)
