@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
-from typing import Annotated, TypeVar, assert_never
+from typing import Annotated, assert_never
 
 import msgspec
 from blake3 import blake3
@@ -25,6 +25,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from gossip.averaging.group import GROUP_MEMBERS_MAX, NONCE_BYTES, RATE_MAX, Group, Member, fault_of
 from gossip.averaging.lateness import RoundWaits
+from gossip.early_wishes import EarlyWishes
 
 PROTOCOL = "/peerloom/matchmaking/2"
 MESSAGE_BYTES_MAX = 16_384
@@ -43,12 +44,8 @@ CLOSED_VOICES = 2
 READY_MAX = 1_024
 DISTANCES_MAX = 8 * READY_MAX
 """Distances that are kept: to hash all that are ready at each message takes longer than all else of it."""
-EARLY_SECONDS = 1.5 * READY_SECONDS
-"""A peer that said so no longer ago is most likely ready still: it says so every `READY_SECONDS`."""
 ANSWER_SECONDS = 0.25
 """How long a wish waits for the answer of a peer that was ready before it: two ways, and a busy machine."""
-EARLY_MAX = 1_024
-"""Peers whose early word, or missing answer, one node keeps: as many as it is told of with a wish."""
 OTHERS_MAX = 1_024
 """Peers that are told of a wish without being expected: as many as a roster holds."""
 
@@ -88,7 +85,6 @@ class Closed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
 
 Message = Ready | Propose | Decline | Closed
 Sends = list[tuple[PeerId, Message]]
-V = TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -428,8 +424,7 @@ class Matchmaking:
     def __init__(self, me: PeerId) -> None:
         self._me = me
         self._wishes: dict[bytes, Wish] = {}
-        self._early: dict[PeerId, tuple[float, bytes]] = {}
-        self._unanswered: dict[PeerId, None] = {}
+        self._early = EarlyWishes(1.5 * READY_SECONDS)  # a wish that lasts is told again within it
         self.events: list[Event] = []
 
     @property
@@ -442,9 +437,8 @@ class Matchmaking:
         if wish.key not in self._wishes and len(self._wishes) >= WISHES_MAX:
             raise ValueError(f"a node wishes for {WISHES_MAX} groups at once at most")
         self._wishes[wish.key] = wish
-        for peer, (said_at, key) in self._early.items():
-            if key == wish.key and now - said_at < EARLY_SECONDS and peer not in self._unanswered:
-                wish.heard_early(now, peer)
+        for peer in self._early.of(now, wish.key):
+            wish.heard_early(now, peer)
         sends = wish.wake(now)
         self._drain(wish)
         return sends
@@ -466,7 +460,7 @@ class Matchmaking:
         wish = self._wishes.get(message.key)
         if wish is None:
             if isinstance(message, Ready):
-                _keep(self._early, sender, (now, message.key))
+                self._early.heard(now, sender, message.key)
             if isinstance(message, Propose):
                 # All of them would wait for this peer, which has given the wish up.
                 group = message.group
@@ -476,7 +470,7 @@ class Matchmaking:
                     ]
             return []
         if isinstance(message, Ready):
-            self._unanswered.pop(sender, None)
+            self._early.answered(sender)
         sends = wish.receive(now, sender, message)
         self._drain(wish)
         return sends
@@ -512,16 +506,7 @@ class Matchmaking:
         return sends
 
     def _drain(self, wish: Wish) -> None:
-        for peer in wish.unanswered:  # their early word holds up nothing until they answer a wish
-            _keep(self._unanswered, peer, None)
+        self._early.unanswered(wish.unanswered)
         wish.unanswered.clear()
         self.events += wish.events
         wish.events.clear()
-
-
-def _keep(table: dict[PeerId, V], peer: PeerId, value: V) -> None:
-    """Put it last; the one that was put in first makes room."""
-    table.pop(peer, None)
-    table[peer] = value
-    if len(table) > EARLY_MAX:
-        del table[next(iter(table))]
