@@ -10,6 +10,8 @@ a numbered round it answers later wishes with `Closed`, so that late ones do not
 The group's hash names the attempt (`gossip.averaging.group`): members that hold different groups never mix
 their numbers, so a lie or a lost message here costs an attempt and nothing else. Too few peers: no group,
 with the reason, and no pretence of one. After hivemind's matchmaking, without its chains of followers.
+
+Long because the messages, one wish, and all wishes of a node are read together.
 """
 
 from collections.abc import Callable, Iterable, Sequence
