@@ -21,7 +21,7 @@ SMALL, LARGE = 64, 16_384
 STALL_SECONDS = 6.0
 APART_SECONDS = 9.0
 """What a stall of that length may cost; it was 21 to 46 s."""
-GAP_SECONDS = 12.0
+GAP_SECONDS = 15.0
 """What a member costs at a time that goes silent within an attempt: its time-outs, 10 s, and a round. It was
 16 to 50 s."""
 SILENT_SECONDS = 7.0
