@@ -68,6 +68,7 @@ RUN_KEYS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "train.local_steps": ("7", {}),
     "train.strategy": ('"diloco"', {}),
     "train.codec": ('"int8"', {}),
+    "train.damping": ("0.5", {}),
     "train.weighting": ('"equal"', {}),
     "train.aggregate": ('"median"', {}),
     "train.evaluate_every": ("3", {}),
@@ -233,6 +234,12 @@ def test_the_mode_of_a_run_is_handed_on(folder: Path) -> None:
     ("keys", "said"),
     [
         ({"train.strategy": '"diloco"'}, 'train.strategy: has no effect with train.mode = "exact"'),
+        ({"train.damping": "0.5"}, 'train.damping: has no effect with train.mode = "exact"'),
+        (
+            {"train.mode": '"local"', "train.strategy": '"noloco"', "train.damping": "0.5"},
+            "train.damping: noloco makes outer steps",
+        ),
+        ({"train.mode": '"local"', "train.damping": "0"}, "train.damping = 0"),
         ({"train.mode": '"local"', "plan.trainers": "2"}, "plan.trainers: has no effect"),
         ({"train.momentum": "0.9"}, 'train.momentum: has no effect with train.optimizer = "adam"'),
         ({"plan.replicas": "2", "plan.replicas_min": "2"}, "give one of the two"),

@@ -15,6 +15,8 @@ STALE_ROUNDS_MAX = 4
 """Rounds' worth of local steps after which an asynchronous mean is dropped."""
 OUTER = ("diloco", "noloco", "sparseloco")
 """Strategies with outer steps, which are of parameters alone: moments stay each peer's own."""
+TAKEN_IN_PART = ("average", "gossip", "asynchronous")
+"""Strategies without outer steps: a peer may take a share of what a round came to (`strategies.damped`)."""
 EVERY_ROUND = ("diloco", "sparseloco")
 """Strategies whose members hold the same phi: one that missed a round takes over the state of the others."""
 

@@ -294,6 +294,15 @@ class SparseLoCo:
         self._feedback.residual = None
 
 
+def damped(theta: Vector, taken: Vector, damping: float) -> Vector:
+    """Return theta + damping (taken - theta): of what a round came to, this share is taken.
+
+    `theta` is as it was at the offer, `taken` what `Strategy.take` made of it. For strategies without outer
+    steps: those of the others are computed from a phi that has to be theta.
+    """
+    return taken if damping == 1 else theta + theta.dtype.type(damping) * (taken - theta)
+
+
 class Delayed:
     """Any strategy, with training going on while the round runs (delayed parameter averaging).
 
@@ -303,9 +312,12 @@ class Delayed:
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
         self._offered: Vector | None = None
+        self._damping = 1.0
 
-    def offer(self, theta: Vector) -> Vector:
+    def offer(self, theta: Vector, damping: float = 1.0) -> Vector:
+        """Return what to average; of what comes of it `take` goes the share `damping`."""
         self._offered = theta.copy()
+        self._damping = damping
         return self.strategy.offer(theta)
 
     def take(self, theta: Vector, mean: Mean | None) -> Vector:
@@ -313,5 +325,5 @@ class Delayed:
         offered, self._offered = self._offered, None
         if offered is None:
             raise ValueError("take comes after offer")
-        taken = self.strategy.take(offered, mean)
+        taken = damped(offered, self.strategy.take(offered, mean), self._damping)
         return taken + (theta - offered)

@@ -106,7 +106,7 @@ class Rounds:
         self._restart()
         longest = WINDOW_SECONDS_MAX if self.ending_for < 0 else LAST_WINDOW_SECONDS_MAX
         theta = await self._trainer.copy_out(moments=self._moments)
-        offered = await self._part.compute(partial(self._delayed.offer, theta))
+        offered = await self._part.compute(partial(self._delayed.offer, theta, self._damping))
         wanted = Wanted(
             codec=self._strategy.codec,
             mode=self._strategy.mode,
@@ -116,6 +116,12 @@ class Rounds:
         )
         self._is_under_way = True
         nursery.start_soon(self._hold, offered, weight, wanted)
+
+    @property
+    def _damping(self) -> float:
+        """Which share of a round begun now is taken: all of those that make the run's result."""
+        is_last = self._trainer.is_idle or self.ending_for >= 0
+        return 1.0 if is_last else self._settings.damping
 
     @property
     def _samples(self) -> int:

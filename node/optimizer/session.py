@@ -14,7 +14,7 @@ import numpy as np
 
 from crypto.identity import PeerId
 from gossip.averaging.robust.reduction import Vector
-from gossip.averaging.strategies import Mean, Strategy
+from gossip.averaging.strategies import Mean, Strategy, damped
 from gossip.claims import LikelySteps
 from node.averaging.offered import SNAPSHOT_SECONDS
 from node.averaging.participation import Participation
@@ -119,11 +119,13 @@ class Session:
         wanted: Wanted,
         strategy: Strategy | None,
         stale_steps: Callable[[], int],
+        damping: float = 1.0,
     ) -> "Pending[Exchanged]":
         """Begin a round in the background, and take what it changes: the vector's memory is used for that.
 
-        `strategy` None is the plain mean; `stale_steps` counts the local steps since now."""
-        begin = self._begin(self._exchange, vector, weight, wanted, strategy, stale_steps)
+        `strategy` None is the plain mean; `stale_steps` counts the local steps since now; `damping` is the
+        share of what came of the round that is taken."""
+        begin = self._begin(self._exchange, vector, weight, wanted, strategy, stale_steps, damping)
         return Pending(begin, self._portal)
 
     async def _exchange(
@@ -133,6 +135,7 @@ class Session:
         wanted: Wanted,
         strategy: Strategy | None,
         stale_steps: Callable[[], int],
+        damping: float,
     ) -> "Exchanged":
         compute = self._run.compute
         offered = vector if strategy is None else await compute(partial(strategy.offer, vector))
@@ -147,6 +150,7 @@ class Session:
             taken = None if mean is None else kept
         if taken is None:
             return Exchanged(made, None, None)
+        taken = await compute(partial(damped, vector, taken, damping))
         return Exchanged(made, await compute(partial(np.subtract, taken, vector, out=vector)), taken)
 
     def stepped(self, step: int, samples: int) -> None:

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from gossip.averaging.catalogue import OUTER
+from gossip.averaging.catalogue import OUTER, TAKEN_IN_PART
 from node.averaging.rounds import Round
 
 
@@ -29,7 +29,9 @@ class Settings:
 
     With local steps, `strategy` says what comes of a round: average, gossip (in pairs), diloco, noloco,
     sparseloco, asynchronous, or a person's own (`node.optimizer.plugins`); `average_moments` averages what
-    the optimizer remembers too, which strategies with outer steps leave alone.
+    the optimizer remembers too, which strategies with outer steps leave alone. `damping`: the share of a
+    round's mean that this peer takes, w <- (1 - damping) w + damping mean; a round that a script holds at once gives all of it.
+    Peers need not agree on it.
 
     `own_loss` returns the loss of the model as it is, on some data of this peer's own that stays the same. It
     is called before and after a state of others is put in place, without gradients, and changes nothing. A
@@ -49,6 +51,7 @@ class Settings:
     clip_grad_norm: float | None = None
     strategy: str = "average"
     average_moments: bool = False
+    damping: float = 1.0
     aggregate: str = "auto"
     admit: str = "open"
     invitation: str = field(default="", repr=False)
@@ -63,6 +66,15 @@ class Settings:
             raise ValueError("strategy= and average_moments= are for local_steps=")
         if self.average_moments and self.strategy in OUTER:
             raise ValueError(f"{self.strategy} makes outer steps of parameters alone: average_moments=False")
+        if not 0 < self.damping <= 1:
+            raise ValueError(f"damping={self.damping}: above 0, and 1 at most")
+        if self.damping < 1 and self.local_steps is None:
+            raise ValueError("damping= is for local_steps=: with a target batch all make the same step")
+        if self.damping < 1 and self.strategy not in TAKEN_IN_PART:
+            raise ValueError(
+                f"damping= is for strategy {', '.join(TAKEN_IN_PART)}: {self.strategy} says by itself what"
+                " comes of a round"
+            )
         if self.group_size_max < 2 or not self.run_id:
             raise ValueError("a run has a name, and a group two members at least")
 

@@ -193,15 +193,18 @@ class PeerOptimizer(TrackedOptimizer):
         return self._pending is None
 
     def average_now(self, timeout_seconds: float = 60.0) -> bool:
-        """With local steps: hold a round now, whatever the count, and use its result; whether it averaged. A
-        round that still looks for a group is given up for it. Raises ForkedChild."""
+        """With local steps: hold a round now, whatever the count, and take its result whole, whatever
+        `damping` says; whether it averaged. A round that still looks for a group is given up for it.
+
+        Raises ForkedChild.
+        """
         self._refuse_in_child()
         if self._pending is not None and not self.finish(0.0):
             self._pending.cancel()
             self.finish(timeout_seconds)
         self._look_at_tensors()
         rounds = self._stats.rounds
-        self._quietly(self._begin_round)
+        self._quietly(self._begin_round, 1.0)
         self.finish(timeout_seconds)
         self._quietly(self._tell)
         return self._stats.rounds > rounds
@@ -371,10 +374,10 @@ class PeerOptimizer(TrackedOptimizer):
         self._samples_since_round += samples
         self._schedules.move_to(self.global_step)
         if self._steps_since_round >= (self.settings.local_steps or 1):
-            self._quietly(self._begin_round)
+            self._quietly(self._begin_round, self.settings.damping)
         return seconds
 
-    def _begin_round(self) -> None:
+    def _begin_round(self, damping: float) -> None:
         if self._session is None:
             return
         if self._session.view.peers == 0:
@@ -402,7 +405,7 @@ class PeerOptimizer(TrackedOptimizer):
         weight = float(max(1, self._samples_since_round)) if self.settings.weighting == "samples" else 1.0
         self._steps_since_copy = self._steps_since_round = self._samples_since_round = 0
         self._pending = self._session.exchange(
-            vector, weight, self._wanted(None), self._strategy, lambda: self._steps_since_copy
+            vector, weight, self._wanted(None), self._strategy, lambda: self._steps_since_copy, damping
         )
         self._status = f"a round is under way, with {self._session.view.peers} peers in the run"
 

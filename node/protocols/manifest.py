@@ -17,6 +17,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
 from gossip.averaging.aggregates import chosen, obstacle_of
+from gossip.averaging.catalogue import OUTER
 from node import toml
 from node.errors import UsageError
 from node.protocols.data_table import DataTable
@@ -135,6 +136,7 @@ class TrainTable(msgspec.Struct, frozen=True):
     codec: CodecName = "float32"
     weighting: Weighting = "samples"
     aggregate: AggregateName = "auto"
+    damping: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
     evaluate_every: Annotated[int, msgspec.Meta(ge=1, le=EVALUATIONS_MAX)] = 1
     patience: Annotated[int, msgspec.Meta(ge=0, le=EVALUATIONS_MAX)] = 0
     improvement: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
@@ -289,6 +291,7 @@ class RunFile(msgspec.Struct, frozen=True):
             train.patience,
             train.improvement,
             aggregate=train.aggregate,
+            damping=train.damping,
         )
 
     @property
@@ -367,6 +370,11 @@ def _check_local(run: RunFile, where: str) -> None:
                 f'{where}: train.{key}: is for train.mode = "exact"; in mode "local" members evaluate every '
                 "train.evaluate_every rounds, by the loss, and the best state is the result",
             )
+    if train.damping < 1 and train.strategy in OUTER:
+        raise UsageError(
+            f"{where}: train.damping: {train.strategy} makes outer steps, which members cannot take in part",
+            'leave train.damping out, or train.strategy = "average"',
+        )
     if train.codec.startswith("topk") and train.strategy not in ("diloco", "sparseloco"):
         raise UsageError(
             f"{where}: train.codec {train.codec} keeps few numbers, and {train.strategy} averages all",

@@ -17,6 +17,7 @@ LOCAL_ONLY = MappingProxyType(
     {
         "train.local_steps": "in exact mode gradients are summed in every step",
         "train.strategy": "in exact mode nothing is averaged",
+        "train.damping": "in exact mode nothing is averaged",
         "train.codec": "in exact mode train.frames compresses what stages exchange",
         "train.weighting": "in exact mode every sample counts once",
         "train.evaluate_every": "exact mode has train.validate_every",

@@ -67,6 +67,10 @@ class LocalSettings(msgspec.Struct, frozen=True, array_like=True):
     With `own_data` no data travels: every member trains on a set of its own, of which it has told nobody more
     than that it has these columns.
 
+    A member takes the share `damping` of what a round came to, w <- (1 - damping) w + damping mean, and from
+    rounds after its last step all of it, so that a run ends with a mean of its members. Only of strategies
+    without outer steps.
+
     `aggregate` is the rule of a round. "auto" is "nnm-trimmed-mean" where anybody may join the swarm, and the
     mean in a swarm with a key.
     """
@@ -80,6 +84,7 @@ class LocalSettings(msgspec.Struct, frozen=True, array_like=True):
     improvement: float = 0.0
     own_data: OwnData | None = None
     aggregate: AggregateName = "auto"
+    damping: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
 
     @property
     def is_federated(self) -> bool:

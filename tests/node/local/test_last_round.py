@@ -13,6 +13,7 @@ from node.averaging.participation import Participation
 from node.averaging.rounds import Round, Wanted
 from node.events import AveragingEnded, StepCommitted
 from node.local.rounds import LAST_ROUND_SECONDS
+from node.local.trainer import LocalTrainer
 from partition.run.local_settings import LocalSettings
 from sim.worlds.scheduling import run_virtually
 from tests import stack
@@ -101,6 +102,44 @@ def test_pairs_average_until_all_have_met(held: list[_Held]) -> None:
             assert len(met) >= 3, "whoever made the result had averaged with another before"
 
     run_virtually(play)
+
+
+def test_a_damped_run_takes_parts_of_means_and_ends_with_a_whole_one(
+    held: list[_Held], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved: list[Vector] = []
+    before: dict[int, Vector] = {}
+    copy_out, copy_in = LocalTrainer.copy_out, LocalTrainer.copy_in
+
+    async def listened_out(self: LocalTrainer, *, moments: bool) -> Vector:
+        before[id(self)] = await copy_out(self, moments=moments)
+        return before[id(self)].copy()
+
+    async def listened_in(self: LocalTrainer, vector: Vector) -> None:
+        moved.append(vector - before[id(self)])
+        await copy_in(self, vector)
+
+    monkeypatch.setattr(LocalTrainer, "copy_out", listened_out)
+    monkeypatch.setattr(LocalTrainer, "copy_in", listened_in)
+
+    async def play() -> None:
+        async with swarm("ab", stage_seconds=SLOW, preset="lan") as group:
+            settings = LocalSettings(local_steps=LOCAL_STEPS, damping=0.25)
+            run, _ = await train(group, settings, steps=STEPS)
+            await ends(group, "ab")
+            values = np.concatenate(values_of(group, "a", run))
+            assert any(has_all(each.made.vector, values) for each in held), "the result is nobody's mean"
+
+    run_virtually(play)
+    gaps = [each.made.vector - each.offered for each in held if each.made.vector is not None]
+    shares = [
+        share
+        for move in moved
+        for share in (0.25, 1.0)
+        if any(gap.any() and np.allclose(move, share * gap, 1e-3, 1e-6) for gap in gaps)
+    ]
+    assert shares.count(0.25) >= 2, "members took a quarter of a round"
+    assert shares[-1] == 1.0
 
 
 def test_members_that_are_gone_do_not_keep_a_run_from_its_end() -> None:

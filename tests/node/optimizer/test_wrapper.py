@@ -75,6 +75,10 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), 1e-2)
 
 
+def motionless(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.0)
+
+
 def groups(model: torch.nn.Module) -> torch.optim.Optimizer:
     first, second = model[0], model[2]  # type: ignore[index]  # a Sequential
     return torch.optim.SGD(
@@ -406,7 +410,7 @@ def install(folder: Path) -> None:
 
 
 def one_round(
-    nodes: Callable[[int], list[SyncNode]], make: Make, **options: Any
+    nodes: Callable[[int], list[SyncNode]], make: Make, local_steps: int = 50, **options: Any
 ) -> tuple[list[torch.nn.Sequential], list[PeerOptimizer]]:
     """Two peers that begin alike, make three steps on their own batches, and hold one round."""
     found = nodes(2)
@@ -414,7 +418,7 @@ def one_round(
     optimizers = together(
         *(
             lambda each=each, model=model: each.optimizer(
-                make(model), "r", local_steps=50, window_seconds=WINDOW_SECONDS, **options
+                make(model), "r", local_steps=local_steps, window_seconds=WINDOW_SECONDS, **options
             )
             for each, model in zip(found, models, strict=True)
         )
@@ -466,6 +470,44 @@ def test_an_installed_package_brings_its_own_strategy_and_codec_by_entry_point(
         plugins.strategy_maker("other", 1, "float32")
     with pytest.raises(ValueError, match="no codec 'other'"):
         plugins.own_codecs("other", "float32")
+
+
+def test_damping_takes_its_share_of_a_mean_and_average_now_all(
+    nodes: Callable[[int], list[SyncNode]],
+) -> None:
+    """The optimizer's steps are of no length: all that changes the weights is what a round brings."""
+    models, optimizers = one_round(nodes, motionless, local_steps=4, damping=0.25)
+    with torch.no_grad():
+        for parameter in models[1].parameters():
+            parameter.add_(1.0)
+    before = [torch.nn.utils.parameters_to_vector(model.parameters()).detach() for model in models]
+    mean = (before[0] + before[1]) / 2
+    for model, optimizer in zip(models, optimizers, strict=True):
+        backward(model, batch_of(0))
+        optimizer.step()  # the fourth: a round begins
+    assert together(*(lambda each=each: each.finish(WINDOW_SECONDS) for each in optimizers)) == [True] * 2
+    assert [(each.stats.rounds, each.stats.rounds_failed) for each in optimizers] == [(1, 0)] * 2
+    for model, own in zip(models, before, strict=True):
+        after = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+        torch.testing.assert_close(after, 0.75 * own + 0.25 * mean)
+    assert together(*(each.average_now for each in optimizers)) == [True] * 2
+    for model in models:
+        after = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+        torch.testing.assert_close(after, mean)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"local_steps": 5, "damping": 0.0}, "damping=0.0: above 0"),
+        ({"local_steps": 5, "damping": 1.5}, "damping=1.5: above 0"),
+        ({"target_batch_size": 32, "damping": 0.5}, "damping= is for local_steps="),
+        ({"local_steps": 5, "strategy": "diloco", "damping": 0.5}, "damping= is for strategy average"),
+    ],
+)
+def test_a_damping_without_meaning_is_refused(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        Settings("r", **options)
 
 
 def test_outer_steps_bring_peers_to_one_model(nodes: Callable[[int], list[SyncNode]]) -> None:
