@@ -30,8 +30,8 @@ class Settings:
     With local steps, `strategy` says what comes of a round: average, gossip (in pairs), diloco, noloco,
     sparseloco, asynchronous, or a person's own (`node.optimizer.plugins`); `average_moments` averages what
     the optimizer remembers too, which strategies with outer steps leave alone. `damping`: the share of a
-    round's mean that this peer takes, w <- (1 - damping) w + damping mean; a round that a script holds at once gives all of it.
-    Peers need not agree on it.
+    round's mean that this peer takes, w <- (1 - damping) w + damping mean; a round that a script holds at
+    once gives all of it. Peers need not agree on it.
 
     `own_loss` returns the loss of the model as it is, on some data of this peer's own that stays the same. It
     is called before and after a state of others is put in place, without gradients, and changes nothing. A

@@ -241,7 +241,7 @@ class Proposer:
         `restorable` is the checkpoint to go back to and its step. A newcomer can join only where this member
         can tell how its plan came about.
         """
-        self.deadline = now + timeouts.REFILL_SECONDS
+        self.deadline = self._next_look(now)
         self._bring_first_plan(now)
         if self.recut is not None and not all(self._may_come(row.peer, now) for row in self.recut.joined):
             self.give_up_recut()  # whoever was to join has gone, or has refused
@@ -279,6 +279,13 @@ class Proposer:
         self._pending = pending = _Pending(found, plan, leases, sorted(leases), frozenset(holding))
         self._ask_next(pending)
         return None
+
+    def _next_look(self, now: float) -> float:
+        """Return when to think again without any news: where a wait is over, such as that of a machine that
+        has come back and declined because it did not know yet how the run went on."""
+        settled_at = self._settled_at + timeouts.REFILL_SECONDS
+        waits = [settled_at, *(refusal.until for refusal in self._busy.values())]
+        return min([now + timeouts.REFILL_SECONDS, *(until for until in waits if until > now)])
 
     def replied(self, now: float, number: int, reply: Reply) -> None:
         """Take the answer to one of `asks`."""
