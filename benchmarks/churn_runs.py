@@ -1,0 +1,101 @@
+"""Runs on machines that come and go: what is left of their computing, and what a death costs.
+
+Whole nodes in virtual time. Six equal machines live for five minutes on average and are away for one, seven
+of ten go without a word; a seventh node asks for the run, stays, and takes no stage. One run is in exact mode
+(one stage, a replica on every machine, samples of committed steps count once), one in local mode (samples
+count once they have entered a mean). `share` is samples a second beside what the machines that were present
+could have computed, whether they were in the run or not.
+
+Where the rest goes is seen four times a virtual second: a machine trains, evaluates, applies a step, is
+joining (not yet at work in this life), is not in the plan, or waits for others. A death's phase is what the
+committer was doing, in local mode what the machine itself was. Almost all fall into the longest phase, so in
+exact mode a machine is also killed in each phase, where nobody else comes or goes ("placed"); in that of the
+last evaluation what stalls is the end of the run. Not measured here: the death of the node that
+feeds and commits (tests/test_exactness.py), several stages, machines that differ, real networks.
+"""
+
+import os
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from _churn_nodes import LOCAL_MICROBATCHES, Death, Found, Play
+from _figures import Goal, arguments, leave, report
+
+from partition.run.local_settings import LocalSettings
+
+SHARE_MIN = 0.8
+SECONDS, SECONDS_QUICK = 3_600.0, 300.0
+SEEDS, SEEDS_QUICK = (1, 2, 3), (1,)
+MODES: dict[str, dict[str, Any]] = {
+    "exact": {},
+    "local": {"microbatches": LOCAL_MICROBATCHES, "local": LocalSettings(evaluate_every=5)},
+}
+PHASES, PLACED_SECONDS_MAX = ("counting", "committing", "applying", "evaluating"), 600.0
+PLACED_STEPS = 45
+"""All are killed that are to die within a step, and are back, before the last one."""
+
+
+def main() -> int:
+    flags = arguments(__doc__ or "")
+    seconds, seeds = (SECONDS_QUICK, SEEDS_QUICK) if flags.quick else (SECONDS, SEEDS)
+    rows: list[dict[str, Any]] = []
+    goals = []
+    for mode, wanted in MODES.items():
+        played = [Play(wanted, seconds, seed).play() for seed in seeds]
+        rows += [_row(mode, seed, found) for seed, found in zip(seeds, played, strict=True)]
+        rows += _deaths(mode, [death for found in played for death in found.deaths])
+        worst = min(found.share for found in played)
+        goals.append(Goal(f"{mode}: share of what was present, worst seed", worst, ">=", SHARE_MIN))
+    placed = Play({"steps": PLACED_STEPS, "test_samples": 360}, PLACED_SECONDS_MAX, 1, PHASES).play()
+    rows += _deaths("exact, placed", placed.deaths)
+    return report("churn_runs", rows, goals, as_json=flags.json)
+
+
+def _row(mode: str, seed: int, found: Found) -> dict[str, Any]:
+    present = found.seconds["present"]
+    row: dict[str, Any] = {
+        "mode": mode,
+        "seed": seed,
+        "share": round(found.share, 3),
+        "samples": found.samples,
+        "machines": round(present / found.lasted_seconds, 2),
+        "deaths": len(found.deaths),
+        "plans": found.plans,
+        "steps_again": found.steps_again,
+    }
+    row |= {
+        kind: round(seconds / present, 3)
+        for kind, seconds in sorted(found.seconds.items())
+        if kind != "present"
+    }
+    joined = sorted(found.joined_seconds)
+    row["joined_seconds_median"] = round(joined[len(joined) // 2], 1) if joined else None
+    return row | ({"ended": found.outcome} if found.outcome else {})
+
+
+def _deaths(mode: str, deaths: list[Death]) -> list[dict[str, Any]]:
+    """What deaths cost, by how and in which phase."""
+    groups: dict[tuple[str, str], list[Death]] = defaultdict(list)
+    for death in deaths:
+        if death.was_in_plan:
+            groups[death.why, death.phase].append(death)
+    return [
+        {
+            "mode": mode,
+            "went": why,
+            "phase": phase,
+            "deaths": len(group),
+            "stalled_seconds": round(sum(each.stalled_seconds for each in group) / len(group), 2),
+            "lost_samples": round(sum(each.lost_samples for each in group) / len(group)),
+        }
+        for (why, phase), group in sorted(groups.items())
+    ]
+
+
+if __name__ == "__main__":
+    leave(main())
