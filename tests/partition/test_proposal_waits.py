@@ -1,0 +1,38 @@
+"""A member looks again when a wait of its is over, also where nothing new was heard."""
+
+from partition.plan.change import Change, successor
+from partition.plan.plan import committee
+from partition.run import timeouts
+from partition.run.asks import Declined, HoldStage
+from tests.partition.test_run_member import PLAN, SPARE, TWO, Node, short_of_a_replica
+
+
+def asks_next(node: Node, seconds: float) -> float | None:
+    """Wake it when it wants to be, as its drivers do, for so long; when it asks somebody for a slot."""
+    end = node.now + seconds
+    while node.core.deadline <= end:
+        node.at(max(node.now, node.core.deadline))
+        if any(isinstance(ask.request, HoldStage) for ask in node.asked()):
+            return node.now
+    return None
+
+
+def test_a_provider_that_refuses_is_asked_again_without_any_news() -> None:
+    node, _ = short_of_a_replica()
+    node.free = [(SPARE, 9)]
+    (lease,) = node.asked()
+    node.reply(lease, Declined("it does not know yet how the run went on"))
+    node.asked()
+    refused_at = node.now
+    assert asks_next(node, 60.0) == refused_at + timeouts.BUSY_SECONDS_MIN
+
+
+def test_a_free_place_is_filled_once_the_dust_has_settled_whatever_was_heard_meanwhile() -> None:
+    plan = successor(PLAN, Change(lost=(TWO,)))
+    node = Node(committee(plan)[0]).begin()
+    node.die(TWO)
+    node.decided(Change(lost=(TWO,)))
+    node.at(timeouts.REFILL_SECONDS - 3)
+    node.free = [(SPARE, 9)]
+    node.core.members_changed(node.now)
+    assert asks_next(node, 60.0) == timeouts.REFILL_SECONDS
