@@ -7,7 +7,7 @@ has; then the change is proposed.
 Not here: which change that is (`next_change`), and how it is decided (`partition.plan.paxos`).
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from crypto.errors import RemoteProtocolError
@@ -241,7 +241,7 @@ class Proposer:
         `restorable` is the checkpoint to go back to and its step. A newcomer can join only where this member
         can tell how its plan came about.
         """
-        self.deadline = self._next_look(now)
+        self.deadline = _next_look(now, self._settled_at, self._busy.values())
         self._bring_first_plan(now)
         if self.recut is not None and not all(self._may_come(row.peer, now) for row in self.recut.joined):
             self.give_up_recut()  # whoever was to join has gone, or has refused
@@ -279,13 +279,6 @@ class Proposer:
         self._pending = pending = _Pending(found, plan, leases, sorted(leases), frozenset(holding))
         self._ask_next(pending)
         return None
-
-    def _next_look(self, now: float) -> float:
-        """Return when to think again without any news: where a wait is over, such as that of a machine that
-        has come back and declined because it did not know yet how the run went on."""
-        settled_at = self._settled_at + timeouts.REFILL_SECONDS
-        waits = [settled_at, *(refusal.until for refusal in self._busy.values())]
-        return min([now + timeouts.REFILL_SECONDS, *(until for until in waits if until > now)])
 
     def replied(self, now: float, number: int, reply: Reply) -> None:
         """Take the answer to one of `asks`."""
@@ -459,6 +452,13 @@ class Proposer:
         is_here = peer in self._around.live() and not self._wants_out(peer)
         refusal = self._busy.get(peer)
         return is_here and (refusal is None or refusal.until <= now)
+
+
+def _next_look(now: float, settled_at: float, refusals: Iterable[_Refusal]) -> float:
+    """Return when to think again without any news: where a wait is over, such as that of a machine that has
+    come back and declined because it did not know yet how the run went on."""
+    waits = [settled_at + timeouts.REFILL_SECONDS, *(refusal.until for refusal in refusals)]
+    return min([now + timeouts.REFILL_SECONDS, *(until for until in waits if until > now)])
 
 
 def _growing(before: Plan, after: Plan, holding: Collection[bytes]) -> dict[PeerId, int]:
