@@ -90,7 +90,7 @@ COMPUTING = {
 COMPUTERS = {
     "node.stages.process": "the stage's process",
     "node.library.sync": "me.optimizer, which a script calls that has torch",
-    "node.api.capturing": "me.train, which a program calls that has torch",
+    "node.api.capturing": "me.train and me.serve, which a program calls that has torch",
     "node.cli.model": "the command `model`",
     "node.cli.capture": "the command `train`, which captures what it is given",
     "node.cli.predict_words": "the command `predict`, for models of text",

@@ -282,8 +282,12 @@ class Surface:
 
         It is called `name`, by default as the file is. A model that fits one peer is not split unless
         `stages` say so. Its members keep it at `replicas` of each stage, whoever of them dies. `context` is
-        how many tokens a session takes at most. Raises UsageError: it cannot be served; RunFailed: no place.
+        how many tokens a session takes at most. Before, this process computes a few short sessions, to see
+        that they give the model's logits. Raises UsageError: it cannot be served; RunFailed: no place.
         """
+        from node.api.capturing import prove_served  # late: it needs torch
+
+        await self.serving.seams.executor.run(partial(prove_served, model, context), apart=True)
         return await Asking(self.serving).serve(model, ServeWish(name, stages, replicas, context))
 
     async def services(self) -> tuple[dict[str, Any], ...]:

@@ -10,6 +10,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from crypto.errors import RemoteProtocolError
+from node.api.capturing import MIXES_DO, prove_served
 from node.cli.languages import LENGTH, language_of, model_folder_of, sample_length
 from node.cli.options import GRAPH_SUFFIX, VALUES_SUFFIX
 from node.cli.temporary import command_folder
@@ -228,15 +229,17 @@ def _sample_and_classes(run_file: RunFile, base: Path, load: Load) -> tuple[tupl
 
 
 @contextmanager
-def captured_to_serve(model: str) -> Iterator[str]:
+def captured_to_serve(model: str, context: int = 0) -> Iterator[str]:
     """The file of a graph to be served, while the node takes it: `model` itself, or what a folder of
-    transformers is captured to. Raises UsageError: it cannot be captured."""
+    transformers is captured to. Raises UsageError: it cannot be captured, or does not answer as its model."""
     path = Path(model).expanduser().absolute()
     if not is_model_folder(path):
+        prove_served(str(path), context)
         yield str(path)
         return
     from partition.capture import CaptureRefused
     from partition.capture.serving import capture_folder_for_serving
+    from partition.capture.serving_proof import ServingDiffers
     from partition.capture.weights import write_weights
 
     with command_folder() as folder:
@@ -245,6 +248,8 @@ def captured_to_serve(model: str) -> Iterator[str]:
             found = capture_folder_for_serving(path)
             graph.write_bytes(found.data)
             write_weights(graph.with_suffix(VALUES_SUFFIX), found)
+        except ServingDiffers as error:
+            raise UsageError(f"{model}: this model cannot be served: {error}", MIXES_DO) from None
         except CaptureRefused as error:
             raise UsageError(f"{model}: {error}") from None
         except OSError as error:

@@ -41,7 +41,7 @@ def serve(
     # Late: `generate` and `services`, which need none of it, answer at once.
     from node.cli.capture import captured_to_serve
 
-    with captured_to_serve(model) as path:
+    with captured_to_serve(model, context_tokens) as path:
         found: dict[str, Any] = ask(folder, "serve", {"model": path, "wish": wish}, seconds=None)
     if as_json:
         show_json(found)

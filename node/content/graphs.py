@@ -72,7 +72,7 @@ class Models:
         Raises:
             UsageError: it cannot be read, or no node would take it.
         """
-        name, decoded, beside = await self._seams.executor.run(partial(_read_captured, graph, values))
+        name, decoded, beside = await self._seams.executor.run(partial(read_captured, graph, values))
         try:
             await self._keep(name, graph, beside)
         except OSError as error:
@@ -273,8 +273,12 @@ class Models:
             await self._seams.executor.run(write)
 
 
-def _read_captured(path: Path, values: Path | None) -> tuple[bytes, Graph, Path | None]:
-    """The graph's hash, the graph, and the file of its first values, if it has one."""
+def read_captured(path: Path, values: Path | None) -> tuple[bytes, Graph, Path | None]:
+    """Return the graph's hash, the graph, and the file of its first values, if it has one.
+
+    Raises:
+        UsageError: it cannot be read, or no node would take it.
+    """
     try:
         with path.open("rb") as file:
             data = file.read(GRAPH_BYTES_MAX + 1)

@@ -357,7 +357,8 @@ class BlockingSurface:
 
         It is called `name`, by default as the file is. A model that fits one peer is not split unless
         `stages` say so. Its members keep it at `replicas` of each stage, whoever of them dies. `context` is
-        how many tokens a session takes at most. Raises UsageError: it cannot be served; RunFailed: no place.
+        how many tokens a session takes at most. Before, this process computes a few short sessions, to see
+        that they give the model's logits. Raises UsageError: it cannot be served; RunFailed: no place.
         """
         return self._portal.run(self._of.serve, model, name, stages, replicas, context)
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from partition.capture.capture import Captured, Through, capture
 from partition.capture.errors import CaptureRefused
 from partition.capture.hugging_face import folder_task
+from partition.capture.serving_proof import prove_folder_served
 from partition.capture.wrapper_module import BATCH
 from partition.execute.attention import ATTEND
 from partition.model.graph import SERVE, Graph, Size
@@ -31,12 +32,16 @@ CONTEXT_USUAL = 2_048
 
 
 def capture_folder_for_serving(folder: Path) -> Captured:
-    """Capture the language model in a folder as `save_pretrained` of transformers writes it.
+    """Capture the language model in a folder as `save_pretrained` of transformers writes it, and prove that
+    the graph answers as the model does.
 
     Raises:
         CaptureRefused: no model that is known here, or one that cannot be served.
     """
-    return capture_for_serving(folder_task(folder).model)
+    model = folder_task(folder).model
+    found = capture_for_serving(model)
+    prove_folder_served(model, found.graph)
+    return found
 
 
 def capture_for_serving(model: nn.Module) -> Captured:

@@ -7,8 +7,8 @@ beside the graph, and what counts the places of a sequence takes the positions t
 those of the model.
 
 This follows what graphs of causal models look like. A model that mixes tokens by something else than causal
-attention (a convolution over the sequence, a mean of it) is not served right, and nothing here notices:
-compare its logits with the model's before it is offered.
+attention (a convolution over the sequence, a mean of it) comes through here and is not served right: the
+proof of `partition.capture.serving_proof` refuses it before it is offered.
 """
 
 from collections.abc import Iterable, Sequence

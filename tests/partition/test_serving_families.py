@@ -7,6 +7,7 @@ import torch
 import transformers
 
 from partition.capture.serving import capture_for_serving
+from partition.capture.serving_proof import prove_folder_served
 from partition.stage import Unit
 from tests.partition.serving_world import Chain, session
 
@@ -49,6 +50,8 @@ def test_split_serving_gives_the_logits_of_transformers(family: str) -> None:
     torch.manual_seed(3)
     served, plain = models(family, torch.float64)
     captured = capture_for_serving(served)
+    proof = prove_folder_served(plain, captured.graph)
+    assert (proof.has_model, proof.tolerance) == (True, 1e-9)
     chain = Chain(captured.graph, served.state_dict(), stages=2)
     ids = torch.randint(3, 99, (3, 90))
     with torch.no_grad():
