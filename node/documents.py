@@ -1,11 +1,11 @@
 """What machines offer and how they are, as plain values for `--json`, the page and the log."""
 
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 from crypto.identity import peer_text
 from node import events
+from node.text import cover_text
 
 _LAST_SECOND = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
 
@@ -146,13 +146,6 @@ def cover_document(covered: events.RunCovered | None) -> dict[str, Any] | None:
         return None
     found = {"stages": list(covered.covers), "unreliable": covered.unreliable, "reason": covered.reason}
     return {**found, "text": cover_text(found)}
-
-
-def cover_text(covered: Mapping[str, Any]) -> str:
-    """Return how well stages are covered, for a person, of a `cover_document`."""
-    chances = ", ".join(f"stage {number} {chance:.0%}" for number, chance in enumerate(covered["stages"], 1))
-    rest = "; ".join(text for text in (covered["unreliable"], covered["reason"]) if text)
-    return f"{chances} if a holder dies" + (f" ({rest})" if rest else "")
 
 
 def plan_document(plan: events.RunPlanned | None) -> dict[str, Any] | None:

@@ -1,6 +1,7 @@
 """Numbers and tables as plain text: what screens and pictures share, without a terminal."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 CLOCK_REMEDY = "timedatectl set-ntp true"
 """How a person has a clock set on Linux."""
@@ -64,3 +65,10 @@ def open_ports_text(ports: Sequence[int]) -> str:
     reaches."""
     told = " and ".join(map(str, ports)) or "of this node"
     return f"let TCP and UDP port {told} through firewall and router, or start with --announce HOST:PORT"
+
+
+def cover_text(covered: Mapping[str, Any]) -> str:
+    """Return how well stages are covered, for a person, of a `cover_document`."""
+    chances = ", ".join(f"stage {number} {chance:.0%}" for number, chance in enumerate(covered["stages"], 1))
+    rest = "; ".join(text for text in (covered["unreliable"], covered["reason"]) if text)
+    return f"{chances} if a holder dies" + (f" ({rest})" if rest else "")

@@ -28,9 +28,9 @@ from node.cli.render import (
 )
 from node.cli.screen import EventScreen, name_and_id, with_names
 from node.cli.trace import chrome_trace, send_otlp
-from node.documents import cover_text
 from node.errors import UsageError
 from node.quantities import read_duration
+from node.text import cover_text
 
 TRACE_SECONDS_MAX = 30.0
 AUDIT_SECONDS_MAX = 600.0

@@ -21,10 +21,9 @@ from node.cli.render import (
     short_address,
     short_id,
 )
-from node.documents import cover_text
 from node.invocation import command_span, elsewhere, program_from_anywhere, shown
 from node.paths import is_default_data_dir, short_path
-from node.text import CLOCK_REMEDY, admit_text, clock_text
+from node.text import CLOCK_REMEDY, admit_text, clock_text, cover_text
 
 Event = Mapping[str, Any]
 LIES = {

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-from crypto.encoding import clean_text
 from node.cli.client import ask, peer_names
 from node.cli.options import AsJson, DataDir, find_data_dir
 from node.cli.render import show, show_json
@@ -170,6 +169,8 @@ def answer_lines(document: Mapping[str, Any], names: Mapping[str, str]) -> list[
 
 def _write(text: str) -> None:
     """Write a piece of an answer. What a model says is a stranger's: it steers no terminal."""
+    from crypto.encoding import clean_text
+
     sys.stdout.write("".join(letter if letter in "\n\t" else clean_text(letter) for letter in text))
     sys.stdout.flush()
 

@@ -160,6 +160,8 @@ def test_a_batch_norm_without_running_statistics_uses_the_batch_s_own_even_when_
 def test_an_argument_left_out_has_the_value_it_takes_in_evaluation() -> None:
     """The interpreter flips arguments only where they stand, so a default must be what it would flip to."""
     for operator in OPERATORS.values():
+        if not operator.name.startswith("aten."):
+            continue  # one of ours, which has no arguments left out
         _, name, overload = operator.name.split(".")
         schema = getattr(getattr(torch.ops.aten, name), overload)._schema
         for index, content in operator.evaluate:

@@ -31,7 +31,7 @@ torch.set_num_threads(1)
 NAMES = (f"admit-{number}" for number in itertools.count())
 OPTIONS = {"target_batch_size": 64, "window_seconds": 0.2}
 ADMIT = "invited"
-SOON_HOURS = 1.0 / 3600
+SOON_HOURS = 5.0 / 3600
 
 
 @pytest.fixture(scope="module")
