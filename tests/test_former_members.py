@@ -109,6 +109,7 @@ def test_a_provider_outside_of_a_run_may_still_drop_it_for_ever() -> None:
     play(scenario)
 
 
+@pytest.mark.slow
 def test_a_provider_that_was_left_out_is_admitted_again_and_is_told_the_end_once() -> None:
     async def scenario(group: Swarm) -> None:
         run, victim = await left_out(group, 150, asked_again=True)

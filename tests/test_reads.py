@@ -119,6 +119,7 @@ def by_page(swarm: SwarmProcesses) -> None:
         assert json.load(reply)["result"]["status"] == "running"
 
 
+@pytest.mark.slow
 def test_a_run_and_its_data_are_read_once(swarm: SwarmProcesses, reads: Reads) -> None:
     by_command(swarm)
     until_done(swarm)

@@ -389,6 +389,7 @@ def test_every_stage_has_as_many_replicas_as_asked_at_least(graph: Graph, tmp_pa
         node.plan(graph, file, stages=2, replicas_min=2)
 
 
+@pytest.mark.slow
 def test_a_hugging_face_folder_is_planned_without_its_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

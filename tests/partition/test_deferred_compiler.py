@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from tests.source import ROOT
 
 SCRIPT = """
@@ -21,6 +23,7 @@ print(torch.compile(lambda value: value + 1, backend="eager")(torch.ones(1)).ite
 """
 
 
+@pytest.mark.slow
 def test_torchs_compiler_is_loaded_only_on_demand() -> None:
     done = subprocess.run(
         [sys.executable, "-P", "-c", SCRIPT],

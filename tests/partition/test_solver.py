@@ -255,6 +255,7 @@ def test_stages_are_as_many_as_pay_with_their_bubble() -> None:
     assert len(many.groups) == 8
 
 
+@pytest.mark.slow
 def test_a_model_of_very_many_layers_is_split_soon() -> None:
     """A planner solves this for any stranger who asks."""
     peers = [(rate * 10**9, 8192 * MIB) for rate in (50, 41, 33, 27, 20)]

