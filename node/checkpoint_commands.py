@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any
+from pathlib import Path
 
 import trio
 
@@ -12,9 +12,10 @@ from crypto.identity import PeerId, peer_text
 from node.checkpoints.replication import CheckpointReplicator
 from node.checkpoints.service import Checkpoints
 from node.checkpoints.store import document
-from node.commands import LocalNode, find_run, number_argument, out_argument, texts_argument
+from node.commands import LocalNode, find_run
 from node.control import CommandHandler, Emit
 from node.errors import RunFailed, Unreachable, UsageError
+from node.requests import AuditRequest, ExportRequest, FetchCheckpointRequest, NamedRun, Nothing, command
 
 COUNTED_RUNS_MAX = 64
 """Runs whose copies are looked up for one list."""
@@ -40,20 +41,20 @@ class CheckpointCommands:
     def handlers(self) -> Mapping[str, CommandHandler]:
         """For `node.control.ControlServer`, beside those of `Commands`."""
         return {
-            "runs.audit": self._audit,
-            "checkpoint.list": self._list,
-            "checkpoint.save": self._save,
-            "checkpoint.export": self._export,
-            "checkpoint.fetch": self._fetch,
+            "runs.audit": command(AuditRequest, self._audit),
+            "checkpoint.list": command(Nothing, self._list),
+            "checkpoint.save": command(NamedRun, self._save),
+            "checkpoint.export": command(ExportRequest, self._export),
+            "checkpoint.fetch": command(FetchCheckpointRequest, self._fetch),
         }
 
-    async def _audit(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
+    async def _audit(self, request: AuditRequest, _emit: Emit) -> object:
         """Frames of a committed step of a run, computed again by the checkpoint that it began with."""
-        run = find_run(self._node.state.runs, str(arguments.get("run", "")))
-        step = number_argument(arguments, "step", -1)
-        return await self._node.runs.audits.audit(run, int(step) if step >= 0 else None)
+        run = find_run(self._node.state.runs, request.run)
+        step = request.step if request.step is not None and request.step >= 0 else None
+        return await self._node.runs.audits.audit(run, step)
 
-    async def _list(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
+    async def _list(self, _request: Nothing, _emit: Emit) -> object:
         found = await self._checkpoints.call(self._checkpoints.store.all)
         named: Counter[bytes] = Counter()
 
@@ -66,13 +67,13 @@ class CheckpointCommands:
                 nursery.start_soon(count, run)
         return {"checkpoints": [document(kept, named[kept.name] + 1) for kept in found]}
 
-    async def _save(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
-        run = await self._find(arguments)
+    async def _save(self, request: NamedRun, _emit: Emit) -> object:
+        run = await self._find(request.run)
         return {"run": run, "step": await self._save_run(run)}
 
-    async def _export(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
-        run, step = await self._find(arguments), _step_of(arguments)
-        out = out_argument(arguments)
+    async def _export(self, request: ExportRequest, _emit: Emit) -> object:
+        run, step = await self._find(request.run), request.step
+        out = Path(request.out)
         kept = await self._checkpoints.call(partial(self._checkpoints.store.find, run, step))
         if kept is None:
             raise checkpoint_not_found(run, step)
@@ -87,9 +88,9 @@ class CheckpointCommands:
             raise UsageError(f"--out {out}: {(error.strerror or str(error)).lower()}") from None
         return {"run": run, "step": kept.checkpoint.step, "out": str(out), "size_bytes": size}
 
-    async def _fetch(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
-        run, step = await self._find(arguments), _step_of(arguments)
-        holders = [self._peer(text) for text in texts_argument(arguments, "from")]
+    async def _fetch(self, request: FetchCheckpointRequest, _emit: Emit) -> object:
+        run, step = await self._find(request.run), request.step
+        holders = [self._peer(text) for text in request.holders]
         try:
             kept = await self._copies.fetch(run, step, holders or await self._holders(run))
         except Unreachable as error:
@@ -98,10 +99,10 @@ class CheckpointCommands:
             raise RunFailed(f"the checkpoint could not be kept: {error.strerror or error}") from None
         return document(kept, None)
 
-    async def _find(self, arguments: Mapping[str, Any]) -> str:
+    async def _find(self, run: str) -> str:
         here = await self._checkpoints.call(self._checkpoints.store.all)
         known = {*self._node.state.runs, *(kept.run for kept in here)}
-        return find_run(sorted(known), str(arguments.get("run", "")))
+        return find_run(sorted(known), run)
 
     async def _holders(self, run: str) -> list[PeerId]:
         return [peer for peer in await self._copies.holders(run) if peer != self._node.peer]
@@ -128,8 +129,3 @@ def checkpoint_not_found(run: str, step: int | None) -> RunFailed:
         f"no {which} of run {run[:8]} is here",
         "look: `peerloom checkpoint list`          or: `peerloom checkpoint fetch RUN`",
     )
-
-
-def _step_of(arguments: Mapping[str, Any]) -> int | None:
-    step = arguments.get("step")
-    return step if isinstance(step, int) else None

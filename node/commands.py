@@ -29,6 +29,24 @@ from node.placement.leases import PlacementFailed
 from node.placement.provider import Provider
 from node.protocols.manifest import Run, run_text
 from node.protocols.revision import check_changes
+from node.requests import (
+    DhtFindRequest,
+    DhtGetRequest,
+    DhtPutRequest,
+    DhtStatRequest,
+    EventsRequest,
+    FetchRequest,
+    InviteRequest,
+    NamedRun,
+    Nothing,
+    Prepared,
+    ReviseRequest,
+    RevokeRequest,
+    SetRequest,
+    TraceRequest,
+    TrainRequest,
+    command,
+)
 from node.run_requests import make_signed_run, run_file_of
 from node.runs.metrics import metric_rows
 from node.runs.runs import Runs
@@ -45,8 +63,6 @@ from partition.run.states import OVER
 
 RUN_PURPOSE = "run"
 RUN_TEXT_LENGTH = 16
-NUMBER_MAX = 2**53
-"""Whole numbers are exact up to here in JSON."""
 
 
 class LocalNode(Protocol):
@@ -90,33 +106,6 @@ def _of_run(names: Mapping[str, str], run: Mapping[str, Any]) -> dict[str, str]:
     return {peer: names[peer] for peer in sorted(peers) if peer in names}
 
 
-def number_argument(arguments: Mapping[str, Any], name: str, default: float) -> float:
-    """A finite number that a client sent, or the default. Raises UsageError."""
-    value = arguments.get(name)
-    if value is None:
-        return default
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not -NUMBER_MAX <= value <= NUMBER_MAX:
-        raise UsageError(f"{name}: want a number, not {json.dumps(value)[:80]}")
-    return float(value)
-
-
-def texts_argument(arguments: Mapping[str, Any], name: str) -> list[str]:
-    """Texts that a client sent, or none. Raises UsageError."""
-    values = arguments.get(name) or []
-    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise UsageError(f"{name}: want a list of texts")
-    return values
-
-
-def out_argument(arguments: Mapping[str, Any]) -> Path:
-    """The file that a client wants written. Raises UsageError."""
-    value = arguments.get("out")
-    if not isinstance(value, str) or not value or "\0" in value:
-        raise UsageError("out: want the file to write")
-    return Path(value)
-
-
 class Commands:
     """The handlers, by command name."""
 
@@ -128,53 +117,53 @@ class Commands:
     def handlers(self) -> Mapping[str, CommandHandler]:
         """For `node.control.ControlServer`."""
         return {
-            "status": self._status,
-            "peers": self._peers,
-            "measurements": self._measurements,
-            "events": self._events,
-            "leave": self._leave,
-            "receipts": self._receipts,
-            "train": self._train,
-            "config.set": self._set,
-            "runs.show": self._show,
-            "runs.revise": self._revise,
-            "runs.metrics": self._metrics,
-            "runs.fetch": self._fetch,
-            "runs.stop": self._stop,
-            "runs.drop": self._drop,
-            "runs.trace": self._trace,
-            "runs.invite": self._invite,
-            "runs.revoke": self._revoke,
-            "dht.get": self._dht_get,
-            "dht.put": self._dht_put,
-            "dht.find": self._dht_find,
-            "dht.stat": self._dht_stat,
+            "status": command(Nothing, self._status),
+            "peers": command(Nothing, self._peers),
+            "measurements": command(Nothing, self._measurements),
+            "events": command(EventsRequest, self._events),
+            "leave": command(Nothing, self._leave),
+            "receipts": command(Nothing, self._receipts),
+            "train": command(TrainRequest, self._train),
+            "config.set": command(SetRequest, self._set),
+            "runs.show": command(NamedRun, self._show),
+            "runs.revise": command(ReviseRequest, self._revise),
+            "runs.metrics": command(NamedRun, self._metrics),
+            "runs.fetch": command(FetchRequest, self._fetch),
+            "runs.stop": command(NamedRun, self._stop),
+            "runs.drop": command(NamedRun, self._drop),
+            "runs.trace": command(TraceRequest, self._trace),
+            "runs.invite": command(InviteRequest, self._invite),
+            "runs.revoke": command(RevokeRequest, self._revoke),
+            "dht.get": command(DhtGetRequest, self._dht_get),
+            "dht.put": command(DhtPutRequest, self._dht_put),
+            "dht.find": command(DhtFindRequest, self._dht_find),
+            "dht.stat": command(DhtStatRequest, self._dht_stat),
         }
 
-    async def _status(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
+    async def _status(self, _request: Nothing, _emit: Emit) -> object:
         node, runs = self._node, self._node.runs
         document = state_documents.status_document(node.state, node.seams.clock.wall(), node.counters)
         document |= {"place": runs.places.own_document(), "spare_process": runs.readiness.document}
         return document | {"contribution": runs.receipts.summary()}
 
-    async def _peers(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
+    async def _peers(self, _request: Nothing, _emit: Emit) -> object:
         document = state_documents.peers_document(self._node.state, self._node.seams.clock.wall())
         return self._node.runs.places.told_of(self._node.runs.receipts.told_of(document))
 
-    async def _measurements(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
+    async def _measurements(self, _request: Nothing, _emit: Emit) -> object:
         return await self._node.measurements.document(self._node.membership.live)
 
-    async def _leave(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
+    async def _leave(self, _request: Nothing, _emit: Emit) -> object:
         """Let the node leave; of each run it was in, whether its part was handed over."""
         self._node.stopping.set()
         await self._node.handed_over.wait()
         rows = self._node.runs.left.items()
         return {"runs": [{"run": run, "handed_over": is_handed_over} for run, is_handed_over in rows]}
 
-    async def _events(self, arguments: dict[str, Any], emit: Emit) -> object:
+    async def _events(self, request: EventsRequest, emit: Emit) -> object:
         """Events since a time (unix seconds), then, with `follow`, every one until the client hangs up."""
-        since, kinds = arguments.get("since"), texts_argument(arguments, "kinds")
-        text = str(arguments.get("text", "")).lower()
+        since, kinds = request.since, request.kinds
+        text = request.text.lower()
 
         async def tell(event: Event) -> None:
             if kinds and type(event).__name__ not in kinds:
@@ -187,16 +176,16 @@ class Commands:
             if isinstance(since, int | float):
                 for _, event in self._node.history.since(since):
                     await tell(event)
-            if arguments.get("follow", True):
+            if request.follow:
                 async for event in events:
                     await tell(event)
         return {"forgotten": self._node.history.dropped}
 
-    async def _train(self, arguments: dict[str, Any], emit: Emit) -> object:
+    async def _train(self, request: TrainRequest, emit: Emit) -> object:
         node = self._node
-        seconds = min(max(0.0, number_argument(arguments, "wait_seconds", 0.0)), WAIT_SECONDS_MAX)
-        run = await self.make_run(arguments)
-        if not arguments.get("follow", True):
+        seconds = min(max(0.0, request.wait_seconds), WAIT_SECONDS_MAX)
+        run = await self.make_run(request)
+        if not request.follow:
             if seconds:
                 node.runs.start_task(self._submit_watched, run, seconds, of=run)
                 return {"run": run.text, "status": "placing"}
@@ -221,12 +210,11 @@ class Commands:
         with suppress(RunFailed):  # its end is an event, which the watcher sees
             await self.submit(run, wait_seconds)
 
-    async def make_run(self, arguments: Mapping[str, Any]) -> Run:
+    async def make_run(self, prepared: Prepared) -> Run:
         """Sign a run of what the command `train`, or a program, has prepared, and tell the DHT. Raises
         UsageError."""
-        name = str(arguments.get("name", "RUN.toml"))
-        run_file = run_file_of(arguments, name)
-        run, chosen = await make_signed_run(self._node, run_file, arguments, name)
+        run_file = run_file_of(prepared)
+        run, chosen = await make_signed_run(self._node, run_file, prepared)
         if chosen:
             self._chosen[run.id] = chosen
         self._node.runs.revising.ask_for(run, run_file.plan.priority, run_file.plan.deadline_minutes)
@@ -259,52 +247,50 @@ class Commands:
         self._node.runs.publish(RunChanged(at=at, run=run.text, state="placing", reason=chosen))
         await trio.lowlevel.checkpoint()
 
-    async def _dht_get(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
-        dht, key = self._node.dht, str(arguments.get("key", ""))
-        if arguments.get("immutable"):
+    async def _dht_get(self, request: DhtGetRequest, _emit: Emit) -> object:
+        dht, key = self._node.dht, request.key
+        if request.immutable:
             value = await dht.get_immutable(key)
         else:
-            words = (str(arguments.get(name, "")) for name in ("publisher", "subkey"))
-            value = await dht.get(key, *words)
+            value = await dht.get(key, request.publisher, request.subkey)
         return {"key": key, "found": value is not None, "value": (value or b"").hex()}
 
-    async def _dht_put(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
-        dht, seconds = self._node.dht, number_argument(arguments, "ttl_seconds", 3600.0)
+    async def _dht_put(self, request: DhtPutRequest, _emit: Emit) -> object:
+        dht, seconds = self._node.dht, request.ttl_seconds
         try:
-            value = bytes.fromhex(str(arguments.get("value", "")))
+            value = bytes.fromhex(request.value)
         except ValueError:
             raise UsageError("value: want the bytes to keep, in hexadecimal") from None
-        if arguments.get("immutable"):
+        if request.immutable:
             stored = await dht.put_immutable(value, seconds)
         else:
-            key, subkey = (str(arguments.get(name, "")) for name in ("key", "subkey"))
-            stored = await dht.put(key, value, seconds, subkey)
+            stored = await dht.put(request.key, value, seconds, request.subkey)
         return {"key": stored.key, "holders": stored.holders, "wanted": stored.wanted}
 
-    async def _dht_find(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
+    async def _dht_find(self, request: DhtFindRequest, _emit: Emit) -> object:
         found = await self._node.dht.find(
-            str(arguments.get("device", "")),
-            number_argument(arguments, "memory_bytes", 0),
-            str(arguments.get("near", "")),
-            int(number_argument(arguments, "count", 20)),
-            flops_per_second=number_argument(arguments, "flops_per_second", 0),
+            request.device,
+            request.memory_bytes,
+            request.near,
+            int(request.count),
+            flops_per_second=request.flops_per_second,
         )
         return {"nodes": [asdict(node) for node in found]}
 
-    async def _dht_stat(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
-        return await self._node.dht.stat(str(arguments.get("key", "")))
+    async def _dht_stat(self, request: DhtStatRequest, _emit: Emit) -> object:
+        return await self._node.dht.stat(request.key)
 
-    async def _set(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
+    async def _set(self, request: SetRequest, _emit: Emit) -> object:
         """Change one rule by which this node serves others, until it ends."""
-        name, value = str(arguments.get("name", "")), str(arguments.get("value", ""))
+        name, value = request.name, request.value
         self._node.set(name, value)
         state = self._node.state
         small = list(state.capacity.small) if state.capacity is not None else []
         return {"name": name, "value": value, "offer": offer_document(state.offer), "small": small}
 
-    async def _show(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
+    async def _show(self, request: NamedRun, _emit: Emit) -> object:
         """How a run is: as this node knows it, or else as its members say."""
-        run = find_run(self._node.state.runs, str(arguments.get("run", "")))
+        run = find_run(self._node.state.runs, request.run)
         found = self._node.runs.receipts.document(run)
         state = self._node.state
         names = state_documents.peer_names(state)
@@ -312,7 +298,7 @@ class Commands:
         reading = reading_document(await kept_reading(self._node.seams, run))
         return document | {"names": _of_run(names, document), "reading": reading}
 
-    async def _receipts(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
+    async def _receipts(self, _request: Nothing, _emit: Emit) -> object:
         return self._node.runs.receipts.document()
 
     async def show(self, run: str) -> dict[str, Any]:
@@ -337,8 +323,8 @@ class Commands:
             "result": "elsewhere" if told.weights else "",
         }
 
-    async def _metrics(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
-        run = find_run(self._node.state.runs, str(arguments.get("run", "")))
+    async def _metrics(self, request: NamedRun, _emit: Emit) -> object:
+        run = find_run(self._node.state.runs, request.run)
         view = self._node.state.runs.get(run)
         if view is None:
             raise RunFailed(
@@ -347,12 +333,11 @@ class Commands:
         events = (event for _, event in self._node.history.after(0))
         return {"run": run, "rows": metric_rows(view, events, self._node.energy.joules)}
 
-    async def _revise(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
-        run = self._going(arguments)
-        if (is_paused := arguments.get("is_paused")) is not None:
-            return await self._node.runs.revising.revise(run, {"is_paused": bool(is_paused)})
-        rate, steps, priority = (arguments.get(name) for name in ("learning_rate", "steps", "priority"))
-        return await self.revise(run, rate, steps, priority)
+    async def _revise(self, request: ReviseRequest, _emit: Emit) -> object:
+        run = self._going(request.run)
+        if (is_paused := request.is_paused) is not None:
+            return await self._node.runs.revising.revise(run, {"is_paused": is_paused})
+        return await self.revise(run, request.learning_rate, request.steps, request.priority)
 
     async def revise(self, run: str, learning_rate: Any, steps: Any, priority: Any) -> dict[str, Any]:
         """Change a run of this node's own; None leaves as it is. Raises UsageError, RunFailed."""
@@ -366,9 +351,8 @@ class Commands:
             raise UsageError(f"revise: {error}") from None
         return await self._node.runs.revising.revise(run, changes)
 
-    async def _fetch(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
-        file, folder = str(out_argument(arguments)), str(arguments.get("folder", ""))
-        return await self.fetch(str(arguments.get("run", "")), file, folder)
+    async def _fetch(self, request: FetchRequest, _emit: Emit) -> object:
+        return await self.fetch(request.run, request.out, request.folder)
 
     async def fetch(self, name: str, file: str, folder: str = "") -> dict[str, Any]:
         """Put the weights of a run into a file: from this node's own disk, or any peer that keeps them; and
@@ -393,16 +377,16 @@ class Commands:
             raise UsageError(f"--out {out}: {(error.strerror or str(error)).lower()}") from None
         return {"run": run, "out": str(out), "size_bytes": size}
 
-    async def _stop(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
-        return await self._node.runs.stopping.stop(self._going(arguments))
+    async def _stop(self, request: NamedRun, _emit: Emit) -> object:
+        return await self._node.runs.stopping.stop(self._going(request.run))
 
-    async def _drop(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
-        return await self._node.runs.stopping.drop(self._going(arguments))
+    async def _drop(self, request: NamedRun, _emit: Emit) -> object:
+        return await self._node.runs.stopping.drop(self._going(request.run))
 
-    async def _trace(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
+    async def _trace(self, request: TraceRequest, _emit: Emit) -> object:
         """The spans of a run's newest steps, from all of its members, on this node's clock."""
-        node, steps = self._node, int(min(number_argument(arguments, "steps", 4), STEPS_ASKED_MAX))
-        run = find_run(node.state.runs, str(arguments.get("run", "")))
+        node, steps = self._node, int(min(request.steps, STEPS_ASKED_MAX))
+        run = find_run(node.state.runs, request.run)
         plan = node.state.runs[run].plan if run in node.state.runs else None
         if plan is None:
             raise RunFailed(f"run {run[:8]} has no stages to trace: it has no plan, or is in local mode")
@@ -418,9 +402,9 @@ class Commands:
             names[node.peer] = node.state.started.name
         return trace_document(name, rows, names)
 
-    async def _invite(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
-        run, hours = str(arguments.get("run", "")), number_argument(arguments, "hours", 168.0)
-        peer, admit = str(arguments.get("peer", "")), str(arguments.get("admit", ""))
+    async def _invite(self, request: InviteRequest, _emit: Emit) -> object:
+        run, hours = request.run, request.hours
+        peer, admit = request.peer, request.admit
         return {"run": run, "invitation": self.invite(run, peer, hours, admit)}
 
     def invite(self, run: str, peer: str, hours: float, admit: str) -> str:
@@ -429,8 +413,8 @@ class Commands:
             raise UsageError("invite: the run has no name")
         return self._node.averaging.invitations.invite(run, self._peer(peer), hours * 3600, admit)
 
-    async def _revoke(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
-        run, peer = str(arguments.get("run", "")), str(arguments.get("peer", ""))
+    async def _revoke(self, request: RevokeRequest, _emit: Emit) -> object:
+        run, peer = request.run, request.peer
         return {"run": run, "peer": peer_text(self._peer(peer)), "told": await self.revoke(run, peer)}
 
     async def revoke(self, run: str, peer: str) -> int:
@@ -453,9 +437,9 @@ class Commands:
             many = f"{len(named)} members are called {text!r}; give the id" if named else str(error)
             raise UsageError(f"peer: {many}", "ids: `peerloom peers`") from None
 
-    def _going(self, arguments: Mapping[str, Any]) -> str:
+    def _going(self, run: str) -> str:
         known = {*self._node.state.runs, *self._node.runs.stopping.known()}
-        return find_run(sorted(known), str(arguments.get("run", "")))
+        return find_run(sorted(known), run)
 
     async def _holders(self, run: str, digest: str) -> tuple[str, list[PeerId]]:
         """Return who says in the DHT to keep the weights with this hash; not known, the hash that most

@@ -4,7 +4,6 @@ Its model and data are learnt here, what was left open is chosen, and what does 
 the person's words.
 """
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +24,7 @@ from node.local.stages import check_columns
 from node.planning.choices import choose, has_open
 from node.planning.peers import live_peers
 from node.protocols.manifest import COMMON, Manifest, Run, RunFile, make_run, read_run_file
+from node.requests import Prepared
 from node.runs.data_check import check_values
 from node.runs.manifest_builder import bind_data, make_manifest, window_of
 from node.runs.own_data import own_data_like
@@ -50,41 +50,39 @@ class RequestingNode(Protocol):
     def state(self) -> views.State: ...
 
 
-def run_file_of(arguments: Mapping[str, Any], name: str) -> RunFile:
-    """The run that is asked for: checked by the command that has read it, or the text of a RUN.toml. Raises
-    UsageError."""
-    if "run" not in arguments:
-        return read_run_file(str(arguments.get("text", "")), name)
+def run_file_of(prepared: Prepared) -> RunFile:
+    """Return the run that is asked for: checked by the command that has read it, or the text of a RUN.toml.
+    Raises UsageError."""
+    if prepared.run is None:
+        return read_run_file(prepared.text, prepared.name)
     try:
-        found: RunFile = msgspec.convert(arguments["run"], RunFile)
+        found: RunFile = msgspec.convert(prepared.run, RunFile)
     except msgspec.ValidationError as error:
-        what = f"{name}: what the command sent is no run: {error}"
+        what = f"{prepared.name}: what the command sent is no run: {error}"
         raise UsageError(what, "is it of another version?") from None
     return found
 
 
-async def make_signed_run(
-    node: RequestingNode, run_file: RunFile, arguments: Mapping[str, Any], name: str
-) -> tuple[Run, str]:
+async def make_signed_run(node: RequestingNode, run_file: RunFile, prepared: Prepared) -> tuple[Run, str]:
     """Take what the command captured, and sign a manifest for it; and why what was left open is as it is.
     Raises UsageError, RunFailed."""
-    if not arguments.get("graph"):
+    name = prepared.name
+    if not prepared.graph:
         raise UsageError(f"{name}: the command sent no captured model; is it of another version?")
-    values = arguments.get("values")
     graph_hash, graph = await node.runs.models.learn(
-        Path(str(arguments["graph"])), Path(str(values)) if values else None
+        Path(prepared.graph), Path(prepared.values) if prepared.values else None
     )
     window = window_of(run_file, graph, name)
-    base = Path(str(arguments.get("path", name))).parent
+    base = Path(prepared.path or name).parent
     shown, is_own = run_file.source, run_file.train.federated
-    if arguments.get("data"):  # the command has converted it
-        run_file = replace(run_file, data=str(arguments["data"]))
+    if prepared.data:  # the command has converted it
+        run_file = replace(run_file, data=prepared.data)
     if run_file.source == datasets.DIGITS_NAME:
         dataset = await node.seams.executor.run(datasets.load_digits)
     else:
         path = datasets.path_of(run_file.source, base)
         read = node.runs.own_data.read if is_own else node.runs.data.learn
-        with called(data_names(str(path), shown) if arguments.get("data") else {}):
+        with called(data_names(str(path), shown) if prepared.data else {}):
             dataset = await read(path, window=window)
     chosen = ""
     if has_open(run_file):
@@ -93,7 +91,7 @@ async def make_signed_run(
     chosen = "; ".join(filter(None, (chosen, on_common)))[:REASON_LENGTH_MAX]
     created = node.seams.swarm_clock.wall()
     own_data = own_data_like(dataset, shown, name) if is_own else None
-    reading = await _read_reading(node, arguments)
+    reading = await _read_reading(node, prepared.data)
     manifest = make_manifest(
         run_file,
         graph,
@@ -105,7 +103,7 @@ async def make_signed_run(
         is_of_tokens=reading is not None and reading.window > 0,
     )
     await node.seams.executor.run(partial(check_columns, manifest, graph, name), apart=True)
-    await node.seams.executor.run(partial(_check, graph, dataset, manifest, arguments, name, shown))
+    await node.seams.executor.run(partial(_check, graph, dataset, manifest, prepared, shown))
     if run_file.source != datasets.DIGITS_NAME and not is_own:
         try:
             path = datasets.path_of(run_file.source, base)
@@ -119,15 +117,15 @@ async def make_signed_run(
     if is_own:
         node.runs.own_data.hold(run.id, dataset)
     await _keep_reading(node, run, reading)
-    await _keep_folder(node, run, str(arguments.get("folder", "")))
+    await _keep_folder(node, run, prepared.folder)
     return run, chosen
 
 
-async def _read_reading(node: RequestingNode, arguments: Mapping[str, Any]) -> SourceReading | None:
+async def _read_reading(node: RequestingNode, converted: str) -> SourceReading | None:
     """Return how the command has read the run's data, where it has converted it."""
-    if not (converted := arguments.get("data")):
+    if not converted:
         return None
-    return await node.seams.executor.run(partial(read_reading, Path(str(converted))))
+    return await node.seams.executor.run(partial(read_reading, Path(converted)))
 
 
 def _with_common_devices(node: RequestingNode, run_file: RunFile, name: str) -> tuple[RunFile, str]:
@@ -166,13 +164,10 @@ async def _keep_folder(node: RequestingNode, run: Run, folder: str) -> None:
         raise UsageError(f"{folder}: could not be kept: {error.strerror or error}") from None
 
 
-def _check(
-    graph: Graph, dataset: Dataset, manifest: Manifest, arguments: Mapping[str, Any], name: str, shown: str
-) -> None:
+def _check(graph: Graph, dataset: Dataset, manifest: Manifest, prepared: Prepared, shown: str) -> None:
     """Hold the data's values to the model. Raises UsageError."""
-    converted = arguments.get("data")
-    origins = datasets.read_origins(Path(str(converted))) if converted else {}
-    check_values(graph, dataset, manifest.sizes_max, name, shown, origins)
+    origins = datasets.read_origins(Path(prepared.data)) if prepared.data else {}
+    check_values(graph, dataset, manifest.sizes_max, prepared.name, shown, origins)
 
 
 async def _choose(

@@ -5,7 +5,6 @@ The node's process never imports torch. What must be captured or converted first
 object of torch, is captured here, in the program's own process, which has torch already.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 
 import msgspec
 import trio
+from msgspec.structs import replace
 
 from node import toml
 from node.api.task_defaults import with_task_default
@@ -25,6 +25,7 @@ from node.forks import keep_from_children
 from node.invocation import KEEPS_SPANS
 from node.protocols.data_table import DataTable
 from node.protocols.manifest import RunFile
+from node.requests import Prepared
 from node.seams import Executor
 from node.suggest import did_you_mean
 
@@ -101,37 +102,37 @@ def _plain(value: Any) -> Any:
 @asynccontextmanager
 async def prepared(
     model: object, data: str, settings: Mapping[str, Any], executor: Executor
-) -> AsyncIterator[dict[str, Any]]:
+) -> AsyncIterator[Prepared]:
     """Yield what the node wants to know of the run, while its files lie there. Raises UsageError."""
     if isinstance(model, str | Path):
-        async with _prepared_file(str(model), data, settings) as arguments:
-            yield arguments
+        async with _prepared_file(str(model), data, settings) as made:
+            yield made
         return
     with tempfile.TemporaryDirectory(prefix="peerloom-task-") as folder:
         from node.api.capturing import capture_object
 
         graph = Path(folder) / f"model{GRAPH_SUFFIX}"
         await executor.run(lambda: capture_object(model, graph), apart=True)
-        async with _prepared_file(str(graph), data, settings) as arguments:
-            yield arguments
+        async with _prepared_file(str(graph), data, settings) as made:
+            yield made
 
 
 @asynccontextmanager
-async def _prepared_file(model: str, data: str, settings: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+async def _prepared_file(model: str, data: str, settings: Mapping[str, Any]) -> AsyncIterator[Prepared]:
     run_file, path, name = run_of(model, data, settings)
-    async with prepared_run(run_file, path, name) as arguments:
-        yield arguments
+    async with prepared_run(run_file, path, name) as made:
+        yield made
 
 
 @asynccontextmanager
-async def prepared_run(run_file: RunFile, path: Path, name: str) -> AsyncIterator[dict[str, Any]]:
+async def prepared_run(run_file: RunFile, path: Path, name: str) -> AsyncIterator[Prepared]:
     """Yield what the node wants to know of a checked run whose file lies at `path`, while what was prepared
     lies there. Raises UsageError."""
     if (files := _captured_already(run_file, path, name)) is not None:
-        yield {"run": msgspec.to_builtins(run_file), "path": str(path), "name": name, **files}
+        yield Prepared(name, str(path), msgspec.to_builtins(run_file), **files)
         return
-    async with _by_command(run_file, path, name) as arguments:
-        yield arguments
+    async with _by_command(run_file, path, name) as made:
+        yield made
 
 
 def _captured_already(run_file: RunFile, path: Path, name: str) -> dict[str, str] | None:
@@ -146,7 +147,7 @@ def _captured_already(run_file: RunFile, path: Path, name: str) -> dict[str, str
 
 
 @asynccontextmanager
-async def _by_command(run_file: RunFile, path: Path, name: str) -> AsyncIterator[dict[str, Any]]:
+async def _by_command(run_file: RunFile, path: Path, name: str) -> AsyncIterator[Prepared]:
     with tempfile.TemporaryDirectory(prefix="peerloom-train-") as folder:
         file = Path(folder) / "run.json"
         file.write_bytes(msgspec.json.encode(run_file))
@@ -169,7 +170,7 @@ async def _by_command(run_file: RunFile, path: Path, name: str) -> AsyncIterator
                     nursery.cancel_scope.cancel()
             if not line:
                 raise refusal(errors, name)
-            yield {**json.loads(line), "name": name}
+            yield replace(msgspec.json.decode(line, type=Prepared), name=name)
         finally:
             with trio.CancelScope(shield=True):
                 if process.stdin is not None:

@@ -259,8 +259,8 @@ class Surface:
         Raises UsageError: a wrong setting, model or data; RunFailed: it could not be placed.
         """
         commands = Commands(self)
-        async with prepared(model, data, settings, self.seams.executor) as arguments:
-            run = await commands.make_run(arguments)
+        async with prepared(model, data, settings, self.seams.executor) as made:
+            run = await commands.make_run(made)
         await commands.submit(run, wait_seconds)
         return RunHandle(self, run.text)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import trio
 
 from node.api.preparing import prepared_run
@@ -56,8 +57,9 @@ class Starter:
             # Where nothing else lies: the page names files by their whole path.
             tempfile.TemporaryDirectory(prefix="peerloom-start-") as folder,
         ):
-            async with prepared_run(run_file, Path(folder) / NAME, NAME) as arguments:
-                document: Any = await self._train()(arguments | {"follow": False}, _ignore)
+            async with prepared_run(run_file, Path(folder) / NAME, NAME) as made:
+                request = {**msgspec.to_builtins(made), "follow": False}
+                document: Any = await self._train()(request, _ignore)
             return {"run": str(document["run"]), "status": str(document["status"])}
         raise PeerloomError(f"the run was not placed within {START_SECONDS_MAX:.0f} s")
 

@@ -36,7 +36,8 @@ def test_a_wrong_argument_of_a_command_is_a_mistake_in_use() -> None:
             handlers = {**Commands(node).handlers, **made.handlers}
             for (command, name), values in WRONG.items():
                 for value in values:
+                    run = {} if command == "train" else {"run": RUN}
                     with pytest.raises(UsageError, match=name):
-                        await handlers[command]({"run": RUN, "follow": False, name: value}, ignore)
+                        await handlers[command]({**run, "follow": False, name: value}, ignore)
 
     simulate(scenario)
