@@ -8,6 +8,7 @@ import pytest
 from node.commands import Commands
 from node.content.reading import kept_reading
 from node.errors import UsageError
+from node.requests import Prepared, read_request
 from tests.data.model_folders import write_folder
 from tests.stack import simple_cnn, simulate, swarm
 
@@ -57,7 +58,7 @@ def test_files_beside_the_weights_are_kept_with_the_run(tmp_path: Path) -> None:
             }
             handles = []
             for more in ({"folder": str(folder)}, {}):
-                run = await commands.make_run(given | more)
+                run = await commands.make_run(read_request(Prepared, given | more))
                 await commands.submit(run, 0)
                 handles.append(me.run(run.text))
                 await handles[-1].result()
