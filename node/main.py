@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from node.cli import (
+    chat,
     checkpoint,
     data,
     dht,
@@ -55,6 +56,7 @@ app.command("train")(train.train)
 app.command("predict")(predict.predict)
 app.command("serve")(serve.serve)
 app.command("generate")(serve.generate)
+app.command("chat")(chat.chat)
 app.command("services")(serve.services)
 app.add_typer(data.app, name="data")
 app.add_typer(model.app, name="model")

@@ -25,6 +25,7 @@ from dht.kademlia import Kademlia
 from gossip.member import Profile
 from gossip.messages import INSTANCE_BYTES
 from gossip.swim import Swim
+from node.api.run_models import run_files
 from node.api.surface import Surface
 from node.averaging.service import Averaging
 from node.changing import Parts, change, keep_limits
@@ -206,6 +207,7 @@ class Node(Surface):
             self._guests = await self._executor.run(lambda: Guests(storage, self._blobs))
         self._make_services()
         self.serving = make_serving(self)
+        self.serving.run_files = partial(run_files, self)
         kept, own = self._blobs, self.measurements
         self._parts = Parts(self.network, self._scratch, kept, self.runs, own, self._offered, self._calibrate)
         keep_limits(self._parts, self.config)

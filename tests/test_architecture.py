@@ -90,8 +90,9 @@ COMPUTING = {
 # Modules that may import it, in a function, once they run in such a process.
 COMPUTERS = {
     "node.stages.process": "the stage's process",
+    "node.serving.proof_process": "the proof of a graph before it is served, in a process that ends with it",
     "node.library.sync": "me.optimizer, which a script calls that has torch",
-    "node.api.capturing": "me.train and me.serve, which a program calls that has torch",
+    "node.api.capturing": "me.train, which a program calls that has torch",
     "node.cli.model": "the command `model`",
     "node.cli.capture": "the command `train`, which captures what it is given",
     "node.cli.predict_words": "the command `predict`, for models of text",

@@ -1,21 +1,11 @@
-"""What `me.train(task)` and `me.serve(file)` do with torch, in the program's own process.
-
-`capture_object` makes a captured file of an object of torch; `prove_served` computes a captured file before
-it is served. Imported only by a program that calls one of them.
-"""
+"""What `me.train(task)` does with torch, in the program's own process: a captured file of an object of
+torch."""
 
 from pathlib import Path
 
-from node.content.graphs import read_captured
 from node.errors import UsageError
-from node.serving.asking import CONTEXT_USUAL, captured_files
-from node.serving.planning import served_graph
 
 VALUES_SUFFIX = ".safetensors"
-MIXES_DO = (
-    "have nothing but causal attention mix tokens: scaled_dot_product_attention(..., is_causal=True) "
-    "without a mask"
-)
 
 
 def capture_object(task: object, graph: Path) -> None:
@@ -41,22 +31,3 @@ def capture_object(task: object, graph: Path) -> None:
             write_weights(graph.with_suffix(VALUES_SUFFIX), found)
     except (CaptureRefused, OSError) as error:
         raise UsageError(f"train(): model: {error}") from None
-
-
-def prove_served(model: str, context: int = 0) -> None:
-    """Prove that a FILE.peerloom, served in sessions of `context` tokens, gives the logits of its model.
-
-    Raises:
-        UsageError: there is no such file, or its model cannot be served.
-    """
-    path, values, _ = captured_files(model)
-    _, captured, _ = read_captured(path, values)
-    served = served_graph(captured, model, context or CONTEXT_USUAL)
-    # Late: a file that is none is refused at once.
-    from partition.capture.errors import CaptureRefused
-    from partition.capture.serving_proof import prove_graph_served
-
-    try:
-        prove_graph_served(served, captured)
-    except CaptureRefused as error:
-        raise UsageError(f"{model}: this model cannot be served: {error}", MIXES_DO) from None

@@ -45,7 +45,8 @@ from node.services.discovery import Discovery
 from node.services.energy import EnergyLog
 from node.services.measurements import Measurements
 from node.services.membership import Membership
-from node.serving.asking import Asking, Question, ServeWish
+from node.serving.asking import Asking, ServeWish
+from node.serving.questions import Question
 from node.serving.serving import Serving
 from partition.model.graph import Graph
 
@@ -276,19 +277,24 @@ class Surface:
         return tuple(shown_values(state_documents.run_document(view)) for view in self.state.runs.values())
 
     async def serve(
-        self, model: str, name: str = "", stages: int = 0, replicas: int = 1, context: int = 0
+        self,
+        model: str,
+        name: str = "",
+        stages: int = 0,
+        replicas: int = 1,
+        context: int = 0,
+        tokenizer: str = "",
     ) -> dict[str, Any]:
         """Serve a FILE.peerloom that was captured to be served; return the service once it answers.
 
         It is called `name`, by default as the file is. A model that fits one peer is not split unless
         `stages` say so. Its members keep it at `replicas` of each stage, whoever of them dies. `context` is
-        how many tokens a session takes at most. Before, this process computes a few short sessions, to see
-        that they give the model's logits. Raises UsageError: it cannot be served; RunFailed: no place.
+        how many tokens a session takes at most. Before, a process computes a few short sessions, to see
+        that they give the model's logits. `tokenizer` is the model's folder, or a tokenizer.json, by which it
+        takes and gives text. Raises UsageError: it cannot be served; RunFailed: no place.
         """
-        from node.api.capturing import prove_served  # late: it needs torch
-
-        await self.serving.seams.executor.run(partial(prove_served, model, context), apart=True)
-        return await Asking(self.serving).serve(model, ServeWish(name, stages, replicas, context))
+        wish = ServeWish(name, stages, replicas, context, text=tokenizer)
+        return await Asking(self.serving).serve(model, wish)
 
     async def services(self) -> tuple[dict[str, Any], ...]:
         """Return the services of this swarm that answer now, as `peerloom services --json` prints them."""
@@ -299,18 +305,19 @@ class Surface:
         service: str,
         prompt: str | Sequence[int],
         tokens_max: int = 256,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
         seed: int | None = None,
         stops: Sequence[str] = (),
     ) -> AsyncIterator[str | int]:
         """Yield what a service writes behind a prompt as it comes: text, or tokens where tokens are given.
 
-        `temperature` 0 takes the likeliest token each time; above it the same `seed` draws the same. The
-        answer goes on when a peer of the service dies. Whoever holds a stage can read prompt and answer.
-        Raises UsageError: no such service, or a wrong setting; RunFailed: the answer cannot go on.
+        `temperature` 0 takes the likeliest token each time; above it the same `seed` draws the same. What is
+        None is as the model's folder says; without one it is the likeliest. The answer goes on when a peer of
+        the service dies. Whoever holds a stage can read prompt and answer. Raises UsageError: no such
+        service, or a wrong setting; RunFailed: the answer cannot go on.
         """
         numbers = tokens_max, temperature, top_k, top_p, min_p, seed
         question = Question(prompt, *numbers, tuple(stops))

@@ -10,7 +10,6 @@ from functools import cache, partial
 from pathlib import Path
 
 from crypto.errors import RemoteProtocolError
-from node.api.capturing import MIXES_DO, prove_served
 from node.cli.languages import LENGTH, language_of, model_folder_of, sample_length
 from node.cli.options import GRAPH_SUFFIX, VALUES_SUFFIX
 from node.cli.temporary import command_folder
@@ -24,6 +23,7 @@ from node.errors import UsageError
 from node.protocols.data_table import DataTable
 from node.protocols.manifest import RunFile, SplitsTable
 from node.runs.manifest_builder import WINDOW
+from node.serving.proof_process import MIXES_DO
 from node.suggest import did_you_mean
 from partition.model.graph import decode_graph, encode_graph
 from partition.model.groups import with_groups
@@ -229,12 +229,12 @@ def _sample_and_classes(run_file: RunFile, base: Path, load: Load) -> tuple[tupl
 
 
 @contextmanager
-def captured_to_serve(model: str, context: int = 0) -> Iterator[str]:
-    """The file of a graph to be served, while the node takes it: `model` itself, or what a folder of
-    transformers is captured to. Raises UsageError: it cannot be captured, or does not answer as its model."""
+def captured_to_serve(model: str) -> Iterator[str]:
+    """The file of a graph to be served, while the node takes and proves it: `model` itself, or what a folder
+    of transformers is captured to. Raises UsageError: it cannot be captured, or does not answer as its
+    model."""
     path = Path(model).expanduser().absolute()
     if not is_model_folder(path):
-        prove_served(str(path), context)
         yield str(path)
         return
     from partition.capture import CaptureRefused

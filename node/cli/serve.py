@@ -10,14 +10,26 @@ import typer
 from node.cli.client import ask, peer_names
 from node.cli.options import AsJson, DataDir, find_data_dir
 from node.cli.render import show, show_json
+from node.content.model_folder import is_model_folder
 from node.errors import UsageError
+from node.serving.sources import is_run
+
+Temperature = Annotated[
+    float | None, typer.Option("--temperature", metavar="T", help="0 takes the likeliest token each time.")
+]
+TopK = Annotated[int | None, typer.Option("--top-k", metavar="N", help="Of so many; 0: of all.")]
+TopP = Annotated[float | None, typer.Option("--top-p", metavar="P", help="Of those with this share.")]
+MinP = Annotated[
+    float | None,
+    typer.Option("--min-p", metavar="P", help="Of those with this part of the likeliest's share."),
+]
 
 
 def serve(
     context: typer.Context,
     model: Annotated[
         str,
-        typer.Argument(metavar="MODEL", help="A captured FILE.peerloom, or a model's folder."),
+        typer.Argument(metavar="MODEL", help="A captured FILE.peerloom, a model's folder, or a run's id."),
     ],
     name: Annotated[str, typer.Option("--name", metavar="NAME", help="What the service is called.")] = "",
     replicas: Annotated[
@@ -30,18 +42,34 @@ def serve(
     context_tokens: Annotated[
         int, typer.Option("--context", metavar="N", help="Tokens of a session at most.")
     ] = 0,
+    tokenizer: Annotated[
+        str,
+        typer.Option("--tokenizer", metavar="FILE", help="Its tokenizer.json, where MODEL is a file."),
+    ] = "",
+    peers: Annotated[
+        str,
+        typer.Option("--peers", metavar="NAME,...", help="Only these may hold it; invited: those listed."),
+    ] = "",
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
     """Serve a model: publish it as a service that nodes of this swarm hold."""
     folder = find_data_dir(context, data_dir)
     wish = {"name": name, "stages": stages, "replicas": replicas, "context": context_tokens}
+    if peers:
+        wish |= {"peers": [each.strip() for each in peers.split(",") if each.strip()]}
+    if tokenizer or is_model_folder(Path(model).expanduser()):
+        wish |= {"text": str(Path(tokenizer or model).expanduser().absolute())}
     ask(folder, "status")  # at once: capturing takes seconds, and without a node it would be in vain
-    # Late: `generate` and `services`, which need none of it, answer at once.
-    from node.cli.capture import captured_to_serve
+    found: dict[str, Any]
+    if is_run(model):
+        found = ask(folder, "serve", {"model": model, "wish": wish}, seconds=None)
+    else:
+        # Late: `generate` and `services`, which need none of it, answer at once.
+        from node.cli.capture import captured_to_serve
 
-    with captured_to_serve(model, context_tokens) as path:
-        found: dict[str, Any] = ask(folder, "serve", {"model": path, "wish": wish}, seconds=None)
+        with captured_to_serve(model) as path:
+            found = ask(folder, "serve", {"model": path, "wish": wish}, seconds=None)
     if as_json:
         show_json(found)
     else:
@@ -53,14 +81,10 @@ def generate(
     service: Annotated[str, typer.Argument(metavar="SERVICE", help="Its name, or its id.")],
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What it is to go on from; - reads it.")],
     tokens_max: Annotated[int, typer.Option("--max-tokens", metavar="N", help="So many at most.")] = 256,
-    temperature: Annotated[
-        float, typer.Option("--temperature", metavar="T", help="0 takes the likeliest token each time.")
-    ] = 0.0,
-    top_k: Annotated[int, typer.Option("--top-k", metavar="N", help="Of so many; 0: of all.")] = 0,
-    top_p: Annotated[float, typer.Option("--top-p", metavar="P", help="Of those with this share.")] = 1.0,
-    min_p: Annotated[
-        float, typer.Option("--min-p", metavar="P", help="Of those with this part of the likeliest's share.")
-    ] = 0.0,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
     seed: Annotated[str, typer.Option("--seed", metavar="N", help="Draw the same again.")] = "",
     stop: Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="End before this.")] = None,
     tokenizer: Annotated[
@@ -79,7 +103,7 @@ def generate(
         "top_k": top_k,
         "top_p": top_p,
         "min_p": min_p,
-        "seed": _seed(seed),
+        "seed": read_seed(seed),
         "stops": stop or [],
     }
     pieces: list[Any] = []
@@ -95,7 +119,7 @@ def generate(
         piece = push(event["piece"])
         pieces.append(piece)
         if not as_json:
-            _write(piece)
+            write_piece(piece)
 
     found: dict[str, Any] = ask(
         folder, "generate", {"service": service, "question": question}, on_event, seconds=None
@@ -104,7 +128,7 @@ def generate(
     if as_json:
         show_json(found | {"text": "".join(pieces)})
         return
-    _write(rest + "\n")
+    write_piece(rest + "\n")
     show(answer_lines(found, peer_names(folder)), sys.stderr)
 
 
@@ -141,15 +165,33 @@ def served_lines(document: Mapping[str, Any]) -> list[str]:
 
 
 def service_lines(document: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
-    """Return a service with who answers for its stages."""
-    lines = [f"{document['name']}  {document['service']}  up to {document['context']:,} tokens"]
+    """Return a service with who answers for its stages, how full they are, and how its last answer went."""
+    head = f"{document['name']}  {document['service']}  up to {document['context']:,} tokens"
+    if document.get("run"):
+        head += f"  run {document['run'][:8]} at step {document['step']}"
+    if document.get("is_restricted"):
+        head += "  only at peers that its publisher named"
+    lines = [head]
     for number, replicas in enumerate(document["stages"], 1):
         sessions = sum(each["sessions"] for each in replicas)
         who = ", ".join(_named(each["peer"], names) for each in replicas)
-        lines.append(f"  stage {number}  {who or 'nobody'}  {sessions} sessions")
+        lines.append(f"  stage {number}  {who or 'nobody'}  {sessions} sessions{_cache(replicas)}")
+    if document.get("first_seconds") is not None:
+        rate = document.get("tokens_per_second")
+        told = f", {rate:.1f} tokens a second" if rate is not None else ""
+        lines.append(f"  the last answer here: the first token after {document['first_seconds']:.2f} s{told}")
     if any(len(replicas) < document["replicas"] for replicas in document["stages"]):
         lines.append(f"  {document['replicas']} replicas are wished for each stage, and not all are here")
     return lines
+
+
+def _cache(replicas: Sequence[Mapping[str, Any]]) -> str:
+    """How much of the room for keys and values is taken."""
+    room = sum(each.get("tokens_max", 0) for each in replicas)
+    if not room:
+        return ""
+    tokens = sum(each.get("tokens", 0) for each in replicas)
+    return f"  cache {tokens:,} of {room:,} tokens"
 
 
 def answer_lines(document: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
@@ -167,7 +209,7 @@ def answer_lines(document: Mapping[str, Any], names: Mapping[str, str]) -> list[
     return lines
 
 
-def _write(text: str) -> None:
+def write_piece(text: str) -> None:
     """Write a piece of an answer. What a model says is a stranger's: it steers no terminal."""
     from crypto.encoding import clean_text
 
@@ -179,7 +221,8 @@ def _named(peer: str, names: Mapping[str, str]) -> str:
     return names.get(peer) or f"...{peer[-6:]}"
 
 
-def _seed(text: str) -> int | None:
+def read_seed(text: str) -> int | None:
+    """Return the seed that a person gave, if any. Raises UsageError."""
     if not text:
         return None
     if not text.isdecimal():

@@ -103,7 +103,7 @@ def read_model_folder(path: Path) -> ModelFolder:
         most -= max(0, _number(inner, "pad_token_id")) + 1
     words = _words(config)
     count = config.get("num_labels")
-    special, template = _tokenizer_facts(path)
+    special, template = tokenizer_facts(path)
     return ModelFolder(
         path,
         kind,
@@ -157,7 +157,7 @@ def _words(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(by_number[number] for number in range(len(by_number)))
 
 
-def _tokenizer_facts(path: Path) -> tuple[dict[str, str], str]:
+def tokenizer_facts(path: Path) -> tuple[dict[str, str], str]:
     """The special tokens by name, and the chat template."""
     config: dict[str, Any] = {}
     for name in (_SPECIAL_TOKENS, TOKENIZER_CONFIG):

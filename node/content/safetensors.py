@@ -66,8 +66,7 @@ def file_pieces(
 ) -> Iterator[bytes | memoryview]:
     """A safetensors file: the length of a JSON header, the header, the data (the format's README)."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
-    # The widest items first, so that every tensor lies aligned.
-    order = sorted(entries, key=lambda name: (-_ITEM_BYTES[entries[name].dtype], name))
+    order = file_order(entries)
     offset = 0
     for name in order:
         entry = entries[name]
@@ -83,6 +82,11 @@ def file_pieces(
             yield source
         else:
             yield from read(source)
+
+
+def file_order(entries: Mapping[str, Entry]) -> list[str]:
+    """Return the names of tensors as they lie in the file: the widest first, so that all are aligned."""
+    return sorted(entries, key=lambda name: (-_ITEM_BYTES[entries[name].dtype], name))
 
 
 def file_bytes(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> int:

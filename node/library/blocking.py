@@ -352,15 +352,17 @@ class BlockingSurface:
         stages: int = 0,
         replicas: int = 1,
         context: int = 0,
+        tokenizer: str = "",
     ) -> dict[str, Any]:
         """Serve a FILE.peerloom that was captured to be served; return the service once it answers.
 
         It is called `name`, by default as the file is. A model that fits one peer is not split unless
         `stages` say so. Its members keep it at `replicas` of each stage, whoever of them dies. `context` is
-        how many tokens a session takes at most. Before, this process computes a few short sessions, to see
-        that they give the model's logits. Raises UsageError: it cannot be served; RunFailed: no place.
+        how many tokens a session takes at most. Before, a process computes a few short sessions, to see
+        that they give the model's logits. `tokenizer` is the model's folder, or a tokenizer.json, by which it
+        takes and gives text. Raises UsageError: it cannot be served; RunFailed: no place.
         """
-        return self._portal.run(self._of.serve, model, name, stages, replicas, context)
+        return self._portal.run(self._of.serve, model, name, stages, replicas, context, tokenizer)
 
     def services(self) -> tuple[dict[str, Any], ...]:
         """Return the services of this swarm that answer now, as `peerloom services --json` prints them."""
@@ -371,18 +373,19 @@ class BlockingSurface:
         service: str,
         prompt: str | Sequence[int],
         tokens_max: int = 256,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
         seed: int | None = None,
         stops: Sequence[str] = (),
     ) -> Iterator[str | int]:
         """Yield what a service writes behind a prompt as it comes: text, or tokens where tokens are given.
 
-        `temperature` 0 takes the likeliest token each time; above it the same `seed` draws the same. The
-        answer goes on when a peer of the service dies. Whoever holds a stage can read prompt and answer.
-        Raises UsageError: no such service, or a wrong setting; RunFailed: the answer cannot go on.
+        `temperature` 0 takes the likeliest token each time; above it the same `seed` draws the same. What is
+        None is as the model's folder says; without one it is the likeliest. The answer goes on when a peer of
+        the service dies. Whoever holds a stage can read prompt and answer. Raises UsageError: no such
+        service, or a wrong setting; RunFailed: the answer cannot go on.
         """
         return self._portal.iterate(
             self._of.generate, service, prompt, tokens_max, temperature, top_k, top_p, min_p, seed, stops

@@ -41,6 +41,14 @@ SESSIONS_SHOWN_MAX = 1 << 20
 ENDED_MAX = 256
 """Services that were stopped and that a node remembers, so that no late word begins them again."""
 
+HOLDERS_MAX = 12
+"""Peers that a service may be restricted to: the manifest has to fit a record."""
+HOLDER_BYTES = 16
+"""The part of the hash of a peer's id: enough that nobody finds another id with the same."""
+Holder = Annotated[bytes, msgspec.Meta(min_length=HOLDER_BYTES, max_length=HOLDER_BYTES)]
+
+TokensShown = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,79}\Z")]
 
 
@@ -48,8 +56,10 @@ class ServiceManifest(msgspec.Struct, frozen=True, array_like=True):
     """A service as its publisher wants it.
 
     `cuts` are the layers before which a stage begins, without the first. `threads` is part of what makes
-    stages equal to the bit. `text` says how tokens are made of a text: "bytes", or by a tokenizer that has
-    the hash `tokenizer`; "" where only tokens are taken.
+    stages equal to the bit. `text` says how tokens are made of a text: "bytes", or by a tokenizer whose files
+    have the list of chunks `tokenizer` (`node.content.text_files`); "" where only tokens are taken. `run` and
+    `step` are the run and the checkpoint that the weights are of, if they are of one. With `holders` only
+    these may hold a stage: the first bytes of the hashes of their ids.
     """
 
     version: Literal[1]
@@ -68,12 +78,21 @@ class ServiceManifest(msgspec.Struct, frozen=True, array_like=True):
     stops: Annotated[
         tuple[Annotated[int, msgspec.Meta(ge=0, lt=VOCABULARY_MAX)], ...], msgspec.Meta(max_length=8)
     ] = ()
+    run: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+    step: Annotated[int, msgspec.Meta(ge=0, lt=2**53)] = 0
+    holders: Annotated[tuple[Holder, ...], msgspec.Meta(max_length=HOLDERS_MAX)] = ()
 
     def __post_init__(self) -> None:
         if any(first >= last for first, last in pairwise(self.cuts)):
             raise ValueError("cuts that are not in their order")
         if (self.text == "tokenizer") != (len(self.tokenizer) == 32):
             raise ValueError("a tokenizer without its hash, or a hash without one")
+        if len(self.run) not in (0, 32) or (self.step and not self.run):
+            raise ValueError("a step without its run")
+
+    def may_hold(self, peer: PeerId) -> bool:
+        """Return whether a peer may hold a stage."""
+        return not self.holders or holder_name(peer) in self.holders
 
     @property
     def stages(self) -> int:
@@ -138,11 +157,14 @@ Request = Host | Find | StopService
 
 
 class Listing(msgspec.Struct, frozen=True, array_like=True):
-    """A service of which the asked node is a member; `sessions` are open at that node itself."""
+    """A service of which the asked node is a member; `sessions` are open at that node itself, with so many
+    `tokens` of the `tokens_max` whose keys and values it has room for."""
 
     manifest: Fact
     rows: Annotated[tuple[Row, ...], msgspec.Meta(max_length=ROLL_ROWS_MAX)]
     sessions: Annotated[int, msgspec.Meta(ge=0, le=SESSIONS_SHOWN_MAX)]
+    tokens: TokensShown = 0
+    tokens_max: TokensShown = 0
 
 
 class ServicesFound(msgspec.Struct, frozen=True, tag="found"):
@@ -152,6 +174,11 @@ class ServicesFound(msgspec.Struct, frozen=True, tag="found"):
 
 
 Reply = Done | Declined | ServicesFound
+
+
+def holder_name(peer: PeerId) -> bytes:
+    """Return how a manifest names a peer that may hold a stage."""
+    return blake3(peer).digest(HOLDER_BYTES)
 
 
 def service_text(service: bytes) -> str:

@@ -3,9 +3,8 @@
 Prompts and answers pass through here and stand nowhere else: in no event, log, recording or report.
 """
 
-import re
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,18 +14,27 @@ from typing import Any
 import msgspec
 
 from crypto.identity import peer_text
+from node.content.fenced_text import FencedText, TextFacts
 from node.errors import UsageError
-from node.protocols.services import REPLICAS_MAX, Service, ServiceManifest
+from node.protocols.manifest import run_text
+from node.protocols.services import (
+    HOLDERS_MAX,
+    MANIFEST_BYTES_MAX,
+    REPLICAS_MAX,
+    Service,
+    ServiceManifest,
+    holder_name,
+)
+from node.serving.finding import Usage
 from node.serving.generations import Generation
 from node.serving.planning import plan_service, served_graph
+from node.serving.proof_process import prove_served
+from node.serving.questions import Question, make_door_wish
 from node.serving.serving import Serving
+from node.serving.sources import GRAPH_SUFFIX, ServedFiles, captured_files, is_run
+from node.serving.texts import TextPieces
 from partition.model.graph import Graph, encode_graph
-from partition.serve.door import Wish
-from partition.serve.sampling import SEED_MAX, Sampling
-from partition.serve.text import STOP_LENGTH_MAX, STOPS_MAX, TextStream, decode_bytes
 
-TOKENS_USUAL = 256
-TOKENS_MAX = 1 << 20
 CONTEXT_USUAL = 1_024
 """Tokens of a session where nobody says more: as many as the built-in models take."""
 BYTES = 256
@@ -35,22 +43,7 @@ PRIVACY = (
     "whoever holds a stage of a service can read what is asked and answered; "
     "serve it on nodes that you know, where that matters"
 )
-GRAPH_SUFFIX, VALUES_SUFFIX = ".peerloom", ".safetensors"
 _TOLD_NAME = "serving/told"
-
-
-@dataclass(frozen=True)
-class Question:
-    """What is asked of a service: a text, or tokens where its model has no text of its own."""
-
-    prompt: str | Sequence[int]
-    tokens_max: int = TOKENS_USUAL
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    stops: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,8 +54,11 @@ class ServeWish:
     stages: int = 0
     replicas: int = 1
     context: int = 0
-    text: str = ""
     stops: tuple[int, ...] = ()
+    text: str = ""
+    """The folder, or the tokenizer.json, by which it takes and gives text."""
+    peers: tuple[str, ...] = ()
+    """Those that may hold it besides this node, by name or id; "invited" are the owner's listed peers."""
 
 
 class Asking:
@@ -74,18 +70,32 @@ class Asking:
     # Serving a model
 
     async def serve(self, model: str, wish: ServeWish) -> dict[str, Any]:
-        """Publish a captured model (FILE.peerloom), by default under the file's name; return its document
-        once it answers. Raises UsageError: it cannot be served; RunFailed: it has no place."""
-        serving = self._serving
-        graph, values, called = await serving.seams.executor.run(partial(captured_files, model))
-        wish = replace(wish, name=wish.name or called)
+        """Publish a captured model (FILE.peerloom) or a run's weights (its id); return its document once it
+        answers. Raises UsageError: it cannot be served; RunFailed: it has no place."""
         if not 1 <= wish.replicas <= REPLICAS_MAX:
             raise UsageError(f"--replicas {wish.replicas}: want 1 to {REPLICAS_MAX}")
-        name, decoded = await self._learn(graph, values, wish.context or CONTEXT_USUAL)
-        offers = list(serving.offers())
+        async with self._files(model) as files:
+            wish = replace(wish, name=wish.name or files.called, text=wish.text or files.text)
+            return await self._publish(files, wish)
+
+    @asynccontextmanager
+    async def _files(self, model: str) -> AsyncIterator[ServedFiles]:
+        serving = self._serving
+        if is_run(model):
+            async with serving.run_files(model) as files:
+                yield files
+        else:
+            yield await serving.seams.executor.run(partial(captured_files, model))
+
+    async def _publish(self, files: ServedFiles, wish: ServeWish) -> dict[str, Any]:
+        serving = self._serving
+        holders = self._holders(wish.peers)
+        name, decoded = await self._learn(files, wish)
+        vocabulary = vocabulary_of(decoded)
+        text = await self._text(wish, vocabulary)
+        offers = [each for each in serving.offers() if not holders or holder_name(each.peer) in holders]
         plan = partial(plan_service, decoded, offers, wish.stages)
         ranges, peers = await serving.seams.executor.run(plan, apart=True)
-        vocabulary = vocabulary_of(decoded)
         try:
             manifest = ServiceManifest(
                 version=1,
@@ -97,29 +107,73 @@ class Asking:
                 context=min(wish.context or CONTEXT_USUAL, decoded.symbols[2].maximum),
                 threads=serving.machine.threads,
                 at_milliseconds=int(serving.seams.swarm_clock.wall() * 1_000),
-                text="bytes" if vocabulary == BYTES else "",
-                stops=wish.stops,
+                text="tokenizer" if text else "bytes" if vocabulary == BYTES else "",
+                tokenizer=text[0] if text else b"",
+                stops=wish.stops or (text[1].stops if text else ()),
+                run=files.run,
+                step=files.step,
+                holders=holders,
             )
             # What a struct may hold is checked where it is read.
-            msgspec.msgpack.decode(msgspec.msgpack.encode(manifest), type=ServiceManifest)
+            data = msgspec.msgpack.encode(manifest)
+            msgspec.msgpack.decode(data, type=ServiceManifest)
         except (ValueError, msgspec.ValidationError) as error:
             raise UsageError(f"{wish.name}: no service can be called or made so: {error}") from None
+        if len(data) > MANIFEST_BYTES_MAX:
+            raise UsageError(
+                f"{wish.name}: its manifest has {len(data)} bytes, at most {MANIFEST_BYTES_MAX}",
+                "a shorter name, fewer stages, or fewer peers",
+            )
         service = await serving.begin(manifest, peers)
         await serving.await_ready(service)
         return await self.document(service) | {"is_split": len(ranges) > 1, "was_asked": bool(wish.stages)}
 
-    async def _learn(self, graph: Path, values: Path | None, context: int) -> tuple[bytes, Graph]:
-        """Have this node hold the graph that serves a captured model, and its values. Raises UsageError."""
-        serving = self._serving
-        name, decoded = await serving.models.learn(graph, values)
-        served = await serving.seams.executor.run(partial(served_graph, decoded, str(graph), context))
+    def _holders(self, peers: Sequence[str]) -> tuple[bytes, ...]:
+        """Return how a manifest names the peers that may hold a service; none where everybody may. Raises
+        UsageError."""
+        if not peers:
+            return ()
+        found = dict.fromkeys([self._serving.signer.peer, *self._serving.named(peers)])
+        if len(found) > HOLDERS_MAX:
+            raise UsageError(f"--peers: {len(found)} peers with this node; at most {HOLDERS_MAX}")
+        return tuple(map(holder_name, found))
+
+    async def _learn(self, files: ServedFiles, wish: ServeWish) -> tuple[bytes, Graph]:
+        """Have this node hold the graph that serves a captured model, and its values, once it is proved.
+        Raises UsageError."""
+        serving, context = self._serving, wish.context or CONTEXT_USUAL
+        name, decoded = await serving.models.learn(files.graph, files.values)
+        served = await serving.seams.executor.run(partial(served_graph, decoded, wish.name, context))
+        # By what this node holds now: the file may have become another.
+        if (held := await serving.models.read(name)) is None:
+            raise UsageError(f"{files.graph}: it could not be kept")
+        machine = serving.machine
+        await prove_served(
+            wish.name, held, context, threads=machine.threads, memory_bytes=machine.memory_bytes
+        )
         if served is decoded:
             return name, decoded
         with TemporaryDirectory() as folder:
             path = Path(folder) / f"served{GRAPH_SUFFIX}"
             write = partial(path.write_bytes, encode_graph(served))
             await serving.seams.executor.run(write)
-            return await serving.models.learn(path, values)
+            return await serving.models.learn(path, files.values)
+
+    async def _text(self, wish: ServeWish, vocabulary: int) -> tuple[bytes, TextFacts] | None:
+        """Have this node hold the files by which the model takes text, if there are any. Raises UsageError:
+        they are not this model's."""
+        if not wish.text:
+            return None
+        found = await self._serving.texts.keep(Path(wish.text))
+        if found is not None and found[1].vocabulary > vocabulary:
+            raise UsageError(
+                f"{wish.text}: its tokenizer has ids up to {found[1].vocabulary - 1:,}, and {wish.name} has"
+                f" {vocabulary:,} tokens",
+                "the tokenizer that belongs to the model: --tokenizer FILE",
+            )
+        if found is not None and any(stop >= vocabulary for stop in found[1].stops):
+            raise UsageError(f"{wish.text}: an answer ends with a token that {wish.name} does not have")
+        return found
 
     async def stop(self, name: str) -> dict[str, Any]:
         """End a service that this node has published. Raises UsageError."""
@@ -146,10 +200,21 @@ class Asking:
         """Return what is known of a service: its stages, and who answers for each."""
         routes = await self._serving.routes(service)
         manifest = service.manifest
+        usage = self._serving.finder.usage(service.id)
+        unknown = Usage(0, 0)
         stages = [
-            [{"peer": peer_text(each.peer), "sessions": each.sessions} for each in routes.get(stage, ())]
+            [
+                {
+                    "peer": peer_text(each.peer),
+                    "sessions": each.sessions,
+                    "tokens": usage.get(each.peer, unknown).tokens,
+                    "tokens_max": usage.get(each.peer, unknown).tokens_max,
+                }
+                for each in routes.get(stage, ())
+            ]
             for stage in range(manifest.stages)
         ]
+        newest = self._serving.generations.newest.get(service.id)
         return {
             "schema": "peerloom/service/1",
             "service": service.text,
@@ -160,8 +225,13 @@ class Asking:
             "vocabulary": manifest.vocabulary,
             "context": manifest.context,
             "text": manifest.text,
+            "run": run_text(manifest.run) if manifest.run else "",
+            "step": manifest.step,
+            "is_restricted": bool(manifest.holders),
             "stages": stages,
             "answers": all(stages),
+            "first_seconds": newest and newest.first_seconds,
+            "tokens_per_second": newest and newest.tokens_per_second,
         }
 
     # Asking
@@ -170,10 +240,40 @@ class Asking:
     async def answering(self, name: str, question: Question) -> AsyncIterator["AnswerStream"]:
         """An answer that lasts as long as the context. Raises UsageError: no such service, or nothing that it
         can be asked; RunFailed: it cannot answer."""
+        serving = self._serving
+        service = await serving.finder.find(name)
+        async with AsyncExitStack() as stack:
+            text: FencedText | None = None
+            if question.is_text and service.manifest.text == "tokenizer":
+                text = await stack.enter_async_context(self._reading(service))
+            asked = await make_door_wish(service.manifest, question, text, serving.seams.entropy)
+            generation = await stack.enter_async_context(serving.answer(service, asked.wish))
+            pieces = await stack.enter_async_context(serving.texts.pieces(text, question.stops))
+            yield AnswerStream(service, generation, pieces if question.is_text else None, asked.forgotten)
+
+    @asynccontextmanager
+    async def _reading(self, service: Service) -> AsyncIterator[FencedText]:
+        """What makes tokens of texts for a service, by files that its members have too."""
+        serving = self._serving
+        await serving.finder.routes(service)
+        holders = [*serving.finder.members(service.id), service.publisher]
+        async with serving.texts.reading(service, holders) as text:
+            yield text
+
+    async def text_document(self, name: str) -> dict[str, Any]:
+        """Return how a service takes text. Raises UsageError, RunFailed."""
         service = await self._serving.finder.find(name)
-        wish = make_wish(service, question, self._serving.seams.entropy)
-        async with self._serving.answer(service, wish) as generation:
-            yield AnswerStream(service, generation, question)
+        has_template = False
+        if service.manifest.text == "tokenizer":
+            async with self._reading(service) as text:
+                has_template = text.facts.has_template
+        return {
+            "schema": "peerloom/service-text/1",
+            "service": service.text,
+            "name": service.manifest.name,
+            "text": service.manifest.text,
+            "has_template": has_template,
+        }
 
     async def first_use(self) -> str:
         """Return what a person is told at the first question of this node; empty later."""
@@ -185,13 +285,15 @@ class Asking:
 
 
 class AnswerStream:
-    """The pieces of one answer: of text where the prompt was one, else tokens."""
+    """The pieces of one answer: of text where it was asked by one, else tokens."""
 
-    def __init__(self, service: Service, generation: Generation, question: Question) -> None:
+    def __init__(
+        self, service: Service, generation: Generation, text: TextPieces | None, forgotten: int = 0
+    ) -> None:
         self.service = service
         self.generation = generation
-        is_text = isinstance(question.prompt, str)
-        self._text = TextStream(decode_bytes, question.stops) if is_text else None
+        self._text = text
+        self._forgotten = forgotten
         self._is_over = False
 
     def __aiter__(self) -> "AnswerStream":
@@ -204,12 +306,12 @@ class AnswerStream:
                 token = (await anext(self.generation)).token
             except StopAsyncIteration:
                 self._is_over = True
-                if self._text is not None and (piece := self._text.finish()):
+                if self._text is not None and (piece := await self._text.finish()):
                     return piece
                 break
             if self._text is None:
                 return token
-            piece = self._text.push(token)
+            piece = await self._text.push(token)
             self._is_over = self._text.is_stopped
             if piece:
                 return piece
@@ -231,65 +333,8 @@ class AnswerStream:
             "first_seconds": None if first is None else first - made.began_at,
             "tokens_per_second": (made.count - 1) / seconds if seconds and made.count > 1 else None,
             "route": [peer_text(peer) for peer in made.route],
+            "forgotten": self._forgotten,
         }
-
-
-def make_wish(service: Service, question: Question, entropy: Callable[[int], bytes]) -> Wish:
-    """Return what a door is asked; a seed is drawn where none is given. Raises UsageError."""
-    manifest = service.manifest
-    if isinstance(question.prompt, str):
-        if manifest.text != "bytes":
-            raise UsageError(
-                f"{manifest.name} takes tokens, and no text of its own",
-                "give the tokenizer.json of its model: --tokenizer FILE",
-            )
-        prompt = tuple(question.prompt.encode("utf-8", "replace"))
-    else:
-        prompt = tuple(question.prompt)
-    if not prompt:
-        raise UsageError("prompt: want a text that is not empty")
-    if any(not 0 <= token < manifest.vocabulary for token in prompt):
-        raise UsageError(
-            f"prompt: a token that {manifest.name} does not have; it has {manifest.vocabulary:,}"
-        )
-    if len(prompt) >= manifest.context:
-        raise UsageError(
-            f"prompt: {len(prompt):,} tokens; {manifest.name} takes {manifest.context - 1:,}",
-            "a shorter prompt",
-        )
-    if not 1 <= question.tokens_max <= TOKENS_MAX:
-        raise UsageError(f"--max-tokens {question.tokens_max}: want 1 to {TOKENS_MAX:,}")
-    if len(question.stops) > STOPS_MAX or any(
-        not 0 < len(stop) <= STOP_LENGTH_MAX for stop in question.stops
-    ):
-        raise UsageError(f"--stop: want at most {STOPS_MAX} texts of 1 to {STOP_LENGTH_MAX} letters")
-    seed = question.seed
-    fields = {
-        "temperature": question.temperature,
-        "top_k": question.top_k,
-        "top_p": question.top_p,
-        "min_p": question.min_p,
-        "seed": int.from_bytes(entropy(8)) & SEED_MAX if seed is None else seed,
-    }
-    try:
-        sampling = msgspec.convert(fields, Sampling)
-    except msgspec.ValidationError as error:
-        raise UsageError(f"sampling: {error}", "`peerloom generate --help` has the ranges") from None
-    return Wish(prompt, question.tokens_max, sampling, frozenset(manifest.stops))
-
-
-def captured_files(model: str) -> tuple[Path, Path | None, str]:
-    """Return a captured graph, the file of its values if there is one, and a name for a service. Raises
-    UsageError: there is no such file."""
-    path = Path(model).expanduser()
-    how = "docs/serving.md says how to capture a model to be served"
-    if path.suffix != GRAPH_SUFFIX:
-        raise UsageError(f"{model}: want a FILE{GRAPH_SUFFIX}", how)
-    if not path.is_file():
-        raise UsageError(f"{model}: there is no such file", how)
-    values = path.with_suffix(VALUES_SUFFIX)
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-") or "model"
-    return path, values if values.is_file() else None, name
 
 
 def vocabulary_of(graph: Graph) -> int:
@@ -299,14 +344,6 @@ def vocabulary_of(graph: Graph) -> int:
     if not isinstance(side, int):
         raise UsageError("the model's logits have no last side that is fixed")
     return side
-
-
-def read_question(arguments: Mapping[str, Any]) -> Question:
-    """Return what a client asks. Raises UsageError."""
-    try:
-        return msgspec.convert(dict(arguments), Question)
-    except msgspec.ValidationError as error:
-        raise UsageError(f"generate: {error}") from None
 
 
 def read_serve_wish(arguments: Mapping[str, Any]) -> ServeWish:

@@ -4,7 +4,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from node.errors import UsageError
-from node.serving.asking import Asking, read_question, read_serve_wish
+from node.serving.asking import Asking, read_serve_wish
+from node.serving.questions import read_question
 from node.serving.serving import Serving
 
 Emit = Callable[[object], Awaitable[None]]
@@ -25,6 +26,7 @@ class ServingCommands:
             "serve": self._serve,
             "services": self._services,
             "services.stop": self._stop,
+            "services.text": self._text,
             "generate": self._generate,
         }
 
@@ -37,6 +39,9 @@ class ServingCommands:
 
     async def _stop(self, arguments: dict[str, Any], _emit: Emit) -> dict[str, Any]:
         return await self._asking.stop(_text(arguments, "service"))
+
+    async def _text(self, arguments: dict[str, Any], _emit: Emit) -> dict[str, Any]:
+        return await self._asking.text_document(_text(arguments, "service"))
 
     async def _generate(self, arguments: dict[str, Any], emit: Emit) -> dict[str, Any]:
         """Emit each piece as it comes; a client that hangs up ends the answer in every stage."""

@@ -4,8 +4,9 @@ Nothing is believed of a service but its publisher's signature. Who answers is w
 itself; a member that another names and that does not answer is left out.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Protocol
 
 import trio
@@ -40,6 +41,14 @@ KNOWN_MAX = 64
 """Services whose members this node remembers; the oldest goes."""
 
 
+@dataclass(frozen=True)
+class Usage:
+    """Tokens of which a member has keys and values, and for how many it has room; 0 where it says none."""
+
+    tokens: int
+    tokens_max: int
+
+
 class MemberAsking(Protocol):
     """What is needed of `node.serving.hosting.Hosting`."""
 
@@ -68,13 +77,25 @@ class Finder:
     def __init__(self, owner: FinderOwner) -> None:
         self._owner = owner
         self._members: dict[bytes, dict[PeerId, None]] = {}
+        self._usage: dict[bytes, dict[PeerId, Usage]] = {}
+        """As members said when they were asked last; of the services whose members are known."""
+
+    def usage(self, service: bytes) -> Mapping[PeerId, "Usage"]:
+        """Return what members of a service, this node too, said of their memory."""
+        found = dict(self._usage.get(service, {}))
+        for each, listing in self._owner.hosting.own():
+            if each.id == service:
+                found[self._owner.signer.peer] = Usage(listing.tokens, listing.tokens_max)
+        return found
 
     def note(self, service: Service, members: Sequence[PeerId]) -> None:
         """These are members of a service, or were said to be."""
         known = self._members.pop(service.id, {})
         self._members[service.id] = dict.fromkeys([*members, *known][:ASKED_MAX])
         while len(self._members) > KNOWN_MAX:
-            del self._members[next(iter(self._members))]
+            oldest = next(iter(self._members))
+            del self._members[oldest]
+            self._usage.pop(oldest, None)
 
     def members(self, service: bytes) -> list[PeerId]:
         """Return those that are known."""
@@ -140,6 +161,7 @@ class Finder:
             if listing is None:
                 silent.add(peer)
                 return
+            self._usage.setdefault(service.id, {})[peer] = Usage(listing.tokens, listing.tokens_max)
             others = [PeerId(row.peer) for row in listing.rows if row.peer != peer]
             self.note(service, [peer, *others])
             own = next((row for row in listing.rows if row.peer == peer), None)
@@ -154,10 +176,13 @@ class Finder:
                 for peer in new:
                     nursery.start_soon(ask, peer)
         for peer in silent:
+            self._usage.get(service.id, {}).pop(peer, None)
             said.pop(peer, None)
             self._members.get(service.id, {}).pop(peer, None)
         routes: Routes = {}
         for peer, (stage, sessions) in said.items():
+            if not service.manifest.may_hold(peer):
+                continue  # it calls itself a member
             seconds = 0.0 if peer == me else owner.round_trip_seconds(peer)
             routes.setdefault(stage, []).append(StageReplica(peer, sessions, seconds))
         return routes

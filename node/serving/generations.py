@@ -27,6 +27,9 @@ from partition.serve.door import (
 )
 from partition.serve.provider import Sends
 
+NEWEST_MAX = 64
+"""Services of which it is remembered how the newest answer went."""
+
 
 class DoorOwner(Protocol):
     """What is needed of `node.serving.serving.Serving`."""
@@ -99,6 +102,8 @@ class Generations:
         self._owner = owner
         self._going: dict[int, Generation] = {}
         self._services: dict[bytes, Service] = {}
+        self.newest: dict[bytes, GenerationEnded] = {}
+        """How the newest answer of a service went here, for `services`."""
 
     @asynccontextmanager
     async def generating(self, service: Service, wish: Wish) -> AsyncIterator[Generation]:
@@ -175,19 +180,20 @@ class Generations:
             return
         found.end(event)
         first = found.first_at
-        self._owner.publish(
-            GenerationEnded(
-                at=self._owner.seams.clock.wall(),
-                service=found.service.text,
-                name=found.service.manifest.name,
-                outcome=event.reason,
-                detail=event.detail,
-                tokens=found.count,
-                moves=found.moves,
-                first_seconds=None if first is None else first - found.began_at,
-                tokens_per_second=None
-                if first is None or now <= first
-                else (found.count - 1) / (now - first),
-                route=found.route,
-            )
+        ended = GenerationEnded(
+            at=self._owner.seams.clock.wall(),
+            service=found.service.text,
+            name=found.service.manifest.name,
+            outcome=event.reason,
+            detail=event.detail,
+            tokens=found.count,
+            moves=found.moves,
+            first_seconds=None if first is None else first - found.began_at,
+            tokens_per_second=None if first is None or now <= first else (found.count - 1) / (now - first),
+            route=found.route,
         )
+        self.newest.pop(found.service.id, None)
+        self.newest[found.service.id] = ended
+        while len(self.newest) > NEWEST_MAX:
+            del self.newest[next(iter(self.newest))]
+        self._owner.publish(ended)

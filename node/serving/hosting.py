@@ -5,6 +5,7 @@ others is `partition.serve.upkeep`'s; here the node that is to take a missing st
 """
 
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
 from functools import partial
 from math import inf
 from typing import Protocol
@@ -39,6 +40,7 @@ from node.protocols.services import (
 from node.seams import Seams
 from node.services.discovery import Discovery
 from node.serving.stage import HeldStage
+from node.serving.texts import Texts
 from partition.run.messages import REASON_LENGTH_MAX
 from partition.serve.messages import CloseCode, Roll, Row
 from partition.serve.provider import Sends, SessionProvider
@@ -59,6 +61,7 @@ class HostingOwner(Protocol):
     discovery: Discovery
     slots: Slots
     provider: SessionProvider
+    texts: Texts
 
     @property
     def machine(self) -> Machine: ...
@@ -108,6 +111,8 @@ class Hosting:
             if asker == service.publisher or known.upkeep.has(asker):
                 known.upkeep.introduce(owner.seams.clock.monotonic(), rows)
             return None if known.number == number else "another stage of this service is here"
+        if not service.manifest.may_hold(owner.signer.peer):
+            return "the service is restricted to other peers"
         if (reason := owner.accepts(service)) is not None:
             return reason
         if not owner.slots.is_free_for(service.id):
@@ -143,7 +148,14 @@ class Hosting:
         member.ready.set()
         owner.send(list(member.upkeep.ready(owner.seams.clock.monotonic())))
         owner.act()
+        if manifest.text == "tokenizer":
+            owner.start_task(self._keep_text, member)
         await self._advertise(service, encode(service.fact), None)
+
+    async def _keep_text(self, member: Membership) -> None:
+        """Hold the service's tokenizer too: doors get it from members when the publisher is gone."""
+        with suppress(Unreachable):
+            await self._owner.texts.bring(member.service, self.holders(member))
 
     def holders(self, member: Membership) -> list[PeerId]:
         """Return who may have what a stage is made of: its members, those of the same stage first, and the
@@ -251,7 +263,11 @@ class Hosting:
     ) -> tuple[PeerId | None, str]:
         """Have a node that is none of `taken` hold a stage, `first` if it can; which does, or why none."""
         owner = self._owner
-        offers = [each for each in owner.offers() if each.has_slot and each.peer not in taken]
+        offers = [
+            each
+            for each in owner.offers()
+            if each.has_slot and each.peer not in taken and service.manifest.may_hold(each.peer)
+        ]
         # The fastest first, and of equals the one with most memory.
         offers.sort(
             key=lambda each: (each.peer != first, -each.flops_per_second, -each.memory_bytes, each.peer)
@@ -305,8 +321,15 @@ class Hosting:
 
     def listing(self, member: Membership) -> Listing:
         """Return what this node says of a service that it is a member of."""
-        sessions = self._owner.provider.sessions_of(member.service.id)
-        return Listing(member.service.fact, member.upkeep.rows(), sessions)
+        provider, name = self._owner.provider, member.service.id
+        room = member.stage.tokens_max if member.stage is not None else 0
+        return Listing(
+            member.service.fact,
+            member.upkeep.rows(),
+            provider.sessions_of(name),
+            provider.tokens_of(name),
+            room,
+        )
 
 
 def declined(reason: object) -> Declined:

@@ -1,8 +1,11 @@
 """The service of services as a node has it: joined to its runs, whose slots and models it shares."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
-from crypto.identity import PeerId
+from crypto.identity import PeerId, peer_text
+from node.checkpoints.service import Checkpoints
+from node.errors import UsageError
 from node.events import Event
 from node.placement.provider import Provider
 from node.runs.runs import Runs
@@ -10,6 +13,10 @@ from node.seams import Seams
 from node.services.discovery import Discovery
 from node.services.membership import Membership
 from node.serving.serving import Serving
+from node.state import State
+
+INVITED = "invited"
+"""In the place of a peer's name: all that this node's owner lists."""
 
 
 class Parts(Protocol):
@@ -22,8 +29,37 @@ class Parts(Protocol):
     membership: Membership
     provider: Provider
     runs: Runs
+    checkpoints: Checkpoints
+
+    @property
+    def state(self) -> State: ...
 
     def publish(self, event: Event) -> None: ...
+
+
+def named_peers(node: Parts, texts: Sequence[str]) -> list[PeerId]:
+    """Return the members that are called so, or whose ids end so; `invited` are those that the owner lists.
+    Raises UsageError."""
+    found: list[PeerId] = []
+    for text in texts:
+        if text == INVITED:
+            found += node.provider.rules.peers
+            if not node.provider.rules.peers:
+                raise UsageError(
+                    "--peers invited: this node lists no peers that it knows",
+                    "list them: peers = [...] under [offer] in node.toml; or --peers NAME,NAME",
+                )
+            continue
+        known = [
+            peer
+            for peer, member in node.state.members.items()
+            if text and (member.name == text or peer_text(peer).endswith(text.removeprefix("...")))
+        ]
+        if len(known) != 1:
+            told = f"{len(known)} members are called so" if known else "no member is called so"
+            raise UsageError(f"--peers {text}: {told}", "look: `peerloom peers`")
+        found += known
+    return found
 
 
 def make_serving(node: Parts) -> Serving:
@@ -33,6 +69,7 @@ def make_serving(node: Parts) -> Serving:
         node.seams,
         node.signer,
         models=runs.models,
+        blobs=node.checkpoints.store.blobs,
         discovery=node.discovery,
         slots=runs.slots,
         machine=lambda: runs.machine,
@@ -40,6 +77,7 @@ def make_serving(node: Parts) -> Serving:
         accepts=lambda service: node.provider.refusal(service, node.peer),
         live=runs.live,
         round_trip_seconds=node.membership.round_trip_seconds,
+        named=lambda peers: named_peers(node, peers),
         publish=node.publish,
         refuse=runs.refuse,
     )

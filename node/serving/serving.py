@@ -34,8 +34,11 @@ from node.services.discovery import Discovery
 from node.serving.finding import Finder, Routes
 from node.serving.generations import Generation, Generations
 from node.serving.hosting import Hosting, declined
+from node.serving.sources import ServedFiles
 from node.serving.stage import Refusal
 from node.serving.tensors import read_tensors, tensor_bytes, tensor_headers
+from node.serving.texts import Texts
+from node.storage.blobs import Blobs
 from partition.serve.door import Wish
 from partition.serve.messages import (
     MESSAGE_BYTES_MAX,
@@ -69,6 +72,8 @@ LOAD_SECONDS_MAX = 180.0
 READY_LOOK_SECONDS = 0.2
 NO_PAYLOAD = memoryview(b"")
 
+RunFiles = Callable[[str], AbstractAsyncContextManager[ServedFiles]]
+
 
 class Serving:
     """The service of services. `run` owns its tasks.
@@ -82,6 +87,7 @@ class Serving:
         signer: Signer,
         *,
         models: Models,
+        blobs: Blobs,
         discovery: Discovery,
         slots: Slots,
         machine: Callable[[], Machine],
@@ -89,6 +95,7 @@ class Serving:
         accepts: Callable[[Service], str | None],
         live: Callable[[], Collection[PeerId]],
         round_trip_seconds: Callable[[PeerId], float | None],
+        named: Callable[[Sequence[str]], list[PeerId]],
         publish: Callable[[Event], None],
         refuse: Callable[[PeerId, RemoteProtocolError], None],
     ) -> None:
@@ -102,6 +109,9 @@ class Serving:
         self.live = live
         self.publish = publish
         self.refuse = refuse
+        self.named = named
+        self.run_files: RunFiles = _no_runs
+        """The files of a run's weights, by its id."""
         self._machine = machine
         self._round_trip_seconds = round_trip_seconds
         self.provider = SessionProvider(source_of=self._source_of)
@@ -123,6 +133,7 @@ class Serving:
         self._over: dict[bytes, None] = {}
         """Services that were ended, the latest last."""
         self.finder = Finder(self)
+        self.texts = Texts(self, blobs, signer.peer)
         models.beside = self._values_served
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -138,6 +149,7 @@ class Serving:
                 await trio.sleep_forever()
         finally:
             with trio.CancelScope(shield=True):
+                await self.texts.aclose()
                 for member in self.hosting.members.values():
                     if member.stage is not None:
                         await member.stage.aclose()
@@ -440,6 +452,10 @@ class Serving:
     def answer(self, service: Service, wish: Wish) -> AbstractAsyncContextManager[Generation]:
         """An answer of a service; see `Generations.generating`."""
         return self.generations.generating(service, wish)
+
+
+def _no_runs(name: str) -> AbstractAsyncContextManager[ServedFiles]:
+    raise UsageError(f"run {name}: this node has no runs")
 
 
 def _short(error: object) -> str:

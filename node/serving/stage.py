@@ -72,13 +72,17 @@ def specification(service: Service, graph: Graph, number: int, machine: Machine)
         raise RemoteProtocolError(f"a service that does not fit its model: {error}") from None
 
 
-def sessions_bytes(graph: StageGraph, manifest: ServiceManifest) -> int:
-    """Return what keys and values of all sessions take that a stage may have at once."""
+def token_bytes(graph: StageGraph) -> int:
+    """Return what keys and values of one token take in a stage."""
     kinds = [kind for _, *pair in attention_layers(graph, graph.entry(SERVE)) for kind in pair]
-    token_bytes = sum(
+    return sum(
         ITEM_BYTES[kind.dtype] * prod(side for side in kind.shape if isinstance(side, int)) for kind in kinds
     )
-    return token_bytes * SESSIONS_MAX * (manifest.context + SPARE_TOKENS)
+
+
+def sessions_bytes(graph: StageGraph, manifest: ServiceManifest) -> int:
+    """Return what keys and values of all sessions take that a stage may have at once."""
+    return token_bytes(graph) * SESSIONS_MAX * (manifest.context + SPARE_TOKENS)
 
 
 class HeldStage:
@@ -127,6 +131,12 @@ class HeldStage:
             if isinstance(error, RemoteProtocolError):
                 raise StageFailed(str(error)) from None
             raise
+
+    @property
+    def tokens_max(self) -> int:
+        """How many tokens it has room for, of all sessions; 0 where it keeps none."""
+        each = token_bytes(self.specification.graph)
+        return self.specification.cache_bytes // each if each else 0
 
     @property
     def is_last(self) -> bool:

@@ -156,6 +156,10 @@ class SessionProvider:
         """Return how many of a service are open."""
         return sum(each.service == service for each in self._sessions.values())
 
+    def tokens_of(self, service: bytes) -> int:
+        """Return how many tokens the sessions of a service have here."""
+        return sum(each.kept for each in self._sessions.values() if each.service == service)
+
     def hold(self, service: bytes, number: int, count: int, context: int) -> None:
         """Serve this stage, of `count`, from now on: sessions of at most `context` tokens."""
         self._stages[service] = _Stage(number, count, context)

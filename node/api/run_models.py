@@ -1,0 +1,106 @@
+"""A run's weights as files that can be served: those of its result, or of its newest checkpoint.
+
+The graph is the run's own, and its chunks come from the run's copies by their hashes. What is kept of the
+Hugging Face folder that it trained says how it takes text.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Protocol
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from node.checkpoints.replication import CheckpointReplicator
+from node.checkpoints.service import Checkpoints
+from node.checkpoints.store import Kept
+from node.commands import Commands, LocalNode, find_run
+from node.content.kept_folders import write_kept_folder
+from node.content.stored_values import with_values
+from node.errors import PeerloomError, RunFailed, Unreachable, UsageError
+from node.serving.sources import GRAPH_SUFFIX, VALUES_SUFFIX, ServedFiles
+from partition.model.graph import Graph, encode_graph
+from partition.run.states import OVER
+
+
+class RunsNode(LocalNode, Protocol):
+    """What is needed of `node.runtime.Node`."""
+
+    checkpoints: Checkpoints
+    copies: CheckpointReplicator
+
+
+@asynccontextmanager
+async def run_files(node: RunsNode, name: str) -> AsyncIterator[ServedFiles]:
+    """The files of a run's newest weights, while a node takes them. Raises UsageError: no such run;
+    RunFailed: nobody hands over its weights."""
+    here = await node.checkpoints.call(node.checkpoints.store.all)
+    run = find_run(sorted({*node.state.runs, *(kept.run for kept in here)}), name)
+    kept, holders = await _newest(node, run)
+    executor = node.seams.executor
+    with TemporaryDirectory() as folder:
+        state = Path(folder) / "state.safetensors"
+        graph_file = Path(folder) / f"{kept.manifest.model.rpartition('/')[2] or 'run'}{GRAPH_SUFFIX}"
+        try:
+            requester = PeerId(kept.checkpoint.manifest.author)
+            graph = await node.runs.models.get(kept.checkpoint.graph, [requester, *holders])
+            step = await _write_state(node, run, kept, graph, state, holders)
+            values = Path(folder) / f"values{VALUES_SUFFIX}"
+            found = await executor.run(partial(with_values, graph, state, values), apart=True)
+            await executor.run(partial(graph_file.write_bytes, encode_graph(found)))
+        except (Unreachable, RemoteProtocolError) as error:
+            raise RunFailed(f"run {run[:8]} cannot be served: {error}", "see: `peerloom runs`") from None
+        except OSError as error:
+            raise RunFailed(f"no room for the weights of run {run[:8]}: {error.strerror or error}") from None
+        text = await executor.run(partial(_kept_text, node, run, Path(folder) / "text"))
+        called = f"{graph_file.stem.removesuffix(GRAPH_SUFFIX)}-{run[:8]}"
+        yield ServedFiles(graph_file, values, called, text, kept.checkpoint.run, step)
+
+
+async def _newest(node: RunsNode, run: str) -> tuple[Kept, list[PeerId]]:
+    """The newest checkpoint of a run, from here or from those who keep it, and who they are."""
+    own = await node.checkpoints.call(partial(node.checkpoints.store.find, run))
+    offers = {peer: offer for peer, offer in (await node.copies.holders(run)).items() if peer != node.peer}
+    holders = list(offers)
+    newer = max((offer.step for offer in offers.values()), default=-1)
+    if own is not None and own.checkpoint.step >= newer:
+        return own, holders
+    try:
+        return await node.copies.fetch(run, None, holders), holders
+    except Unreachable as error:
+        if own is not None:
+            return own, holders
+        raise RunFailed(
+            f"no checkpoint of run {run[:8]} can be had: {error.detail}",
+            "its result, by hand: `peerloom runs fetch RUN --out FILE`",
+        ) from None
+    except OSError as error:
+        raise RunFailed(f"the checkpoint could not be kept: {error.strerror or error}") from None
+
+
+async def _write_state(
+    node: RunsNode, run: str, kept: Kept, graph: Graph, state: Path, holders: list[PeerId]
+) -> int:
+    """Write a run's newest state dict into a file; of which step it is. Raises Unreachable, OSError,
+    RemoteProtocolError."""
+    view = node.state.runs.get(run)
+    if view is None or view.status in OVER:
+        try:
+            await Commands(node).fetch(run, str(state))
+            return kept.manifest.steps
+        except PeerloomError:
+            pass  # it failed, or nobody keeps its result: its newest checkpoint is what there is
+    await node.checkpoints.export(kept, graph, state, holders)
+    return kept.checkpoint.step
+
+
+def _kept_text(node: RunsNode, run: str, into: Path) -> str:
+    """Write what is kept of the folder that a run trained; where, empty where nothing is."""
+    into.mkdir()
+    try:
+        write_kept_folder(node.seams.storage, run, into)
+    except UsageError:
+        return ""
+    return str(into)

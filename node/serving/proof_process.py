@@ -1,0 +1,130 @@
+"""The proof that a captured model answers as itself when it is served: `python -m
+node.serving.proof_process`.
+
+A node has it computed for everything that it publishes, by the bytes that it holds, whoever asked: so a
+service never lists a model that nobody has proved. It needs torch, so it is a process of its own, which
+ends with it, fenced as a stage is. What is compared, and what it costs: `partition.capture.serving_proof`.
+For a folder of transformers, `serve` compares with the model itself before, since the graph alone does not
+know it.
+"""
+
+import gc
+import os
+import signal
+import sys
+from contextlib import suppress
+
+import msgspec
+import trio
+
+from crypto.errors import RemoteProtocolError
+from node.errors import RunFailed, UsageError
+from node.serving.planning import served_graph
+from node.stages import sandbox
+from node.stages.piped import PipedProcess
+from node.stages.process import die_with
+from node.stages.scratch import Scratch
+from partition.model.check import check_graph
+from partition.model.graph import GRAPH_BYTES_MAX, decode_graph
+
+MEMORY_BYTES_MIN = 1 << 30
+"""What it may take where a slot gives less: the largest parameters of a small model, and torch."""
+SAID_BYTES_MAX = 65_536
+MIXES_DO = (
+    "have nothing but causal attention mix tokens: scaled_dot_product_attention(..., is_causal=True) "
+    "without a mask"
+)
+_ROOT = __file__.rpartition("/node/")[0]
+
+
+class _Asked(msgspec.Struct, frozen=True):
+    name: str
+    context: int
+    threads: int
+    memory_bytes: int
+    parent: int
+
+
+class _Said(msgspec.Struct, frozen=True):
+    """What was found; `refused` is empty where the model may be served."""
+
+    refused: str = ""
+    do: str = ""
+
+
+async def prove_served(name: str, data: bytes, context: int, *, threads: int, memory_bytes: int) -> None:
+    """Prove that a captured graph, served in sessions of `context` tokens, gives the logits of its model.
+
+    Raises:
+        UsageError: it does not; errors call it `name`. RunFailed: the proof could not be computed.
+    """
+    memory = max(memory_bytes, MEMORY_BYTES_MIN)
+    asked = msgspec.json.encode(_Asked(name, context, threads, memory, os.getpid()))
+    scratch = await trio.to_thread.run_sync(Scratch)
+    try:
+        environment = sandbox.environment(os.environ, scratch=scratch.path, path=_ROOT, threads=threads)
+        process = PipedProcess(
+            [sys.executable, "-P", "-m", "node.serving.proof_process"], cwd=scratch.path, env=environment
+        )
+        try:
+            # A client that hangs up cancels this, and with it the process.
+            with suppress(trio.BrokenResourceError):
+                await process.send(asked + b"\n" + data)
+                await process.end_input()
+            answer = b""
+            while (more := await process.receive()) and len(answer) < SAID_BYTES_MAX:
+                answer += more
+        finally:
+            await process.aclose()
+    except OSError as error:
+        raise RunFailed(f"{name}: the proof before it is served cannot be started: {error}") from None
+    finally:
+        await trio.to_thread.run_sync(scratch.remove)
+    try:
+        said = msgspec.json.decode(answer, type=_Said)
+    except msgspec.MsgspecError:
+        raise RunFailed(
+            f"{name}: the proof before it is served ended with status {process.status}: perhaps it needs"
+            f" more memory than {memory >> 20} MiB",
+            "give the node more: --memory",
+        ) from None
+    if said.refused:
+        raise UsageError(said.refused, said.do or None)
+
+
+# In the process
+
+
+def main() -> None:
+    asked = msgspec.json.decode(sys.stdin.buffer.readline(SAID_BYTES_MAX), type=_Asked)
+    die_with(asked.parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    from partition.capture.errors import CaptureRefused
+    from partition.capture.serving_proof import prove_graph_served
+    from partition.execute import load_late_modules, prepare_process
+
+    load_late_modules()
+    gc.freeze()
+    sandbox.enter(
+        scratch=os.getcwd(), device="cpu", memory_bytes=asked.memory_bytes, allow_unfenced=True
+    )  # a person's own graph: a fence that is missing here is no reason not to prove it
+    prepare_process(asked.threads)
+    try:
+        captured = decode_graph(sys.stdin.buffer.read(GRAPH_BYTES_MAX))
+        check_graph(captured)
+        served = served_graph(captured, asked.name, asked.context)
+        prove_graph_served(served, captured)
+        said = _Said()
+    except CaptureRefused as error:
+        said = _Said(f"{asked.name}: this model cannot be served: {error}", MIXES_DO)
+    except RemoteProtocolError as error:
+        said = _Said(f"{asked.name}: no graph that can be served: {error}")
+    except UsageError as error:
+        what, do = error.written
+        said = _Said(what, do or "")
+    sys.stdout.buffer.write(msgspec.json.encode(said))
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

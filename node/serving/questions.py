@@ -1,0 +1,163 @@
+"""What is asked of a service, and how that becomes a wish of the door: tokens, and how to draw.
+
+A prompt is a text, a chat, or tokens. Texts become tokens in a fenced process (`node.content.fenced_text`),
+or, where the model is one of bytes, here. Not here: where the answer comes from (`node.serving.asking`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from node.content.fenced_text import FencedText, TextFacts
+from node.errors import UsageError
+from node.protocols.services import ServiceManifest
+from partition.serve.door import Wish
+from partition.serve.sampling import SEED_MAX, Sampling
+from partition.serve.text import STOP_LENGTH_MAX, STOPS_MAX
+
+TOKENS_USUAL = 256
+TOKENS_MAX = 1 << 20
+MESSAGES_MAX = 1_024
+"""Messages of one chat. What is said with them is bounded by the model's context."""
+SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
+ROLES = (SYSTEM, USER, ASSISTANT)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked of a service: a text, a chat (`messages`, each with role and content), or tokens where
+    its model has no text. What is None is as the model's folder says, else the likeliest token each time."""
+
+    prompt: str | Sequence[int] = ""
+    tokens_max: int = TOKENS_USUAL
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stops: tuple[str, ...] = ()
+    messages: tuple[dict[str, str], ...] = ()
+
+    @property
+    def is_text(self) -> bool:
+        return bool(self.messages) or isinstance(self.prompt, str)
+
+
+@dataclass(frozen=True)
+class DoorWish:
+    """A question as the door takes it. `forgotten` of a chat's oldest messages did not fit, and were left
+    out."""
+
+    wish: Wish
+    forgotten: int = 0
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The tokens of a question."""
+
+    tokens: tuple[int, ...]
+    forgotten: int = 0
+
+
+async def make_door_wish(
+    manifest: ServiceManifest, question: Question, text: FencedText | None, entropy: Callable[[int], bytes]
+) -> DoorWish:
+    """Return what a door is asked; a seed is drawn where none is given. Raises UsageError, TextLost."""
+    check_question(question)
+    prompt = await _prompt(manifest, question, text)
+    if not prompt.tokens:
+        raise UsageError("prompt: want a text that is not empty")
+    if any(not 0 <= token < manifest.vocabulary for token in prompt.tokens):
+        raise UsageError(
+            f"prompt: a token that {manifest.name} does not have; it has {manifest.vocabulary:,}"
+        )
+    if len(prompt.tokens) >= manifest.context:
+        raise UsageError(
+            f"prompt: {len(prompt.tokens):,} tokens; {manifest.name} takes {manifest.context - 1:,}",
+            "a shorter prompt",
+        )
+    sampling = make_sampling(question, text.facts if text is not None else None, entropy)
+    wish = Wish(prompt.tokens, question.tokens_max, sampling, frozenset(manifest.stops))
+    return DoorWish(wish, prompt.forgotten)
+
+
+def check_question(question: Question) -> None:
+    """Raise UsageError for what no service takes."""
+    if not 1 <= question.tokens_max <= TOKENS_MAX:
+        raise UsageError(f"--max-tokens {question.tokens_max}: want 1 to {TOKENS_MAX:,}")
+    if len(question.stops) > STOPS_MAX or any(
+        not 0 < len(stop) <= STOP_LENGTH_MAX for stop in question.stops
+    ):
+        raise UsageError(f"--stop: want at most {STOPS_MAX} texts of 1 to {STOP_LENGTH_MAX} letters")
+    if len(question.messages) > MESSAGES_MAX:
+        raise UsageError(f"chat: {len(question.messages):,} messages; at most {MESSAGES_MAX:,}")
+    for message in question.messages:
+        if message.keys() != {"role", "content"} or message["role"] not in ROLES:
+            raise UsageError(f"chat: want messages with role ({', '.join(ROLES)}) and content")
+
+
+async def _prompt(manifest: ServiceManifest, question: Question, text: FencedText | None) -> Prompt:
+    if question.messages:
+        if text is None or not text.facts.has_template:
+            raise UsageError(
+                f"{manifest.name} has no chat template, by which a conversation becomes one text",
+                "`peerloom generate` goes on from a text as it is",
+            )
+        return await _rendered(manifest, question.messages, text)
+    if not isinstance(question.prompt, str):
+        return Prompt(tuple(question.prompt))
+    if text is not None:
+        return Prompt(tuple(await text.encode(question.prompt)))
+    if manifest.text != "bytes":
+        raise UsageError(
+            f"{manifest.name} takes tokens, and no text of its own",
+            "give the tokenizer.json of its model: --tokenizer FILE",
+        )
+    return Prompt(tuple(question.prompt.encode("utf-8", "replace")))
+
+
+async def _rendered(
+    manifest: ServiceManifest, messages: Sequence[dict[str, str]], text: FencedText
+) -> Prompt:
+    """The tokens of a chat, without its oldest messages where it is longer than the model takes."""
+    head = [each for each in messages[:1] if each["role"] == SYSTEM]
+    rest = list(messages[len(head) :])
+    forgotten = 0
+    while True:
+        tokens = await text.render([*head, *rest])
+        if len(tokens) < manifest.context or len(rest) <= 1:
+            return Prompt(tuple(tokens), forgotten)
+        # What was asked and what was answered go together: templates want them in turns.
+        fewer = rest[2:] if len(rest) > 2 else rest[1:]
+        forgotten += len(rest) - len(fewer)
+        rest = fewer
+
+
+def make_sampling(question: Question, facts: TextFacts | None, entropy: Callable[[int], bytes]) -> Sampling:
+    """Return how tokens are drawn. Raises UsageError."""
+    seed = question.seed
+    fields = {
+        name: usual if asked is None else asked
+        for name, asked, usual in (
+            ("temperature", question.temperature, facts.temperature if facts else 0.0),
+            ("top_k", question.top_k, facts.top_k if facts else 0),
+            ("top_p", question.top_p, facts.top_p if facts else 1.0),
+            ("min_p", question.min_p, facts.min_p if facts else 0.0),
+        )
+    }
+    fields["seed"] = int.from_bytes(entropy(8)) & SEED_MAX if seed is None else seed
+    try:
+        return msgspec.convert(fields, Sampling)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"sampling: {error}", "`peerloom generate --help` has the ranges") from None
+
+
+def read_question(arguments: Mapping[str, Any]) -> Question:
+    """Return what a client asks. Raises UsageError."""
+    try:
+        return msgspec.convert(dict(arguments), Question)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"generate: {error}") from None

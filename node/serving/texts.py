@@ -1,0 +1,249 @@
+"""How services take and give text: files that members keep, doors fetch, and a fenced process reads.
+
+A publisher puts the files of its model (`node.content.text_files`) among its blobs, and every member of the
+service keeps them, so they outlive the publisher. A door fetches them by their hash at the first question,
+and keeps one fenced process for each of the services that it asked last.
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import trio
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from node.content import text_files
+from node.content.blobs import BlobSink, fetch_all
+from node.content.fenced_text import FencedText, TextFacts, TextLost
+from node.errors import RunFailed, Unreachable, UsageError
+from node.placement.admission import Machine
+from node.protocols.services import Service
+from node.seams import Seams
+from node.storage.blobs import Blobs, NoRoom
+from partition.serve.text import TextStream, decode_bytes
+
+KEPT_MAX = 16
+"""Services whose files a node keeps; the one that was needed longest ago goes."""
+READERS_MAX = 3
+"""Fenced processes at once, of 60 MB and what a tokenizer takes."""
+IDLE_SECONDS = 60.0
+"""How long one is kept that nobody asks: the next question of a chat comes soon."""
+FETCH_SECONDS_MAX = 60.0
+_PIN = "service-text"
+
+
+class TextsOwner(Protocol):
+    """What is needed of `node.serving.serving.Serving`."""
+
+    seams: Seams
+    refuse: Callable[[PeerId, RemoteProtocolError], None]
+
+    @property
+    def machine(self) -> Machine: ...
+
+    def start_task(self, task: Callable[..., Awaitable[object]], *arguments: object) -> None: ...
+
+
+class _Reader:
+    """A process, and who uses it."""
+
+    def __init__(self, text: FencedText) -> None:
+        self.text = text
+        self.users = 0
+        self.uses = 0
+
+
+class Texts:
+    """One node's."""
+
+    def __init__(self, owner: TextsOwner, blobs: Blobs, me: PeerId) -> None:
+        self._owner = owner
+        self._blobs = blobs
+        self._me = me
+        self._readers: dict[bytes, _Reader] = {}
+        self._opening: dict[bytes, trio.Lock] = {}
+        self._kept = dict.fromkeys(blobs.labels(_PIN))
+        self._streams = 0
+
+    async def keep(self, path: Path) -> tuple[bytes, TextFacts] | None:
+        """Have this node hold the files of a model's folder, or of a tokenizer.json; their hash, and what
+        they say. None: the folder has no tokenizer. Raises UsageError: they cannot be read."""
+        executor = self._owner.seams.executor
+        data = await executor.run(partial(text_files.collect, path))
+        if not data:
+            return None
+        try:
+            text = await FencedText.open(data, allow_unfenced=True)  # a person's own
+        except (TextLost, RemoteProtocolError) as error:
+            raise UsageError(f"{path}: its tokenizer cannot be read: {error}") from None
+        facts = text.facts
+        await text.aclose()
+
+        def put() -> bytes:
+            with self._blobs.hold():
+                name, sizes = text_files.keep(data, self._blobs.put)
+                self._blobs.pin(_label(name), sizes)
+                return name
+
+        try:
+            name = await executor.run(put)
+        except OSError as error:
+            raise UsageError(f"{path}: its tokenizer could not be kept: {error.strerror or error}") from None
+        await self._note(name)
+        return name, facts
+
+    async def bring(self, service: Service, holders: Sequence[PeerId]) -> bytes:
+        """Return the files of a service's text, from here or from `holders`; they are kept here. Raises
+        Unreachable: nobody hands them over."""
+        name = service.manifest.tokenizer
+        network, executor = self._owner.seams.network, self._owner.seams.executor
+        sink = BlobSink(self._blobs, executor)
+        fetch = partial(fetch_all, network, holders=holders, sink=sink, refuse=self._owner.refuse)
+        try:
+            with self._blobs.hold():
+                with trio.fail_after(FETCH_SECONDS_MAX):
+                    await fetch({name: text_files.LIST_BYTES_MAX})
+                    listed = text_files.read_list(await executor.run(partial(self._get, name)))
+                    await fetch(listed.sizes)
+                data = await executor.run(partial(self._read, name, listed))
+        except trio.TooSlowError:
+            raise Unreachable("timeout", f"it did not come within {FETCH_SECONDS_MAX:.0f} s") from None
+        except OSError as error:
+            raise Unreachable("refused", f"no room for it: {error.strerror or error}") from None
+        except (NoRoom, RemoteProtocolError) as error:
+            raise Unreachable("refused", str(error)) from None
+        await self._note(name)
+        return data
+
+    def _get(self, name: bytes) -> bytes:
+        data = self._blobs.get(name)
+        if data is None:
+            raise RemoteProtocolError("a damaged file")
+        return data
+
+    def _read(self, name: bytes, listed: text_files.TextChunks) -> bytes:
+        data = b"".join(map(self._get, listed.sizes))
+        label = _label(name)
+        if self._blobs.pinned(label) is None:
+            sizes = {name: len(self._get(name)), **listed.sizes}
+            self._blobs.pin(label, sizes, is_guest=True)
+        return data
+
+    async def _note(self, name: bytes) -> None:
+        label = _label(name)
+        self._kept.pop(label, None)
+        self._kept[label] = None
+        while len(self._kept) > KEPT_MAX:
+            oldest = next(iter(self._kept))
+            del self._kept[oldest]
+            await self._owner.seams.executor.run(partial(self._blobs.unpin, oldest))
+
+    @asynccontextmanager
+    async def reading(self, service: Service, holders: Sequence[PeerId]) -> AsyncIterator[FencedText]:
+        """A process that reads and writes a service's text. Raises UsageError: the files cannot be read here;
+        RunFailed: nobody hands them over."""
+        name, called = service.manifest.tokenizer, service.manifest.name
+        try:
+            reader = await self._reader(service, holders)
+        except Unreachable as error:
+            raise RunFailed(
+                f"nobody hands over the tokenizer of {called}: {error.detail}",
+                "ask again: `peerloom services`",
+            ) from None
+        except (TextLost, RemoteProtocolError) as error:
+            raise UsageError(f"the tokenizer of {called} cannot be read: {error}") from None
+        reader.users += 1
+        reader.uses += 1
+        try:
+            yield reader.text
+        except TextLost as error:
+            raise RunFailed(f"the tokenizer of {called} was ended: {error}") from None
+        finally:
+            reader.users -= 1
+            self._owner.start_task(self._close_idle, name, reader, reader.uses)
+
+    async def _reader(self, service: Service, holders: Sequence[PeerId]) -> _Reader:
+        name = service.manifest.tokenizer
+        lock = self._opening.setdefault(name, trio.Lock())
+        try:
+            async with lock:
+                reader = self._readers.get(name)
+                if reader is None or reader.text.is_lost:
+                    await self._make_room()
+                    reader = self._readers[name] = await self._open(service, holders)
+                return reader
+        finally:
+            if not lock.locked() and not lock.statistics().tasks_waiting:
+                self._opening.pop(name, None)
+
+    async def _open(self, service: Service, holders: Sequence[PeerId]) -> _Reader:
+        data = await self.bring(service, holders)
+        allow = self._owner.machine.allow_unfenced or service.publisher == self._me
+        return _Reader(await FencedText.open(data, allow_unfenced=allow))
+
+    async def _make_room(self) -> None:
+        """End the process that nobody uses and that was asked least, where there are enough."""
+        idle = [name for name, each in self._readers.items() if not each.users]
+        while len(self._readers) >= READERS_MAX and idle:
+            await self._readers.pop(idle.pop(0)).text.aclose()
+
+    async def _close_idle(self, name: bytes, reader: _Reader, uses: int) -> None:
+        await trio.sleep(IDLE_SECONDS)
+        if not reader.users and reader.uses == uses and self._readers.get(name) is reader:
+            del self._readers[name]
+            await reader.text.aclose()
+
+    @asynccontextmanager
+    async def pieces(self, text: FencedText | None, stops: Sequence[str]) -> AsyncIterator["TextPieces"]:
+        """What makes text of one answer's tokens; None where they are bytes."""
+        self._streams += 1
+        found = TextPieces(text, self._streams, stops)
+        try:
+            yield found
+        finally:
+            with suppress(TextLost, UsageError):
+                await found.finish()  # the process forgets it
+
+    async def aclose(self) -> None:
+        """End all processes."""
+        for reader in self._readers.values():
+            await reader.text.aclose()
+        self._readers.clear()
+
+
+class TextPieces:
+    """The text of one answer, piece by piece. With stops it is over (`is_stopped`) before the first of
+    them."""
+
+    def __init__(self, text: FencedText | None, number: int, stops: Sequence[str]) -> None:
+        self.is_stopped = False
+        self._fenced = text
+        self._number = number
+        self._stops = tuple(stops)
+        self._bytes = TextStream(decode_bytes, stops)
+        self._is_over = False
+
+    async def push(self, token: int) -> str:
+        """Return what a token adds. Raises TextLost, UsageError."""
+        if self._fenced is None:
+            piece = self._bytes.push(token)
+            self.is_stopped = self._bytes.is_stopped
+            return piece
+        piece, self.is_stopped = await self._fenced.push(self._number, [token], self._stops)
+        return piece
+
+    async def finish(self) -> str:
+        """Return what was held back. Raises TextLost, UsageError."""
+        if self._is_over:
+            return ""
+        self._is_over = True
+        if self._fenced is None:
+            return self._bytes.finish()
+        return (await self._fenced.push(self._number, [], self._stops, is_last=True))[0]
+
+
+def _label(name: bytes) -> str:
+    return f"{_PIN}/{name.hex()}"

@@ -1,0 +1,117 @@
+"""The fenced process that reads a served model's tokenizer and chat template."""
+
+import json
+from pathlib import Path
+
+import pytest
+import trio
+
+from crypto.errors import RemoteProtocolError
+from node.content import fenced_text, text_files
+from node.content.fenced_text import FencedText, TextLost, read_facts
+from node.content.text_files import CHUNK_BYTES, TextChunks, collect, keep, read_files, read_list
+from node.errors import UsageError
+from node.storage.blobs import hash_of
+
+TOKENIZER = {
+    "version": "1.0",
+    "model": {"type": "WordLevel", "vocab": {"?": 0, "hello": 1, "user": 2}, "unk_token": "?"},
+    "pre_tokenizer": {"type": "Whitespace"},
+}
+TEMPLATE = (
+    "{% if messages[0]['content'] == 'loop' %}"
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    "{% elif messages[0]['content'] == 'grow' %}{{ ('x' * 1000000000) ~ ('y' * 1000000000) }}"
+    "{% else %}{{ messages[0]['role'] }} {{ messages[0]['content'] }}{% endif %}"
+)
+
+
+def write_folder(folder: Path, template: str = TEMPLATE) -> Path:
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    (folder / "chat_template.jinja").write_text(template)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 2, "x", -1]}))
+    return folder
+
+
+def test_a_strangers_template_is_bounded_in_memory_and_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = collect(write_folder(tmp_path / "model"))
+
+    async def main() -> None:
+        text = await FencedText.open(data, allow_unfenced=False)
+        try:
+            assert text.facts == fenced_text.TextFacts((0, 2), 3, True)
+            assert await text.encode("hello there") == [1, 0]
+            assert await text.render([{"role": "user", "content": "hello"}]) == [2, 1]
+            with pytest.raises(UsageError, match="memory"):
+                await text.render([{"role": "user", "content": "grow"}])
+            monkeypatch.setattr(fenced_text, "ANSWER_SECONDS", 0.5)
+            with pytest.raises(TextLost, match="longer than"):
+                await text.render([{"role": "user", "content": "loop"}])
+            with pytest.raises(TextLost):
+                await text.encode("hello")
+        finally:
+            await text.aclose()
+
+    trio.run(main)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model")
+    (folder / "tokenizer.json").write_text('{"model": 7}')
+    data = collect(folder)
+
+    async def main() -> None:
+        with pytest.raises(UsageError, match=r"no tokenizer\.json that can be read"):
+            await FencedText.open(data, allow_unfenced=False)
+
+    trio.run(main)
+
+
+def test_files_travel_as_chunks_that_their_list_names(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model", "x" * (CHUNK_BYTES + 7))
+    (folder / "model.safetensors").write_bytes(b"weights are no part of it")
+    data = collect(folder)
+    blobs: dict[bytes, bytes] = {}
+
+    def put(part: memoryview) -> bytes:
+        blobs[hash_of(part)] = bytes(part)
+        return hash_of(part)
+
+    name, sizes = keep(data, put)
+    assert {each: len(blobs[each]) for each in blobs} == sizes
+    listed = read_list(blobs[name])
+    assert b"".join(blobs[each] for each in listed.sizes) == data
+    files = read_files(data)
+    assert sorted(files) == ["chat_template.jinja", "generation_config.json", "tokenizer.json"]
+
+
+def test_a_folder_without_a_tokenizer_has_no_text_files(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert collect(tmp_path) == b""
+
+
+def test_lists_and_files_of_other_forms_are_refused() -> None:
+    with pytest.raises(ValueError, match="other chunks"):
+        TextChunks(bytes(64), 5)
+    with pytest.raises(RemoteProtocolError):
+        read_list(b"\x92\xc4\x01a\x05")
+    with pytest.raises(RemoteProtocolError):
+        read_files(b"\x81\xa8weights!\xc4\x01a")
+
+
+def test_files_that_are_too_large_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_files, "FILES_BYTES_MAX", 100)
+    with pytest.raises(UsageError, match="of tokenizer and configuration"):
+        collect(write_folder(tmp_path / "model"))
+
+
+def test_a_folder_says_how_its_model_is_usually_asked(tmp_path: Path) -> None:
+    asked = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 7, "eos_token_id": 5}
+    (tmp_path / "generation_config.json").write_text(json.dumps(asked))
+    facts = read_facts(tmp_path, 9, has_template=False)
+    assert (facts.temperature, facts.top_k, facts.top_p, facts.stops) == (0.6, 20, 1.0, (5,))
+    (tmp_path / "generation_config.json").write_text(json.dumps(asked | {"do_sample": False}))
+    assert read_facts(tmp_path, 9, has_template=False).temperature == 0.0

@@ -1,0 +1,64 @@
+"""Services that only some peers may hold, whole nodes in virtual time."""
+
+import pytest
+import trio
+
+from node.errors import UsageError
+from node.protocols.services import holder_name
+from node.serving.joined import named_peers
+from tests.node.serving.scene import ask, holders, manifest, until
+from tests.partition.serve.world import reference, wish
+from tests.stack import simulate, swarm
+
+pytestmark = pytest.mark.usefixtures("_tokens_served")
+
+
+def test_a_restricted_service_is_held_by_the_named_peers_alone() -> None:
+    async def main() -> None:
+        async with swarm("abcd") as group:
+            door, named = group.nodes["a"], [group.nodes[name].peer for name in "ad"]
+            wanted = manifest(holders=tuple(map(holder_name, named)))
+            service = await door.serving.begin(wanted, named)
+            await door.serving.await_ready(service)
+            assert set(holders(group)) == {"a", "d"}
+            assert await ask(group.nodes["b"], service, wish()) == reference(wish())
+            # Nobody else takes its place, whoever asks for it.
+            group.kill("d")
+            await trio.sleep(20)
+            assert set(holders(group)) == {"a"}
+            reason = await door.serving.hosting.ask_to_host(group.nodes["b"].peer, service, 1, ())
+            assert reason == "the service is restricted to other peers"
+
+    simulate(main)
+
+
+def test_a_door_takes_no_route_over_a_peer_that_may_not_hold_the_service() -> None:
+    async def main() -> None:
+        async with swarm("abc") as group:
+            door = group.nodes["a"]
+            service = await door.serving.begin(manifest(cuts=()), [door.peer])
+            await door.serving.await_ready(service)
+            stranger = group.nodes["b"].peer
+            narrow = manifest(cuts=(), holders=(holder_name(stranger),))
+            assert not narrow.may_hold(door.peer)
+            found = await group.nodes["c"].serving.finder.routes(service)
+            assert [each.peer for each in found[0]] == [door.peer]
+            restricted = type(service)(service.id, service.publisher, narrow, service.fact)
+            assert await group.nodes["c"].serving.finder.routes(restricted) == {}
+
+    simulate(main)
+
+
+def test_peers_are_named_by_their_names_or_ids() -> None:
+    async def main() -> None:
+        async with swarm("abc") as group:
+            node = group.nodes["a"]
+            await until(lambda: len(node.members()) == 2)
+            assert named_peers(node, ["b"]) == [group.nodes["b"].peer]
+            assert named_peers(node, [group.nodes["c"].id[-8:]]) == [group.nodes["c"].peer]
+            with pytest.raises(UsageError, match="no member is called so"):
+                named_peers(node, ["nobody"])
+            with pytest.raises(UsageError, match="lists no peers"):
+                named_peers(node, ["invited"])
+
+    simulate(main)

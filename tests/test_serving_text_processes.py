@@ -1,0 +1,294 @@
+"""A folder of transformers, served by real processes: its tokenizer, template and stops travel with it."""
+
+import codecs
+import json
+import pydoc_data.topics
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from crypto.encoding import clean_text
+from node.cli.client import NodeRefused, ask
+from node.demo.processes import SwarmProcesses
+from node.main import run
+from partition.capture.models.gpt import GPT, GPTConfiguration
+from partition.capture.weights import write_weights
+from tests.partition.test_serving_proof import Convolution, captured_words
+from tests.source import ROOT
+
+NAMES = "abc"
+TEXT = "\n".join(list(pydoc_data.topics.topics.values())[:12]) + "äöü ß é " * 40
+PROMPT = "The quick brown fox, encore un été"
+QUESTION, SYSTEM = "What does an assignment statement evaluate?", "You know Python."
+END, BEGIN = "<end>", "<begin>"
+TEMPLATE = (
+    "{% for message in messages %}<begin>{{ message['role'] }}\n{{ message['content'] }}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}<begin>assistant\n{% endif %}"
+)
+RUN = """
+model = "gpt"
+data = "text.txt"
+
+[options]
+layers = 2
+heads = 2
+width = 16
+
+[train]
+steps = 4
+batch = 4
+microbatch = 4
+window = 32
+checkpoint_every = 2
+seed = 1
+
+[plan]
+stages = 1
+"""
+TOKENS = 40
+SECONDS_MAX = 60.0
+"""On a machine that is three times slower than ours, and busy."""
+
+
+def await_members(swarm: SwarmProcesses) -> None:
+    """Wait until every node knows both others."""
+    end = time.monotonic() + SECONDS_MAX
+    while any(swarm.status(name)["members_alive"] < len(NAMES) - 1 for name in NAMES):
+        assert time.monotonic() < end, "the nodes did not meet"
+        Event().wait(0.1)
+
+
+def make_folder(folder: Path) -> tuple[Any, Any]:
+    """Write a folder as people have it, weights in shards; the model and its tokenizer."""
+    bare = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bare.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bare.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400, special_tokens=[END, BEGIN], initial_alphabet=alphabet, show_progress=False
+    )
+    bare.train_from_iterator([TEXT], trainer)
+    known = transformers.PreTrainedTokenizerFast(tokenizer_object=bare, eos_token=END, bos_token=BEGIN)
+    known.chat_template = TEMPLATE
+    known.save_pretrained(folder)
+    torch.manual_seed(4)
+    settings: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    settings |= {"num_key_value_heads": 2, "vocab_size": 400, "max_position_embeddings": 256}
+    settings |= {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 0, "initializer_range": 0.4}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)).eval()
+    model.save_pretrained(folder, max_shard_size="60KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    return model, known
+
+
+def greedy(model: Any, ids: list[int], tokens: int) -> list[int]:
+    """What transformers itself goes on with."""
+    found = list(ids)
+    with torch.no_grad():
+        for _ in range(tokens):
+            found.append(int(model(torch.tensor([found])).logits[0, -1].argmax()))
+    return found[len(ids) :]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SwarmProcesses, Path, Any, Any]]:
+    """Three nodes, and a folder that `peerloom serve` has published at the first, in two stages."""
+    folder = tmp_path_factory.mktemp("text")
+    swarm = SwarmProcesses(folder / "nodes", "text", time.sleep, calibrate=False)
+    (folder / "nodes").mkdir()
+    try:
+        swarm.launch(NAMES)
+        path = folder / "tiny"
+        model, known = make_folder(path)
+        # The token that this model says as its seventh ends its answers.
+        asked = json.loads((path / "generation_config.json").read_text())
+        asked["eos_token_id"] = [0, greedy(model, known(PROMPT)["input_ids"], 7)[-1]]
+        (path / "generation_config.json").write_text(json.dumps(asked))
+        first = swarm.start(NAMES[0], None)
+        for name in NAMES[1:]:
+            swarm.start(
+                name, first.address, ["--log", "json", "--record", str(folder / f"nodes/{name}.record")]
+            )
+        await_members(swarm)
+        assert run(["serve", str(path), "--stages", "2", "--data-dir", str(folder / "nodes/a")]) == 0
+        yield swarm, path, model, known
+    finally:
+        swarm.close()
+
+
+def answer_of(model: Any, ids: list[int], ends: list[int], tokens: int) -> list[int]:
+    """What an answer has, by transformers: up to a token that ends it."""
+    found = greedy(model, ids, tokens)
+    return found[: next((at for at, token in enumerate(found) if token in ends), tokens)]
+
+
+def test_a_served_folder_takes_and_gives_text_by_its_own_tokenizer(
+    served: tuple[SwarmProcesses, Path, Any, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    swarm, path, model, known = served
+    ends = json.loads((path / "generation_config.json").read_text())["eos_token_id"]
+    capsys.readouterr()
+    # At a node that holds nothing of the model: what it knows of text it fetches by hash.
+    door = str(swarm.folder / "c")
+    assert run(["generate", "tiny", PROMPT, "--max-tokens", str(TOKENS), "--json", "--data-dir", door]) == 0
+    told = json.loads(capsys.readouterr().out)
+    wanted = answer_of(model, known(PROMPT)["input_ids"], ends, TOKENS)
+    assert told["text"] == known.decode(wanted, skip_special_tokens=True)
+    assert (told["tokens"], told["finish"]) == (len(wanted), "stop")
+    assert len(told["route"]) == 2
+    # Its pieces are whole letters: none ends within one.
+    pieces: list[str] = []
+    asked = {
+        "service": "tiny",
+        "question": {"prompt": PROMPT, "tokens_max": 200, "temperature": 2.0, "seed": 5},
+    }
+    ask(
+        swarm.folder / "c", "generate", asked, lambda event: pieces.append(event.get("piece", "")), seconds=60
+    )
+    codecs.decode("".join(pieces).encode(), "utf-8")
+    assert len(pieces) > 1
+
+
+def test_a_chat_goes_on_after_an_answer_was_stopped(served: tuple[SwarmProcesses, Path, Any, Any]) -> None:
+    swarm, path, model, known = served
+    door = swarm.folder / "c"
+    ids = known.apply_chat_template(
+        [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}],
+        add_generation_prompt=True,
+        return_dict=False,
+    )
+    ends = json.loads((path / "generation_config.json").read_text())["eos_token_id"]
+    wanted = known.decode(answer_of(model, ids, ends, 256 - len(ids)), skip_special_tokens=True)
+    # What a model says steers no terminal.
+    shown = "".join(each if each in "\n\t" else clean_text(each) for each in f"{wanted}\n").encode()
+    command = [sys.executable, "-P", "-m", "node", "chat", "tiny", "--system", SYSTEM]
+    command += ["--data-dir", str(door)]
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+        bufsize=0,
+    ) as chat:
+        assert chat.stdin is not None
+        assert chat.stdout is not None
+        chat.stdin.write(f"{QUESTION}\n".encode())
+        first = b""
+        while len(first) < len(shown):
+            more = chat.stdout.read(len(shown) - len(first))
+            assert more, chat.stderr and chat.stderr.read()
+            first += more
+        assert first == shown
+        chat.stdin.write(b"Say more.\n")
+        assert chat.stdout.read(1)
+        chat.send_signal(signal.SIGINT)
+        chat.stdin.write(b"And again.\n")
+        chat.stdin.close()
+        rest = chat.stdout.read()
+        errors = chat.stderr.read().decode() if chat.stderr is not None else ""
+        assert chat.wait(SECONDS_MAX) == 0, errors
+    assert rest.endswith(b"\n")
+    assert "88 %" not in errors
+
+
+def test_prompts_and_answers_stand_in_nothing_that_is_written(
+    served: tuple[SwarmProcesses, Path, Any, Any], tmp_path: Path
+) -> None:
+    swarm, _, _, known = served
+    secret = "the secret of the seventh seal"
+    said: list[str] = []
+    asked = {
+        "service": "tiny",
+        "question": {"prompt": secret, "tokens_max": 60, "temperature": 1.5, "seed": 1},
+    }
+    ask(swarm.folder / "c", "generate", asked, lambda event: said.append(event.get("piece", "")), seconds=60)
+    assert run(["report", "--out", str(tmp_path / "report.zip"), "--data-dir", str(swarm.folder / "c")]) == 0
+    with zipfile.ZipFile(tmp_path / "report.zip") as packed:
+        packed.extractall(tmp_path / "report")
+    answer = "".join(said)[:24].encode()
+    ids = known(secret)["input_ids"]
+    forms = [secret.encode(), answer, json.dumps(ids)[1:-1].encode(), torch.tensor(ids).numpy().tobytes()]
+    files = [each for each in [*swarm.folder.rglob("*"), *tmp_path.rglob("*")] if each.is_file()]
+    assert any(each.name.endswith(".record") for each in files)
+    for each in files:
+        data = each.read_bytes()
+        assert not [form for form in forms if form in data], each
+
+
+def test_a_finished_run_is_served_by_its_id(
+    served: tuple[SwarmProcesses, Path, Any, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    swarm, _, _, _ = served
+    data_dir = str(swarm.folder / "a")
+    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "RUN.toml").write_text(RUN)
+    out = tmp_path / "state.safetensors"
+    assert run(["train", str(tmp_path / "RUN.toml"), "--out", str(out), "--data-dir", data_dir]) == 0
+    capsys.readouterr()
+    (known,) = ask(swarm.folder / "a", "status")["runs"]
+    assert run(["serve", known["run"][:8], "--json", "--data-dir", data_dir]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["run"], told["step"], told["text"]) == (known["run"], 4, "bytes")
+    model = GPT(GPTConfiguration(256, 32, 2, 2, 16))
+    model.load_state_dict(load_file(out), strict=False)
+    ids = list(b"An assignment")
+    wanted = list(ids)
+    with torch.no_grad():
+        for _ in range(12):
+            wanted.append(int(model.eval()(torch.tensor([wanted]))[0, -1].argmax()))
+    pieces: list[int] = []
+    asked = {"service": told["service"], "question": {"prompt": ids, "tokens_max": 12}}
+    ask(swarm.folder / "b", "generate", asked, lambda event: pieces.append(event["piece"]), seconds=60)
+    assert pieces == wanted[len(ids) :]
+    assert run(["services", "--stop", told["service"], "--data-dir", data_dir]) == 0
+
+
+@pytest.mark.slow
+def test_a_service_without_a_template_says_what_to_do_instead_of_chat(
+    served: tuple[SwarmProcesses, Path, Any, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    swarm, path, _, _ = served
+    data_dir = str(swarm.folder / "a")
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((path / name).read_bytes())
+    from node.cli.capture import captured_to_serve
+
+    with captured_to_serve(str(path)) as file:
+        options = ["--tokenizer", str(tmp_path / "tokenizer.json"), "--name", "plain", "--data-dir", data_dir]
+        assert run(["serve", file, *options]) == 0
+    assert run(["chat", "plain", "--data-dir", data_dir]) == 2
+    assert "generate` goes on from a text" in capsys.readouterr().err
+    assert run(["services", "--stop", "plain", "--data-dir", data_dir]) == 0
+
+
+def test_no_client_of_a_node_publishes_a_model_that_is_not_proved(
+    served: tuple[SwarmProcesses, Path, Any, Any], tmp_path: Path
+) -> None:
+    swarm, _, _, _ = served
+    captured = captured_words(Convolution())
+    file = tmp_path / "mixed.peerloom"
+    file.write_bytes(captured.data)
+    write_weights(file.with_suffix(".safetensors"), captured)
+    # Straight to the control channel, past what the command looks at.
+    with pytest.raises(NodeRefused, match=r"cannot be served: .*mixer\.conv mixes tokens") as refused:
+        ask(swarm.folder / "a", "serve", {"model": str(file), "wish": {}}, seconds=SECONDS_MAX)
+    assert refused.value.exit_code == 2
+    assert "is_causal=True" in (refused.value.do or "")
