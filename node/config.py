@@ -10,7 +10,6 @@ import platform
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from ipaddress import ip_address
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
@@ -35,8 +34,10 @@ from node.offering import (
 )
 from node.paths import ENVIRONMENT_PREFIX, default_data_dir
 from node.quantities import read_bytes, read_duration
+from node.settings import DEFAULT_WEB as DEFAULT_WEB
 from node.settings import (
     GUEST_BYTES_MAX,
+    check_web,
     label,
     one_of,
     read_announce,
@@ -50,16 +51,15 @@ from node.settings import (
     read_webhook,
     read_work_bits,
 )
-from node.settings import (
-    read_listen as read_listen,
-)
+from node.settings import Web as Web
+from node.settings import read_listen as read_listen
+from node.settings import read_web as read_web
 from node.suggest import nearest
 
 DEFAULT_LISTEN = (
     Address("ip4", "0.0.0.0", DEFAULT_PORT),  # noqa: S104 - a node is there to be reached
     Address("ip6", "::", DEFAULT_PORT),
 )
-DEFAULT_WEB = Address("ip4", "127.0.0.1", 9748)
 SEEDS_MAX = 256
 """Seeds from all sources together. Each is dialled at the start; more would be a scan, not a join."""
 LABEL_LENGTH_MAX = 64
@@ -149,13 +149,6 @@ class Resources:
 
 
 @dataclass(frozen=True)
-class Web:
-    """The daemon's page. `address` is on this machine alone; None: there is no page."""
-
-    address: Address | None = DEFAULT_WEB
-
-
-@dataclass(frozen=True)
 class Alerts:
     """Where alerts are told besides the screen and the page: a URL that takes a POST, a program and its
     arguments."""
@@ -184,7 +177,7 @@ class Config:
     swarm: Swarm = Swarm()
     resources: Resources = Resources()
     offer: Offering = field(default_factory=Offering)
-    web: Web = Web()
+    web: Web = field(default_factory=Web)
     alerts: Alerts = Alerts()
     log: Log = Log()
 
@@ -201,18 +194,6 @@ def default_name() -> str:
 
 
 # Readers: one text as a person writes it to a value, or ValueError with the reason.
-
-
-def read_web(text: str) -> Web:
-    """Return where the page is served: an address of this machine alone, or `off`."""
-    if text == "off":
-        return Web(None)
-    address = read_listen(text.strip().removeprefix("http://"))
-    if not ip_address(address.host).is_loopback:
-        raise ValueError(
-            "the page is for this machine alone: want off, or such as 127.0.0.1:9748 (elsewhere: ssh -L)"
-        )
-    return Web(address)
 
 
 def read_memory(text: str) -> Memory:
@@ -280,6 +261,8 @@ RULES = (
     Rule("runs", ("offer", "runs"), read_run_id, many=True),
     Rule("own_data", ("offer", "own_data"), read_own_data, many=True),
     Rule("web", ("web", "address"), read_web),
+    Rule("web_cert", ("web", "cert"), read_path),
+    Rule("web_proxy", ("web", "proxy"), read_switch),
     Rule("log", ("log", "format"), one_of("off", "text", "json")),
     Rule("log_levels", ("log", "levels"), eventlog.read_levels),
     Rule("alert_webhook", ("alerts", "webhook"), read_webhook),
@@ -484,7 +467,9 @@ def _build(values: Mapping[str, Any], *, may_move: bool) -> Config:
                 )
             )
         ),
-        web=values.get("web", Web()),
+        web=check_web(
+            replace(values.get("web", Web()), **dict(section(cert="web_cert", is_proxied="web_proxy")))
+        ),
         log=Log(**dict(section(format="log", levels="log_levels"))),
         alerts=Alerts(**dict(section(webhook="alert_webhook", command="alert_command"))),
     )

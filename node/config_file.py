@@ -48,6 +48,8 @@ class ResourcesTable(msgspec.Struct, frozen=True):
 
 class WebTable(msgspec.Struct, frozen=True):
     address: str | None = None
+    cert: str | None = None
+    proxy: bool | None = None
 
 
 class AlertsTable(msgspec.Struct, frozen=True):

@@ -527,13 +527,15 @@ class StrangerRefused(Event, frozen=True, kw_only=True):
 class PageOpened(Event, frozen=True, kw_only=True):
     """The page of this node is served at `address`, a URL of this machine. `port_wanted` was taken by others
     where it is not the one in `address`. `link` is the address with the token that the page asks for: for the
-    screen of whoever started the node, and for nothing that is kept or passed on."""
+    screen of whoever started the node, and for nothing that is kept or passed on. `models` is where clients
+    find models."""
 
     SECRETS: ClassVar[tuple[str, ...]] = ("link",)
 
     address: str
     port_wanted: int
     link: str = ""
+    models: str = ""
 
 
 class AlertRaised(Event, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ from node.cli import (
     dht,
     events,
     identity,
+    keys,
     leave,
     model,
     page,
@@ -64,6 +65,7 @@ app.add_typer(runs.app, name="runs")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(dht.app, name="dht")
 app.add_typer(settings.app, name="config")
+app.add_typer(keys.app, name="keys")
 app.command("leave")(leave.leave)
 app.command("sim", context_settings=sim.PASSED_ON)(sim.simulate)
 
@@ -112,7 +114,12 @@ def main(
         list[str] | None,
         typer.Option(metavar="NAME=PATH", help="Train federated runs on this; it never leaves the machine."),
     ] = None,
-    web: Annotated[Text, typer.Option(metavar="ADDR|off", help="Where this machine sees its page.")] = None,
+    web: Annotated[
+        Text,
+        typer.Option(metavar="ADDR|off", help="Where this machine sees its page, and clients find models."),
+    ] = None,
+    web_cert: Annotated[Text, typer.Option(metavar="FILE", help="HTTPS: a certificate and its key.")] = None,
+    web_proxy: Annotated[bool, typer.Option("--web-proxy", help="A proxy with TLS is before it.")] = False,
     log: Annotated[Text, typer.Option(metavar="off|text|json", help="Write events to events.log.")] = None,
     observer: Annotated[bool, typer.Option("--observer", help="Watch only: take no stage.")] = False,
     record: Annotated[
@@ -142,6 +149,8 @@ def main(
         "location": location,
         "own_data": own_data,
         "web": web,
+        "web_cert": web_cert,
+        "web_proxy": web_proxy or None,
         "log": log,
         "observer": observer or None,
     }

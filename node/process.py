@@ -102,7 +102,7 @@ async def _serve_until_told(
         nursery.start_soon(keep_running, "alerts", Alerts(node).run)
         if config.web.address is not None:
             page = Page(node)
-            node.handlers["page"] = page.tell
+            node.handlers |= {"page": page.tell, **page.models.keys.handlers}
             nursery.start_soon(keep_running, "page", page.run)
         if require_join_seconds is not None:
             nursery.start_soon(_require_join, node, require_join_seconds)

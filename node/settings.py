@@ -3,7 +3,8 @@
 import re
 import shlex
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -17,6 +18,49 @@ from node.suggest import did_you_mean
 CORES_MAX = 4_096
 GUEST_BYTES_MAX = 16 << 30
 """What a node keeps for others unless told otherwise: a share of a checkpoint of an 8B model with Adam."""
+
+DEFAULT_WEB = Address("ip4", "127.0.0.1", 9748)
+
+
+@dataclass(frozen=True)
+class Web:
+    """The daemon's page, and the HTTP door of models. `address` None: there are none. Beyond this machine,
+    with a certificate, and behind a proxy, `address` is that of the door alone; the page stays on this
+    machine."""
+
+    address: Address | None = DEFAULT_WEB
+    cert: Path | None = None
+    is_proxied: bool = False
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether others than this machine's programs come to `address`."""
+        address = self.address
+        return address is not None and (
+            self.is_proxied or self.cert is not None or not ip_address(address.host).is_loopback
+        )
+
+
+def read_web(text: str) -> Web:
+    """Return where the page and the HTTP door of models are served, or `off`."""
+    if text == "off":
+        return Web(None)
+    return Web(read_listen(text.strip().removeprefix("http://").removeprefix("https://")))
+
+
+def check_web(web: Web) -> Web:
+    """Return it as it is. Raises UsageError: keys of clients would travel in the clear, or nothing is served
+    that a certificate or a proxy could be for."""
+    if web.address is None and (web.cert or web.is_proxied):
+        flag = "--web-cert" if web.cert else "--web-proxy"
+        raise UsageError(f"{flag} beside --web off: nothing is served", "--web HOST:PORT")
+    if web.is_shared and not web.cert and not web.is_proxied:
+        assert web.address is not None
+        raise UsageError(
+            f"--web {web.address}: clients' keys would travel in the clear beyond this machine",
+            "--web-cert FILE (certificate and key, PEM), or --web-proxy where a proxy with TLS is before it",
+        )
+    return web
 
 
 def read_listen(text: str) -> Address:

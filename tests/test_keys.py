@@ -352,6 +352,8 @@ NODE_KEYS = {
     "runs": "0123456789abcdef",
     "own_data": "scans=/data/scans",
     "web": "off",
+    "web_cert": "cert.pem",
+    "web_proxy": "true",
     "log": "json",
     "log_levels": "runs=warning",
     "alert_webhook": "https://alerts.example/peerloom",

@@ -128,7 +128,10 @@ class EventScreen:
         port = event["address"].rpartition(":")[2]
         wanted = event["port_wanted"]
         note = f"   (port {wanted} was taken)" if wanted not in (0, int(port)) else ""
-        return [labelled("dashboard", (event.get("link") or event["address"]) + note)]
+        lines = [labelled("dashboard", (event.get("link") or event["address"]) + note)]
+        if event.get("models", event["address"]) != event["address"]:
+            lines.append(labelled("models at", f"{event['models']}/v1, for clients with a key"))
+        return lines
 
     def _measured(self, event: Event) -> list[str]:
         self._capacity = event

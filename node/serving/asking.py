@@ -225,6 +225,7 @@ class Asking:
             "vocabulary": manifest.vocabulary,
             "context": manifest.context,
             "text": manifest.text,
+            "at_milliseconds": manifest.at_milliseconds,
             "run": run_text(manifest.run) if manifest.run else "",
             "step": manifest.step,
             "is_restricted": bool(manifest.holders),

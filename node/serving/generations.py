@@ -50,6 +50,7 @@ class Token:
 
     token: int
     logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 class Generation:
@@ -70,7 +71,7 @@ class Generation:
         if self.first_at is None:
             self.first_at = now
         self.count += 1
-        self._send.send_nowait(Token(event.token, event.logprob))
+        self._send.send_nowait(Token(event.token, event.logprob, event.top))
 
     def end(self, event: GenerationOver) -> None:
         self.finish = event

@@ -2,14 +2,15 @@
 
 Not the pages themselves (`node.web.page`), and not who may see them (`node.web.guard`). Every request is
 bounded in size and time, every connection in what it may hold up, so a client that is slow, silent or hostile
-costs a task and some kilobytes. An answer is whole (`Response`) or goes on (`Streaming`); what goes on is
-cancelled as soon as the client hangs up.
+costs a task and some kilobytes. An answer is whole (`Response`) or goes on (`Streaming`); either is cancelled
+as soon as the client hangs up, also while it is being made.
 """
 
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from itertools import count
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -35,8 +36,14 @@ _OWNER, _HERE = b"owner", prefix_of("127.0.0.1")
 HEADER_BYTES_MAX = 16 << 10
 BODY_BYTES_MAX = 64 << 10
 """An action is a few names; a run's data never comes this way."""
+BODIES_BYTES_MAX = 64 << 20
+"""All bodies together that are longer than that, while they are read and answered."""
 REQUEST_SECONDS_MAX = 5.0
 """From a request's first byte to its last."""
+LONG_REQUEST_SECONDS_MAX = 30.0
+"""The same where a long body is allowed, which comes over slow links too."""
+EARLY_BYTES_MAX = 16 << 10
+"""What a client may send of its next requests while it waits for an answer."""
 IDLE_SECONDS_MAX = 30.0
 """How long a connection may wait for its next request."""
 SEND_SECONDS_MAX = 20.0
@@ -55,13 +62,15 @@ Send = Callable[[bytes], Awaitable[None]]
 @dataclass(frozen=True)
 class Request:
     """One request. `headers` have names in lower case; `path` is decoded; of a query's repeated name the last
-    counts."""
+    counts. What `held` holds is let go once the answer is sent, or the client has hung up."""
 
     method: str
     path: str
     query: dict[str, str]
     headers: dict[str, str]
     body: bytes = b""
+    id: str = ""
+    held: AsyncExitStack = field(default_factory=AsyncExitStack)
 
 
 @dataclass(frozen=True)
@@ -84,6 +93,8 @@ class Streaming:
 
 
 Handler = Callable[[Request], Awaitable[Response | Streaming]]
+Admit = Callable[[Request], int | Response]
+"""By a request without its body: how long that may be, or why it is not read."""
 
 
 def problem(status: HTTPStatus, reason: str) -> Response:
@@ -91,16 +102,40 @@ def problem(status: HTTPStatus, reason: str) -> Response:
     return Response(msgspec.json.encode({"error": reason}), status, headers=(("cache-control", "no-store"),))
 
 
+def _admit_short(_request: Request) -> int:
+    return BODY_BYTES_MAX
+
+
+def _explain(_path: str, refusal: Refusal) -> Response:
+    return problem(refusal.status, refusal.reason)
+
+
+@dataclass(frozen=True)
+class DoorRules:
+    """What a door does besides answering: `guard` is over method, path and headers; `explain` writes down a
+    refusal for a path; with `tls` it speaks HTTPS alone."""
+
+    is_owner: Callable[[Request], bool]
+    new_id: Callable[[], str]
+    admit: Admit = _admit_short
+    guard: Callable[[str, str, dict[str, str]], Refusal | None] = refuse_stranger
+    explain: Callable[[str, Refusal], Response] = _explain
+    tls: ssl.SSLContext | None = None
+
+
 class Door:
-    """Serves `handler` on `host`, at `port` or at any free one if others hold that."""
+    """Serves `handler` on `host`, at `port` or, if it `may_move`, at any free one where others hold that."""
 
     def __init__(
-        self, handler: Handler, host: str, port: int, *, is_owner: Callable[[Request], bool]
+        self, handler: Handler, host: str, port: int, rules: DoorRules, *, may_move: bool = True
     ) -> None:
+        self.rules = rules
+        self.bodies_bytes = 0
+        """What long bodies take now."""
         self._handler = handler
         self._host = host
         self._port_wanted = port
-        self._is_owner = is_owner
+        self._may_move = may_move
         self._places: Register[_Connection] = Register(PLACES)
         self._numbers = count()
         self.port = 0
@@ -111,6 +146,8 @@ class Door:
         try:
             listeners = await trio.open_tcp_listeners(self._port_wanted, host=self._host)
         except OSError:
+            if not self._may_move:
+                raise
             listeners = await trio.open_tcp_listeners(0, host=self._host)
         keep_from_children(*(listener.socket for listener in listeners))
         self.port = listeners[0].socket.getsockname()[1]
@@ -120,7 +157,7 @@ class Door:
 
     async def _serve(self, stream: trio.SocketStream) -> None:
         keep_from_children(stream.socket)
-        connection = _Connection(stream, self._answer)
+        connection = _Connection(stream, self)
         evicted = self._places.admit(trio.current_time(), connection, b"%d" % next(self._numbers), _HERE)
         if evicted is None:
             self.turned_away += 1
@@ -138,11 +175,15 @@ class Door:
             with trio.move_on_after(1.0, shield=True):
                 await trio.aclose_forcefully(stream)
 
-    async def _answer(self, connection: "_Connection", request: Request) -> Response | Streaming:
-        if self._is_owner(request) and not connection.is_owner:
+    def note(self, connection: "_Connection", request: Request) -> None:
+        """Let the owner's connections stay before those of strangers."""
+        if not connection.is_owner and self.rules.is_owner(request):
             connection.is_owner = True
             self._places.rename(connection, _OWNER)
             self._places.credit(connection)
+
+    async def answer(self, request: Request) -> Response | Streaming:
+        """Have a request answered."""
         return await self._handler(request)
 
 
@@ -153,18 +194,20 @@ class _Gone(Exception):
 class _Connection:
     """One client: requests one after another."""
 
-    def __init__(
-        self,
-        stream: trio.SocketStream,
-        handler: Callable[["_Connection", Request], Awaitable[Response | Streaming]],
-    ) -> None:
+    def __init__(self, stream: trio.SocketStream, door: Door) -> None:
         self.scope = trio.CancelScope()
         self.is_owner = False
-        """Whether it has shown the token."""
+        """Whether it has shown the token, or a key."""
         self._silence = Silence()
-        self._stream = stream
-        self._handler = handler
+        self._door = door
+        self._rules = door.rules
+        tls = door.rules.tls
+        self._stream: trio.SocketStream | trio.SSLStream[trio.SocketStream] = stream
+        if tls is not None:
+            self._stream = trio.SSLStream(stream, tls, server_side=True, https_compatible=True)
         self._wants_body = True
+        self._id = ""
+        self._path = ""
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=HEADER_BYTES_MAX)
 
     @property
@@ -180,38 +223,52 @@ class _Connection:
 
     async def _serve_one(self) -> bool:
         """Serve one request; whether another may follow."""
-        self._wants_body = True
+        self._wants_body, self._path = True, ""
+        self._id = self._rules.new_id()
+        body = bytearray()
+        try:
+            request = await self._read_in_time(body)
+            if isinstance(request, Refusal):
+                await self._refuse(request)
+            elif isinstance(request, Response):
+                await self._end_with(request)
+            elif request is not None:
+                await self._reply(request)
+        finally:
+            self._count(-len(body))
+        return self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
+
+    async def _read_in_time(self, body: bytearray) -> Request | Response | Refusal | None:
+        """Return the next request, why it is not served, or None where there is none."""
         try:
             with trio.fail_after(IDLE_SECONDS_MAX):
                 await self._first_bytes()
-            with trio.fail_after(REQUEST_SECONDS_MAX):
-                request = await self._read_request()
+            with trio.fail_after(REQUEST_SECONDS_MAX) as scope:
+                return await self._read_request(body, scope)
         except h11.RemoteProtocolError as error:
             status = HTTPStatus(error.error_status_hint)
-            await self._refuse(Refusal(status, "this is no HTTP/1.1 request that this node understands"))
-            return False
+            return Refusal(status, "this is no HTTP/1.1 request that this node understands")
         except trio.TooSlowError:
             if self._http.their_state is h11.IDLE and not self._http.trailing_data[0]:
-                return False  # between two requests: an idle connection just ends
-            await self._refuse(Refusal(HTTPStatus.REQUEST_TIMEOUT, "the request took too long"))
-            return False
-        if request is None:
-            return False
-        if isinstance(request, Refusal):
-            await self._refuse(request)
-            return False
-        stranger = refuse_stranger(request.method, request.path, request.headers)
-        if stranger is not None:
-            await self._refuse(stranger)
-            return False
-        await self._send_answer(await self._answer(request))
-        return self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
+                return None  # between two requests: an idle connection just ends
+            return Refusal(HTTPStatus.REQUEST_TIMEOUT, "the request took too long")
+
+    async def _reply(self, request: Request) -> None:
+        """Answer a request while its client is there. Raises _Gone: it has hung up."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._watch_for_end, nursery.cancel_scope)
+            async with request.held:
+                await self._send_answer(await self._answer(request))
+            nursery.cancel_scope.cancel()
+        if self._http.our_state not in (h11.DONE, h11.MUST_CLOSE):
+            raise _Gone
 
     async def _answer(self, request: Request) -> Response | Streaming:
         answer: Response | Streaming
-        answer = problem(HTTPStatus.INTERNAL_SERVER_ERROR, "the node failed at this; see errors.log")
+        failure = Refusal(HTTPStatus.INTERNAL_SERVER_ERROR, "the node failed at this; see errors.log")
+        answer = self._rules.explain(request.path, failure)
         with contain("page"):
-            answer = await self._handler(self, request)
+            answer = await self._door.answer(request)
         return answer
 
     # Reading
@@ -224,23 +281,42 @@ class _Connection:
         with self._silence.waiting(trio.current_time):
             return bytes(await self._stream.receive_some(_CHUNK_BYTES))
 
-    async def _read_request(self) -> Request | Refusal | None:
+    async def _read_request(
+        self, body: bytearray, scope: trio.CancelScope
+    ) -> Request | Response | Refusal | None:
         head = await self._event()
         if not isinstance(head, h11.Request):
             return None
         self._wants_body = head.method != b"HEAD"
         headers = {name.decode("ascii"): value.decode("latin-1") for name, value in head.headers}
+        request = _request(head, headers, self._id)
+        if isinstance(request, Refusal):
+            return request
+        self._path = request.path
+        if (stranger := self._rules.guard(request.method, request.path, headers)) is not None:
+            return stranger
+        self._door.note(self, request)
+        allowed = self._rules.admit(request)
+        if isinstance(allowed, Response):
+            return allowed
+        if allowed > BODY_BYTES_MAX:
+            scope.deadline += LONG_REQUEST_SECONDS_MAX - REQUEST_SECONDS_MAX
         if headers.get("expect", "").lower() == "100-continue":
             continued = h11.InformationalResponse(status_code=100, headers=[])
             await self._send(self._http.send(continued))
-        body = bytearray()
         while not isinstance(event := await self._event(), h11.EndOfMessage):
             if not isinstance(event, h11.Data):
                 return None
             body += event.data
-            if len(body) > BODY_BYTES_MAX:
-                return Refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"want at most {BODY_BYTES_MAX} bytes")
-        return _request(head, headers, bytes(body))
+            self._count(len(event.data))
+            if len(body) > allowed:
+                return Refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"want at most {allowed} bytes")
+            if len(body) > BODY_BYTES_MAX and self._door.bodies_bytes > BODIES_BYTES_MAX:
+                return Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "too many long requests at once; ask again")
+        return replace(request, body=bytes(body))
+
+    def _count(self, size: int) -> None:
+        self._door.bodies_bytes += size
 
     async def _event(self) -> object:
         while (event := self._http.next_event()) is h11.NEED_DATA:
@@ -254,34 +330,31 @@ class _Connection:
             await self._send_whole(answer)
             return
         headers = (*answer.headers, ("content-type", answer.content_type), ("connection", "close"))
-        head = h11.Response(status_code=200, headers=_headers(headers))
+        head = h11.Response(status_code=200, headers=self._headers(headers))
         await self._send(self._http.send(head))
         if self._wants_body:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._watch_for_end, nursery.cancel_scope)
-                await answer.write(self._send_piece)
-                nursery.cancel_scope.cancel()
-            if nursery.cancel_scope.cancelled_caught and self._http.our_state is not h11.SEND_BODY:
-                raise _Gone
+            await answer.write(self._send_piece)
         await self._send(self._http.send(h11.EndOfMessage()))
 
     async def _send_whole(self, answer: Response) -> None:
         headers = [*answer.headers, ("content-type", answer.content_type)]
         if answer.status is not HTTPStatus.NOT_MODIFIED:
             headers.append(("content-length", str(len(answer.body))))
-        data = self._http.send(h11.Response(status_code=answer.status, headers=_headers(headers))) or b""
+        data = self._http.send(h11.Response(status_code=answer.status, headers=self._headers(headers))) or b""
         if self._wants_body and answer.body and answer.status is not HTTPStatus.NOT_MODIFIED:
             data += self._http.send(h11.Data(data=answer.body)) or b""
         await self._send(data + (self._http.send(h11.EndOfMessage()) or b""))
 
     async def _refuse(self, refusal: Refusal) -> None:
+        await self._end_with(self._rules.explain(self._path, refusal))
+
+    async def _end_with(self, answer: Response) -> None:
         """Say why, if the protocol still allows an answer; the connection ends with it."""
         if self._http.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             return
-        answer = problem(refusal.status, refusal.reason)
-        headers = (*answer.headers, ("connection", "close"))
-        await self._send_whole(Response(answer.body, answer.status, answer.content_type, headers))
-        await self._stream.send_eof()
+        await self._send_whole(replace(answer, headers=(*answer.headers, ("connection", "close"))))
+        if isinstance(self._stream, trio.SocketStream):
+            await self._stream.send_eof()
         with trio.move_on_after(
             DRAIN_SECONDS_MAX
         ):  # closed on unread bytes, the system would drop the answer
@@ -298,21 +371,23 @@ class _Connection:
             raise _Gone
 
     async def _watch_for_end(self, scope: trio.CancelScope) -> None:
-        # Whatever a client sends here is no request that it may make now, so it ends the answer as EOF does.
+        """Cancel the answer once its client hangs up, or sends much that it cannot want answered yet."""
+        early = 0
         with suppress(trio.BrokenResourceError):
-            await self._stream.receive_some(1)
+            while early <= EARLY_BYTES_MAX and (data := await self._stream.receive_some(_CHUNK_BYTES)):
+                early += len(data)
+                self._http.receive_data(bytes(data))
         scope.cancel()
 
+    def _headers(self, given: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+        return [*given, ("x-request-id", self._id), *HEADERS]
 
-def _headers(given: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    return [*given, *HEADERS]
 
-
-def _request(head: h11.Request, headers: dict[str, str], body: bytes) -> Request | Refusal:
+def _request(head: h11.Request, headers: dict[str, str], number: str) -> Request | Refusal:
     try:
         target = urlsplit(head.target.decode("ascii"))
         fields = parse_qsl(target.query, keep_blank_values=True, max_num_fields=QUERY_FIELDS_MAX)
         path = unquote(target.path, errors="strict")
     except (ValueError, UnicodeDecodeError):
         return Refusal(HTTPStatus.BAD_REQUEST, "this is no path that this node understands")
-    return Request(head.method.decode("ascii"), path, dict(fields), headers, body)
+    return Request(head.method.decode("ascii"), path, dict(fields), headers, id=number)

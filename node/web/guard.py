@@ -56,6 +56,15 @@ def refuse_stranger(method: str, path: str, headers: Mapping[str, str]) -> Refus
     return None
 
 
+def refuse_elsewhere(_method: str, _path: str, headers: Mapping[str, str]) -> Refusal | None:
+    """Return None for a request of a program that a door beyond this machine serves, by a key in a header
+    that no page of a stranger can set. A page of any origin is refused, and so is what a browser loads for
+    one."""
+    if "origin" in headers or headers.get("sec-fetch-site", "none") != "none":
+        return Refusal(HTTPStatus.FORBIDDEN, "programs are served, and no pages")
+    return None
+
+
 def refuse_action(headers: Mapping[str, str], token: str) -> Refusal | None:
     """None for an action with the token. A form cannot set either header, so no form is an action."""
     if headers.get("content-type", "").partition(";")[0].strip() != "application/json":

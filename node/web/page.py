@@ -6,15 +6,18 @@
     /api/run/RUN  /api/events  /api/whatif       a run's course; events by filter; a plan without some peers
     /api/actions/...                             what changes something
     /metrics                                     counters and gauges for Prometheus
+    /v1/...  /health  /openapi.json              models, for clients with a key (`node.web.model_api`)
     /static/...                                  scripts and styles of ours, and the vendored ones
 
 All of /api/ needs the token of the link that the node prints; it stays the same from start to start, so that
-an open page goes on after one.
+an open page goes on after one. The page listens on this machine alone; where models are served beyond it,
+that has a door of its own.
 
 The page is no part of the node: it reads `State`, the history of events and the counters, and acts through
 the same handlers as the command line. If it fails, it is begun again, and the node has not noticed.
 """
 
+import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import aclosing, suppress
 from http import HTTPStatus
@@ -33,15 +36,20 @@ from node.errors import PeerloomError, UsageError
 from node.events import Event, PageOpened
 from node.history import EventHistory
 from node.invocation import program_from_anywhere, shown
+from node.paths import short_path
 from node.runs.runs import Runs
 from node.seams import Seams
 from node.services.measurements import Measurements
+from node.serving.serving import Serving
+from node.settings import Web
 from node.state import State
 from node.web import limits, metrics, views, whatif
+from node.web.answers import ServiceAnswers
 from node.web.assets import Assets
-from node.web.door import Door, Request, Response, Send, Streaming, problem
-from node.web.guard import refuse_action, refuse_reader
+from node.web.door import BODY_BYTES_MAX, Door, DoorRules, Request, Response, Send, Streaming, problem
+from node.web.guard import Refusal, refuse_action, refuse_elsewhere, refuse_reader
 from node.web.live import Live
+from node.web.model_api import ModelApi
 from node.web.prediction import Predictor
 from node.web.starting import Starter
 
@@ -54,6 +62,7 @@ EXPORT_LINES = 200
 TOKEN_BYTES = 16
 TOKEN_NAME = "page-token"  # noqa: S105 - the name of a file
 """The name of the blob that keeps the token."""
+PAGE_HOST = "127.0.0.1"
 VIEWS = ("/", "/run", "/plan", "/models", "/node", "/events")
 ACTIONS = {"stop": "runs.stop", "drop": "runs.drop", "save": "checkpoint.save", "leave": "leave"}
 """What a person may do on the page, by the command that does it; beside these `start` and `limits`."""
@@ -65,6 +74,7 @@ class LocalNode(Protocol):
     config: Config
     measurements: Measurements
     seams: Seams
+    serving: Serving
 
     @property
     def state(self) -> State: ...
@@ -98,6 +108,8 @@ class Page:
         )
         self._starter = Starter(lambda: node.handlers["train"])
         self._predictor = Predictor(node)
+        self.models = ModelApi(node.seams, ServiceAnswers(node.serving))
+        self._tls = _tls_of(node.config.web)
         self._streams = 0
         self._address = ""
         self._door: Door | None = None
@@ -105,23 +117,59 @@ class Page:
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled. Raises OSError: this machine has no port for it."""
-        wanted = self._node.config.web.address
-        assert wanted is not None
-        self._door = door = Door(self.answer, wanted.host, wanted.port, is_owner=self._is_owner)
+        web = self._node.config.web
+        assert web.address is not None
+        host, port, models = web.address.host, web.address.port, ""
         async with trio.open_nursery() as nursery:
+            if web.is_shared:
+                found = await self._open_shared(nursery, host, port)
+                models = _url("http" if self._tls is None else "https", host, found)
+                host, port = PAGE_HOST, port + 1 if port else 0
+            self._door = door = Door(self.answer, host, port, self._rules())
             await nursery.start(door.run)
-            host = f"[{wanted.host}]" if ":" in wanted.host else wanted.host
-            self._address = f"http://{host}:{door.port}"
+            self._address = _url("http", host, door.port)
             self._node.publish(
                 PageOpened(
                     at=self._node.seams.clock.wall(),
                     address=self._address,
-                    port_wanted=wanted.port,
+                    port_wanted=port,
                     link=self.link,
+                    models=models or self._address,
                 )
             )
             nursery.start_soon(self.live.run)
             task_status.started()
+
+    def _rules(self) -> DoorRules:
+        return DoorRules(
+            is_owner=self._is_owner, new_id=self._new_id, admit=self._admit, explain=self._explain
+        )
+
+    async def _open_shared(self, nursery: trio.Nursery, host: str, port: int) -> int:
+        """Serve models to others than this machine's programs; the port. They have no name of this machine to
+        be held to, and see nothing of the page."""
+        rules = DoorRules(
+            is_owner=self._has_key,
+            new_id=self._new_id,
+            admit=self.models.admit,
+            explain=self.models.explain,
+            guard=refuse_elsewhere,
+            tls=self._tls,
+        )
+        door = Door(self.models.answer, host, port, rules)
+        await nursery.start(door.run)
+        return door.port
+
+    def _admit(self, request: Request) -> int | Response:
+        return self.models.admit(request) if ModelApi.serves(request.path) else BODY_BYTES_MAX
+
+    def _explain(self, path: str, refusal: Refusal) -> Response:
+        if ModelApi.serves(path):
+            return self.models.explain(path, refusal)
+        return problem(refusal.status, refusal.reason)
+
+    def _has_key(self, request: Request) -> bool:
+        return self.models.keys.find(request.headers) is not None
 
     def _links(self) -> dict[str, float]:
         """The members that this node has heard prove who they are, with the seconds that a join through them
@@ -144,12 +192,17 @@ class Page:
         return f"{self._address}/#token={self.token}"
 
     def _is_owner(self, request: Request) -> bool:
-        """Return whether a request has the token."""
-        return refuse_reader(request.headers, request.query, self.token) is None
+        """Return whether a request has the token, or a key."""
+        return refuse_reader(request.headers, request.query, self.token) is None or self._has_key(request)
+
+    def _new_id(self) -> str:
+        return self._node.seams.entropy(8).hex()
 
     async def answer(self, request: Request) -> Response | Streaming:
         """Answer one request that the guard has let through."""
         path = request.path
+        if ModelApi.serves(path):
+            return await self.models.answer(request)
         if request.method == "POST":
             if path.startswith("/api/actions/"):
                 return await self._act(request, path.removeprefix("/api/actions/"))
@@ -338,6 +391,26 @@ def _kept_token(seams: Seams) -> str:
     with suppress(OSError):  # of a full disk the page is not to suffer
         seams.storage.write(TOKEN_NAME, token.encode())
     return token
+
+
+def _tls_of(web: Web) -> ssl.SSLContext | None:
+    """Return how HTTPS is spoken; None where it is not. Raises UsageError: the certificate cannot be used."""
+    if web.cert is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(web.cert)
+    except OSError as error:  # of which ssl's are a kind
+        reason = (error.strerror or str(error)).lower()
+        raise UsageError(
+            f"--web-cert {short_path(web.cert)}: {reason}",
+            "want a PEM file of a certificate, its chain and its key",
+        ) from None
+    return context
+
+
+def _url(scheme: str, host: str, port: int) -> str:
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _version() -> str:

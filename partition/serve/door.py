@@ -91,12 +91,14 @@ class Wish:
 
 @dataclass(frozen=True)
 class Sampled:
-    """The next token of a generation. `logprob` is by the model, before temperature and filters."""
+    """The next token of a generation. `logprob` is by the model, before temperature and filters; `top` are
+    the likeliest tokens with theirs, as many as were asked for."""
 
     generation: int
     position: int
     token: int
     logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -457,12 +459,15 @@ class Door:
             return self._send_units(now, generation, attempt)
         generation.attempts, generation.reason, generation.waits_since = 0, "", now
         wish, position = generation.wish, len(generation.tokens)
-        token = choose(ids, logits, wish.sampling, position)
+        answer_tokens = [] if wish.sampling.is_plain else generation.tokens[len(wish.prompt) :]
+        token = choose(ids, logits, wish.sampling, position, answer_tokens)
         if token in wish.stops:
             return self._finish(now, generation, "stop")
         place = int(np.flatnonzero(ids == token)[0])
         generation.tokens.append(token)
-        self.events.append(Sampled(generation.number, position, token, float(logits[place]) - total))
+        logprob, count = float(logits[place]) - total, wish.sampling.top
+        top = tuple((int(each), float(logits[at]) - total) for at, each in enumerate(ids[:count]))
+        self.events.append(Sampled(generation.number, position, token, logprob, top))
         made = len(generation.tokens) - len(wish.prompt)
         if made >= wish.tokens_max or len(generation.tokens) >= generation.shape.context:
             return self._finish(now, generation, "length")

@@ -1,9 +1,10 @@
 """Which token comes next: greedy, or drawn from the logits by temperature, top-k, top-p and min-p.
 
 The door samples, so sampling and its seed survive the death of a stage. What is drawn at a position follows
-from the seed, the position and the logits alone, and from nothing that was drawn before: after a failover the
-same logits give the same token. Filters stand in the order of `transformers` (temperature, top-k, top-p,
-min-p), each over what the one before left. Of equal logits the lowest id comes first.
+from the seed, the position, the logits and, with penalties, the tokens before it, all of which the door
+keeps: after a failover the same logits give the same token. Biases and penalties come first, as in OpenAI's
+API, then the filters in the order of `transformers` (temperature, top-k, top-p, min-p), each over what the
+one before left. Of equal logits the lowest id comes first.
 """
 
 from collections.abc import Sequence
@@ -21,26 +22,50 @@ from partition.serve.messages import BEST_MAX, Answer, Work
 SEED_MAX = 2**63 - 1
 TOP_K_MAX = 1 << 24
 TEMPERATURE_MAX = 100.0
+PENALTY_MAX = 2.0
+"""As in OpenAI's API: a penalty of 2 is 2 off a logit."""
+BIAS_MAX = 100.0
+"""As there: it bans a token, or leaves no other."""
+BIASES_MAX = 1_024
+TOP_MAX = 20
+"""Likeliest tokens that are told beside the one that was chosen."""
 _DRAW_BITS = 53
 """What a float64 between 0 and 1 holds."""
 
+Penalty = Annotated[float, msgspec.Meta(ge=-PENALTY_MAX, le=PENALTY_MAX)]
+Bias = tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[float, msgspec.Meta(ge=-BIAS_MAX, le=BIAS_MAX)]]
+"""A token, and what is added to its logit."""
+
 
 class Sampling(msgspec.Struct, frozen=True):
-    """How tokens are chosen. `temperature` 0 takes the likeliest, whatever the rest says. `top_k` 0, `top_p`
-    1 and `min_p` 0 leave all tokens."""
+    """How tokens are chosen. `temperature` 0 takes the likeliest, whatever the filters say. `top_k` 0,
+    `top_p` 1 and `min_p` 0 leave all tokens. `biases` are added to logits; `frequency_penalty` is taken off
+    for each time that a token stands in the answer, `presence_penalty` once. `top` of the likeliest are told
+    with each token."""
 
     temperature: Annotated[float, msgspec.Meta(ge=0, le=TEMPERATURE_MAX)] = 0.0
     top_k: Annotated[int, msgspec.Meta(ge=0, le=TOP_K_MAX)] = 0
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
     min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     seed: Annotated[int, msgspec.Meta(ge=0, le=SEED_MAX)] = 0
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
+    biases: Annotated[tuple[Bias, ...], msgspec.Meta(max_length=BIASES_MAX)] = ()
+    top: Annotated[int, msgspec.Meta(ge=0, le=TOP_MAX)] = 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether logits are taken as the model gives them."""
+        return not (self.frequency_penalty or self.presence_penalty or self.biases)
 
     @property
     def best(self) -> int:
         """How many of the best logits of a row decide; 0: all of them."""
+        if not self.is_plain:
+            return 0
         if self.temperature == 0:
-            return 1
-        return self.top_k if self.top_k <= BEST_MAX else 0
+            return max(1, self.top)
+        return max(self.top_k, self.top) if 0 < self.top_k <= BEST_MAX else 0
 
 
 def best_logits(row: Array, count: int) -> tuple[Array, Array]:
@@ -64,9 +89,11 @@ def log_sum(row: Array) -> float:
     return largest + float(np.log(np.exp(wide - largest).sum()))
 
 
-def choose(ids: Array, logits: Array, sampling: Sampling, position: int) -> int:
+def choose(ids: Array, logits: Array, sampling: Sampling, position: int, made: Sequence[int] = ()) -> int:
     """Return the token at `position`. `logits` are finite, the largest first, `ids` the tokens they are of:
-    all of the row, or at least the `sampling.best` largest."""
+    all of the row, or at least the `sampling.best` largest. `made` are the answer's tokens before it."""
+    if not sampling.is_plain:
+        ids, logits = _adjusted(ids, logits, sampling, made)
     if sampling.temperature == 0:
         return int(ids[0])
     if sampling.top_k:
@@ -82,6 +109,19 @@ def choose(ids: Array, logits: Array, sampling: Sampling, position: int) -> int:
     ends = np.cumsum(shares)
     place = int(np.searchsorted(ends, draw(sampling.seed, position) * ends[-1], side="right"))
     return int(ids[min(place, len(ends) - 1)])
+
+
+def _adjusted(ids: Array, logits: Array, sampling: Sampling, made: Sequence[int]) -> tuple[Array, Array]:
+    """Return a whole row with its biases and penalties, the largest first."""
+    row = np.empty(len(ids))
+    row[ids] = logits
+    for token, bias in sampling.biases:
+        if token < len(row):
+            row[token] += bias
+    seen, counts = np.unique(np.asarray(made, np.int64), return_counts=True)
+    row[seen] -= sampling.presence_penalty + sampling.frequency_penalty * counts
+    order = np.argsort(-row, kind="stable")
+    return order, row[order]
 
 
 def draw(seed: int, position: int) -> float:

@@ -23,6 +23,8 @@ class TextStream:
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
         self.is_stopped = False
+        self.stopped_by = ""
+        """Which of the stops it was."""
         self._decode = decode
         self._stops = tuple(stops)
         self._tokens: list[int] = []
@@ -53,19 +55,24 @@ class TextStream:
         before, whole = self._decode(self._tokens[: self._told]), self._decode(self._tokens)
         held, self._held = self._held, ""
         text = held + whole[len(before) :]
-        return text[: self._found(text)] if self._found(text) >= 0 else text
+        return text if (place := self._stop(text)) < 0 else text[:place]
 
     def _release(self, text: str) -> str:
-        if (place := self._found(text)) >= 0:
-            self.is_stopped, self._held = True, ""
+        if (place := self._stop(text)) >= 0:
+            self._held = ""
             return text[:place]
         keep = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
-    def _found(self, text: str) -> int:
-        """Return where the first stop begins; -1 where there is none."""
-        return min((place for stop in self._stops if (place := text.find(stop)) >= 0), default=-1)
+    def _stop(self, text: str) -> int:
+        """End the answer at the first stop in a text, and return where that begins; -1 where there is
+        none."""
+        place = min((place for stop in self._stops if (place := text.find(stop)) >= 0), default=-1)
+        if place >= 0:
+            self.is_stopped = True
+            self.stopped_by = next(stop for stop in self._stops if text.startswith(stop, place))
+        return place
 
 
 def _overlap(text: str, stop: str) -> int:

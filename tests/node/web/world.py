@@ -146,6 +146,7 @@ class Told:
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     runs: Any = field(default_factory=lambda: SimpleNamespace(members={}))
     measurements: Any = None
+    serving: Any = field(default_factory=lambda: SimpleNamespace(finder=None))
 
     def publish(self, event: events.Event) -> None:
         self.state = apply(self.state, event)

@@ -1,0 +1,249 @@
+"""What every form comes to: one request for answers, the pieces of them, and problems that a client is told.
+
+A form reads its request into an `AnswerRequest`, and has a writer that is fed `TextPiece`s and `AnswerEnd`s.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Annotated, Any, Literal, Protocol, TypeVar
+
+import msgspec
+
+from partition.serve.sampling import BIAS_MAX, BIASES_MAX, PENALTY_MAX, SEED_MAX, TOP_K_MAX
+from partition.serve.text import STOP_LENGTH_MAX, STOPS_MAX
+
+CHOICES_MAX = 8
+"""Answers to one request: each is a session of its own in every stage."""
+TURNS_MAX = 4_096
+"""Messages of one conversation; a body bounds their length."""
+PARTS_MAX = 1_024
+TOOLS_MAX = 512
+"""Coding agents send some dozens, with all that is plugged into them some hundred."""
+NAME_LENGTH_MAX = 256
+PROMPT_TOKENS_MAX = 1 << 20
+TEMPERATURE_MAX = 2.0
+"""As in OpenAI's API."""
+
+Finish = Literal["stop", "length", "tool_calls"]
+Kind = Literal["invalid", "key", "missing", "busy", "failed"]
+"""Why a request is not answered: it is wrong, its key is, there is no such model, too much is asked at once,
+or the answer broke off."""
+
+ShortText = Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)]
+StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=STOP_LENGTH_MAX)]
+Stops = StopText | Annotated[tuple[StopText, ...], msgspec.Meta(max_length=STOPS_MAX)] | None
+Temperature = Annotated[float, msgspec.Meta(ge=0, le=TEMPERATURE_MAX)]
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+MinShare = Annotated[float, msgspec.Meta(ge=0, le=1)]
+TopK = Annotated[int, msgspec.Meta(ge=-1, le=TOP_K_MAX)]
+"""0 and -1 leave all tokens, as clients of other servers write it."""
+TokenCount = Annotated[int, msgspec.Meta(ge=1, le=PROMPT_TOKENS_MAX)]
+Choices = Annotated[int, msgspec.Meta(ge=1, le=CHOICES_MAX)]
+Seed = Annotated[int, msgspec.Meta(ge=-SEED_MAX, le=SEED_MAX)]
+Penalty = Annotated[float, msgspec.Meta(ge=-PENALTY_MAX, le=PENALTY_MAX)]
+BiasValue = Annotated[float, msgspec.Meta(ge=-BIAS_MAX, le=BIAS_MAX)]
+Biases = Annotated[dict[str, BiasValue], msgspec.Meta(max_length=BIASES_MAX)]
+
+
+class FormProblem(Exception):
+    """A request cannot be answered. `field` names the part of it that is wrong, `code` is for programs."""
+
+    def __init__(
+        self,
+        reason: str,
+        *,
+        kind: Kind = "invalid",
+        field: str | None = None,
+        code: str | None = None,
+        retry_seconds: float | None = None,
+    ) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.kind: Kind = kind
+        self.field = field
+        self.code = code
+        self.retry_seconds = retry_seconds
+        self.is_begun = False
+        """Whether tokens of the answer were made: then asking again would cost them again."""
+
+    @property
+    def status(self) -> HTTPStatus:
+        return {
+            "invalid": HTTPStatus.BAD_REQUEST,
+            "key": HTTPStatus.UNAUTHORIZED,
+            "missing": HTTPStatus.NOT_FOUND,
+            "busy": HTTPStatus.TOO_MANY_REQUESTS,
+            "failed": HTTPStatus.SERVICE_UNAVAILABLE,
+        }[self.kind]
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation in the manner of chat templates: turns with `role`, `content`, `tool_calls` and so on,
+    and the tools that the model may call."""
+
+    turns: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] = ()
+
+
+Prompt = str | tuple[int, ...] | Chat
+
+
+@dataclass(frozen=True)
+class AnswerRequest:
+    """Answers that a client wants of a model, one for each prompt and choice. None: as many tokens as the
+    model takes, and a seed that is drawn."""
+
+    model: str
+    prompts: tuple[Prompt, ...]
+    tokens_max: int | None = None
+    choices: int = 1
+    stops: tuple[str, ...] = ()
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    biases: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    """How many of the likeliest tokens are told with each; None: nothing but the text."""
+
+
+@dataclass(frozen=True)
+class TokenSaid:
+    """A token, for clients that want its probability; `data` may be a part of a letter."""
+
+    text: str
+    data: bytes
+    logprob: float
+    top: tuple["TokenSaid", ...] = ()
+
+
+@dataclass(frozen=True)
+class TextPiece:
+    """More text of an answer, whole letters; `tokens` are those since the last piece, where they are
+    wanted."""
+
+    choice: int
+    text: str
+    tokens: tuple[TokenSaid, ...] = ()
+
+
+@dataclass(frozen=True)
+class AnswerEnd:
+    """An answer is over; `stop` is the text that ended it, if one did."""
+
+    choice: int
+    finish: Finish
+    stop: str | None = None
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens read and made."""
+
+    prompt: int = 0
+    made: int = 0
+
+
+@dataclass(frozen=True)
+class AnswerFrame:
+    """What a writer knows of its request: its id, when it began, and the model's name as it was asked for."""
+
+    id: str
+    created: int
+    model: str
+    prompt_tokens: int = 0
+
+
+class AskedForm(Protocol):
+    """A request in one of the forms."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def is_streamed(self) -> bool: ...
+    def request(self) -> AnswerRequest: ...
+
+
+class AnswerWriter(Protocol):
+    """Makes an answer, or its event stream. Each method returns bytes to be sent, empty where there are none;
+    who answers as a whole calls them for what they gather and sends `whole` alone."""
+
+    def begin(self) -> bytes: ...
+    def piece(self, piece: TextPiece) -> bytes: ...
+    def ending(self, ending: AnswerEnd) -> bytes: ...
+    def finish(self, usage: Usage) -> bytes: ...
+    def failure(self, problem: FormProblem) -> bytes: ...
+    def whole(self, usage: Usage) -> bytes: ...
+
+
+T = TypeVar("T")
+
+
+def read_form(data: bytes, form: type[T]) -> T:
+    """Return a request as its struct; fields that it does not have are passed over. Raises FormProblem."""
+    try:
+        return msgspec.json.decode(data, type=form)
+    except msgspec.ValidationError as error:
+        reason, _, place = str(error).partition(" - at `$")
+        field = place.rstrip("`").lstrip(".") or None
+        raise FormProblem(f"{field}: {reason}" if field else reason, field=field) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise FormProblem("the body is not JSON") from None
+
+
+def stops_of(stops: "Stops") -> tuple[str, ...]:
+    """Return the texts that end an answer."""
+    return (stops,) if isinstance(stops, str) else tuple(stops or ())
+
+
+def biases_of(biases: dict[str, float] | None) -> tuple[tuple[int, float], ...]:
+    """Return biases by token. Raises FormProblem: one is of no token."""
+    found = []
+    for name, bias in (biases or {}).items():
+        if not (name.isascii() and name.isdigit() and len(name) <= 9):
+            raise FormProblem(f"logit_bias: {name[:40]!r} is no token id", field="logit_bias")
+        found.append((int(name), bias))
+    return tuple(found)
+
+
+def refuse_field(is_given: object, field: str, reason: str) -> None:
+    """Raise FormProblem where a field is given that would change an answer, and that is not served."""
+    if is_given:
+        raise FormProblem(f"{field}: {reason}", field=field, code="unsupported_parameter")
+
+
+def event(data: object, name: str = "") -> bytes:
+    """Return one server-sent event. msgspec writes no line breaks, so it is one line of data."""
+    head = b"event: %s\n" % name.encode() if name else b""
+    return head + b"data: %s\n\n" % msgspec.json.encode(data)
+
+
+BEAT = b": beat\n\n"
+"""A comment: it keeps proxies and clients from taking a long prompt for a dead connection."""
+
+
+@dataclass
+class Gathered:
+    """The text and tokens of each answer so far."""
+
+    texts: dict[int, list[str]] = field(default_factory=dict)
+    tokens: dict[int, list[TokenSaid]] = field(default_factory=dict)
+    endings: dict[int, AnswerEnd] = field(default_factory=dict)
+
+    def take(self, piece: TextPiece) -> None:
+        self.texts.setdefault(piece.choice, []).append(piece.text)
+        self.tokens.setdefault(piece.choice, []).extend(piece.tokens)
+
+    def end(self, ending: AnswerEnd) -> None:
+        self.endings[ending.choice] = ending
+
+    def text(self, choice: int) -> str:
+        return "".join(self.texts.get(choice, ()))
+
+    def choices(self) -> Sequence[int]:
+        return sorted(self.endings)

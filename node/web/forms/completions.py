@@ -1,0 +1,431 @@
+"""`/v1/completions` and `/v1/chat/completions`, after OpenAI's API reference.
+
+Streams: the finish reason has a chunk of its own; the usage chunk is the last, comes once, and alone has no
+choices; then `[DONE]`.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from node.web.forms.asking import (
+    CHOICES_MAX,
+    PARTS_MAX,
+    PROMPT_TOKENS_MAX,
+    TOOLS_MAX,
+    TURNS_MAX,
+    AnswerEnd,
+    AnswerFrame,
+    AnswerRequest,
+    Biases,
+    Chat,
+    Choices,
+    FormProblem,
+    Gathered,
+    MinShare,
+    Penalty,
+    Prompt,
+    Seed,
+    Share,
+    ShortText,
+    Stops,
+    Temperature,
+    TextPiece,
+    TokenCount,
+    TokenSaid,
+    TopK,
+    Usage,
+    biases_of,
+    event,
+    refuse_field,
+    stops_of,
+)
+
+TOKENS_USUAL = 16
+"""The length of a completion where nobody says more, as in OpenAI's API."""
+LOGPROBS_MAX = 5
+TOP_LOGPROBS_MAX = 20
+DONE = b"data: [DONE]\n\n"
+IMAGES = "the models of this swarm take text alone"
+GRAMMARS = "structured output is not served yet"
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+TokenIds = Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=PROMPT_TOKENS_MAX)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+
+
+class SampledRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What both forms have in common. Null is as not given."""
+
+    model: ShortText
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: TopK | None = None
+    min_p: MinShare | None = None
+    n: Choices | None = None
+    seed: Seed | None = None
+    stop: Stops = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: Biases | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def is_streamed(self) -> bool:
+        return bool(self.stream)
+
+    @property
+    def wants_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def asked(
+        self, prompts: tuple[Prompt, ...], tokens_max: int | None, logprobs: int | None
+    ) -> AnswerRequest:
+        """Return it as the request that every form comes to."""
+        return AnswerRequest(
+            self.model,
+            prompts,
+            tokens_max,
+            self.n or 1,
+            stops_of(self.stop),
+            1.0 if self.temperature is None else self.temperature,
+            max(self.top_k or 0, 0),
+            self.top_p or 1.0,
+            self.min_p or 0.0,
+            self.seed,
+            self.frequency_penalty or 0.0,
+            self.presence_penalty or 0.0,
+            biases_of(self.logit_bias),
+            logprobs,
+        )
+
+
+class CompletionRequest(SampledRequest, frozen=True, kw_only=True):
+    """`/v1/completions`: a text, the tokens of one, or a list of either."""
+
+    prompt: str | Annotated[tuple[str | TokenId | TokenIds, ...], msgspec.Meta(max_length=PROMPT_TOKENS_MAX)]
+    max_tokens: TokenCount | None = None
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=LOGPROBS_MAX)] | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+    def request(self) -> AnswerRequest:
+        """Return what is asked. Raises FormProblem."""
+        refuse_field(self.echo, "echo", "the prompt is not told again")
+        refuse_field(self.suffix, "suffix", "no model of this swarm fills in a middle")
+        refuse_field((self.best_of or 1) > (self.n or 1), "best_of", "want n answers: all of them are told")
+        prompts = self._prompts()
+        if len(prompts) * (self.n or 1) > CHOICES_MAX:
+            raise FormProblem(f"prompt: want at most {CHOICES_MAX} answers at once", field="prompt")
+        return self.asked(prompts, self.max_tokens or TOKENS_USUAL, self.logprobs)
+
+    def _prompts(self) -> tuple[Prompt, ...]:
+        given = self.prompt
+        if isinstance(given, str):
+            return (given,)
+        numbers = tuple(each for each in given if isinstance(each, int))
+        if numbers and len(numbers) == len(given):
+            return (numbers,)
+        prompts = tuple(each for each in given if not isinstance(each, int))
+        if not prompts or len(prompts) < len(given):
+            raise FormProblem("prompt: want a text, tokens, or a list of either", field="prompt")
+        return prompts
+
+
+class ContentPart(msgspec.Struct, frozen=True):
+    """A part of a message."""
+
+    type: ShortText
+    text: str | None = None
+    refusal: str | None = None
+
+
+class CalledFunction(msgspec.Struct, frozen=True):
+    name: ShortText
+    arguments: str = ""
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A call of a tool that the model made in an earlier turn."""
+
+    id: ShortText
+    function: CalledFunction
+    type: ShortText = "function"
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Annotated[tuple[ContentPart, ...], msgspec.Meta(max_length=PARTS_MAX)] | None = None
+    name: ShortText | None = None
+    tool_calls: Annotated[tuple[ToolCall, ...], msgspec.Meta(max_length=TOOLS_MAX)] | None = None
+    tool_call_id: ShortText | None = None
+
+    def turn(self) -> dict[str, Any]:
+        """Return it as chat templates take it. Raises FormProblem: a part is not text."""
+        found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
+        found["content"] = text_of(self.content)
+        if self.name is not None:
+            found["name"] = self.name
+        if self.tool_call_id is not None:
+            found["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            found["tool_calls"] = [
+                {"type": "function", "id": call.id, "function": function_of(call.function)}
+                for call in self.tool_calls
+            ]
+        return found
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    type: ShortText
+
+
+class ChatRequest(SampledRequest, frozen=True, kw_only=True):
+    """`/v1/chat/completions`. Tools go to the model's template as they are; those that are no functions are
+    passed over."""
+
+    messages: Annotated[tuple[ChatMessage, ...], msgspec.Meta(min_length=1, max_length=TURNS_MAX)]
+    max_tokens: TokenCount | None = None
+    max_completion_tokens: TokenCount | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=TOP_LOGPROBS_MAX)] | None = None
+    tools: Annotated[tuple[dict[str, Any], ...], msgspec.Meta(max_length=TOOLS_MAX)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+
+    def request(self) -> AnswerRequest:
+        """Return what is asked. Raises FormProblem."""
+        kind = self.response_format.type if self.response_format else "text"
+        refuse_field(kind != "text", "response_format", GRAMMARS)
+        tools = () if self.tool_choice == "none" else function_tools(self.tools or ())
+        refuse_forced(self.tool_choice)
+        if self.top_logprobs and not self.logprobs:
+            raise FormProblem("top_logprobs: want logprobs: true beside it", field="top_logprobs")
+        chat = Chat(tuple(message.turn() for message in self.messages), tools)
+        tokens_max = self.max_completion_tokens or self.max_tokens
+        return self.asked((chat,), tokens_max, (self.top_logprobs or 0) if self.logprobs else None)
+
+
+def refuse_forced(choice: str | dict[str, Any] | None) -> None:
+    """Raise FormProblem where the model is to be forced to a call."""
+    is_forced = not (choice is None or choice in ("auto", "none"))
+    refuse_field(is_forced, "tool_choice", "want auto or none: a model cannot be forced to a call yet")
+
+
+def function_tools(tools: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+    """Return the tools that are functions; other kinds are of other servers."""
+    return tuple(
+        tool for tool in tools if tool.get("type") == "function" and isinstance(tool.get("function"), dict)
+    )
+
+
+def text_of(content: str | tuple[ContentPart, ...] | None) -> str:
+    """Return the text of a message. Raises FormProblem: a part of it is not text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.type not in ("text", "input_text", "output_text", "refusal"):
+            raise FormProblem(f"content: a part of the type {part.type[:40]!r}: {IMAGES}", field="messages")
+    return "".join(part.text or part.refusal or "" for part in content)
+
+
+def function_of(called: CalledFunction) -> dict[str, Any]:
+    """Return a call as templates take it: with its arguments as an object, where they are one."""
+    try:
+        arguments = msgspec.json.decode(called.arguments or "{}")
+    except (msgspec.MsgspecError, RecursionError):
+        arguments = called.arguments
+    return {"name": called.name, "arguments": arguments}
+
+
+class CompletionWriter:
+    """Answers of `/v1/completions`."""
+
+    def __init__(self, frame: AnswerFrame, request: CompletionRequest) -> None:
+        self._frame = frame
+        self._wants_usage = request.wants_usage
+        self._logprobs = request.logprobs is not None
+        self._gathered = Gathered()
+        self._offsets: dict[int, int] = {}
+
+    def begin(self) -> bytes:
+        return b""
+
+    def piece(self, piece: TextPiece) -> bytes:
+        self._gathered.take(piece)
+        logprobs = self._logprobs_of(piece.choice, piece.tokens) if self._logprobs else None
+        row = {"index": piece.choice, "text": piece.text, "logprobs": logprobs, "finish_reason": None}
+        return self._chunk([row])
+
+    def ending(self, ending: AnswerEnd) -> bytes:
+        self._gathered.end(ending)
+        row = {"index": ending.choice, "text": "", "logprobs": None, "finish_reason": ending.finish}
+        return self._chunk([row])
+
+    def finish(self, usage: Usage) -> bytes:
+        told = self._chunk([], usage) if self._wants_usage else b""
+        return told + DONE
+
+    def failure(self, problem: FormProblem) -> bytes:
+        return event(error_document(problem))
+
+    def whole(self, usage: Usage) -> bytes:
+        self._offsets.clear()
+        rows = [self._row(choice) for choice in self._gathered.choices()]
+        return msgspec.json.encode(self._document(rows) | {"usage": usage_document(usage)})
+
+    def _row(self, choice: int) -> dict[str, Any]:
+        found = self._gathered
+        logprobs = self._logprobs_of(choice, tuple(found.tokens.get(choice, ())))
+        return {
+            "index": choice,
+            "text": found.text(choice),
+            "logprobs": logprobs if self._logprobs else None,
+            "finish_reason": found.endings[choice].finish,
+        }
+
+    def _chunk(self, rows: list[dict[str, Any]], usage: Usage | None = None) -> bytes:
+        document = self._document(rows)
+        if self._wants_usage:
+            document["usage"] = None if usage is None else usage_document(usage)
+        return event(document)
+
+    def _document(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        frame = self._frame
+        return {
+            "id": f"cmpl-{frame.id}",
+            "object": "text_completion",
+            "created": frame.created,
+            "model": frame.model,
+            "choices": rows,
+        }
+
+    def _logprobs_of(self, choice: int, tokens: tuple[TokenSaid, ...]) -> dict[str, Any]:
+        at, offsets = self._offsets.get(choice, 0), []
+        for token in tokens:
+            offsets.append(at)
+            at += len(token.text)
+        self._offsets[choice] = at
+        return {
+            "tokens": [token.text for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [{each.text: each.logprob for each in token.top} for token in tokens],
+            "text_offset": offsets,
+        }
+
+
+class ChatWriter:
+    """Answers of `/v1/chat/completions`."""
+
+    def __init__(self, frame: AnswerFrame, request: ChatRequest) -> None:
+        self._frame = frame
+        self._choices = request.n or 1
+        self._wants_usage = request.wants_usage
+        self._logprobs = bool(request.logprobs)
+        self._gathered = Gathered()
+
+    def begin(self) -> bytes:
+        delta = {"role": "assistant", "content": ""}
+        return b"".join(self._chunk(choice, delta) for choice in range(self._choices))
+
+    def piece(self, piece: TextPiece) -> bytes:
+        self._gathered.take(piece)
+        return self._chunk(piece.choice, {"content": piece.text}, piece.tokens)
+
+    def ending(self, ending: AnswerEnd) -> bytes:
+        self._gathered.end(ending)
+        return self._chunk(ending.choice, {}, finish=ending.finish)
+
+    def finish(self, usage: Usage) -> bytes:
+        told = b""
+        if self._wants_usage:
+            told = event(self._document("chat.completion.chunk", []) | {"usage": usage_document(usage)})
+        return told + DONE
+
+    def failure(self, problem: FormProblem) -> bytes:
+        return event(error_document(problem))
+
+    def whole(self, usage: Usage) -> bytes:
+        found = self._gathered
+        rows = [
+            {
+                "index": choice,
+                "message": {"role": "assistant", "content": found.text(choice), "refusal": None},
+                "logprobs": self._logprobs_of(tuple(found.tokens.get(choice, ()))),
+                "finish_reason": found.endings[choice].finish,
+            }
+            for choice in found.choices()
+        ]
+        document = self._document("chat.completion", rows) | {"usage": usage_document(usage)}
+        return msgspec.json.encode(document)
+
+    def _chunk(
+        self,
+        choice: int,
+        delta: dict[str, Any],
+        tokens: tuple[TokenSaid, ...] = (),
+        finish: str | None = None,
+    ) -> bytes:
+        row = {
+            "index": choice,
+            "delta": delta,
+            "logprobs": self._logprobs_of(tokens) if tokens else None,
+            "finish_reason": finish,
+        }
+        document = self._document("chat.completion.chunk", [row])
+        return event(document | ({"usage": None} if self._wants_usage else {}))
+
+    def _document(self, kind: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        frame = self._frame
+        return {
+            "id": f"chatcmpl-{frame.id}",
+            "object": kind,
+            "created": frame.created,
+            "model": frame.model,
+            "choices": rows,
+        }
+
+    def _logprobs_of(self, tokens: tuple[TokenSaid, ...]) -> dict[str, Any] | None:
+        if not self._logprobs:
+            return None
+        rows = [token_document(t) | {"top_logprobs": list(map(token_document, t.top))} for t in tokens]
+        return {"content": rows, "refusal": None}
+
+
+def token_document(token: TokenSaid) -> dict[str, Any]:
+    """Return a token with its logarithm of a probability."""
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.data)}
+
+
+def usage_document(usage: Usage) -> dict[str, int]:
+    """Return what was used, as OpenAI counts it."""
+    return {
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.made,
+        "total_tokens": usage.prompt + usage.made,
+    }
+
+
+def error_document(problem: FormProblem) -> dict[str, Any]:
+    """Return a problem in OpenAI's form."""
+    kinds = {
+        "invalid": "invalid_request_error",
+        "key": "authentication_error",
+        "missing": "invalid_request_error",
+        "busy": "rate_limit_error",
+        "failed": "server_error",
+    }
+    codes = {"key": "invalid_api_key", "missing": "model_not_found", "busy": "rate_limit_exceeded"}
+    return {
+        "error": {
+            "message": problem.reason,
+            "type": kinds[problem.kind],
+            "param": problem.field,
+            "code": problem.code or codes.get(problem.kind),
+        }
+    }

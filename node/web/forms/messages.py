@@ -1,0 +1,244 @@
+"""`/v1/messages`, after Anthropic's API reference, without a memory: the whole conversation comes each time.
+
+Fields of other servers' services (caching, thinking, containers) are passed over.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from node.web.forms.asking import (
+    PARTS_MAX,
+    TOOLS_MAX,
+    TURNS_MAX,
+    AnswerEnd,
+    AnswerFrame,
+    AnswerRequest,
+    Chat,
+    FormProblem,
+    Gathered,
+    Share,
+    ShortText,
+    StopText,
+    Temperature,
+    TextPiece,
+    TokenCount,
+    TopK,
+    Usage,
+    event,
+    refuse_field,
+)
+from node.web.forms.completions import IMAGES
+from partition.serve.text import STOPS_MAX
+
+PASSED_OVER = frozenset({"thinking", "redacted_thinking"})
+"""Blocks of earlier answers that say nothing to a model of ours."""
+
+
+class MessageBlock(msgspec.Struct, frozen=True):
+    """A block of a message: text, a call that the model made, or what came of one."""
+
+    type: ShortText
+    text: str | None = None
+    id: ShortText | None = None
+    name: ShortText | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: ShortText | None = None
+    content: Any = None
+
+
+Blocks = Annotated[tuple[MessageBlock, ...], msgspec.Meta(max_length=PARTS_MAX)]
+
+
+class MessageTurn(msgspec.Struct, frozen=True):
+    role: Literal["user", "assistant", "system"]
+    content: str | Blocks
+
+    def turns(self) -> list[dict[str, Any]]:
+        """Return it as chat templates take it: results of tools are turns of their own. Raises
+        FormProblem."""
+        if isinstance(self.content, str):
+            return [{"role": self.role, "content": self.content}]
+        texts: list[str] = []
+        calls: list[dict[str, Any]] = []
+        results: list[dict[str, Any]] = []
+        for block in self.content:
+            if block.type == "text":
+                texts.append(block.text or "")
+            elif block.type == "tool_use":
+                function = {"name": block.name or "", "arguments": block.input or {}}
+                calls.append({"type": "function", "id": block.id or "", "function": function})
+            elif block.type == "tool_result":
+                told = result_text(block.content)
+                results.append({"role": "tool", "tool_call_id": block.tool_use_id or "", "content": told})
+            elif block.type not in PASSED_OVER:
+                raise FormProblem(f"messages: a block of the type {block.type[:40]!r}: {IMAGES}")
+        own: dict[str, Any] = {"role": self.role, "content": "".join(texts)}
+        if calls:
+            own["tool_calls"] = calls
+        return [*results, *([own] if texts or calls else [])]
+
+
+class MessageTool(msgspec.Struct, frozen=True):
+    """A tool; one with a `type` of another server has no schema, and is passed over."""
+
+    name: ShortText
+    description: str = ""
+    input_schema: dict[str, Any] | None = None
+
+
+class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """`/v1/messages`. Null is as not given."""
+
+    model: ShortText
+    max_tokens: TokenCount
+    messages: Annotated[tuple[MessageTurn, ...], msgspec.Meta(min_length=1, max_length=TURNS_MAX)]
+    system: str | Blocks | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: TopK | None = None
+    stop_sequences: Annotated[tuple[StopText, ...], msgspec.Meta(max_length=STOPS_MAX)] | None = None
+    stream: bool | None = None
+    tools: Annotated[tuple[MessageTool, ...], msgspec.Meta(max_length=TOOLS_MAX)] | None = None
+    tool_choice: dict[str, Any] | None = None
+
+    @property
+    def is_streamed(self) -> bool:
+        return bool(self.stream)
+
+    def request(self) -> AnswerRequest:
+        """Return what is asked. Raises FormProblem."""
+        choice = (self.tool_choice or {}).get("type", "auto")
+        is_forced = choice not in ("auto", "none")
+        refuse_field(is_forced, "tool_choice", "want auto or none: a model cannot be forced to a call yet")
+        turns = [turn for message in self.messages for turn in message.turns()]
+        system = self.system
+        if system is not None and not isinstance(system, str):
+            system = "\n".join(block.text or "" for block in system if block.type == "text")
+        if system:
+            turns.insert(0, {"role": "system", "content": system})
+        if not turns:
+            raise FormProblem("messages: want a message that says something", field="messages")
+        return AnswerRequest(
+            self.model,
+            (Chat(tuple(turns), () if choice == "none" else self._tools()),),
+            self.max_tokens,
+            stops=self.stop_sequences or (),
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=self.top_p or 1.0,
+            top_k=max(self.top_k or 0, 0),
+        )
+
+    def _tools(self) -> tuple[dict[str, Any], ...]:
+        """Return the functions in the form of chat completions, which templates take."""
+        return tuple(
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": tool.input_schema,
+                },
+            }
+            for tool in self.tools or ()
+            if tool.input_schema is not None
+        )
+
+
+def result_text(content: Any) -> str:
+    """Return the text of what came of a call. Raises FormProblem: it is something else."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    rows = content if isinstance(content, list) else [content]
+    if not all(isinstance(row, dict) and isinstance(row.get("text"), str) for row in rows):
+        raise FormProblem(f"messages: a tool_result that is not text: {IMAGES}")
+    return "".join(row["text"] for row in rows)
+
+
+class MessagesWriter:
+    """Answers of `/v1/messages`: one block of text."""
+
+    def __init__(self, frame: AnswerFrame, request: MessagesRequest) -> None:
+        self._frame = frame
+        self._stops = request.stop_sequences or ()
+        self._gathered = Gathered()
+
+    def begin(self) -> bytes:
+        usage = Usage(self._frame.prompt_tokens)
+        block = {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
+        return (
+            self._event({"type": "message_start", "message": self._message([], usage)})
+            + self._event(block)
+            + self._event({"type": "ping"})
+        )
+
+    def piece(self, piece: TextPiece) -> bytes:
+        self._gathered.take(piece)
+        delta = {"type": "text_delta", "text": piece.text}
+        return self._event({"type": "content_block_delta", "index": 0, "delta": delta})
+
+    def ending(self, ending: AnswerEnd) -> bytes:
+        self._gathered.end(ending)
+        return self._event({"type": "content_block_stop", "index": 0})
+
+    def finish(self, usage: Usage) -> bytes:
+        delta = {"stop_reason": self._reason, "stop_sequence": self._stop}
+        told = {"type": "message_delta", "delta": delta, "usage": _usage(usage)}
+        return self._event(told) + self._event({"type": "message_stop"})
+
+    def failure(self, problem: FormProblem) -> bytes:
+        return self._event(message_error(problem))
+
+    def whole(self, usage: Usage) -> bytes:
+        content = [{"type": "text", "text": self._gathered.text(0)}]
+        return msgspec.json.encode(self._message(content, usage))
+
+    def _event(self, data: dict[str, Any]) -> bytes:
+        return event(data, str(data["type"]))
+
+    @property
+    def _stop(self) -> str | None:
+        ending = self._gathered.endings.get(0)
+        return ending.stop if ending is not None else None
+
+    @property
+    def _reason(self) -> str | None:
+        ending = self._gathered.endings.get(0)
+        if ending is None:
+            return None
+        if ending.stop is not None:
+            return "stop_sequence"
+        return {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[ending.finish]
+
+    def _message(self, content: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
+        return {
+            "id": f"msg_{self._frame.id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self._frame.model,
+            "content": content,
+            "stop_reason": self._reason,
+            "stop_sequence": self._stop,
+            "usage": _usage(usage),
+        }
+
+
+def message_error(problem: FormProblem) -> dict[str, Any]:
+    """Return a problem in the form of Messages."""
+    kinds = {
+        "invalid": "invalid_request_error",
+        "key": "authentication_error",
+        "missing": "not_found_error",
+        "busy": "rate_limit_error",
+        "failed": "api_error",
+    }
+    return {"type": "error", "error": {"type": kinds[problem.kind], "message": problem.reason}}
+
+
+def _usage(usage: Usage) -> dict[str, int]:
+    return {
+        "input_tokens": usage.prompt,
+        "output_tokens": usage.made,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 0,
+    }

@@ -1,0 +1,279 @@
+"""The HTTP door of models: the clients that people have already, pointed at any node of the swarm.
+
+    GET  /v1/models  /v1/models/NAME               services that answer now
+    POST /v1/completions  /v1/chat/completions     OpenAI's forms
+    POST /v1/responses                             the same company's form for agents, without a memory
+    POST /v1/messages  /v1/messages/count_tokens   Anthropic's form
+    GET  /health  /openapi.json                    for everybody; all else needs a key (`peerloom keys new`)
+
+Requests are read and written by `node.web.forms`, answers come from `node.web.answers`, and turns are given
+by `node.web.quotas`. An answer ends when its client hangs up, also while it waits for its turn or for a long
+prompt; then every stage forgets it.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from datetime import UTC, datetime
+from http import HTTPStatus
+from math import ceil
+from typing import Any, Protocol
+
+import msgspec
+import trio
+
+from node.invocation import program_from_anywhere, shown
+from node.seams import Seams
+from node.web.answers import RunningAnswers
+from node.web.door import Request, Response, Send, Streaming
+from node.web.forms import openapi
+from node.web.forms.asking import (
+    BEAT,
+    AnswerEnd,
+    AnswerFrame,
+    AnswerRequest,
+    AnswerWriter,
+    AskedForm,
+    FormProblem,
+    TextPiece,
+    read_form,
+)
+from node.web.forms.completions import (
+    ChatRequest,
+    ChatWriter,
+    CompletionRequest,
+    CompletionWriter,
+    error_document,
+)
+from node.web.forms.messages import MessagesRequest, MessagesWriter, message_error
+from node.web.forms.responses import ResponsesRequest, ResponsesWriter
+from node.web.guard import Refusal
+from node.web.keys import ApiKey, KeyRing
+from node.web.quotas import QueueFull, RequestQueue, RequestTurn
+
+BODY_BYTES_MAX = 4 << 20
+"""A conversation of a million tokens; no model here takes more."""
+HEARTBEAT_SECONDS = 15.0
+QUEUE_SECONDS_MAX = 120.0
+"""How long a request waits for its turn; the official clients give up after ten minutes."""
+OPEN_PATHS = frozenset({"/health", "/openapi.json"})
+"""They say nothing of this swarm."""
+NO_STORE = ("cache-control", "no-store")
+
+FORMS: Mapping[str, tuple[type[AskedForm], Callable[[AnswerFrame, Any], AnswerWriter]]] = {
+    "/v1/completions": (CompletionRequest, CompletionWriter),
+    "/v1/chat/completions": (ChatRequest, ChatWriter),
+    "/v1/responses": (ResponsesRequest, ResponsesWriter),
+    "/v1/messages": (MessagesRequest, MessagesWriter),
+}
+COUNT_PATH = "/v1/messages/count_tokens"
+MODELS_PATH = "/v1/models"
+
+
+class CountRequest(MessagesRequest, frozen=True, kw_only=True):
+    """`/v1/messages/count_tokens`: a request that is not answered."""
+
+    max_tokens: int = 1
+
+
+class AnswerSource(Protocol):
+    """What is needed of `node.web.answers.ServiceAnswers`."""
+
+    async def models(self) -> list[Mapping[str, Any]]: ...
+    async def count(self, request: AnswerRequest) -> int: ...
+    async def open(self, request: AnswerRequest, held: AsyncExitStack) -> RunningAnswers: ...
+
+
+class ModelApi:
+    """One node's."""
+
+    def __init__(self, seams: Seams, answers: AnswerSource) -> None:
+        self.keys = KeyRing(seams)
+        self.queue = RequestQueue()
+        self._seams = seams
+        self._answers = answers
+        self._events: dict[RequestTurn, trio.Event] = {}
+
+    @staticmethod
+    def serves(path: str) -> bool:
+        """Return whether a path is one of these, or was meant for one."""
+        return path.startswith("/v1/") or path in OPEN_PATHS
+
+    def admit(self, request: Request) -> int | Response:
+        """Return how long a request's body may be; without a key it is not read."""
+        if request.path in OPEN_PATHS:
+            return 0
+        if self.keys.find(request.headers) is None:
+            return self.explain_problem(request.path, self._no_key(request))
+        return BODY_BYTES_MAX
+
+    def _no_key(self, request: Request) -> FormProblem:
+        given = "authorization" in request.headers or "x-api-key" in request.headers
+        what = "this key is not known here" if given else "want a key: Authorization: Bearer KEY"
+        how = shown("`peerloom keys new` makes one", program_from_anywhere)
+        return FormProblem(f"{what}; at this node, {how}", kind="key")
+
+    async def answer(self, request: Request) -> Response | Streaming:
+        """Answer one request that was admitted."""
+        try:
+            return await self._answer(request)
+        except FormProblem as problem:
+            return self.explain_problem(request.path, problem)
+
+    async def _answer(self, request: Request) -> Response | Streaming:
+        path, is_post = request.path, request.method == "POST"
+        if not is_post and request.method not in ("GET", "HEAD"):
+            raise FormProblem("want GET or POST")
+        if path == "/health":
+            return _json({"status": "ok"})
+        if path == "/openapi.json":
+            return _json(openapi.document())
+        key = self.keys.find(request.headers)
+        if key is None:
+            raise self._no_key(request)
+        if path in FORMS or path == COUNT_PATH:
+            if not is_post:
+                raise FormProblem(f"{path}: want POST")
+            return await self._ask(request, key)
+        if path == MODELS_PATH or path.startswith(MODELS_PATH + "/"):
+            return await self._models(path.removeprefix(MODELS_PATH).removeprefix("/"))
+        if path == "/v1/embeddings":
+            raise FormProblem("no model of this swarm gives embeddings", kind="missing", code="unsupported")
+        raise FormProblem(f"there is nothing at {path[:80]}; /openapi.json lists what is", kind="missing")
+
+    # Models
+
+    async def _models(self, name: str) -> Response:
+        rows = [_model(row) for row in await self._answers.models()]
+        if not name:
+            ends = {"first_id": rows[0]["id"], "last_id": rows[-1]["id"]} if rows else {}
+            return _json({"object": "list", "data": rows, "has_more": False} | ends)
+        found = next((row for row in rows if row["id"] == name), None)
+        if found is None:
+            raise FormProblem(f"no model is called {name[:80]!r}", kind="missing", field="model")
+        return _json(found)
+
+    # Answers
+
+    async def _ask(self, request: Request, key: ApiKey) -> Response | Streaming:
+        if request.path == COUNT_PATH:
+            counted = await self._answers.count(read_form(request.body, CountRequest).request())
+            return _json({"input_tokens": counted})
+        kind, writer_of = FORMS[request.path]
+        form = read_form(request.body, kind)
+        asked = form.request()
+        await self._take_turn(request.held, key)
+        answers = await self._answers.open(asked, request.held)
+        created = int(self._seams.clock.wall())
+        writer = writer_of(AnswerFrame(request.id, created, form.model, answers.prompt_tokens), form)
+        if not form.is_streamed:
+            return await _whole(writer, answers)
+
+        async def write(send: Send) -> None:
+            await _stream(writer, answers, send)
+
+        return Streaming(write, "text/event-stream", (NO_STORE, ("x-accel-buffering", "no")))
+
+    async def _take_turn(self, held: AsyncExitStack, key: ApiKey) -> None:
+        """Wait for a turn, which ends with `held`. Raises FormProblem: too many wait."""
+        clock = self._seams.clock
+        try:
+            turn = self.queue.enter(clock.monotonic(), key.id, key.in_flight_max)
+        except QueueFull as full:
+            raise FormProblem(
+                f"{self.queue.waiting} requests wait already: {full}",
+                kind="busy",
+                retry_seconds=full.seconds,
+            ) from None
+        held.callback(self._leave, turn)
+        if turn.at is not None:
+            return
+        self._events[turn] = trio.Event()
+        with trio.move_on_after(QUEUE_SECONDS_MAX):
+            await self._events[turn].wait()
+        if turn.at is None:
+            raise FormProblem(
+                f"no turn came within {QUEUE_SECONDS_MAX:.0f} s: too much is asked of this node",
+                kind="busy",
+                retry_seconds=QUEUE_SECONDS_MAX / 2,
+            )
+
+    def _leave(self, turn: RequestTurn) -> None:
+        self._events.pop(turn, None)
+        for each in self.queue.leave(self._seams.clock.monotonic(), turn):
+            if (event := self._events.pop(each, None)) is not None:
+                event.set()
+
+    # Problems
+
+    def explain(self, path: str, refusal: Refusal) -> Response:
+        """Return a refusal of the HTTP server in the form that a path's clients read."""
+        is_ours = refusal.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+        problem = FormProblem(refusal.reason, kind="failed" if is_ours else "invalid")
+        return replace(self.explain_problem(path, problem), status=refusal.status)
+
+    def explain_problem(self, path: str, problem: FormProblem) -> Response:
+        """Return a problem in the form that a path's clients read."""
+        is_message = path.startswith("/v1/messages")
+        document = message_error(problem) if is_message else error_document(problem)
+        headers = [NO_STORE]
+        if problem.retry_seconds is not None:
+            headers.append(("retry-after", str(ceil(problem.retry_seconds))))
+        if problem.is_begun:
+            headers.append(("x-should-retry", "false"))
+        if problem.kind == "key":
+            headers.append(("www-authenticate", "Bearer"))
+        return Response(msgspec.json.encode(document), problem.status, headers=tuple(headers))
+
+
+async def _whole(writer: AnswerWriter, answers: RunningAnswers) -> Response:
+    while (found := await answers.next()) is not None:
+        _written(writer, found)
+    return Response(writer.whole(answers.usage), headers=(NO_STORE,))
+
+
+async def _stream(writer: AnswerWriter, answers: RunningAnswers, send: Send) -> None:
+    """Send an answer as it comes. What breaks it off is told as an event: the status has been sent."""
+    await send(writer.begin())
+    try:
+        while True:
+            data = BEAT
+            with trio.move_on_after(HEARTBEAT_SECONDS):
+                if (found := await answers.next()) is None:
+                    break
+                data = _written(writer, found)
+                while (more := answers.next_nowait()) is not None:  # together, where much has come
+                    data += _written(writer, more)
+            await send(data)
+    except FormProblem as problem:
+        await send(writer.failure(problem))
+    else:
+        await send(writer.finish(answers.usage))
+
+
+def _written(writer: AnswerWriter, found: TextPiece | AnswerEnd) -> bytes:
+    return writer.piece(found) if isinstance(found, TextPiece) else writer.ending(found)
+
+
+def _model(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a service as both companies' clients list models, and what is particular to a swarm."""
+    created = int(row["at_milliseconds"]) // 1_000
+    return {
+        "id": row["name"],
+        "object": "model",
+        "created": created,
+        "owned_by": row["publisher"],
+        "type": "model",
+        "display_name": row["name"],
+        "created_at": datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z"),
+        "peerloom": {
+            "service": row["service"],
+            "context": row["context"],
+            "takes_text": bool(row["text"]),
+            "stages": row["stages"],
+        },
+    }
+
+
+def _json(document: object) -> Response:
+    return Response(msgspec.json.encode(document), headers=(NO_STORE,))
