@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from gossip.averaging.strategies import Strategy
+from gossip.roster import Report
 from node.averaging.offered import SNAPSHOT_SECONDS
 from node.optimizer.layout import Layout
 from node.optimizer.session import Session
@@ -32,16 +33,26 @@ class Handout:
         # With a target batch whoever takes the state of an earlier step is behind at once.
         self._good_seconds = 0.0 if local_steps is None else SNAPSHOT_SECONDS
         self._next_at = 0.0
+        self._is_left_behind = False
 
     def train(self, layout: Layout, counts: Mapping[str, torch.Tensor]) -> None:
         """Other tensors are trained from now on."""
         self._layout, self._counts = layout, counts
 
+    def made_step(self, step: int, reports: Sequence[Report], members: int) -> None:
+        """This peer has made the step that followed `step` with a round of so many members, itself among
+        them. Peers that stood there too, or have just come, need its state, which this peer may make no
+        further step to copy."""
+        behind = sum(not report.has_state or report.step.equals(step) for report in reports)
+        self._is_left_behind = behind >= members
+
     def share(
         self, session: Session, step: int, rounds: int, lineage: bytes, strategy: Strategy | None
     ) -> None:
-        """Make a copy where somebody waits for it."""
-        if session.wants_state(step) and time.perf_counter() >= self._next_at:
+        """Make a copy where somebody waits for it, or was left behind by the last step."""
+        is_wanted = self._is_left_behind or session.wants_state(step)
+        if is_wanted and time.perf_counter() >= self._next_at:
+            self._is_left_behind = False
             self._make(session, step, rounds, lineage, strategy, self._good_seconds)
 
     def share_first(

@@ -543,6 +543,8 @@ class PeerOptimizer(TrackedOptimizer):
         self._schedules.move_to(self.global_step)
         if self._session is not None:
             self._session.stepped(self.global_step, total)
+            members = self._stats.last_round.members if digest and self._stats.last_round else 1
+            self._handout.made_step(self.global_step - 1, self._session.view.reports, members)
         self._status = self._alone_or_not()
         return seconds
 

@@ -114,6 +114,18 @@ def test_a_script_that_has_made_no_batch_yet_holds_no_step_up(start: Start) -> N
     assert optimizer.global_step == 3
 
 
+def test_a_peer_that_a_step_left_behind_gets_the_state_of_one_that_idles(start: Start) -> None:
+    model, ended = start(0, target_batch_size=32)
+    other, optimizer = start(1, target_batch_size=32)
+    until(lambda: ended.stats.peers == optimizer.stats.peers == 1)
+    train(model, ended, 0)
+    until(lambda: optimizer._session is not None and optimizer._session.view.reports[0].step.equals(1))
+    begun = time.monotonic()
+    until(lambda: train(other, optimizer, 50) and optimizer.stats.states_loaded == 2)
+    assert time.monotonic() - begun < SECONDS
+    assert weights(other) == weights(model)
+
+
 def test_a_step_returns_while_the_state_of_an_idle_peer_is_waited_for(
     start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
