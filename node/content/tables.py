@@ -30,9 +30,13 @@ TABLE_NUMBERS_MAX = 1 << 29
 """The numbers in a Parquet file, whose few bytes may stand for many."""
 CHUNK_FIELDS = 1 << 18
 """Fields that are text at once: some 15 MB of Python's strings."""
+_GROWTH = 16
+"""An array of rows that is full grows by one so many'th."""
 _ODD = re.compile(r"[^0-9+\-.eE ]")
 """A letter that no plain number has: Python's `float` reads more than numbers as programs write them."""
 _ROUNDED = "features above 16,777,216 are rounded: x is float32"
+_VANISHED = "features nearer to 0 than 1e-45 are 0: x is float32"
+_FLOAT32_MIN = float(np.finfo(np.float32).smallest_subnormal)
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -103,9 +107,9 @@ class _Csv:
         if len(self._features) == 1:
             only = self._features[0]
             take = lambda row: (row[only],)  # noqa: E731 - as itemgetter's
-        blocks = []
+        numbers = _GrowingRows(len(self._features))
         for rows in self._chunks():
-            blocks.append(self._numbers([take(row) for row in rows]))
+            numbers.add(self._numbers([take(row) for row in rows]))
             if self._label is not None:
                 column = [row[self._label] for row in rows]
                 self._labels.add(
@@ -113,9 +117,9 @@ class _Csv:
                 )
             self._samples += len(rows)
             tell(f"{self._samples:,} rows")
-        if not blocks:
+        if not self._samples:
             raise UsageError(f"{self._path}: want a line of names and then a row for each sample")
-        found = {"x": joined(blocks)}
+        found = {"x": numbers.finish()}
         if self._label is not None:
             found["y"] = self._labels.finish()
         if self._empty_rows:
@@ -186,21 +190,33 @@ def _leave_out(keys: DataTable, name: str) -> str:
 
 
 def note_rounded(numbers: Array, reading: SourceReading) -> None:
-    """State it where whole numbers are larger than float32 has them apart, such as ids."""
+    """State it where numbers are larger than float32 has whole ones apart, such as ids, or become 0 in it."""
     if np.abs(numbers).max(initial=0.0) > 1 << 24 and _ROUNDED not in reading.notes:
         reading.notes.append(_ROUNDED)
+    if np.any((numbers != 0) & (np.abs(numbers) < _FLOAT32_MIN)) and _VANISHED not in reading.notes:
+        reading.notes.append(_VANISHED)
 
 
-def joined(blocks: list[Array]) -> Array:
-    """Blocks of rows as one array; each goes as soon as it was copied."""
-    rows = sum(map(len, blocks))
-    found = np.empty((rows, *blocks[0].shape[1:]), blocks[0].dtype)
-    place = rows
-    while blocks:
-        block = blocks.pop()
-        found[place - len(block) : place] = block
-        place -= len(block)
-    return found
+class _GrowingRows:
+    """Blocks of rows as one array. It grows in its place: blocks that wait to be joined are small pieces of
+    the heap, which the system does not get back when they go."""
+
+    def __init__(self, columns: int) -> None:
+        self._array: Array = np.empty((0, columns), np.float32)
+        self._count = 0
+
+    def add(self, block: Array) -> None:
+        """Append rows."""
+        end = self._count + len(block)
+        if end > len(self._array):
+            self._array.resize((end + end // _GROWTH, self._array.shape[1]), refcheck=False)
+        self._array[self._count : end] = block
+        self._count = end
+
+    def finish(self) -> Array:
+        """Return all rows."""
+        self._array.resize((self._count, self._array.shape[1]), refcheck=False)
+        return self._array
 
 
 # Parquet
