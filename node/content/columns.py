@@ -43,6 +43,9 @@ _KIND_WORDS = {
 _COUNTERS = frozenset(
     {"#", "_id", "id", "idx", "index", "no", "nr", "row", "row_id", "row_number", "rowid", "rownames", "uid"}
 )
+_IDENTIFIER = re.compile(r".*(?:[_ .-]id|[a-z]I[dD])\Z", re.DOTALL)
+_UNSEEN = re.compile(r"[\u200b-\u200f\u2060\ufeff\u00ad]")
+"""Letters without a width, which come along where text is copied from pages."""
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _INT64_MAX = 1 << 63
 
@@ -215,19 +218,20 @@ def _no_label(path: Path, left: Mapping[str, Kind], keys: DataTable, candidates:
 def _check_features(path: Path, kinds: Mapping[str, Kind], keys: DataTable, features: Sequence[str]) -> None:
     if keys.ignore is not None:
         return
-    counters = [
-        name
-        for name in features
-        if kinds[name] == "whole" and (name.lower() in _COUNTERS or name.lower().endswith(("_id", " id")))
-    ]
+    counters = [name for name in features if kinds[name] in ("whole", "numbers") and is_identifier(name)]
     if counters:
         raise unclear(
             path,
-            f"{shown(counters[0])} numbers the samples, each once: it may be an index, or a feature",
+            f"{shown(counters[0])} is called as what names a sample: it may be an index, or a feature",
             keys,
             {"ignore": counters},
             {"ignore": []},
         )
+
+
+def is_identifier(name: str) -> bool:
+    """Return whether a column is called as numbers that name samples: id, row, PassengerId, user_id."""
+    return name.lower() in _COUNTERS or bool(_IDENTIFIER.match(name) or _IDENTIFIER.match(name.lower()))
 
 
 def kind_of(fields: Sequence[str], is_number: Any) -> Kind:
@@ -244,6 +248,13 @@ def kind_of(fields: Sequence[str], is_number: Any) -> Kind:
 # Labels
 
 
+def alike(word: str) -> str:
+    """Return what is equal for words that a person takes for one: without case, spaces, quotes around them,
+    letters that are not seen."""
+    bare = _UNSEEN.sub("", normalize("NFKC", word)).strip(" \t\r\n\"'\u2018\u2019\u201c\u201d")
+    return " ".join(bare.casefold().split())
+
+
 class LabelColumn:
     """The labels of a table as they come, in the order of the rows: words, or numbers."""
 
@@ -252,7 +263,7 @@ class LabelColumn:
         self._codes: dict[str, int] = {}
         self._blocks: list[Array] = []
         self._numbers: list[Array] | None = None
-        self._count = 0
+        self._count = self._known = 0
 
     def add(self, values: Sequence[str]) -> None:
         """Take the labels of the next rows. Raises UsageError."""
@@ -261,8 +272,9 @@ class LabelColumn:
             return
         codes = self._codes
         block = np.fromiter((codes.setdefault(each, len(codes)) for each in values), np.int32, len(values))
-        if "" in codes:
+        if "" in codes or any(not each.strip() for each in list(codes)[self._known :]):
             raise UsageError(f"{self._path}: column '{self._name}' of labels has an empty field")
+        self._known = len(codes)
         self._blocks.append(block)
         self._count += len(values)
         if len(codes) > CLASSES_MAX:
@@ -357,7 +369,7 @@ class LabelColumn:
                 )
             bare: dict[str, str] = {}
             for each in values:
-                other = bare.setdefault(normalize("NFC", each.strip()), each)
+                other = bare.setdefault(alike(each), each)
                 if other != each:
                     raise self._ask(
                         f"has {shown(other)} and {shown(each)}, which look alike: one class,"

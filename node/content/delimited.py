@@ -22,8 +22,12 @@ NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?\Z")
 """A number as programs write one. Python's own `float` takes 1_1 for 11, and digits of other scripts."""
 COMMA_NUMBER = re.compile(r"[+-]?[0-9]*,[0-9]+(?:[eE][+-]?[0-9]+)?\Z")
 _THOUSANDS = re.compile(r"[+-]?[1-9][0-9]{0,2}(?:,[0-9]{3})+\Z")
+_POINT_THOUSANDS = re.compile(r"[+-]?[1-9][0-9]{0,2}(?:\.[0-9]{3})+\Z")
 NOT_FINITE = frozenset({"nan", "inf", "+inf", "-inf", "infinity", "-infinity"})
-MISSING = frozenset({"na", "n/a", "#n/a", "nan", "null", "none", "?", "\\n", "-"})
+MISSING = frozenset(
+    {"na", "n/a", "n.a.", "#n/a", "#na", "<na>", "nan", "-nan", "nat", "null", "(null)", "nil", "none",
+     "missing", "?", "\\n", "-", "--", ".", "#value!", "#ref!", "#div/0!", "#name?", "#num!", "#null!"}
+)  # fmt: skip
 """What programs write where there is no value, in small letters; a class may be called so too."""
 LABELS = ("label", "labels", "target")
 WEAK_LABELS = ("class", "y")
@@ -46,6 +50,13 @@ _MARKS = (
 )
 _GUESSES = ("cp1252", "mac_roman", "cp1251", "shift_jis", "latin-1")
 """What a file that is not UTF-8 may be; an error shows how the first of these that fit would read it."""
+_OTHER_FILES = (
+    (b"\x1f\x8b", "packed by gzip", "unpack it first"),
+    (b"PK\x03\x04", "a zip archive, or a sheet of Excel", "unpack it first, or save the sheet as csv"),
+    (b"PAR1", "Parquet", "call it .parquet"),
+    (b"version https://git-lfs", "a pointer that Git LFS left in place of the file", "git lfs pull"),
+)
+"""Files of other forms that are called as tables, by their first bytes, and what makes a table of one."""
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")
 
 
@@ -82,6 +93,9 @@ def find_form(path: Path, keys: DataTable, *, known: tuple[str, ...] = ()) -> Ta
         if head.count(b"\n") < _LINES_MIN:
             head += file.read(HEAD_BYTES_MAX - len(head))
         is_whole = not file.read(1)
+    for begin, what, do in _OTHER_FILES:
+        if head.startswith(begin):
+            raise UsageError(f"{path}: no table of text: it is {what}", do)
     encoding, is_marked = _encoding(path, head, keys)
     text = _decoded(path, head, encoding, keys, is_whole=is_whole)
     if _UNPRINTABLE.search(text):
@@ -94,7 +108,7 @@ def find_form(path: Path, keys: DataTable, *, known: tuple[str, ...] = ()) -> Ta
     separator, rows = _separator(path, body, keys, stated, is_whole=is_whole)
     if len(rows[0]) > COLUMNS_MAX:
         raise UsageError(f"{path}: {len(rows[0]):,} columns; at most {COLUMNS_MAX:,}")
-    decimal = _decimal(path, rows, keys)
+    decimal = _decimal(path, rows, keys, separator)
     has_names = _has_names(path, rows, keys, decimal, known)
     columns = _names(path, rows[0]) if has_names else tuple(f"column_{n}" for n in range(1, len(rows[0]) + 1))
     sample = tuple(map(tuple, rows[1:] if has_names else rows))
@@ -294,12 +308,22 @@ def _refuse_unparsed(path: Path, text: str, separator: str) -> None:
     raise UsageError(f"{path}: no table of text: {reason}")
 
 
-def _decimal(path: Path, rows: list[list[str]], keys: DataTable) -> str:
+def _decimal(path: Path, rows: list[list[str]], keys: DataTable, separator: str) -> str:
     if keys.decimal:
         return keys.decimal
     fields = [field.strip() for row in rows[1:] for field in row]
     commas = [field for field in fields if "," in field and COMMA_NUMBER.match(field)]
     if not commas:
+        pointed = [field for field in fields if "." in field and NUMBER.match(field)]
+        # Where the comma is the mark of decimals, `;` separates.
+        if separator == ";" and pointed and all(map(_POINT_THOUSANDS.match, pointed)):
+            raise unclear(
+                path,
+                f"{shown(pointed[0])} is {pointed[0]} or {pointed[0].replace('.', '')}: the point may be the"
+                " mark of decimals, or of thousands, which the file must leave out",
+                keys,
+                {"decimal": "."},
+            )
         return "."
     points = next((field for field in fields if "." in field and NUMBER.match(field)), "")
     if points:

@@ -5,6 +5,7 @@ Keras' `image_dataset_from_directory` document it: classes in the order of their
 """
 
 import os
+import re
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from node.content.columns import alike
 from node.content.reading import SourceReading, shown, unclear
 from node.content.shards import PartName
 from node.errors import UsageError
@@ -35,6 +37,9 @@ _PART_NAMES: dict[PartName, tuple[str, ...]] = {
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
+_PART_TOKENS = frozenset(word for words in _PART_NAMES.values() for word in words)
+_NO_CLASSES = frozenset({"annotations", "image", "images", "imgs", "labels", "mask", "masks"})
+"""Folders of data sets whose labels lie elsewhere; hardly a class is called so."""
 _PROGRAMS_OWN = ("__MACOSX", "__pycache__", "lost+found", "System Volume Information", "$RECYCLE.BIN")
 _FILES_OF_SYSTEMS = ("Thumbs.db", "desktop.ini")
 _ORIENTATION = 0x0112
@@ -85,6 +90,7 @@ def read_images(
     unknown = [name for name in classes if words and name not in words]
     if unknown:
         raise UsageError(f"{folder}: no training sample is of the class '{unknown[0]}'")
+    _check_classes(folder, [] if words or keys.classes else classes, parts, keys)
     words[:] = words or classes
     _check_numbered(folder, words, keys, reading)
     files = {part: [_images_in(each / name, reading) for name in words] for part, each in parts.items()}
@@ -105,6 +111,7 @@ def read_images(
             {"ignore": [*(keys.ignore or ()), *empty]},
             {"classes": words},
         )
+    _state_strays((folder, *parts.values()), reading)
     reading.label = "the name of each image's folder"
     return {part: _labelled(files[part], reading, tell) for part in parts}
 
@@ -113,7 +120,7 @@ def _parts(folder: Path, reading: SourceReading) -> dict[PartName, Path]:
     """The folders of parts, by the names that torchvision's, fastai's and Hugging Face's readers know."""
     parts: dict[PartName, Path] = {}
     for name, words in _PART_NAMES.items():
-        there = [folder / word for word in words if (folder / word).is_dir()]
+        there = [each for each in folder.iterdir() if each.is_dir() and each.name.lower() in words]
         if len(there) > 1:
             raise UsageError(
                 f"{folder}: {there[0].name} and {there[1].name} are both folders of {name} samples"
@@ -149,6 +156,65 @@ def _classes_in(folder: Path, keys: DataTable, reading: SourceReading) -> list[s
         else:
             found.append(each.name)
     return found
+
+
+def _check_classes(
+    folder: Path, classes: Sequence[str], parts: dict[PartName, Path], keys: DataTable
+) -> None:
+    """Refuse folders that may be something else than the classes. Raises UsageError."""
+    by_look: dict[str, str] = {}
+    for name in classes:
+        other = by_look.setdefault(alike(name), name)
+        if other != name:
+            raise unclear(
+                folder,
+                f"its folders {shown(other)} and {shown(name)} look alike: one class, to be mended there, or"
+                " two",
+                keys,
+                {"classes": classes},
+            )
+    odd = [name for name in classes if name.lower() in _NO_CLASSES]
+    odd += [
+        name for name in classes if len(parts) == 1 and _PART_TOKENS & set(re.split(r"[_\-. ]", name.lower()))
+    ]
+    if odd:
+        raise unclear(
+            folder,
+            f"its folder {shown(odd[0])} may be a class, or not: parts are called train and test, and labels"
+            " are the folders' names",
+            keys,
+            {"ignore": [*(keys.ignore or ()), *odd]},
+            {"classes": classes},
+        )
+    held = [each / name for each in parts.values() for name in classes if (each / name).is_dir()]
+    if held and all(_holds_folders_alone(each) for each in held):
+        raise unclear(
+            folder,
+            f"{shown(held[0].name)} and all others hold folders of images and no image: each is a class with"
+            " all that lies in it, or the folders within are the classes, which then must lie at the top",
+            keys,
+            {"classes": classes},
+        )
+
+
+def _holds_folders_alone(folder: Path) -> bool:
+    """Return whether several folders lie in one, and no image beside them."""
+    within = [each for each in folder.iterdir() if not _is_hidden(each.name)]
+    has_image = any(each.suffix.lower() in IMAGE_SUFFIXES for each in within if not each.is_dir())
+    return not has_image and sum(each.is_dir() for each in within) > 1
+
+
+def _state_strays(folders: Sequence[Path], reading: SourceReading) -> None:
+    """State which images lie beside the folders of classes, and in none of them."""
+    strays = [
+        each.name
+        for folder in dict.fromkeys(folders)
+        for each in folder.iterdir()
+        if each.suffix.lower() in IMAGE_SUFFIXES and not each.is_dir() and not _is_hidden(each.name)
+    ]
+    if strays:
+        told = f"{len(strays)} images beside the folders of classes, such as {shown(min(strays))}"
+        reading.skipped.append(told)
 
 
 def _is_hidden(name: str) -> bool:

@@ -10,7 +10,7 @@ import pytest
 from node.content.sources import SampleParts, Wish, read
 from node.errors import UsageError
 from node.protocols.data_table import DataTable
-from tests.data.layouts import LAYOUTS
+from tests.data.layouts import LAYOUTS, Layout
 
 
 def read_here(source: Path, **keys: Any) -> SampleParts:
@@ -33,7 +33,11 @@ def in_order(samples: SampleParts) -> tuple[list[list[float]], list[str | float]
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_is_read_right_or_refused_with_a_key(name: str, tmp_path: Path) -> None:
-    layout = LAYOUTS[name]
+    check(LAYOUTS[name], tmp_path)
+
+
+def check(layout: Layout, tmp_path: Path) -> None:
+    """Read a layout, and hold what comes of it to what is meant."""
     source = layout.write(tmp_path)
     if layout.refused:
         with pytest.raises(UsageError) as caught:
