@@ -2,6 +2,8 @@
 
 Requesters do as nodes do: they ask all providers, ask again when a contest has ended, and then now and
 then. One takes all it can: it asks first, more often, for as many runs as there are providers, at priority 9.
+Where it `is_polite` it wants as many runs and does nothing else of that: what it has then is what an honest
+requester has that wants more than the others.
 """
 
 import heapq
@@ -33,6 +35,7 @@ class Burst:
     are_seniors: bool = True
     is_greedy_senior: bool = False
     network: bytes = b""
+    is_polite: bool = False
     contest_seconds: float = CONTEST_SECONDS
 
 
@@ -54,6 +57,9 @@ class BurstWorld:
     burst: Burst
     begun: Counter[str] = field(default_factory=Counter)
     seconds: Counter[str] = field(default_factory=Counter)
+    held_seconds: float = 0.0
+    """What the greedy one used, and next what it would have by max-min fairness over all slots in use."""
+    due_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         burst = self.burst
@@ -70,6 +76,7 @@ class BurstWorld:
         ]
         self._calendar: list[tuple[float, int, _Run]] = []
         self._served: list[_Run] = []
+        self._running: Counter[str] = Counter()
         self._left = Counter({f"h{number}": burst.runs for number in range(burst.honest)})
 
     def play(self) -> "BurstWorld":
@@ -83,13 +90,17 @@ class BurstWorld:
         for turns in self._providers if self.burst.is_greedy_senior else ():
             turns.met(self._key(GREEDY, 0), SENIOR_SECONDS)
         for _ in range(self.burst.outstanding):
-            self._submit(GREEDY, 0.0)
+            self._submit(GREEDY, self._rng.random() if self.burst.is_polite else 0.0)
+        last = 0.0
         while self._left:
             now, _, run = heapq.heappop(self._calendar)
+            self._charge(now - last)
+            last = now
             if run.place < 0:
                 self._ask(now, run)
                 continue
             self._providers[run.place].end(now, run.wish.run)
+            self._running[run.owner] -= 1
             if run.owner == GREEDY:
                 self._submit(GREEDY, now)
         for run in self._served:
@@ -98,9 +109,26 @@ class BurstWorld:
 
     @property
     def share(self) -> float:
-        """What the greedy one had, as a multiple of one honest requester's mean."""
+        """What the greedy one had, as a multiple of one honest requester's mean. It is more than 1 in a fair
+        world too: an honest one has what it wants in the end, and the slots are the others' then."""
         honest = sum(self.seconds.values()) - self.seconds[GREEDY]
         return self.seconds[GREEDY] * self.burst.honest / honest
+
+    @property
+    def due_share(self) -> float:
+        """What the greedy one had, as a multiple of its max-min fair share at each moment."""
+        return self.held_seconds / self.due_seconds
+
+    def _charge(self, seconds: float) -> None:
+        wants = sorted(
+            self._left[owner] + self._running[owner] for owner in {*self._left, *self._running} - {GREEDY}
+        )
+        slots, claimants = float(self._running.total()), len(wants) + 1
+        for wanted in wants:
+            slots -= min(wanted, slots / claimants)
+            claimants -= 1
+        self.due_seconds += slots * seconds
+        self.held_seconds += self._running[GREEDY] * seconds
 
     def _key(self, owner: str, number: int) -> bytes:
         kind = number if owner == GREEDY and self.burst.has_fresh_keys else 0
@@ -109,13 +137,13 @@ class BurstWorld:
     def _submit(self, owner: str, now: float) -> None:
         number = next(self._numbers)
         key = self._key(owner, number)
-        is_greedy = owner == GREEDY
+        is_greedy = owner == GREEDY and not self.burst.is_polite
         wish = Wish(
             number.to_bytes(32, "big"),
             key,
             PRIORITY_MAX if is_greedy else PRIORITY,
             asker=key,
-            network=self.burst.network if is_greedy else b"",
+            network=self.burst.network if owner == GREEDY else b"",
         )
         self._at(now, _Run(owner, wish, now))
 
@@ -135,7 +163,7 @@ class BurstWorld:
             if wait.is_contested:
                 contest_seconds = max(contest_seconds, wait.seconds or 0.0)
         again = 1.0
-        if run.owner != GREEDY:
+        if run.owner != GREEDY or self.burst.is_polite:
             again = max(GOSSIP_GRACE_SECONDS, min(AGAIN_SECONDS_MAX, AGAIN_SHARE * (now - run.since)))
         self._at(now + (contest_seconds + 0.02 if contest_seconds else again), run)
 
@@ -145,6 +173,7 @@ class BurstWorld:
             turns.withdraw(run.wish.asker, run.wish.run)
         run.place, run.begun = place, now
         self._served.append(run)
+        self._running[run.owner] += 1
         self._at(now + RUN_SECONDS * self._rng.uniform(0.9, 1.1), run)
         if len(self._left) == self.burst.honest:
             self.begun[run.owner] += 1

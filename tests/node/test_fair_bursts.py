@@ -4,7 +4,9 @@ PEERLOOM_TURNS_SEEDS plays a hundred honest runs on twenty providers with so man
 """
 
 import os
+import sys
 from collections.abc import Collection
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -22,7 +24,11 @@ from tests.node.test_slots import asked, only
 from tests.stack import simulate, swarm
 
 SEEDS = int(os.environ.get("PEERLOOM_TURNS_SEEDS", "0"))
+FIRST_SEED = int(os.environ.get("PEERLOOM_TURNS_FIRST_SEED", "0"))
 SHARE_MAX = 1.1
+"""The goal: within a tenth of what one honest requester has."""
+LOTS_OFF = 0.2
+"""By how much lots make one play of a hundred runs differ from the mean of many (a standard deviation)."""
 SMALL: dict[str, Any] = {"providers": 8, "honest": 5, "runs": 6, "outstanding": 8}
 PROVIDERS = "efghij"
 A, B = b"a" * 32, b"b" * 32
@@ -49,7 +55,7 @@ def test_a_newcomer_that_asks_first_everywhere_has_no_more_than_its_share(change
     assert mean_share(2, **SMALL, **changes) <= SHARE_MAX
 
 
-@pytest.mark.skipif(not SEEDS, reason="half a minute a seed: PEERLOOM_TURNS_SEEDS=10")
+@pytest.mark.skipif(not SEEDS, reason="a quarter of a minute a seed: PEERLOOM_TURNS_SEEDS=10")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -58,11 +64,27 @@ def test_a_newcomer_that_asks_first_everywhere_has_no_more_than_its_share(change
         {"are_seniors": False},
         {"has_fresh_keys": True, "are_seniors": False, "network": b"net"},
     ],
-    ids=str,
+    ids=["new keys beside seniors", "an old key", "a key among new ones", "new keys of one network"],
 )
 def test_of_a_hundred_submissions_at_once_the_greedy_one_has_its_share(changes: dict[str, Any]) -> None:
-    """A lot decides between equals, so what one play gives is off by as much as it is for an honest peer."""
-    assert mean_share(SEEDS, **changes) <= SHARE_MAX
+    """It wants more runs than the others, and has more than their mean once some of those have all that they
+    want. So its share is held against that of an honest requester that wants as much (in the same place:
+    lots decide between equals, and are the same there), and against its max-min share at each moment.
+    """
+    seeds = range(FIRST_SEED, FIRST_SEED + SEEDS)
+    greedy = [BurstWorld(Burst(seed, **changes)).play() for seed in seeds]
+    is_senior = changes.get("are_seniors", True)
+    polite = changes | {"has_fresh_keys": False, "is_greedy_senior": is_senior, "is_polite": True}
+    honest = [BurstWorld(Burst(seed, **polite)).play() for seed in seeds]
+    share, of_honest, due = (
+        fmean(each.share for each in greedy),
+        fmean(each.share for each in honest),
+        fmean(each.due_share for each in greedy),
+    )
+    figures = f"{share:.3f} of the others' mean, an honest one {of_honest:.3f}; {due:.3f} of what is due"
+    sys.stderr.write(f"{changes}: {figures}\n")
+    assert share <= SHARE_MAX * of_honest, figures
+    assert due <= SHARE_MAX + 2 * LOTS_OFF / SEEDS**0.5, figures
 
 
 def wish(run: int, requester: bytes) -> Wish:
