@@ -461,7 +461,7 @@ class Attempt:
         bodies = [self._haves[place] for place in self._owners]
         common = tuple(entry for entry in bodies[0].held if all(entry in body.held for body in bodies[1:]))
         if len(common) < 2:
-            return self._fail(Reason.TOO_FEW, *(p for p in self._owners if len(self._haves[p].held) < 2))
+            return self._fail(Reason.TOO_FEW, *self._scatter.spoilers(self._haves))
         weights = counted_weights(self.group.terms.aggregate, [entry.weight for entry in common])
         self._set = tuple(
             Held(entry.place, weight, entry.commitment) for entry, weight in zip(common, weights, strict=True)

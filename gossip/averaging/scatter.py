@@ -1,5 +1,7 @@
 """The first half of an attempt: what this member sends of its vector, and what it holds of others."""
 
+from collections.abc import Mapping
+
 import numpy as np
 from blake3 import blake3
 
@@ -137,6 +139,17 @@ class Scatter:
             if self.holds(place)
         )
         return HaveBody(self._attempt, tuple(held))
+
+    def spoilers(self, haves: Mapping[int, HaveBody]) -> list[int]:
+        """Return the owners because of which there is no common set: they name nearly nobody, or another
+        commitment of this member than it made, of which this member is sure."""
+        own = self._commitments.get(self._place)
+        mine = None if own is None else Held(self._place, own[0].weight, own[1])
+        return [
+            place
+            for place, body in haves.items()
+            if len(body.held) < 2 or any(each.place == self._place and each != mine for each in body.held)
+        ]
 
     def sources(self, held: tuple[Held, ...]) -> list[Contributed]:
         """Return what this owner reduces, in the order of members; it forgets all else."""
