@@ -63,19 +63,30 @@ async def ask(network: Network, node: Node, protocol: str, question: object, kin
     )
 
 
-async def ask_about_data(network: Network, node: Node) -> object:
-    """The answer comes by a stream of the other side."""
-    send, receive = trio.open_memory_channel[bytes](8)
+class DataPeer:
+    """Asks about data; the answer comes by a stream of the other side."""
 
-    async def take(stream: Stream) -> None:
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._send, self._receive = trio.open_memory_channel[bytes](8)
+        network.handle(pieces.DATA_PROTOCOL, self._take)
+
+    async def _take(self, stream: Stream) -> None:
         with suppress(StreamClosed):
             while True:
-                await send.send(await stream.receive())
+                await self._send.send(await stream.receive())
 
-    network.handle(pieces.DATA_PROTOCOL, take)
-    stream = await network.open(node.peer, pieces.DATA_PROTOCOL)
-    await stream.send(encode(pieces.Have(NOTHING, b"\0", True, False)))
-    return decode(await receive.receive(), pieces.Message, bytes_max=1 << 16)
+    async def ask(self, peer: PeerId) -> None:
+        """Returns once it has the answer."""
+        stream = await self._network.open(peer, pieces.DATA_PROTOCOL)
+        try:
+            await stream.send(encode(pieces.Have(NOTHING, b"\0", True, False)))
+            answer = decode(await self._receive.receive(), pieces.Message, bytes_max=1 << 16)
+            assert isinstance(answer, pieces.Unknown)
+        finally:
+            with trio.move_on_after(1) as scope:
+                scope.shield = True
+                await stream.aclose()
 
 
 QUESTIONS: dict[str, tuple[object, Any, type]] = {
@@ -92,7 +103,7 @@ QUESTIONS: dict[str, tuple[object, Any, type]] = {
 async def honest_call(network: Network, node: Node, protocol: str) -> None:
     """What an honest peer does with a protocol: a question and its answer, else a stream that is taken."""
     if protocol == pieces.DATA_PROTOCOL:
-        assert isinstance(await ask_about_data(network, node), pieces.Unknown)
+        await DataPeer(network).ask(node.peer)
     elif protocol in QUESTIONS:
         question, kind, expected = QUESTIONS[protocol]
         assert isinstance(await ask(network, node, protocol, question, kind), expected)

@@ -2,7 +2,8 @@
 
 `PEERLOOM_HELD` is for how many seconds (`make soak`); `tests.test_held_places` does the same in virtual time.
 The hostile hold all streams that they get: some say nothing, some send a long message but for its last byte,
-and all come back when they lose one. Not here: data, whose answers a node sends to members that it can dial.
+and all come back when they lose one. A node answers about data by streams of its own, and has heard in the
+DHT where those that ask are; the hostile ask about data that nobody has, and read no answer.
 """
 
 import json
@@ -20,9 +21,12 @@ import psutil
 import pytest
 import trio
 
+import dht.messages
 from crypto.contact import parse_address
+from crypto.encoding import encode
 from crypto.identity import Identity, PeerId, parse_peer
 from gossip.averaging.messages import PROTOCOL as ATTEMPT_PROTOCOL
+from gossip.pieces.messages import DATA_PROTOCOL
 from node.averaging import transfer
 from node.checkpoints import replication
 from node.content import blobs
@@ -34,7 +38,15 @@ from node.seams import MESSAGE_BYTES_USUAL
 from node.transport.network import RealNetwork
 from node.transport.streams import SecureStream
 from tests.node.nets import make_network
-from tests.test_held_places import AGAIN_SECONDS, ANSWER_SECONDS, HOSTILE, honest_call
+from tests.test_held_places import (
+    AGAIN_SECONDS,
+    ANSWER_SECONDS,
+    HOSTILE,
+    DataPeer,
+    first_words,
+    honest_call,
+    never_read,
+)
 
 SECONDS = float(os.environ.get("PEERLOOM_HELD", "0"))
 STREAMS_EACH = 8
@@ -43,7 +55,7 @@ PAGE_CONNECTIONS = 140
 PAGE = "page"
 HELD = [
     wire.RUNS_PROTOCOL, blobs.BLOBS_PROTOCOL, replication.COPIES_PROTOCOL, transfer.PROTOCOL,
-    ATTEMPT_PROTOCOL, column.PROTOCOL, wire.PIPELINE_PROTOCOL, PAGE,
+    ATTEMPT_PROTOCOL, column.PROTOCOL, wire.PIPELINE_PROTOCOL, DATA_PROTOCOL, PAGE,
 ]  # fmt: skip
 SWARM = "held"
 
@@ -65,6 +77,8 @@ async def hold_stream(network: RealNetwork, victim: PeerId, protocol: str, is_lo
     while True:
         with suppress(Unreachable, StreamClosed, OSError):
             stream = await network.open(victim, protocol)
+            if first := first_words(protocol):
+                await stream.send(first)
             if is_long:
                 await send_most(stream)
             await stream.receive()
@@ -116,6 +130,12 @@ async def attack(nodes: SwarmProcesses, protocol: str) -> None:
             await nursery.start(network.run)
             network.learn(victim.peer, [address.of(victim.peer)])
             await network.identify(address)
+            if protocol == DATA_PROTOCOL:
+                said = dht.messages.Ping(1, tuple(str(each) for each in network.addresses))
+                network.send(victim.peer, dht.messages.PROTOCOL, encode(said))
+                if network is not honest:
+                    network.handle(DATA_PROTOCOL, never_read)
+        data = DataPeer(honest)
         link = nodes.page("a")
         for number, network in enumerate(hostile):
             for each in range(0 if protocol == PAGE else STREAMS_EACH):
@@ -132,6 +152,8 @@ async def attack(nodes: SwarmProcesses, protocol: str) -> None:
                 with trio.fail_after(2 * ANSWER_SECONDS):
                     if protocol == PAGE:
                         await trio.to_thread.run_sync(ask_page, link)
+                    elif protocol == DATA_PROTOCOL:
+                        await data.ask(victim.peer)
                     else:
                         await honest_call(honest, victim, protocol)
             except (Unreachable, StreamClosed, OSError, trio.TooSlowError) as error:
