@@ -104,6 +104,13 @@ class Unreachable(Exception):
         self.detail = detail
 
 
+class NotListening(Unreachable):
+    """A host is up, and says that nothing listens where the peer was."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__("refused", detail)
+
+
 class WrongPeer(Unreachable):
     """Another peer than the expected one proved its identity."""
 

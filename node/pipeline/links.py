@@ -16,7 +16,7 @@ import trio
 from crypto.identity import PeerId
 from crypto.noise import Data
 from node.containment import contain
-from node.errors import StreamClosed, Unreachable
+from node.errors import NotListening, StreamClosed, Unreachable
 from node.seams import Network, Stream
 
 QUEUE_BYTES_MAX = 8 * 1024**3
@@ -141,8 +141,9 @@ class Links:
         while True:
             try:
                 stream = await self._network.open(peer, self._protocol)
-            except (Unreachable, StreamClosed):
+            except (Unreachable, StreamClosed) as error:
                 link.has_failed = link.has_lost
+                link.is_closed |= link.has_lost and isinstance(error, NotListening)
                 if link.has_lost:
                     self._tell_broken(peer, link)
                 elif self._on_unopened is not None:

@@ -31,7 +31,7 @@ from crypto.noise import (
     static_public_key,
 )
 from crypto.swarm import Swarm
-from node.errors import Unreachable, WrongPeer
+from node.errors import NotListening, Unreachable, WrongPeer
 from node.forks import keep_from_children
 
 CONNECT_SECONDS = 5.0
@@ -193,7 +193,7 @@ def _no_connection(address: Address, error: OSError) -> Unreachable:
     cause = error.__cause__
     causes = cause.exceptions if isinstance(cause, BaseExceptionGroup) else (cause or error,)
     if any(isinstance(each, ConnectionRefusedError) for each in causes):
-        return Unreachable("refused", f"{address.host} is up, but no node listens on port {address.port}")
+        return NotListening(f"{address.host} is up, but no node listens on port {address.port}")
     reason = getattr(causes[0], "strerror", None) or "no way there"
     return Unreachable("timeout", f"{address.short} cannot be reached: {reason}")
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 import trio
 
 from crypto.contact import Address
-from node.errors import Unreachable
+from node.errors import NotListening, Unreachable
 
 ATTEMPT_DELAY_SECONDS = 0.25
 """From one attempt to the next, as RFC 8305 recommends; a failure brings it forward."""
@@ -67,4 +67,7 @@ async def race(
         return won
     if not failures:
         raise Unreachable("unknown", "there is no address to try")
-    raise min(failures, key=lambda failure: REASONS.index(failure.reason))
+    # Whatever another address says, a node that answers somewhere listens.
+    raise min(
+        failures, key=lambda failure: (REASONS.index(failure.reason), isinstance(failure, NotListening))
+    )

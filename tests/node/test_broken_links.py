@@ -1,0 +1,38 @@
+"""Links whose far side dies, over real sockets: its host's refusal of the next connection is word enough."""
+
+import trio
+
+from node.pipeline.links import Links
+from node.seams import Stream
+from tests.node.nets import BULK, acquaint, make_network, running, until
+
+
+async def test_a_refused_connection_says_that_a_peer_is_gone_without_any_datagram() -> None:
+    heard: list[bytes] = []
+    alice, bob = make_network("a"), make_network("b")
+
+    async def take(stream: Stream) -> None:
+        while True:
+            heard.append(await stream.receive())
+
+    async def nothing(*_: object) -> None: ...
+
+    bob.handle(BULK, take)
+    broken: list[bool] = []
+    async with running(alice), trio.open_nursery() as nursery:
+        links = Links(
+            alice,
+            BULK,
+            deliver=nothing,
+            on_reconnected=lambda _: None,
+            on_stuck=lambda _: None,
+            on_broken=lambda peer: broken.append(links.is_closed(peer)),
+        )
+        await nursery.start(links.run)
+        async with running(bob):
+            acquaint(alice, bob)
+            links.send(bob.peer, b"here")
+            await until(lambda: bool(heard))
+            assert not links.is_closed(bob.peer)
+        await until(lambda: any(broken))
+        nursery.cancel_scope.cancel()
