@@ -6,12 +6,25 @@ the run may converge before the late one has made a step. In virtual time `tests
 """
 
 import os
+import time
+from pathlib import Path
 
 import pytest
+import trio
 
+from crypto.identity import parse_peer
+from node import config
+from node.demo.processes import SwarmProcesses
+from node.runtime import Node
+from partition.run.local_settings import LocalSettings
+from tests.local_runs import local_runs
 from tests.source import ROOT
+from tests.stack import manifest, prepare, simple_cnn
 
 pytest.importorskip("sklearn")
+
+GOES_ON_SECONDS = 10.0
+"""From the death of a machine until the column makes steps without it."""
 
 
 @pytest.mark.skipif("PEERLOOM_PROCESSES" not in os.environ, reason="PEERLOOM_PROCESSES=1")
@@ -35,3 +48,66 @@ def test_two_columns_of_processes_train_on_after_one_is_killed(monkeypatch: pyte
     row = gossip_digits.play(peers=4, killed=1, patience=gossip_digits.PATIENCE_COLUMNS, stages=2)
     assert (row["outcomes"], row["reason"]) == (["done"], [gossip_digits.CONVERGED])
     assert row["accuracy"] > 0.93
+
+
+@pytest.mark.skipif("PEERLOOM_PROCESSES" not in os.environ, reason="PEERLOOM_PROCESSES=1")
+def test_a_column_of_processes_goes_on_without_one_and_uses_another_that_joins(tmp_path: Path) -> None:
+    """Three nodes hold a stage each, nobody is idle: the two that are left hold all three."""
+    model = simple_cnn("float32")
+    swarm = SwarmProcesses(tmp_path, "columns", time.sleep, calibrate=False, preset="lan")
+    settings = config.Config(
+        name="e",
+        data_dir=tmp_path / "e",
+        swarm=config.Swarm(name="columns", preset="lan"),
+        listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
+        join=config.Join(lan=False),
+        resources=config.Resources(calibrate=False),
+    )
+    wanted = manifest(
+        model,
+        stages=3,
+        replicas=1,
+        dtype="float32",
+        local=LocalSettings(local_steps=5),
+        steps=100_000,
+        save_every=5,
+        test_samples=60,
+    )
+
+    async def play() -> None:
+        swarm.launch("ab")
+        first = await trio.to_thread.run_sync(swarm.start, "a", None)
+        await trio.to_thread.run_sync(swarm.start, "b", first.address)
+        async with Node(settings, join=[first.address]) as node:
+            with trio.fail_after(60):
+                while len(node.membership.live) < 3:  # noqa: ASYNC110 - real processes
+                    await trio.sleep(0.1)
+            await node.runs.submit(prepare(node, wanted), wait_seconds=60.0)
+            (member,) = local_runs(node).members.values()
+
+            async def reached(step: int) -> None:
+                with trio.fail_after(120):
+                    while member.step < step:  # noqa: ASYNC110
+                        await trio.sleep(0.05)
+
+            await reached(30)
+            column = member.crew.column
+            assert column is not None
+            killed = column.holder(1)
+            swarm.kill(next(name for name, each in swarm.nodes.items() if parse_peer(each.peer) == killed))
+            began, before = time.monotonic(), member.step
+            await reached(before + 3)
+            assert time.monotonic() - began <= GOES_ON_SECONDS
+            assert len({node.peer, *column.peers}) == 2
+            swarm.launch("c")
+            left = next(each for each in swarm.nodes.values() if parse_peer(each.peer) != killed)
+            joiner = await trio.to_thread.run_sync(swarm.start, "c", left.address)
+            with trio.fail_after(120):
+                while parse_peer(joiner.peer) not in column.peers:  # noqa: ASYNC110
+                    await trio.sleep(0.1)
+            await reached(member.step + 10)
+
+    try:
+        trio.run(play)
+    finally:
+        swarm.close()

@@ -1,6 +1,6 @@
 """How a member of a run in local mode takes over the state of others."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from math import inf
 
@@ -8,6 +8,7 @@ import trio
 
 from crypto.identity import PeerId
 from gossip.claims import LikelySteps, lower_median, newcomer_steps
+from gossip.roster import Report
 from node.averaging.participation import Participation
 from node.averaging.snapshot import Snapshot
 from node.errors import StageFailed, Unreachable
@@ -19,6 +20,11 @@ CATCH_UPS_MAX = 5
 """Attempts to take over a state, before a newcomer gives up."""
 LIKELY_ROUNDS = 10
 """A member is hardly so many rounds ahead of most others."""
+
+
+def is_begun(reports: Iterable[Report]) -> bool:
+    """Return whether one of these members has made a step: until then all hold the run's first values."""
+    return any(report.has_state and report.step.reaches(1) for report in reports)
 
 
 def likely_steps(

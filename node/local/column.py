@@ -10,10 +10,12 @@ nothing to do with each other but that the holders of each stage average (`node.
 
 A holder that is gone breaks the column: the step that was under way is dropped everywhere, and the head looks
 for another holder of that stage, one whose own head is gone or a node with a free slot. Other heads name
-those that they know: a holder that is left over may be unknown to the head that lacks it.
+those that they know: a holder that is left over may be unknown to the head that lacks it. Where there is
+none, a node of the column holds two (`node.local.merging`); what the head itself holds is asked in its own
+process.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated
 
@@ -35,7 +37,9 @@ from partition.stage import REASON_LENGTH_MAX
 PROTOCOL = "/peerloom/column/1"
 MESSAGE_BYTES_MAX = 32 * 1024
 """A full chain of tickets; requests and answers are payloads."""
-STREAMS = StreamLimits(message_bytes_max=MESSAGE_BYTES_MAX, streams_per_peer_max=4)
+HELD_MAX = 8
+"""Stages that one node holds of a run: each has a process of its own, which takes some 0.3 GB beside them."""
+STREAMS = StreamLimits(message_bytes_max=MESSAGE_BYTES_MAX, streams_per_peer_max=HELD_MAX + 4)
 MATES_MAX = 32
 HEADS_ASKED = 2
 """How many other heads are asked each time that a stage is missing: one after another, all are."""
@@ -59,12 +63,16 @@ Reason = Annotated[str, msgspec.Meta(max_length=REASON_LENGTH_MAX)]
 
 
 class Attach(msgspec.Struct, frozen=True, array_like=True, tag="attach"):
-    """Work for me: I am a head of this run after so many steps, and a member by this chain."""
+    """Work for me: I am a head of this run after so many steps, and a member by this chain. `keeps` asks for
+    copies of the head's own stage to be kept, for whoever takes that over. `column` are other nodes that
+    work for it: a holder shows itself to them where the head is gone."""
 
     run: Hash
     stage: Annotated[int, msgspec.Meta(ge=1, lt=STAGES_MAX)]
     step: Annotated[int, msgspec.Meta(ge=0, le=STEPS_MAX)]
     chain: Chain
+    keeps: bool = False
+    column: Annotated[tuple[Subject, ...], msgspec.Meta(max_length=STAGES_MAX)] = ()
 
 
 class Attached(msgspec.Struct, frozen=True, array_like=True, tag="attached"):
@@ -76,11 +84,13 @@ class Attached(msgspec.Struct, frozen=True, array_like=True, tag="attached"):
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
     """No; `is_diverged`: what was computed is no finite number, and the column goes on. `mates` may hold the
-    stage: another head names them, which holds none but the first."""
+    stage: another head names them, which holds none but the first. `is_older`: a newcomer's state is of an
+    earlier step than another holder's, which it takes over now; ask again."""
 
     reason: Reason
     is_diverged: bool = False
     mates: Annotated[tuple[Subject, ...], msgspec.Meta(max_length=MATES_MAX)] = ()
+    is_older: bool = False
 
 
 class Do(msgspec.Struct, frozen=True, array_like=True, tag="do"):
@@ -124,21 +134,48 @@ class ColumnStage:
         self._network = network
         self._payload_bytes_max = payload_bytes_max
         self._streams: dict[int, Stream] = {}
+        self._here: dict[int, StageServer] = {}
+        """The stages that the head holds beside the first, of which some may work for it now."""
+        self._hosts: dict[int, PeerId] = {}
+        """Peers that agreed to hold a stage beside another one of this column."""
         self._turns = [trio.Lock() for _ in range(count)]
         """Whoever asks a stage: one at a time, in order."""
         self.mates: dict[int, dict[PeerId, None]] = {stage: {} for stage in range(1, count)}
         """Peers that were said to hold a stage."""
         self._heads_asked = 0
+        self.has_looked = False
+        """Whether holders were looked for at all."""
+        self.is_older = False
+        """Whether the last peer that was asked is taking a newer state over."""
 
     @property
     def missing(self) -> tuple[int, ...]:
         """The stages that nobody holds for this head."""
-        return tuple(stage for stage in range(1, self._count) if stage not in self._streams)
+        held = {*self._streams, *(stage for stage, server in self._here.items() if server.head is not None)}
+        return tuple(stage for stage in range(1, self._count) if stage not in held)
 
     @property
     def peers(self) -> tuple[PeerId, ...]:
-        """The holders of the other stages."""
-        return tuple(stream.peer for stream in self._streams.values())
+        """The other nodes of this column."""
+        return tuple(dict.fromkeys(stream.peer for stream in self._streams.values()))
+
+    @property
+    def here(self) -> Mapping[int, "StageServer"]:
+        """The stages that the head holds beside the first."""
+        return self._here
+
+    def hold_here(self, stage: int, server: "StageServer") -> None:
+        """The head holds this stage itself; `mend` has it work."""
+        self._here[stage] = server
+
+    def drop_here(self, stage: int) -> None:
+        """The head holds this stage no more."""
+        self._here.pop(stage, None)
+
+    def agreed(self, stage: int, peer: PeerId) -> None:
+        """A peer will hold this stage, also beside another."""
+        self._hosts[stage] = peer
+        self.mates[stage] = {peer: None, **self.mates[stage]}
 
     async def mend(
         self,
@@ -151,7 +188,10 @@ class ColumnStage:
         """Find holders for the stages that are missing: peers said to hold them first, then other members. If
         none does, some of the other `heads` are asked for names, for the next time."""
         for stage in self.missing:
-            taken = set(self.peers)
+            if stage in self._here:
+                await self._here[stage].work_for(self._network.peer, step)
+                continue
+            taken = set(self.peers) - {self._hosts.get(stage)}
             for peer in dict.fromkeys((*self.mates[stage], *known)):
                 if peer not in taken and not await self.attach(stage, peer, step, chain, check):
                     break
@@ -159,6 +199,7 @@ class ColumnStage:
                 first, self._heads_asked = self._heads_asked, self._heads_asked + HEADS_ASKED
                 for number in range(first, first + min(HEADS_ASKED, len(heads))):
                     await self.attach(stage, heads[number % len(heads)], step, chain, check)
+        self.has_looked = True
 
     async def attach(
         self,
@@ -171,26 +212,33 @@ class ColumnStage:
         """Have `peer` hold a stage; why it does not, empty where it does. `check` raises RemoteProtocolError
         where it is no member."""
         stream: Stream | None = None
+        self.is_older = False
         try:
             with trio.fail_after(ATTACH_SECONDS_MAX):
                 stream = await self._network.open(peer, PROTOCOL, message_bytes_max=MESSAGE_BYTES_MAX)
-                await stream.send(encode(Attach(self._run, stage, step, chain)))
+                keeps = not any(self._streams.keys() - {stage})
+                await stream.send(encode(Attach(self._run, stage, step, chain, keeps, self.peers)))
                 answer: Answer = decode(await stream.receive(), Answer, bytes_max=MESSAGE_BYTES_MAX)
             if isinstance(answer, Attached):
                 check(peer, answer.chain)
         except (Unreachable, StreamClosed, trio.TooSlowError, RemoteProtocolError) as error:
             if stream is not None:
-                await _close(stream)
+                await close(stream)
             self.mates[stage].pop(peer, None)
+            if self._hosts.get(stage) == peer:
+                del self._hosts[stage]
             return str(error) or "no answer in time"
+        self.is_older = isinstance(answer, Refusal) and answer.is_older
         named = answer.mates if isinstance(answer, Attached | Refusal) else ()
         mates = dict.fromkeys((peer, *(PeerId(mate) for mate in named)))
         if not isinstance(answer, Attached):
-            await _close(stream)
+            await close(stream)
             del mates[peer]
         self.mates[stage] = dict(list({**mates, **self.mates[stage]}.items())[:MATES_MAX])
         if isinstance(answer, Attached):
-            self._streams[stage] = stream
+            before, self._streams[stage] = self._streams.get(stage), stream
+            if before is not None:
+                await close(before)
             return ""
         return answer.reason if isinstance(answer, Refusal) else "no answer"
 
@@ -291,6 +339,8 @@ class ColumnStage:
             raise ColumnBroken(str(error)) from None
 
     async def _ask_holder(self, stage: int, request: Work, seconds: float) -> object:
+        if (here := self._here.get(stage)) is not None and stage not in self._streams:
+            return await self._ask_here(here, stage, request)
         stream = self._streams.get(stage)
         if stream is None:
             raise ColumnBroken(f"nobody holds stage {stage + 1}")
@@ -309,6 +359,20 @@ class ColumnStage:
             raise ColumnBroken(f"stage {stage + 1}: {error or 'no answer in time'}") from None
         return worked
 
+    async def _ask_here(self, server: "StageServer", stage: int, request: Work) -> object:
+        """One request to a stage that the head holds itself."""
+        if server.head is None:
+            raise ColumnBroken(f"stage {stage + 1} is not ready here")
+        try:
+            return await server.work(request)
+        except StageDiverged:
+            raise
+        except (PayloadRefused, StageFailed) as error:
+            if not isinstance(error, PayloadRefused):
+                server.failure = str(error)
+            await server.rest()
+            raise ColumnBroken(f"stage {stage + 1}: {error}") from None
+
     async def _give_up(self, stage: int) -> None:
         """Break with the holder of a stage, once it owes no answer to others."""
         async with self._turns[stage]:
@@ -318,12 +382,14 @@ class ColumnStage:
         stream = self._streams.pop(stage, None)
         if stream is not None:
             self.mates[stage].pop(stream.peer, None)
-            await _close(stream)
+            await close(stream)
 
     async def let_go(self) -> None:
         """Let all holders go: each drops what it had of a step."""
         for stage in list(self._streams):
             await self._break(stage)
+        for server in list(self._here.values()):
+            await server.rest()
 
     async def expel(self, peer: PeerId) -> None:
         """This peer is no member any more: it holds no stage of this column."""
@@ -333,7 +399,7 @@ class ColumnStage:
                 await self._give_up(stage)
 
     def holder(self, stage: int) -> PeerId | None:
-        """Return the peer that holds a stage of this column, None where it is missing."""
+        """Return the other node that holds a stage of this column, None where there is none."""
         stream = self._streams.get(stage)
         return None if stream is None else stream.peer
 
@@ -347,7 +413,7 @@ class ColumnStage:
         await self._own.aclose()
 
 
-async def _close(stream: Stream) -> None:
+async def close(stream: Stream) -> None:
     with trio.CancelScope(shield=True), trio.move_on_after(1):
         await stream.aclose()
 
@@ -388,6 +454,12 @@ class StageServer:
         self.head: PeerId | None = None
         self.failure = ""
         """Why the stage can do no more, where it has failed."""
+        self.last_head: PeerId | None = None
+        """The head that it worked for last."""
+        self.companions: list[PeerId] = []
+        """The other nodes that worked for it."""
+        self.keeps_copies = False
+        """Whether that has asked for copies of its own stage to be kept."""
         self.lock = trio.Lock()
         self._stage = stage
         self._accept = accept
@@ -417,6 +489,8 @@ class StageServer:
         for each in evicted:
             self._let_go(each)
         self._own, self.head = head, stream.peer
+        self.last_head, self.keeps_copies = stream.peer, attach.keeps
+        self.companions = [PeerId(peer) for peer in attach.column]
         with head.scope:
             try:
                 async with self.lock:
@@ -474,6 +548,27 @@ class StageServer:
                 await stream.send(encode(Did()), encode(worked))
         except trio.TooSlowError:
             raise StreamClosed("a head that takes no answer") from None
+
+    async def work_for(self, head: PeerId, step: int) -> None:
+        """Begin to work for the head that is this node itself, after so many steps. Raises StageFailed."""
+        if self._own is None and self.between is not None:
+            async with self.lock:
+                await self._stage.call(api.Discard())
+                await self._stage.call(api.Restore(step))
+                self._apply(step, 0)
+                self.head = head
+
+    async def work(self, request: Work) -> object:
+        """Answer a request of this node's own head. Raises PayloadRefused, StageDiverged, StageFailed."""
+        async with self.lock:
+            return await self._do(request)
+
+    async def rest(self) -> None:
+        """Work for this node's own head no more for now: drop what there was of a step."""
+        self.head = None
+        with suppress(StageFailed):
+            async with self.lock:
+                await self._stage.call(api.Discard())
 
     def close(self) -> None:
         """Work for nobody any more."""

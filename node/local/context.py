@@ -21,6 +21,7 @@ from node.runs.own_data import OwnDataSets
 from node.runs.readiness import Readiness
 from node.runs.receipts import Receipts
 from node.seams import Seams
+from node.services.measurements import Measurements
 from node.storage.guests import Guests
 from partition.model.graph import Graph
 
@@ -36,6 +37,7 @@ class Service(Protocol):
     places: Places
     receipts: Receipts
     readiness: Readiness
+    measurements: Measurements
 
     @property
     def machine(self) -> Machine: ...

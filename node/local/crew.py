@@ -8,6 +8,7 @@ from gossip.roster import Report
 from node.averaging.participation import Participation
 from node.local.column import ColumnStage, StageServer
 from node.local.context import Service
+from node.local.holder import Holder
 from node.protocols.manifest import Run
 from node.seams import Stage
 from partition.plan.plan import Plan
@@ -27,6 +28,10 @@ class Crew:
         self.column: ColumnStage | None = None
         self.server: StageServer | None = None
         """This member's stage, where it works for the head of a column."""
+        self.further: dict[int, Holder] = {}
+        """The stages that this member holds beside its own."""
+        self.taken: set[int] = set()
+        """The numbers of those, also while they are being opened."""
         self.awaits_head = False
         """Whether the heads that were there are gone, and nobody here has a copy of their numbers."""
         self.agreed: set[PeerId] = set()
@@ -67,9 +72,27 @@ class Crew:
         return [peer for peer, report in self.reports.items() if report.has_state]
 
     @property
+    def parts(self) -> list[Participation]:
+        """The rosters that this member is in, its own stage's first."""
+        own = [] if self.part is None else [self.part]
+        return own + [holder.held.part for holder in self.further.values()]
+
+    def serving(self, stage: int) -> StageServer | None:
+        """Return the stage with this number, where it can work for heads."""
+        return next((server for server in self.servers if server.number == stage), None)
+
+    @property
     def head(self) -> PeerId | None:
         """The head that this member works for."""
-        return None if self.server is None else self.server.head
+        if self.server is None:
+            return None
+        return next((server.head for server in self.servers if server.head is not None), None)
+
+    @property
+    def servers(self) -> list[StageServer]:
+        """The stages here that can work for heads, this member's own first."""
+        own = [] if self.server is None else [self.server]
+        return own + [holder.server for holder in self.further.values()]
 
     @property
     def column_peers(self) -> tuple[PeerId, ...]:

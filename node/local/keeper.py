@@ -32,7 +32,7 @@ class Keeper:
     """Keeps checkpoints of one run on this node. `every` steps, 0 for never."""
 
     def __init__(
-        self, service: Service, run: Run, admission: Admission, stage: int, *, copy_of: int = 0
+        self, service: Service, run: Run, admission: Admission, stage: int, *, copy_of: int | None = None
     ) -> None:
         """`stage` is this member's; what is kept is the state of that, or of the stage of another."""
         self.error = ""
@@ -108,9 +108,9 @@ class Keeper:
 def release(service: Service, run: Run) -> None:
     """Forget all that was kept of a run, which is over for this node."""
     forget(service.seams.storage, run.text)
-    for stage in range(stage_count(run)):
+    for stage in (None, *range(stage_count(run))):
         service.guests.release(_label(run, stage))
 
 
-def _label(run: Run, copy_of: int) -> str:
-    return f"{run.text}.state" + (f".{copy_of}" if copy_of else "")
+def _label(run: Run, copy_of: int | None) -> str:
+    return f"{run.text}.state" + ("" if copy_of is None else f".{copy_of}")

@@ -5,8 +5,7 @@ a shard over the others, and one member alone goes on. How the members agree on 
 `partition.run.ending`. A requester that takes no stages follows its run without training.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import inf, isfinite
 
@@ -15,32 +14,29 @@ import trio
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact
 from crypto.identity import PeerId
-from gossip.claims import agreed_count, newcomer_steps
 from node.averaging.door import Door
 from node.averaging.participation import Participation
+from node.averaging.snapshot import Snapshot
 from node.checkpoints.weights import export_bytes_max, weights_name
 from node.errors import StageDiverged, StageFailed, Unreachable, UsageError
-from node.local.catch_up import LIKELY_ROUNDS, catch_up
-from node.local.column import (
-    MATES_MAX,
-    Attach,
-    Attached,
-    ColumnBroken,
-    Refusal,
-    StageServer,
-)
+from node.local.column import ColumnBroken
 from node.local.context import Service, training_data
 from node.local.copies import Copies
 from node.local.crew import Crew
 from node.local.due import Due
+from node.local.further import FurtherStages, Material
 from node.local.headless import HeadWatch, stranded_reason
+from node.local.held_stage import HeldStage
+from node.local.holder import Holder
 from node.local.keeper import Keeper
+from node.local.merging import MERGE_SECONDS, RESUMED_SECONDS, Regrouping
 from node.local.recruiter import Recruiter
 from node.local.results import Results
 from node.local.rounds import Rounds
 from node.local.stage_copies import StageCopies, state_sizes
 from node.local.stages import local_plan, open_part, stage_count
-from node.local.start_barrier import StartBarrier, is_begun
+from node.local.start_barrier import StartBarrier
+from node.local.succession import Succession
 from node.local.telling import Teller
 from node.local.trainer import LocalTrainer, state_bytes_max
 from node.local.trial import Trial
@@ -51,6 +47,7 @@ from node.runs.manifest_builder import make_batches
 from partition.model.graph import Graph
 from partition.plan.plan import Plan
 from partition.run.admission import Admission
+from partition.run.asks import Declined, Done
 from partition.run.conclusions import Conclusion, Evaluated, Sends
 from partition.run.ending import Ending
 from partition.run.local_settings import LocalSettings
@@ -60,8 +57,6 @@ LOOK_SECONDS = 0.5
 """How often the shards and the end follow who takes part."""
 DIVERGED_MAX = 10
 """Steps in a row that are not finite, as in exact mode."""
-GREETED_MAX = 32
-"""Members that a stage without a head tells that it is there."""
 
 
 class LocalMember:
@@ -82,9 +77,12 @@ class LocalMember:
         holders: Sequence[PeerId],
         tell: Callable[[Ending, Callable[[float], Sends]], None],
         inviter: PeerId | None = None,
+        is_resumed: bool = False,
+        carried: Mapping[int, Snapshot] | None = None,
     ) -> None:
         """`tell` lets a call act on the core of the end; `holders` may hand over what the run is made of.
-        `inviter` has asked this node to take part."""
+        `inviter` has asked this node to take part. `is_resumed`: it took part before it was started again.
+        `carried` has the states of the stages that it is to hold as the head in another's place."""
         assert run.manifest.local is not None, "the run is in local mode"
         self.run = run
         self.ending = ending
@@ -106,7 +104,13 @@ class LocalMember:
         self._life = trio.CancelScope()
         self._part: Participation | None = None
         self._trainer: LocalTrainer | None = None
-        self._rounds: Rounds | None = None
+        self._held: HeldStage | None = None
+        self._further: FurtherStages | None = None
+        self._regrouping: Regrouping | None = None
+        self._is_resumed = is_resumed
+        self._carried = carried
+        self.successor: dict[int, Snapshot] | None = None
+        """The states with which this node goes on as the head, where it takes that one's place."""
         self._evaluated_step = self._diverged = 0
         self._due = Due()
         self._stage = stage
@@ -115,8 +119,8 @@ class LocalMember:
         self.results = Results(service, run, ending, tell, self)
         self._first_loss = inf
         """The held-out loss of the values that all began with."""
-        self._trial: Trial | None = None
         self.keeper = Keeper(service, run, door.admission, stage)
+        self._holder: Holder | None = None
         self.heads = HeadWatch(is_holder=bool(stage))
         self._recruiter = Recruiter(service, run, door, self.crew, self._stages)
         self._barrier = StartBarrier(run.id, self.crew, door, lambda: service.live(), inviter)
@@ -136,12 +140,7 @@ class LocalMember:
 
     @property
     def _is_at_end(self) -> bool:
-        """Whether the steps are done: by most of the members, or here and by half of all, for one member may
-        claim any step."""
-        steps = self.run.manifest.steps
-        others = [report.step.reaches(steps) for report in self.crew.reports.values() if report.has_state]
-        count, done = len(others) + 1, sum(others)
-        return 2 * done > count or (self.step >= steps and 2 * (done + 1) >= count)
+        return self._held is not None and self._held.is_at_end
 
     # Life
 
@@ -176,7 +175,7 @@ class LocalMember:
             self._part = self.crew.part = None
         if self.crew.server is not None:
             self.crew.server.close()
-        self.crew.column = self.crew.server = None
+        self.crew.column = self.crew.server = self._holder = self._further = self._regrouping = None
         trainer, self._trainer = self._trainer, None
         if trainer is not None:
             await trainer.stage.aclose()
@@ -208,17 +207,12 @@ class LocalMember:
                 nursery.start_soon(copies.run, part)
             if not self._stage:
                 nursery.start_soon(self._recruiter.run)
-            if self.crew.column is not None:
-                sizes = await service.seams.executor.run(
-                    partial(state_sizes, self.run, graph, plan, service.machine), apart=True
-                )
-                kept = StageCopies(
-                    service, self.run, self.crew, self._door, step=lambda: self.step, bytes_max=sizes
-                )
-                nursery.start_soon(kept.run)
+            if self._further is not None:
+                await self._stand_in(self._further, plan, nursery)
             try:
                 if self._trainer is not None:
-                    await self._barrier.meet_inviter(part, self._stage)
+                    if self._carried is None:  # else this member knows that there is no head
+                        await self._barrier.meet_inviter(part, self._stage)
                     await self._train(self._trainer, nursery)
                 await trio.sleep_forever()
             except (StageFailed, Unreachable, UsageError, OSError) as error:
@@ -239,24 +233,114 @@ class LocalMember:
             raise
         executor, stage = service.seams.executor, opened
         bytes_max = max(payload_bytes_max(specification), export_bytes_max(graph))
-        if self._stage:
-            self.crew.server = StageServer(
-                opened, self._stage, accept=self._accept, apply=self._applied, payload_bytes_max=bytes_max
-            )
-        elif self._stages > 1:
+        if not self._stage and self._stages > 1:
             stage = self.crew.open_column(service, plan, opened, bytes_max)
-        self._trainer = LocalTrainer(
+        trainer = self._trainer = LocalTrainer(
             self.run, specification, stage, batches, executor, self._me, in_flight=self._stages
         )
+        assert self._part is not None
+        self._held = HeldStage(self.run, self.ending, self._part, self.keeper, trainer, self._me)
+        self._held.taken_over = self._taken_over
+        if self._stage:
+            steps = self.run.manifest.steps
+            holder = self._holder = Holder(
+                self._held, self._stage, self._door, self.ending, steps, payload_bytes_max=bytes_max
+            )
+            holder.is_still, holder.begun = (lambda: self._is_waiting), self._has_begun
+            holder.alone = self._end_if_stranded
+            self.crew.server = holder.server
+        if self._stages > 1:
+            material = Material(graph, plan, batches, self._holders, bytes_max)
+            self._further = FurtherStages(
+                service, self.run, self.ending, self._door, self.crew, material, own=self._stage
+            )
+
+    async def _stand_in(self, further: FurtherStages, plan: Plan, nursery: trio.Nursery) -> None:
+        """Be ready to hold stages of other machines that die; of the head's column, or the head itself."""
+        service, graph = self._service, self._graph
+        assert graph is not None
+        sizes = await service.seams.executor.run(
+            partial(state_sizes, self.run, graph, plan, service.machine), apart=True
+        )
+        nursery.start_soon(further.run)
+        if self._stage:
+            succession = Succession(
+                service,
+                self.run,
+                self._door,
+                self.crew,
+                own=self._stage,
+                bytes_max=sizes[0],
+                step=lambda: self.step,
+            )
+            nursery.start_soon(self._succeed, succession)
+            return
+        kept = StageCopies(service, self.run, self.crew, self._door, step=lambda: self.step, bytes_max=sizes)
+        further.making_room = kept.take_back
+        nursery.start_soon(kept.run)
+        patience = None if self._carried is None else MERGE_SECONDS
+        patience = RESUMED_SECONDS if self._is_resumed else patience
+        self._regrouping = Regrouping(
+            service,
+            self.run,
+            self._door,
+            self.crew,
+            further,
+            self._recruiter,
+            graph,
+            plan,
+            step=lambda: self.step,
+            tell=self.teller.running,
+            patience_seconds=patience,
+        )
+        nursery.start_soon(self._regrouping.run)
+        for stage, state in (self._carried or {}).items():
+            further.hold(stage, state)  # but for the first, which is this member's own
+
+    async def stand_in(self, peer: PeerId, stage: int) -> Done | Declined:
+        """A member asks this one to hold a stage too: its head may, for a column that lacks it."""
+        if self._further is None or not (self._stage and stage and self.has_state):
+            return Declined("it is a member already")
+        return await self._further.stand_in(peer, stage)
+
+    async def as_head(self, states: Mapping[int, Snapshot]) -> "LocalMember":
+        """Return this node's next life in the run, as its head, with the states that are here."""
+        member = LocalMember(
+            self._service,
+            self.run,
+            self.ending,
+            self._door,
+            is_training=True,
+            holders=self._holders,
+            tell=self._tell,
+            carried=states,
+        )
+        member.teller = self.teller
+        await member.keeper.remember(member.keeper.part(is_training=True))
+        await member.keeper.save(states[0])  # in place of that of the stage before
+        return member
+
+    async def _succeed(self, succession: Succession) -> None:
+        """End this life as a holder once the head is gone for good: `node.local.service` begins one as the
+        head, with the states that are here."""
+        await succession.wait()
+        if self._held is None or not self.has_state or self.ending.best is not None:
+            return
+        if (first := await succession.load()) is None:
+            return  # it is damaged
+        others = {} if self._further is None else await self._further.copies()
+        self.successor = {0: first, self._stage: await self._held.copy(), **others}
+        self._life.cancel()
 
     # Training
 
     async def _train(self, trainer: LocalTrainer, nursery: trio.Nursery) -> None:
-        assert self._part is not None
-        rounds = self._rounds = Rounds(self._me, self._settings, trainer, self._part)
-        await rounds.open()
-        if self.crew.server is not None:
-            await self._work(self.crew.server, trainer, rounds, nursery)
+        assert self._held is not None
+        held = self._held
+        await held.open()
+        if self._holder is not None:
+            await self._holder.work(nursery)
+            return
         is_begun = False
         while True:
             try:
@@ -266,35 +350,38 @@ class LocalMember:
                     self._first_loss = await trainer.held_out_loss()
                     if self._stages == 1:  # nobody can tell a good state of one stage from a bad one
                         is_apart = self._settings.is_federated
-                        self._trial = await Trial.open(trainer, self._first_loss, is_apart=is_apart)
-                    await self._begin(trainer, rounds)
-                    is_begun = self.has_state = True
+                        held.trial = await Trial.open(trainer, self._first_loss, is_apart=is_apart)
+                    await self._begin(held)
+                    is_begun = True
                     self._evaluated_step = trainer.step
-                    await self._wait_for_agreed(trainer, rounds, nursery)
-                await self._turn(trainer, rounds, nursery)
+                    await self._wait_for_agreed(held, nursery)
+                await self._turn(held, nursery)
             except ColumnBroken as error:
                 await self._broken(trainer, str(error))
 
-    async def _wait_for_agreed(self, trainer: LocalTrainer, rounds: Rounds, nursery: trio.Nursery) -> None:
+    async def _wait_for_agreed(self, held: HeldStage, nursery: trio.Nursery) -> None:
         """Hold the first step of a run until those that agreed to begin are ready, for a bounded time."""
 
         async def meanwhile() -> None:
-            self._report()
-            await self._between_steps(trainer, rounds, nursery)
+            held.report()
+            await self._between_steps(held, nursery)
 
-        if not trainer.step and self._stages == 1:  # other columns may not become whole for long
+        if not held.trainer.step and self._stages == 1:  # other columns may not become whole for long
             await self._barrier.hold(meanwhile, self.teller.running)
 
-    async def _turn(self, trainer: LocalTrainer, rounds: Rounds, nursery: trio.Nursery) -> None:
+    async def _turn(self, held: HeldStage, nursery: trio.Nursery) -> None:
         """One step, and what is due before it. Raises ColumnBroken."""
-        self._report()
-        await self._between_steps(trainer, rounds, nursery)
+        trainer = held.trainer
+        held.report()
+        await self._between_steps(held, nursery)
         if self._is_waiting or self._holds_still or trainer.is_idle or self._is_at_end:
             await trio.sleep(LOOK_SECONDS)  # the end is being agreed on, or a stage is missing
             return
         begun = trio.current_time()
         stepped = await trainer.train_step()
         self._diverged = self._diverged + 1 if stepped.diverged else 0
+        if self._regrouping is not None:
+            self._regrouping.stepped(trio.current_time() - begun)
         replicas = 1 + len(self.crew.training)
         self.teller.stepped(trainer.step, stepped, trio.current_time() - begun, replicas)
         if self._diverged >= DIVERGED_MAX:
@@ -309,9 +396,11 @@ class LocalMember:
         if column is None:
             return
         if column.missing:
-            await column.mend(
-                self.crew.holders, self.crew.others, trainer.step, self.admission.chain, self._door.check
-            )
+            live = self._service.live()
+            known = [peer for peer in self.crew.holders if peer in live]
+            await column.mend(known, self.crew.others, trainer.step, self.admission.chain, self._door.check)
+        elif self._regrouping is not None and self.has_state:
+            await self._regrouping.hand_over()
         trainer.is_waiting = bool(column.missing)
         if trainer.is_waiting and not self.has_state:
             await trio.sleep(LOOK_SECONDS)
@@ -326,124 +415,45 @@ class LocalMember:
         await self.crew.column.let_go()
         await trainer.drop_step()
 
-    def _accept(self, peer: PeerId, attach: Attach) -> Attached | Refusal:
-        """A head wants this member's stage. Raises RemoteProtocolError: it is no member."""
-        self._door.check(peer, attach.chain)
-        is_beyond = attach.step > self.run.manifest.steps
-        if is_beyond or not self.has_state:
-            return Refusal("a step beyond the end of the run" if is_beyond else "its state is not here yet")
-        return Attached(self.admission.chain, tuple(self.crew.training[:MATES_MAX]))
-
-    def _applied(self, step: int, samples: int) -> None:
-        assert self._trainer is not None
-        self._trainer.step, self._trainer.samples = step, self._trainer.samples + samples
-
-    async def _work(
-        self, server: StageServer, trainer: LocalTrainer, rounds: Rounds, nursery: trio.Nursery
-    ) -> None:
-        """Hold a stage for the head of a column, and average it with the others that do."""
-
-        async def between() -> None:
-            trainer.is_waiting = server.head is None
-            self._report()
-            await self._between_steps(trainer, rounds, nursery)
-
-        async def settle() -> None:
-            rounds.ending_for = self._due.waited("an end", self._is_at_end or self.ending.has_converged)
-            while rounds.ending_for >= 0 and rounds.lacks_mean(len(self.crew.training)):
-                await between()
-                await trio.sleep(LOOK_SECONDS)
-
-        await self._begin(trainer, rounds)
+    def _has_begun(self) -> None:
         self.has_state = True
         self.begun.set()
-        server.between, server.settle = between, settle
-        while True:
-            if server.failure:
-                raise StageFailed(server.failure)
-            if server.head is None:
-                self._door.greet(list(self.admission.admitted)[-GREETED_MAX:])  # heads that look for a holder
-                async with server.lock:
-                    await between()
-                if self.heads.is_stranded and self.ending.best is None:
-                    reason = stranded_reason(self._stage)
-                    self._propose(Conclusion(self.run.id, "failed", reason, self.step, "", self._me))
-            elif trainer.is_idle or self.ending.has_converged:  # no step of the head calls for a round
-                async with server.lock:
-                    await between()
-            await trio.sleep(LOOK_SECONDS)
+        self._service.readiness.stand_by()
 
-    async def _begin(self, trainer: LocalTrainer, rounds: Rounds) -> None:
+    def _end_if_stranded(self) -> None:
+        """Propose to end the run as failed where no head comes for this stage."""
+        if self.heads.is_stranded and self.ending.best is None:
+            reason = stranded_reason(self._stage)
+            self._follow_peers(self.crew.training)  # those that only follow hear of it, too
+            self._propose(Conclusion(self.run.id, "failed", reason, self.step, "", self._me))
+
+    async def _begin(self, held: HeldStage) -> None:
         """Go on from the state of the others, or from the own last one where nobody is further."""
-        own = await self.keeper.load(trainer.state_bytes_max)
-        reports = [report for report in self.crew.reports.values() if report.has_state]
-        others = [report.step for report in reports]
-        likely = newcomer_steps(others, LIKELY_ROUNDS * self._settings.local_steps, are_equal=False)
-        is_resumed = False
-        if own is not None:
-            with suppress(ValueError):
-                rounds.take_over(own.table.rounds, await trainer.take_over(own))
-                if self.crew.column is not None:
-                    await self.crew.column.let_go()
-                self.keeper.begin(trainer.step)
-                is_resumed = True
-        if (
-            any(each.is_between(trainer.step + 1, likely.last) for each in others)
-            if is_resumed
-            else is_begun(reports)
-        ):
-            await self._catch_up(is_needed=not is_resumed)
+        carried = None if self._carried is None else self._carried.get(0)
+        await held.begin(carried)
+        held.has_state = self.has_state = True
+        if self._stages > 1:
+            self._service.readiness.stand_by()
 
-    async def _between_steps(self, trainer: LocalTrainer, rounds: Rounds, nursery: trio.Nursery) -> None:
+    async def _taken_over(self) -> None:
+        """The numbers here are others' now."""
+        self._diverged = 0
+        if self.crew.column is not None:  # its holders are told the new step when they are attached
+            await self.crew.column.let_go()
+
+    async def _between_steps(self, held: HeldStage, nursery: trio.Nursery) -> None:
         """Use a round that is over, begin the next, hand on the state, evaluate."""
-        assert self._part is not None
-        made = await rounds.use()
-        if made is not None and made.error and self._is_behind(rounds):
-            await self._catch_up()
-        rounds.ending_for = self._due.waited("an end", self._is_at_end or self.ending.has_converged)
-        if self._is_waiting:
-            pass  # what is proposed does not change any more
-        elif rounds.is_due and self.crew.training:
-            await rounds.begin(nursery)
-        elif rounds.is_due:
-            rounds.skip()
-        if self._part.wants_state(trainer.step):
-            lineage = self.run.id
-            self._part.offer(await trainer.snapshot(rounds.count, lineage, rounds.outer))
-        if self.keeper.is_due(trainer.step) and not self._diverged:
-            await self.keeper.keep(trainer, rounds, nursery, is_training=self.crew.is_training)
-        if not self._stage:
-            await self._evaluate_if_due(trainer, rounds)
-            await self._judge(trainer)
-
-    def _is_behind(self, rounds: Rounds) -> bool:
-        """Whether others held a round that this member had to be in."""
-        others = [report.rounds for report in self.crew.reports.values() if report.has_state]
-        return rounds.needs_all and agreed_count(others) > rounds.count
-
-    async def _catch_up(self, *, is_needed: bool = True) -> None:
-        """Take over the state of others. Raises StageFailed: it `is_needed`, and nobody hands one over."""
-        assert self._part is not None
-        assert self._trainer is not None
-        assert self._rounds is not None
-        is_taken = await catch_up(
-            self._part,
-            self._trainer,
-            self._rounds,
-            steps=self.run.manifest.steps,
-            local_steps=self._settings.local_steps,
-            trial=self._trial,
-            is_needed=is_needed,
-        )
-        if is_taken:
-            self._diverged = 0
-            if self.crew.column is not None:  # its holders are told the new step when they are attached
-                await self.crew.column.let_go()
+        await held.average(nursery, is_still=self._is_waiting)  # what is proposed does not change any more
+        await held.hand_on()
+        if not self._diverged:
+            await held.keep(nursery, is_training=self.crew.is_training)
+        await self._evaluate_if_due(held.trainer, held.rounds)
+        await self._judge(held.trainer)
 
     async def _recover(self, reason: str) -> None:
         """The numbers here are not finite any more: take those of others, or end."""
-        if self.crew.training:
-            await self._catch_up()
+        if self.crew.training and self._held is not None:
+            await self._held.catch_up()
         elif self.ending.best is None:
             self._propose(Conclusion(self.run.id, "failed", reason, self.step, "", self._me))
 
@@ -467,7 +477,7 @@ class LocalMember:
         self._tell(self.ending, lambda now: self.ending.set_due(now, waited))
         is_mine = waited >= 0 and self.ending.turns.is_mine(self.crew.training, waited)
         is_held = self._awaits_mean(rounds, is_mine=is_mine) if rounds.ending_for >= 0 else False
-        if is_held or not is_mine:
+        if is_held or not is_mine or trainer.is_waiting:
             return
         if not await self._evaluate(trainer):
             return
@@ -578,8 +588,21 @@ class LocalMember:
 
     def admitted(self, peer: PeerId) -> None:
         """A peer has shown that it is a member."""
-        if self._part is not None:
-            self._part.admitted(peer)
+        for part in self.crew.parts:
+            part.admitted(peer)
+
+    def _follow_peers(self, training: Sequence[PeerId]) -> None:
+        """Tell the core of the end who takes part."""
+        is_stranded = self.heads.is_stranded
+        self.ending.can_go_on = self.has_state and not (self._diverged or is_stranded)
+        if self._trainer is not None:
+            self._trainer.shard.set_members([self._me, *training])
+        trainers = [*training, *([self._me] * self.has_state)] if self.judges else None
+        head = self.crew.head
+        voters = training if not self._stage else [] if head is None else [head]
+        far = {*self.admission.admitted, self.run.requester}.intersection(self._service.live())
+        peers = {*self.crew.others, *self.crew.column_peers, *(far if is_stranded else ())}
+        self._tell(self.ending, partial(self.ending.set_peers, peers=peers, trainers=trainers, voters=voters))
 
     async def _look(self) -> None:
         """Follow who takes part."""
@@ -588,32 +611,7 @@ class LocalMember:
             if training:
                 self.begun.set()
             self.heads.follow(self.crew.reports, self.crew.head, is_training=self.crew.is_training)
-            is_stranded = self.heads.is_stranded
-            self.ending.can_go_on = self.has_state and not (self._diverged or is_stranded)
-            if self._trainer is not None:
-                self._trainer.shard.set_members([self._me, *training])
-            trainers = [*training, *([self._me] * self.has_state)] if self.judges else None
-            head = self.crew.head
-            voters = training if not self._stage else [] if head is None else [head]
-            far = {*self.admission.admitted, self.run.requester}.intersection(self._service.live())
-            peers = {*self.crew.others, *self.crew.column_peers, *(far if is_stranded else ())}
-            self._tell(
-                self.ending, partial(self.ending.set_peers, peers=peers, trainers=trainers, voters=voters)
-            )
-            if self._part is not None:
-                self._door.show(self._part.roster.claims)
+            self._follow_peers(training)
+            for part in self.crew.parts:
+                self._door.show(part.roster.claims)
             await trio.sleep(LOOK_SECONDS)
-
-    # What is said
-
-    def _report(self) -> None:
-        """Tell the others how far this member is."""
-        trainer, rounds = self._trainer, self._rounds
-        if self._part is not None and trainer is not None and rounds is not None:
-            self._part.tell(
-                step=trainer.step,
-                samples=trainer.samples,
-                rounds=rounds.count,
-                lineage=self.run.id,
-                has_state=self.has_state,
-            )

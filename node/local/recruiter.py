@@ -16,6 +16,8 @@ from partition.run.asks import Done
 
 RECRUIT_SECONDS = 3.0
 """Between two looks for nodes that could take part."""
+LOOK_SECONDS = 0.5
+"""Where a stage is missing, a look is so soon."""
 DECLINED_SECONDS = 30.0
 """A node that declined is asked again after so long."""
 COMING_SECONDS = 20.0
@@ -54,7 +56,7 @@ class Recruiter:
         stages: int,
     ) -> None:
         self._member = member
-        self._coming: dict[int, float] = {}
+        self._coming: dict[int, tuple[PeerId, float]] = {}
         self._service = service
         self._run = run
         self._door = door
@@ -73,22 +75,43 @@ class Recruiter:
                     request = Join(self._run.fact, chain, stage)
                     answer = await self._service.ask(peer, request, JOIN_SECONDS_MAX)
                     if isinstance(answer, Done):
-                        self._coming[stage] = trio.current_time() + COMING_SECONDS
+                        self._coming[stage] = peer, trio.current_time() + COMING_SECONDS
                         self._member.joined(stage, peer)
             self._member.asked()
-            await trio.sleep(RECRUIT_SECONDS)
+            with trio.move_on_after(RECRUIT_SECONDS):
+                await trio.sleep(LOOK_SECONDS)
+                while not (self._lacking() and self.free()):  # noqa: ASYNC110 - offers have no event
+                    await trio.sleep(LOOK_SECONDS)
+
+    def free(self) -> list[PeerId]:
+        """Return the nodes that could be asked now."""
+        now, known = trio.current_time(), set(self._member.known)
+        preferred = self._service.places.preferred(self._run, self._service.offers())
+        free = [each.peer for each in preferred if each.peer not in known]
+        return [peer for peer in free if self._declined.get(peer, 0.0) <= now]
+
+    def declined(self, peer: PeerId) -> None:
+        """This node would not come: ask it again after a while."""
+        self._declined[peer] = trio.current_time() + DECLINED_SECONDS
+
+    def _lacking(self) -> list[int]:
+        """Return the stages that this member's column lacks, but for those that a node is opening."""
+        now, live = trio.current_time(), self._service.live()
+        coming = {stage for stage, (peer, until) in self._coming.items() if now < until and peer in live}
+        return [stage for stage in self._member.missing if stage not in coming]
+
+    @property
+    def is_hopeful(self) -> bool:
+        """Whether a node will hold a stage that is missing, or one that could has not been asked yet."""
+        missing = self._member.missing
+        return len(self._lacking()) < len(missing) or bool(missing and self.free())
 
     def candidates(self) -> list[tuple[int, PeerId]]:
         """The nodes to ask now: first for the own column, then for further ones, as many as can be whole."""
-        now, known = trio.current_time(), set(self._member.known)
-        offers = self._service.offers()
-        preferred = self._service.places.preferred(self._run, offers)
-        free = [each.peer for each in preferred if each.peer not in known]
-        free = [peer for peer in free if self._declined.get(peer, 0.0) <= now]
-        if missing := self._member.missing:
-            asked = [stage for stage in missing if self._coming.get(stage, 0.0) <= now]
-            return list(zip(asked, free, strict=False))
-        spare = self._spare({each.peer for each in offers})
+        free = self.free()
+        if self._member.missing:
+            return list(zip(self._lacking(), free, strict=False))
+        spare = self._spare({each.peer for each in self._service.offers()})
         heads = min(self._member.wanted(len(free)), len(free), (len(free) + spare) // self._stages)
         return [(0, peer) for peer in free[: max(0, heads)]]
 

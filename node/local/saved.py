@@ -51,9 +51,9 @@ def run_name(run: str) -> str:
     return f"{FOLDER}/{run}/{RUN_FILE}"
 
 
-def state_name(run: str, copy_of: int = 0) -> str:
+def state_name(run: str, copy_of: int | None = None) -> str:
     """Return where the last state of a run is kept; with `copy_of` that of another's stage."""
-    return f"{FOLDER}/{run}/{STATE_FILE}" + (f".{copy_of}" if copy_of else "")
+    return f"{FOLDER}/{run}/{STATE_FILE}" + ("" if copy_of is None else f".{copy_of}")
 
 
 def save_run(storage: Storage, run: Run, saved: SavedRun) -> None:
@@ -61,7 +61,7 @@ def save_run(storage: Storage, run: Run, saved: SavedRun) -> None:
     storage.write(run_name(run.text), encode(saved))
 
 
-def save_state(storage: Storage, run: str, snapshot: Snapshot, copy_of: int = 0) -> None:
+def save_state(storage: Storage, run: str, snapshot: Snapshot, copy_of: int | None = None) -> None:
     """Put a state in place of the one before. Raises OSError; the one before stays then."""
     table = encode(snapshot.table)
     draft = storage.draft(state_name(run, copy_of))
@@ -79,7 +79,7 @@ def state_bytes(snapshot: Snapshot) -> int:
     return LENGTH_BYTES + len(encode(snapshot.table)) + snapshot.table.size_bytes
 
 
-def load_state(storage: Storage, run: str, bytes_max: int, copy_of: int = 0) -> Snapshot | None:
+def load_state(storage: Storage, run: str, bytes_max: int, copy_of: int | None = None) -> Snapshot | None:
     """Return the last state of a run; None where there is none, or it is damaged."""
     name = state_name(run, copy_of)
     head = storage.read_part(name, 0, LENGTH_BYTES)

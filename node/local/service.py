@@ -72,7 +72,7 @@ class LocalRuns:
     def run_of(self, key: bytes) -> tuple[bytes, PeerId] | None:
         """Return the run that averages under this key, with its requester, None where none here does."""
         for member in self.members.values():
-            if member.crew.part is not None and member.crew.part.key == key:
+            if any(part.key == key for part in member.crew.parts):
                 return member.run.id, member.run.requester
         return None
 
@@ -111,6 +111,7 @@ class LocalRuns:
                 chain=saved.chain,
                 stage=saved.stage,
                 revoked=saved.revoked,
+                is_resumed=True,
             )
             # Where the run has ended meanwhile, those that were in it still say so for a while.
             self._command(member.ending, partial(member.ending.set_peers, peers=others))
@@ -137,6 +138,8 @@ class LocalRuns:
         if service.is_over(run.id):
             return Declined("the run is over")
         if run.id in self.members:
+            if request.is_beside:
+                return await self.members[run.id].stand_in(peer, request.stage)
             # In columns whoever asks wants a stage of its own.
             return Done() if stage_count(run) == 1 else Declined("it is a member already")
         if not service.has_slot:
@@ -179,6 +182,7 @@ class LocalRuns:
         stage: int = 0,
         inviter: PeerId | None = None,
         revoked: Sequence[Fact] = (),
+        is_resumed: bool = False,
     ) -> LocalMember:
         service, manifest = self._service, run.manifest
         assert manifest.local is not None, "a run in local mode"
@@ -199,6 +203,7 @@ class LocalRuns:
             holders=holders,
             tell=self._command,
             inviter=inviter,
+            is_resumed=is_resumed,
         )
         service.note_guests()
         service.receipts.begun(run.id)
@@ -219,6 +224,9 @@ class LocalRuns:
     async def _live(self, member: LocalMember) -> None:
         is_own = member.run.requester == self._service.signer.peer
         had_others = await member.live()
+        while (states := member.successor) is not None and self.members.get(member.run.id) is member:
+            member = self.members[member.run.id] = await member.as_head(states)
+            had_others = await member.live()
         if is_own and had_others and member.crew.is_training and not member.is_over:
             member.crew.is_training = False  # the others train on, and this node follows
             await member.live()
@@ -250,7 +258,8 @@ class LocalRuns:
         if member is not None and member.crew.server is not None and isinstance(attach, column.Attach):
             if member.admission.admits(stream.peer):
                 member.heads.seen()
-            await member.crew.server.serve(stream, attach)
+            server = member.crew.serving(attach.stage) or member.crew.server
+            await server.serve(stream, attach)
             return
         refusal = column.Refusal("no stage of this run is held here")
         if member is not None and member.admission.admits(stream.peer):
@@ -296,12 +305,12 @@ class LocalRuns:
             member.cancel(f"this node may take part no more: {reason}")
             return
         crew = member.crew
-        if crew.part is not None:
-            crew.part.expelled(peer, reason)
+        for part in crew.parts:
+            part.expelled(peer, reason)
         if crew.column is not None:
             self._service.start_task(crew.column.expel, peer, of=member.run)
-        if crew.server is not None:
-            crew.server.expel(peer)
+        for server in crew.servers:
+            server.expel(peer)
 
     async def revoke(self, text: str, peer: PeerId) -> int:
         """Revoke the tickets of a member of a run of this node's own; return how many others were told.

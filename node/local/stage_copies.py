@@ -69,10 +69,13 @@ class StageCopies:
                 await trio.sleep(LOOK_SECONDS)
         finally:
             for stage in list(self._lent):
-                self._take_back(stage)
+                self.take_back(stage)
 
     async def _look(self, stage: int) -> None:
         assert self._crew.column is not None
+        if stage in self._crew.taken:
+            self.take_back(stage)
+            return
         is_only = not self._crew.training  # else others hold the same stage, with newer numbers
         if self._crew.column.holder(stage) is None:
             if not is_only:
@@ -83,7 +86,7 @@ class StageCopies:
             if part is not None:
                 self._door.show(part.roster.claims)
             return
-        self._take_back(stage)
+        self.take_back(stage)
         is_time = trio.current_time() >= self._not_before
         if is_only and is_time and self._keepers[stage].is_due(self._step()):
             await self._copy(stage)
@@ -117,7 +120,7 @@ class StageCopies:
     async def _lend(self, stage: int) -> Participation | None:
         """Hand the copy on, where there is one."""
         found = await self._keepers[stage].load(self._bytes_max[stage])
-        if found is None:
+        if found is None or stage in self._crew.taken:
             return None
         try:
             part = open_part(self._service.averaging, self._run, stage, self._door)
@@ -128,8 +131,8 @@ class StageCopies:
         part.tell(step=step, samples=0, rounds=rounds, lineage=self._run.id, has_state=True)
         return part
 
-    def _take_back(self, stage: int) -> None:
-        """The stage has a holder again."""
+    def take_back(self, stage: int) -> None:
+        """The stage has a holder again, or this node is to hold it."""
         part = self._lent.pop(stage, None)
         if part is not None:
             part.close()

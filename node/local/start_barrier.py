@@ -7,14 +7,14 @@ nobody (`node.local.rounds`), and a member that comes later takes over the state
 A member that opens its stage says so: its report names the run as its lineage and has no state yet.
 """
 
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection
 
 import trio
 
 from crypto.identity import PeerId
-from gossip.roster import Report
 from node.averaging.door import Door
 from node.averaging.participation import Participation
+from node.local.catch_up import is_begun
 from node.local.crew import Crew
 
 START_SECONDS_MAX = 30.0
@@ -25,11 +25,6 @@ SETTLE_SECONDS = 5.0
 MEET_SECONDS = 30.0
 """And so long for the one that asked it, as long as that one is alive."""
 GREET_SECONDS = 0.5
-
-
-def is_begun(reports: Iterable[Report]) -> bool:
-    """Return whether one of these members has made a step: until then all hold the run's first values."""
-    return any(report.has_state and report.step.reaches(1) for report in reports)
 
 
 class StartBarrier:

@@ -89,11 +89,12 @@ class EnterQueue(msgspec.Struct, frozen=True, tag="enter queue"):
 class Join(msgspec.Struct, frozen=True, tag="join"):
     """A member of a run in local mode to a node that is not in it: take part. Answered by Done when it will,
     or Declined. The chain of tickets makes it a member; its last is the asker's, and fresh. It
-    holds `stage` of the model."""
+    holds `stage` of the model, where it `is_beside` one that it holds already for this head."""
 
     manifest: Fact
     chain: Chain
     stage: StageNumber = 0
+    is_beside: bool = False
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):

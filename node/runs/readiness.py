@@ -6,6 +6,8 @@ expected here: with the lease of a slot, while the graph and the data travel; wh
 witness; and on a machine that has offered a free slot for a while and was idle. It takes memory, so the last
 two only where there is enough, and never where the owner says no (`spare_process = false`).
 
+A member of a column in local mode, which may have to stand in for another, keeps one as a witness does.
+
 Not here: the process (`node.stages.program`), which has read nothing of any run until a stage takes it.
 """
 
@@ -85,6 +87,12 @@ class Readiness:
         """A stage will soon be opened here: load its process meanwhile."""
         self._expected_until = self._now + EXPECTED_SECONDS
         self._keep()
+
+    def stand_by(self) -> None:
+        """This node may be asked for another stage of a run at any time: load a process for it, where there
+        is memory and its owner allows it."""
+        if self._has_memory and self._is_allowed():
+            self._keep()
 
     def over(self) -> None:
         """A run is over here: nothing is expected any more."""

@@ -1,0 +1,194 @@
+"""Stages that this node holds beside its own, for machines that are gone while no other is free.
+
+Each has a process of its own in the node's slot, and its own state, rounds and roster, as everywhere: how the
+model is cut is the same for all members, for only so can they average. Not here: which stages (`merging`).
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+import trio
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from node.averaging.door import Door
+from node.averaging.snapshot import Snapshot
+from node.content.datasets import Batches
+from node.errors import StageFailed, Unreachable, UsageError
+from node.local.column import HELD_MAX
+from node.local.context import Service
+from node.local.crew import Crew
+from node.local.held_stage import HeldStage
+from node.local.holder import Holder
+from node.local.keeper import Keeper
+from node.local.stages import open_part
+from node.local.trainer import LocalTrainer
+from node.placement.admission import build_stage_spec, needed_bytes
+from node.protocols.manifest import Run
+from partition.model.graph import Graph
+from partition.plan.plan import Plan
+from partition.run.asks import Declined, Done
+from partition.run.ending import Ending
+
+
+@dataclass(frozen=True)
+class Material:
+    """What stages of a run are made of here: the model, its cut, the data, and who may hand values over."""
+
+    graph: Graph
+    plan: Plan
+    batches: Batches
+    holders: Sequence[PeerId]
+    payload_bytes_max: int
+
+
+class FurtherStages:
+    """Those of one member, which holds the stage `own` itself. `run` drives them."""
+
+    def __init__(
+        self,
+        service: Service,
+        run: Run,
+        ending: Ending,
+        door: Door,
+        crew: Crew,
+        material: Material,
+        *,
+        own: int,
+    ) -> None:
+        self._service = service
+        self._run = run
+        self._ending = ending
+        self._door = door
+        self._crew = crew
+        self._material = material
+        self._own = own
+        self._holders: dict[int, Holder] = {}
+        self.making_room: Callable[[int], None] = lambda _stage: None
+        """Called before this member enters the roster of a stage."""
+        self._opening: set[int] = set()
+        self._scopes: dict[int, trio.CancelScope] = {}
+        self._to_open, self._wanted = trio.open_memory_channel[tuple[int, Snapshot | None]](HELD_MAX)
+
+    @property
+    def stages(self) -> set[int]:
+        """The further stages that are held, or being opened."""
+        return {*self._holders, *self._opening}
+
+    async def copies(self) -> dict[int, Snapshot]:
+        """Return the states of those that have one."""
+        held = {stage: holder.held for stage, holder in self._holders.items() if holder.held.has_state}
+        return {stage: await each.copy() for stage, each in held.items()}
+
+    async def stand_in(self, peer: PeerId, stage: int) -> Done | Declined:
+        """A head asks for this stage: hold it, if that is this member's head and there is room."""
+        if self._crew.head not in (None, peer):
+            return Declined("it works for another head")
+        if reason := await self.refusal(stage):
+            return Declined(reason)
+        self.hold(stage)
+        return Done()
+
+    async def refusal(self, stage: int) -> str:
+        """Return why this stage cannot be here beside the others; empty where it can."""
+        stages = {self._own, *self.stages, stage}
+        if len(stages) > HELD_MAX:
+            return f"a node holds {HELD_MAX} stages of a run at most"
+        service, material = self._service, self._material
+        if stage in self.stages or stage == self._own:
+            return ""
+        sums = [
+            partial(needed_bytes, self._run.manifest, material.graph, material.plan, each) for each in stages
+        ]
+        needed = await service.seams.executor.run(lambda: sum(work() for work in sums), apart=True)
+        offered = service.machine.memory_bytes
+        if needed > offered:
+            return f"{needed / 1e9:.2f} GB of memory needed for both, {offered / 1e9:.2f} GB offered"
+        return ""
+
+    def hold(self, stage: int, carried: Snapshot | None = None) -> None:
+        """Open this stage here, from a state that was `carried` from an earlier life of this member, from
+        copies, or from others."""
+        if stage not in self.stages and stage != self._own:
+            self._opening.add(stage)
+            self._crew.taken.add(stage)
+            self.making_room(stage)
+            self._to_open.send_nowait((stage, carried))
+
+    def release(self, stage: int) -> None:
+        """Hold this further stage no more, where it is one."""
+        if (scope := self._scopes.get(stage)) is not None:
+            scope.cancel()
+
+    async def run(self) -> None:
+        """Open what is to be held, until cancelled; then close all."""
+        try:
+            async with trio.open_nursery() as nursery:
+                async for stage, carried in self._wanted:
+                    nursery.start_soon(self._hold, stage, carried)
+        finally:
+            with trio.CancelScope(shield=True):
+                for stage in list(self._holders):
+                    await self._close(stage)
+
+    async def _hold(self, stage: int, carried: Snapshot | None) -> None:
+        try:
+            holder = await self._open(stage)
+            self._opening.discard(stage)
+            async with trio.open_nursery() as nursery:
+                with suppress(StageFailed, Unreachable, OSError), trio.CancelScope() as scope:
+                    self._scopes[stage] = scope
+                    await holder.work(nursery, carried)
+                nursery.cancel_scope.cancel()  # a round that is under way needs this stage no more
+        except (StageFailed, Unreachable, UsageError, OSError, RemoteProtocolError, ValueError):
+            pass  # the head sees that the stage is not there, and looks for another holder
+        finally:
+            self._opening.discard(stage)
+            self._scopes.pop(stage, None)
+            with trio.CancelScope(shield=True):
+                await self._close(stage)
+
+    async def _open(self, stage: int) -> Holder:
+        """Raises StageFailed, UsageError, OSError, RemoteProtocolError."""
+        service, run, material = self._service, self._run, self._material
+        build = partial(build_stage_spec, run, material.graph, material.plan, stage, service.machine)
+        specification, _, data = await service.seams.executor.run(build, apart=True)
+        opened = await service.seams.executor.open_stage(data)
+        try:
+            await service.models.fill(opened, specification, material.holders)
+            part = open_part(service.averaging, run, stage, self._door)
+        except BaseException:
+            with trio.CancelScope(shield=True):
+                await opened.aclose()
+            raise
+        me = service.signer.peer
+        trainer = LocalTrainer(run, specification, opened, material.batches, service.seams.executor, me)
+        keeper = Keeper(service, run, self._door.admission, self._own, copy_of=stage)
+        held = HeldStage(run, self._ending, part, keeper, trainer, me)
+        holder = Holder(
+            held,
+            stage,
+            self._door,
+            self._ending,
+            run.manifest.steps,
+            payload_bytes_max=material.payload_bytes_max,
+            is_further=True,
+        )
+        self._holders[stage] = holder
+        self._crew.further[stage] = holder
+        await held.open()
+        if self._crew.column is not None:
+            self._crew.column.hold_here(stage, holder.server)
+        return holder
+
+    async def _close(self, stage: int) -> None:
+        holder = self._holders.pop(stage, None)
+        self._crew.further.pop(stage, None)
+        self._crew.taken.discard(stage)
+        if self._crew.column is not None:
+            self._crew.column.drop_here(stage)
+        if holder is not None:
+            holder.server.close()
+            await holder.held.close()

@@ -1,0 +1,378 @@
+"""A head's decisions: who holds stages whose machines are gone, and what a machine that joins is given.
+
+The cut of the model is the same in all columns, for only like stages can be averaged. So a node takes further
+stages instead of other layers, and gives them away again one by one. Which stage goes where is for the
+planner of exact runs: its merging (`partition.plan.merging`), and its forecasts, by which a move has to gain
+as much as there (`node.runs.splitting`). Not here: finding free nodes (`recruiter`), the stages (`further`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
+from itertools import combinations, pairwise
+
+import trio
+from msgspec.structs import replace as replaced
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from node.averaging.door import Door
+from node.errors import Unreachable
+from node.local.column import ColumnStage
+from node.local.context import Service
+from node.local.crew import Crew
+from node.local.due import Due
+from node.local.further import FurtherStages
+from node.local.recruiter import COMING_SECONDS, JOIN_SECONDS_MAX, Recruiter
+from node.placement.leases import Offer, problem_of, rounded
+from node.protocols.manifest import Run
+from node.protocols.runs import Join
+from node.runs.rebalancing import ASSUMED_LINK, PAUSE_NANOSECONDS
+from node.runs.splitting import GAIN_PERCENT_MIN, IDLE_MAX
+from partition.model.graph import Graph
+from partition.plan.merging import Refused, merged_stages, stage_pace
+from partition.plan.observed import Knowledge
+from partition.plan.plan import Plan, StagePlan
+from partition.plan.problem import Problem, Split
+from partition.plan.rebalance import step_nanoseconds
+from partition.plan.tables import Tables
+from partition.run.asks import Done
+from partition.run.pauses import stages_fewer
+
+LOOK_SECONDS = 0.5
+MERGE_SECONDS = 2.0
+"""A column waits so long for a holder that is left over, or whose node offers its slot again."""
+RESUMED_SECONDS = 20.0
+"""As much for that of a head that has just started again: its other machines may be starting too."""
+SPLIT_SECONDS = 5.0
+"""Between two looks whether a stage should go to another machine."""
+RENEW_SECONDS = 10.0
+"""How long a column stands still for a newcomer to take over the newest state of a stage."""
+RENEW_LOOK_SECONDS = 0.2
+REFUSED_SECONDS = 60.0
+"""A node that could not hold a stage more is asked again after so long."""
+MEMORY_BYTES = 1 << 60
+"""What a node holds has been let in, whatever it offers by now."""
+
+
+@dataclass(frozen=True)
+class Merged:
+    """Who takes each stage that nobody has, on how many nodes all are then, and how much slower a step is."""
+
+    takers: Mapping[int, PeerId]
+    nodes: int
+    slower: Fraction
+
+
+def merge(
+    plan: Plan, holders: Mapping[int, PeerId], rates: Mapping[PeerId, int], refused: Refused
+) -> Merged | None:
+    """Return who takes the stages of `plan` that have none of the `holders`; None where nobody can."""
+    rows: list[tuple[int, int, PeerId | None]] = []
+    for number, stage in enumerate(plan.stages):
+        holder = holders.get(number)
+        if rows and holder is not None and rows[-1][2] == holder:
+            rows[-1] = (rows[-1][0], stage.last_layer, holder)
+        else:
+            rows.append((stage.first_layer, stage.last_layer, holder))
+    nobody = plan.stages[0].replicas
+    spans = tuple(
+        StagePlan(first, last, nobody if holder is None else (holder,), (1,)) for first, last, holder in rows
+    )
+    groups = [[] if holder is None else [(holder, max(1, rates.get(holder, 1)))] for _, _, holder in rows]
+    merged = merged_stages(replaced(plan, stages=spans), groups, refused)
+    if merged is None:
+        return None
+    takers = {}
+    for number, stage in enumerate(plan.stages):
+        if number not in holders:
+            span = next(row for row in merged if row.first_layer <= stage.first_layer < row.last_layer)
+            takers[number] = PeerId(span.replicas[0])
+    single = [replaced(stage, rates=(max(1, rates.get(holders[number], 1)),)) for number, stage in
+              enumerate(plan.stages) if number in holders]  # fmt: skip
+    slower = max(map(stage_pace, merged)) / max(map(stage_pace, single))
+    return Merged(takers, len(merged), slower)
+
+
+def moves_that_pay(
+    problem: Problem,
+    plan: Plan,
+    holders: Sequence[PeerId],
+    free: Sequence[PeerId],
+    *,
+    steps_left: int,
+    seconds: float,
+) -> list[tuple[tuple[int, ...], PeerId]]:
+    """Return which stages could go to which of the `free`, the best first: only what gains enough to be worth
+    the pause and what is copied, where a step takes so many `seconds` now. `holders` has each stage's; the
+    first one stays with its head, and somebody who gives keeps one."""
+    tables = Tables(problem)
+    places = {peer.name: place for place, peer in enumerate(problem.peers)}
+    now = _step(problem, plan, holders, places, tables)
+    found: list[tuple[int, tuple[int, ...], PeerId]] = []
+    for first, end in combinations(range(1, len(holders) + 1), 2):
+        given = tuple(range(first, end))
+        if len({holders[stage] for stage in given}) > 1 or holders.count(holders[first]) <= len(given):
+            continue
+        layers = problem.layers[plan.stages[first].first_layer : plan.stages[end - 1].last_layer]
+        moved = sum(layer.parameter_bytes for layer in layers) * (1 + problem.moments)
+        cost = PAUSE_NANOSECONDS + moved * 1_000_000_000 // max(1, problem.default_link.bytes_per_second)
+        for peer in free:
+            after = [*holders[:first], *[peer] * len(given), *holders[end:]]
+            time = _step(problem, plan, after, places, tables)
+            if now is None or time is None:
+                continue
+            gains = steps_left * seconds * 1e9 * (now - time) / now
+            if 100 * now >= (100 + GAIN_PERCENT_MIN) * time and 2 * cost <= gains:
+                found.append((time, given, peer))
+    return [(given, peer) for _, given, peer in sorted(found)]
+
+
+def _step(
+    problem: Problem, plan: Plan, holders: Sequence[PeerId], places: Mapping[str, int], tables: Tables
+) -> int | None:
+    """Return the nanoseconds of a step; None where a holder's stages do not lie side by side."""
+    ends = [n for n in range(1, len(holders)) if holders[n] != holders[n - 1]]
+    spans = list(pairwise([0, *ends, len(holders)]))
+    if len({holders[first] for first, _ in spans}) < len(spans):
+        return None
+    return step_nanoseconds(
+        problem,
+        Split(
+            tuple(
+                (plan.stages[first].first_layer, plan.stages[last - 1].last_layer) for first, last in spans
+            ),
+            tuple((places[holders[first].hex()],) for first, _ in spans),
+            0,
+            0,
+        ),
+        tables,
+    )
+
+
+def column_problem(
+    run: Run, graph: Graph, holders: Sequence[Offer], free: Sequence[Offer], knowledge: Knowledge
+) -> Problem:
+    """Return the planner's problem of a column and of nodes that are free. Raises ValueError,
+    RemoteProtocolError: sizes that do not fit."""
+    held = [replace(offer, memory_bytes=MEMORY_BYTES) for offer in holders]
+    problem = problem_of(run, graph, [*held, *free], knowledge)
+    return replace(problem, objective="throughput", default_link=ASSUMED_LINK, hides_links=True)
+
+
+class Regrouping:
+    """That of one head. `run` looks after its column, `hand_over` is called between two steps."""
+
+    def __init__(
+        self,
+        service: Service,
+        run: Run,
+        door: Door,
+        crew: Crew,
+        further: FurtherStages,
+        recruiter: Recruiter,
+        graph: Graph,
+        plan: Plan,
+        *,
+        step: Callable[[], int],
+        tell: Callable[[str], None],
+        patience_seconds: float | None,
+    ) -> None:
+        """`patience_seconds`: how long a stage that nobody holds may be missing before there was a whole
+        column here; None for any time. `tell` says how the run is."""
+        self._service = service
+        self._run = run
+        self._door = door
+        self._crew = crew
+        self._further = further
+        self._recruiter = recruiter
+        self._graph = graph
+        self._plan = plan
+        self._step = step
+        self._tell = tell
+        self._patience = patience_seconds
+        self._due = Due()
+        self._refused: dict[tuple[bytes, int, int], float] = {}
+        self._coming: dict[int, tuple[PeerId, float]] = {}
+        self._arriving: tuple[int, PeerId, float] | None = None
+        self._promised: tuple[tuple[int, ...], PeerId] | None = None
+        self._said = ""
+        self._seconds = 0.0
+        self._looked_at = trio.current_time()
+
+    def stepped(self, seconds: float) -> None:
+        """A step took so long."""
+        self._seconds = seconds if not self._seconds else 0.8 * self._seconds + 0.2 * seconds
+
+    @property
+    def _column(self) -> ColumnStage:
+        assert self._crew.column is not None, "a head has a column"
+        return self._crew.column
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await trio.sleep(LOOK_SECONDS)
+            missing = self._crew.missing
+            waited = self._due.waited("a stage", bool(missing) and self._column.has_looked)
+            if not self._column.missing:
+                self._patience = MERGE_SECONDS
+                self._coming.clear()
+                await self._look()
+            elif self._may_merge(waited):
+                await self._merge()
+
+    def _may_merge(self, waited: float) -> bool:
+        """Whether a stage has been missing for `waited` seconds, and nobody who is free may come for it."""
+        is_time = self._patience is not None and waited >= self._patience
+        return is_time and not self._recruiter.is_hopeful
+
+    def _holders(self) -> dict[int, PeerId]:
+        """Who holds each stage, or is about to."""
+        me, now, live = self._service.signer.peer, trio.current_time(), self._service.live()
+        self._coming = {
+            stage: (peer, until)
+            for stage, (peer, until) in self._coming.items()
+            if now < until and (peer == me or peer in live)
+        }
+        found = {stage: peer for stage, (peer, _) in self._coming.items()} | {0: me}
+        found |= dict.fromkeys(self._further.stages, me)
+        for stage in range(1, len(self._plan.stages)):
+            if (holder := self._column.holder(stage)) is not None:
+                found[stage] = holder
+        return found
+
+    def _offers(self) -> dict[PeerId, Offer]:
+        return {offer.peer: offer for offer in self._service.offers()}
+
+    # Fewer nodes
+
+    async def _merge(self) -> None:
+        """Have nodes of this column take the stages that nobody holds."""
+        holders, now = self._holders(), trio.current_time()
+        if len(holders) == len(self._plan.stages):
+            return  # those that agreed are opening theirs
+        rates = {peer: rounded(offer.flops_per_second) for peer, offer in self._offers().items()}
+        self._refused = {row: until for row, until in self._refused.items() if now < until}
+        found = merge(self._plan, holders, rates, list(self._refused))
+        if found is None:
+            number = next(stage for stage in range(len(self._plan.stages)) if stage not in holders)
+            self._say(
+                f"stage {number + 1} of {len(self._plan.stages)} has nobody, and no node has room for it"
+            )
+            return
+        for stage, peer in found.takers.items():
+            if await self._ask(stage, peer, is_beside=True):
+                self._coming[stage] = peer, trio.current_time() + COMING_SECONDS
+            else:
+                row = self._plan.stages[stage]
+                key = (peer, row.first_layer, row.last_layer)
+                self._refused[key] = trio.current_time() + REFUSED_SECONDS
+                return  # another way is looked for
+        self._say(stages_fewer(found.nodes, len(self._plan.stages), found.slower))
+
+    async def _ask(self, stage: int, peer: PeerId, *, is_beside: bool) -> bool:
+        """Have a node hold this stage, also beside what it holds; whether it will."""
+        if peer == self._service.signer.peer:
+            if await self._further.refusal(stage):
+                return False
+            self._further.hold(stage)
+            return True
+        chain = self._door.chain_for(peer)
+        if chain is None:
+            return False
+        try:
+            request = Join(self._run.fact, chain, stage, is_beside=is_beside)
+            answer = await self._service.ask(peer, request, JOIN_SECONDS_MAX)
+        except Unreachable:
+            return False
+        if isinstance(answer, Done):
+            self._column.agreed(stage, peer)
+            return True
+        return False
+
+    def _say(self, text: str) -> None:
+        if text != self._said:
+            self._said = text
+            self._tell(text)
+
+    # More nodes
+
+    async def _look(self) -> None:
+        """Give a stage to a node that could make the column faster, if one is there."""
+        now = trio.current_time()
+        if self._arriving is not None and now < self._arriving[2]:
+            return
+        if self._arriving is not None:
+            self._arriving = self._promised = None  # it did not come
+        if self._promised is not None:
+            stages, peer = self._promised
+            self._promised = None
+            if stages and await self._ask(stages[0], peer, is_beside=True):
+                self._expect(stages, peer)
+                return
+        holders = self._holders()
+        column = [holders[stage] for stage in range(len(self._plan.stages))]
+        if len(set(column)) == len(column):
+            self._say("")
+            return
+        if now < self._looked_at + SPLIT_SECONDS:
+            return
+        self._looked_at = now
+        free = self._recruiter.free()[:IDLE_MAX]
+        spare = [peer for peer in self._crew.holders if peer in self._service.live() and peer not in column]
+        offers = self._offers()
+        others = [offers[peer] for peer in (*free, *spare[:IDLE_MAX]) if peer in offers]
+        mine = [offers[peer] for peer in dict.fromkeys(column) if peer in offers]
+        if not others or len(mine) < len(set(column)):
+            return
+        knowledge = await self._service.measurements.learn([offer.peer for offer in (*mine, *others)])
+        steps_left = self._run.manifest.steps - self._step()
+
+        def work() -> list[tuple[tuple[int, ...], PeerId]]:
+            problem = column_problem(self._run, self._graph, mine, others, knowledge)
+            peers = [offer.peer for offer in others]
+            return moves_that_pay(
+                problem, self._plan, column, peers, steps_left=steps_left, seconds=self._seconds
+            )
+
+        try:
+            moves = await self._service.seams.executor.run(work, apart=True)
+        except (RemoteProtocolError, ValueError):
+            return
+        for stages, peer in moves:
+            if peer in spare or await self._ask(stages[0], peer, is_beside=False):
+                self._expect(stages, peer)
+                return
+            self._recruiter.declined(peer)
+
+    def _expect(self, stages: Sequence[int], peer: PeerId) -> None:
+        """A node is opening the first of these stages; it is to be asked for the others then."""
+        self._arriving = stages[0], peer, trio.current_time() + COMING_SECONDS
+        self._promised = tuple(stages[1:]), peer
+
+    async def hand_over(self) -> None:
+        """Between two steps: have a node that has come work in place of the one that stood in for it."""
+        if self._arriving is None or not self._due_again():
+            return
+        stage, peer, until = self._arriving
+        column, standing = self._column, trio.current_time() + RENEW_SECONDS
+        attach = partial(
+            column.attach, stage, peer, self._step(), self._door.admission.chain, self._door.check
+        )
+        while await attach():
+            if not column.is_older or trio.current_time() >= min(standing, until):
+                if peer not in self._service.live():
+                    self._arriving = self._promised = None
+                return
+            await trio.sleep(RENEW_LOOK_SECONDS)
+        self._arriving = None
+        self._further.release(stage)
+
+    def _due_again(self) -> bool:
+        """Whether to ask again, as often as there is a look."""
+        if self._due.waited("an arrival", True) < LOOK_SECONDS:
+            return False
+        self._due.waited("an arrival", False)
+        return True
