@@ -46,7 +46,7 @@ from node.services.energy import EnergyLog
 from node.services.measurements import Measurements
 from node.services.membership import Membership
 from node.serving.asking import Asking, ServeWish
-from node.serving.questions import Question
+from node.serving.questions import Question, split_prompt
 from node.serving.serving import Serving
 from partition.model.graph import Graph
 
@@ -303,7 +303,7 @@ class Surface:
     async def generate(
         self,
         service: str,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | Sequence[Mapping[str, str]],
         tokens_max: int = 256,
         temperature: float | None = None,
         top_k: int | None = None,
@@ -314,13 +314,15 @@ class Surface:
     ) -> AsyncIterator[str | int]:
         """Yield what a service writes behind a prompt as it comes: text, or tokens where tokens are given.
 
+        A prompt may also be a chat: messages, each with `role` and `content`, by the model's own template.
         `temperature` 0 takes the likeliest token each time; above it the same `seed` draws the same. What is
         None is as the model's folder says; without one it is the likeliest. The answer goes on when a peer of
         the service dies. Whoever holds a stage can read prompt and answer. Raises UsageError: no such
         service, or a wrong setting; RunFailed: the answer cannot go on.
         """
         numbers = tokens_max, temperature, top_k, top_p, min_p, seed
-        question = Question(prompt, *numbers, tuple(stops))
+        asked, messages = split_prompt(prompt)
+        question = Question(asked, *numbers, tuple(stops), messages)
         async with Asking(self.serving).answering(service, question) as answer:
             async for piece in answer:
                 yield piece

@@ -371,7 +371,7 @@ class BlockingSurface:
     def generate(
         self,
         service: str,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | Sequence[Mapping[str, str]],
         tokens_max: int = 256,
         temperature: float | None = None,
         top_k: int | None = None,
@@ -382,6 +382,7 @@ class BlockingSurface:
     ) -> Iterator[str | int]:
         """Yield what a service writes behind a prompt as it comes: text, or tokens where tokens are given.
 
+        A prompt may also be a chat: messages, each with `role` and `content`, by the model's own template.
         `temperature` 0 takes the likeliest token each time; above it the same `seed` draws the same. What is
         None is as the model's folder says; without one it is the likeliest. The answer goes on when a peer of
         the service dies. Whoever holds a stage can read prompt and answer. Raises UsageError: no such

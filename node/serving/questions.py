@@ -84,6 +84,16 @@ async def make_door_wish(
     return DoorWish(wish, prompt.forgotten)
 
 
+def split_prompt(
+    prompt: str | Sequence[int] | Sequence[Mapping[str, str]],
+) -> tuple[str | Sequence[int], tuple[dict[str, str], ...]]:
+    """Return a prompt as a text or tokens, and the messages of a chat: one of them is empty."""
+    if isinstance(prompt, str):
+        return prompt, ()
+    messages = tuple(dict(each) for each in prompt if isinstance(each, Mapping))
+    return ("", messages) if messages else ([each for each in prompt if isinstance(each, int)], ())
+
+
 def check_question(question: Question) -> None:
     """Raise UsageError for what no service takes."""
     if not 1 <= question.tokens_max <= TOKENS_MAX:
