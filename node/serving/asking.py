@@ -25,7 +25,7 @@ from node.protocols.services import (
     ServiceManifest,
     holder_name,
 )
-from node.serving.finding import Usage
+from node.serving.finding import CacheUse
 from node.serving.generations import Generation
 from node.serving.planning import plan_service, served_graph
 from node.serving.proof_process import prove_served
@@ -201,7 +201,7 @@ class Asking:
         routes = await self._serving.routes(service)
         manifest = service.manifest
         usage = self._serving.finder.usage(service.id)
-        unknown = Usage(0, 0)
+        unknown = CacheUse(0, 0)
         stages = [
             [
                 {

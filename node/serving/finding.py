@@ -42,7 +42,7 @@ KNOWN_MAX = 64
 
 
 @dataclass(frozen=True)
-class Usage:
+class CacheUse:
     """Tokens of which a member has keys and values, and for how many it has room; 0 where it says none."""
 
     tokens: int
@@ -77,15 +77,15 @@ class Finder:
     def __init__(self, owner: FinderOwner) -> None:
         self._owner = owner
         self._members: dict[bytes, dict[PeerId, None]] = {}
-        self._usage: dict[bytes, dict[PeerId, Usage]] = {}
+        self._usage: dict[bytes, dict[PeerId, CacheUse]] = {}
         """As members said when they were asked last; of the services whose members are known."""
 
-    def usage(self, service: bytes) -> Mapping[PeerId, "Usage"]:
+    def usage(self, service: bytes) -> Mapping[PeerId, "CacheUse"]:
         """Return what members of a service, this node too, said of their memory."""
         found = dict(self._usage.get(service, {}))
         for each, listing in self._owner.hosting.own():
             if each.id == service:
-                found[self._owner.signer.peer] = Usage(listing.tokens, listing.tokens_max)
+                found[self._owner.signer.peer] = CacheUse(listing.tokens, listing.tokens_max)
         return found
 
     def note(self, service: Service, members: Sequence[PeerId]) -> None:
@@ -161,7 +161,7 @@ class Finder:
             if listing is None:
                 silent.add(peer)
                 return
-            self._usage.setdefault(service.id, {})[peer] = Usage(listing.tokens, listing.tokens_max)
+            self._usage.setdefault(service.id, {})[peer] = CacheUse(listing.tokens, listing.tokens_max)
             others = [PeerId(row.peer) for row in listing.rows if row.peer != peer]
             self.note(service, [peer, *others])
             own = next((row for row in listing.rows if row.peer == peer), None)
