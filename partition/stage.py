@@ -42,6 +42,8 @@ GROUPS_MAX = 16
 METRICS_MAX = 16
 RUN_BYTES_MAX = 64
 SESSION_BYTES_MAX = 32
+BITS_BYTES = 16
+"""A bit class: nobody gains by finding two machines of one name that compute differently, but a liar."""
 UNITS_MAX = 256
 """Sessions that one request of serving continues: more wait for the next."""
 SERVED_SESSIONS_MAX = 4_096
@@ -472,6 +474,17 @@ class Served(msgspec.Struct, frozen=True, tag=True, array_like=True):
     busy_nanoseconds: Number = 0
 
 
+class Probe(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Ask to which bit class the stage belongs, once it has its parameters: it serves some made-up tokens."""
+
+
+class Probed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Two replicas of a stage that answer the same `bits` computed these tokens to the same bits. Empty: this
+    machine gives a session other bits when it comes in other parts, so no other equals it, nor it itself."""
+
+    bits: Annotated[bytes, msgspec.Meta(max_length=BITS_BYTES)]
+
+
 class EndSession(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Forget a session: its states, its keys and values. An unknown one is none."""
 
@@ -541,13 +554,16 @@ Request = (
     | Apply
     | Run
     | Serve
+    | Probe
     | EndSession
     | Export
     | Import
     | Reload
     | Restore
 )
-Reply = Admitted | Forwarded | BackwardDone | Normed | Applied | Ran | Served | Done | Exported | Refused
+Reply = (
+    Admitted | Forwarded | BackwardDone | Normed | Applied | Ran | Served | Probed | Done | Exported | Refused
+)
 
 
 def timed(reply: Reply, busy_nanoseconds: int) -> Reply:

@@ -22,6 +22,7 @@ from partition.run.asks import Declined as Declined
 from partition.run.asks import Done as Done
 from partition.serve.messages import POSITION_MAX, ROLL_ROWS_MAX, Hash, StageNumber
 from partition.serve.messages import Row as Row
+from partition.stage import BITS_BYTES
 
 SERVICES_PROTOCOL = "/peerloom/services/1"
 SERVICE_PURPOSE = "service-manifest"
@@ -158,13 +159,15 @@ Request = Host | Find | StopService
 
 class Listing(msgspec.Struct, frozen=True, array_like=True):
     """A service of which the asked node is a member; `sessions` are open at that node itself, with so many
-    `tokens` of the `tokens_max` whose keys and values it has room for."""
+    `tokens` of the `tokens_max` whose keys and values it has room for, and
+    `bits` is the bit class of its stage there, as it says: empty where it has none, or is not loaded."""
 
     manifest: Fact
     rows: Annotated[tuple[Row, ...], msgspec.Meta(max_length=ROLL_ROWS_MAX)]
     sessions: Annotated[int, msgspec.Meta(ge=0, le=SESSIONS_SHOWN_MAX)]
     tokens: TokensShown = 0
     tokens_max: TokensShown = 0
+    bits: Annotated[bytes, msgspec.Meta(max_length=BITS_BYTES)] = b""
 
 
 class ServicesFound(msgspec.Struct, frozen=True, tag="found"):

@@ -150,11 +150,14 @@ class Finder:
     async def _ask_members(self, service: Service) -> Routes:
         owner = self._owner
         me = owner.signer.peer
-        said: dict[PeerId, tuple[int, int]] = {}
+        said: dict[PeerId, tuple[int, int, bytes]] = {}
         silent: set[PeerId] = set()
         asked: set[PeerId] = {me}
+        own = {each.id: listing for each, listing in owner.hosting.own()}.get(service.id)
         for stage, peers in enumerate(owner.hosting.ready_of(service.id)):
-            said |= dict.fromkeys(peers, (stage, 0))
+            said |= dict.fromkeys(peers, (stage, 0, own.bits if own is not None and me in peers else b""))
+            # What bit class they are of they say themselves.
+            self.note(service, [peer for peer in peers if peer != me])
 
         async def ask(peer: PeerId) -> None:
             listing = await self._listing(peer, service)
@@ -166,7 +169,7 @@ class Finder:
             self.note(service, [peer, *others])
             own = next((row for row in listing.rows if row.peer == peer), None)
             if own is not None and own.is_ready and own.stage < service.manifest.stages:
-                said[peer] = own.stage, listing.sessions
+                said[peer] = own.stage, listing.sessions, listing.bits
 
         # Those that members name are asked in turn: two rounds reach all of them.
         for _ in range(2):
@@ -180,11 +183,11 @@ class Finder:
             said.pop(peer, None)
             self._members.get(service.id, {}).pop(peer, None)
         routes: Routes = {}
-        for peer, (stage, sessions) in said.items():
+        for peer, (stage, sessions, bits) in said.items():
             if not service.manifest.may_hold(peer):
                 continue  # it calls itself a member
             seconds = 0.0 if peer == me else owner.round_trip_seconds(peer)
-            routes.setdefault(stage, []).append(StageReplica(peer, sessions, seconds))
+            routes.setdefault(stage, []).append(StageReplica(peer, sessions, seconds, bits))
         return routes
 
     async def _listing(self, peer: PeerId, service: Service) -> Listing | None:

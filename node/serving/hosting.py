@@ -115,6 +115,8 @@ class Hosting:
             return "the service is restricted to other peers"
         if (reason := owner.accepts(service)) is not None:
             return reason
+        if service.manifest.threads > owner.machine.threads:
+            return f"it computes with {service.manifest.threads} threads, a slot here has fewer"
         if not owner.slots.is_free_for(service.id):
             return "no free slot"
         member = Membership(owner, service, number, rows)
@@ -329,6 +331,7 @@ class Hosting:
             provider.sessions_of(name),
             provider.tokens_of(name),
             room,
+            b"" if member.stage is None else member.stage.bits,
         )
 
 

@@ -92,6 +92,8 @@ class HeldStage:
         self.service = service
         self.number = number
         self.specification = wanted
+        self.bits = b""
+        """The bit class of its process: see `partition.execute.bit_class`."""
         self._stage = stage
         entry = wanted.graph.entry(SERVE)
         self._given = _boundary_forms(wanted.graph, entry.inputs)
@@ -124,7 +126,10 @@ class HeldStage:
             raise StageFailed(f"no process can be started: {error}") from None
         try:
             await models.fill(stage, wanted, holders())
-            return cls(service, number, wanted, stage)
+            held = cls(service, number, wanted, stage)
+            probed = await stage.call(api.Probe())
+            held.bits = probed.bits if isinstance(probed, api.Probed) else b""
+            return held
         except BaseException as error:
             with trio.CancelScope(shield=True):
                 await stage.aclose()

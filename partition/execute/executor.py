@@ -28,6 +28,7 @@ from blake3 import blake3
 
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from partition.codecs.codec import Payload, Rounding
+from partition.execute.bit_class import bit_class
 from partition.execute.interpret import DTYPES, LabelOutOfRange, Program, Results, compile_entry
 from partition.execute.optimize import Optimizer, clip_factor
 from partition.execute.pages import UnitRefused
@@ -61,6 +62,8 @@ from partition.stage import (
     Norm,
     Normed,
     PayloadPart,
+    Probe,
+    Probed,
     Ran,
     Refused,
     Reload,
@@ -165,6 +168,8 @@ class StageExecutor:
                 return self._run(request)
             case Serve():
                 return self._serve(request)
+            case Probe():
+                return self._probe()
             case Export():
                 arena, dtype = self._arenas["parameters"], self._specification.dtype
                 return Exported(export_file(arena, dtype, self._slots, self._graph.constants))
@@ -427,6 +432,14 @@ class StageExecutor:
             self._sessions.end(request.session)
             raise RemoteProtocolError(f"the session is over: {error}") from None
         return Ran(output)
+
+    def _probe(self) -> Probed:
+        if self._served is None:
+            raise RemoteProtocolError(f"the stage has no entry point '{SERVE}'")
+        program = self._program(SERVE, False)
+        return Probed(
+            bit_class(self._specification, self._served, program, self._parameters, self._constants)
+        )
 
     def _serve(self, request: Serve) -> Served:
         if self._served is None:

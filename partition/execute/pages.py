@@ -8,6 +8,7 @@ one another where they can, so that it is read without a copy.
 What is computed is `partition.execute.attention`.
 """
 
+import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -86,11 +87,17 @@ class Pages:
         if layer not in self._pools:
             shape = self._layers[layer]
             sides = self._count, shape.heads, PAGE_TOKENS
-            self._pools[layer] = (
-                torch.zeros(*sides, shape.key_width, dtype=self._dtype, device=self._device),
-                torch.zeros(*sides, shape.value_width, dtype=self._dtype, device=self._device),
-            )
+            self._pools[layer] = self._zeros(*sides, shape.key_width), self._zeros(*sides, shape.value_width)
         return self._pools[layer]
+
+    def _zeros(self, *sides: int) -> torch.Tensor:
+        # What writes to it may be in inference mode or not.
+        with torch.inference_mode(False):
+            if self._device.type != "cpu" or not prod(sides):
+                return torch.zeros(*sides, dtype=self._dtype, device=self._device)
+            # `torch.zeros` writes them all: gigabytes at the first token, and in memory ever after.
+            memory = mmap.mmap(-1, prod(sides) * self._dtype.itemsize)
+            return torch.frombuffer(memory, dtype=self._dtype).view(sides)
 
     def begin(self, units: Sequence[Unit], context: int) -> tuple[Span, ...]:
         """Take the pages that the units need. The sessions grow only by `commit`.

@@ -6,7 +6,7 @@ that belong to no session: with that torch's kernels compute a row to the same b
 parts, alone or among others, has the bits that it had.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import msgspec
@@ -57,6 +57,8 @@ class ServedStage:
             tuple(number for number in numbers if number not in (_POSITIONS, _ROWS_WANTED))
             for numbers in (self._entry.inputs, self._entry.outputs)
         )
+        self.given_kinds = [self._kinds[number] for number in self._given]
+        self.sent_kinds = [self._kinds[number] for number in self._sent]
 
     def serve(
         self,
@@ -73,20 +75,31 @@ class ServedStage:
                 took back.
         """
         units = request.units
-        tokens, rows = sum(unit.tokens for unit in units), sum(unit.wanted for unit in units)
-        most = self._specification.sizes_max
-        if tokens > most[0] or rows > most[1]:
-            raise RemoteProtocolError(
-                f"{tokens} tokens and {rows} rows in one call, at most {most[0]} and {most[1]} are served"
-            )
-        sizes = served_sizes(most, tokens, max(rows, 1))
         with blaming("input"):
+            sizes, _ = self._sizes(units)
             payload = msgspec.structs.replace(request.input, sizes=sizes)
-            given = self._boundary.take(payload, [self._kinds[number] for number in self._given], sizes)
-        spans = self.pages.begin(units, most[2])
+            given = self._boundary.take(payload, self.given_kinds, sizes)
+        outputs = self.compute(units, given, program, parameters, constants)
+        if outputs is None:
+            return Served(None)
+        payload, _ = self._boundary.give(outputs, self.sent_kinds, sizes, request.codec)
+        return Served(payload)
+
+    def compute(
+        self,
+        units: tuple[Unit, ...],
+        given: Sequence[torch.Tensor],
+        program: Program,
+        parameters: Mapping[int, torch.Tensor],
+        constants: Mapping[int, torch.Tensor],
+    ) -> list[torch.Tensor] | None:
+        """Continue the sessions of `units` by tensors, those of `given_kinds`; None where a last stage is to
+        answer no row. Raises as `serve`."""
+        sizes, rows = self._sizes(units)
+        spans = self.pages.begin(units, self._specification.sizes_max[2])
         try:
-            with torch.no_grad(), serving(Batch(self.pages, spans)):
-                served = self._compute(request, program, parameters, constants, given, sizes, rows)
+            with torch.inference_mode(), serving(Batch(self.pages, spans)):
+                outputs = self._run(units, given, program, parameters, constants, sizes)
         except LabelOutOfRange as error:
             self.pages.abandon(units)
             raise BadPayload(str(error), "input", of_values=True) from None
@@ -94,23 +107,32 @@ class ServedStage:
             self.pages.abandon(units)
             raise
         self.pages.commit(units)
-        return served
+        return None if self._specification.graph.is_last and not rows else outputs
 
-    def _compute(
+    def _sizes(self, units: Sequence[Unit]) -> tuple[tuple[int, ...], int]:
+        """The sizes of a batch, and how many rows it wants. Raises RemoteProtocolError: too many."""
+        tokens, rows = sum(unit.tokens for unit in units), sum(unit.wanted for unit in units)
+        most = self._specification.sizes_max
+        if tokens > most[0] or rows > most[1]:
+            raise RemoteProtocolError(
+                f"{tokens} tokens and {rows} rows in one call, at most {most[0]} and {most[1]} are served"
+            )
+        return served_sizes(most, tokens, max(rows, 1)), rows
+
+    def _run(
         self,
-        request: Serve,
+        units: tuple[Unit, ...],
+        given: Sequence[torch.Tensor],
         program: Program,
         parameters: Mapping[int, torch.Tensor],
         constants: Mapping[int, torch.Tensor],
-        given: list[torch.Tensor],
         sizes: tuple[int, ...],
-        rows: int,
-    ) -> Served:
+    ) -> list[torch.Tensor]:
         multiple = ROWS * self._specification.threads
         wide = (padded(sizes[0], multiple), padded(sizes[1], multiple), *sizes[2:])
         inputs = dict(zip(self._given, given, strict=True))
-        inputs[_POSITIONS] = _positions(request.units).to(self._device)
-        inputs[_ROWS_WANTED] = _wanted_rows(request.units).to(self._device)
+        inputs[_POSITIONS] = _positions(units).to(self._device)
+        inputs[_ROWS_WANTED] = _wanted_rows(units).to(self._device)
         table = evaluate(self._specification.graph.expressions, wide)
         ready = []
         for number in self._entry.inputs:
@@ -119,17 +141,11 @@ class ServedStage:
             ready.append(_widened(inputs[number], shape_of(kind, table)))
         results = program.run(parameters, constants, {}, ready, [], wide)
         made = dict(zip(self._entry.outputs, results.outputs, strict=True))
-        is_last = self._specification.graph.is_last
-        if is_last and not rows:
-            return Served(None)
-        kinds = [self._kinds[number] for number in self._sent]
-        shapes = self._boundary.shapes(kinds, sizes)
-        outputs = [
+        shapes = self._boundary.shapes(self.sent_kinds, sizes)
+        return [
             tensor[tuple(slice(side) for side in shape)]
             for tensor, shape in zip((made[number] for number in self._sent), shapes, strict=True)
         ]
-        payload, _ = self._boundary.give(outputs, kinds, sizes, request.codec)
-        return Served(payload)
 
 
 def layer_shapes(specification: StageSpecification) -> tuple[dict[int, LayerShape], torch.dtype]:

@@ -1,0 +1,154 @@
+"""The bit class of a stage that serves: what the machine, its torch and its threads make of the stage.
+
+Two replicas of one stage that have the same class computed the same made-up tokens to the same bits, by their
+own weights and their own program. So it is found out by results: names of processors, instruction sets and
+builds are part of it, but would not do alone, since libraries choose kernels by more than that.
+
+The tokens are served twice, at once and in parts among others. Where the bits differ, an answer could not go
+on elsewhere as it was, and the stage has no class. What is not tried: batches as long as a chunk of a prompt.
+The products of those are probed by themselves (`partition.execute.products`).
+"""
+
+from collections.abc import Mapping
+from itertools import pairwise
+from math import prod
+
+import torch
+from blake3 import blake3
+
+from crypto.encoding import encode
+from crypto.errors import RemoteProtocolError
+from partition.execute.interpret import DTYPES, Program
+from partition.execute.pages import PAGE_TOKENS
+from partition.execute.serving import ServedStage
+from partition.model.graph import SERVE, ParameterValue, Size, TensorType
+from partition.model.sizes import evaluate, shape_of
+from partition.stage import BITS_BYTES, StageSpecification, Unit
+
+_TOKENS_MAX = PAGE_TOKENS + 8
+"""More than one block of keys."""
+_TOKENS_LEAST = 20
+_FLOPS = 20_000_000_000
+"""What the products of the longer probe may take: beyond that the shorter one is served."""
+_COMPANY = 5
+"""Tokens of a session that is served beside the parts."""
+_SINGLES = 3
+_NAMES = tuple(bytes([255]) * 15 + bytes([number]) for number in range(3))
+"""Sessions of a probe: doors draw theirs at random."""
+_TOKENS = Size(0)
+
+
+def bit_class(
+    specification: StageSpecification,
+    served: ServedStage,
+    program: Program,
+    parameters: Mapping[int, torch.Tensor],
+    constants: Mapping[int, torch.Tensor],
+) -> bytes:
+    """Return the class, empty where there is none. Sessions are as before.
+
+    Raises:
+        RemoteProtocolError: the stage cannot compute.
+    """
+    graph = specification.graph
+    count = sum(prod(shape_of(row.type, ())) for row in graph.parameters)
+    most = _TOKENS_MAX if 6 * _TOKENS_MAX * count <= _FLOPS else _TOKENS_LEAST
+    tokens = min(most, specification.sizes_max[2], specification.sizes_max[0] - _COMPANY)
+    if tokens <= _SINGLES + 1:
+        return b""
+    wants = graph.is_last
+    inputs = _Inputs(specification, served, tokens)
+
+    def serve(units: list[Unit]) -> list[torch.Tensor]:
+        found = served.compute(
+            tuple(units), inputs.joined([(unit.position, unit.tokens) for unit in units]), program,
+            parameters, constants,
+        )  # fmt: skip
+        assert found is not None
+        return found
+
+    whole, parts, beside = _NAMES
+    try:
+        at_once = serve([Unit(whole, 0, tokens, tokens * wants)])
+        served.pages.end(whole)
+        half = tokens // 2
+        cuts = [0, half, *range(half + 1, half + 1 + _SINGLES), tokens]
+        is_same = True
+        for number, (begin, end) in enumerate(pairwise(cuts)):
+            units = [Unit(parts, begin, end - begin, (end - begin) * wants)]
+            if not number:
+                units.insert(0, Unit(beside, 0, min(_COMPANY, tokens), wants * min(_COMPANY, tokens)))
+            found = serve(units)
+            skipped = sum(unit.tokens for unit in units[:-1])
+            for one, other, axis in zip(at_once, found, _axes(served, wants), strict=True):
+                expected = one.narrow(axis, begin, end - begin)
+                is_same &= _bytes(expected) == _bytes(other.narrow(axis, skipped, end - begin))
+    finally:
+        for name in _NAMES:
+            served.pages.end(name)
+    if not is_same:
+        return b""
+    digest = blake3(b"peerloom/bits/1\0" + encode(_names(specification.threads)))
+    for tensor in at_once:
+        digest.update(_bytes(tensor))
+    return digest.digest(length=BITS_BYTES)
+
+
+def _names(threads: int) -> tuple[object, ...]:
+    return str(torch.__version__), torch.backends.cpu.get_cpu_capability(), threads
+
+
+def _axes(served: ServedStage, wants: bool) -> list[int]:
+    """Where the outputs have their tokens, or the rows that are wanted."""
+    side = Size(1) if wants else _TOKENS
+    return [kind.shape.index(side) for kind in served.sent_kinds]
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+class _Inputs:
+    """What a stage is given of made-up tokens: the same on every machine."""
+
+    def __init__(self, specification: StageSpecification, served: ServedStage, tokens: int) -> None:
+        graph = specification.graph
+        known = _words(specification)
+        table = evaluate(graph.expressions, (tokens, 1, specification.sizes_max[2]))
+        self._axes = [kind.shape.index(_TOKENS) for kind in served.given_kinds]
+        self._tensors = [
+            _made(kind, shape_of(kind, table), known).to(specification.device) for kind in served.given_kinds
+        ]
+
+    def joined(self, parts: list[tuple[int, int]]) -> list[torch.Tensor]:
+        """Those of some (position, tokens), one part behind the other."""
+        return [
+            torch.cat([tensor.narrow(axis, begin, count) for begin, count in parts], axis)
+            for tensor, axis in zip(self._tensors, self._axes, strict=True)
+        ]
+
+
+def _made(kind: TensorType, shape: tuple[int, ...], words: int) -> torch.Tensor:
+    numbers = torch.arange(prod(shape)).mul_(40_503).remainder_(65_521).view(shape)
+    dtype = DTYPES[kind.dtype]
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return (numbers % words).to(dtype)
+    return (numbers.to(torch.float64) / 32_768 - 1).to(dtype)
+
+
+def _words(specification: StageSpecification) -> int:
+    """How many tokens all tables have that are looked into."""
+    graph = specification.graph
+    rows = dict(zip(graph.rows, graph.parameters, strict=True))
+    sides = [2]
+    for node in graph.entry(SERVE).nodes:
+        if graph.operators[node.operator] == "aten.embedding.default":
+            table = node.arguments[0]
+            if isinstance(table, ParameterValue) and table.row in rows:
+                sides.append(shape_of(rows[table.row].type, ())[0])
+    if len(sides) == 1:
+        return 2
+    found = min(sides[1:])
+    if found < 1:
+        raise RemoteProtocolError("a table of no tokens")
+    return found

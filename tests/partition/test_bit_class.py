@@ -1,0 +1,63 @@
+"""The bit class of a served stage follows from what its machine computes, and from its threads."""
+
+import pytest
+import torch
+
+from partition.capture import capture
+from partition.capture.models.gpt import gpt
+from partition.execute.executor import StageExecutor
+from partition.model.serving import serving_graph
+from partition.stage import Probe, Probed, Unit
+from tests.partition.serving_world import Chain, session
+
+CONTEXT = 96
+
+
+def chain(threads: int = 1, *, seed: int = 5) -> Chain:
+    torch.manual_seed(seed)
+    task = gpt((CONTEXT,), 65, layers=2, heads=4, width=32)
+    captured = capture(
+        task.model, task.example_inputs, labels=task.labels, loss=task.loss, dynamic=task.dynamic
+    )
+    graph = serving_graph(captured.graph, CONTEXT)
+    return Chain(graph, task.model.state_dict(), stages=2, threads=threads)
+
+
+def bits(stage: StageExecutor) -> bytes:
+    reply = stage.handle(Probe())
+    assert isinstance(reply, Probed)
+    return reply.bits
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> object:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_replicas_of_a_stage_have_one_class_and_other_threads_another() -> None:
+    first, second = chain(), chain()
+    classes = [bits(stage) for stage in first.stages]
+    assert all(classes)
+    assert classes == [bits(stage) for stage in second.stages]
+    assert not set(classes) & {bits(stage) for stage in chain(seed=6).stages}
+    torch.set_num_threads(2)
+    assert not set(classes) & {bits(stage) for stage in chain(2).stages}
+
+
+def test_a_probe_leaves_sessions_and_pages_as_they_were() -> None:
+    held = chain()
+    ids = list(range(60))
+    held.logits([Unit(session(1), 0, 50, 1)], ids[:50])
+    for stage in held.stages:
+        bits(stage)
+    found = held.logits([Unit(session(1), 50, 10, 10)], ids[50:])
+    assert torch.equal(found, chain().logits([Unit(session(2), 0, 60, 10)], ids))
+
+
+def test_a_machine_whose_rows_depend_on_their_company_has_no_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    # One row alone takes another kernel than several: so it is where rows are not padded.
+    monkeypatch.setattr("partition.execute.serving.ROWS", 1)
+    assert b"" in [bits(stage) for stage in chain().stages]
