@@ -593,17 +593,17 @@ class ServiceChanged(Event, frozen=True, kw_only=True):
 
 
 class GenerationMoved(Event, frozen=True, kw_only=True):
-    """An answer to this node lost a provider, for this reason, and goes on over `route`."""
+    """An answer here lost a provider and goes on over `route`; not `is_exact`: its text may differ."""
 
     service: str
     name: str
     reason: str
     route: tuple[PeerId, ...]
+    is_exact: bool = True
 
 
 class GenerationEnded(Event, frozen=True, kw_only=True):
-    """An answer to this node is over: how many tokens it had, how often it lost a provider, how long the
-    first token took and how fast the others came. What was asked and answered is in no event."""
+    """An answer to this node is over. What was asked and answered is in no event."""
 
     service: str
     name: str

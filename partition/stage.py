@@ -474,11 +474,11 @@ class Served(msgspec.Struct, frozen=True, tag=True, array_like=True):
     busy_nanoseconds: Number = 0
 
 
-class Probe(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class FindBits(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Ask to which bit class the stage belongs, once it has its parameters: it serves some made-up tokens."""
 
 
-class Probed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class BitsFound(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Two replicas of a stage that answer the same `bits` computed these tokens to the same bits. Empty: this
     machine gives a session other bits when it comes in other parts, so no other equals it, nor it itself."""
 
@@ -554,7 +554,7 @@ Request = (
     | Apply
     | Run
     | Serve
-    | Probe
+    | FindBits
     | EndSession
     | Export
     | Import
@@ -562,7 +562,17 @@ Request = (
     | Restore
 )
 Reply = (
-    Admitted | Forwarded | BackwardDone | Normed | Applied | Ran | Served | Probed | Done | Exported | Refused
+    Admitted
+    | Forwarded
+    | BackwardDone
+    | Normed
+    | Applied
+    | Ran
+    | Served
+    | BitsFound
+    | Done
+    | Exported
+    | Refused
 )
 
 

@@ -102,6 +102,7 @@ def test_an_answer_survives_sigkill_of_a_stages_node(swarm: SwarmProcesses) -> N
     tokens, went = answer(door, at=10, disturb=lambda: swarm.kill(other), temperature=1.0)
     assert tokens == undisturbed
     assert went["moves"] >= 1
+    assert went["exact"]
     assert time.monotonic() - began < SECONDS_MAX
     assert answer(door)[0] == greedy
     # What was asked and answered stands in no file of any node.

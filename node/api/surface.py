@@ -311,18 +311,20 @@ class Surface:
         min_p: float | None = None,
         seed: int | None = None,
         stops: Sequence[str] = (),
+        exact: bool = False,
     ) -> AsyncIterator[str | int]:
         """Yield what a service writes behind a prompt as it comes: text, or tokens where tokens are given.
 
         A prompt may also be a chat: messages, each with `role` and `content`, by the model's own template.
         `temperature` 0 takes the likeliest token each time; above it the same `seed` draws the same. What is
         None is as the model's folder says; without one it is the likeliest. The answer goes on when a peer of
-        the service dies. Whoever holds a stage can read prompt and answer. Raises UsageError: no such
-        service, or a wrong setting; RunFailed: the answer cannot go on.
+        the service dies; with `exact` only where it stays what it would have been. Whoever holds a stage can
+        read prompt and answer. Raises UsageError: no such service, or a wrong setting; RunFailed: the answer
+        cannot go on.
         """
         numbers = tokens_max, temperature, top_k, top_p, min_p, seed
         asked, messages = split_prompt(prompt)
-        question = Question(asked, *numbers, tuple(stops), messages)
+        question = Question(asked, *numbers, tuple(stops), messages, exact=exact)
         async with Asking(self.serving).answering(service, question) as answer:
             async for piece in answer:
                 yield piece

@@ -426,7 +426,8 @@ def _service(_screen: EventScreen, event: Event) -> list[str]:
 
 def _answer_moved(screen: EventScreen, event: Event) -> list[str]:
     route = " -> ".join(map(screen._name, event["route"]))
-    return [_at(event, f"answer of {event['name']} goes on over {route}: {event['reason']}")]
+    note = "" if event.get("is_exact", True) else " (other bits: text may differ)"
+    return [_at(event, f"answer of {event['name']} goes on over {route}{note}: {event['reason']}")]
 
 
 def _answer_ended(_screen: EventScreen, event: Event) -> list[str]:

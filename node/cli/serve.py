@@ -90,6 +90,10 @@ def generate(
     tokenizer: Annotated[
         str, typer.Option("--tokenizer", metavar="FILE", help="The tokenizer.json of the service's model.")
     ] = "",
+    exact: Annotated[
+        bool,
+        typer.Option("--exact", help="Rather end than go on with machines of another bit class."),
+    ] = False,
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
@@ -105,6 +109,7 @@ def generate(
         "min_p": min_p,
         "seed": read_seed(seed),
         "stops": stop or [],
+        "exact": exact,
     }
     pieces: list[Any] = []
     push: Callable[[Any], str] = str
@@ -206,6 +211,10 @@ def answer_lines(document: Mapping[str, Any], names: Mapping[str, str]) -> list[
     if document["moves"]:
         times = "once" if document["moves"] == 1 else f"{document['moves']} times"
         lines.append(f"a provider was lost {times}, and the answer went on elsewhere")
+    if not document.get("exact", True):
+        lines.append(
+            "it went on with machines of another bit class: its text may differ from an undisturbed one"
+        )
     return lines
 
 

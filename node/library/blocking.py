@@ -379,17 +379,29 @@ class BlockingSurface:
         min_p: float | None = None,
         seed: int | None = None,
         stops: Sequence[str] = (),
+        exact: bool = False,
     ) -> Iterator[str | int]:
         """Yield what a service writes behind a prompt as it comes: text, or tokens where tokens are given.
 
         A prompt may also be a chat: messages, each with `role` and `content`, by the model's own template.
         `temperature` 0 takes the likeliest token each time; above it the same `seed` draws the same. What is
         None is as the model's folder says; without one it is the likeliest. The answer goes on when a peer of
-        the service dies. Whoever holds a stage can read prompt and answer. Raises UsageError: no such
-        service, or a wrong setting; RunFailed: the answer cannot go on.
+        the service dies; with `exact` only where it stays what it would have been. Whoever holds a stage can
+        read prompt and answer. Raises UsageError: no such service, or a wrong setting; RunFailed: the answer
+        cannot go on.
         """
         return self._portal.iterate(
-            self._of.generate, service, prompt, tokens_max, temperature, top_k, top_p, min_p, seed, stops
+            self._of.generate,
+            service,
+            prompt,
+            tokens_max,
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            seed,
+            stops,
+            exact,
         )
 
     def plan(

@@ -37,6 +37,9 @@ from partition.model.graph import Graph, encode_graph
 
 CONTEXT_USUAL = 1_024
 """Tokens of a session where nobody says more: as many as the built-in models take."""
+THREADS_USUAL = 4
+"""Threads of a service, where its publisher has as many. Stages of one bit class compute with exactly
+the service's number, so a larger one shuts smaller machines out; and decoding waits for memory, not cores."""
 BYTES = 256
 """The vocabulary of a model of text byte by byte."""
 PRIVACY = (
@@ -105,7 +108,7 @@ class Asking:
                 replicas=wish.replicas,
                 vocabulary=vocabulary,
                 context=min(wish.context or CONTEXT_USUAL, decoded.symbols[2].maximum),
-                threads=serving.machine.threads,
+                threads=min(serving.machine.threads, THREADS_USUAL),
                 at_milliseconds=int(serving.seams.swarm_clock.wall() * 1_000),
                 text="tokenizer" if text else "bytes" if vocabulary == BYTES else "",
                 tokenizer=text[0] if text else b"",
@@ -331,6 +334,7 @@ class AnswerStream:
             "tokens": made.count,
             "finish": reason or (made.finish.reason if made.finish else "cancelled"),
             "moves": made.moves,
+            "exact": made.is_exact,
             "first_seconds": None if first is None else first - made.began_at,
             "tokens_per_second": (made.count - 1) / seconds if seconds and made.count > 1 else None,
             "route": [peer_text(peer) for peer in made.route],

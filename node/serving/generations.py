@@ -60,6 +60,8 @@ class Generation:
         self.service = service
         self.route: tuple[PeerId, ...] = ()
         self.moves = 0
+        self.is_exact = True
+        """Whether every move was to machines of the bit classes that it came from."""
         self.count = 0
         self.began_at = now
         self.first_at: float | None = None
@@ -165,6 +167,7 @@ class Generations:
         if not event.lost:
             return
         found.moves += 1
+        found.is_exact = found.is_exact and event.is_exact
         self._owner.publish(
             GenerationMoved(
                 at=self._owner.seams.clock.wall(),
@@ -172,6 +175,7 @@ class Generations:
                 name=found.service.manifest.name,
                 reason=event.lost,
                 route=event.route,
+                is_exact=event.is_exact,
             )
         )
 

@@ -39,6 +39,7 @@ class Question:
     seed: int | None = None
     stops: tuple[str, ...] = ()
     messages: tuple[dict[str, str], ...] = ()
+    exact: bool = False
 
     @property
     def is_text(self) -> bool:
@@ -80,7 +81,7 @@ async def make_door_wish(
             "a shorter prompt",
         )
     sampling = make_sampling(question, text.facts if text is not None else None, entropy)
-    wish = Wish(prompt.tokens, question.tokens_max, sampling, frozenset(manifest.stops))
+    wish = Wish(prompt.tokens, question.tokens_max, sampling, frozenset(manifest.stops), question.exact)
     return DoorWish(wish, prompt.forgotten)
 
 

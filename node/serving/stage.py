@@ -127,8 +127,8 @@ class HeldStage:
         try:
             await models.fill(stage, wanted, holders())
             held = cls(service, number, wanted, stage)
-            probed = await stage.call(api.Probe())
-            held.bits = probed.bits if isinstance(probed, api.Probed) else b""
+            probed = await stage.call(api.FindBits())
+            held.bits = probed.bits if isinstance(probed, api.BitsFound) else b""
             return held
         except BaseException as error:
             with trio.CancelScope(shield=True):

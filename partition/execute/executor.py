@@ -50,11 +50,13 @@ from partition.stage import (
     Apply,
     Backward,
     BackwardDone,
+    BitsFound,
     Discard,
     Done,
     EndSession,
     Export,
     Exported,
+    FindBits,
     Forget,
     Forward,
     Forwarded,
@@ -62,8 +64,6 @@ from partition.stage import (
     Norm,
     Normed,
     PayloadPart,
-    Probe,
-    Probed,
     Ran,
     Refused,
     Reload,
@@ -168,7 +168,7 @@ class StageExecutor:
                 return self._run(request)
             case Serve():
                 return self._serve(request)
-            case Probe():
+            case FindBits():
                 return self._probe()
             case Export():
                 arena, dtype = self._arenas["parameters"], self._specification.dtype
@@ -433,11 +433,11 @@ class StageExecutor:
             raise RemoteProtocolError(f"the session is over: {error}") from None
         return Ran(output)
 
-    def _probe(self) -> Probed:
+    def _probe(self) -> BitsFound:
         if self._served is None:
             raise RemoteProtocolError(f"the stage has no entry point '{SERVE}'")
         program = self._program(SERVE, False)
-        return Probed(
+        return BitsFound(
             bit_class(self._specification, self._served, program, self._parameters, self._constants)
         )
 

@@ -93,10 +93,11 @@ class Pages:
     def _zeros(self, *sides: int) -> torch.Tensor:
         # What writes to it may be in inference mode or not.
         with torch.inference_mode(False):
-            if self._device.type != "cpu" or not prod(sides):
+            private = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
+            if self._device.type != "cpu" or not private or not prod(sides):
                 return torch.zeros(*sides, dtype=self._dtype, device=self._device)
             # `torch.zeros` writes them all: gigabytes at the first token, and in memory ever after.
-            memory = mmap.mmap(-1, prod(sides) * self._dtype.itemsize)
+            memory = mmap.mmap(-1, prod(sides) * self._dtype.itemsize, flags=private)
             return torch.frombuffer(memory, dtype=self._dtype).view(sides)
 
     def begin(self, units: Sequence[Unit], context: int) -> tuple[Span, ...]:

@@ -6,9 +6,12 @@ logits, of which the next token is chosen here (`partition.serve.sampling`).
 
 A provider may be lost at any time: its stream breaks, or its node is silent. Then the generation takes
 another route under a new session and sends all its tokens again. The same tokens give the same logits on all
-machines of one class, to the bit, so the text goes on as if nothing had happened. Answers of an earlier
-session are passed over. Where a stage has no provider, a generation waits and asks for routes, and ends with
-a reason if none comes.
+machines of one bit class, so the text goes on as if nothing had happened. Where a stage has only providers of
+another class, or that say none, the event says so and the text goes on all the same; where that is not
+wished, it waits for a provider of its class as for any. Answers of an earlier session are passed over. Where
+a stage has no provider, a generation waits and asks for routes, and ends with a reason if none comes.
+
+Long because a generation's tokens, its route and what is in flight are one state of many messages.
 """
 
 from collections import deque
@@ -57,6 +60,8 @@ LOAD_SECONDS = 0.005
 GENERATIONS_MAX = 256
 """One node has so many at once; each belongs to a program or a person of this machine."""
 
+OTHER_CLASS = "stage {stage} is answered by machines of another bit class only, so the text might change"
+
 FinishReason = Literal["stop", "length", "cancelled", "failed"]
 
 
@@ -72,11 +77,13 @@ class Shape:
 
 @dataclass(frozen=True)
 class StageReplica:
-    """A provider that answers for a stage, how many sessions it has, and how long it takes to reach it."""
+    """A provider that answers for a stage, how many sessions it has, how long it takes to reach it, and the
+    bit class that it says it has (`partition.execute.bit_class`), empty for none."""
 
     peer: PeerId
     sessions: int = 0
     seconds: float = 0.0
+    bits: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,8 @@ class Wish:
     tokens_max: int
     sampling: Sampling
     stops: frozenset[int] = frozenset()
+    is_exact: bool = False
+    """Rather end than go on where the next tokens might be others than they would have been."""
 
 
 @dataclass(frozen=True)
@@ -119,12 +128,14 @@ class RouteWanted:
 
 @dataclass(frozen=True)
 class RouteTaken:
-    """A generation goes over these peers from now on; `lost` is why it left the route before, if it did."""
+    """A generation goes over these peers from now on; `lost` is why it left the route before, if it did, and
+    `is_exact` whether the tokens to come are those that would have come there."""
 
     generation: int
     route: tuple[PeerId, ...]
     tokens: int
     lost: str = ""
+    is_exact: bool = True
 
 
 @dataclass(frozen=True)
@@ -143,6 +154,7 @@ class _Attempt:
     session: bytes
     route: tuple[PeerId, ...]
     began_at: float
+    bits: tuple[bytes, ...]
     opened: set[PeerId] = field(default_factory=set)
     sent: int = 0
     units: int = 0
@@ -169,6 +181,8 @@ class _Generation:
     """Peers that are not asked until then."""
     reason: str = ""
     """Why the last route was lost, or is missing."""
+    bits: tuple[bytes, ...] = ()
+    """The bit class of each stage that the newest token came from."""
 
 
 class Door:
@@ -316,6 +330,8 @@ class Door:
         shape = generation.shape
         known = self._routes.get(shape.service, {})
         route: list[PeerId] = []
+        bits: list[bytes] = []
+        is_exact = True
         for stage in range(shape.stages):
             free = [
                 each
@@ -327,15 +343,24 @@ class Door:
             if not free:
                 generation.reason = generation.reason or f"nobody answers for stage {stage + 1}"
                 return self._ask_for_routes(now, shape.service)
-            route.append(min(free, key=self._cost).peer)
+            if generation.bits:
+                alike = [each for each in free if each.bits and each.bits == generation.bits[stage]]
+                if not alike and generation.wish.is_exact:
+                    generation.reason = OTHER_CLASS.format(stage=stage + 1)
+                    return self._ask_for_routes(now, shape.service)
+                is_exact = is_exact and bool(alike)
+                free = alike or free
+            chosen = min(free, key=self._cost)
+            route.append(chosen.peer)
+            bits.append(chosen.bits)
         generation.attempts += 1
         if generation.attempts > ATTEMPTS_MAX:
             return self._finish(now, generation, "failed", generation.reason)
-        attempt = _Attempt(self._new_id(SESSION_BYTES), tuple(route), now)
+        attempt = _Attempt(self._new_id(SESSION_BYTES), tuple(route), now, tuple(bits))
         generation.attempt = attempt
         self._sessions[attempt.session] = generation
         self.events.append(
-            RouteTaken(generation.number, attempt.route, len(generation.tokens), generation.reason)
+            RouteTaken(generation.number, attempt.route, len(generation.tokens), generation.reason, is_exact)
         )
         sends: Sends = []
         for stage, peer in enumerate(route):
@@ -465,6 +490,7 @@ class Door:
             return self._finish(now, generation, "stop")
         place = int(np.flatnonzero(ids == token)[0])
         generation.tokens.append(token)
+        generation.bits = attempt.bits
         logprob, count = float(logits[place]) - total, wish.sampling.top
         top = tuple((int(each), float(logits[at]) - total) for at, each in enumerate(ids[:count]))
         self.events.append(Sampled(generation.number, position, token, logprob, top))

@@ -7,7 +7,7 @@ from partition.capture import capture
 from partition.capture.models.gpt import gpt
 from partition.execute.executor import StageExecutor
 from partition.model.serving import serving_graph
-from partition.stage import Probe, Probed, Unit
+from partition.stage import BitsFound, FindBits, Unit
 from tests.partition.serving_world import Chain, session
 
 CONTEXT = 96
@@ -24,8 +24,8 @@ def chain(threads: int = 1, *, seed: int = 5) -> Chain:
 
 
 def bits(stage: StageExecutor) -> bytes:
-    reply = stage.handle(Probe())
-    assert isinstance(reply, Probed)
+    reply = stage.handle(FindBits())
+    assert isinstance(reply, BitsFound)
     return reply.bits
 
 

@@ -27,6 +27,7 @@ class TokensServed:
     opened: list[tuple[PeerId, int]] = []  # noqa: RUF012 - emptied by `tokens_served`
     seconds = STAGE_SECONDS
     tokens_max = 100
+    bits = b"x"
     broken: set[PeerId] = set()  # noqa: RUF012 - as above
 
     def __init__(self, service: Service, number: int, me: PeerId) -> None:

@@ -39,6 +39,7 @@ def test_an_answer_goes_on_when_a_stage_is_killed_and_a_spare_loads_it() -> None
             assert seen == reference(wish(tokens=40))
             moved = [event for event in group.events["a"] if isinstance(event, GenerationMoved)]
             assert moved
+            assert all(event.is_exact for event in moved)
             (ended,) = [event for event in group.events["a"] if isinstance(event, GenerationEnded)]
             assert (ended.outcome, ended.tokens) == ("length", 40)
             assert victim not in holders(group)

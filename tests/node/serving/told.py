@@ -9,7 +9,12 @@ def serving_events(at: float, first: PeerId, second: PeerId) -> list[events.Even
     return [
         events.ServiceChanged(at=at, service="ab" * 8, name="gpt", stage=1, ready=(2, 1), wished=2),
         events.GenerationMoved(
-            at=at, service="ab" * 8, name="gpt", reason="its stream broke", route=(first, second)
+            at=at,
+            service="ab" * 8,
+            name="gpt",
+            reason="its stream broke",
+            route=(first, second),
+            is_exact=False,
         ),
         events.GenerationEnded(
             at=at,

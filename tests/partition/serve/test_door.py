@@ -1,18 +1,21 @@
 """The door's token loop: what it does when providers are silent, slow, full or lie."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from crypto.errors import RemoteProtocolError
-from partition.serve.door import ATTEMPTS_MAX, GenerationOver, RouteTaken
+from crypto.identity import PeerId
+from partition.serve.door import ATTEMPTS_MAX, OTHER_CLASS, GenerationOver, RouteTaken, StageReplica
 from partition.serve.messages import Answer, Carried, SessionClosed, SessionOpened, Work
 from partition.serve.timeouts import ANSWER_SECONDS_MAX, ROUTE_SECONDS_MAX, SILENCE_SECONDS_MAX
 from tests.partition.serve.world import DOORS, PROVIDERS, SERVICE, World, reference, wish
 
 DOOR, OTHER = DOORS
 FIRST, SECOND = (min(PROVIDERS[stage]) for stage in (0, 1))
+OTHER_SECOND = max(PROVIDERS[1])
 
 
 def begun(tokens: int = 3, prompt: int = 5) -> tuple[World, tuple[object, int]]:
@@ -108,6 +111,52 @@ def test_without_any_replica_a_generation_ends_with_a_reason() -> None:
     key = world.begin(DOOR, wish(5, 3))
     world.settle()
     assert world.finished[key].reason == "length"
+
+
+def other_class(*, is_exact: bool) -> tuple[World, tuple[PeerId, int]]:
+    """A generation that has lost its second stage, of which a machine of another bit class is left."""
+    world = World()
+    world.bits[OTHER_SECOND] = b"y"
+    world.kill(OTHER_SECOND)
+    key = world.begin(DOOR, replace(wish(5, 6), is_exact=is_exact))
+    while not world.tokens.get(key):
+        assert world.step()
+    world.start(1, OTHER_SECOND)
+    world.kill(SECOND)
+    return world, key
+
+
+def test_a_move_to_another_bit_class_is_told() -> None:
+    world, key = other_class(is_exact=False)
+    world.settle()
+    assert len(world.tokens[key]) == 6
+    assert [event.is_exact for event in world.routes[-2:]] == [True, False]
+
+
+def test_an_exact_generation_waits_for_its_bit_class_and_then_ends() -> None:
+    world, key = other_class(is_exact=True)
+    while key not in world.finished:
+        while world.step():
+            pass
+        world.pass_time(0.1)
+    assert (world.finished[key].reason, world.finished[key].detail) == ("failed", OTHER_CLASS.format(stage=2))
+    world, key = other_class(is_exact=True)
+    world.bits[OTHER_SECOND] = b"x"  # it came back as another machine
+    world.settle()
+    assert world.finished[key].reason == "length"
+    assert all(event.is_exact for event in world.routes)
+
+
+def test_a_move_prefers_its_bit_class_to_the_least_loaded() -> None:
+    world, key = begun()
+    door = world.doors[DOOR]
+    same, other = PeerId(b"s" * len(SECOND)), PeerId(b"o" * len(SECOND))
+    while not world.tokens.get(key):  # type: ignore[arg-type]  # by how it was made
+        assert world.step()
+    rows = [StageReplica(other, bits=b"y"), StageReplica(same, sessions=30, bits=b"x")]
+    door.learn(world.now, SERVICE, {0: [StageReplica(FIRST, bits=b"x")], 1: rows})
+    door.lost(world.now, SECOND)
+    assert routes(world)[-1].route == (FIRST, same)
 
 
 def test_a_provider_that_refuses_each_time_ends_a_generation() -> None:

@@ -14,6 +14,7 @@ from partition.serve.door import (
     Door,
     GenerationOver,
     Misbehaved,
+    RouteTaken,
     RouteWanted,
     Sampled,
     Shape,
@@ -88,6 +89,9 @@ class World:
 
     def __init__(self, seed: int = 0) -> None:
         self.now = 100.0
+        self.routes: list[RouteTaken] = []
+        self.bits: dict[PeerId, bytes] = {}
+        """Bit classes, where a provider has another than the rest."""
         self.rng = Random(seed)
         self.doors = {peer: Door(peer, self.rng.randbytes) for peer in DOORS}
         self.providers: dict[PeerId, SessionProvider] = {}
@@ -126,7 +130,9 @@ class World:
     def live(self) -> dict[int, list[StageReplica]]:
         return {
             stage: [
-                StageReplica(peer, self.providers[peer].sessions) for peer in peers if peer in self.providers
+                StageReplica(peer, self.providers[peer].sessions, bits=self.bits.get(peer, b"x"))
+                for peer in peers
+                if peer in self.providers
             ]
             for stage, peers in PROVIDERS.items()
         }
@@ -170,6 +176,7 @@ class World:
             provider.events.clear()
         for peer, door in self.doors.items():
             said, door.events = door.events, []
+            self.routes += [event for event in said if isinstance(event, RouteTaken)]
             for each in said:
                 self.note(peer, door, each)
 
