@@ -235,12 +235,13 @@ class RunCovered(Event, frozen=True, kw_only=True):
 
 class RunChanged(Event, frozen=True, kw_only=True):
     """A run is in another state (`partition.run.states`), and why. `waits_for` are the machines whose return
-    would end a pause."""
+    would end a pause. `is_note`: the state may be as before, and the reason is what matters."""
 
     run: str
     state: str
     reason: str
     waits_for: tuple[PeerId, ...] = ()
+    is_note: bool = False
 
 
 class RunResumed(Event, frozen=True, kw_only=True):

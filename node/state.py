@@ -74,6 +74,8 @@ class RunView:
     others: tuple[tuple[PeerId, str], ...] = ()
     """Members for which the run ended otherwise, and their result (`ResultDiffers`)."""
     reason: str = ""
+    reason_at: float = 0.0
+    """Since when, as seconds since 1970."""
     steps_lost: int = 0
     steps_skipped: int = 0
     committed: events.StepCommitted | None = None
@@ -288,7 +290,9 @@ def _(event: events.RunChanged, state: State) -> State:
         return state
     names = {peer: member.name for peer, member in state.members.items()}
     missing = tuple((peer, names.get(peer, "")) for peer in event.waits_for)
-    return _with_run(state, replace(view, status=event.state, reason=event.reason, waits_for=missing))
+    return _with_run(
+        state, replace(view, status=event.state, reason=event.reason, reason_at=event.at, waits_for=missing)
+    )
 
 
 @_fold.register

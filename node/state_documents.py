@@ -136,6 +136,7 @@ def run_document(view: RunView) -> dict[str, Any]:
         "validations": list({event.step: _validation(view, event) for event in view.validations}.values()),
         "microbatches_replayed": view.microbatches_replayed,
         "reason": view.reason,
+        "reason_since": rfc3339(view.reason_at) if view.reason_at else None,
         "waits_for": [{"peer": peer_text(peer), "name": name} for peer, name in view.waits_for],
         "revised": revision_document(view.revised),
         "steps_lost": view.steps_lost,

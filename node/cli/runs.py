@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -387,6 +388,14 @@ def _status_text(run: Mapping[str, Any]) -> str:
     return f"{run['status']}{detail}{', split' if run.get('other_results') else ''}"
 
 
+def _since_text(run: Mapping[str, Any]) -> str:
+    """Since when a run that goes on is as it is; nothing of one that is over."""
+    if run.get("detail") or not run.get("reason_since"):
+        return ""
+    at = datetime.fromisoformat(run["reason_since"]).astimezone()
+    return f" (since {at:%H:%M:%S})"
+
+
 def reading_lines(document: Mapping[str, Any] | None) -> list[str]:
     """How a run's data was read, as the command `data show` has it; nothing where that is not known here."""
     if document is None:
@@ -404,7 +413,8 @@ def run_lines(run: Mapping[str, Any]) -> list[str]:
     called = partial(name_and_id, names)
     lines = [run_text(run), f"  asked for by  {called(run['requester'])}"]
     if run.get("detail") or run.get("reason"):
-        lines.append(f"  why           {with_names(run.get('detail') or run['reason'], names)}")
+        said = with_names(run.get("detail") or run["reason"], names)
+        lines.append(f"  why           {said}{_since_text(run)}")
     if run.get("accuracy") is not None:
         lines.append(f"  accuracy      {run['accuracy']:.3f}")
     if run.get("validations"):

@@ -254,11 +254,9 @@ class EventScreen:
         return f"if {names} stops, the run pauses until it is back; one more idle node would change that"
 
     def _changed(self, event: Event) -> list[str]:
-        if event["state"] == "running":
+        if event["state"] == "running" and not event["is_note"]:
             return []  # the plan says more
-        reason = with_names(
-            event["reason"], {peer: self._names.get(peer, "") for peer in event.get("waits_for", ())}
-        )
+        reason = with_names(event["reason"], self._names)
         return [_at(event, f"run {event['run'][:8]} {event['state']}{': ' if reason else ''}{reason}")]
 
     def _resumed(self, event: Event) -> list[str]:

@@ -278,6 +278,14 @@ class Keeping:
         self._rounds.learn(step, name)
         self._follow()
 
+    def left_branch(self, kept_step: int | None) -> None:
+        """Forget the checkpoints of a branch that is given up: what was saved after `kept_step` steps. The
+        files stay until they are too many, for whoever wants them."""
+        if kept_step is not None:
+            self._rounds.forget_after(kept_step)
+            if self._rounds.newest is None:
+                self._service.seams.storage.delete(newest_name(self._run.text))
+
     async def _write_newest(self) -> None:
         """Return once the newest checkpoint's name is on this disk; many at once make few writes."""
         seams = self._service.seams

@@ -286,6 +286,7 @@ class RunMember:
             case events.RolesGiven():
                 self._take_roles(event)
             case events.Left():
+                self._keeping.left_branch(event.kept_step)
                 self._stop_training()
                 self._committer = None
                 self._start_task(self._let_go)

@@ -167,7 +167,14 @@ class Steering:
         state, reason = self.shown(event.state, event.reason)
         at = self._service.seams.clock.wall()
         self._service.publish(
-            RunChanged(at=at, run=self._run.text, state=state, reason=reason, waits_for=event.waits_for)
+            RunChanged(
+                at=at,
+                run=self._run.text,
+                state=state,
+                reason=reason,
+                waits_for=event.waits_for,
+                is_note=event.is_note,
+            )
         )
 
     def shown(self, state: State, reason: str) -> tuple[State, str]:

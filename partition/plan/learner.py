@@ -26,11 +26,31 @@ STRAYED_MAX = 64
 
 
 @dataclass(frozen=True)
+class Branch:
+    """Another branch as its links show it: the last plan that it shares with ours, and who is on its newest
+    plan."""
+
+    split: Plan
+    members: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
 class ForkFound:
-    """`peer` is of another branch of the chain, which is the one to go on with."""
+    """`peer` is of another branch of the chain, which is the one to go on with if its head can be believed.
+    `branch` is None where its links are too old to be compared with ours."""
 
     peer: PeerId
     head: ChainHead
+    branch: Branch | None = None
+
+
+@dataclass(frozen=True)
+class ForkBehind:
+    """`peer` is of another branch of the chain, and ours is the one to go on with."""
+
+    peer: PeerId
+    head: ChainHead
+    branch: Branch | None = None
 
 
 @dataclass(frozen=True)
@@ -49,7 +69,7 @@ class ChainBroken:
     height: int
 
 
-LearnerEvent = ForkFound | LeftBehind | ChainBroken
+LearnerEvent = ForkFound | ForkBehind | LeftBehind | ChainBroken
 
 
 @dataclass(frozen=True)
@@ -72,7 +92,7 @@ class Learner:
         self._may_fork = may_fork
         # Of peers whose plan is none of ours, the last Head of each.
         self._heads: dict[PeerId, ChainHead] = {}
-        self._strayed: list[bytes] = []
+        self._strayed: dict[bytes, Branch] = {}
         self._behind_since: float | None = None
 
     def append(self, rows: list[Taken]) -> None:
@@ -114,13 +134,14 @@ class Learner:
             # We miss what came before, or it was never ours. Who has said all it knows cannot say which.
             return [], [] if message.whole else [(sender, self.head(asks=True))]
         plan = self.chain.plans[place]
+        split = plan
         taken: list[Taken] = []
-        strayed: list[bytes] = []
+        strayed: dict[bytes, Branch] = {}
         for link in message.links:
             ours = self.chain.links[place] if place < len(self.chain.links) else None
             if link == ours and not strayed:
                 place += 1
-                plan = self.chain.plans[place]
+                split = plan = self.chain.plans[place]
                 continue
             before = plan
             plan, change = follow(before, link)
@@ -131,12 +152,13 @@ class Learner:
                 raise RemoteProtocolError(f"two different changes were decided for height {plan.height}")
             is_without_us = change.fork != NO_HASH and self._me not in plan.roster
             if strayed or ours is not None or is_without_us:
-                strayed.append(plan_hash(plan))
+                strayed[plan_hash(plan)] = Branch(split, plan.roster)
             else:
                 taken.append(Taken(plan, change, link))
+                split = plan
         if strayed:
-            known = [each for each in self._strayed if each not in strayed]
-            self._strayed = (known + strayed)[-STRAYED_MAX:]
+            known = {name: each for name, each in self._strayed.items() if name not in strayed}
+            self._strayed = dict([*known.items(), *strayed.items()][-STRAYED_MAX:])
             self._judge(sender)
         return taken, []
 
@@ -167,13 +189,17 @@ class Learner:
             self.events.append(LeftBehind(sender, head))
 
     def _judge(self, sender: PeerId) -> bool:
-        """Return whether the last Head of `sender` is of another branch; an event where that one survives."""
+        """Return whether the last Head of `sender` is of another branch; an event where its links show that,
+        or ours no longer reach back to where they could."""
         head = self._heads.get(sender)
         if head is None:
             return False
-        is_passed = self.chain.plans[0].height <= head.height <= self.chain.head.height
-        if not is_passed and head.plan not in self._strayed:
+        base = self.chain.plans[0].height
+        branch = self._strayed.get(head.plan)
+        is_passed = base <= head.height <= self.chain.head.height
+        if branch is None and not is_passed:
             return False
-        if other_branch_wins(self.head(asks=False), head):
-            self.events.append(ForkFound(sender, head))
+        if branch is not None or base:
+            wins = other_branch_wins(self.head(asks=False), head)
+            self.events.append((ForkFound if wins else ForkBehind)(sender, head, branch))
         return True

@@ -34,7 +34,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from partition.plan.chain import Chain, Kept, Past, Voted, follow, forked, pack, unpack
 from partition.plan.change import Change, encode_change
-from partition.plan.learner import ChainBroken, ForkFound, Learner, LeftBehind, Taken
+from partition.plan.learner import ChainBroken, ForkBehind, ForkFound, Learner, LeftBehind, Taken
 from partition.plan.paxos_messages import (
     ROUNDS_AHEAD_MAX,
     Accept,
@@ -56,6 +56,7 @@ from partition.plan.quorum import ForkOpened, Instance, QuorumFound, QuorumLost,
 __all__ = [
     "ChainBroken",
     "Event",
+    "ForkBehind",
     "ForkFound",
     "ForkOpened",
     "LeftBehind",
@@ -88,7 +89,9 @@ class PlanDecided:
     links: int
 
 
-Event = PlanDecided | QuorumLost | QuorumFound | ForkOpened | ForkFound | LeftBehind | ChainBroken
+Event = (
+    PlanDecided | QuorumLost | QuorumFound | ForkOpened | ForkFound | ForkBehind | LeftBehind | ChainBroken
+)
 
 
 @dataclass
@@ -452,6 +455,11 @@ class PaxosChain:
 
     def _is_quorum(self, instance: Instance, votes: Collection[PeerId]) -> bool:
         return decides(instance.committee, votes, self._tie_breaker if instance.fork == NO_HASH else None)
+
+    @property
+    def is_forking(self) -> bool:
+        """Whether a fork is open: those in reach may decide alone what follows the newest plan."""
+        return self._reach.fork is not None
 
     def could_decide(self, living: Collection[PeerId]) -> bool:
         """Return whether the living of the newest plan's committee are enough to decide what follows it, or a

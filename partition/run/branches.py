@@ -1,24 +1,31 @@
 """Whether a member leaves its branch of the run for another, after a network split has healed.
 
 Only the committer of a branch knows how far it is, so it alone abandons the branch, and its members follow
-it. A member whose committer is gone, or that has missed more than anybody can tell it, leaves by itself.
+it. A member whose committer is gone, or that has missed more than anybody can tell it, leaves by itself. A
+branch that claims more steps than its machines can have made is not followed.
 """
 
 from collections.abc import Collection
 from enum import Enum, auto
 
-from crypto.identity import PeerId
-from partition.plan.paxos import ForkFound, LeftBehind, PaxosChain
+from crypto.identity import PeerId, short_peer
+from partition.plan.paxos import ForkBehind, ForkFound, LeftBehind, PaxosChain
 from partition.plan.plan import NO_HASH, Plan
+from partition.run.branch_pace import BranchPace
 from partition.run.progress import Progress
+
+TOLD_MAX = 64
+"""Branches of which a person was told; of the oldest it is told again."""
 
 
 class Verdict(Enum):
-    """What a member does about another branch. To ABANDON is to leave, and to tell all members to."""
+    """What a member does about another branch. To ABANDON is to leave, and to tell all members to; to REFUSE,
+    to stay because its claim cannot be true."""
 
     STAY = auto()
     LEAVE = auto()
     ABANDON = auto()
+    REFUSE = auto()
 
 
 class Branches:
@@ -31,14 +38,42 @@ class Branches:
         self._progress = progress
         self._may_fork = may_fork
         self._forked_at: int | None = None
+        self._parted: tuple[bytes, ...] = ()
+        self._pace = BranchPace()
+        self._told: list[tuple[str, bytes]] = []
 
-    def decided(self, plan: Plan) -> None:
-        """Note a plan that is in force now: nothing was committed since the others of a fork were lost."""
+    def decided(self, now: float, plan: Plan, lost: Collection[bytes] = ()) -> None:
+        """Note a plan that is in force now: nothing was committed since the others of a fork were `lost`."""
         if plan.fork != NO_HASH and self._forked_at is None:
             self._forked_at = self._progress.furthest
+        if plan.fork != NO_HASH:
+            self._parted = tuple(sorted({*self._parted, *lost} - set(plan.roster)))
+        self._pace.entered(now, plan, self._progress.step)
+
+    def look(self, now: float, plan: Plan, live: Collection[PeerId]) -> None:
+        """Note how far the run is, and who is in reach."""
+        if self._may_fork:
+            self._pace.look(now, plan, self._progress.step, live)
+
+    @property
+    def kept_step(self) -> int | None:
+        """After how many steps this branch began; None where it is no fork."""
+        return self._forked_at
+
+    @property
+    def said(self) -> str:
+        """What a person should know of this branch, empty where it is no fork."""
+        if self._forked_at is None:
+            return ""
+        names = ", ".join(short_peer(PeerId(peer)) for peer in self._parted)
+        return (
+            f"alone since step {self._forked_at}, without {names}: of this branch and theirs the one with "
+            "more samples is kept once they are back"
+        )
 
     def judge(
         self,
+        now: float,
         event: ForkFound | LeftBehind,
         plan: Plan | None,
         *,
@@ -59,13 +94,47 @@ class Branches:
             return Verdict.STAY  # the others will announce their branch again
         self._progress.note(committed)
         self._progress.claim(self._chain, hosts=hosts)
-        return Verdict.ABANDON if self._chain.gives_way(event.head) else Verdict.STAY
+        if not self._chain.gives_way(event.head):
+            return Verdict.STAY
+        branch = event.branch if isinstance(event, ForkFound) else None
+        possible = self._pace.possible(now, branch, plan)
+        is_possible = possible is None or self._progress.steps_of(event.head) <= possible
+        return Verdict.ABANDON if is_possible else Verdict.REFUSE
 
-    @property
-    def farewell(self) -> str:
-        """Why this branch is left and what that costs, for a person."""
+    def refusal(self, now: float, event: ForkFound | LeftBehind, plan: Plan) -> str:
+        """Return why a claim is not believed, for a person; empty where that was said before."""
+        if self._was_told("refused", event.peer):
+            return ""
+        branch = event.branch if isinstance(event, ForkFound) else None
+        possible = self._pace.possible(now, branch, plan)
+        return (
+            f"{short_peer(event.peer)} claims a branch of {self._progress.steps_of(event.head)} steps, where "
+            f"its machines can have made {possible}: it is not followed, and both branches go on"
+        )
+
+    def outlives(self, event: ForkBehind) -> str:
+        """Return what becomes of a branch that is shorter than this one, for a person; empty where that was
+        said before, or the other end of the split is not known."""
+        since = self._pace.since(event.branch)
+        if since is None or self._was_told("outlived", event.head.fork):
+            return ""
+        theirs, ours = max(0, event.head.step - since.step), max(0, self._progress.furthest - since.step)
+        return (
+            f"the branch of {short_peer(event.peer)} gives way: about {theirs} of its steps are discarded, "
+            f"and {ours} of this one since the split are kept"
+        )
+
+    def _was_told(self, what: str, of: bytes) -> bool:
+        row = what, of
+        if row in self._told:
+            return True
+        self._told = [*self._told, row][-TOLD_MAX:]
+        return False
+
+    def farewell(self, event: ForkFound | LeftBehind | None = None) -> str:
+        """Return why this branch is left and what that costs, for a person."""
         reason = "another branch of the run goes on"
-        if self._forked_at is None:
-            return reason
-        lost = self._progress.step - self._forked_at
-        return f"{reason}: {lost} steps that were committed here are discarded"
+        if self._forked_at is not None:
+            lost = self._progress.step - self._forked_at
+            reason = f"{reason}: {lost} steps that were committed here are discarded"
+        return reason if event is None else f"{reason}, and its {event.head.step} steps in all are kept"

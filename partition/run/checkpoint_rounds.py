@@ -217,6 +217,12 @@ class CheckpointRounds(Generic[S]):
             self._newest = name, step
             self.events.append(NewestChanged(step, name))
 
+    def forget_after(self, step: int) -> None:
+        """Forget the newest checkpoint where it is of more than `step` steps: it is of a branch that was
+        given up, and the run must not go back to it."""
+        if self._newest is not None and self._newest[1] > step:
+            self._newest = None
+
 
 def _are_enough(have: Sequence[Collection[PeerId]], wanted: Rows) -> bool:
     """Return whether each stage is on so many disks that it is not lost with the next one."""

@@ -37,19 +37,21 @@ class RolesGiven:
 @dataclass(frozen=True)
 class StateChanged:
     """The run is in another state for this member, and why, for a person. `waits_for` are the machines whose
-    return would end a pause."""
+    return would end a pause. `is_note`: a person should read it though the state may be as before."""
 
     state: State
     reason: str
     waits_for: tuple[PeerId, ...] = ()
+    is_note: bool = False
 
 
 @dataclass(frozen=True)
 class Left:
     """The run goes on without this node, which forgets it and waits to be asked again. `is_branch`: it left a
-    branch of the run for another."""
+    branch of the run for another; what was committed after `kept_step` steps was that branch's alone."""
 
     is_branch: bool
+    kept_step: int | None = None
 
 
 @dataclass(frozen=True)

@@ -181,7 +181,7 @@ class Member:
             return
         match event:
             case paxos.PlanDecided():
-                life.branches.decided(event.plan)
+                life.branches.decided(now, event.plan, event.change.lost)
                 self._adopt(now, life, event.plan, event.change)
             case paxos.QuorumLost():
                 self._change("quorum lost", votes_missing(event), event.missing)
@@ -190,7 +190,9 @@ class Member:
             case paxos.ForkOpened():
                 life.proposer.changed(now)
             case paxos.ForkFound() | paxos.LeftBehind():
-                self._on_fork(life, event)
+                self._on_fork(now, life, event)
+            case paxos.ForkBehind():
+                self._note(life.branches.outlives(event) if self.commits else "")
             case paxos.ChainBroken():
                 said = f"{short_peer(event.peer)} says that plan {event.height} was another"
                 self.events.append(RunOver("failed", f"{said}: its disk is lost"))
@@ -236,13 +238,15 @@ class Member:
             return
         self._is_stuck = False
         cause = cause_of(plan, life.proposer.wanted)
+        if life.branches.said:
+            reason = f"{life.branches.said}; {reason}" if reason else life.branches.said
         usual, began_with = "fewer replicas than it began with", len(life.proposer.wanted)
         if len(plan.stages) < began_with:
             fewer = stages_fewer(len(plan.stages), began_with, slowest_pace(plan) / life.first_pace)
             reason = f"{reason}; {fewer}" if reason else fewer
         if cause == "plan in force":
             usual = f"running by change of plan {plan.height}" if plan.height else "running as first planned"
-        self._change(cause, reason or usual)
+        self._change(cause, reason or usual, is_note=bool(life.branches.said))
 
     def catch_up(self, peers: Collection[PeerId]) -> None:
         """Ask what of the chain is missing here."""
@@ -252,24 +256,28 @@ class Member:
 
     # Branches
 
-    def _on_fork(self, life: MemberLife, event: paxos.ForkFound | paxos.LeftBehind) -> None:
+    def _on_fork(self, now: float, life: MemberLife, event: paxos.ForkFound | paxos.LeftBehind) -> None:
         if self.is_finishing:
             return
         roles = self._roles
         verdict = life.branches.judge(
-            event, self.plan, live=self._around.live(), committed=roles.committed, hosts=roles.hosts
+            now, event, self.plan, live=self._around.live(), committed=roles.committed, hosts=roles.hosts
         )
+        if verdict is Verdict.REFUSE:
+            self._note(life.branches.refusal(now, event, self.plan) if self.plan is not None else "")
+            return
         if verdict is Verdict.ABANDON and self.plan is not None:
             name = plan_hash(self.plan)
             self.sends += [(peer, GivenUp(name)) for peer in self.others()]
         if verdict is not Verdict.STAY:
-            self._leave(life.branches.farewell, is_branch=True)
+            self._leave(life.branches.farewell(event), is_branch=True)
 
     def _leave(self, reason: str, *, is_branch: bool) -> None:
         """The run goes on elsewhere: from now on nothing is committed here."""
         self.is_over = True
         self.state = after(self.state, "quorum lost")
-        self.events += [StateChanged(self.state, reason), Left(is_branch)]  # a paused run has a new reason
+        kept = self._life.branches.kept_step if is_branch and self._life is not None else None
+        self.events += [StateChanged(self.state, reason), Left(is_branch, kept)]
 
     # Members that the next plan must do without
 
@@ -473,7 +481,7 @@ class Member:
                 answers = life.proposer.told_absent(now, sender, message)
                 self.sends += [(sender, answer) for answer in answers]
             case GivenUp():
-                self._leave(life.branches.farewell, is_branch=True)
+                self._leave(life.branches.farewell(), is_branch=True)
             case Recut():
                 successor(plan, message.change)  # or it is refused
                 life.proposer.recut = message.change
@@ -495,6 +503,8 @@ class Member:
     def members_changed(self, now: float) -> None:
         """Look again at who lives."""
         if self._life is not None:
+            if self.plan is not None:
+                self._life.branches.look(now, self.plan, self._around.live())
             self.events.append(LivingChanged(tuple(sorted(self._life.proposer.living(now)))))
             self._life.proposer.changed(now)
             if self._completion is not None:
@@ -587,13 +597,24 @@ class Member:
     def _on_no_way(self, now: float, life: MemberLife, event: proposals.NoWayFound) -> None:
         """No plan can follow: the run waits, and if that lasts the member that would propose one ends it."""
         if not self._is_stuck:
-            self._is_stuck = True
-            self._change("stage lost", stage_missing(event.reason, event.lost), event.lost)
+            self._is_stuck, is_alone = True, life.chain.is_forking
+            reason = stage_missing(event.reason, event.lost)
+            reason = f"it cannot go on alone: {reason}" if is_alone else reason
+            self._change("stage lost", reason, event.lost, is_note=is_alone)
+        elif life.chain.is_forking:
+            return  # the others may be further: how the run ends is not for those who wait here
         elif event.is_final and life.proposer.is_proposer(now) and life.proposer.has_majority(now):
             self.finish(now, "failed", event.reason)
 
-    def _change(self, cause: Cause, reason: str, waits_for: tuple[PeerId, ...] = ()) -> None:
+    def _note(self, reason: str) -> None:
+        """Tell a person what does not change the run's state, if there is anything to tell."""
+        if reason:
+            self.events.append(StateChanged(self.state, reason, is_note=True))
+
+    def _change(
+        self, cause: Cause, reason: str, waits_for: tuple[PeerId, ...] = (), *, is_note: bool = False
+    ) -> None:
         state = after(self.state, cause)
-        if state != self.state:
+        if state != self.state or is_note:
             self.state = state
-            self.events.append(StateChanged(state, reason, waits_for))
+            self.events.append(StateChanged(state, reason, waits_for, is_note))

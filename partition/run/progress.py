@@ -37,6 +37,10 @@ class Progress:
         self.step, self._shown = step, min(self._shown, step)
         return lost
 
+    def steps_of(self, head: ChainHead) -> int:
+        """Return how many steps a branch claims, by the one or the other number that it says."""
+        return max(head.step, -(-head.samples // self._samples_per_step))
+
     def claim(self, chain: PaxosChain, *, hosts: bool) -> None:
         """Say how far this member's branch is; `hosts` is whether it holds a stage.
 

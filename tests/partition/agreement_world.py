@@ -18,6 +18,7 @@ from crypto.identity import PeerId
 from partition.plan.change import Change, Joining, decode_change, successor
 from partition.plan.paxos import (
     ChainBroken,
+    ForkBehind,
     ForkFound,
     LeftBehind,
     PaxosChain,
@@ -269,6 +270,8 @@ class World:
                 if isinstance(event, ForkFound) and not self.may_fork:
                     raise Broken("a fork in a run that allows none")
                 self._rejoin(member, event.peer)
+            case ForkBehind():
+                pass  # the other one comes
             case ChainBroken():
                 raise Broken(f"a chain is broken: {event}")
 

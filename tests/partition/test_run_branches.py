@@ -7,11 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crypto.errors import RemoteProtocolError
-from crypto.identity import PeerId
+from crypto.identity import PeerId, short_peer
 from partition.plan.change import Change, successor
-from partition.plan.paxos import ForkFound, LeftBehind, PaxosChain
+from partition.plan.learner import Branch
+from partition.plan.paxos import ForkBehind, ForkFound, LeftBehind, PaxosChain
 from partition.plan.paxos_messages import ChainHead
 from partition.plan.plan import NO_HASH, Plan, StagePlan, plan_hash
+from partition.run.branch_pace import FASTER_MAX, STEPS_SPARE
 from partition.run.branches import Branches, Verdict
 from partition.run.messages import Absent, Checkpointed, GivenUp, Leaving, Recut, check_sender
 from partition.run.progress import Progress
@@ -45,7 +47,7 @@ def judged(me: PeerId, event: ForkFound | LeftBehind, **changes: object) -> Verd
     may_fork = bool(changes.pop("may_fork", True))
     known = {"live": PEERS, "committed": None, "hosts": True, **changes}
     _, _, branches = member(me, may_fork=may_fork)
-    return branches.judge(event, PLAN, **known)  # type: ignore[arg-type]  # fields by name
+    return branches.judge(0.0, event, PLAN, **known)  # type: ignore[arg-type]  # fields by name
 
 
 def test_only_the_committer_of_the_shorter_branch_abandons_it() -> None:
@@ -91,10 +93,76 @@ def test_what_a_branch_claims_never_decreases(moves: list[int]) -> None:
 def test_the_farewell_counts_the_steps_since_the_fork() -> None:
     _, progress, branches = member(COMMITTER, step=5)
     forked = successor(PLAN, Change(lost=(THIRD,), fork=bytes([3]) * 32))
-    branches.decided(forked)
+    branches.decided(0.0, forked, (THIRD,))
     progress.note(9)
-    branches.decided(successor(forked, Change(admitted=(STRANGER,))))
-    assert branches.farewell.endswith("4 steps that were committed here are discarded")
+    branches.decided(1.0, successor(forked, Change(admitted=(STRANGER,))))
+    assert branches.farewell().endswith("4 steps that were committed here are discarded")
+
+
+# What a branch can have computed
+
+
+def measured(*, step: int = 100) -> tuple[Branches, Plan]:
+    """A committer that saw the run make ten steps a second for ten seconds, then lost sight of the third
+    member, and went on alone for ten seconds."""
+    chain, progress = PaxosChain(COMMITTER, PLAN, Random(1), may_fork=True), Progress(SAMPLES)
+    branches = Branches(COMMITTER, chain, progress, may_fork=True)
+    branches.look(0.0, PLAN, PLAN.members)
+    progress.note(100)
+    branches.look(10.0, PLAN, PLAN.members)
+    own = successor(PLAN, Change(lost=(THIRD,), fork=bytes([3]) * 32))
+    branches.decided(20.0, own, (THIRD,))
+    progress.note(step)
+    return branches, own
+
+
+def claimed(step: int, *, samples: int | None = None, at: float = 20.0, step_here: int = 101) -> Verdict:
+    """The verdict on a branch of the third member alone, half of the rates, that claims so much."""
+    branches, plan = measured(step=step_here)
+    claim = ChainHead(
+        run=bytes(32),
+        parent=bytes([9]) * 32,
+        height=1,
+        step=step,
+        samples=step * SAMPLES if samples is None else samples,
+    )
+    found = ForkFound(THIRD, claim, Branch(PLAN, (THIRD,)))
+    return branches.judge(at, found, plan, live=PEERS, committed=step_here, hosts=True)
+
+
+def test_a_branch_is_followed_as_far_as_its_machines_can_have_come() -> None:
+    possible = 100 + STEPS_SPARE + int(FASTER_MAX * 10 / 2 * 10)
+    assert claimed(possible) is Verdict.ABANDON
+    assert claimed(possible + 1) is Verdict.REFUSE
+    assert claimed(possible + 1, at=30.0) is Verdict.ABANDON
+    assert claimed(100, step_here=150) is Verdict.STAY
+
+
+def test_samples_that_do_not_fit_the_steps_of_a_branch_are_no_way_around_that() -> None:
+    assert claimed(101, samples=10**12) is Verdict.REFUSE
+
+
+def test_a_branch_gains_nothing_by_machines_that_it_names() -> None:
+    branches, plan = measured()
+    crowd = tuple(PeerId(bytes([number]) * 32) for number in range(5, 60))
+    claim = ForkFound(THIRD, head(10_000), Branch(PLAN, (THIRD, *crowd)))
+    assert branches.judge(20.0, claim, plan, live=PEERS, committed=101, hosts=True) is Verdict.REFUSE
+
+
+def test_a_claim_that_cannot_be_true_is_said_once_for_each_peer() -> None:
+    branches, plan = measured()
+    claim = ForkFound(THIRD, head(10_000), Branch(PLAN, (THIRD,)))
+    assert "claims a branch of 10000 steps, where its machines can have made 302" in branches.refusal(
+        20.0, claim, plan
+    )
+    assert branches.refusal(21.0, claim, plan) == ""
+
+
+def test_a_branch_says_since_when_it_is_alone_and_what_became_of_the_other() -> None:
+    branches, _ = measured(step=140)
+    assert branches.said.startswith(f"alone since step 100, without {short_peer(THIRD)}: ")
+    gave_way = branches.outlives(ForkBehind(THIRD, head(120), Branch(PLAN, (THIRD,))))
+    assert gave_way.startswith(f"the branch of {short_peer(THIRD)} gives way: about 20 of its steps ")
 
 
 NAME = plan_hash(PLAN)
