@@ -398,10 +398,15 @@ def test_where_forks_are_allowed_both_sides_go_on_and_one_branch_survives() -> N
     reasons = {
         name: [event.reason for event in events[name] if isinstance(event, RunChanged)] for name in events
     }
-    gave_up = {name for name, said_so in reasons.items() if any("are discarded" in text for text in said_so)}
+    said_by_losers = "steps that were committed here are discarded"
+    gave_up = {name for name, texts in reasons.items() if any(said_by_losers in text for text in texts)}
     assert gave_up in halves
-    discarded = next(text for text in reasons[min(gave_up)] if "are discarded" in text)
+    discarded = next(text for text in reasons[min(gave_up)] if said_by_losers in text)
     assert discarded.startswith("another branch of the run goes on: ")
     assert int(discarded.split()[7]) >= len(alone[halves.index(gave_up)]), discarded
+    assert any("alone since step" in text for name in events for text in reasons[name])
+    gives_way = [name for name in events if any("gives way: about" in text for text in reasons[name])]
+    assert len(gives_way) == 1, "whoever commits on the other side says what is kept"
+    assert gives_way[0] not in gave_up
     assert {end.outcome for end in world.ends().values()} == {"done"}
     assert set(world.ends()) >= set(events) - gave_up

@@ -1,8 +1,8 @@
 """Whether a member leaves its branch of the run for another, after a network split has healed.
 
 Only the committer of a branch knows how far it is, so it alone abandons the branch, and its members follow
-it. A member whose committer is gone, or that has missed more than anybody can tell it, leaves by itself. A
-branch that claims more steps than its machines can have made is not followed.
+it. A member leaves by itself where its committer is gone or on another branch, or where it has missed more
+than anybody can tell it. A branch that claims more steps than its machines can have made is not followed.
 """
 
 from collections.abc import Collection
@@ -89,7 +89,8 @@ class Branches:
         if plan is None:
             return Verdict.STAY
         if plan.committer != self._me:
-            return Verdict.STAY if plan.committer in live else Verdict.LEAVE
+            is_left_out = event.peer == plan.committer  # it went on without this member
+            return Verdict.STAY if plan.committer in live and not is_left_out else Verdict.LEAVE
         if committed is None:
             return Verdict.STAY  # the others will announce their branch again
         self._progress.note(committed)

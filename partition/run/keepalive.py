@@ -44,6 +44,11 @@ class Keepalive:
         """Note a sign that the run goes on."""
         self._heard_at = now
 
+    def speaking(self, now: float, plan: Plan | None, live: Collection[PeerId]) -> Collection[PeerId]:
+        """Return the `live` members, without a committer that has said nothing for long."""
+        is_silent = plan is not None and now - self._heard_at >= timeouts.LEFT_SECONDS
+        return [peer for peer in live if not is_silent or plan is None or peer != plan.committer]
+
     def wake(
         self, now: float, plan: Plan | None, *, others: Collection[PeerId], is_paused: bool, is_opening: bool
     ) -> None:

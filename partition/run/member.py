@@ -259,12 +259,12 @@ class Member:
     def _on_fork(self, now: float, life: MemberLife, event: paxos.ForkFound | paxos.LeftBehind) -> None:
         if self.is_finishing:
             return
-        roles = self._roles
+        roles, live = self._roles, life.keepalive.speaking(now, self.plan, self._around.live())
         verdict = life.branches.judge(
-            now, event, self.plan, live=self._around.live(), committed=roles.committed, hosts=roles.hosts
+            now, event, self.plan, live=live, committed=roles.committed, hosts=roles.hosts
         )
-        if verdict is Verdict.REFUSE:
-            self._note(life.branches.refusal(now, event, self.plan) if self.plan is not None else "")
+        if verdict is Verdict.REFUSE and self.plan is not None:
+            self._note(life.branches.refusal(now, event, self.plan))
             return
         if verdict is Verdict.ABANDON and self.plan is not None:
             name = plan_hash(self.plan)

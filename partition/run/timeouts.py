@@ -14,6 +14,9 @@ SILENCE_SECONDS_MAX = 2 * START_SECONDS_MAX
 others to find another committer first."""
 COMMITTER_SILENCE_SECONDS_MAX = START_SECONDS_MAX + 30
 """A committer that lives but says nothing for so long has forgotten the run: it was restarted."""
+LEFT_SECONDS = 3 * RENEW_SECONDS
+"""A committer that lives and has not renewed the run for so long may have left this branch of it: a member
+that hears of another branch meanwhile follows that one."""
 PAUSE_SECONDS_MAX = 3_600.0
 """How long a minority waits for the others before it gives its slots back."""
 BUSY_SECONDS_MIN = 2.0

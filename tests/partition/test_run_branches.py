@@ -60,6 +60,11 @@ def test_a_member_whose_committer_is_gone_leaves_by_itself() -> None:
     assert judged(SECOND, ForkFound(STRANGER, head(99)), live=(THIRD,)) is Verdict.LEAVE
 
 
+def test_a_member_whose_committer_went_on_without_it_leaves_by_itself() -> None:
+    assert judged(SECOND, ForkFound(COMMITTER, head(99))) is Verdict.LEAVE
+    assert judged(SECOND, ForkFound(THIRD, head(99))) is Verdict.STAY
+
+
 def test_a_committer_whose_replicas_are_not_synced_waits() -> None:
     assert judged(COMMITTER, ForkFound(STRANGER, head(99)), committed=None) is Verdict.STAY
 
