@@ -5,6 +5,7 @@ from typing import Any
 
 from crypto.identity import peer_text
 from node import events
+from node.offering import SENDS_LESS
 from node.text import cover_text
 
 _LAST_SECOND = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
@@ -70,6 +71,7 @@ def standing_document(standing: events.Standing | None) -> dict[str, Any] | None
         return None
     return {
         "capabilities": list(standing.capabilities),
+        "sends_less": SENDS_LESS in standing.capabilities,
         "load_percent": standing.load_percent,
         "memory_available_bytes": standing.memory_available_bytes,
         "slots_free": standing.slots_free,
@@ -136,7 +138,12 @@ def offer_document(offer: events.OfferChanged | None) -> dict[str, Any] | None:
     """Whether this machine serves others now; None where it always has."""
     if offer is None:
         return None
-    return {"may_serve": offer.may_serve, "reason": offer.reason, "unread": list(offer.unread)}
+    return {
+        "may_serve": offer.may_serve,
+        "reason": offer.reason,
+        "unread": list(offer.unread),
+        "sends_less": offer.sends_less,
+    }
 
 
 def cover_document(covered: events.RunCovered | None) -> dict[str, Any] | None:

@@ -263,11 +263,12 @@ class RunResumed(Event, frozen=True, kw_only=True):
 
 class OfferChanged(Event, frozen=True, kw_only=True):
     """Whether this machine serves others from now on; `reason` is why not. `unread` are rules of its owner
-    that the machine cannot measure, and which so are not kept."""
+    that the machine cannot measure, and which so are not kept. `sends_less` is why it does, or empty."""
 
     may_serve: bool
     reason: str
     unread: tuple[str, ...] = ()
+    sends_less: str = ""
 
 
 class RunRevised(Event, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ A frozen value and the readers of its settings; no measurement. Whether it may s
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -20,6 +20,10 @@ LISTED_MAX = 256
 DAY_MINUTES = 24 * 60
 BANDWIDTH_MIN = 125_000
 """Bytes a second."""
+SENDS_LESS = "sends less"
+"""What others are told of a machine whose link is metered, or whose battery is low."""
+Metered = Literal["no", "less", "never"]
+LowBattery = Literal["less", "never"]
 
 
 @dataclass(frozen=True)
@@ -61,10 +65,12 @@ class Offering:
 
     `slots` stages at once, each with its share of memory and cores. With `idle_seconds` it serves only when
     nobody has used keyboard or mouse for so long, with `load_percent` only while other programs take no more
-    of all cores, with `mains_only` not on battery. Bulk goes and comes at no more than
-    the two rates, 0 for any. `peers` are those it serves where `accept_runs` is
-    "listed", `runs` those (by id) where it is "invited". `own_data` are the owner's data sets on which
-    federated runs that call them so may train here; only the model that comes of it leaves the machine.
+    of all cores, with `mains_only` not on battery. On battery with less charge than `battery_min_percent` it
+    sends less, or serves nobody ("never"), as `battery_low` says; `metered` says the same of a link whose
+    bytes cost, by its owner's word. Bulk goes and comes at no more than the two rates, 0 for any. `peers` are
+    those it serves where `accept_runs` is "listed", `runs` those (by id) where it is "invited". `own_data`
+    are the owner's data sets on which federated runs that call them so may train here; only the model that
+    comes of it leaves the machine.
     """
 
     slots: int = 1
@@ -72,6 +78,9 @@ class Offering:
     idle_seconds: float = 0.0
     load_percent: int = 0
     mains_only: bool = False
+    battery_min_percent: int = 0
+    battery_low: LowBattery = "never"
+    metered: Metered = "no"
     upload_bytes_per_second: int = 0
     download_bytes_per_second: int = 0
     peers: tuple[PeerId, ...] = ()
@@ -81,7 +90,8 @@ class Offering:
     @property
     def are_watched(self) -> bool:
         """Whether a rule depends on how the machine is used from one moment to the next."""
-        return bool(self.hours.spans or self.idle_seconds or self.load_percent or self.mains_only)
+        is_wanted = self.hours.spans or self.idle_seconds or self.load_percent or self.mains_only
+        return bool(is_wanted or self.battery_min_percent or self.metered != "no")
 
 
 class OfferTable(msgspec.Struct, frozen=True):
@@ -92,6 +102,9 @@ class OfferTable(msgspec.Struct, frozen=True):
     idle: str | None = None
     load: str | None = None
     mains_only: bool | None = None
+    battery_min: str | None = None
+    battery_low: LowBattery | None = None
+    metered: Metered | None = None
     upload: str | None = None
     download: str | None = None
     peers: Annotated[tuple[str, ...], msgspec.Meta(max_length=LISTED_MAX)] | None = None

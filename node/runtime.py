@@ -73,7 +73,7 @@ from node.services.links import LinkMeasuring
 from node.services.lives import Lives, shared_error
 from node.services.measurements import CALIBRATED, Measurements
 from node.services.membership import LEAVE_SECONDS, Membership
-from node.services.metadata import FENCED, OBSERVER, STAGES, UNREACHABLE_WORD, Standing, encode_metadata
+from node.services.metadata import Standing, encode_metadata
 from node.services.paths import PathComparison
 from node.services.remembering import RememberedPeers
 from node.services.standing import StandingKeeper
@@ -243,6 +243,7 @@ class Node(Surface):
             nursery.start_soon(keep_running, "spare process", self.runs.readiness.run, may, real.spare_bytes)
             nursery.start_soon(keep_running, "energy", keep_log, self.energy, self._clock, real, known)
         self.provider.changed = self._permitted
+        self.runs.sends_less = lambda: bool(self.provider.permission.sends_less)
         nursery.start_soon(keep_running, "permission", self.provider.watch, self._executor)
         nursery.start_soon(keep_running, "remembering", self._remembered.run)
         nursery.start_soon(keep_running, "standing", self._standing.run)
@@ -549,7 +550,8 @@ class Node(Surface):
     def _offers(self) -> list[Offer]:
         """Return what every live member says it offers, this node included."""
         has_slot = self.provider.takes_stages and self.runs.has_slot
-        own = own_offer(self.peer, self.provider.of_a_slot(self.capacity), has_slot=has_slot)
+        slot, is_sparing = self.provider.of_a_slot(self.capacity), bool(self.provider.permission.sends_less)
+        own = own_offer(self.peer, slot, has_slot=has_slot, sends_less=is_sparing)
         if self.provider.is_unreachable:
             return [own]  # members of a run dial each other, and this one too
         return offers_of(own, self.membership.members, self.measurements.knowledge)
@@ -564,9 +566,7 @@ class Node(Surface):
     def _standing_now(self, told: Standing | None, runs: Runs | None) -> Standing:
         """How this node is; a simulated one is as if idle. Before there are `runs` it holds nothing."""
         provider, calibrated = self.provider, runs is not None and self.measurements.calibration is not None
-        words = {STAGES: provider.takes_stages, FENCED: not provider.unfenced, CALIBRATED: calibrated}
-        words |= {OBSERVER: self.config.observer, provider.permission.word: not provider.permission.may_serve}
-        words[UNREACHABLE_WORD] = provider.is_unreachable
+        words = {**provider.words, CALIBRATED: calibrated}
         is_measured = self._capacity is None and isinstance(self._executor, RealExecutor)
         return standing_of(
             told, self.capacity, words, runs, self.peer, slots=provider.rules.slots, is_measured=is_measured

@@ -32,7 +32,7 @@ def _row(member: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         member["name"] or "-",
         short_id(member["peer"]),
-        _status(status, reason, member.get("degraded")),
+        _status(status, reason, member.get("degraded")) + _sparing(status, member.get("standing")),
         seconds_text(member["since_seconds"]),
         member["found_through"] or "-",
         short_address(member["addresses"][0]) if member["addresses"] else "-",
@@ -54,6 +54,11 @@ def _status(status: str, reason: str, degraded: Mapping[str, Any] | None) -> str
     if degraded is not None:
         return f"{status}, {degraded['condition']}: {degraded['reason']}"
     return f"{status}: {reason}" if reason not in ("", status) else status
+
+
+def _sparing(status: str, standing: Mapping[str, Any] | None) -> str:
+    """Whether a member says that it sends less, for its link is metered or its battery low."""
+    return ", sends less" if status == "alive" and standing is not None and standing["sends_less"] else ""
 
 
 def _brief(capacity: Mapping[str, Any]) -> str:

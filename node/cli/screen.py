@@ -382,6 +382,8 @@ class EventScreen:
     def _offer_changed(self, event: Event) -> list[str]:
         said = "serves others" if event["may_serve"] else f"serves no others now: {event['reason']}"
         lines = [_at(event, said)]
+        if event["sends_less"]:
+            lines.append(_at(event, f"sends less now: {event['sends_less']}"))
         if event["unread"]:
             rules = ", ".join(event["unread"])
             lines.append(_at(event, f"this machine cannot measure, so does not keep: {rules}"))

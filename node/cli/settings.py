@@ -34,5 +34,7 @@ def set_rule(
     show([f"{result['name']} = {result['value'] or 'none'}; this machine {now}"])
     if name in SIZES:
         show([f"too small: {what}" for what in result["small"]])
+    if offer["sends_less"]:
+        show([f"sends less: {offer['sends_less']}"])
     if offer["unread"]:
         show([f"this machine cannot measure, so does not keep: {', '.join(offer['unread'])}"])

@@ -107,10 +107,13 @@ def status_lines(document: Mapping[str, Any]) -> list[str]:
 
 
 def offer_lines(document: Mapping[str, Any] | None) -> list[str]:
-    """Return the lines for `offer` in a status document, where this machine serves nobody else."""
-    if document is None or document["may_serve"]:
+    """Return the lines for `offer` in a status document: it serves nobody else, or sends less."""
+    if document is None:
         return []
-    return [labelled("serves", f"nobody else: {document['reason']}")]
+    lines = [] if document["may_serve"] else [labelled("serves", f"nobody else: {document['reason']}")]
+    if document.get("sends_less"):
+        lines.append(labelled("sends", f"less: {document['sends_less']}"))
+    return lines
 
 
 def spare_lines(document: Mapping[str, Any] | None) -> list[str]:

@@ -45,6 +45,7 @@ class Service(Protocol):
     averaging: Averaging
     live: Callable[[], Collection[PeerId]]
     offers: Callable[[], Sequence[Offer]]
+    sends_less: Callable[[], bool]
     accepts: Callable[[Run], str | None]
     publish: Callable[[Event], None]
     refuse: Callable[[PeerId, RemoteProtocolError], None]

@@ -240,6 +240,7 @@ class LocalMember:
         )
         assert self._part is not None
         self._held = HeldStage(self.run, self.ending, self._part, self.keeper, trainer, self._me)
+        self._held.rounds.sends_less = self._service.sends_less
         self._held.taken_over = self._taken_over
         if self._stage:
             steps = self.run.manifest.steps

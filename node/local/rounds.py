@@ -4,6 +4,7 @@ What is averaged is copied out when a round begins; what came of it is added to 
 (`gossip.averaging.strategies.Delayed`).
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import trio
@@ -21,6 +22,8 @@ WINDOW_SECONDS_MIN, WINDOW_SECONDS_MAX = 1.0, 30.0
 WINDOW_ROUNDS = 1.5
 """A group waits for those that are expected as long as so many rounds' worth of steps take here."""
 PATIENCE_SECONDS = 60.0
+SPARING_ROUNDS = 4
+"""A member that wants to send less holds one in so many rounds: it sends a quarter of the bytes."""
 LAST_ROUND_SECONDS = 20.0
 """How long the end of a run waits for the rounds that make its result the mean of its members."""
 LAST_WINDOW_SECONDS_MAX = LAST_ROUND_SECONDS / 4
@@ -38,6 +41,7 @@ class Rounds:
         self.error = ""
         self.ending_for = -1.0
         """For how long the run has been about to end, in seconds; below 0: it is not."""
+        self.sends_less: Callable[[], bool] = lambda: False
         self._me = me
         self._settings = settings
         self._trainer = trainer
@@ -79,9 +83,15 @@ class Rounds:
         is_time = (
             self._trainer.is_idle
             or 0 <= self.ending_for < LAST_ROUND_SECONDS
-            or self._trainer.step - self._begun_step >= self._settings.local_steps
+            or self._trainer.step - self._begun_step >= self._settings.local_steps * self._every
         )
         return is_time and not self._is_under_way and self._made is None
+
+    @property
+    def _every(self) -> int:
+        """In which of the run's rounds this member takes part: a round that it missed must not cost it the
+        state of others, which is more than the round."""
+        return SPARING_ROUNDS if self.sends_less() and not self.needs_all else 1
 
     def lacks_mean(self, others: int) -> bool:
         """Return whether a result made now would be this member's numbers alone: a run ends with what its

@@ -95,6 +95,7 @@ LACKS = {
     "battery": "on battery",
     "in use": "in use by its owner",
     "loaded": "busy with other programs",
+    "metered": "on a metered link",
     "version": "of a version that takes no stages of this one",
     "device": "that has not measured what it computes",
     "not said": "taking no stages of others, without a reason",

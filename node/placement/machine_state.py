@@ -30,6 +30,7 @@ class MachineState:
             idle_seconds=self._idle_seconds(),
             load_percent=self._load_percent(),
             on_mains=self._on_mains(),
+            battery_percent=self._battery_percent(),
         )
 
     def _idle_seconds(self) -> float | None:
@@ -90,11 +91,23 @@ class MachineState:
                 found = False
         return found
 
+    def _battery_percent(self) -> float | None:
+        """The mean charge of all batteries of the machine; None where it tells of none."""
+        texts = [
+            _text(supply / "capacity")
+            for supply in self._names_of_supplies()
+            if _text(supply / "type") == "Battery"
+        ]
+        charges = [min(100.0, float(text)) for text in texts if text.isascii() and text.isdigit()]
+        return sum(charges) / len(charges) if charges else None
+
     def _names_of_supplies(self) -> list[Path]:
+        """What powers the machine: a mouse or a headset has a battery of its own, of the scope Device."""
         try:
-            return sorted((self._root / POWER.lstrip("/")).iterdir())
+            found = sorted((self._root / POWER.lstrip("/")).iterdir())
         except OSError:
             return []
+        return [supply for supply in found if _text(supply / "scope") != "Device"]
 
 
 def _text(file: Path) -> str:

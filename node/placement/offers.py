@@ -1,16 +1,29 @@
 """What live members say they offer to runs: placement's first look at a swarm."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from crypto.identity import PeerId
 from dht.capabilities import device_kind
 from gossip.member import Member
+from node.offering import SENDS_LESS
 from node.placement.leases import Offer, cap_claims
 from node.placement.permission import RESTING
 from node.protocols.runs import RUNS_WORD
 from node.services.capacity import Capacity
-from node.services.metadata import FENCED, OBSERVER, STAGES, UNREACHABLE_WORD, Metadata, read_metadata
+from node.services.metadata import (
+    FENCED,
+    OBSERVER,
+    STAGES,
+    UNREACHABLE_WORD,
+    Metadata,
+    read_metadata,
+)
 from partition.plan.observed import FLOPS_PER_SECOND_MAX, NOTHING, Knowledge
+
+SENDS_LESS_SHARE = 0.25
+"""A member that sends less counts as if it computed this share of what it does: it comes last where others
+have room, and has few micro-batches where they have not."""
 
 
 def understands_runs(claim: Metadata) -> bool:
@@ -36,10 +49,20 @@ def why_no_slot(claim: Metadata) -> str:
     return resting or ("not said" if FENCED in words else "unfenced")
 
 
-def own_offer(peer: PeerId, capacity: Capacity, *, has_slot: bool) -> Offer:
+def own_offer(peer: PeerId, capacity: Capacity, *, has_slot: bool, sends_less: bool = False) -> Offer:
     """Return what this node offers, a slot having this capacity."""
+    capacity = replace(capacity, flops_per_second=_asked(capacity.flops_per_second, sends_less=sends_less))
     rate, memory = capacity.flops_per_second, capacity.memory_free_bytes
     return Offer(peer, rate, memory, has_slot and rate > 0, device_kind(capacity.device))
+
+
+def sends_less(claim: Metadata) -> bool:
+    """Return whether a member wants to send less: its word, which only lowers what it is asked for."""
+    return claim.standing is not None and SENDS_LESS in claim.standing.capabilities
+
+
+def _asked(rate: float, *, sends_less: bool) -> float:
+    return rate * SENDS_LESS_SHARE if sends_less else rate
 
 
 def offers_of(own: Offer, members: Sequence[Member], knowledge: Knowledge = NOTHING) -> list[Offer]:
@@ -50,7 +73,7 @@ def offers_of(own: Offer, members: Sequence[Member], knowledge: Knowledge = NOTH
         claim = read_metadata(member.metadata)
         if member.live and member.peer != own.peer and claim is not None:
             lacks = why_no_slot(claim)
-            rate = claim.flops_per_second
+            rate = _asked(claim.flops_per_second, sends_less=sends_less(claim))
             found = knowledge.flops_per_second(member.peer, FLOPS_PER_SECOND_MAX)
             memory, device = claim.memory_free_bytes, device_kind(claim.device)
             offers.append(Offer(member.peer, min(rate, float(found)), memory, not lacks, device, lacks))

@@ -11,7 +11,7 @@ from node.offering import Offering
 
 CALM_SECONDS = 60.0
 """A pause between two keystrokes, or a program that waits, is no leave to serve again."""
-HOURS, BATTERY, IN_USE, LOADED = RESTING = ("hours", "battery", "in use", "loaded")
+HOURS, BATTERY, IN_USE, LOADED, METERED = RESTING = ("hours", "battery", "in use", "loaded", "metered")
 """Words by which members tell why they serve nobody now (`node.services.metadata.Standing`)."""
 LOOK_SECONDS = 2.0
 """How often a machine is looked at: its owner has it back in ten seconds, of which leaving takes eight."""
@@ -20,23 +20,27 @@ LOOK_SECONDS = 2.0
 @dataclass(frozen=True)
 class Reading:
     """How a machine is now. `minute` is of its owner's day; `idle_seconds` since the last input of a person;
-    `load_percent` of all cores that programs other than this node take; `on_mains` whether it has power."""
+    `load_percent` of all cores that programs other than this node take; `on_mains` whether it has power;
+    `battery_percent` the charge that its batteries have left."""
 
     minute: int
     idle_seconds: float | None = None
     load_percent: float | None = None
     on_mains: bool | None = None
+    battery_percent: float | None = None
 
 
 @dataclass(frozen=True)
 class Permission:
     """Whether the machine serves others; `reason` is why not, for a person, `word` one of RESTING for others,
-    and `unread` are rules that cannot be kept here."""
+    and `unread` are rules that cannot be kept here. `sends_less` is why it sends more seldom than it could,
+    for a person."""
 
     may_serve: bool = True
     reason: str = ""
     unread: tuple[str, ...] = ()
     word: str = ""
+    sends_less: str = ""
 
 
 class Permit:
@@ -50,15 +54,16 @@ class Permit:
     def look(self, now: float, rules: Offering, reading: Reading) -> Permission:
         """Take a reading at monotonic time `now`; return what holds from now on."""
         (word, reason), unread = refusal(rules, reading), unread_rules(rules, reading)
+        less = why_less(rules, reading)
         if reason:
             self._fine_since = None
-            self.now = Permission(may_serve=False, reason=reason, unread=unread, word=word)
+            self.now = Permission(may_serve=False, reason=reason, unread=unread, word=word, sends_less=less)
         elif self.now.may_serve or not self._has_looked:
-            self.now = Permission(unread=unread)
+            self.now = Permission(unread=unread, sends_less=less)
         else:
             self._fine_since = now if self._fine_since is None else self._fine_since
             if now - self._fine_since >= CALM_SECONDS:
-                self.now = Permission(unread=unread)
+                self.now = Permission(unread=unread, sends_less=less)
         self._has_looked = True
         return self.now
 
@@ -74,11 +79,27 @@ def refusal(rules: Offering, reading: Reading) -> tuple[str, str]:
         return HOURS, f"serves at {rules.hours} only"
     if rules.mains_only and reading.on_mains is False:
         return BATTERY, "on battery"
+    if (low := _low_battery(rules, reading)) and rules.battery_low == "never":
+        return BATTERY, low
+    if rules.metered == "never":
+        return METERED, "its link is metered"
     if rules.idle_seconds and reading.idle_seconds is not None and reading.idle_seconds < rules.idle_seconds:
         return IN_USE, "its owner uses it"
     if rules.load_percent and reading.load_percent is not None and reading.load_percent > rules.load_percent:
         return LOADED, f"other programs take more than {rules.load_percent} % of it"
     return "", ""
+
+
+def why_less(rules: Offering, reading: Reading) -> str:
+    """Return why the machine is to send more seldom, for a person; empty where it is not."""
+    return _low_battery(rules, reading) or ("" if rules.metered == "no" else "its link is metered")
+
+
+def _low_battery(rules: Offering, reading: Reading) -> str:
+    charge = reading.battery_percent
+    if reading.on_mains is not False or charge is None or charge >= rules.battery_min_percent:
+        return ""
+    return f"on battery with less than {rules.battery_min_percent} % left"
 
 
 def unread_rules(rules: Offering, reading: Reading) -> tuple[str, ...]:
@@ -87,5 +108,10 @@ def unread_rules(rules: Offering, reading: Reading) -> tuple[str, ...]:
         ("idle", rules.idle_seconds > 0, reading.idle_seconds is None),
         ("load", rules.load_percent > 0, reading.load_percent is None),
         ("mains_only", rules.mains_only, reading.on_mains is None),
+        (
+            "battery_min",
+            rules.battery_min_percent > 0,
+            reading.battery_percent is None and reading.on_mains is not True,
+        ),
     )
     return tuple(name for name, is_set, is_unread in wanted if is_set and is_unread)

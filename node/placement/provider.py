@@ -14,12 +14,13 @@ from crypto.identity import PeerId
 from node.config import AcceptRuns, Config, read_setting, rule_of
 from node.errors import UsageError
 from node.events import OfferChanged
-from node.offering import Offering
+from node.offering import SENDS_LESS, Offering
 from node.placement.admission import Machine
 from node.placement.permission import LOOK_SECONDS, Permission, Permit, Reading
 from node.placement.slots import share
 from node.seams import Clock, Executor
 from node.services.capacity import Capacity
+from node.services.metadata import FENCED, OBSERVER, STAGES, UNREACHABLE_WORD
 from node.suggest import did_you_mean
 
 CHANGEABLE = {
@@ -37,6 +38,9 @@ CHANGEABLE = {
     "upload": ("offer", "upload_bytes_per_second"),
     "download": ("offer", "download_bytes_per_second"),
     "mains_only": ("offer", "mains_only"),
+    "battery_min": ("offer", "battery_min_percent"),
+    "battery_low": ("offer", "battery_low"),
+    "metered": ("offer", "metered"),
     "peers": ("offer", "peers"),
     "runs": ("offer", "runs"),
     "own_data": ("offer", "own_data"),
@@ -99,6 +103,18 @@ class Provider:
             return replace(self.permission, may_serve=False, reason=reason)
         return self.permission
 
+    @property
+    def words(self) -> dict[str, bool]:
+        """What others are told of this node in a word each, and whether it is so."""
+        return {
+            STAGES: self.takes_stages,
+            FENCED: not self.unfenced,
+            OBSERVER: self.config.observer,
+            self.permission.word: not self.permission.may_serve,
+            UNREACHABLE_WORD: self.is_unreachable,
+            SENDS_LESS: bool(self.permission.sends_less),
+        }
+
     def _refuses_all(self) -> str:
         """Return why no other node is served, but for how the machine is used; empty where some may be."""
         accepts, rules = self.config.resources.accept_runs, self.rules
@@ -119,7 +135,13 @@ class Provider:
     def offer(self, at: float) -> OfferChanged:
         """Return what people are told of it."""
         found = self.offered
-        return OfferChanged(at=at, may_serve=found.may_serve, reason=found.reason, unread=found.unread)
+        return OfferChanged(
+            at=at,
+            may_serve=found.may_serve,
+            reason=found.reason,
+            unread=found.unread,
+            sends_less=found.sends_less,
+        )
 
     def refusal(self, run: Requested, me: PeerId) -> str | None:
         """Return why no stage of this run, or service, is taken, for a person; None where one is."""

@@ -132,6 +132,7 @@ class Runs:
         self.copies = copies
         self.guests = guests
         self.offers = offers
+        self.sends_less: Callable[[], bool] = lambda: False
         self.measurements = measurements
         measurements.is_computing = self._is_computing
         self.search = search

@@ -1,8 +1,12 @@
 """What commands say at their edges: stopped half way, given the wrong file, short of a reason."""
 
+import re
+from typing import Any
+
 import pytest
 
 from node.cli.render import capacity_text
+from node.cli.runs import run_lines
 from node.cli.screen import EventScreen
 from node.cli.train import unwatched
 from node.errors import UsageError
@@ -40,3 +44,32 @@ def test_cores_are_counted(cores: int, said: str) -> None:
 def test_a_plan_of_a_run_file_asks_for_its_model() -> None:
     with pytest.raises(UsageError, match=r"examples/digits\.toml: a run, not a model"):
         graph_of("examples/digits.toml")
+
+
+def test_a_note_on_a_run_is_shown_in_every_state() -> None:
+    told = {"kind": "RunChanged", "at_seconds": 0.0, "run": "0123456789abcdef", "state": "running"}
+    screen = EventScreen(names={"12D3KooWabcdef": "lab-2"})
+    alone = "alone since step 40, without ...abcdef"
+    assert screen.lines({**told, "reason": "as planned", "is_note": False}) == []
+    (line,) = screen.lines({**told, "reason": alone, "is_note": True})
+    assert line.endswith("   run 01234567 running: alone since step 40, without lab-2 ...abcdef")
+
+
+def test_since_when_a_run_is_as_it_is_stands_beside_the_reason() -> None:
+    run: dict[str, Any] = {
+        "run": "0123456789abcdef",
+        "model": "gpt",
+        "data": "digits",
+        "status": "degraded",
+        "step": 41,
+    }
+    run |= {"steps": 100, "loss": None, "accuracy": None, "detail": "", "requester": "12D3KooWabcdef"}
+    run |= {"reason": "alone since step 40", "reason_since": "2026-01-01T12:31:07.000Z", "result": ""}
+    shown = "\n".join(run_lines({**run, "plan": None, "steps_lost": 0, "microbatches_replayed": 0}))
+    assert re.search(r"why           alone since step 40 \(since \d\d:\d\d:\d\d\)", shown)
+
+
+def test_a_machine_that_sends_less_says_why_on_its_screen() -> None:
+    told = {"kind": "OfferChanged", "at_seconds": 0.0, "may_serve": True, "reason": "", "unread": []}
+    lines = EventScreen().lines({**told, "sends_less": "its link is metered"})
+    assert [line[11:] for line in lines] == ["serves others", "sends less now: its link is metered"]
