@@ -73,6 +73,7 @@ soak: $(READY) types-darwin
 	PEERLOOM_HOSTILE_CASES=10000 $(BIN)/python -m pytest -s tests/partition/test_hostile_graphs.py
 	PEERLOOM_PARTITION_SEEDS=50 $(BIN)/python -m pytest -s tests/test_partitions.py tests/sim/test_training.py \
 		tests/sim/test_merging.py tests/sim/test_following.py
+	PEERLOOM_SLOW=1 PEERLOOM_PARTITION_SEEDS=50 $(BIN)/python -m pytest -s tests/sim/test_alone.py
 	PEERLOOM_EXACTNESS=full $(BIN)/python -m pytest -s tests/test_exactness.py
 	PEERLOOM_EXAMPLES=300 $(BIN)/python -m pytest -s tests/partition/test_cut_random.py tests/partition/test_steps_hostile.py
 	PEERLOOM_SWIM_EXAMPLES=300 $(BIN)/python -m pytest -s tests/gossip/test_machine.py

@@ -405,8 +405,7 @@ def test_where_forks_are_allowed_both_sides_go_on_and_one_branch_survives() -> N
     assert discarded.startswith("another branch of the run goes on: ")
     assert int(discarded.split()[7]) >= len(alone[halves.index(gave_up)]), discarded
     assert any("alone since step" in text for name in events for text in reasons[name])
-    gives_way = [name for name in events if any("gives way: about" in text for text in reasons[name])]
-    assert len(gives_way) == 1, "whoever commits on the other side says what is kept"
-    assert gives_way[0] not in gave_up
+    kept = [name for name in events if any("gave way: about" in text for text in reasons[name])]
+    assert not gave_up.intersection(kept), "who gave up says nothing of what is kept"
     assert {end.outcome for end in world.ends().values()} == {"done"}
     assert set(world.ends()) >= set(events) - gave_up

@@ -11,11 +11,12 @@ from enum import Enum, auto
 from crypto.identity import PeerId, short_peer
 from partition.plan.paxos import ForkBehind, ForkFound, LeftBehind, PaxosChain
 from partition.plan.plan import NO_HASH, Plan
+from partition.run import timeouts
 from partition.run.branch_pace import BranchPace
 from partition.run.progress import Progress
 
 TOLD_MAX = 64
-"""Branches of which a person was told; of the oldest it is told again."""
+"""Members of other branches that are remembered: a run's roster is no longer."""
 
 
 class Verdict(Enum):
@@ -40,20 +41,24 @@ class Branches:
         self._forked_at: int | None = None
         self._parted: tuple[bytes, ...] = ()
         self._pace = BranchPace()
-        self._told: list[tuple[str, bytes]] = []
+        self._refused: list[PeerId] = []
+        self._behind: dict[PeerId, tuple[float, ForkBehind]] = {}
 
     def decided(self, now: float, plan: Plan, lost: Collection[bytes] = ()) -> None:
         """Note a plan that is in force now: nothing was committed since the others of a fork were `lost`."""
         if plan.fork != NO_HASH and self._forked_at is None:
             self._forked_at = self._progress.furthest
-        if plan.fork != NO_HASH:
-            self._parted = tuple(sorted({*self._parted, *lost} - set(plan.roster)))
+        parted = {*self._parted, *lost} if plan.fork != NO_HASH else set(self._parted)
+        self._parted = tuple(sorted(parted - set(plan.roster)))
         self._pace.entered(now, plan, self._progress.step)
 
-    def look(self, now: float, plan: Plan, live: Collection[PeerId]) -> None:
-        """Note how far the run is, and who is in reach."""
-        if self._may_fork:
-            self._pace.look(now, plan, self._progress.step, live)
+    def look(self, now: float, plan: Plan, live: Collection[PeerId]) -> str:
+        """Note how far the run is, and who is in reach. Return what a person should know by now of branches
+        that gave way to this one, if this member commits it; empty for nothing."""
+        if not self._may_fork:
+            return ""
+        self._pace.look(now, plan, self._progress.step, live)
+        return self._given_way(now, plan, live) if plan.committer == self._me else ""
 
     @property
     def kept_step(self) -> int | None:
@@ -63,7 +68,7 @@ class Branches:
     @property
     def said(self) -> str:
         """What a person should know of this branch, empty where it is no fork."""
-        if self._forked_at is None:
+        if self._forked_at is None or not self._parted:
             return ""
         names = ", ".join(short_peer(PeerId(peer)) for peer in self._parted)
         return (
@@ -82,6 +87,7 @@ class Branches:
         hosts: bool,
     ) -> Verdict:
         """Judge the branch that another member is on; `plan` is the one in force here."""
+        self._behind.pop(event.peer, None)  # it came further
         if isinstance(event, LeftBehind) and not (
             self._may_fork and plan is not None and plan.committer == self._me
         ):
@@ -104,8 +110,9 @@ class Branches:
 
     def refusal(self, now: float, event: ForkFound | LeftBehind, plan: Plan) -> str:
         """Return why a claim is not believed, for a person; empty where that was said before."""
-        if self._was_told("refused", event.peer):
+        if event.peer in self._refused:
             return ""
+        self._refused = [*self._refused, event.peer][-TOLD_MAX:]
         branch = event.branch if isinstance(event, ForkFound) else None
         possible = self._pace.possible(now, branch, plan)
         return (
@@ -113,24 +120,28 @@ class Branches:
             f"its machines can have made {possible}: it is not followed, and both branches go on"
         )
 
-    def outlives(self, event: ForkBehind) -> str:
-        """Return what becomes of a branch that is shorter than this one, for a person; empty where that was
-        said before, or the other end of the split is not known."""
-        since = self._pace.since(event.branch)
-        if since is None or self._was_told("outlived", event.head.fork):
-            return ""
-        theirs, ours = max(0, event.head.step - since.step), max(0, self._progress.furthest - since.step)
-        return (
-            f"the branch of {short_peer(event.peer)} gives way: about {theirs} of its steps are discarded, "
-            f"and {ours} of this one since the split are kept"
-        )
+    def outlives(self, now: float, event: ForkBehind) -> None:
+        """Note a branch that is shorter than this one: it is to give way, or comes further first."""
+        if len(self._behind) < TOLD_MAX or event.peer in self._behind:
+            self._behind[event.peer] = now, event
 
-    def _was_told(self, what: str, of: bytes) -> bool:
-        row = what, of
-        if row in self._told:
-            return True
-        self._told = [*self._told, row][-TOLD_MAX:]
-        return False
+    def _given_way(self, now: float, plan: Plan, live: Collection[PeerId]) -> str:
+        """Return what became of a shorter branch, for a person; empty where none has given way by now: its
+        member is in the plan, or lives and says nothing of a branch any more."""
+        for peer, (heard, event) in list(self._behind.items()):
+            is_silent = peer in live and now - heard >= timeouts.LEFT_SECONDS
+            since = self._pace.since(event.branch)
+            if peer not in plan.roster and not is_silent:
+                continue
+            del self._behind[peer]
+            if since is not None:
+                theirs = max(0, event.head.step - since.step)
+                ours = max(0, self._progress.furthest - since.step)
+                return (
+                    f"the branch of {short_peer(peer)} gave way: about {theirs} of its steps are discarded, "
+                    f"and the {ours} of this one since the split are kept"
+                )
+        return ""
 
     def farewell(self, event: ForkFound | LeftBehind | None = None) -> str:
         """Return why this branch is left and what that costs, for a person."""

@@ -192,7 +192,7 @@ class Member:
             case paxos.ForkFound() | paxos.LeftBehind():
                 self._on_fork(now, life, event)
             case paxos.ForkBehind():
-                self._note(life.branches.outlives(event) if self.commits else "")
+                life.branches.outlives(now, event)
             case paxos.ChainBroken():
                 said = f"{short_peer(event.peer)} says that plan {event.height} was another"
                 self.events.append(RunOver("failed", f"{said}: its disk is lost"))
@@ -504,7 +504,7 @@ class Member:
         """Look again at who lives."""
         if self._life is not None:
             if self.plan is not None:
-                self._life.branches.look(now, self.plan, self._around.live())
+                self._note(self._life.branches.look(now, self.plan, self._around.live()))
             self.events.append(LivingChanged(tuple(sorted(self._life.proposer.living(now)))))
             self._life.proposer.changed(now)
             if self._completion is not None:

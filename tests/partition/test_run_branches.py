@@ -17,6 +17,7 @@ from partition.run.branch_pace import FASTER_MAX, STEPS_SPARE
 from partition.run.branches import Branches, Verdict
 from partition.run.messages import Absent, Checkpointed, GivenUp, Leaving, Recut, check_sender
 from partition.run.progress import Progress
+from partition.run.timeouts import LEFT_SECONDS
 
 PEERS = tuple(PeerId(bytes([number]) * 32) for number in range(1, 5))
 COMMITTER, SECOND, THIRD, STRANGER = PEERS
@@ -164,10 +165,17 @@ def test_a_claim_that_cannot_be_true_is_said_once_for_each_peer() -> None:
 
 
 def test_a_branch_says_since_when_it_is_alone_and_what_became_of_the_other() -> None:
-    branches, _ = measured(step=140)
+    branches, own = measured(step=140)
     assert branches.said.startswith(f"alone since step 100, without {short_peer(THIRD)}: ")
-    gave_way = branches.outlives(ForkBehind(THIRD, head(120), Branch(PLAN, (THIRD,))))
-    assert gave_way.startswith(f"the branch of {short_peer(THIRD)} gives way: about 20 of its steps ")
+    branches.outlives(30.0, ForkBehind(THIRD, head(120), Branch(PLAN, (THIRD,))))
+    assert branches.look(40.0, own, PEERS) == "", "it may come further yet"
+    gave_way = branches.look(30.0 + LEFT_SECONDS, own, PEERS)
+    assert gave_way.startswith(f"the branch of {short_peer(THIRD)} gave way: about 20 of its steps ")
+    branches.outlives(200.0, ForkBehind(THIRD, head(120), Branch(PLAN, (THIRD,))))
+    together = successor(own, Change(admitted=(THIRD,)))
+    branches.decided(210.0, together)
+    assert "gave way" in branches.look(210.0, together, PEERS)
+    assert branches.said == "", "nobody is missing any more"
 
 
 NAME = plan_hash(PLAN)
