@@ -264,7 +264,7 @@ RULES = (
     Rule("runs", ("offer", "runs"), read_run_id, many=True),
     Rule("own_data", ("offer", "own_data"), read_own_data, many=True),
     Rule("web", ("web", "address"), read_web),
-    Rule("web_cert", ("web", "cert"), read_path),
+    Rule("web_cert", ("web", "cert"), read_optional_path),
     Rule("web_proxy", ("web", "proxy"), read_switch),
     Rule("log", ("log", "format"), one_of("off", "text", "json")),
     Rule("log_levels", ("log", "levels"), eventlog.read_levels),

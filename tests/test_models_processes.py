@@ -1,4 +1,4 @@
-"""The HTTP door of models with real nodes: three processes, two stages and a spare, and plain HTTP clients."""
+"""The HTTP door of models with real nodes: a folder of transformers in two stages, asked at a third node."""
 
 import http.client
 import json
@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
+from pathlib import Path
 from threading import Event
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,122 +16,119 @@ import pytest
 
 from node.cli.client import ask
 from node.demo.processes import SwarmProcesses
-from partition.capture.models.model_spec import capture_built_in
+from node.main import run
+from tests.test_serving_text_processes import answer_of, make_folder
 
-NAMES = "abc"
+NAMES = "abcd"
+DOOR = "d"
 SECONDS_MAX = 60.0
 """On a machine that is three times slower than ours, and busy."""
-FREE_SECONDS_MAX = 0.1
-"""Until every stage has forgotten an answer that its client has left."""
-ASKED = {"model": "words", "prompt": "Once upon a time", "max_tokens": 60, "seed": 7}
+TOKENS = 40
+TURNS = [{"role": "system", "content": "You know Python."}, {"role": "user", "content": "What is été?"}]
+CHAT: dict[str, Any] = {"model": "tiny", "messages": TURNS, "max_tokens": TOKENS, "temperature": 0}
 
 
-class Door:
-    """The HTTP door of one node, and a key for it."""
+class HttpClient:
+    """A client of one node's door, with a key for it."""
 
-    def __init__(self, swarm: SwarmProcesses, name: str) -> None:
-        self.folder = swarm.folder / name
-        self.url = ask(self.folder, "page")["address"]
-        self.key = ask(self.folder, "keys.new", {"name": "test"})["key"]
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.url = ask(folder, "page")["address"]
+        self.key = ask(folder, "keys.new", {"name": "test"})["key"]
 
-    def post(self, path: str, body: Mapping[str, Any]) -> tuple[http.client.HTTPConnection, Any]:
-        """A connection, and the response that has begun on it."""
+    def post(self, path: str, body: Mapping[str, Any]) -> http.client.HTTPConnection:
+        """A connection on which a request has been sent."""
         connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=SECONDS_MAX)
         headers = {"content-type": "application/json", "authorization": f"Bearer {self.key}"}
         connection.request("POST", path, json.dumps(body), headers)
-        return connection, connection.getresponse()
+        return connection
 
     def whole(self, path: str, body: Mapping[str, Any]) -> Any:
-        connection, response = self.post(path, body)
-        with closing(connection):
+        with closing(self.post(path, body)) as connection:
+            response = connection.getresponse()
             document = json.loads(response.read())
             assert response.status == 200, document
             return document
 
-    def stream(self, body: Mapping[str, Any], *, at: int = -1, disturb: Callable[[], object] = bool) -> str:
-        """The text of a stream; `disturb` is called after `at` of its events."""
-        connection, response = self.post("/v1/completions", {**body, "stream": True})
+    def chat(self, body: Mapping[str, Any], *, at: int = -1, disturb: Callable[[], object] = bool) -> str:
+        """The text of a streamed chat; `disturb` is called after `at` of its pieces."""
         pieces: list[str] = []
-        with closing(connection):
-            for line in response:
+        with closing(self.post("/v1/chat/completions", {**body, "stream": True})) as connection:
+            for line in connection.getresponse():
                 if line.startswith(b"data: {"):
-                    pieces += [choice["text"] for choice in json.loads(line[6:])["choices"]]
+                    (choice,) = json.loads(line[6:])["choices"]
+                    pieces.append(choice["delta"].get("content") or "")
                     if len(pieces) == at:
                         disturb()
                 elif line.startswith(b"data:"):
                     assert line.strip() == b"data: [DONE]"
         return "".join(pieces)
 
-    def sessions(self) -> int:
+    def service(self) -> Any:
         (service,) = ask(self.folder, "services", seconds=SECONDS_MAX)["services"]
-        return sum(row["sessions"] for rows in service["stages"] for row in rows)
+        return service
+
+    def sessions(self) -> int:
+        return sum(row["sessions"] for rows in self.service()["stages"] for row in rows)
 
 
 @pytest.fixture(scope="module")
-def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SwarmProcesses]:
-    """Three nodes, of which the first has published a gpt of two stages; the last one has the page."""
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SwarmProcesses, Path, Any, Any]]:
+    """Four nodes; the first has published a folder in two stages, the last watches and has the page."""
     folder = tmp_path_factory.mktemp("models")
-    processes = SwarmProcesses(folder, "models", time.sleep, calibrate=False, with_page=NAMES[0])
+    swarm = SwarmProcesses(folder / "nodes", "models", time.sleep, calibrate=False, with_page=DOOR)
+    (folder / "nodes").mkdir()
     try:
-        processes.launch(NAMES)
-        captured = capture_built_in("gpt", (1024,), 256, options={"layers": 2, "heads": 2, "width": 32})
-        (folder / "words.peerloom").write_bytes(captured.data)
-        first = processes.start(NAMES[0], None)
+        swarm.launch(NAMES)
+        path = folder / "tiny"
+        model, known = make_folder(path)
+        first = swarm.start(NAMES[0], None)
         for name in NAMES[1:]:
-            processes.start(name, first.address)
-        until(lambda: all(len(ask(folder / name, "peers")["peers"]) == 2 for name in NAMES))
-        asked = {"model": str(folder / "words.peerloom"), "wish": {"stages": 2}}
-        ask(folder / "a", "serve", asked, seconds=SECONDS_MAX)
-        yield processes
+            swarm.start(name, first.address, ["--observer"] if name == DOOR else [])
+        until(lambda: all(swarm.status(name)["members_alive"] == len(NAMES) - 1 for name in NAMES))
+        assert run(["serve", str(path), "--stages", "2", "--data-dir", str(folder / "nodes/a")]) == 0
+        yield swarm, path, model, known
     finally:
-        processes.close()
+        swarm.close()
 
 
 def until(holds: Callable[[], bool]) -> None:
     end = time.monotonic() + SECONDS_MAX
     while not holds():
         assert time.monotonic() < end, "it did not come to that in time"
-        Event().wait(0.1)
+        Event().wait(0.02)
 
 
-def test_a_stream_survives_sigkill_of_a_stages_node(swarm: SwarmProcesses) -> None:
-    door = Door(swarm, "a")
-    whole = door.whole("/v1/completions", ASKED)
-    assert whole["usage"]["completion_tokens"] == 60
-    text = whole["choices"][0]["text"]
-    assert door.stream(ASKED) == text
-    assert "\ufffd" not in json.dumps(door.whole("/v1/completions", {**ASKED, "logprobs": 2}), ensure_ascii=True)
+@pytest.mark.slow
+def test_a_door_that_hosts_nothing_answers_as_transformers_does(
+    served: tuple[SwarmProcesses, Path, Any, Any],
+) -> None:
+    swarm, _, model, known = served
+    client = HttpClient(swarm.folder / DOOR)
+    ids = known.apply_chat_template(TURNS, add_generation_prompt=True, return_dict=False)
+    wanted = known.decode(answer_of(model, ids, [0], TOKENS), skip_special_tokens=True)
+    document = client.whole("/v1/chat/completions", CHAT)
+    assert document["choices"][0]["message"]["content"] == wanted
+    assert document["usage"]["prompt_tokens"] == len(ids)
+    assert client.chat(CHAT) == wanted
+    asked = {"model": "tiny", "input": TURNS, "max_output_tokens": TOKENS, "temperature": 0, "store": False}
+    assert client.whole("/v1/responses", asked)["output"][0]["content"][0]["text"] == wanted
+    asked = {"model": "tiny", "system": TURNS[0]["content"], "messages": TURNS[1:], "max_tokens": TOKENS}
+    assert client.whole("/v1/messages", asked | {"temperature": 0})["content"][0]["text"] == wanted
     if shutil.which("curl"):
-        command = ["curl", "-sS", f"{door.url}/v1/completions", "-H", f"Authorization: Bearer {door.key}"]
-        command += ["-H", "Content-Type: application/json", "-d", json.dumps(ASKED)]
+        command = ["curl", "-sS", f"{client.url}/v1/chat/completions", "-H", f"x-api-key: {client.key}"]
+        command += ["-H", "Content-Type: application/json", "-d", json.dumps(CHAT)]
         said = subprocess.run(command, capture_output=True, check=True, timeout=SECONDS_MAX).stdout
-        assert json.loads(said)["choices"][0]["text"] == text
-    leave_in_mid_answer(door)
+        assert json.loads(said)["choices"][0]["message"]["content"] == wanted
+    # Hung up in mid-stream: every stage forgets it.
+    connection = client.post("/v1/chat/completions", CHAT | {"max_tokens": 200, "stream": True})
+    assert connection.getresponse().read(64)
+    connection.close()
+    until(lambda: not client.sessions())
+    # A stage dies in mid-stream, and the text goes on.
+    long = CHAT | {"max_tokens": 150, "temperature": 1.0, "seed": 3}
+    undisturbed = client.chat(long)
     names = {node.peer: name for name, node in swarm.nodes.items()}
-    (service,) = ask(door.folder, "services", seconds=SECONDS_MAX)["services"]
-    holders = [names[row["peer"]] for rows in service["stages"] for row in rows]
-    victim = next(name for name in holders if name != "a")
-    assert door.stream(ASKED, at=10, disturb=lambda: swarm.kill(victim)) == text
-
-
-def leave_in_mid_answer(door: Door) -> None:
-    """Hang up on an answer that streams, on one that does not, and on one whose prompt is being read."""
-    until(lambda: not door.sessions())
-    long = {**ASKED, "max_tokens": 900}
-    for body in ({**long, "stream": True}, long, {**long, "prompt": "x" * 1000, "max_tokens": 8}):
-        connection = http.client.HTTPConnection(urlsplit(door.url).netloc, timeout=SECONDS_MAX)
-        headers = {"content-type": "application/json", "authorization": f"Bearer {door.key}"}
-        connection.request("POST", "/v1/completions", json.dumps(body), headers)
-        if body.get("stream"):
-            assert connection.getresponse().read(64)
-        until(lambda: door.sessions() > 0)
-        connection.close()
-        began = time.monotonic()
-        until_free(door)
-        print("free after", time.monotonic() - began)
-
-
-def until_free(door: Door) -> None:
-    end = time.monotonic() + SECONDS_MAX
-    while door.sessions():
-        assert time.monotonic() < end
+    holders = [names[row["peer"]] for rows in client.service()["stages"] for row in rows]
+    assert DOOR not in holders
+    assert client.chat(long, at=8, disturb=lambda: swarm.kill(holders[-1])) == undisturbed

@@ -68,7 +68,12 @@ HISTORY: list[events.Event] = [
         at=NOW - 7381, fences=("limits: some",), unfenced=("files: no landlock",), is_allowed=False
     ),
     STARTED,
-    events.PageOpened(at=NOW - 7380, address="http://127.0.0.1:40500", port_wanted=9748),
+    events.PageOpened(
+        at=NOW - 7380,
+        address="http://127.0.0.1:40500",
+        port_wanted=9748,
+        models="https://192.168.1.20:9748",
+    ),
     events.RunRemembered(
         at=NOW - 7380,
         run="fedcba9876543210",
@@ -300,6 +305,7 @@ def test_the_screen_of_a_node() -> None:
           On another machine:  python -m node --join 192.168.1.20:9747
           On this machine:     python -m node status --data-dir /data/lab-1
           dashboard   http://127.0.0.1:40500   (port 9748 was taken)
+          models at   https://192.168.1.20:9748/v1
         20:10:20   run fedcba98 ended with another result, efefefefefef, for ...2NASuq
         20:10:20   3 others could not reach this node: it takes none of their stages; python -m node doctor
         20:10:20   others reach this node now

@@ -128,10 +128,9 @@ class EventScreen:
         port = event["address"].rpartition(":")[2]
         wanted = event["port_wanted"]
         note = f"   (port {wanted} was taken)" if wanted not in (0, int(port)) else ""
-        lines = [labelled("dashboard", (event.get("link") or event["address"]) + note)]
-        if event.get("models", event["address"]) != event["address"]:
-            lines.append(labelled("models at", f"{event['models']}/v1, for clients with a key"))
-        return lines
+        models = event.get("models") or event["address"]
+        told = [labelled("models at", f"{models}/v1")] if models != event["address"] else []
+        return [labelled("dashboard", (event.get("link") or event["address"]) + note), *told]
 
     def _measured(self, event: Event) -> list[str]:
         self._capacity = event

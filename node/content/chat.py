@@ -54,16 +54,20 @@ class ChatTemplate:
         self.has_today = "strftime_now" in text
         self.marks_answers = "generation" in text and "endgeneration" in text
 
-    def render(self, messages: Messages, *, prompts: bool = False) -> str:
+    def render(
+        self, messages: Messages, *, prompts: bool = False, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
         """Return messages as a text, with the beginning of an answer at the end if it `prompts`. Raises
         ValueError with what the template says."""
-        return self._marked(messages, prompts=prompts).replace(_OPEN, "").replace(_CLOSE, "")
+        return self._marked(messages, prompts=prompts, tools=tools).replace(_OPEN, "").replace(_CLOSE, "")
 
-    def _marked(self, messages: Messages, *, prompts: bool = False) -> str:
+    def _marked(
+        self, messages: Messages, *, prompts: bool = False, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
         try:
             found = self._template.render(
                 messages=[dict(message) for message in messages],
-                tools=None,
+                tools=[dict(tool) for tool in tools] or None,
                 documents=None,
                 add_generation_prompt=prompts,
                 **self._special,

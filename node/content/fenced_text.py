@@ -67,9 +67,10 @@ class Encode(msgspec.Struct, frozen=True, tag="encode"):
 
 
 class Render(msgspec.Struct, frozen=True, tag="render"):
-    """The tokens of a chat, with the beginning of an answer at the end."""
+    """The tokens of a chat, with the beginning of an answer at the end; the model may call `tools`."""
 
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = []
 
 
 class Push(msgspec.Struct, frozen=True, tag="push"):
@@ -90,7 +91,7 @@ class _Said(msgspec.Struct, frozen=True):
     facts: TextFacts | None = None
     tokens: list[int] = []
     text: str = ""
-    is_stopped: bool = False
+    stop: str = ""
     refused: str = ""
     do: str | None = None
 
@@ -138,18 +139,21 @@ class FencedText:
         """Return the tokens of a prompt. Raises UsageError, TextLost."""
         return (await self._ask(Encode(text))).tokens
 
-    async def render(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    async def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
         """Return the tokens of a chat, up to where the answer begins. Raises UsageError: there is no
         template, or it refuses the messages; TextLost."""
-        return (await self._ask(Render([dict(each) for each in messages[:MESSAGES_MAX]]))).tokens
+        turns = [dict(each) for each in messages[:MESSAGES_MAX]]
+        return (await self._ask(Render(turns, [dict(tool) for tool in tools]))).tokens
 
     async def push(
         self, stream: int, tokens: Sequence[int], stops: Sequence[str], *, is_last: bool = False
-    ) -> tuple[str, bool]:
-        """Return what the next tokens of an answer add to its text, and whether one of `stops` ended it.
-        Raises TextLost, UsageError."""
+    ) -> tuple[str, str]:
+        """Return what the next tokens of an answer add to its text, and which of `stops` ended it, if one
+        did. Raises TextLost, UsageError."""
         said = await self._ask(Push(stream, list(tokens), list(stops), is_last))
-        return said.text, said.is_stopped
+        return said.text, said.stop
 
     async def _ask(self, question: _Question) -> _Said:
         # Shielded, and bounded in time: half a question, or an answer that nobody takes, would be another's.
@@ -249,16 +253,16 @@ class _Texts:
         match question:
             case Encode(text=text):
                 return _Said(tokens=list(self._known.encode(text, special=True).ids))
-            case Render(messages=messages):
-                return _Said(tokens=self._render(messages))
+            case Render():
+                return _Said(tokens=self._render(question))
             case Push():
                 return self._push(question)
 
-    def _render(self, messages: list[dict[str, str]]) -> list[int]:
+    def _render(self, asked: Render) -> list[int]:
         if self._template is None:
             raise UsageError("the model has no chat template", "`peerloom generate` takes a text as it is")
         try:
-            text = self._template.render(messages, prompts=True)
+            text = self._template.render(asked.messages, prompts=True, tools=asked.tools)
         except ValueError as error:
             raise UsageError(str(error)) from None
         return list(self._known.encode(text).ids)
@@ -273,7 +277,7 @@ class _Texts:
         if question.is_last:
             pieces.append(stream.finish())
             del self._streams[question.stream]
-        return _Said(text="".join(pieces), is_stopped=stream.is_stopped)
+        return _Said(text="".join(pieces), stop=stream.stopped_by)
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._known.decode(list(ids))

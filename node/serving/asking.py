@@ -249,15 +249,16 @@ class Asking:
         async with AsyncExitStack() as stack:
             text: FencedText | None = None
             if question.is_text and service.manifest.text == "tokenizer":
-                text = await stack.enter_async_context(self._reading(service))
+                text = await stack.enter_async_context(self.reading(service))
             asked = await make_door_wish(service.manifest, question, text, serving.seams.entropy)
             generation = await stack.enter_async_context(serving.answer(service, asked.wish))
             pieces = await stack.enter_async_context(serving.texts.pieces(text, question.stops))
             yield AnswerStream(service, generation, pieces if question.is_text else None, asked.forgotten)
 
     @asynccontextmanager
-    async def _reading(self, service: Service) -> AsyncIterator[FencedText]:
-        """What makes tokens of texts for a service, by files that its members have too."""
+    async def reading(self, service: Service) -> AsyncIterator[FencedText]:
+        """What makes tokens of texts for a service, by files that its members have too. Raises UsageError,
+        RunFailed."""
         serving = self._serving
         await serving.finder.routes(service)
         holders = [*serving.finder.members(service.id), service.publisher]
@@ -269,7 +270,7 @@ class Asking:
         service = await self._serving.finder.find(name)
         has_template = False
         if service.manifest.text == "tokenizer":
-            async with self._reading(service) as text:
+            async with self.reading(service) as text:
                 has_template = text.facts.has_template
         return {
             "schema": "peerloom/service-text/1",

@@ -219,20 +219,25 @@ class TextPieces:
     them."""
 
     def __init__(self, text: FencedText | None, number: int, stops: Sequence[str]) -> None:
-        self.is_stopped = False
+        self.stopped_by = ""
         self._fenced = text
         self._number = number
         self._stops = tuple(stops)
         self._bytes = TextStream(decode_bytes, stops)
         self._is_over = False
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the answer is over."""
+        return bool(self.stopped_by)
+
     async def push(self, token: int) -> str:
         """Return what a token adds. Raises TextLost, UsageError."""
         if self._fenced is None:
             piece = self._bytes.push(token)
-            self.is_stopped = self._bytes.is_stopped
+            self.stopped_by = self._bytes.stopped_by
             return piece
-        piece, self.is_stopped = await self._fenced.push(self._number, [token], self._stops)
+        piece, self.stopped_by = await self._fenced.push(self._number, [token], self._stops)
         return piece
 
     async def finish(self) -> str:
@@ -241,8 +246,11 @@ class TextPieces:
             return ""
         self._is_over = True
         if self._fenced is None:
-            return self._bytes.finish()
-        return (await self._fenced.push(self._number, [], self._stops, is_last=True))[0]
+            piece = self._bytes.finish()
+            self.stopped_by = self._bytes.stopped_by
+            return piece
+        piece, self.stopped_by = await self._fenced.push(self._number, [], self._stops, is_last=True)
+        return piece
 
 
 def _label(name: bytes) -> str:

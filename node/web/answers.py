@@ -10,16 +10,18 @@ Prompts and answers pass through here and stand nowhere else: in no event, log, 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import trio
 from blake3 import blake3
 
+from node.content.fenced_text import FencedText, TextLost
 from node.errors import PeerloomError, UsageError
 from node.protocols.services import Service
 from node.serving.asking import Asking
 from node.serving.generations import Generation, Token
 from node.serving.serving import Serving
+from node.serving.texts import TextPieces
 from node.web.forms.asking import (
     AnswerEnd,
     AnswerRequest,
@@ -28,11 +30,10 @@ from node.web.forms.asking import (
     Prompt,
     TextPiece,
     TokenSaid,
-    Usage,
+    TokenUsage,
 )
 from partition.serve.door import Wish
 from partition.serve.sampling import SEED_MAX, Sampling
-from partition.serve.text import TextStream, decode_bytes
 
 RETRY_SECONDS = 2.0
 """When a client may ask again where nobody answers for a stage: another member has taken it by then."""
@@ -42,34 +43,32 @@ WAITING_EVENTS_MAX = 64
 Event = TextPiece | AnswerEnd
 
 
-class TokenText(Protocol):
-    """How one service takes and gives text."""
+class ServiceText:
+    """How one service takes and gives text: by a fenced process, or as bytes where there is none."""
 
-    has_template: bool
+    def __init__(self, fenced: FencedText | None) -> None:
+        self.fenced = fenced
 
-    async def encode(self, text: str) -> Sequence[int]: ...
-    async def render(self, chat: Chat) -> Sequence[int]: ...
-    def token_bytes(self, token: int) -> bytes: ...
-    def stream(self, stops: Sequence[str]) -> TextStream: ...
-
-
-class BytesText:
-    """A model of bytes: a text is its bytes. It has no template."""
-
-    has_template = False
-
-    async def encode(self, text: str) -> Sequence[int]:
-        await trio.lowlevel.checkpoint()
-        return text.encode("utf-8", "replace")
-
-    async def render(self, chat: Chat) -> Sequence[int]:  # noqa: ARG002 - as in TokenText
-        raise FormProblem("it has no chat template")
-
-    def token_bytes(self, token: int) -> bytes:
-        return bytes([token])
-
-    def stream(self, stops: Sequence[str]) -> TextStream:
-        return TextStream(decode_bytes, stops)
+    async def tokens(self, name: str, prompt: str | Chat) -> Sequence[int]:
+        """Return a prompt's tokens. Raises FormProblem."""
+        fenced = self.fenced
+        try:
+            if isinstance(prompt, str):
+                return prompt.encode("utf-8", "replace") if fenced is None else await fenced.encode(prompt)
+            if fenced is None or not fenced.facts.has_template:
+                raise FormProblem(
+                    f"{name} has no chat template, by which a conversation becomes one text: "
+                    "ask /v1/completions, which goes on from a text as it is",
+                    field="model",
+                    code="no_chat_template",
+                )
+            return await fenced.render(prompt.turns, prompt.tools)
+        except UsageError as error:
+            raise FormProblem(error.what) from None
+        except TextLost as error:
+            raise FormProblem(
+                f"{name}: its tokenizer was ended: {error}", kind="failed", retry_seconds=RETRY_SECONDS
+            ) from None
 
 
 @dataclass
@@ -84,9 +83,9 @@ class RunningAnswers:
     _problem: FormProblem | None = None
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> TokenUsage:
         """Return the tokens that were read and made so far."""
-        return Usage(self.prompt_tokens, sum(self.made.values()))
+        return TokenUsage(self.prompt_tokens, sum(self.made.values()))
 
     async def next(self) -> Event | None:
         """Return the next event, None after the last. Raises FormProblem: an answer cannot go on."""
@@ -130,13 +129,20 @@ class ServiceAnswers:
     async def count(self, request: AnswerRequest) -> int:
         """Return the tokens of a request's prompts. Raises FormProblem."""
         service = await self._find(request.model)
-        return sum(map(len, await self._prompts(service, request)))
+        async with AsyncExitStack() as held:
+            return sum(map(len, await self._prompts(service, await self._text(service, held), request)))
 
     async def open(self, request: AnswerRequest, held: AsyncExitStack) -> RunningAnswers:
         """Begin all answers of a request; they end with `held`. Raises FormProblem."""
         service = await self._find(request.model)
-        text = self._text(service)
-        prompts = await self._prompts(service, request)
+        text = await self._text(service, held)
+        if request.logprobs is not None and (text is None or text.fenced is not None):
+            raise FormProblem(
+                f"logprobs: {service.manifest.name} is none of the models that tell them: those of bytes",
+                field="logprobs",
+                code="unsupported_parameter",
+            )
+        prompts = await self._prompts(service, text, request)
         wishes = [
             _wish(service, request, prompt, choice, self._serving.seams.entropy)
             for prompt in prompts
@@ -159,11 +165,19 @@ class ServiceAnswers:
         except UsageError as error:
             raise FormProblem(error.what, kind="missing", field="model") from None
 
-    def _text(self, service: Service) -> TokenText | None:
-        return BytesText() if service.manifest.text == "bytes" else None
+    async def _text(self, service: Service, held: AsyncExitStack) -> ServiceText | None:
+        """Return what makes tokens of texts, None where the model takes tokens alone. Raises FormProblem."""
+        if service.manifest.text == "tokenizer":
+            try:
+                return ServiceText(await held.enter_async_context(self._asking.reading(service)))
+            except PeerloomError as error:
+                raise FormProblem(error.what, kind="failed", retry_seconds=RETRY_SECONDS) from None
+        return ServiceText(None) if service.manifest.text == "bytes" else None
 
-    async def _prompts(self, service: Service, request: AnswerRequest) -> list[tuple[int, ...]]:
-        text, manifest = self._text(service), service.manifest
+    async def _prompts(
+        self, service: Service, text: ServiceText | None, request: AnswerRequest
+    ) -> list[tuple[int, ...]]:
+        manifest = service.manifest
         found = [await self._tokens(manifest.name, text, prompt) for prompt in request.prompts]
         for tokens in found:
             if not tokens:
@@ -180,21 +194,12 @@ class ServiceAnswers:
                 )
         return found
 
-    async def _tokens(self, name: str, text: TokenText | None, prompt: Prompt) -> tuple[int, ...]:
+    async def _tokens(self, name: str, text: ServiceText | None, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, tuple):
             return prompt
         if text is None:
             raise FormProblem(f"{name} takes tokens, and no text of its own", field="model")
-        if isinstance(prompt, str):
-            return tuple(await text.encode(prompt))
-        if not text.has_template:
-            raise FormProblem(
-                f"{name} has no chat template, by which a conversation becomes one text: "
-                "ask /v1/completions, which goes on from a text as it is",
-                field="model",
-                code="no_chat_template",
-            )
-        return tuple(await text.render(prompt))
+        return tuple(await text.tokens(name, prompt))
 
 
 @dataclass
@@ -203,7 +208,7 @@ class _Choice:
 
     number: int
     service: Service
-    text: TokenText | None
+    text: ServiceText | None
     request: AnswerRequest
     whole: RunningAnswers
     events: trio.MemorySendChannel[Event | FormProblem]
@@ -227,8 +232,10 @@ class _Choice:
                     )
                 is_open = True
                 task_status.started(None)
-                await self._tell(generation)
-        except (FormProblem, PeerloomError) as error:
+                fenced = None if self.text is None else self.text.fenced
+                async with serving.texts.pieces(fenced, self.request.stops) as pieces:
+                    await self._tell(generation, pieces)
+        except (FormProblem, PeerloomError, TextLost) as error:
             problem = error
             if not isinstance(problem, FormProblem):
                 problem = FormProblem(str(error), kind="failed", retry_seconds=RETRY_SECONDS)
@@ -237,33 +244,32 @@ class _Choice:
             else:
                 task_status.started(problem)
 
-    async def _tell(self, generation: Generation) -> None:
-        stream = None if self.text is None else self.text.stream(self.request.stops)
+    async def _tell(self, generation: Generation, pieces: TextPieces) -> None:
         said: list[TokenSaid] = []
-        self.whole.made[self.number] = 0
+        made = self.whole.made
+        made[self.number] = 0
         async for token in generation:
-            self.whole.made[self.number] += 1
+            made[self.number] += 1
             if self.request.logprobs is not None:
                 said.append(self._said(token))
-            piece = "" if stream is None else stream.push(token.token)
-            if piece:
+            if piece := await pieces.push(token.token):
                 await self.events.send(TextPiece(self.number, piece, tuple(said)))
                 said.clear()
-            if stream is not None and stream.is_stopped:
+            if pieces.is_stopped:
                 break
-        rest = "" if stream is None else stream.finish()
-        if rest:
+        if rest := await pieces.finish():
             await self.events.send(TextPiece(self.number, rest, tuple(said)))
-        stop = stream.stopped_by or None if stream is not None else None
-        is_cut = stop is None and generation.finish is not None and generation.finish.reason == "length"
-        await self.events.send(AnswerEnd(self.number, "length" if is_cut else "stop", stop))
+        finish = generation.finish
+        is_cut = not pieces.is_stopped and finish is not None and finish.reason == "length"
+        ending = AnswerEnd(self.number, "length" if is_cut else "stop", pieces.stopped_by or None)
+        await self.events.send(ending)
 
     def _said(self, token: Token) -> TokenSaid:
         top = tuple(self._one(each, logprob) for each, logprob in token.top[: self.request.logprobs])
         return replace(self._one(token.token, token.logprob), top=top)
 
     def _one(self, token: int, logprob: float) -> TokenSaid:
-        data = b"" if self.text is None else self.text.token_bytes(token)
+        data = bytes([token])
         return TokenSaid(data.decode("utf-8", "replace"), data, logprob)
 
 

@@ -5,13 +5,15 @@ lets its owner act on the node, a key lets a program ask models.
 """
 
 from base64 import urlsafe_b64encode
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
 from blake3 import blake3
 
+from node.control import CommandHandler, Emit
 from node.errors import UsageError
+from node.requests import Nothing, command
 from node.seams import Seams
 from node.web.quotas import IN_FLIGHT_MAX, IN_FLIGHT_USUAL
 
@@ -24,8 +26,6 @@ KEY_LENGTH_MAX = 128
 NAME_LENGTH_MAX = 64
 PREFIX = "pl-"
 
-Emit = Callable[[object], Awaitable[None]]
-
 
 class ApiKey(msgspec.Struct, frozen=True):
     """One key: its hash, and what may be done with it."""
@@ -35,6 +35,19 @@ class ApiKey(msgspec.Struct, frozen=True):
     digest: bytes
     made_at: float
     in_flight_max: Annotated[int, msgspec.Meta(ge=1, le=IN_FLIGHT_MAX)] = IN_FLIGHT_USUAL
+
+
+class NewKeyRequest(msgspec.Struct, frozen=True):
+    """Make a key that so many requests may use at once."""
+
+    name: Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)] = ""
+    in_flight: Annotated[int, msgspec.Meta(ge=1, le=IN_FLIGHT_MAX)] = IN_FLIGHT_USUAL
+
+
+class RevokeKeyRequest(msgspec.Struct, frozen=True):
+    """Forget the key with this id or name."""
+
+    key: Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_LENGTH_MAX)]
 
 
 class KeyRing:
@@ -67,38 +80,36 @@ class KeyRing:
         return self._keys.get(_digest(text))
 
     @property
-    def handlers(self) -> Mapping[str, Callable[[dict[str, Any], Emit], Awaitable[object]]]:
+    def handlers(self) -> Mapping[str, CommandHandler]:
         """For `node.control.ControlServer`."""
-        return {"keys.new": self._new, "keys.list": self._list, "keys.revoke": self._revoke}
+        return {
+            "keys.new": command(NewKeyRequest, self._new),
+            "keys.list": command(Nothing, self._list),
+            "keys.revoke": command(RevokeKeyRequest, self._revoke),
+        }
 
-    async def _new(self, arguments: dict[str, Any], _emit: Emit) -> object:
+    async def _new(self, asked: NewKeyRequest, _emit: Emit) -> object:
         """Make a key. Its text is in the answer, and nowhere else afterwards."""
-        name, in_flight = arguments.get("name", ""), arguments.get("in_flight", IN_FLIGHT_USUAL)
-        if not isinstance(name, str) or len(name) > NAME_LENGTH_MAX or not name.isprintable():
-            raise UsageError(f"--name: want at most {NAME_LENGTH_MAX} printable letters")
-        if not isinstance(in_flight, int) or not 1 <= in_flight <= IN_FLIGHT_MAX:
-            raise UsageError(f"--in-flight: want a whole number, 1 to {IN_FLIGHT_MAX}")
+        if not asked.name.isprintable():
+            raise UsageError("name: want printable letters")
         if len(self._keys) >= KEYS_MAX:
             raise UsageError(f"{KEYS_MAX} keys are made already", "revoke one: `peerloom keys list`")
         secret = urlsafe_b64encode(self._seams.entropy(KEY_BYTES)).rstrip(b"=").decode()
         text, made_at = PREFIX + secret, self._seams.clock.wall()
         digest = _digest(text)
-        key = ApiKey(digest.hex()[:8], name, digest, made_at, in_flight)
+        key = ApiKey(digest.hex()[:8], asked.name, digest, made_at, asked.in_flight)
         await self._keep(self._keys | {digest: key})
         return {"schema": "peerloom/key/1", "key": text} | _document(key)
 
-    async def _list(self, _arguments: dict[str, Any], _emit: Emit) -> object:
+    async def _list(self, _asked: Nothing, _emit: Emit) -> object:
         return {"schema": "peerloom/keys/1", "keys": [_document(key) for key in self._keys.values()]}
 
-    async def _revoke(self, arguments: dict[str, Any], _emit: Emit) -> object:
+    async def _revoke(self, asked: RevokeKeyRequest, _emit: Emit) -> object:
         """Forget a key, by its id or its name. Raises UsageError: there is none, or several."""
-        wanted = arguments.get("key", "")
-        found = [key for key in self._keys.values() if wanted and wanted in (key.id, key.name)]
+        found = [key for key in self._keys.values() if asked.key in (key.id, key.name)]
         if len(found) != 1:
-            many = (
-                f"{len(found)} keys are called {wanted!r}; give the id" if found else f"no key is {wanted!r}"
-            )
-            raise UsageError(many, "ids: `peerloom keys list`")
+            what = f"{len(found)} keys are called {asked.key!r}; give the id"
+            raise UsageError(what if found else f"no key is called {asked.key!r}", "`peerloom keys list`")
         await self._keep({digest: key for digest, key in self._keys.items() if key is not found[0]})
         return {"schema": "peerloom/key-revoked/1"} | _document(found[0])
 

@@ -33,8 +33,8 @@ from node.web.forms.asking import (
     TextPiece,
     TokenCount,
     TokenSaid,
+    TokenUsage,
     TopK,
-    Usage,
     biases_of,
     event,
     refuse_field,
@@ -267,14 +267,14 @@ class CompletionWriter:
         row = {"index": ending.choice, "text": "", "logprobs": None, "finish_reason": ending.finish}
         return self._chunk([row])
 
-    def finish(self, usage: Usage) -> bytes:
+    def finish(self, usage: TokenUsage) -> bytes:
         told = self._chunk([], usage) if self._wants_usage else b""
         return told + DONE
 
     def failure(self, problem: FormProblem) -> bytes:
         return event(error_document(problem))
 
-    def whole(self, usage: Usage) -> bytes:
+    def whole(self, usage: TokenUsage) -> bytes:
         self._offsets.clear()
         rows = [self._row(choice) for choice in self._gathered.choices()]
         return msgspec.json.encode(self._document(rows) | {"usage": usage_document(usage)})
@@ -289,7 +289,7 @@ class CompletionWriter:
             "finish_reason": found.endings[choice].finish,
         }
 
-    def _chunk(self, rows: list[dict[str, Any]], usage: Usage | None = None) -> bytes:
+    def _chunk(self, rows: list[dict[str, Any]], usage: TokenUsage | None = None) -> bytes:
         document = self._document(rows)
         if self._wants_usage:
             document["usage"] = None if usage is None else usage_document(usage)
@@ -341,7 +341,7 @@ class ChatWriter:
         self._gathered.end(ending)
         return self._chunk(ending.choice, {}, finish=ending.finish)
 
-    def finish(self, usage: Usage) -> bytes:
+    def finish(self, usage: TokenUsage) -> bytes:
         told = b""
         if self._wants_usage:
             told = event(self._document("chat.completion.chunk", []) | {"usage": usage_document(usage)})
@@ -350,7 +350,7 @@ class ChatWriter:
     def failure(self, problem: FormProblem) -> bytes:
         return event(error_document(problem))
 
-    def whole(self, usage: Usage) -> bytes:
+    def whole(self, usage: TokenUsage) -> bytes:
         found = self._gathered
         rows = [
             {
@@ -402,7 +402,7 @@ def token_document(token: TokenSaid) -> dict[str, Any]:
     return {"token": token.text, "logprob": token.logprob, "bytes": list(token.data)}
 
 
-def usage_document(usage: Usage) -> dict[str, int]:
+def usage_document(usage: TokenUsage) -> dict[str, int]:
     """Return what was used, as OpenAI counts it."""
     return {
         "prompt_tokens": usage.prompt,

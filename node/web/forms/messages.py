@@ -23,8 +23,8 @@ from node.web.forms.asking import (
     Temperature,
     TextPiece,
     TokenCount,
+    TokenUsage,
     TopK,
-    Usage,
     event,
     refuse_field,
 )
@@ -164,7 +164,7 @@ class MessagesWriter:
         self._gathered = Gathered()
 
     def begin(self) -> bytes:
-        usage = Usage(self._frame.prompt_tokens)
+        usage = TokenUsage(self._frame.prompt_tokens)
         block = {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
         return (
             self._event({"type": "message_start", "message": self._message([], usage)})
@@ -181,7 +181,7 @@ class MessagesWriter:
         self._gathered.end(ending)
         return self._event({"type": "content_block_stop", "index": 0})
 
-    def finish(self, usage: Usage) -> bytes:
+    def finish(self, usage: TokenUsage) -> bytes:
         delta = {"stop_reason": self._reason, "stop_sequence": self._stop}
         told = {"type": "message_delta", "delta": delta, "usage": _usage(usage)}
         return self._event(told) + self._event({"type": "message_stop"})
@@ -189,7 +189,7 @@ class MessagesWriter:
     def failure(self, problem: FormProblem) -> bytes:
         return self._event(message_error(problem))
 
-    def whole(self, usage: Usage) -> bytes:
+    def whole(self, usage: TokenUsage) -> bytes:
         content = [{"type": "text", "text": self._gathered.text(0)}]
         return msgspec.json.encode(self._message(content, usage))
 
@@ -210,7 +210,7 @@ class MessagesWriter:
             return "stop_sequence"
         return {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[ending.finish]
 
-    def _message(self, content: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
+    def _message(self, content: list[dict[str, Any]], usage: TokenUsage) -> dict[str, Any]:
         return {
             "id": f"msg_{self._frame.id}",
             "type": "message",
@@ -235,7 +235,7 @@ def message_error(problem: FormProblem) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kinds[problem.kind], "message": problem.reason}}
 
 
-def _usage(usage: Usage) -> dict[str, int]:
+def _usage(usage: TokenUsage) -> dict[str, int]:
     return {
         "input_tokens": usage.prompt,
         "output_tokens": usage.made,

@@ -21,8 +21,8 @@ from node.web.forms.asking import (
     Temperature,
     TextPiece,
     TokenCount,
+    TokenUsage,
     TopK,
-    Usage,
     event,
     refuse_field,
 )
@@ -193,7 +193,7 @@ class ResponsesWriter:
             + self._event("response.output_item.done", output_index=0, item=item)
         )
 
-    def finish(self, usage: Usage) -> bytes:
+    def finish(self, usage: TokenUsage) -> bytes:
         status = self._status
         response = self._response(status, [self._item(status, [self._text_part()])], usage)
         return self._event(f"response.{status}", response=response)
@@ -204,7 +204,7 @@ class ResponsesWriter:
         response = self._response("failed", [], None) | {"error": error}
         return self._event("response.failed", response=response)
 
-    def whole(self, usage: Usage) -> bytes:
+    def whole(self, usage: TokenUsage) -> bytes:
         status = self._status
         return msgspec.json.encode(self._response(status, [self._item(status, [self._text_part()])], usage))
 
@@ -243,7 +243,9 @@ class ResponsesWriter:
             return []
         return [token_document(t) | {"top_logprobs": list(map(token_document, t.top))} for t in tokens]
 
-    def _response(self, status: str, output: list[dict[str, Any]], usage: Usage | None) -> dict[str, Any]:
+    def _response(
+        self, status: str, output: list[dict[str, Any]], usage: TokenUsage | None
+    ) -> dict[str, Any]:
         asked = self._request
         return {
             "id": f"resp_{self._frame.id}",
@@ -276,7 +278,7 @@ def _part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _usage(usage: TokenUsage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt,
         "input_tokens_details": {"cached_tokens": 0},

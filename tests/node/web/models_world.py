@@ -1,22 +1,22 @@
 """A page on a real socket whose node's service is a made-up model of bytes: the driver without a swarm.
 
-It says `ANSWER` over and over, from the place that the prompt's length says. With a template (`has_template`)
+It says `ANSWER` over and over, from the place that the prompt's length says. With a tokenizer
 a conversation becomes its turns, a line each.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import trio
 
+from node.config import Web
+from node.content.fenced_text import TextFacts
 from node.errors import RunFailed, UsageError
 from node.serving.generations import Token
-from node.web import answers
-from node.web.answers import BytesText
-from node.web.forms.asking import Chat
+from node.serving.texts import TextPieces
 from partition.serve.door import GenerationOver, Wish
 from tests.node.web.world import Served, Told, served
 
@@ -26,15 +26,19 @@ NAME = "words"
 CONTEXT = 4_096
 
 
-class TemplateText(BytesText):
-    """As a model with a template: its turns, a line each."""
+class SaidText:
+    """As a fenced process that knows a template: a conversation is its turns, a line each."""
 
-    has_template = True
+    facts = TextFacts((), 256, has_template=True)
 
-    async def render(self, chat: Chat) -> Sequence[int]:
+    async def encode(self, text: str) -> list[int]:
         await trio.lowlevel.checkpoint()
-        lines = [f"{turn['role']}: {turn['content']}{turn.get('tool_calls', '')}" for turn in chat.turns]
-        return "\n".join([*lines, *(str(tool) for tool in chat.tools)]).encode()
+        return list(text.encode())
+
+    async def render(self, turns: Sequence[Any], tools: Sequence[Any] = ()) -> list[int]:
+        await trio.lowlevel.checkpoint()
+        lines = [f"{turn['role']}: {turn['content']}{turn.get('tool_calls', '')}" for turn in turns]
+        return list("\n".join([*lines, *map(str, tools)]).encode())
 
 
 class SaidGeneration:
@@ -73,6 +77,7 @@ class SaidServing:
         self.wishes: list[Wish] = []
         self.finder = self
         self.seams = SimpleNamespace(entropy=bytes)
+        self.texts = self
         self.service = SimpleNamespace(
             manifest=SimpleNamespace(
                 name=NAME, text="bytes", vocabulary=256, context=CONTEXT, stops=(), at_milliseconds=1
@@ -91,6 +96,16 @@ class SaidServing:
         return {"services": [row | {"stages": [], "at_milliseconds": 1_700_000_000_000}]}
 
     @asynccontextmanager
+    async def pieces(self, _text: Any, stops: Sequence[str]) -> AsyncIterator[TextPieces]:
+        await trio.lowlevel.checkpoint()
+        yield TextPieces(None, 1, stops)
+
+    @asynccontextmanager
+    async def reading(self, _service: Any) -> AsyncIterator[SaidText]:
+        await trio.lowlevel.checkpoint()
+        yield SaidText()
+
+    @asynccontextmanager
     async def answer(self, service: Any, wish: Wish) -> AsyncIterator[SaidGeneration]:
         await trio.lowlevel.checkpoint()
         self.going += 1
@@ -103,15 +118,16 @@ class SaidServing:
 
 @asynccontextmanager
 async def models(
-    patch: pytest.MonkeyPatch, *, has_template: bool = True, **settings: Any
+    *, text: str = "tokenizer", web: Web | None = None, **settings: Any
 ) -> AsyncGenerator[tuple[Served, SaidServing, str], None]:
     """A page whose node serves the model, the model, and a key."""
     said = SaidServing()
     for name, value in settings.items():
         setattr(said, name, value)
-    if has_template:
-        patch.setattr(answers, "BytesText", TemplateText)
+    said.service.manifest.text = text
     node = Told(serving=said)
+    if web is not None:
+        node.config = replace(node.config, web=web)
     async with served(node) as page:
         page.page.models._answers._asking = said  # type: ignore[attr-defined]  # lists the services
         made: Any = await page.page.models.keys.handlers["keys.new"]({}, ignore)

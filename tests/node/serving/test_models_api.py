@@ -1,0 +1,83 @@
+"""The HTTP door of models over whole nodes in virtual time: how soon a stage forgets what nobody waits
+for."""
+
+import json
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+import trio
+
+from node.runtime import Node
+from node.web.answers import ServiceAnswers
+from node.web.door import Request, Response, Streaming
+from node.web.model_api import ModelApi
+from tests.node.serving.scene import serving, until
+from tests.partition.serve.world import CONTEXT, VOCABULARY
+from tests.stack import simulate
+
+pytestmark = pytest.mark.usefixtures("_tokens_served")
+
+FREE_SECONDS_MAX = 0.1
+PROMPT = [number % VOCABULARY for number in range(CONTEXT - 40)]
+
+
+async def ask(node: Node, body: dict[str, Any], seen: list[bytes] | None = None) -> None:
+    """One request, as the HTTP server has it answered: what it holds is let go at its end."""
+    api = ModelApi(node.seams, ServiceAnswers(node.serving))
+    made: Any = await api.keys.handlers["keys.new"]({}, keep)
+    headers = {"x-api-key": made["key"]}
+    async with AsyncExitStack() as held:
+        request = Request("POST", "/v1/completions", {}, headers, json.dumps(body).encode(), "1", held)
+        answer = await api.answer(request)
+
+        async def send(data: bytes) -> None:
+            await trio.lowlevel.checkpoint()
+            if seen is not None:
+                seen.append(data)
+
+        if isinstance(answer, Streaming):
+            await answer.write(send)
+        else:
+            assert isinstance(answer, Response)
+            await send(answer.body)
+
+
+async def keep(_event: object) -> None:
+    return
+
+
+@pytest.mark.parametrize(
+    ("prompt", "is_streamed"), [([1, 2], True), ([1, 2], False), (PROMPT, True), (PROMPT, False)]
+)
+def test_every_stage_forgets_an_answer_that_is_given_up(prompt: list[int], is_streamed: bool) -> None:
+    async def main() -> None:
+        async with serving("abc") as (group, _), trio.open_nursery() as nursery:
+            door = group.nodes["c"]
+            body = {"model": "tokens", "prompt": prompt, "max_tokens": 39, "stream": is_streamed}
+            nursery.start_soon(ask, door, body)
+            stages = [node.serving.provider for node in group.nodes.values()]
+            await until(lambda: sum(stage.sessions for stage in stages) == 2)
+            await trio.sleep(0.12)  # in the midst of the prompt, where that is long
+            began = trio.current_time()
+            nursery.cancel_scope.cancel()
+            with trio.CancelScope(shield=True):
+                await until(lambda: not any(stage.sessions for stage in stages))
+                assert trio.current_time() - began <= FREE_SECONDS_MAX
+
+    simulate(main)
+
+
+def test_a_service_of_tokens_has_no_text() -> None:
+    async def main() -> None:
+        async with serving("ab") as (group, _):
+            seen: list[bytes] = []
+            for prompt in ("text", [1, VOCABULARY]):
+                await ask(group.nodes["a"], {"model": "tokens", "prompt": prompt}, seen)
+            messages = [json.loads(data)["error"]["message"] for data in seen]
+            assert messages == [
+                "tokens takes tokens, and no text of its own",
+                f"prompt: a token that tokens does not have; it has {VOCABULARY}",
+            ]
+
+    simulate(main)
