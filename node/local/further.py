@@ -167,6 +167,7 @@ class FurtherStages:
         trainer = LocalTrainer(run, specification, opened, material.batches, service.seams.executor, me)
         keeper = Keeper(service, run, self._door.admission, self._own, copy_of=stage)
         held = HeldStage(run, self._ending, part, keeper, trainer, me)
+        held.rounds.sends_less = service.sends_less
         holder = Holder(
             held,
             stage,
