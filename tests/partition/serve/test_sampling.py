@@ -85,3 +85,30 @@ def test_only_what_decides_is_asked_for() -> None:
 def test_the_log_sum_is_that_of_the_whole_row() -> None:
     logits = row(1, 2, 3)
     assert log_sum(logits) == pytest.approx(float(np.log(np.exp([1.0, 2.0, 3.0]).sum())))
+
+
+def test_penalties_count_what_the_answer_has_said() -> None:
+    whole = best_logits(row(1.0, 1.4, 0.0), 3)
+    once = Sampling(presence_penalty=0.5)
+    often = Sampling(frequency_penalty=0.25)
+    assert not once.is_plain
+    assert once.best == 0
+    assert choose(*whole, once, 3, [1]) == choose(*whole, once, 3, [1, 1, 1]) == 0
+    assert [choose(*whole, often, 3, [1] * count) for count in (0, 1, 2)] == [1, 1, 0]
+
+
+def test_a_bias_bans_a_token_or_leaves_no_other() -> None:
+    whole = best_logits(row(1.0, 9.0, 0.0), 3)
+    assert choose(*whole, Sampling(biases=((1, -100.0),)), 0) == 0
+    always = Sampling(1.0, biases=((2, 100.0), (70, 5.0)))
+    assert {choose(*whole, always, position) for position in range(50)} == {2}
+
+
+def test_the_likeliest_that_are_told_change_no_choice() -> None:
+    logits = np.random.default_rng(3).normal(size=60).astype(np.float32)
+    for plain in (Sampling(0.0, seed=4), Sampling(0.9, 5, seed=4)):
+        told = Sampling(plain.temperature, plain.top_k, seed=4, top=20)
+        assert told.best == 20
+        for position in range(20):
+            rows = best_logits(logits, told.best)
+            assert choose(*rows, told, position) == choose(*best_logits(logits, plain.best), plain, position)
