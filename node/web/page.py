@@ -342,6 +342,8 @@ class Page:
             "page_watchers": float(self.live.watchers),
             "page_connections_turned_away": float(self._door.turned_away) if self._door else 0.0,
             "events_forgotten": float(self._node.history.dropped),
+            "model_requests_going": float(self.models.queue.going),
+            "model_requests_waiting": float(self.models.queue.waiting),
         }
         text = self.live.metrics.text(self._node.state, self._node.counters, own, self._version)
         return Response(text, content_type=metrics.CONTENT_TYPE, headers=(("cache-control", "no-store"),))

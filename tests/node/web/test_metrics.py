@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from node import events
 from node.web import metrics
+from tests.node.serving.told import serving_events
 from tests.node.web.world import STARTED, Told, joined, peer, run_events, served, started
 from tests.source import ROOT
 
@@ -48,6 +49,20 @@ async def test_it_counts_what_happened() -> None:
     assert found["peerloom_refused_total", "protocol_errors"] == 3
     assert found["peerloom_events_total", "MemberJoined"] == 4
     assert found["peerloom_stage_utilisation_ratio", "0"] == 0.8
+
+
+async def test_it_counts_answers_of_models() -> None:
+    node = told()
+    for event in serving_events(STARTED, peer(1), peer(2)):
+        node.publish(event)
+    found = await scraped(node)
+    assert found["peerloom_answers_total", "length"] == 1
+    assert found["peerloom_answer_tokens_total",] == 40
+    assert found["peerloom_answer_moves_total",] == 1
+    assert found["peerloom_answer_first_token_seconds_bucket", "0.25"] == 1
+    assert found["peerloom_answer_token_seconds_bucket", "0.1"] == 1
+    assert found["peerloom_answer_token_seconds_bucket", "0.05"] == 0
+    assert found["peerloom_model_requests_waiting",] == 0
 
 
 async def test_no_peer_and_no_run_is_a_label() -> None:
