@@ -81,7 +81,7 @@ class DataPeer:
         stream = await self._network.open(peer, pieces.DATA_PROTOCOL)
         try:
             await stream.send(encode(pieces.Have(NOTHING, b"\0", True, False)))
-            answer = decode(await self._receive.receive(), pieces.Message, bytes_max=1 << 16)
+            answer: pieces.Message = decode(await self._receive.receive(), pieces.Message, bytes_max=1 << 16)
             assert isinstance(answer, pieces.Unknown)
         finally:
             with trio.move_on_after(1) as scope:
