@@ -40,6 +40,7 @@ class Branches:
         self._may_fork = may_fork
         self._forked_at: int | None = None
         self._parted: tuple[bytes, ...] = ()
+        self._returned: set[bytes] = set()
         self._pace = BranchPace()
         self._refused: list[PeerId] = []
         self._behind: dict[PeerId, tuple[float, ForkBehind]] = {}
@@ -49,6 +50,7 @@ class Branches:
         if plan.fork != NO_HASH and self._forked_at is None:
             self._forked_at = self._progress.furthest
         parted = {*self._parted, *lost} if plan.fork != NO_HASH else set(self._parted)
+        self._returned |= parted & set(plan.roster)
         self._parted = tuple(sorted(parted - set(plan.roster)))
         self._pace.entered(now, plan, self._progress.step)
 
@@ -134,6 +136,7 @@ class Branches:
             if peer not in plan.roster and not is_silent:
                 continue
             del self._behind[peer]
+            self._returned.discard(peer)
             if since is not None:
                 theirs = max(0, event.head.step - since.step)
                 ours = max(0, self._progress.furthest - since.step)
@@ -141,7 +144,12 @@ class Branches:
                     f"the branch of {short_peer(peer)} gave way: about {theirs} of its steps are discarded, "
                     f"and the {ours} of this one since the split are kept"
                 )
-        return ""
+        unheard, self._returned = self._returned, set()
+        if not unheard or self._forked_at is None:
+            return ""
+        names = ", ".join(short_peer(PeerId(peer)) for peer in sorted(unheard))
+        ours = max(0, self._progress.furthest - self._forked_at)
+        return f"back together with {names}: the {ours} steps of this branch since the split are kept"
 
     def farewell(self, event: ForkFound | LeftBehind | None = None) -> str:
         """Return why this branch is left and what that costs, for a person."""

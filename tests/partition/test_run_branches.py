@@ -176,6 +176,15 @@ def test_a_branch_says_since_when_it_is_alone_and_what_became_of_the_other() -> 
     branches.decided(210.0, together)
     assert "gave way" in branches.look(210.0, together, PEERS)
     assert branches.said == "", "nobody is missing any more"
+    assert branches.look(211.0, together, PEERS) == ""
+
+
+def test_a_branch_that_is_kept_says_so_where_the_other_never_told_of_itself() -> None:
+    branches, own = measured(step=140)
+    together = successor(own, Change(admitted=(THIRD,)))
+    branches.decided(210.0, together)
+    back = branches.look(210.0, together, PEERS)
+    assert back.startswith(f"back together with {short_peer(THIRD)}: the 40 steps of this branch ")
 
 
 NAME = plan_hash(PLAN)
