@@ -12,7 +12,7 @@ A holder that is gone breaks the column: the step that was under way is dropped 
 for another holder of that stage, one whose own head is gone or a node with a free slot. Other heads name
 those that they know: a holder that is left over may be unknown to the head that lacks it. Where there is
 none, a node of the column holds two (`node.local.merging`); what the head itself holds is asked in its own
-process.
+process. Long because a head and the stages that work for it are the two sides of one protocol.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence

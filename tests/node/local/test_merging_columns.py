@@ -78,7 +78,7 @@ def test_a_column_goes_on_without_one_of_its_holders(dies: int) -> None:
 
 
 @pytest.mark.slow
-def test_the_head_holds_all_stages_where_both_holders_die_and_gives_them_away_again() -> None:
+def test_a_head_left_alone_holds_all_stages_until_a_machine_joins() -> None:
     async def play() -> None:
         async with swarm("abc", stage_seconds=SLOW, preset="lan") as group, trio.open_nursery() as nursery:
             await begin(group, stages=3, steps=2_000)
@@ -101,7 +101,7 @@ def test_the_head_holds_all_stages_where_both_holders_die_and_gives_them_away_ag
     run_virtually(play)
 
 
-def test_a_holder_becomes_the_head_where_the_head_that_asked_for_the_run_dies() -> None:
+def test_a_holder_takes_the_place_of_a_requesting_head_that_dies() -> None:
     async def play() -> None:
         async with swarm("abc", stage_seconds=SLOW, preset="lan") as group:
             await begin(group, stages=3)
