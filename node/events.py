@@ -527,10 +527,8 @@ class StrangerRefused(Event, frozen=True, kw_only=True):
 
 
 class PageOpened(Event, frozen=True, kw_only=True):
-    """The page of this node is served at `address`, a URL of this machine. `port_wanted` was taken by others
-    where it is not the one in `address`. `link` is the address with the token that the page asks for: for the
-    screen of whoever started the node, and for nothing that is kept or passed on. `models` is where clients
-    find models."""
+    """The page is at `address`; others hold `port_wanted` where it is another. `link` has the page's token:
+    it is for the screen of its owner, and neither kept nor passed on. Clients find models at `models`."""
 
     SECRETS: ClassVar[tuple[str, ...]] = ("link",)
 

@@ -20,7 +20,7 @@ from node.cli.status import status_lines
 from node.errors import UsageError
 from node.state import State, apply
 from node.state_documents import event_document, peers_document, status_document
-from tests.node.serving.told import serving_events
+from tests.node.serving.told import page_opened, serving_events
 
 NOW = 1_700_000_000.0
 
@@ -68,12 +68,7 @@ HISTORY: list[events.Event] = [
         at=NOW - 7381, fences=("limits: some",), unfenced=("files: no landlock",), is_allowed=False
     ),
     STARTED,
-    events.PageOpened(
-        at=NOW - 7380,
-        address="http://127.0.0.1:40500",
-        port_wanted=9748,
-        models="https://192.168.1.20:9748",
-    ),
+    page_opened(NOW - 7380),
     events.RunRemembered(
         at=NOW - 7380,
         run="fedcba9876543210",
@@ -284,8 +279,7 @@ def state() -> State:
 
 
 def shown(lines: list[str]) -> str:
-    stream = io.StringIO()
-    show(lines, stream)
+    show(lines, stream := io.StringIO())
     return stream.getvalue()
 
 

@@ -30,3 +30,9 @@ def serving_events(at: float, first: PeerId, second: PeerId) -> list[events.Even
         ),
         events.ServiceChanged(at=at, service="ab", name="gpt", stage=1, is_held=False, detail="it leaves"),
     ]
+
+
+def page_opened(at: float) -> events.Event:
+    """A page of this machine, and models that are served beyond it."""
+    address, models = "http://127.0.0.1:40500", "https://192.168.1.20:9748"
+    return events.PageOpened(at=at, address=address, port_wanted=9748, models=models)
