@@ -28,10 +28,12 @@ from blake3 import blake3
 
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from partition.codecs.codec import Payload, Rounding
+from partition.execute.attention import ROWS, padded
 from partition.execute.bit_class import bit_class
 from partition.execute.interpret import DTYPES, LabelOutOfRange, Program, Results, compile_entry
 from partition.execute.optimize import Optimizer, clip_factor
 from partition.execute.pages import UnitRefused
+from partition.execute.products import Products
 from partition.execute.seeds import seed_of
 from partition.execute.serving import ServedStage
 from partition.execute.sessions import Sessions
@@ -135,6 +137,9 @@ class StageExecutor:
         self._evaluated = EVALUATE if has_own else TRAIN
         self._sessions = Sessions(specification, self._device)
         serves = any(entry.name == SERVE for entry in graph.entries)
+        self._products = Products(
+            ROWS * specification.threads, padded(specification.sizes_max[0], ROWS * specification.threads)
+        )
         self._served = ServedStage(specification, self._boundary, self._device) if serves else None
         self._next_step: int | None = None  # known where the stage was restored
         self._step: int | None = None  # of what is counted or in flight
@@ -558,6 +563,9 @@ class StageExecutor:
         self._boundary.forget()
         self._forget()
         self._next_step = step
+        if self._served is not None:
+            self._program(SERVE, False)
+            self._products.try_all(self._parameters)
 
     def _check_moments(self, moments: torch.Tensor) -> None:
         if not is_finite(moments):
@@ -571,7 +579,8 @@ class StageExecutor:
 
     def _program(self, entry: str, train: bool) -> Program:
         if (entry, train) not in self._programs:
-            program = compile_entry(self._graph, entry, train=train, device=self._device)
+            products = self._products if entry == SERVE else None
+            program = compile_entry(self._graph, entry, train=train, device=self._device, products=products)
             self._programs[entry, train] = program
         return self._programs[entry, train]
 

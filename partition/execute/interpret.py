@@ -27,12 +27,14 @@ from partition.execute.closures import (
     CALLS,
     SEED,
     STATISTICS,
+    Call,
     Step,
     calling,
     calling_by_name,
     counting,
     seeded,
 )
+from partition.execute.products import Products
 from partition.execute.seeds import seeder
 from partition.model.graph import (
     Argument,
@@ -202,8 +204,11 @@ class Program:
         self._sizes = sizes
 
 
-def compile_entry(graph: StageGraph, entry: str, *, train: bool, device: torch.device) -> Program:
-    """The entry point as a Program, for training or for evaluation. Factories make tensors on `device`.
+def compile_entry(
+    graph: StageGraph, entry: str, *, train: bool, device: torch.device, products: Products | None = None
+) -> Program:
+    """The entry point as a Program, for training or for evaluation. Factories make tensors on `device`, and
+    `products` compute those by a weight.
 
     Raises:
         RemoteProtocolError: no such entry point, or one that `partition.execute.admit` would have refused.
@@ -212,7 +217,7 @@ def compile_entry(graph: StageGraph, entry: str, *, train: bool, device: torch.d
         share = graph.entry(entry)
     except KeyError:
         raise RemoteProtocolError(f"the stage has no entry point '{entry}'") from None
-    compiler = _Compiler(graph, share, train, device)
+    compiler = _Compiler(graph, share, train, device, products)
     compiler.compile()
     return Program(compiler)
 
@@ -220,7 +225,15 @@ def compile_entry(graph: StageGraph, entry: str, *, train: bool, device: torch.d
 class _Compiler:
     """Gives everything its place in the list, and makes a closure of each node."""
 
-    def __init__(self, graph: StageGraph, entry: StageEntry, train: bool, device: torch.device) -> None:
+    def __init__(
+        self,
+        graph: StageGraph,
+        entry: StageEntry,
+        train: bool,
+        device: torch.device,
+        products: Products | None,
+    ) -> None:
+        self._products = products
         self.graph = graph
         self.entry = entry
         self.template: list[Any] = [None, None]
@@ -357,7 +370,7 @@ class _Compiler:
         if any((Value, number) in self.places for number in node.outputs):
             raise RemoteProtocolError(f"{name} makes a value that was made before")
         results = [self._place(Value, number) for number in node.outputs]
-        call = CALLS[operator.state_twin if in_place and operator.state_twin else operator.name]
+        call = self._call(operator, arguments, in_place)
         if counts:
             step = counting(call, places, results[0])
         elif any(_is_living(argument) for _, argument in node.keywords):
@@ -368,6 +381,13 @@ class _Compiler:
         if draws:
             step = seeded(step, node.id, self._seed)
         self._add(step, name, [*places, *keywords.values()], results)
+
+    def _call(self, operator: Operator, arguments: Sequence[Argument | Items], in_place: bool) -> Call:
+        name = operator.state_twin if in_place and operator.state_twin else operator.name
+        product = None
+        if self._products is not None:
+            product = self._products.product(name, CALLS[name], arguments)
+        return product or CALLS[name]
 
     def _counts(self, node: Node, name: str) -> bool:
         """Return whether this batch norm finds statistics that a step will commit; if so, notes which."""

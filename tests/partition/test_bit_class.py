@@ -1,11 +1,14 @@
 """The bit class of a served stage follows from what its machine computes, and from its threads."""
 
+from functools import cache
+
 import pytest
 import torch
 
 from partition.capture import capture
 from partition.capture.models.gpt import gpt
 from partition.execute.executor import StageExecutor
+from partition.model.graph import Graph
 from partition.model.serving import serving_graph
 from partition.stage import BitsFound, FindBits, Unit
 from tests.partition.serving_world import Chain, session
@@ -13,14 +16,19 @@ from tests.partition.serving_world import Chain, session
 CONTEXT = 96
 
 
-def chain(threads: int = 1, *, seed: int = 5) -> Chain:
+@cache
+def model(seed: int) -> tuple[Graph, dict[str, torch.Tensor]]:
     torch.manual_seed(seed)
     task = gpt((CONTEXT,), 65, layers=2, heads=4, width=32)
     captured = capture(
         task.model, task.example_inputs, labels=task.labels, loss=task.loss, dynamic=task.dynamic
     )
-    graph = serving_graph(captured.graph, CONTEXT)
-    return Chain(graph, task.model.state_dict(), stages=2, threads=threads)
+    return serving_graph(captured.graph, CONTEXT), task.model.state_dict()
+
+
+def chain(threads: int = 1, *, seed: int = 5) -> Chain:
+    graph, values = model(seed)
+    return Chain(graph, values, stages=2, threads=threads)
 
 
 def bits(stage: StageExecutor) -> bytes:
@@ -43,7 +51,6 @@ def test_replicas_of_a_stage_have_one_class_and_other_threads_another() -> None:
     assert all(classes)
     assert classes == [bits(stage) for stage in second.stages]
     assert not set(classes) & {bits(stage) for stage in chain(seed=6).stages}
-    torch.set_num_threads(2)
     assert not set(classes) & {bits(stage) for stage in chain(2).stages}
 
 

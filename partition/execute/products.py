@@ -1,0 +1,111 @@
+"""Products by weights in a stage that serves: each row to the same bits whatever rows stand beside it.
+
+Rows are padded to a multiple (`partition.execute.serving`), which makes torch's kernels take one path for
+most shapes. Not for all: in float64 on two threads a product of 384 by 17 gives a row other bits among 8 rows
+than among 160. So every shape is tried on this machine once the weights are there, among few rows and among many.
+A product that fails is computed in blocks of one number of rows: slower, and alike by construction.
+
+What is tried is bounded by `FLOPS` a shape, so that of large weights fewer rows are.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from partition.model.graph import Argument, ParameterValue, Value
+
+FLOPS = 4_000_000_000
+"""What trying one shape takes: about a tenth of a second."""
+_MULTIPLES = (1, 2, 3, 5, 9, 16, 32, 64, 128)
+"""So many times the least rows are compared with the most."""
+_PLACES = {"aten.linear.default": (0, 1, 2), "aten.mm.default": (0, 1, -1), "aten.addmm.default": (1, 2, 0)}
+"""Where an operator has rows, weights and bias."""
+
+
+class Product:
+    """A product of one node, called as its operator is."""
+
+    def __init__(self, name: str, call: Callable[..., torch.Tensor], weight: int, bias: int | None) -> None:
+        self.weight, self.bias = weight, bias
+        self.block = 0
+        """Rows that are computed at once; 0 for all."""
+        self._call = call
+        self._rows = _PLACES[name][0]
+        self._name = name
+
+    @property
+    def _schema(self) -> Any:
+        return self._call._schema  # type: ignore[attr-defined]  # an operator of torch
+
+    def __call__(self, *arguments: Any) -> torch.Tensor:
+        given: torch.Tensor = arguments[self._rows]
+        if not self.block:
+            return self._call(*arguments)
+        flat = given.reshape(-1, given.shape[-1])
+        before, after = arguments[: self._rows], arguments[self._rows + 1 :]
+        parts = []
+        for begin in range(0, len(flat), self.block):
+            rows = flat[begin : begin + self.block]
+            if len(rows) < self.block:
+                rows = torch.cat((rows, rows.new_zeros(self.block - len(rows), rows.shape[1])))
+            parts.append(self._call(*before, rows, *after))
+        return torch.cat(parts)[: len(flat)].reshape(*given.shape[:-1], -1)
+
+    def find_block(self, parameters: Mapping[int, torch.Tensor], least: int, most: int) -> None:
+        """Try rows from `least` to `most`, and take blocks where bits depend on their number."""
+        weight = parameters[self.weight]
+        arguments: list[Any] = [None, weight]
+        if self.bias is not None:
+            arguments.append(parameters[self.bias])
+        if self._name == "aten.addmm.default":
+            arguments = [arguments[2], None, weight]
+        inner = weight.shape[1] if self._name == "aten.linear.default" else weight.shape[0]
+        most = min(most, max(4 * least, FLOPS // max(1, 4 * weight.numel()) // least * least))
+        rows = torch.randn(most, inner, generator=torch.Generator().manual_seed(1), dtype=weight.dtype)
+        found = {}
+        for count in (most, *(least * multiple for multiple in _MULTIPLES)):
+            if count <= most:
+                arguments[self._rows] = rows[:count]
+                found[count] = self._call(*arguments)
+        whole = found[most]
+        is_same = all(torch.equal(part, whole[:count]) for count, part in found.items())
+        self.block = 0 if is_same else least
+
+
+class Products:
+    """Those of one program. `least` rows are in any of its calls, and their number is a multiple of it."""
+
+    def __init__(self, least: int, most: int) -> None:
+        self._least, self._most = least, most
+        self._all: list[tuple[str, Product]] = []
+
+    def product(
+        self, name: str, call: Callable[..., torch.Tensor], arguments: Sequence[Argument]
+    ) -> Product | None:
+        """Return what computes a node in its place; None where it is no product of rows by a weight."""
+        places = _PLACES.get(name)
+        if places is None:
+            return None
+        rows, weight, bias = (arguments[place] if 0 <= place < len(arguments) else None for place in places)
+        is_known = bias is None or isinstance(bias, ParameterValue)
+        if not (isinstance(rows, Value) and isinstance(weight, ParameterValue) and is_known):
+            return None
+        made = Product(name, call, weight.row, bias.row if isinstance(bias, ParameterValue) else None)
+        self._all.append((name, made))
+        return made
+
+    def try_all(self, parameters: Mapping[int, torch.Tensor]) -> int:
+        """Try each shape with the weights that are there now. Return how many products are in blocks."""
+        known: dict[tuple[Any, ...], int] = {}
+        with torch.inference_mode():
+            for name, product in self._all:
+                weight = parameters[product.weight]
+                key = name, tuple(weight.shape), weight.dtype, product.bias is None
+                if weight.device.type != "cpu" or weight.dim() != 2:
+                    continue
+                if key not in known:
+                    product.find_block(parameters, self._least, self._most)
+                    known[key] = product.block
+                product.block = known[key]
+        return sum(bool(product.block) for _, product in self._all)
