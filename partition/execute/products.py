@@ -2,8 +2,8 @@
 
 Rows are padded to a multiple (`partition.execute.serving`), which makes torch's kernels take one path for
 most shapes. Not for all: in float64 on two threads a product of 384 by 17 gives a row other bits among 8 rows
-than among 160. So every shape is tried on this machine once the weights are there, among few rows and among many.
-A product that fails is computed in blocks of one number of rows: slower, and alike by construction.
+than among 160. So every shape is tried on this machine once the weights are there, among few and among many
+rows. A product that fails is computed in blocks of one number of rows: slower, and alike by construction.
 
 What is tried is bounded by `FLOPS` a shape, so that of large weights fewer rows are.
 """
