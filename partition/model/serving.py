@@ -19,6 +19,7 @@ import msgspec
 
 from crypto.errors import RemoteProtocolError
 from partition.model.graph import (
+    LAYERS_MAX,
     SERVE,
     SERVE_INPUTS,
     SERVE_SYMBOLS,
@@ -409,7 +410,8 @@ def _check_attention(graph: Graph, entry: Entry) -> None:
             continue
         where = f"a graph in which node {node.id} of '{SERVE}'"
         tensors, layer = node.arguments[:3], node.arguments[3] if len(node.arguments) > 3 else None
-        if not isinstance(layer, int) or isinstance(layer, bool) or layer in seen:
+        is_free = isinstance(layer, int) and layer not in seen and 0 <= layer <= LAYERS_MAX
+        if not isinstance(layer, int) or isinstance(layer, bool) or not is_free:
             raise RemoteProtocolError(f"{where} attends in a layer that has no number of its own")
         seen.add(layer)
         kinds = [graph.types[entry.types[each.id]] for each in tensors if isinstance(each, Value)]

@@ -4,11 +4,15 @@ from functools import cache
 
 import pytest
 import torch
+from msgspec.structs import replace
 
+from crypto.errors import RemoteProtocolError
 from partition.capture import capture
 from partition.capture.models.gpt import gpt
 from partition.execute.executor import StageExecutor
-from partition.model.graph import Graph
+from partition.model.check import check_graph
+from partition.model.graph import LAYERS_MAX, Graph
+from partition.model.operators import ATTEND
 from partition.model.serving import serving_graph
 from partition.stage import BitsFound, FindBits, Unit
 from tests.partition.serving_world import Chain, session
@@ -29,6 +33,19 @@ def model(seed: int) -> tuple[Graph, dict[str, torch.Tensor]]:
 def chain(threads: int = 1, *, seed: int = 5) -> Chain:
     graph, values = model(seed)
     return Chain(graph, values, stages=2, threads=threads)
+
+
+@pytest.mark.parametrize("layer", [-1, LAYERS_MAX + 1, 2**62, True, 1])
+def test_a_layer_of_attention_has_a_small_number_of_its_own(layer: int) -> None:
+    graph, _ = model(5)
+    (entry,) = graph.entries
+    nodes = list(entry.nodes)
+    place = next(n for n, node in enumerate(nodes) if graph.operators[node.operator] == ATTEND)
+    arguments = (*nodes[place].arguments[:3], layer, *nodes[place].arguments[4:])
+    nodes[place] = replace(nodes[place], arguments=arguments)
+    changed = replace(graph, entries=(replace(entry, nodes=tuple(nodes)),))
+    with pytest.raises(RemoteProtocolError, match="no number of its own"):
+        check_graph(changed)
 
 
 def bits(stage: StageExecutor) -> bytes:
