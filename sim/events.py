@@ -142,6 +142,21 @@ class RunEnded:
 
 
 @dataclass(frozen=True)
+class AnswerEnded:
+    """An answer that the peer asked a service for is over: of so many tokens, each the right one or not, over
+    `moves` further routes; `pause_seconds` is the longest time between two tokens."""
+
+    service: bytes
+    outcome: str
+    tokens: int
+    is_right: bool
+    moves: int
+    first_seconds: float
+    pause_seconds: float
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Averaged:
     """The peer says that this attempt at averaging succeeded with exactly these in it; `digest` is of the
     result."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from sim.checkers.answers import AnswersAreRight
 from sim.checkers.averages import AveragesAgree
 from sim.checkers.checker import Checker, Handler
 from sim.checkers.limits import WithinLimits
@@ -48,6 +49,8 @@ def checkers_for(scenario: Scenario) -> tuple[Watcher, ...]:
         found.append(NoFalseDeaths(scenario))
     if checks.found_share:
         found.append(RecordsAreFound(scenario))
+    if scenario.services:
+        found.append(AnswersAreRight())
     if scenario.runs:
         found += [PlansFollow(), SomeBranchGoesOn(), SamplesOnce(), SumsAgree()]
         if all(run.on_lost_quorum != "fork" for run in scenario.runs):

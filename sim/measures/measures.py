@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from sim.measures.answers import AnswerFigures
 from sim.measures.detection import Detection
 from sim.measures.records import Records
 from sim.measures.rows import Row
@@ -75,6 +76,7 @@ class Measures:
             "dht": parts.records.summary(),
             "traffic": parts.traffic.summary(world.now, world),
             "runs": parts.training.summary(),
+            "services": parts.answers.summary(),
         }
 
     def _end_window(self, parts: "_Parts", world: World) -> None:
@@ -100,8 +102,9 @@ class _Parts:
         self.records = Records()
         self.traffic = Traffic(self.swarm)
         self.training = Training(rows)
+        self.answers = AnswerFigures(rows)
         self.handlers: dict[type, list[Handler]] = {}
         # In this order: who is up comes first, and a verdict is timed before the list forgets its subject.
-        for part in (self.swarm, self.detection, self.views, self.records, self.training):
+        for part in (self.swarm, self.detection, self.views, self.records, self.training, self.answers):
             for kind, handler in part.handlers.items():
                 self.handlers.setdefault(kind, []).append(handler)

@@ -27,6 +27,8 @@ def summary_lines(summary: Figures) -> list[str]:
     lines += _labelled("traffic", _traffic(summary["traffic"]))
     for run in summary["runs"]:
         lines += _labelled(f"run {run['run']}"[: _LABEL_WIDTH - 1], _run(run))
+    for service in summary["services"]:
+        lines += _labelled(f"service {service['service']}"[: _LABEL_WIDTH - 1], _service(service))
     lines += _labelled("digest", f"{summary['digest']} of {summary['events']:,} events")
     return lines
 
@@ -134,6 +136,17 @@ def _run(figures: Figures) -> str:
     parts.append(counted(figures["plans"], "plan"))
     if figures["outcomes"]:
         parts.append(", ".join(f"{outcome} say {count}" for outcome, count in figures["outcomes"].items()))
+    return ", ".join(parts)
+
+
+def _service(figures: Figures) -> str:
+    parts = [counted(figures["answers"], "answer"), counted(figures["tokens"], "token")]
+    parts.append(", ".join(f"{outcome} {count}" for outcome, count in figures["outcomes"].items()))
+    firsts = {"p50": figures["first_seconds_p50"], "p95": figures["first_seconds_p95"]}
+    parts.append(f"the first token after {span(firsts)}")
+    if figures["moved"]:
+        pauses = {"p50": figures["pause_seconds_p50"], "p95": figures["pause_seconds_p95"]}
+        parts.append(f"{figures['moved']} moved to another route and paused for {span(pauses)}")
     return ", ".join(parts)
 
 

@@ -21,7 +21,7 @@ from node.suggest import did_you_mean
 from sim.scenario.model import Scenario
 from sim.scenario.rules import faults
 
-BUILT_IN = ("lan", "wan", "churn", "partition", "flapping", "spot")
+BUILT_IN = ("lan", "wan", "churn", "partition", "flapping", "spot", "serving")
 """The scenarios that come with the simulator."""
 
 

@@ -64,6 +64,25 @@ class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the run must reach, or the run of the scenario is broken; 0: nothing."""
 
 
+class ServedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A model that is served in a world of cores: by `members` peers, from the permanent ones on, each of
+    which may hold a stage, and each of which asks. A stage hashes tokens, so that each answer can be judged.
+
+    `pass_seconds` is what a token takes in a stage at a peer of speed 1, `prompt` the mean of prompts in
+    tokens, `tokens` what each answer has.
+    """
+
+    members: Annotated[int, msgspec.Meta(ge=1, le=64)] = 12
+    stages: Annotated[int, msgspec.Meta(ge=1, le=16)] = 2
+    replicas: Annotated[int, msgspec.Meta(ge=1, le=16)] = 2
+    answers_per_second: Annotated[float, msgspec.Meta(gt=0)] = 0.5
+    tokens: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 40
+    prompt: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 32
+    pass_seconds: Seconds = 0.02
+    load_seconds: Seconds = 5.0
+    at_seconds: Seconds = 30.0
+
+
 class Checks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """When to say that an invariant is broken. `converge_seconds`: at the latest so long after the last
     disturbance all peers that are up list exactly each other; 0 turns this off, as in endless churn."""
@@ -95,4 +114,5 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     membership: Membership = Membership()
     records: Records = Records()
     runs: tuple[Training, ...] = ()
+    services: tuple[ServedModel, ...] = ()
     checks: Checks = Checks()

@@ -161,6 +161,7 @@ def _work(scenario: Scenario) -> Iterator[Fault]:
             yield (*at, "at_seconds"), f"at_seconds = {run.at_seconds:g} of runs: it all ends before"
         if run.accuracy and scenario.fidelity == "cores":
             yield (*at, "accuracy"), 'accuracy of a run of sums: only fidelity = "stack" trains a model'
+    yield from _services(scenario)
     if checks.converge_seconds > scenario.seconds:
         yield ("checks", "converge_seconds"), "checks.converge_seconds: it all ends before anything is due"
     if checks.found_share and not (records.enabled and records.lookups_per_second):
@@ -172,3 +173,24 @@ def _work(scenario: Scenario) -> Iterator[Fault]:
             f"checks.found_share counts from {first:g} s, when all have started and republished: "
             "it all ends before",
         )
+
+
+def _services(scenario: Scenario) -> Iterator[Fault]:
+    for index, service in enumerate(scenario.services):
+        at = ("services", index)
+        if scenario.fidelity == "stack":
+            yield at, 'services: their stages hash tokens, which takes fidelity = "cores"'
+        if service.members > scenario.nodes:
+            yield (
+                (*at, "members"),
+                f"members = {service.members} of services: there are {scenario.nodes} nodes",
+            )
+        wanted = service.stages * service.replicas
+        if wanted > service.members:
+            yield (
+                (*at, "replicas"),
+                f"{service.stages} stages of {service.replicas} replicas take {wanted} members, the service "
+                f"has {service.members}",
+            )
+        if service.at_seconds >= scenario.seconds:
+            yield (*at, "at_seconds"), f"at_seconds = {service.at_seconds:g} of services: it all ends before"

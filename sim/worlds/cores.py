@@ -48,6 +48,7 @@ from sim.worlds.neighbours import Neighbours
 from sim.worlds.records import RecordsWork
 from sim.worlds.roster import Roster
 from sim.worlds.script import Direction
+from sim.worlds.served import ServedModels
 from sim.worlds.timers import Agenda
 from sim.worlds.training import TrainingRuns
 from sim.worlds.warm_start import Acquaintance
@@ -105,6 +106,7 @@ class CoresWorld:
         if scenario.records.enabled:
             RecordsWork(self)
         self.training = TrainingRuns(self)
+        self.served = ServedModels(self, self.training)
 
     def play(self, on_sample: Callable[[], None]) -> None:
         """The whole scenario; `on_sample` is called every `sample_seconds`."""
@@ -168,7 +170,11 @@ class CoresWorld:
         return {**life.swim.sizes, **life.kademlia.sizes}
 
     def counters(self) -> Mapping[str, int]:
-        counters: dict[str, int] = {**self.engine.counters, **self.training.counters}
+        counters: dict[str, int] = {
+            **self.engine.counters,
+            **self.training.counters,
+            **self.served.counters,
+        }
         for protocol, sent in self.engine.traffic().items():
             counters[f"messages {protocol}"] = sent.messages
             counters[f"bytes {protocol}"] = sent.sent_bytes
@@ -237,10 +243,12 @@ class CoresWorld:
         else:
             self.tell(None, NetworkHealed())
         self.training.network_changed()
+        self.served.network_changed()
 
     def deafen(self, number: int, deaf: bool) -> None:
         self.links.deafen(self.peers[number], deaf=deaf)
         self.training.network_changed()
+        self.served.network_changed()
 
     def block_datagrams(self, number: int, blocked: bool) -> None:
         self.links.block_datagrams(self.peers[number], blocked=blocked)

@@ -1,0 +1,22 @@
+"""The invariant of answers: whatever dies meanwhile, no token is another than in the undisturbed answer."""
+
+from sim.checkers.checker import Checker
+from sim.events import AnswerEnded
+from sim.observers import Observed, World
+
+
+class AnswersAreRight(Checker):
+    """Each token of each answer is what follows from those before it."""
+
+    name = "answers"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.handlers = {AnswerEnded: self._see}
+
+    def _see(self, observed: Observed, world: World) -> None:
+        if not observed.event.is_right:
+            assert observed.peer is not None
+            raise self.broken(
+                f"{world.name(observed.peer)} was answered a wrong token among {observed.event.tokens}"
+            )

@@ -1,0 +1,453 @@
+"""The services of a world of cores: real doors, providers and upkeep of all peers, and stages that hash.
+
+Peers of a service's pool ask it all the time, each through its own door core; the stages' holders come and go
+with the scenario's churn. The token after some tokens is a hash of them, which a stage can only tell if it
+has all of them, so that each answer is compared with the truth when it ends (`sim.checkers.answers`).
+
+Not here: the DHT (a door asks those of the pool that its membership core holds for alive who answers),
+manifests, slots and tensors. A stream that breaks is told to nobody, as in a power cut: only silence tells.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import inf
+from random import Random
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from gossip.member import Status
+from partition.serve.door import Door, GenerationOver, RouteTaken, RouteWanted, Sampled, Shape, Wish
+from partition.serve.messages import SERVE_PROTOCOL, Alive, Answer, Carried, Roll, Row, Work
+from partition.serve.messages import LeaveSession as Leave
+from partition.serve.messages import OpenSession as Open
+from partition.serve.provider import ComputeBatch, ForgetSession, SessionProvider
+from partition.serve.routes import StageReplica
+from partition.serve.sampling import Sampling
+from partition.serve.upkeep import Recruit, ServiceUpkeep
+from sim.events import AnswerEnded, PeerStarted, PeerStopped
+from sim.network.instants import after, instant
+from sim.scenario.model import ServedModel
+from sim.seeds import draw, seeded_rng
+from sim.worlds.life import Life
+from sim.worlds.streams import Streams
+from sim.worlds.training import RunsGround, TrainingRuns
+
+VOCABULARY = 1 << 15
+MESSAGE_BYTES = 200
+"""What a message takes beside its tensors, in about."""
+ASK_SECONDS = 1.0
+READ_PART = 1 / 16
+"""What a token of a prompt takes of a decoded one."""
+AGAIN_SECONDS = 1.0
+
+
+def token_after(tokens: Sequence[int]) -> int:
+    """Return the truth."""
+    return int.from_bytes(blake3(np.array(tokens, np.uint32).tobytes()).digest(4)) % VOCABULARY
+
+
+class ServedModels:
+    """All services of a scenario in one world."""
+
+    def __init__(self, ground: RunsGround, runs: TrainingRuns) -> None:
+        self.counters: Counter[str] = Counter()
+        peers = ground.peers
+        self._services = [
+            _Service(self, ground, runs, service, number, tuple(peers[: service.members]))
+            for number, service in enumerate(ground.scenario.services)
+        ]
+        if self._services:
+            ground.on(PeerStarted, self._started)
+            ground.on(PeerStopped, self._stopped)
+
+    def network_changed(self) -> None:
+        """Others can be reached than before."""
+        for service in self._services:
+            service.streams.changed()
+
+    def _started(self, life: Life, _event: PeerStarted) -> None:
+        for service in self._services:
+            service.started(life.peer)
+
+    def _stopped(self, life: Life, _event: PeerStopped) -> None:
+        for service in self._services:
+            service.stopped(life.peer)
+
+
+class _Lines:
+    """What streams of services stand on: what those of runs do, counted apart."""
+
+    def __init__(self, runs: TrainingRuns, ground: RunsGround, counters: Counter[str]) -> None:
+        self._ground, self._counters = ground, counters
+        self.at, self.connected, self.thaws = runs.at, runs.connected, runs.thaws
+
+    @property
+    def now(self) -> float:
+        return self._ground.now
+
+    def carry(self, sender: PeerId, receiver: PeerId, size_bytes: int, land: Callable[[float], None]) -> None:
+        self._counters[f"messages {SERVE_PROTOCOL}"] += 1
+        self._counters[f"bytes {SERVE_PROTOCOL}"] += size_bytes
+        self._ground.carry(sender, receiver, size_bytes, land)
+
+
+@dataclass(eq=False)
+class _Asked:
+    """An answer that a peer asks for."""
+
+    wish: Wish
+    began: float
+    tokens: list[int] = field(default_factory=list)
+    newest: float = 0.0
+    first_seconds: float = 0.0
+    pause_seconds: float = 0.0
+    moves: int = 0
+
+
+class _Service:
+    """One of them."""
+
+    def __init__(
+        self,
+        models: ServedModels,
+        ground: RunsGround,
+        runs: TrainingRuns,
+        service: ServedModel,
+        number: int,
+        pool: tuple[PeerId, ...],
+    ) -> None:
+        self.ground, self.runs, self.service, self.pool = ground, runs, service, pool
+        self.id = draw(ground.seed, "service", number)[:32].ljust(32, b"\0")
+        self.number = number
+        self.nodes: dict[PeerId, _Node] = {}
+        self.lines = _Lines(runs, ground, models.counters)
+        self.streams = Streams(self.lines, ground.seed, self._deliver, self._reconnected)
+        self._rng = seeded_rng(ground.seed, "answers", number)
+        ground.at(instant(service.at_seconds), self._begin)
+
+    def _begin(self) -> None:
+        """Have the first holders of its stages; later, where too few are up."""
+        wanted = self.service.stages * self.service.replicas
+        up = [peer for peer in self.pool if peer in self.nodes]
+        if len(up) < wanted:
+            self.ground.at(after(self.ground.now, AGAIN_SECONDS), self._begin)
+            return
+        # The last of the pool, for the first are those that never go.
+        rows = [Row(peer, place % self.service.stages, False) for place, peer in enumerate(up[-wanted:])]
+        for row in rows:
+            self.nodes[PeerId(row.peer)].host(row.stage, rows)
+        self._plan_answer()
+
+    def _plan_answer(self) -> None:
+        wait = self._rng.expovariate(self.service.answers_per_second)
+        self.ground.at(after(self.ground.now, wait), self._ask)
+
+    def _ask(self) -> None:
+        self._plan_answer()
+        up = [peer for peer in self.pool if peer in self.nodes]
+        length = self._rng.randint(1, 2 * self.service.prompt)
+        prompt = tuple(self._rng.randrange(VOCABULARY) for _ in range(length))
+        if up:
+            self.nodes[up[self._rng.randrange(len(up))]].ask(prompt)
+
+    def started(self, peer: PeerId) -> None:
+        if peer in self.pool:
+            self.nodes[peer] = _Node(self, peer, self.ground.lives[peer].serial)
+            self.streams.changed()
+
+    def stopped(self, peer: PeerId) -> None:
+        self.nodes.pop(peer, None)
+        self.streams.stopped(peer)
+
+    def _deliver(self, sender: PeerId, receiver: PeerId, message: Any) -> None:
+        node = self.nodes.get(receiver)
+        if node is not None:
+            node.receive(sender, message)
+
+    def _reconnected(self, sender: PeerId, receiver: PeerId) -> None:
+        node = self.nodes.get(sender)
+        if node is not None:
+            node.lost(receiver)
+
+
+class _Node:
+    """One life of one peer in it: its three cores, and its stage if it has one."""
+
+    def __init__(self, service: _Service, peer: PeerId, serial: int) -> None:
+        self.peer = peer
+        self.held: dict[bytes, list[int]] = {}
+        self._service = service
+        self._ground = service.ground
+        self._rng: Random = seeded_rng(service.ground.seed, "door", service.number, peer, serial)
+        self._door = Door(peer, self._rng.randbytes)
+        self._provider = SessionProvider()
+        self._upkeep: ServiceUpkeep | None = None
+        self._asked: dict[int, _Asked] = {}
+        self._looks = False
+        self._wake_at = inf
+
+    # What its cores say and want
+
+    def _is_over(self) -> bool:
+        return self._service.nodes.get(self.peer) is not self
+
+    def _when_awake(self, action: Callable[[], None]) -> None:
+        """Act now, at the thaw where this peer stands still, or never where it is gone."""
+        if self._is_over():
+            return
+        thaws = self._service.lines.thaws(self.peer)
+        if thaws > self._ground.now:
+            self._ground.at(thaws, self._when_awake, action)
+        else:
+            action()
+
+    def _turn(self, sends: Sequence[tuple[PeerId, Any]]) -> None:
+        for receiver, message in sends:
+            size = MESSAGE_BYTES + (message.size_bytes if isinstance(message, Carried) else 0)
+            self._service.streams.send(self.peer, receiver, message, size)
+        self._do_what_they_want()
+        deadlines = [self._door.deadline, self._provider.deadline]
+        if self._upkeep is not None:
+            deadlines.append(self._upkeep.deadline)
+        due = max(min(deadlines), self._ground.now)
+        if due < self._wake_at and due < inf:
+            self._wake_at = instant(due)
+            self._ground.at(self._wake_at, self._when_awake, partial(self._wake, self._wake_at))
+
+    def _wake(self, planned: float) -> None:
+        if planned != self._wake_at:
+            return  # an earlier one took its place
+        self._wake_at, now = inf, self._ground.now
+        sends: list[tuple[PeerId, Any]] = [*self._provider.wake(now), *self._door.wake(now)]
+        if self._upkeep is not None:
+            sends += self._upkeep.wake(now)
+        self._turn(sends)
+
+    def _do_what_they_want(self) -> None:
+        for event in _taken(self._provider):
+            match event:
+                case ComputeBatch():
+                    self._compute(event)
+                case ForgetSession():
+                    self.held.pop(event.session, None)
+        for event in [] if self._upkeep is None else _taken(self._upkeep):
+            if isinstance(event, Recruit):
+                self._recruit(event)
+        for event in _taken(self._door):
+            match event:
+                case Sampled():
+                    self._note(event)
+                case RouteTaken():
+                    asked = self._asked.get(event.generation)
+                    if asked is not None and event.lost:
+                        asked.moves += 1
+                case RouteWanted():
+                    self.look()
+                case GenerationOver():
+                    self._end(event)
+
+    def receive(self, sender: PeerId, message: Any) -> None:
+        """Take what arrived; what no honest peer says is a bug."""
+        now, provider = self._ground.now, self._provider
+        sends: list[tuple[PeerId, Any]] = []
+        match message:
+            case Carried(message=Work()):
+                sends = provider.receive(now, sender, message)
+            case Open() | Leave():
+                try:
+                    sends = provider.receive(now, sender, message)
+                except RemoteProtocolError:  # opened again by a stream that has waited: it is open already
+                    return
+            case Roll():
+                sends = [] if self._upkeep is None else list(self._upkeep.receive(now, sender, message))
+            case Alive():
+                sends = [*provider.receive(now, sender, message), *self._door.receive(now, sender, message)]
+            case _:
+                sends = self._door.receive(now, sender, message)
+        self._turn(sends)
+
+    def lost(self, peer: PeerId) -> None:
+        """A stream was broken, and is open again."""
+        now = self._ground.now
+        self._provider.lost(peer)
+        sends: list[tuple[PeerId, Any]] = list(self._door.lost(now, peer))
+        if self._upkeep is not None:
+            sends += self._upkeep.lost(now, peer)
+        self._turn(sends)
+
+    # Its stage
+
+    def host(self, stage: int, rows: Sequence[Row]) -> bool:
+        """Begin to load a stage; whether it does."""
+        if self._upkeep is not None:
+            return False
+        service = self._service.service
+        self._upkeep = ServiceUpkeep(
+            self._ground.now, self.peer, self._service.id, service.stages, service.replicas, stage, rows
+        )
+        self._ground.at(after(self._ground.now, service.load_seconds), self._when_awake, self._loaded)
+        self._turn([])
+        return True
+
+    def _loaded(self) -> None:
+        upkeep, service = self._upkeep, self._service.service
+        assert upkeep is not None
+        context = 4 * service.prompt + service.tokens
+        self._provider.hold(self._service.id, upkeep.stage, service.stages, context)
+        self._turn(list(upkeep.ready(self._ground.now)))
+
+    def listing(self) -> tuple[int, bool, int, tuple[Row, ...]] | None:
+        """Return its stage, whether that answers, its sessions, and whom it knows; None: it has none."""
+        upkeep = self._upkeep
+        if upkeep is None:
+            return None
+        return upkeep.stage, upkeep.is_ready, self._provider.sessions, upkeep.rows()
+
+    def _compute(self, asked: ComputeBatch) -> None:
+        service = self._service.service
+        tokens = sum(1.0 if unit.work.tokens == 1 else READ_PART * unit.work.tokens for unit in asked.units)
+        seconds = service.pass_seconds * max(1.0, tokens**0.5) * self._service.runs.slowness(self.peer)
+        done = partial(self._computed, asked)
+        self._ground.at(after(self._ground.now, seconds), self._when_awake, done)
+
+    def _computed(self, asked: ComputeBatch) -> None:
+        upkeep = self._upkeep
+        assert upkeep is not None
+        is_last = upkeep.stage == self._service.service.stages - 1
+        answers: list[tuple[Answer | None, Any]] = []
+        for unit in asked.units:
+            work, ids = unit.work, unit.arrays[0][1]
+            kept = self.held.setdefault(unit.session, [])
+            del kept[work.position :]
+            kept += ids.tolist()
+            if not is_last:
+                answers.append((None, unit.arrays))
+            elif not work.wanted:
+                answers.append((Answer(work.session, work.number), ()))
+            else:
+                best = np.array([[token_after(kept)]], np.int64)
+                rows = (("int64", best), ("float32", np.ones((1, 1), np.float32)))
+                answers.append((Answer(work.session, work.number, work.best, (1.0,)), rows))
+        self._turn(self._provider.computed(self._ground.now, asked.service, asked.batch, answers))
+
+    def _recruit(self, wanted: Recruit) -> None:
+        """Ask those that live and have no stage, one after another."""
+        free = [peer for peer in self._alive() if peer not in wanted.members and peer != self.peer]
+        upkeep = self._upkeep
+        assert upkeep is not None
+
+        def go_on(taken: Any = None, peer: PeerId | None = None) -> None:
+            if self._is_over():
+                return
+            if taken or not free:
+                upkeep.recruited(self._ground.now, wanted.stage, peer if taken else None)
+                self._turn([])
+                return
+            other = free.pop(0)
+            put = partial(self._put_host, other, wanted.stage, upkeep.rows())
+            self._service.streams.ask(
+                self.peer, other, MESSAGE_BYTES, ASK_SECONDS, put, lambda reply: go_on(reply, other)
+            )
+
+        go_on()
+
+    def _put_host(self, peer: PeerId, stage: int, rows: Sequence[Row], answer: Callable[[Any], None]) -> None:
+        node = self._service.nodes.get(peer)
+        answer(None if node is None else node.host(stage, rows))
+
+    # Its door
+
+    def ask(self, prompt: tuple[int, ...]) -> None:
+        """Ask for an answer, once it is known who answers."""
+        self.look(partial(self._begin, prompt))
+
+    def _begin(self, prompt: tuple[int, ...]) -> None:
+        service, now = self._service.service, self._ground.now
+        shape = Shape(self._service.id, service.stages, VOCABULARY, 4 * service.prompt + service.tokens)
+        wish = Wish(prompt, service.tokens, Sampling())
+        number, sends = self._door.begin(now, shape, wish)
+        self._asked[number] = _Asked(wish, now, newest=now)
+        self._turn(sends)
+
+    def look(self, then: Callable[[], None] | None = None) -> None:
+        """Ask those of the pool that live who answers."""
+        if self._looks and then is None:
+            return
+        self._looks = True
+        peers = self._alive()
+        routes: dict[int, list[StageReplica]] = {}
+        left = len(peers)
+
+        def heard(peer: PeerId, reply: Any) -> None:
+            nonlocal left
+            left -= 1
+            if reply is not None and reply[1]:
+                seconds = 2 * self._ground.latency_seconds(self.peer, peer) if peer != self.peer else 0.0
+                routes.setdefault(reply[0], []).append(StageReplica(peer, reply[2], seconds))
+            if left or self._is_over():
+                return
+            self._looks = False
+            sends = self._door.learn(self._ground.now, self._service.id, routes)
+            self._turn(sends)
+            if then is not None:
+                then()
+
+        for peer in peers:
+            put = partial(self._put_look, peer)
+            self._service.streams.ask(self.peer, peer, MESSAGE_BYTES, ASK_SECONDS, put, partial(heard, peer))
+
+    def _put_look(self, peer: PeerId, answer: Callable[[Any], None]) -> None:
+        node = self._service.nodes.get(peer)
+        answer(None if node is None else node.listing())
+
+    def _alive(self) -> list[PeerId]:
+        statuses: Mapping[PeerId, Status] = self._ground.lives[self.peer].swim.statuses
+        return [
+            peer
+            for peer in self._service.pool
+            if peer == self.peer or statuses.get(peer) in (Status.ALIVE, Status.SUSPECT)
+        ]
+
+    def _note(self, event: Sampled) -> None:
+        asked, now = self._asked[event.generation], self._ground.now
+        if asked.tokens:
+            asked.pause_seconds = max(asked.pause_seconds, now - asked.newest)
+        else:
+            asked.first_seconds = now - asked.began
+        asked.newest = now
+        asked.tokens.append(event.token)
+
+    def _end(self, event: GenerationOver) -> None:
+        asked = self._asked.pop(event.generation)
+        tokens = list(asked.wish.prompt)
+        for token in asked.tokens:
+            is_right = token == token_after(tokens)
+            tokens.append(token)
+            if not is_right:
+                break
+        else:
+            is_right = True
+        self._ground.tell(
+            self._ground.lives[self.peer],
+            AnswerEnded(
+                self._service.id,
+                event.reason,
+                len(asked.tokens),
+                is_right,
+                asked.moves,
+                asked.first_seconds,
+                asked.pause_seconds,
+                self._ground.now - asked.began,
+            ),
+        )
+
+
+def _taken(core: Any) -> list[Any]:
+    events, core.events = core.events, []
+    return list(events)
