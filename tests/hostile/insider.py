@@ -55,6 +55,8 @@ class Insider:
     """Speaks over `network`. `sent` counts what went out by protocol and kind, or by what else was done."""
 
     def __init__(self, network: Network, values: Values) -> None:
+        self.protocols: Sequence[Protocol] = PROTOCOLS
+        """Those in which it speaks: all."""
         self._network = network
         self._values = values
         self._rng: Random = values.rng
@@ -84,9 +86,9 @@ class Insider:
 
     def _deeds(self, victims: Collection[PeerId]) -> list[Deed]:
         deeds: list[Deed] = []
-        with_streams = [protocol for protocol in PROTOCOLS if protocol.said is not None]
+        with_streams = [protocol for protocol in self.protocols if protocol.said is not None]
         for victim in victims:
-            for protocol in PROTOCOLS:
+            for protocol in self.protocols:
                 deeds += [
                     partial(self._datagram, victim, protocol, kind) for kind in structs(protocol.datagrams)
                 ]

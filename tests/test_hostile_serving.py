@@ -1,0 +1,255 @@
+"""A hostile peer beside answers that are being given: it says every message of both protocols of serving,
+with the sessions, services and peers that there are, from outside of the service and as a member of it.
+
+Whole nodes in virtual time. Nobody's answer changes but those that went through the hostile member itself,
+whose word about logits nobody can check; and whoever does not share its stages keeps its pace.
+PEERLOOM_MEMBER_SEEDS says how many seeds are tried.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import trio
+
+from crypto.encoding import encode
+from crypto.identity import PeerId
+from node.errors import RunFailed, StreamClosed, Unreachable
+from node.protocols.services import SERVICES_PROTOCOL, Service, StopServiceBody, make_stop
+from node.runtime import Node
+from node.serving import hosting, serving
+from partition.serve.messages import (
+    SERVE_PROTOCOL,
+    Alive,
+    Answer,
+    LeaveSession,
+    OpenSession,
+    Roll,
+    Row,
+    SessionClosed,
+    SessionOpened,
+    Work,
+)
+from partition.serve.provider import SESSIONS_PER_DOOR_MAX
+from partition.serve.timeouts import ANSWER_SECONDS_MAX
+from tests.hostile.virtual import NAME, Hostile, hostile_in
+from tests.hostile.wire import PROTOCOLS, structs
+from tests.node.serving.scene import STAGE_SECONDS, TokensServed, holders, manifest, until
+from tests.partition.serve.world import reference, wish
+from tests.stack import Swarm, simulate, swarm
+
+SEEDS = range(1, 1 + int(os.environ.get("PEERLOOM_MEMBER_SEEDS", "1")))
+SPEAKING = [each for each in PROTOCOLS if each.name in (SERVE_PROTOCOL, SERVICES_PROTOCOL)]
+SERVE = SPEAKING[0]
+TOKENS = 40
+ANSWERS = 2
+"""At each of two doors, while the hostile peer speaks."""
+PACE = 1.5
+"""How much longer an answer may take beside the hostile peer."""
+
+
+@pytest.fixture(autouse=True)
+def _tokens_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosting, "HeldStage", TokensServed)
+    monkeypatch.setattr(TokensServed, "opened", [])
+    monkeypatch.setattr(TokensServed, "broken", set())
+
+
+def learn_serving(group: Swarm, bad: Hostile, service: Service) -> None:
+    """What the hostile peer may know at most: all sessions, units and members that there are."""
+    bad.known.learn(service.id, "service")
+    bad.known.learn(service.fact)
+    bad.known.learn(service.manifest)
+    bad.known.learn(StopServiceBody(service.id))
+    for name, node in group.nodes.items():
+        if name == NAME:
+            continue
+        for session in node.serving.provider._sessions.values():
+            bad.known.learn(OpenSession(session.id, service.id, 0, session.before, session.after), "session")
+            bad.known.learn(Work(session.id, session.newest + 1, session.kept, 1, 1, 1))
+            bad.known.learn(Answer(session.id, max(0, session.newest), 1, (0.0,)))
+            for kind in (SessionOpened, LeaveSession):
+                bad.known.learn(kind(session.id))
+            bad.known.learn(SessionClosed(session.id, "failed", ""))
+        for member in node.serving.hosting.members.values():
+            bad.known.learn(Roll(service.id, member.number, True, False, member.upkeep.rows()))
+            bad.known.learn(Row(node.peer, member.number, True))
+
+
+async def timed(node: Node, service: Service, tokens: int) -> tuple[list[int], float, set[PeerId]]:
+    """An answer, how long it took, and over whom it went."""
+    began, said, over = trio.current_time(), list[int](), set[PeerId]()
+    async with node.serving.answer(service, wish(tokens=tokens)) as generation:
+        async for token in generation:
+            said.append(token.token)
+            over |= set(generation.route)
+    return said, trio.current_time() - began, over
+
+
+def check_bounds(group: Swarm) -> None:
+    """What the hostile peer has of each node."""
+    for name, node in group.nodes.items():
+        if name == NAME:
+            continue
+        sessions = node.serving.provider._sessions.values()
+        own = sum(each.door == group.nodes[NAME].peer for each in sessions)
+        assert own <= SESSIONS_PER_DOOR_MAX
+        for link in node.serving._links._links.values():
+            assert link.waiting_bytes <= serving.QUEUE_BYTES_MAX
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("is_member", [False, True], ids=["stranger", "member"])
+def test_answers_are_right_and_in_time_whatever_a_peer_says(seed: int, is_member: bool) -> None:
+    said: set[str] = set()
+    through: list[bool] = []
+
+    async def scenario() -> None:
+        async with (
+            swarm("abcd", seed=seed, preset="lan") as group,
+            hostile_in(group, seed, takes_stages=is_member) as bad,
+            trio.open_nursery() as nursery,
+        ):
+            bad.insider.protocols = SPEAKING
+            door = group.nodes["a"]
+            first = [bad.node.peer] if is_member else [door.peer]
+            service = await door.serving.begin(manifest(replicas=2), first)
+            await door.serving.await_ready(service)
+            wanted = 4
+            await until(lambda: len(holders_of(group)) >= wanted)
+            assert (NAME in holders_of(group)) is is_member
+            _, usual, _ = await timed(door, service, TOKENS)
+
+            async def lie() -> None:
+                while True:
+                    learn_serving(group, bad, service)
+                    await bad.insider.round([group.nodes[name].peer for name in "abcd"])
+                    check_bounds(group)
+                    await trio.sleep(0.2)
+
+            async def go_on(name: str) -> None:
+                for _ in range(ANSWERS):
+                    try:
+                        tokens, seconds, over = await timed(group.nodes[name], service, TOKENS)
+                    except RunFailed:
+                        assert is_member
+                        continue
+                    through.append(bad.node.peer in over)
+                    if not through[-1]:
+                        assert tokens == reference(wish(tokens=TOKENS))
+                        assert seconds <= PACE * usual + STAGE_SECONDS
+
+            nursery.start_soon(lie)
+            async with trio.open_nursery() as honest:
+                for name in "ab":
+                    honest.start_soon(go_on, name)
+            said.update(bad.insider.sent)
+            nursery.cancel_scope.cancel()
+
+    simulate(scenario)
+    assert len(through) >= ANSWERS
+    assert not all(through)
+    kinds = {f"{each.name} {kind.__name__}" for each in SPEAKING for kind in structs(each.said)}
+    assert kinds <= said
+
+
+def holders_of(group: Swarm) -> dict[str, int]:
+    """As `holders`, with the hostile peer."""
+    others = Swarm({n: node for n, node in group.nodes.items() if n != NAME}, group.scopes)
+    found = holders(others)
+    for member in group.nodes[NAME].serving.hosting.members.values():
+        found[NAME] = member.number
+    return found
+
+
+def spoken(bad: Hostile, group: Swarm, service: Service) -> list[Callable[[bytes, Any], Any]]:
+    """What takes another's session, said outright: extend it, roll it back, end it, answer it, close it."""
+    peer = bad.node.peer
+    return [
+        lambda session, each: Work(session, each.newest + 1, each.kept, 1, 1, 1),
+        lambda session, each: Work(session, each.newest + 1, 0, 1, 1, 1),
+        lambda session, _: LeaveSession(session),
+        lambda session, _: OpenSession(session, service.id, 0, peer, peer),
+        lambda session, _: SessionClosed(session, "failed", ""),
+        lambda session, each: Answer(session, max(0, each.newest), 1, (0.0,)),
+        lambda *_: Roll(service.id, 0, True, False, (Row(peer, 1, True),)),
+        lambda *_: Roll(service.id, 1, False, True),
+        lambda *_: Alive(),
+    ]
+
+
+def test_no_stranger_takes_the_session_of_another() -> None:
+    async def scenario() -> None:
+        async with swarm("abcd") as group, hostile_in(group, 1) as bad, trio.open_nursery() as nursery:
+            door = group.nodes["a"]
+            service = await door.serving.begin(manifest(), [group.nodes["b"].peer, group.nodes["c"].peer])
+            await door.serving.await_ready(service)
+            members = [group.nodes[name] for name in holders_of(group)]
+
+            async def steal() -> None:
+                while True:
+                    for make in spoken(bad, group, service):
+                        for node in (*members, door):
+                            sessions = [
+                                (s.id, s) for m in members for s in m.serving.provider._sessions.values()
+                            ]
+                            try:
+                                stream = await bad.insider._open(node.peer, SERVE)
+                                for session, each in sessions:
+                                    await stream.send(encode(make(session, each)))
+                                await stream.aclose()
+                            except (StreamClosed, Unreachable):
+                                pass
+                    await bad.insider.put(members[0].peer, SPEAKING[1], encode(make_stop_of(bad, service)))
+                    await trio.sleep(0.05)
+
+            _, usual, _ = await timed(door, service, TOKENS)
+            nursery.start_soon(steal)
+            async with door.serving.answer(service, wish(tokens=TOKENS)) as generation:
+                tokens = [token.token async for token in generation]
+                assert generation.moves == 0
+            assert tokens == reference(wish(tokens=TOKENS))
+            _, seconds, _ = await timed(door, service, TOKENS)
+            assert seconds <= PACE * usual
+            nursery.cancel_scope.cancel()
+
+    simulate(scenario)
+
+
+def make_stop_of(bad: Hostile, service: Service) -> Any:
+    """The end of another's service by the hostile peer's word."""
+    return SPEAKING[1].kinds[-1](make_stop(bad.node.signer, service.id))
+
+
+def test_a_member_that_stalls_holds_up_its_own_sessions_alone_and_not_for_ever() -> None:
+    async def scenario() -> None:
+        async with swarm("abcd") as group:
+            door = group.nodes["a"]
+            service = await door.serving.begin(manifest(replicas=2), [door.peer])
+            await until(lambda: len(holders(group)) == 4)
+            await door.serving.await_ready(service)
+            name = next(name for name, stage in holders(group).items() if stage == 1)
+            (member,) = group.nodes[name].serving.hosting.members.values()
+            _, usual, _ = await timed(door, service, TOKENS)
+
+            async def stall(*_: object) -> Any:
+                await trio.sleep_forever()
+
+            assert member.stage is not None
+            member.stage.compute = stall  # type: ignore[assignment,method-assign]  # its node goes on to say that it runs
+            times: list[tuple[float, bool]] = []
+
+            async def one() -> None:
+                tokens, seconds, _ = await timed(door, service, TOKENS)
+                assert tokens == reference(wish(tokens=TOKENS))
+                times.append((seconds, seconds > ANSWER_SECONDS_MAX))
+
+            async with trio.open_nursery() as nursery:
+                for _ in range(4):
+                    nursery.start_soon(one)
+            assert all(seconds < ANSWER_SECONDS_MAX + 20 for seconds, _ in times)
+            assert all(seconds <= PACE * usual for seconds, is_stalled in times if not is_stalled)
+            assert len({is_stalled for _, is_stalled in times}) == 2
+
+    simulate(scenario)
