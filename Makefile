@@ -91,6 +91,8 @@ soak: $(READY) types-darwin
 	PEERLOOM_REPLAYS=20 PEERLOOM_RECORD_CHANGES=2000 $(BIN)/python -m pytest -s tests/sim/replay
 	PEERLOOM_KILLS=full $(BIN)/python -m pytest -s tests/test_kills.py tests/test_owner_back.py \
 		tests/test_processes.py
+	PEERLOOM_SERVING_KILLS=100 PEERLOOM_SERVING_SESSIONS=1000 $(BIN)/python -m pytest -s \
+		tests/test_serving_kills.py
 	PEERLOOM_LEAVES=12 $(BIN)/python -m pytest -s tests/test_takeover.py -k takes_nothing
 	PEERLOOM_LAB=full $(BIN)/python -m pytest -s tests/lab
 	PEERLOOM_SWARM_PROCESSES=16 $(BIN)/python -m pytest -s tests/test_swarm_processes.py
@@ -114,7 +116,7 @@ soak: $(READY) types-darwin
 	PEERLOOM_CATCH_UP_PARAMETERS=50000000 $(BIN)/python -m pytest -s tests/node/averaging/test_catch_up.py
 	PEERLOOM_SCRIPTS=3 $(BIN)/python -m pytest -s tests/test_pytorch_script.py
 	PEERLOOM_CHURN_SECONDS=600 $(BIN)/python -m pytest -s tests/gossip/averaging/test_churn.py
-	PEERLOOM_MEMBER_SEEDS=50 $(BIN)/python -m pytest -s tests/test_hostile_member.py \
+	PEERLOOM_MEMBER_SEEDS=50 $(BIN)/python -m pytest -s tests/test_hostile_member.py tests/test_hostile_serving.py \
 		tests/node/averaging/test_lying_donors.py
 	for order in 2 3 4; do PEERLOOM_ORDER=$$order $(MAKE) --no-print-directory tests || exit 1; done
 	$(BIN)/peerloom sim churn --seeds 100 --jobs 2 --out soak-out

@@ -91,19 +91,27 @@ class SwarmProcesses:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._ended: set[str] = set()
 
-    def launch(self, names: Sequence[str]) -> None:
-        """Start a process for each name; they load their modules side by side, then wait for `start`."""
+    def launch(self, names: Sequence[str], settings: Mapping[str, str] | None = None) -> None:
+        """Start a process for each name; they load their modules side by side, then wait for `start`.
+        `settings` are more of their environment. One that was killed may be launched again."""
         # A killed process cannot clean up: its temporary files are removed with this folder.
         temporary = self.folder / "tmp"
         temporary.mkdir(exist_ok=True)
         for name in names:
-            with open(self.log(name), "wb") as log:
+            self._ended.discard(name)
+            if (former := self._processes.get(name)) is not None and former.stdin is not None:
+                with contextlib.suppress(OSError):
+                    former.stdin.close()
+            with open(self.log(name), "ab") as log:
                 self._processes[name] = subprocess.Popen(
                     [sys.executable, "-P", "-m", "node.child_node"],
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=_environment(os.environ) | {"TMPDIR": str(temporary)} | self._settings,
+                    env=_environment(os.environ)
+                    | {"TMPDIR": str(temporary)}
+                    | self._settings
+                    | dict(settings or {}),
                     start_new_session=True,
                 )
 

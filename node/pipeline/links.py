@@ -45,6 +45,7 @@ class Links:
         on_stuck: Callable[[PeerId], None],
         on_broken: Callable[[PeerId], None] | None = None,
         on_unopened: Callable[[PeerId], None] | None = None,
+        queue_bytes_max: int = QUEUE_BYTES_MAX,
     ) -> None:
         """`on_stuck` hears of a peer for which too much waits, `on_broken` of one whose stream has ended, or
         could not be opened again, `on_unopened` of one to which none could be opened yet."""
@@ -55,6 +56,7 @@ class Links:
         self._on_stuck = on_stuck
         self._on_broken = on_broken
         self._on_unopened = on_unopened
+        self._queue_bytes_max = queue_bytes_max
         self._links: dict[PeerId, _Link] = {}
         self._nursery: trio.Nursery | None = None
 
@@ -78,7 +80,7 @@ class Links:
         # As bytes, whatever a tensor's view counts in.
         queued: tuple[Data, ...] = (message, *[memoryview(piece).cast("B") for piece in payload])
         size_bytes = sum(map(len, queued))
-        if link.waiting_bytes + size_bytes > QUEUE_BYTES_MAX:
+        if link.waiting_bytes + size_bytes > self._queue_bytes_max:
             # Never drop one message in silence, for it would be waited for; a broken link is mended.
             link.break_off()
             self._on_stuck(peer)

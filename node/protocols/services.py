@@ -39,6 +39,8 @@ SERVICES_MAX = 8
 """Services that one answer lists, which a member knows."""
 VOCABULARY_MAX = 1 << 24
 SESSIONS_SHOWN_MAX = 1 << 20
+PACE_MAX = 1 << 36
+"""A minute in nanoseconds: no stage of use takes longer for one token."""
 ENDED_MAX = 256
 """Services that were stopped and that a node remembers, so that no late word begins them again."""
 
@@ -160,7 +162,9 @@ Request = Host | Find | StopService
 class Listing(msgspec.Struct, frozen=True, array_like=True):
     """A service of which the asked node is a member; `sessions` are open at that node itself, with so many
     `tokens` of the `tokens_max` whose keys and values it has room for, and
-    `bits` is the bit class of its stage there, as it says: empty where it has none, or is not loaded."""
+    `bits` is the bit class of its stage there, as it says: empty where it has none, or is not loaded. Its
+    stage takes `decode_microseconds` for one more token of a session, and `read_nanoseconds` for a token of a
+    prompt; 0: not measured."""
 
     manifest: Fact
     rows: Annotated[tuple[Row, ...], msgspec.Meta(max_length=ROLL_ROWS_MAX)]
@@ -168,6 +172,8 @@ class Listing(msgspec.Struct, frozen=True, array_like=True):
     tokens: TokensShown = 0
     tokens_max: TokensShown = 0
     bits: Annotated[bytes, msgspec.Meta(max_length=BITS_BYTES)] = b""
+    decode_microseconds: Annotated[int, msgspec.Meta(ge=0, le=PACE_MAX)] = 0
+    read_nanoseconds: Annotated[int, msgspec.Meta(ge=0, le=PACE_MAX)] = 0
 
 
 class ServicesFound(msgspec.Struct, frozen=True, tag="found"):

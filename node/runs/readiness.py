@@ -3,8 +3,9 @@
 To load torch takes two seconds of a processor, on a busy machine twenty by the clock, and the first step of a
 run waits for it, as do all others where a stage moves. So one process is loaded as soon as a stage is to be
 expected here: with the lease of a slot, while the graph and the data travel; where this node is a run's
-witness; and on a machine that has offered a free slot for a while and was idle. It takes memory, so the last
-two only where there is enough, and never where the owner says no (`spare_process = false`).
+witness, or has a stage of a service and another slot; and on a machine that has offered a free slot for a
+while and was idle. It takes memory, so all but the first only where there is enough, and never where the
+owner says no (`spare_process = false`).
 
 A member of a column in local mode, which may have to stand in for another, keeps one as a witness does.
 
@@ -51,6 +52,8 @@ class Service(Protocol):
 
     @property
     def has_slot(self) -> bool: ...
+
+    hosted_beside: Callable[[], Mapping[bytes, bytes]]
 
 
 class Readiness:
@@ -117,8 +120,12 @@ class Readiness:
 
     @property
     def _is_likely(self) -> bool:
-        """A witness is the first to be asked for a dead member's stage, which then is to open at once."""
-        return self._is_kept_idle or any(member.is_witness for member in self._members())
+        """A witness is the first to be asked for a dead member's stage, which then is to open at once; and a
+        member of a service for another stage of one, while answers wait for it."""
+        is_asked_first = bool(self._service.hosted_beside()) or any(
+            member.is_witness for member in self._members()
+        )
+        return self._is_kept_idle or is_asked_first
 
     def _keep(self) -> None:
         machine = self._service.machine

@@ -10,6 +10,7 @@ provider with a queue it asks requesters for theirs and weighs them. What receip
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -83,6 +84,18 @@ BACKWARD = 3
 """Both passes take so many times the forward one: one product for each factor of a product."""
 
 
+@dataclass(frozen=True)
+class MeasuredWork:
+    """What is computed in a run or a service: by whose wish, with which graph and sizes, which of `holders`
+    has, and how often a forward pass's FLOPs count."""
+
+    requester: PeerId
+    graph_hash: bytes
+    sizes: tuple[int, ...]
+    holders: tuple[PeerId, ...]
+    passes: int = 1
+
+
 class Receipts:
     """The service of one node. `rate` is the FLOP/s that one slot here was measured to compute."""
 
@@ -105,7 +118,7 @@ class Receipts:
         self._issued: dict[Key, tuple[Row, Receipt]] = {}
         self._totals = Totals()
         self._served: OrderedDict[PeerId, int] = OrderedDict()
-        self._runs: OrderedDict[bytes, Run] = OrderedDict()
+        self._works: OrderedDict[bytes, MeasuredWork] = OrderedDict()
         self._layers: OrderedDict[bytes, list[int]] = OrderedDict()
         self._begun: OrderedDict[bytes, float] = OrderedDict()
         self._asked: OrderedDict[PeerId, float] = OrderedDict()
@@ -169,13 +182,26 @@ class Receipts:
 
     def computed(self, run: Run, peer: PeerId, layers: tuple[int, int], microbatches: int) -> None:
         """Note that a peer had so many micro-batches of these layers in a step that was completed here."""
-        if peer in (self._signer.peer, run.requester):
+        manifest, asker = run.manifest, run.requester
+        work = MeasuredWork(asker, manifest.graph_hash, manifest.sizes_max, (asker,), BACKWARD)
+        self._count(run.id, work, peer, layers, microbatches)
+
+    def answered(
+        self, service: bytes, work: "MeasuredWork", peer: PeerId, layers: tuple[int, int], tokens: int
+    ) -> None:
+        """Note that a peer computed so many tokens of these layers for answers that this node asked for."""
+        self._count(service, work, peer, layers, tokens)
+
+    def _count(
+        self, name: bytes, work: "MeasuredWork", peer: PeerId, layers: tuple[int, int], number: int
+    ) -> None:
+        if peer in (self._signer.peer, work.requester):
             return
-        self._runs[run.id] = run
-        self._runs.move_to_end(run.id)
-        while len(self._runs) > BEGUN_MAX:
-            self._runs.popitem(last=False)
-        self._totals.count(run.id, peer, layers, microbatches)
+        self._works[name] = work
+        self._works.move_to_end(name)
+        while len(self._works) > BEGUN_MAX:
+            self._works.popitem(last=False)
+        self._totals.count(name, peer, layers, number)
 
     def computed_stage(self, run: Run, plan: Plan, peer: PeerId, stage: int, microbatches: int) -> None:
         """Note that the holder of a stage in this node's column had so many micro-batches in a step."""
@@ -219,31 +245,32 @@ class Receipts:
     async def issue(self) -> None:
         """Sign what was measured since the last time, and have each provider sign it too."""
         for of, layers in self._totals.take_counts().items():
-            run = self._runs.get(of[0])
-            if run is None:
+            work = self._works.get(of[0])
+            if work is None:
                 continue
             try:
-                costs = await self._costs(run)
+                costs = await self._costs(of[0], work)
             except Unreachable:  # the graph has gone with the run
                 continue
-            flops = sum(BACKWARD * sum(costs[slice(*range_)]) * number for range_, number in layers.items())
-            total = self._totals.grow((*of, "compute"), run.requester)
+            flops = sum(work.passes * sum(costs[slice(*range_)]) * count for range_, count in layers.items())
+            total = self._totals.grow((*of, "compute"), work.requester)
             total.add_work(flops, sum(layers.values()))
-            if run.requester == self._signer.peer:
+            if work.requester == self._signer.peer:
                 self._credits.gave(self._seams.swarm_clock.wall(), of[1], flops)
                 self._is_changed = True
         async with trio.open_nursery() as nursery:
             for key in self._totals.due():
                 nursery.start_soon(self._have_signed, key)
 
-    async def _costs(self, run: Run) -> list[int]:
-        """Return the FLOPs of each layer's forward pass for one micro-batch. Raises Unreachable."""
-        if run.id in self._layers:
-            return self._layers[run.id]
-        graph: Graph = await self._models.get(run.manifest.graph_hash, [run.requester])
-        work = partial(layer_costs, graph, run.manifest.sizes_max)
-        found = [row.forward_flops for row in await self._seams.executor.run(work, apart=True)]
-        self._layers[run.id] = found
+    async def _costs(self, name: bytes, work: "MeasuredWork") -> list[int]:
+        """Return the FLOPs of each layer's forward pass for one micro-batch, or one token. Raises
+        Unreachable."""
+        if name in self._layers:
+            return self._layers[name]
+        graph: Graph = await self._models.get(work.graph_hash, list(work.holders))
+        find = partial(layer_costs, graph, work.sizes)
+        found = [row.forward_flops for row in await self._seams.executor.run(find, apart=True)]
+        self._layers[name] = found
         while len(self._layers) > COSTS_MAX:
             self._layers.popitem(last=False)
         return found

@@ -97,7 +97,8 @@ class Asking:
         vocabulary = vocabulary_of(decoded)
         text = await self._text(wish, vocabulary)
         offers = [each for each in serving.offers() if not holders or holder_name(each.peer) in holders]
-        plan = partial(plan_service, decoded, offers, wish.stages)
+        knowledge = await serving.learn([each.peer for each in offers])
+        plan = partial(plan_service, decoded, offers, wish.stages, knowledge)
         ranges, peers = await serving.seams.executor.run(plan, apart=True)
         try:
             manifest = ServiceManifest(

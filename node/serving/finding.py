@@ -6,7 +6,7 @@ itself; a member that another names and that does not answer is left out.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import trio
@@ -69,6 +69,7 @@ class FinderOwner(Protocol):
     refuse: Callable[[PeerId, RemoteProtocolError], None]
 
     def round_trip_seconds(self, peer: PeerId) -> float: ...
+    def link_seconds(self, peers: Collection[PeerId]) -> Mapping[tuple[PeerId, PeerId], float]: ...
 
 
 class Finder:
@@ -150,12 +151,12 @@ class Finder:
     async def _ask_members(self, service: Service) -> Routes:
         owner = self._owner
         me = owner.signer.peer
-        said: dict[PeerId, tuple[int, int, bytes]] = {}
+        said: dict[PeerId, tuple[int, Listing | None]] = {}
         silent: set[PeerId] = set()
         asked: set[PeerId] = {me}
         own = {each.id: listing for each, listing in owner.hosting.own()}.get(service.id)
         for stage, peers in enumerate(owner.hosting.ready_of(service.id)):
-            said |= dict.fromkeys(peers, (stage, 0, own.bits if own is not None and me in peers else b""))
+            said |= dict.fromkeys(peers, (stage, own if me in peers else None))
             # What bit class they are of they say themselves.
             self.note(service, [peer for peer in peers if peer != me])
 
@@ -169,7 +170,7 @@ class Finder:
             self.note(service, [peer, *others])
             own = next((row for row in listing.rows if row.peer == peer), None)
             if own is not None and own.is_ready and own.stage < service.manifest.stages:
-                said[peer] = own.stage, listing.sessions, listing.bits
+                said[peer] = own.stage, listing
 
         # Those that members name are asked in turn: two rounds reach all of them.
         for _ in range(2):
@@ -182,12 +183,18 @@ class Finder:
             self._usage.get(service.id, {}).pop(peer, None)
             said.pop(peer, None)
             self._members.get(service.id, {}).pop(peer, None)
+        links = owner.link_seconds(list(said))
         routes: Routes = {}
-        for peer, (stage, sessions, bits) in said.items():
+        for peer, (stage, told) in said.items():
             if not service.manifest.may_hold(peer):
                 continue  # it calls itself a member
             seconds = 0.0 if peer == me else owner.round_trip_seconds(peer)
-            routes.setdefault(stage, []).append(StageReplica(peer, sessions, seconds, bits))
+            row = StageReplica(peer, 0, seconds, links=_after(links, peer))
+            if told is not None:
+                decode, read = told.decode_microseconds / 1e6, told.read_nanoseconds / 1e9
+                row = replace(row, sessions=told.sessions, decode_seconds=decode, read_seconds=read)
+                row = replace(row, bits=told.bits)
+            routes.setdefault(stage, []).append(row)
         return routes
 
     async def _listing(self, peer: PeerId, service: Service) -> Listing | None:
@@ -203,3 +210,7 @@ class Finder:
             except RemoteProtocolError as error:
                 self._owner.refuse(peer, error)
         return None
+
+
+def _after(links: Mapping[tuple[PeerId, PeerId], float], peer: PeerId) -> dict[PeerId, float]:
+    return {other: seconds for (one, other), seconds in links.items() if one == peer}

@@ -1,8 +1,9 @@
 """What this node asks of services: generations, each an iterator over its tokens; the door's driver."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import trio
@@ -12,10 +13,14 @@ from crypto.identity import PeerId
 from node.errors import RunFailed
 from node.events import Event, GenerationEnded, GenerationMoved
 from node.protocols.services import Service
+from node.runs.receipts import MeasuredWork
 from node.seams import Seams
 from node.serving.finding import Routes
+from partition.model.graph import LAYERS_MAX
+from partition.plan.observed import Knowledge
 from partition.serve.door import (
     GENERATIONS_MAX,
+    ComputedFor,
     Door,
     GenerationOver,
     Misbehaved,
@@ -37,6 +42,8 @@ class DoorOwner(Protocol):
     seams: Seams
     publish: Callable[[Event], None]
     refuse: Callable[[PeerId, RemoteProtocolError], None]
+    learn: Callable[[Collection[PeerId]], Awaitable[Knowledge]]
+    answered: Callable[[bytes, MeasuredWork, PeerId, tuple[int, int], int], None]
 
     def start_task(self, task: Callable[..., Awaitable[object]], *arguments: object) -> None: ...
     def send(self, sends: Sends) -> None: ...
@@ -102,6 +109,7 @@ class Generations:
 
     def __init__(self, owner: DoorOwner, me: PeerId) -> None:
         self.door = Door(me, owner.seams.entropy)
+        self._me = me
         self._owner = owner
         self._going: dict[int, Generation] = {}
         self._services: dict[bytes, Service] = {}
@@ -124,6 +132,7 @@ class Generations:
         found = Generation(service, clock.monotonic())
         number, sends = self.door.begin(clock.monotonic(), shape, wish)
         self._going[number] = found
+        self._learn_links(service)
         try:
             owner.send(sends)
             owner.act()
@@ -134,6 +143,22 @@ class Generations:
             self._going.pop(number, None)
             if not any(each.service.id == service.id for each in self._going.values()):
                 self._services.pop(service.id, None)
+
+    def _served(self, event: ComputedFor) -> None:
+        """Have receipts made out to those who computed."""
+        service = self._services.get(event.service)
+        if service is None:
+            return
+        manifest = service.manifest
+        bounds = (0, *manifest.cuts, LAYERS_MAX)
+        work = MeasuredWork(self._me, manifest.graph, (1, 1, manifest.context), event.route)
+        for peer, layers in zip(event.route, pairwise(bounds), strict=True):
+            self._owner.answered(service.id, work, peer, layers, event.tokens)
+
+    def _learn_links(self, service: Service) -> None:
+        """Have the measurements of the service's members looked up, for the next route that is chosen."""
+        members = [each.peer for rows in self.door.replicas(service.id) for each in rows]
+        self._owner.start_task(self._owner.learn, members)
 
     def act(self) -> None:
         """Do what the core wants done."""
@@ -151,6 +176,8 @@ class Generations:
                 case RouteWanted():
                     if (service := self._services.get(event.service)) is not None:
                         self._owner.start_task(self._look, service)
+                case ComputedFor():
+                    self._served(event)
                 case Misbehaved():
                     self._owner.refuse(event.peer, RemoteProtocolError(event.reason))
 

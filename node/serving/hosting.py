@@ -4,7 +4,7 @@ A stage takes a slot as a run's does, and the owner's rules say whose it may be.
 others is `partition.serve.upkeep`'s; here the node that is to take a missing stage is found and asked.
 """
 
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from math import inf
@@ -37,17 +37,23 @@ from node.protocols.services import (
     Request,
     Service,
 )
+from node.runs.receipts import Receipts
 from node.seams import Seams
 from node.services.discovery import Discovery
 from node.serving.stage import HeldStage
 from node.serving.texts import Texts
 from partition.run.messages import REASON_LENGTH_MAX
+from partition.run.timeouts import LEAVE_SECONDS_MAX
 from partition.serve.messages import CloseCode, Roll, Row
 from partition.serve.provider import Sends, SessionProvider
+from partition.serve.routes import StagePace
 from partition.serve.upkeep import Recruit, RosterChanged, ServiceUpkeep
 
 ASK_SECONDS_MAX = 5.0
 """For a node to say whether it takes a stage: it has nothing to fetch before."""
+TOKEN_FLOPS = 1e9
+"""What a stage computes for a token, in about, where nodes are weighed against the links to them."""
+LOOK_SECONDS = 0.1
 GONE_RECORD_SECONDS = 1.0
 """How long the record that takes another's place in the DHT lives, where a service is left."""
 
@@ -70,6 +76,10 @@ class HostingOwner(Protocol):
     accepts: Callable[[Service], str | None]
     live: Callable[[], Collection[PeerId]]
     publish: Callable[[Event], None]
+    expect_stage: Callable[[], None]
+    receipts: Receipts
+
+    def link_seconds(self, peers: Collection[PeerId]) -> Mapping[tuple[PeerId, PeerId], float]: ...
 
     def start_task(self, task: Callable[..., Awaitable[object]], *arguments: object) -> None: ...
     def send(self, sends: Sends) -> None: ...
@@ -85,7 +95,10 @@ class Membership:
         self.stage: HeldStage | None = None
         self.scope = trio.CancelScope()
         self.ready = trio.Event()
+        self.pace = StagePace()
         self.roster: tuple[tuple[PeerId, ...], ...] = ()
+        self.offering: frozenset[PeerId] = frozenset()
+        """Nodes that had a free slot when a stage was last offered, and did not take it."""
         now = owner.seams.clock.monotonic()
         manifest = service.manifest
         self.upkeep = ServiceUpkeep(
@@ -121,6 +134,8 @@ class Hosting:
             return "no free slot"
         member = Membership(owner, service, number, rows)
         self.members[service.id] = member
+        owner.receipts.begun(service.id)
+        owner.expect_stage()  # its process loads while the graph travels
         owner.start_task(self._hold, member)
         return None
 
@@ -198,8 +213,29 @@ class Hosting:
 
     async def leave(self) -> None:
         """Let go of all stages: sessions go on elsewhere before this node is gone."""
-        for member in list(self.members.values()):
-            await self.let_go(member, "leaving", "the node leaves")
+        async with trio.open_nursery() as nursery:
+            for member in list(self.members.values()):
+                nursery.start_soon(self._hand_over, member)
+
+    async def _hand_over(self, member: Membership) -> None:
+        """Let go of a stage, after another node answers for it where sessions would have to wait for that."""
+        owner, service, number = self._owner, member.service, member.number
+        if owner.provider.sessions_of(service.id) and not self._has_other(member):
+            with trio.move_on_after(LEAVE_SECONDS_MAX):
+                rows = member.upkeep.rows()
+                peer, _ = await self.place(service, number, rows, {row.peer for row in rows})
+                if peer is not None:
+                    row = Row(peer, number, False)
+                    member.upkeep.introduce(owner.seams.clock.monotonic(), (row,))
+                    owner.act()
+                while peer is not None and not self._has_other(member):  # noqa: ASYNC110 - told once a second
+                    await trio.sleep(LOOK_SECONDS)
+        await self.let_go(member, "leaving", "the node leaves")
+
+    def _has_other(self, member: Membership) -> bool:
+        """Return whether another member answers for the same stage."""
+        me = self._owner.signer.peer
+        return bool(member.roster) and any(peer != me for peer in member.roster[member.number])
 
     # What members say
 
@@ -208,7 +244,13 @@ class Hosting:
         return min((member.upkeep.deadline for member in self.members.values()), default=inf)
 
     def wake(self, now: float) -> Sends:
+        for member in self.members.values():
+            if member.upkeep.is_paused and not self._offering() <= member.offering:
+                member.upkeep.offered(now)
         return [send for member in list(self.members.values()) for send in member.upkeep.wake(now)]
+
+    def _offering(self) -> frozenset[PeerId]:
+        return frozenset(each.peer for each in self._owner.offers() if each.has_slot)
 
     def receive(self, now: float, sender: PeerId, message: Roll) -> Sends:
         """Take what a member tells; of a service that is not here it is passed over."""
@@ -247,6 +289,7 @@ class Hosting:
     async def _recruit(self, member: Membership, wanted: Recruit) -> None:
         found: PeerId | None = None
         try:
+            member.offering = self._offering()
             taken = {row.peer for row in member.upkeep.rows()} | set(wanted.members)
             found, _ = await self.place(member.service, wanted.stage, member.upkeep.rows(), taken)
         finally:
@@ -270,10 +313,15 @@ class Hosting:
             for each in owner.offers()
             if each.has_slot and each.peer not in taken and service.manifest.may_hold(each.peer)
         ]
-        # The fastest first, and of equals the one with most memory.
-        offers.sort(
-            key=lambda each: (each.peer != first, -each.flops_per_second, -each.memory_bytes, each.peer)
-        )
+        near = [PeerId(row.peer) for row in rows if abs(row.stage - number) == 1]
+        links = owner.link_seconds([*near, *(each.peer for each in offers)])
+
+        def token_seconds(offer: Offer) -> float:
+            ways = [links.get((peer, offer.peer), 0.0) for peer in near]
+            return sum(ways) / max(1, len(ways)) + TOKEN_FLOPS / max(1.0, offer.flops_per_second)
+
+        # What a token takes there and on the way there; of equals the one with most memory.
+        offers.sort(key=lambda each: (each.peer != first, token_seconds(each), -each.memory_bytes, each.peer))
         reasons = []
         for each in offers:
             reason = await self.ask_to_host(each.peer, service, number, rows)
@@ -332,6 +380,8 @@ class Hosting:
             provider.tokens_of(name),
             room,
             b"" if member.stage is None else member.stage.bits,
+            int(member.pace.decode_seconds * 1e6),
+            int(member.pace.read_seconds * 1e9),
         )
 
 

@@ -80,6 +80,10 @@ def make_serving(node: Parts) -> Serving:
         named=lambda peers: named_peers(node, peers),
         publish=node.publish,
         refuse=runs.refuse,
+        expect_stage=runs.readiness.expect,
+        knowledge=lambda: runs.measurements.knowledge,
+        learn=runs.measurements.learn,
+        receipts=runs.receipts,
     )
     runs.hosted_beside = serving.hosted
     return serving

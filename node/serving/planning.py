@@ -5,18 +5,25 @@ from collections.abc import Sequence
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from node.errors import RunFailed, UsageError
-from node.placement.leases import Offer
+from node.placement.leases import Offer, whole_rate
+from node.planning.peers import LINKED_PEERS_MAX
 from node.serving.stage import CACHE_SHARE, OF_UNITS, boundary_form
 from partition.model.cut import crossings
 from partition.model.graph import SERVE, TRAIN, Graph
 from partition.model.serving import serving_graph
 from partition.model.sizes import evaluate
 from partition.plan.layer_costs import layer_costs
-from partition.plan.problem import Constraints, Infeasible, Problem, uniform_peers
+from partition.plan.observed import NOTHING, Knowledge
+from partition.plan.operations import Operations, layer_operations
+from partition.plan.problem import Constraints, Infeasible, PeerCost, Problem
+from partition.plan.rates import assumed, equivalent_rate
 from partition.plan.solver import solve
 
-PLANNED_TOKENS = 8
-"""Tokens of a step that a plan is made for: what some sessions decode together."""
+READ_TOKENS = 128
+"""A chunk of a prompt, as doors send it."""
+READ_TOKENS_A_TOKEN = 4
+"""Tokens of a prompt for each token of the answer, in the answer that a plan is made for: to read them in
+chunks costs other operators less than to make as many, by what each peer was measured at."""
 
 
 def served_graph(graph: Graph, name: str, context: int) -> Graph:
@@ -60,23 +67,47 @@ def _sample_length(graph: Graph) -> int:
 
 
 def plan_service(
-    graph: Graph, offers: Sequence[Offer], stages: int
+    graph: Graph, offers: Sequence[Offer], stages: int, knowledge: Knowledge = NOTHING
 ) -> tuple[list[tuple[int, int]], list[PeerId]]:
-    """Return the layers of each stage and the peer that suits it best. With `stages` 0 the model is cut only
-    where that is quicker, or where it fits no peer. Raises RunFailed: nothing fits."""
-    layers = layer_costs(graph, (PLANNED_TOKENS, PLANNED_TOKENS, graph.symbols[2].maximum))
+    """Return the layers of each stage and the peer that suits it best, by what was measured of peers and of
+    the links between them. With `stages` 0 the model is cut only where that is quicker, or where it fits no
+    peer. Raises RunFailed: nothing fits."""
+    context = graph.symbols[2].maximum
+    decode = layer_operations(graph, (1, 1, context))
+    read = layer_operations(graph, (READ_TOKENS, 1, context))
     free = [each for each in offers if each.has_slot]
-    peers = uniform_peers(
-        layers,
-        [
-            (each.peer.hex(), int(each.flops_per_second), int(each.memory_bytes * (1 - CACHE_SHARE)))
-            for each in free
-        ],
-    )
+    peers = [_cost(each, decode, read, knowledge) for each in free]
+    known = knowledge.links([each.peer for each in free]) if len(free) <= LINKED_PEERS_MAX else {}
     rules = Constraints(stages=stages, replicas=1, together=_together(graph))
+    problem = Problem(
+        tuple(layer_costs(graph, (1, 1, context))),
+        tuple(peers),
+        links={(one.hex(), other.hex()): link for (one, other), link in known.items()},
+        objective="latency",
+        trains=False,
+        constraints=rules,
+    )
     try:
-        split = solve(Problem(tuple(layers), peers, objective="latency", trains=False, constraints=rules))
+        split = solve(problem)
     except Infeasible as error:
         raise RunFailed(f"the service cannot be placed: {error}", error.do or None) from None
     names = sorted(each.peer.hex() for each in free)
     return list(split.ranges), [PeerId(bytes.fromhex(names[group[0]])) for group in split.groups]
+
+
+def _cost(
+    offer: Offer, decode: Sequence[Operations], read: Sequence[Operations], knowledge: Knowledge
+) -> PeerCost:
+    """Return what a layer takes on a peer for a token of a usual answer: to compute that token, and its part
+    of the prompt."""
+    rate = whole_rate(knowledge.flops_per_second(offer.peer, whole_rate(offer.flops_per_second)))
+    if (calibration := knowledge.calibrations.get(offer.peer)) is None:
+        device = assumed(rate)
+    else:
+        device = calibration.scaled(rate * 1000 // max(1, equivalent_rate(calibration, read)))
+    one, chunk = device.model_nanoseconds(decode)[0], device.model_nanoseconds(read)[0]
+    forward = tuple(
+        each + READ_TOKENS_A_TOKEN * many // READ_TOKENS for each, many in zip(one, chunk, strict=True)
+    )
+    memory = int(offer.memory_bytes * (1 - CACHE_SHARE))
+    return PeerCost(offer.peer.hex(), memory, forward, tuple(0 for _ in forward))

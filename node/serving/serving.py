@@ -27,8 +27,10 @@ from node.pipeline.links import Links
 from node.placement.admission import Machine
 from node.placement.leases import Offer
 from node.placement.slots import Slots
+from node.planning.peers import LINKED_PEERS_MAX
 from node.protocols import services as wire
 from node.protocols.services import Service, ServiceManifest
+from node.runs.receipts import MeasuredWork, Receipts
 from node.seams import Seams, Stream, StreamLimits
 from node.services.discovery import Discovery
 from node.serving.finding import Finder, Routes
@@ -39,6 +41,7 @@ from node.serving.stage import Refusal
 from node.serving.tensors import read_tensors, tensor_bytes, tensor_headers
 from node.serving.texts import Texts
 from node.storage.blobs import Blobs
+from partition.plan.observed import Knowledge
 from partition.serve.door import Wish
 from partition.serve.messages import (
     MESSAGE_BYTES_MAX,
@@ -62,6 +65,9 @@ STREAMS = StreamLimits(message_bytes_max=MESSAGE_BYTES_MAX, streams_per_peer_max
 """One each way; another while a broken one is not known to be."""
 PAYLOAD_BYTES_MAX = 64 << 20
 """One unit takes no more: 512 tokens at 32,768 float32 numbers each. Without a session none."""
+QUEUE_BYTES_MAX = 128 << 20
+"""Bytes that wait for one peer: two of the largest units, or a hundred of usual ones. A peer that does not
+read them is lost, with its sessions: else whoever asks and never reads would fill this machine's memory."""
 PARTNER_SECONDS = 60.0
 """How long a peer may send tensors after its last session here: those on their way when it ended."""
 IDLE_SECONDS_MAX = 120.0
@@ -98,6 +104,10 @@ class Serving:
         named: Callable[[Sequence[str]], list[PeerId]],
         publish: Callable[[Event], None],
         refuse: Callable[[PeerId, RemoteProtocolError], None],
+        expect_stage: Callable[[], None],
+        knowledge: Callable[[], Knowledge],
+        learn: Callable[[Collection[PeerId]], Awaitable[Knowledge]],
+        receipts: Receipts,
     ) -> None:
         self.seams = seams
         self.signer = signer
@@ -109,12 +119,17 @@ class Serving:
         self.live = live
         self.publish = publish
         self.refuse = refuse
+        self.expect_stage = expect_stage
+        self.knowledge = knowledge
+        self.learn = learn
+        self.receipts = receipts
+        self.answered: Callable[[bytes, MeasuredWork, PeerId, tuple[int, int], int], None] = receipts.answered
         self.named = named
         self.run_files: RunFiles = _no_runs
         """The files of a run's weights, by its id."""
         self._machine = machine
         self._round_trip_seconds = round_trip_seconds
-        self.provider = SessionProvider(source_of=self._source_of)
+        self.provider = SessionProvider(source_of=self._source_of, weight_of=receipts.weight)
         self.hosting = Hosting(self)
         self.generations = Generations(self, signer.peer)
         self._links = Links(
@@ -125,6 +140,7 @@ class Serving:
             on_stuck=self._lost,
             on_broken=self._lost,
             on_unopened=self._lost,
+            queue_bytes_max=QUEUE_BYTES_MAX,
         )
         self._nursery: trio.Nursery | None = None
         self._woken = trio.Event()
@@ -182,6 +198,18 @@ class Serving:
     def round_trip_seconds(self, peer: PeerId) -> float:
         """Return what a question to a peer takes, 0 where that was not measured."""
         return self._round_trip_seconds(peer) or 0.0
+
+    def link_seconds(self, peers: Collection[PeerId]) -> dict[tuple[PeerId, PeerId], float]:
+        """Return how long a message takes between two of these peers, for those of which that is known:
+        measured by them, or by this node to one of them."""
+        me = self.signer.peer
+        found = {}
+        if len(peers) <= LINKED_PEERS_MAX:
+            found = {pair: link.nanoseconds / 1e9 for pair, link in self.knowledge().links(peers).items()}
+        for peer in peers:
+            if peer != me and (seconds := self._round_trip_seconds(peer)) is not None:
+                found[me, peer] = found[peer, me] = seconds / 2
+        return found
 
     def hosted(self) -> dict[bytes, bytes]:
         """Return the services that have a slot here, and the graph of each."""
@@ -317,8 +345,10 @@ class Serving:
         member, clock = self.hosting.members.get(asked.service), self.seams.clock
         if member is None or member.stage is None:
             return
+        began = clock.monotonic()
         try:
             outcome = await member.stage.compute(asked, self.seams.executor)
+            member.pace.note([unit.work.tokens for unit in asked.units], clock.monotonic() - began)
         except Refusal as error:
             now = clock.monotonic()
             sends = self.provider.failed(

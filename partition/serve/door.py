@@ -14,7 +14,7 @@ a stage has no provider, a generation waits and asks for routes, and ends with a
 Long because a generation's tokens, its route and what is in flight are one state of many messages.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -38,6 +38,8 @@ from partition.serve.messages import (
     Work,
 )
 from partition.serve.provider import Sends
+from partition.serve.routes import StageReplica as StageReplica
+from partition.serve.routes import best_route
 from partition.serve.sampling import Sampling, choose, read_row
 from partition.serve.timeouts import (
     ALIVE_SECONDS,
@@ -55,8 +57,6 @@ UNITS_IN_FLIGHT_MAX = 4
 """Chunks of one session on their way, so that several stages compute at once."""
 ATTEMPTS_MAX = 32
 """Routes in a row that brought no token: whoever refuses each time is no provider."""
-LOAD_SECONDS = 0.005
-"""What a session at a provider counts as, beside the time to reach it, where one of several is chosen."""
 GENERATIONS_MAX = 256
 """One node has so many at once; each belongs to a program or a person of this machine."""
 
@@ -73,17 +73,6 @@ class Shape:
     stages: int
     vocabulary: int
     context: int
-
-
-@dataclass(frozen=True)
-class StageReplica:
-    """A provider that answers for a stage, how many sessions it has, how long it takes to reach it, and the
-    bit class that it says it has (`partition.execute.bit_class`), empty for none."""
-
-    peer: PeerId
-    sessions: int = 0
-    seconds: float = 0.0
-    bits: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -121,7 +110,7 @@ class GenerationOver:
 
 @dataclass(frozen=True)
 class RouteWanted:
-    """Nobody is known that answers for some stage: look for providers of this service."""
+    """A provider was lost, or nobody is known that answers for some stage: look for those of this service."""
 
     service: bytes
 
@@ -146,7 +135,16 @@ class Misbehaved:
     reason: str
 
 
-Event = Sampled | GenerationOver | RouteWanted | RouteTaken | Misbehaved
+@dataclass(frozen=True)
+class ComputedFor:
+    """These peers, one a stage, have computed so many tokens of a service for this door."""
+
+    service: bytes
+    route: tuple[PeerId, ...]
+    tokens: int
+
+
+Event = Sampled | GenerationOver | RouteWanted | RouteTaken | Misbehaved | ComputedFor
 
 
 @dataclass(eq=False)
@@ -158,6 +156,8 @@ class _Attempt:
     opened: set[PeerId] = field(default_factory=set)
     sent: int = 0
     units: int = 0
+    computed: int = 0
+    """Tokens of units that were answered."""
     flying: deque[Work] = field(default_factory=deque)
     moved_at: float = inf
     """When the oldest unit in flight became that."""
@@ -179,8 +179,12 @@ class _Generation:
     attempts: int = 0
     avoided: dict[PeerId, float] = field(default_factory=dict)
     """Peers that are not asked until then."""
+    doubts: Counter[PeerId] = field(default_factory=Counter)
+    """How many routes failed of which a peer may have been the reason: others are asked first."""
     reason: str = ""
-    """Why the last route was lost, or is missing."""
+    """Why the last route was lost."""
+    missing: str = ""
+    """Which stage nobody answered for when a route was last looked for."""
     bits: tuple[bytes, ...] = ()
     """The bit class of each stage that the newest token came from."""
 
@@ -209,6 +213,10 @@ class Door:
     def generations(self) -> int:
         """How many are not over."""
         return len(self._generations)
+
+    def replicas(self, service: bytes) -> list[list[StageReplica]]:
+        """Return who is known to answer for the stages of a service."""
+        return [list(rows.values()) for rows in self._routes.get(service, {}).values()]
 
     def knows(self, peer: PeerId) -> bool:
         """Return whether a peer answers a generation now."""
@@ -267,9 +275,13 @@ class Door:
         self._note(now)
         self._heard_at.pop(peer, None)
         self._gone_until[peer] = now + RETRY_SECONDS
+        for rows in self._routes.values():
+            for replicas in rows.values():
+                replicas.pop(peer, None)  # until it is heard of again: it may be dead for good
         sends: Sends = []
         for each in self._using(peer):
             sends += self._leave_route(now, each, peer, reason)
+            sends += self._ask_for_routes(now, each.shape.service)
         return sends
 
     def wake(self, now: float) -> Sends:
@@ -286,16 +298,14 @@ class Door:
             if each.attempt is not None:
                 continue
             if now - each.waits_since >= ROUTE_SECONDS_MAX:
-                sends += self._finish(now, each, "failed", each.reason)
+                before = f" ({each.reason})" if each.reason and each.missing else each.reason
+                sends += self._finish(now, each, "failed", each.missing + before)
             elif now >= each.retry_at:
                 sends += self._find_route(now, each)
         for each in list(self._generations.values()):
             attempt = each.attempt
             if attempt is not None and attempt.flying and now - attempt.moved_at >= ANSWER_SECONDS_MAX:
-                # Nobody says which stage holds it up.
-                for stage, peer in enumerate(attempt.route):
-                    if len(self._routes.get(each.shape.service, {}).get(stage, ())) > 1:
-                        each.avoided[peer] = now + ANSWER_SECONDS_MAX
+                each.doubts.update(attempt.route)  # nobody says which stage holds it up
                 sends += self._leave_route(now, each, None, f"no answer in {ANSWER_SECONDS_MAX:.0f} s")
         sends += [(peer, Alive()) for peer in sorted(self._heard_at)]
         if self._generations:
@@ -329,34 +339,41 @@ class Door:
         self._alive_at = min(self._alive_at, now + ALIVE_SECONDS)
         shape = generation.shape
         known = self._routes.get(shape.service, {})
-        route: list[PeerId] = []
-        bits: list[bytes] = []
+        stages: list[list[StageReplica]] = []
         is_exact = True
         for stage in range(shape.stages):
-            free = [
-                each
-                for each in known.get(stage, {}).values()
-                if self._gone_until.get(each.peer, now) <= now
-                and generation.avoided.get(each.peer, now) <= now
-                and each.peer not in route
-            ]
-            if not free:
-                generation.reason = generation.reason or f"nobody answers for stage {stage + 1}"
+            stages.append(
+                [
+                    each
+                    for each in known.get(stage, {}).values()
+                    if self._gone_until.get(each.peer, now) <= now
+                    and generation.avoided.get(each.peer, now) <= now
+                ]
+            )
+            if not stages[-1]:
+                generation.missing = f"nobody answers for stage {stage + 1}"
                 return self._ask_for_routes(now, shape.service)
             if generation.bits:
-                alike = [each for each in free if each.bits and each.bits == generation.bits[stage]]
+                alike = [each for each in stages[-1] if each.bits and each.bits == generation.bits[stage]]
                 if not alike and generation.wish.is_exact:
-                    generation.reason = OTHER_CLASS.format(stage=stage + 1)
+                    generation.missing = OTHER_CLASS.format(stage=stage + 1)
                     return self._ask_for_routes(now, shape.service)
                 is_exact = is_exact and bool(alike)
-                free = alike or free
-            chosen = min(free, key=self._cost)
-            route.append(chosen.peer)
-            bits.append(chosen.bits)
+                stages[-1] = alike or stages[-1]
+        wish, has = generation.wish, len(generation.tokens)
+        left = max(1, len(wish.prompt) + wish.tokens_max - has)
+        route = best_route(
+            stages, has, left, sessions=lambda peer: len(self._using(peer)), doubts=generation.doubts
+        )
+        if not route:
+            generation.missing = "one peer answers for several stages, and nobody else for them"
+            return self._ask_for_routes(now, shape.service)
+        generation.missing = ""
         generation.attempts += 1
         if generation.attempts > ATTEMPTS_MAX:
             return self._finish(now, generation, "failed", generation.reason)
-        attempt = _Attempt(self._new_id(SESSION_BYTES), tuple(route), now, tuple(bits))
+        bits = tuple(known[stage][peer].bits for stage, peer in enumerate(route))
+        attempt = _Attempt(self._new_id(SESSION_BYTES), route, now, bits)
         generation.attempt = attempt
         self._sessions[attempt.session] = generation
         self.events.append(
@@ -369,10 +386,6 @@ class Door:
             after = route[stage + 1] if stage + 1 < shape.stages else self._me
             sends.append((peer, OpenSession(attempt.session, shape.service, stage, before, after)))
         return sends
-
-    def _cost(self, replica: StageReplica) -> tuple[float, PeerId]:
-        own = len(self._using(replica.peer))
-        return replica.seconds + LOAD_SECONDS * (max(replica.sessions, own)), replica.peer
 
     def _ask_for_routes(self, now: float, service: bytes) -> Sends:
         if now - self._asked_at.get(service, -inf) >= RETRY_SECONDS:
@@ -391,6 +404,8 @@ class Door:
         if attempt is None:
             return []
         self._sessions.pop(attempt.session, None)
+        if attempt.computed:
+            self.events.append(ComputedFor(generation.shape.service, attempt.route, attempt.computed))
         for peer in attempt.route:
             if not self._using(peer):
                 self._heard_at.pop(peer, None)
@@ -431,13 +446,17 @@ class Door:
         found = self._found(sender, message.session)
         if found is None:
             return []
-        generation, _ = found
+        generation, attempt = found
         if message.code == "length":
             return self._finish(now, generation, "length")
         # The provider itself is sound where the session was only given up: it may be asked again at once.
         pause = {"refused": inf, "evicted": 0.0, "position": 0.0}.get(message.code, RETRY_SECONDS)
         if pause:
             generation.avoided[sender] = now + pause
+        if message.code == "failed":
+            # The stage itself, or what the one before gave it: nobody says which, and either may lie.
+            stage = attempt.route.index(sender)
+            generation.doubts.update(attempt.route[max(0, stage - 1) : stage + 1])
         reason = message.reason or message.code
         return self._leave_route(now, generation, sender, reason)
 
@@ -479,6 +498,7 @@ class Door:
             generation.avoided[sender] = inf
             return self._leave_route(now, generation, sender, str(error))
         work = attempt.flying.popleft()
+        attempt.computed += work.tokens
         attempt.moved_at = now
         if not work.wanted:
             return self._send_units(now, generation, attempt)

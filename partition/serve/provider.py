@@ -6,7 +6,8 @@ stage answers.
 Sessions are bounded in all, for each door and for each network (`crypto.registers`): a session whose door
 moves nothing makes room for another, and its door is told. What waits is computed together, one unit of a
 session at a time, as many tokens as a batch takes. Doors take turns by the tokens that were computed for
-them, so a door with a long prompt does not hold up another's next token, nor does one with many.
+them, for what each gave itself, so a door with a long prompt does not hold up another's next token, nor does
+one with many.
 
 A unit that the stage refuses ends its session alone: where a batch fails, its units are computed again one by
 one, which changes nothing, for a unit rolls its session back to where it begins.
@@ -47,6 +48,7 @@ BATCH_TOKENS_MAX = 1_024
 """Tokens of one call to the stage: two of the largest chunks, or one and what all sessions decode."""
 BATCH_ROWS_MAX = ROWS_MAX
 """Rows of logits that one call answers."""
+WEIGHT_MIN = 1e-3
 WAITING_UNITS_MAX = 16
 """Units of one session that wait: a door has fewer in flight."""
 WAITING_BYTES_MAX = 256 << 20
@@ -120,22 +122,25 @@ class _Stage:
 
 class SessionProvider:
     """One node's, over all its stages. `source_of` tells the network of a peer, `refuses` why a door is not
-    served, empty where it is."""
+    served, empty where it is, `weight_of` how large its share is beside a stranger's."""
 
     def __init__(
         self,
         *,
         source_of: Callable[[PeerId], bytes] = lambda peer: peer,
         refuses: Callable[[bytes, PeerId], str] = lambda _service, _door: "",
+        weight_of: Callable[[PeerId], float] = lambda _door: 1.0,
     ) -> None:
         self.events: list[Event] = []
         self._source_of = source_of
         self._refuses = refuses
+        self._weight_of = weight_of
         self._stages: dict[bytes, _Stage] = {}
         self._sessions: dict[bytes, _Session] = {}
         self._places: Register[_Session] = Register(PLACES)
         self._served: dict[PeerId, float] = {}
-        """Tokens computed for each door that has a session, from a common beginning."""
+        """Tokens computed for each door that has a session, for its weight and from a common beginning."""
+        self._weights: dict[PeerId, float] = {}
         self._heard_at: dict[PeerId, float] = {}
         self._alive_at = inf
         self._seen_at = -inf
@@ -254,6 +259,7 @@ class SessionProvider:
         self._sessions[session.id] = session
         self._heard_at[door] = now
         self._served.setdefault(door, self._begin())
+        self._weights[door] = max(WEIGHT_MIN, self._weight_of(door))
         self._alive_at = min(self._alive_at, now + ALIVE_SECONDS)
         return [*sends, (door, SessionOpened(session.id))]
 
@@ -337,7 +343,7 @@ class SessionProvider:
                 break  # it is the next to have its turn
             left -= work.tokens
             rows_left -= work.wanted
-            self._served[door] += work.tokens
+            self._served[door] += work.tokens / self._weights[door]
             chosen.append(session)
             if not ready[door]:
                 del ready[door]
@@ -426,6 +432,7 @@ class SessionProvider:
         if not any(each.door == session.door for each in self._sessions.values()):
             self._heard_at.pop(session.door, None)
             self._served.pop(session.door, None)
+            self._weights.pop(session.door, None)
 
     def _note(self, now: float) -> None:
         """Where this node itself was asleep, nobody was silent."""

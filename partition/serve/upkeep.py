@@ -177,6 +177,16 @@ class ServiceUpkeep:
         _, pause = self._pauses.get(stage, (now, PAUSE_SECONDS_MIN))
         self._pauses[stage] = now + pause, min(PAUSE_SECONDS_MAX, 2 * pause)
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether a stage is missing that nobody took when it was last offered."""
+        return bool(self._pauses)
+
+    def offered(self, now: float) -> None:
+        """There is a free slot that there was not before: what is missing is offered again at once."""
+        self._pauses.clear()
+        self._look(now)
+
     def _tell(self, now: float) -> Sends:
         self.deadline = now + TELL_SECONDS
         roll = Roll(self._service, self._stage, self.is_ready, False, self.rows())

@@ -8,13 +8,16 @@ import trio
 
 from crypto.identity import PeerId
 from node.errors import StageFailed
+from node.offering import Offering
 from node.protocols.services import Service, ServiceManifest
 from node.runtime import Node
 from node.serving.stage import Outcome
+from node.serving.tensors import check_ids
 from partition.codecs.codec import Typed
 from partition.serve.door import Wish
 from partition.serve.messages import Work
 from partition.serve.provider import ComputeBatch
+from sim.network.model import NetworkModel
 from tests.partition.serve.world import CONTEXT, VOCABULARY, StageOfTokens
 from tests.stack import Swarm, swarm
 
@@ -26,6 +29,7 @@ class TokensServed:
 
     opened: list[tuple[PeerId, int]] = []  # noqa: RUF012 - emptied by `tokens_served`
     seconds = STAGE_SECONDS
+    load_seconds = 0.5
     tokens_max = 100
     bits = b"x"
     broken: set[PeerId] = set()  # noqa: RUF012 - as above
@@ -38,7 +42,7 @@ class TokensServed:
 
     @classmethod
     async def open(cls, _seams: Any, service: Service, number: int, *others: Any) -> "TokensServed":
-        await trio.sleep(0.5)
+        await trio.sleep(cls.load_seconds)
         if others[-1] in cls.broken:
             raise StageFailed("no such weights")
         cls.opened.append((others[-1], number))
@@ -48,7 +52,7 @@ class TokensServed:
         return None
 
     def check(self, work: Work, arrays: Sequence[Typed]) -> None:
-        assert arrays[0][1].shape == (work.tokens,)
+        check_ids(work, arrays, VOCABULARY)
 
     async def compute(self, asked: ComputeBatch, _executor: Any) -> Outcome:
         await trio.sleep(self.seconds)
@@ -86,9 +90,16 @@ async def ask(node: Node, service: Service, wish: Wish, seen: list[int] | None =
 
 
 @asynccontextmanager
-async def serving(names: str, at: str = "a", **changes: Any) -> AsyncIterator[tuple[Swarm, Service]]:
+async def serving(
+    names: str,
+    at: str = "a",
+    *,
+    network: NetworkModel | None = None,
+    offer: Offering | None = None,
+    **changes: Any,
+) -> AsyncIterator[tuple[Swarm, Service]]:
     """A swarm in which a service answers that node `at` has published."""
-    async with swarm(names) as group:
+    async with swarm(names, network=network, offer=offer) as group:
         service = await group.nodes[at].serving.begin(manifest(**changes), [group.nodes[at].peer])
         await group.nodes[at].serving.await_ready(service)
         yield group, service

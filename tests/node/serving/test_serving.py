@@ -7,7 +7,8 @@ import trio
 
 from node.errors import RunFailed, UsageError
 from node.events import GenerationEnded, GenerationMoved, ServiceChanged
-from tests.node.serving.scene import TokensServed, ask, holders, manifest, serving, until
+from sim.network.model import NetworkModel
+from tests.node.serving.scene import STAGE_SECONDS, TokensServed, ask, holders, manifest, serving, until
 from tests.partition.serve.world import reference, wish
 from tests.stack import simulate, swarm
 
@@ -69,16 +70,49 @@ def test_with_a_replica_an_answer_pauses_for_no_more_than_the_silence() -> None:
     simulate(main)
 
 
-def test_a_node_that_leaves_moves_its_answers_first() -> None:
+def test_a_node_that_leaves_moves_its_answers_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on to answer while another node loads its stage, so nobody waits for that."""
+    monkeypatch.setattr(TokensServed, "load_seconds", 3.0)
+
     async def main() -> None:
         async with serving("abc") as (group, service):
             victim = next(name for name in holders(group) if name != "a")
+            times: list[float] = []
             seen: list[int] = []
+
+            async def listen() -> None:
+                async with group.nodes["a"].serving.answer(service, wish(tokens=80)) as generation:
+                    async for token in generation:
+                        seen.append(token.token)
+                        times.append(trio.current_time())
+
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(ask, group.nodes["a"], service, wish(tokens=40), seen)
+                nursery.start_soon(listen)
                 await until(lambda: len(seen) >= 5)
                 await group.nodes[victim].leave()
-            assert seen == reference(wish(tokens=40))
+                assert 5 < len(seen) < 80
+                assert victim not in holders(group)
+            assert seen == reference(wish(tokens=80))
+            assert max(after - before for before, after in pairwise(times)) < 1.0
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("seconds", [0.02, 0.1])
+def test_a_token_takes_its_computation_and_one_delay_for_each_hop(seconds: float) -> None:
+    """S stages: the door to the first, S - 1 between them, and the last straight back to the door."""
+
+    async def main() -> None:
+        network = NetworkModel(nearest_seconds=seconds, farthest_seconds=seconds)
+        async with serving("abc", network=network) as (group, service):
+            door = group.nodes[next(name for name in group.nodes if name not in holders(group))]
+            times: list[float] = []
+            async with door.serving.answer(service, wish(tokens=30)) as generation:
+                async for _ in generation:
+                    times.append(trio.current_time())
+            token = (times[-1] - times[0]) / (len(times) - 1)
+            best = 2 * STAGE_SECONDS + 3 * seconds
+            assert best <= token * (1 + 1e-9) <= 1.06 * best
 
     simulate(main)
 
@@ -110,6 +144,26 @@ def test_the_death_of_a_door_frees_its_sessions() -> None:
                 await trio.sleep(12)
                 nursery.cancel_scope.cancel()
             assert all(group.nodes[name].serving.provider.sessions == 0 for name in holders(group))
+
+    simulate(main)
+
+
+def test_a_service_without_a_spare_says_so_and_answers_once_a_node_is_free() -> None:
+    async def main() -> None:
+        async with serving("abcd") as (group, service):
+            door = group.nodes["a"]
+            victim = next(name for name in holders(group) if name != "a")
+            other = group.nodes[next(name for name in "bcd" if name != victim)]
+            taken = await other.serving.begin(manifest(name="other"), [other.peer])
+            await other.serving.await_ready(taken)
+            group.kill(victim)
+            with pytest.raises(RunFailed, match="nobody answers for stage"):
+                await ask(door, service, wish())
+            await other.serving.stop(taken)
+            began = trio.current_time()
+            await door.serving.await_ready(service)
+            assert trio.current_time() - began < 8.0, "its members do not wait for their next turn"
+            assert await ask(door, service, wish()) == reference(wish())
 
     simulate(main)
 

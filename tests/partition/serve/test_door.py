@@ -106,7 +106,7 @@ def test_without_any_replica_a_generation_ends_with_a_reason() -> None:
         assert world.now - began < ROUTE_SECONDS_MAX + 5
     end = world.finished[key]
     assert end.reason == "failed"
-    assert end.detail == "its stream broke"
+    assert end.detail == "nobody answers for stage 2 (its stream broke)"
     world.start(1, SECOND)
     key = world.begin(DOOR, wish(5, 3))
     world.settle()
@@ -139,7 +139,8 @@ def test_an_exact_generation_waits_for_its_bit_class_and_then_ends() -> None:
         while world.step():
             pass
         world.pass_time(0.1)
-    assert (world.finished[key].reason, world.finished[key].detail) == ("failed", OTHER_CLASS.format(stage=2))
+    end = world.finished[key]
+    assert (end.reason, end.detail) == ("failed", f"{OTHER_CLASS.format(stage=2)} (its stream broke)")
     world, key = other_class(is_exact=True)
     world.bits[OTHER_SECOND] = b"x"  # it came back as another machine
     world.settle()
@@ -172,6 +173,30 @@ def test_a_provider_that_refuses_each_time_ends_a_generation() -> None:
         world.pass_time(0.1)
         assert world.now - began < ATTEMPTS_MAX
     assert world.finished[key].reason == "failed"
+
+
+def test_a_stage_that_always_fails_or_is_given_nonsense_is_left_for_its_replicas() -> None:
+    """It may be the stage before that gives nonsense, so both are left where others can do their work."""
+    world = World()
+    key = world.begin(DOOR, wish(5, 3))
+    for _ in range(20):
+        while world.queues:
+            pair = next(iter(world.queues))
+            message = world.queues[pair][0]
+            if pair == (FIRST, SECOND) and isinstance(message, Carried):
+                world.queues.pop(pair)
+                world.put(SECOND, world.providers[SECOND].reject(FIRST, message.message.session, "nonsense"))
+            else:
+                world.deliver(pair)
+        if key in world.finished:
+            break
+        if world.computing:
+            world.compute()
+        else:
+            world.pass_time(0.1)
+    world.settle()
+    assert world.finished[key].reason == "length"
+    assert world.tokens[key] == reference(wish(5, 3))
 
 
 @pytest.mark.parametrize(

@@ -94,24 +94,26 @@ def test_a_long_prompt_does_not_hold_up_the_next_token_of_another_door() -> None
     assert sum(each.work.tokens for each in asked.units) <= BATCH_TOKENS_MAX
 
 
-def test_doors_have_equal_turns_however_many_sessions_they_have() -> None:
-    core = provider()
-    orders = dict.fromkeys(range(9), 0)
+@pytest.mark.parametrize("weight", [1.0, 3.0])
+def test_doors_have_turns_by_what_they_gave_and_not_by_their_sessions(weight: float) -> None:
+    core = provider(weight_of=lambda door: weight if door == BOB else 1.0)
+    orders = dict.fromkeys(range(11), 0)
     for number in range(8):
         opened(core, ALICE, number)
-    opened(core, BOB, 8)
+    for number in (8, 9, 10):
+        opened(core, BOB, number)
     computed = {ALICE: 0, BOB: 0}
     for _ in range(40):
         for number in orders:
-            door = BOB if number == 8 else ALICE
+            door = BOB if number >= 8 else ALICE
             while len(core._sessions[session(number)].waiting) < 2:
                 core.receive(0.0, door, unit(number, 400, 0, orders[number]))
                 orders[number] += 1
         for asked in batches(core):
             for each in asked.units:
-                computed[BOB if each.session == session(8) else ALICE] += each.work.tokens
+                computed[ALICE if each.session < session(8) else BOB] += each.work.tokens
             finish(core, asked)
-    assert computed[BOB] >= 0.8 * computed[ALICE]
+    assert computed[BOB] == pytest.approx(weight * computed[ALICE], rel=0.25)
 
 
 def test_a_failing_unit_ends_its_own_session_alone() -> None:

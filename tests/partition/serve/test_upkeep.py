@@ -94,6 +94,17 @@ def test_a_swarm_without_a_free_node_is_asked_ever_more_seldom() -> None:
     assert swarm.counts() == [2]
 
 
+def test_a_node_that_becomes_free_is_asked_at_once() -> None:
+    swarm = Swarm({PEERS[0]: 0}, [], stages=1, wished=2)
+    swarm.run(200)
+    swarm.spares = [PEERS[1]]
+    (core,) = swarm.members.values()
+    assert core.is_paused
+    core.offered(swarm.now)
+    swarm.run(1)
+    assert swarm.counts() == [2]
+
+
 def test_a_member_that_leaves_is_replaced_at_once() -> None:
     swarm = Swarm({PEERS[0]: 0, PEERS[1]: 0}, [PEERS[2]], stages=1, wished=2)
     swarm.run(4)

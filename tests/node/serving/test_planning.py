@@ -1,0 +1,55 @@
+"""Into which stages a model is cut to be served, and which nodes suit them."""
+
+from functools import cache
+
+from crypto.identity import Identity, PeerId
+from node.placement.leases import Offer
+from node.serving.planning import plan_service, served_graph
+from partition.capture.models.model_spec import capture_built_in
+from partition.model.graph import Graph, decode_graph
+from partition.plan.observed import Knowledge, LinkRow, Observed
+
+PEERS = [Identity(bytes([1 + number]) * 32).peer for number in range(3)]
+NEAR, FAR = 1_000_000, 100_000_000
+
+
+@cache
+def graph() -> Graph:
+    captured = capture_built_in("gpt", (64,), 256, options={"layers": 4, "heads": 2, "width": 32})
+    return served_graph(decode_graph(captured.data), "gpt", 64)
+
+
+def offer(peer: PeerId, gigaflops: float = 10.0, memory_bytes: int = 4 << 30) -> Offer:
+    return Offer(peer, gigaflops * 1e9, memory_bytes, True, "cpu")
+
+
+def links(far: PeerId) -> Knowledge:
+    """All measured, and those of one peer slow."""
+    observed = {
+        one: Observed(
+            tuple(
+                LinkRow(other, 10**8, 10**8, FAR if far in (one, other) else NEAR)
+                for other in PEERS
+                if other != one
+            )
+        )
+        for one in PEERS
+    }
+    return Knowledge(observed=observed)
+
+
+def test_stages_are_placed_on_nodes_with_short_links() -> None:
+    for far in PEERS:
+        _, peers = plan_service(graph(), [offer(peer) for peer in PEERS], 2, links(far))
+        assert set(peers) == set(PEERS) - {far}
+
+
+def test_a_far_node_is_taken_where_it_is_quicker_by_more_than_its_link() -> None:
+    offers = [offer(PEERS[0], 0.0001), offer(PEERS[1], 0.0001), offer(PEERS[2], 10.0)]
+    _, peers = plan_service(graph(), offers, 1, links(PEERS[2]))
+    assert peers == [PEERS[2]]
+
+
+def test_a_model_that_fits_one_node_is_not_split() -> None:
+    ranges, _ = plan_service(graph(), [offer(peer) for peer in PEERS], 0, links(PEERS[0]))
+    assert len(ranges) == 1

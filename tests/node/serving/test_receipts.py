@@ -1,0 +1,38 @@
+"""Receipts of answers: who computed for a door can show what it gave, and has a larger share of others."""
+
+from pathlib import Path
+
+import pytest
+import trio
+
+from node.runs.receipts import ISSUE_SECONDS
+from partition.model.graph import encode_graph
+from tests.node.serving.scene import ask, holders, manifest
+from tests.node.serving.test_planning import graph
+from tests.partition.serve.world import reference, wish
+from tests.stack import simulate, swarm
+
+pytestmark = pytest.mark.usefixtures("_tokens_served")
+
+
+def test_those_who_compute_an_answer_have_receipts_of_it(tmp_path: Path) -> None:
+    (tmp_path / "words.peerloom").write_bytes(encode_graph(graph()))
+
+    async def main() -> None:
+        async with swarm("abc") as group:
+            first = group.nodes["a"]
+            name, _ = await first.serving.models.learn(tmp_path / "words.peerloom", None)
+            service = await first.serving.begin(manifest(graph=name), [first.peer])
+            await first.serving.await_ready(service)
+            door = group.nodes[next(each for each in group.nodes if each not in holders(group))]
+            assert await ask(door, service, wish(tokens=40)) == reference(wish(tokens=40))
+            await trio.sleep(ISSUE_SECONDS + 10)
+            for each in holders(group):
+                peer = group.nodes[each].peer
+                assert door.runs.receipts.contribution(peer).given > 0
+                (row, _) = next(iter(group.nodes[each].runs.receipts._earned.values()))
+                assert (row.run, row.measurer, row.provider) == (service.id, door.peer, peer)
+                assert row.microbatches == 5 + 39, "the tokens of the prompt and those that were made"
+            assert not door.runs.receipts._earned
+
+    simulate(main)

@@ -1,0 +1,257 @@
+"""Services of real nodes whose processes are killed while answers run, and what came of each stream.
+
+`Ground` has the nodes and kills them; `Streams` asks all the time and compares each answer with what the
+undisturbed service said. `tests.test_serving_processes` plays a few kills, `tests.test_serving_kills` many.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from node.cli.client import ask
+from node.demo.processes import SwarmProcesses
+from node.errors import PeerloomError
+from partition.capture.models.model_spec import capture_built_in
+
+SECONDS_MAX = 90.0
+"""On a machine that is three times slower than ours, and busy."""
+LOOK_SECONDS = 0.05
+PROMPT = "Once upon a time"
+CONTEXT = 128
+
+
+def until(
+    holds: Callable[[], bool], seconds: float = SECONDS_MAX, what: str = "it did not come to that"
+) -> None:
+    """Wait until something holds."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, f"{what} in {seconds:.0f} s"
+        threading.Event().wait(LOOK_SECONDS)
+
+
+class Ground:
+    """Nodes of one swarm, the first of which is the door. Use `close` in the end."""
+
+    def __init__(self, folder: Path, nodes: Mapping[str, tuple[int, int]]) -> None:
+        """`nodes` has the slots and the cores of each node by its name."""
+        self.folder = folder
+        self.sizes = nodes
+        self.names = list(nodes)
+        self.swarm = SwarmProcesses(folder, "serving", time.sleep, calibrate=False)
+        self.dead: set[str] = set()
+
+    def start(self) -> None:
+        """Start all nodes, and wait until they know each other."""
+        for name in self.names:
+            self._launch(name)
+        first = self.swarm.start(self.names[0], None, self._flags(self.names[0]))
+        for name in self.names[1:]:
+            self.swarm.start(name, first.address, self._flags(name))
+        self.meet()
+
+    def _launch(self, name: str) -> None:
+        self.swarm.launch([name], {"PEERLOOM_SLOTS": str(self.sizes[name][0])})
+
+    def _flags(self, name: str) -> list[str]:
+        return ["--cores", str(self.sizes[name][1]), "--log", "json"]
+
+    def meet(self) -> None:
+        living = [name for name in self.names if name not in self.dead]
+        until(
+            lambda: all(
+                len(ask(self.folder / name, "peers", seconds=SECONDS_MAX)["peers"]) >= len(living) - 1
+                for name in living
+            )
+        )
+
+    @property
+    def door(self) -> Path:
+        return self.folder / self.names[0]
+
+    def serve(self, name: str, at: str, **wish: Any) -> None:
+        """Publish the model under a name, and wait until it answers."""
+        model = self.folder / "words.peerloom"
+        if not model.exists():
+            options = {"layers": 2, "heads": 2, "width": 32}
+            model.write_bytes(capture_built_in("gpt", (CONTEXT,), 256, options=options).data)
+        asked = {"model": str(model), "wish": {"name": name, "stages": 2, **wish}}
+        ask(self.folder / at, "serve", asked, seconds=SECONDS_MAX)
+
+    # Who holds what
+
+    def stages(self, service: str) -> list[list[dict[str, Any]]]:
+        """For each stage who answers for it; no stages where the service does not answer."""
+        rows = ask(self.door, "services", seconds=SECONDS_MAX)["services"]
+        return next((list(row["stages"]) for row in rows if row["name"] == service), [])
+
+    def is_whole(self, service: str, replicas: int = 1) -> bool:
+        """Return whether every stage has so many who answer."""
+        rows = self.stages(service)
+        return bool(rows) and all(len(each) >= replicas for each in rows)
+
+    def name_of(self, peer: str) -> str:
+        return next(name for name, node in self.swarm.nodes.items() if node.peer == peer)
+
+    def holders(self, service: str) -> list[list[str]]:
+        """The nodes of each stage, by name."""
+        return [[self.name_of(row["peer"]) for row in rows] for rows in self.stages(service)]
+
+    def processes(self, name: str) -> list[psutil.Process]:
+        """The stage processes of a node: the oldest first."""
+        with suppress(psutil.NoSuchProcess):
+            found = psutil.Process(self.swarm.nodes[name].process.pid).children(recursive=True)
+            found = [each for each in found if "node.stages.process" in " ".join(_words(each))]
+            return sorted(found, key=lambda each: (each.create_time(), each.pid))
+        return []
+
+    # Kills
+
+    def kill_stage(self, name: str) -> None:
+        """SIGKILL to the process of one stage of a node, which itself lives."""
+        for process in self.processes(name)[:1]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def kill_node(self, name: str) -> None:
+        """SIGKILL to a node and its stages, as a power cut would."""
+        self.dead.add(name)
+        self.swarm.kill(name)
+
+    def kill_node_alone(self, name: str) -> None:
+        """SIGKILL to a node's own process; its stages must go by themselves."""
+        self.dead.add(name)
+        self.swarm._ended.add(name)
+        process = self.swarm.nodes[name].process
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def restart(self, name: str) -> None:
+        """Start a node that was killed once more, on its folder."""
+        self._launch(name)
+        self.swarm.start(name, self.swarm.nodes[self.names[0]].address, self._flags(name))
+        self.dead.discard(name)
+
+    def close(self) -> None:
+        self.swarm.close()
+
+
+def _words(process: psutil.Process) -> list[str]:
+    with suppress(psutil.Error):
+        return list(process.cmdline())
+    return []
+
+
+@dataclass
+class Question:
+    """What a stream asks, and the tokens of the undisturbed answer."""
+
+    service: str
+    seed: int
+    temperature: float
+    tokens: int
+    expected: list[int] = field(default_factory=list)
+
+    def ask(self, door: Path, on_token: Callable[[int], object]) -> dict[str, Any]:
+        """Return how it went. Raises PeerloomError."""
+        question = {
+            "prompt": list(f"{PROMPT} {self.seed}".encode()),
+            "tokens_max": self.tokens,
+            "temperature": self.temperature,
+            "seed": self.seed,
+        }
+
+        def on_event(event: dict[str, Any]) -> None:
+            if "piece" in event:
+                on_token(event["piece"])
+
+        asked = {"service": self.service, "question": question}
+        found: dict[str, Any] = ask(door, "generate", asked, on_event, seconds=SECONDS_MAX)
+        return found
+
+
+class Streams:
+    """So many threads, each of which asks again and again until `stop`; their answers are compared as they
+    come. Questions are greedy and seeded in turn, of the services in turn."""
+
+    def __init__(self, door: Path, services: Sequence[str], count: int, tokens: int) -> None:
+        self._door = door
+        self._questions = [
+            Question(services[number // 2 % len(services)], number, float(number % 2), tokens)
+            for number in range(count)
+        ]
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._newest = [0.0] * count
+        self._gaps: list[list[tuple[float, float]]] = [[] for _ in range(count)]
+        """Of each stream when a token came, and how long after the one before or the question."""
+        self.answers = 0
+        self.moves = 0
+        self.failures: list[str] = []
+        self._threads = [
+            threading.Thread(target=self._ask_on, args=(number,), daemon=True) for number in range(count)
+        ]
+
+    def begin(self) -> None:
+        """Learn what is to come, then ask."""
+        for each in self._questions:
+            each.ask(self._door, each.expected.append)
+            assert len(each.expected) == each.tokens
+        for thread in self._threads:
+            thread.start()
+        self.flow()
+
+    def flow(self) -> None:
+        """Wait until every stream has brought a token from now on."""
+        since = time.monotonic()
+        until(
+            lambda: bool(self.failures) or all(at > since for at in self._newest),
+            what=f"not every stream went on: {self.failures}",
+        )
+        assert not self.failures, self.failures[0]
+
+    def pauses(self, since: float) -> list[float]:
+        """The longest pause of each stream that ended after `since`."""
+        with self._lock:
+            return [max((gap for at, gap in rows if at > since), default=0.0) for rows in self._gaps]
+
+    def stop(self) -> None:
+        """Let what is being said be said, and no more be asked."""
+        self._over.set()
+        for thread in self._threads:
+            thread.join(SECONDS_MAX)
+        assert not self.failures, self.failures[0]
+
+    def _ask_on(self, number: int) -> None:
+        question = self._questions[number]
+        while not self._over.is_set() and not self.failures:
+            said: list[int] = []
+            before = time.monotonic()
+
+            def on_token(token: int, said: list[int] = said) -> None:
+                nonlocal before
+                said.append(token)
+                now = time.monotonic()
+                with self._lock:
+                    self._gaps[number].append((now, now - before))
+                self._newest[number] = before = now
+
+            try:
+                went = question.ask(self._door, on_token)
+            except PeerloomError as error:
+                self.failures.append(f"stream {number} after {len(said)} tokens: {error}")
+                return
+            if said != question.expected:
+                first = next(n for n in range(len(said)) if said[n] != question.expected[n])
+                self.failures.append(f"stream {number}: token {first} is another ({went})")
+            with self._lock:
+                self.answers += 1
+                self.moves += went["moves"]

@@ -1,0 +1,149 @@
+"""SIGKILL to one stage or node after another while answers are being given, with replicas and without, and
+what clients see of it: the same tokens, and pauses that are short.
+
+Real processes, some ten seconds a kill: PEERLOOM_SERVING_KILLS says how many in all, and makes the sessions
+of the last test as many as `make soak` plays.
+"""
+
+import os
+import random
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from node.cli.client import NodeRefused, ask
+from tests.serving_swarm import SECONDS_MAX, Ground, Question, Streams, until
+
+KILLS = int(os.environ.get("PEERLOOM_SERVING_KILLS", "0"))
+SESSIONS = int(os.environ.get("PEERLOOM_SERVING_SESSIONS", "1000"))
+pytestmark = pytest.mark.skipif(not KILLS, reason="some ten seconds a kill: PEERLOOM_SERVING_KILLS=100")
+TOKENS = 80
+STREAMS = 8
+REPLICA_SECONDS_MAX, LOAD_SECONDS_MAX = 2.0, 10.0
+"""The pause of an answer, at the 95th percentile: with a replica, and where a machine must load the stage."""
+KILL_SECONDS = 20.0
+GROWTH_BYTES_MAX = 60 << 20
+"""What a node may have grown over a thousand sessions; one session's numbers take 100 KB in a stage."""
+
+
+def percentile(values: list[float], part: float) -> float:
+    ranked = sorted(values)
+    return ranked[min(len(ranked) - 1, int(part * len(ranked)))]
+
+
+def report(what: str, pauses: list[float], streams: Streams) -> None:
+    print(  # noqa: T201 - what the soak is run for
+        f"\n{what}: pause p50 {percentile(pauses, 0.5):.2f} s, p95 {percentile(pauses, 0.95):.2f} s, longest "
+        f"{max(pauses):.2f} s; {streams.answers} answers, {streams.moves} moves"
+    )
+
+
+def strike(ground: Ground, rng: random.Random, service: str) -> str:
+    """Kill something that holds a stage, but for the door's node, of which only the stage dies; return the
+    name of the node that is to be started again, empty where it lives."""
+    victim = rng.choice(sorted({name for names in ground.holders(service) for name in names}))
+    kill = rng.choice((ground.kill_stage, ground.kill_node, ground.kill_node_alone))
+    if victim == ground.names[0]:
+        kill = ground.kill_stage
+    kill(victim)
+    return victim if victim in ground.dead else ""
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_answers_go_on_the_same_whatever_is_killed(tmp_path: Path, threads: int, replicas: int) -> None:
+    rng = random.Random(threads)
+    names = "abcdef" if replicas == 2 else "abcd"
+    ground = Ground(tmp_path, dict.fromkeys(names, (1, threads)))
+    pauses: list[float] = []
+    try:
+        ground.start()
+        ground.serve("words", "a", replicas=replicas)
+        until(lambda: ground.is_whole("words", replicas))
+        streams = Streams(ground.door, ("words",), STREAMS, TOKENS)
+        streams.begin()
+        for _ in range(max(1, KILLS // 4)):
+            moves, since = streams.moves, time.monotonic()
+            gone = strike(ground, rng, "words")
+            streams.flow()
+            until(lambda: ground.is_whole("words", replicas))
+            streams.flow()
+            pauses += [pause for pause in streams.pauses(since) if pause > 0.5 or streams.moves > moves]
+            if gone:
+                ground.restart(gone)
+                ground.meet()
+        streams.stop()
+        report(f"{threads} threads, {replicas} replicas", pauses, streams)
+        bound = REPLICA_SECONDS_MAX if replicas > 1 else LOAD_SECONDS_MAX
+        assert percentile(pauses, 0.95) <= bound
+    finally:
+        ground.close()
+
+
+def test_a_service_says_that_it_cannot_answer_and_answers_once_a_node_is_there(tmp_path: Path) -> None:
+    ground = Ground(tmp_path, dict.fromkeys("abc", (1, 1)))
+    try:
+        ground.start()
+        ground.serve("words", "a", replicas=1)
+        expected: list[int] = []
+        Question("words", 1, 0.0, TOKENS).ask(ground.door, expected.append)
+        victims = [name for names in ground.holders("words") for name in names if name != "a"]
+        spare = [name for name in "bc" if name not in victims]
+        for name in (*spare, *victims):
+            ground.kill_node(name)
+        with pytest.raises(NodeRefused) as refusal:
+            Question("words", 1, 0.0, TOKENS).ask(ground.door, lambda token: None)
+        assert "nobody answers for stage" in str(refusal.value)
+        began = time.monotonic()
+        ground.restart(victims[0])
+        started = time.monotonic()
+        until(lambda: ground.is_whole("words"))
+        took, starting = time.monotonic() - started, started - began
+        print(f"\nservice again {took:.1f} s after a node runs, which took {starting:.1f} s")  # noqa: T201
+        said: list[int] = []
+        Question("words", 1, 0.0, TOKENS).ask(ground.door, said.append)
+        assert said == expected
+    finally:
+        ground.close()
+
+
+def test_a_thousand_sessions_leave_nothing_behind(tmp_path: Path) -> None:
+    rng = random.Random(3)
+    ground = Ground(tmp_path, dict.fromkeys("abcdef", (1, 1)))
+    try:
+        ground.start()
+        ground.serve("words", "a", replicas=2)
+        until(lambda: ground.is_whole("words", 2))
+        streams = Streams(ground.door, ("words",), 16, TOKENS)
+        streams.begin()
+        door = psutil.Process(ground.swarm.nodes["a"].process.pid)
+        threading.Event().wait(KILL_SECONDS)
+        before, files = door.memory_info().rss, door.num_fds()
+        pauses: list[float] = []
+        kills = 0
+        while streams.answers < SESSIONS:
+            since = time.monotonic()
+            gone = strike(ground, rng, "words")
+            kills += 1
+            if gone:
+                ground.restart(gone)
+            threading.Event().wait(max(0.0, since + KILL_SECONDS - time.monotonic()))
+            assert not streams.failures, streams.failures[0]
+            pauses += streams.pauses(since)
+        streams.stop()
+        grown = door.memory_info().rss - before
+        report(f"{SESSIONS} sessions, {kills} kills", pauses, streams)
+        until(lambda: not any(row["sessions"] for rows in ground.stages("words") for row in rows))
+        for name in ground.names:
+            own = psutil.Process(ground.swarm.nodes[name].process.pid)
+            print(name, own.num_fds(), own.num_threads(), own.memory_info().rss >> 20)  # noqa: T201
+        opened = door.num_fds() - files
+        print(f"the door has grown by {grown / 1e6:.0f} MB and {opened} descriptors")  # noqa: T201
+        assert grown <= GROWTH_BYTES_MAX
+        assert opened <= 16
+        assert ask(ground.door, "status", seconds=SECONDS_MAX)
+    finally:
+        ground.close()
