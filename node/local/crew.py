@@ -8,7 +8,7 @@ from gossip.roster import Report
 from node.averaging.participation import Participation
 from node.local.column import ColumnStage, StageServer
 from node.local.context import Service
-from node.local.holder import Holder
+from node.local.holder import ColumnHolder
 from node.protocols.manifest import Run
 from node.seams import Stage
 from partition.plan.plan import Plan
@@ -28,7 +28,7 @@ class Crew:
         self.column: ColumnStage | None = None
         self.server: StageServer | None = None
         """This member's stage, where it works for the head of a column."""
-        self.further: dict[int, Holder] = {}
+        self.further: dict[int, ColumnHolder] = {}
         """The stages that this member holds beside its own."""
         self.taken: set[int] = set()
         """The numbers of those, also while they are being opened."""

@@ -20,8 +20,8 @@ from node.errors import StageFailed, Unreachable, UsageError
 from node.local.column import HELD_MAX
 from node.local.context import Service
 from node.local.crew import Crew
-from node.local.held_stage import HeldStage
-from node.local.holder import Holder
+from node.local.held_stage import AveragedStage
+from node.local.holder import ColumnHolder
 from node.local.keeper import Keeper
 from node.local.stages import open_part
 from node.local.trainer import LocalTrainer
@@ -65,7 +65,7 @@ class FurtherStages:
         self._crew = crew
         self._material = material
         self._own = own
-        self._holders: dict[int, Holder] = {}
+        self._holders: dict[int, ColumnHolder] = {}
         self.making_room: Callable[[int], None] = lambda _stage: None
         """Called before this member enters the roster of a stage."""
         self._opening: set[int] = set()
@@ -150,7 +150,7 @@ class FurtherStages:
             with trio.CancelScope(shield=True):
                 await self._close(stage)
 
-    async def _open(self, stage: int) -> Holder:
+    async def _open(self, stage: int) -> ColumnHolder:
         """Raises StageFailed, UsageError, OSError, RemoteProtocolError."""
         service, run, material = self._service, self._run, self._material
         build = partial(build_stage_spec, run, material.graph, material.plan, stage, service.machine)
@@ -166,9 +166,9 @@ class FurtherStages:
         me = service.signer.peer
         trainer = LocalTrainer(run, specification, opened, material.batches, service.seams.executor, me)
         keeper = Keeper(service, run, self._door.admission, self._own, copy_of=stage)
-        held = HeldStage(run, self._ending, part, keeper, trainer, me)
+        held = AveragedStage(run, self._ending, part, keeper, trainer, me)
         held.rounds.sends_less = service.sends_less
-        holder = Holder(
+        holder = ColumnHolder(
             held,
             stage,
             self._door,

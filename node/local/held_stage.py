@@ -28,7 +28,7 @@ from partition.run.ending import Ending
 async def _nothing() -> None: ...
 
 
-class HeldStage:
+class AveragedStage:
     """Those of one stage. `part` is its roster, `trainer` has the numbers."""
 
     def __init__(

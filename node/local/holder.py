@@ -14,7 +14,7 @@ from node.averaging.snapshot import Snapshot
 from node.errors import StageFailed
 from node.local.column import MATES_MAX, Attach, Attached, Refusal, StageServer
 from node.local.due import Due
-from node.local.held_stage import HeldStage
+from node.local.held_stage import AveragedStage
 from partition.run.ending import Ending
 
 LOOK_SECONDS = 0.5
@@ -28,12 +28,12 @@ SPARE_SECONDS = 10.0
 has its head back sooner."""
 
 
-class Holder:
+class ColumnHolder:
     """One stage. `work` runs it until it fails, or a further one is not needed any more."""
 
     def __init__(
         self,
-        held: HeldStage,
+        held: AveragedStage,
         number: int,
         door: Door,
         ending: Ending,

@@ -26,8 +26,8 @@ from node.local.crew import Crew
 from node.local.due import Due
 from node.local.further import FurtherStages, Material
 from node.local.headless import HeadWatch, stranded_reason
-from node.local.held_stage import HeldStage
-from node.local.holder import Holder
+from node.local.held_stage import AveragedStage
+from node.local.holder import ColumnHolder
 from node.local.keeper import Keeper
 from node.local.merging import MERGE_SECONDS, RESUMED_SECONDS, Regrouping
 from node.local.recruiter import Recruiter
@@ -104,7 +104,7 @@ class LocalMember:
         self._life = trio.CancelScope()
         self._part: Participation | None = None
         self._trainer: LocalTrainer | None = None
-        self._held: HeldStage | None = None
+        self._held: AveragedStage | None = None
         self._further: FurtherStages | None = None
         self._regrouping: Regrouping | None = None
         self._is_resumed = is_resumed
@@ -120,7 +120,7 @@ class LocalMember:
         self._first_loss = inf
         """The held-out loss of the values that all began with."""
         self.keeper = Keeper(service, run, door.admission, stage)
-        self._holder: Holder | None = None
+        self._holder: ColumnHolder | None = None
         self.heads = HeadWatch(is_holder=bool(stage))
         self._recruiter = Recruiter(service, run, door, self.crew, self._stages)
         self._barrier = StartBarrier(run.id, self.crew, door, lambda: service.live(), inviter)
@@ -239,12 +239,12 @@ class LocalMember:
             self.run, specification, stage, batches, executor, self._me, in_flight=self._stages
         )
         assert self._part is not None
-        self._held = HeldStage(self.run, self.ending, self._part, self.keeper, trainer, self._me)
+        self._held = AveragedStage(self.run, self.ending, self._part, self.keeper, trainer, self._me)
         self._held.rounds.sends_less = self._service.sends_less
         self._held.taken_over = self._taken_over
         if self._stage:
             steps = self.run.manifest.steps
-            holder = self._holder = Holder(
+            holder = self._holder = ColumnHolder(
                 self._held, self._stage, self._door, self.ending, steps, payload_bytes_max=bytes_max
             )
             holder.is_still, holder.begun = (lambda: self._is_waiting), self._has_begun
@@ -360,7 +360,7 @@ class LocalMember:
             except ColumnBroken as error:
                 await self._broken(trainer, str(error))
 
-    async def _wait_for_agreed(self, held: HeldStage, nursery: trio.Nursery) -> None:
+    async def _wait_for_agreed(self, held: AveragedStage, nursery: trio.Nursery) -> None:
         """Hold the first step of a run until those that agreed to begin are ready, for a bounded time."""
 
         async def meanwhile() -> None:
@@ -370,7 +370,7 @@ class LocalMember:
         if not held.trainer.step and self._stages == 1:  # other columns may not become whole for long
             await self._barrier.hold(meanwhile, self.teller.running)
 
-    async def _turn(self, held: HeldStage, nursery: trio.Nursery) -> None:
+    async def _turn(self, held: AveragedStage, nursery: trio.Nursery) -> None:
         """One step, and what is due before it. Raises ColumnBroken."""
         trainer = held.trainer
         held.report()
@@ -428,7 +428,7 @@ class LocalMember:
             self._follow_peers(self.crew.training)  # those that only follow hear of it, too
             self._propose(Conclusion(self.run.id, "failed", reason, self.step, "", self._me))
 
-    async def _begin(self, held: HeldStage) -> None:
+    async def _begin(self, held: AveragedStage) -> None:
         """Go on from the state of the others, or from the own last one where nobody is further."""
         carried = None if self._carried is None else self._carried.get(0)
         await held.begin(carried)
@@ -442,7 +442,7 @@ class LocalMember:
         if self.crew.column is not None:  # its holders are told the new step when they are attached
             await self.crew.column.let_go()
 
-    async def _between_steps(self, held: HeldStage, nursery: trio.Nursery) -> None:
+    async def _between_steps(self, held: AveragedStage, nursery: trio.Nursery) -> None:
         """Use a round that is over, begin the next, hand on the state, evaluate."""
         await held.average(nursery, is_still=self._is_waiting)  # what is proposed does not change any more
         await held.hand_on()

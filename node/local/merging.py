@@ -58,7 +58,7 @@ MEMORY_BYTES = 1 << 60
 
 @dataclass(frozen=True)
 class Merged:
-    """Who takes each stage that nobody has, on how many nodes all are then, and how much slower a step is."""
+    """The takers of each stage that nobody has, how many nodes hold all then, and how much slower it is."""
 
     takers: Mapping[int, PeerId]
     nodes: int
@@ -229,7 +229,7 @@ class Regrouping:
         return is_time and not self._recruiter.is_hopeful
 
     def _holders(self) -> dict[int, PeerId]:
-        """Who holds each stage, or is about to."""
+        """Return the holder of each stage, also one that is about to be."""
         me, now, live = self._service.signer.peer, trio.current_time(), self._service.live()
         self._coming = {
             stage: (peer, until)
