@@ -109,7 +109,7 @@ soak: $(READY) types-darwin
 		tests/test_cloudmesh.py tests/test_demo.py tests/test_hostile_member_processes.py \
 		tests/node/test_calibration.py tests/node/test_blocked_datagrams.py
 	PEERLOOM_TURNS_SEEDS=50 $(BIN)/python -m pytest -s tests/node/test_turns.py
-	PEERLOOM_TURNS_SEEDS=10 $(BIN)/python -m pytest -s tests/node/test_fair_bursts.py
+	PEERLOOM_TURNS_FIRST_SEED=100 PEERLOOM_TURNS_SEEDS=10 $(BIN)/python -m pytest -s tests/node/test_fair_bursts.py
 	PEERLOOM_SUBMISSIONS=10 $(BIN)/python -m pytest -s tests/test_submissions.py
 	PEERLOOM_STRESS_SECONDS=600 PEERLOOM_STRESS_PEERS=10 $(BIN)/python -m pytest -s tests/node/averaging/test_stress.py
 	PEERLOOM_GRID_PEERS=27 PEERLOOM_GRID_GROUP=3 $(BIN)/python -m pytest -s tests/node/averaging/test_grid_of_nodes.py

@@ -183,10 +183,10 @@ def read_request(kind: type[R], arguments: Mapping[str, Any]) -> R:
         raise UsageError(f"{name}: {said[:1].lower()}{said[1:]}" if name else said) from None
 
 
-def command(kind: type[R], serve: Callable[[R, Emit], Awaitable[object]]) -> CommandHandler:
+def command(kind: type[R], perform: Callable[[R, Emit], Awaitable[object]]) -> CommandHandler:
     """Return the handler that reads a client's arguments and serves the request."""
 
     async def handler(arguments: dict[str, Any], emit: Emit) -> object:
-        return await serve(read_request(kind, arguments), emit)
+        return await perform(read_request(kind, arguments), emit)
 
     return handler

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
+from node.content.fine_tuning import IGNORED
 from node.content.npz import BadArchive, arrays_of, read_layouts, unpack
 from node.content.reading import SourceReading, shown, unclear
 from node.content.shards import PARTS, PartName
@@ -168,3 +169,22 @@ def channels_first(parts: Parts, keys: DataTable, reading: SourceReading) -> Non
                 arrays[name] = np.ascontiguousarray(array.transpose(0, 3, 1, 2))
                 moved.add(name)
     reading.notes.append(f"channels last by the key `channels`: {', '.join(sorted(moved)) or 'no pictures'}")
+
+
+def check_numbers(path: Path, parts: Parts) -> None:
+    """Refuse arrays with numbers from which nothing is learnt. Raises UsageError."""
+    for part, arrays in parts.items():
+        for name, array in arrays.items():
+            where = f"{path}: the array {shown(name)} of {part}"
+            # Not `isfinite`, which takes memory: the lowest of numbers with a nan is nan.
+            if array.size and array.dtype.kind == "f" and not np.isfinite((array.min(), array.max())).all():
+                raise UsageError(
+                    f"{where} has numbers that are not finite", "leave out or fill in such samples"
+                )
+            if name == "y" and array.ndim == 1 and array.dtype.kind == "i" and array.size:
+                odd = array[(array < 0) & (array != IGNORED)]
+                if odd.size:
+                    raise UsageError(
+                        f"{where} has the label {odd[0]}: classes are numbered from 0",
+                        "number them from 0; or amounts as numbers of floating point",
+                    )

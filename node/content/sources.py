@@ -31,11 +31,11 @@ from typing import Any
 
 import numpy as np
 
-from node.content.array_files import channels_first, parts_of, read_npz, read_safetensors
+from node.content.array_files import channels_first, check_numbers, parts_of, read_npz, read_safetensors
 from node.content.buckets import BUCKET_SCHEMES, open_bucket
 from node.content.columns import Schema, schema_from
 from node.content.datasets import ORIGINS_NAME
-from node.content.fine_tuning import IGNORED, read_records
+from node.content.fine_tuning import read_records
 from node.content.images import is_cifar, read_cifar, read_images
 from node.content.model_folder import read_model_folder
 from node.content.plain_text import check_text
@@ -284,7 +284,7 @@ def _read(path: Path, keys: DataTable, schema: Schema, reading: SourceReading, t
         if suffix in _ARCHIVES:
             parts = parts_of(_ARCHIVES[suffix](path), path, keys, reading)
             channels_first(parts, keys, reading)
-            _check_numbers(path, parts)
+            check_numbers(path, parts)
             return parts
         if suffix not in _TABLES and is_table_by_keys(keys):
             check_form(path, keys)
@@ -415,25 +415,6 @@ def _reordered(array: Array, order: Array) -> Array:
     for first in range(0, rows.shape[1], width):
         rows[:, first : first + width] = rows[order, first : first + width]
     return array
-
-
-def _check_numbers(path: Path, parts: Parts) -> None:
-    """Refuse arrays with numbers from which nothing is learnt. Raises UsageError."""
-    for part, arrays in parts.items():
-        for name, array in arrays.items():
-            where = f"{path}: the array {shown(name)} of {part}"
-            # Not `isfinite`, which takes memory: the lowest of numbers with a nan is nan.
-            if array.size and array.dtype.kind == "f" and not np.isfinite((array.min(), array.max())).all():
-                raise UsageError(
-                    f"{where} has numbers that are not finite", "leave out or fill in such samples"
-                )
-            if name == "y" and array.ndim == 1 and array.dtype.kind == "i" and array.size:
-                odd = array[(array < 0) & (array != IGNORED)]
-                if odd.size:
-                    raise UsageError(
-                        f"{where} has the label {odd[0]}: classes are numbered from 0",
-                        "number them from 0; or amounts as numbers of floating point",
-                    )
 
 
 def _count(arrays: Arrays, path: Path) -> int:

@@ -18,7 +18,7 @@ from partition.model.graph import Argument, ParameterValue, Value
 FLOPS = 4_000_000_000
 """What trying one shape takes: about a tenth of a second."""
 _MULTIPLES = (1, 2, 3, 5, 9, 16, 32, 64, 128)
-"""So many times the least rows are compared with the most."""
+"""Products of these many times the least rows are compared with the largest one."""
 _PLACES = {"aten.linear.default": (0, 1, 2), "aten.mm.default": (0, 1, -1), "aten.addmm.default": (1, 2, 0)}
 """Where an operator has rows, weights and bias."""
 
