@@ -20,6 +20,7 @@ import typer
 from node.cli.options import AsJson
 from node.cli.render import seconds_text, show, show_json
 from node.cli.signals import StopFlag, Stopped
+from node.demo.answer import Answered, SplitAnswer
 from node.demo.capture_process import Capturing
 from node.demo.processes import NodeEnded, SwarmProcesses
 from node.demo.report import Story
@@ -47,21 +48,22 @@ def demo(
     steps: Annotated[int, typer.Option("--steps", min=STEPS_MIN, max=STEPS_MAX, hidden=True)] = STEPS,
     as_json: AsJson = False,
 ) -> None:
-    """Train on five nodes of this machine, kill one on purpose, show the result."""
+    """Train on five nodes of this machine, kill one, then have a split model answer and kill another."""
     begun = time.monotonic()
     folder = Path(out).expanduser()
     _prepare(folder, steps)
     story = Story(steps)
     try:
         stream = sys.stderr if as_json else sys.stdout
-        weights, seconds = _play(story, folder, stream, keep=keep, begun=begun)
+        weights, answered, seconds = _play(story, folder, stream, keep=keep, begun=begun)
     except Stopped:
         show(["stopped; no node is left running"], sys.stderr)
         raise typer.Exit(EXIT_FORCED) from None
     except NodeEnded as error:
         show([f"  {line}" for line in error.lines], sys.stderr)
         raise
-    document = story.result() | {"weights": weights, "picture": _draw(story, folder / PICTURE_NAME)}
+    document = story.result() | {"weights": weights, "answer": answered.document()}
+    document["picture"] = _draw(story, folder / PICTURE_NAME)
     document["total_seconds"] = round(seconds, 3)
     (folder / RESULT_NAME).write_text(json.dumps(document, indent=2) + "\n")
     if as_json:
@@ -106,9 +108,9 @@ def _is_of_a_demo(run_file: Path) -> bool:
 
 def _play(
     story: Story, folder: Path, stream: Any, *, keep: bool, begun: float
-) -> tuple[dict[str, Any], float]:
-    """Have the story happen, and clean up whatever comes; says where the weights are, and how many seconds
-    after `begun` they were.
+) -> tuple[dict[str, Any], Answered, float]:
+    """Have the story happen, and clean up whatever comes; says where the weights are, what was answered, and
+    how many seconds after `begun` all was done.
 
     Raises:
         Stopped: by Ctrl-C.
@@ -134,10 +136,14 @@ def _play(
             play.start_nodes()
             play.train()
             weights = play.fetch(folder / WEIGHTS_NAME)
+            answered = SplitAnswer(swarm, screen, stop.pause).play(weights["fetched_from"])
+            if stream.isatty():
+                screen.close()
+            show([f"    {line}" for line in answered.lines()], stream)
             seconds = time.monotonic() - begun
             if stream.isatty() and play.page:
                 _linger(play.page, screen, stop)
-            return weights, seconds
+            return weights, answered, seconds
         except Stopped:
             screen.close()
             show(["stopping... (Ctrl-C again: at once)"], sys.stderr)

@@ -1,11 +1,11 @@
-"""The five lines of a demo: one live picture on a terminal, plain lines as they are done elsewhere."""
+"""The six lines of a demo: one live picture on a terminal, plain lines as they are done elsewhere."""
 
 import os
 from typing import Any, TextIO
 
 from node.cli.render import show
 
-LINES = 5
+LINES = 6
 _LABEL_WIDTH = 38
 _BAR_WIDTH = 9
 _REFRESHES_PER_SECOND = 8
@@ -31,7 +31,7 @@ class DemoScreen:
             self._live.start()
 
     def link(self, address: str) -> None:
-        """Show below the five, as long as they change, where the same can be seen in a browser."""
+        """Show below the six, as long as they change, where the same can be seen in a browser."""
         self._footer = f"    watch: {address}"
         self._refresh()
 
@@ -47,7 +47,7 @@ class DemoScreen:
             show([self._lines[number]], self._stream)
 
     def also(self, label: str, text: str) -> None:
-        """A line between the five; a terminal, where the five change in their places, needs none."""
+        """A line between the six; a terminal, where the six change in their places, needs none."""
         if self._live is None:
             show([f"    {label:<{_LABEL_WIDTH}}{text}"], self._stream)
 
@@ -68,7 +68,7 @@ class DemoScreen:
 
 
 def line_text(number: int, label: str, text: str) -> str:
-    """`3/5 training on digits                    loss 2.31 ######### 0.18`."""
+    """`3/6 training on digits                    loss 2.31 ######### 0.18`."""
     return f"{number}/{LINES} {label:<{_LABEL_WIDTH}}{text}".rstrip()
 
 
