@@ -46,6 +46,7 @@ ELSEWHERE = {
     "node.calibration.own_work": "what this process and a child of its own say to each other",
     "node.local.column": "requests to a stage, and answers, in payloads: tests.partition.hostile_stage",
     "node.content.data_cache": "this node's own disk",
+    "node.content.text_files": "lists and files of a text, in blobs: tests.data.test_fenced_text",
     "node.content.dataset_store": "a data set's manifest: tests.node.test_shards",
     "node.local.saved": "a run in local mode, from this node's own disk: tests.node.local.test_restart",
     "node.averaging.invitations": "a person's text, and this node's disk: tests.node.optimizer.test_admit",

@@ -17,6 +17,7 @@ from node.runs.receipts import BACKWARD
 from partition import stage as api
 from partition.codecs.codec import pack, typed, unpack
 from partition.plan.change import Change
+from partition.plan.layer_costs import layer_costs
 from tests import stack
 from tests.node.test_slots import only
 from tests.stack import Swarm, simulate, swarm
@@ -145,7 +146,8 @@ async def _layers_by_step(node: Any, run: Run) -> dict[int, set[tuple[int, int]]
 
 async def _work_by_layers(node: Any, run: Run, events: list[Any]) -> dict[str, float]:
     """Return the FLOPs of each other member, by the layers that it had in each step."""
-    costs = await node.runs.receipts._costs(run)
+    graph = await node.runs.models.get(run.manifest.graph_hash, [run.requester])
+    costs = [row.forward_flops for row in layer_costs(graph, run.manifest.sizes_max)]
     plans = {event.height: event for event in events if isinstance(event, RunPlanned)}
     work: dict[str, float] = {}
     for event in events:

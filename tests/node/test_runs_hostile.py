@@ -548,11 +548,8 @@ class SlowNetwork:
         return
 
 
-async def test_a_link_that_overflows_begins_again_and_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_link_that_overflows_begins_again_and_says_so() -> None:
     """A message dropped in silence would be waited for for ever."""
-    monkeypatch.setattr("node.pipeline.links.QUEUE_BYTES_MAX", 10)
     network, again = SlowNetwork(), trio.Event()
     stuck: list[PeerId] = []
 
@@ -565,6 +562,7 @@ async def test_a_link_that_overflows_begins_again_and_says_so(
         deliver=deliver,
         on_reconnected=lambda _: again.set(),
         on_stuck=stuck.append,
+        queue_bytes_max=10,
     )
     async with trio.open_nursery() as nursery:
         await nursery.start(links.run)

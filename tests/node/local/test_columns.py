@@ -89,7 +89,7 @@ async def columns(group: Swarm, count: int, names: str) -> dict[str, str]:
             for name in names:
                 for each in local_runs(group.nodes[name]).members.values():
                     if each.crew.column is not None and not each.crew.column.missing and each.has_state:
-                        found[name] = group.name_of(each.crew.column.peers[-1])
+                        found[name] = group.name_of((each.crew.column.peers or (group.nodes[name].peer,))[-1])
             if len(found) >= count:
                 return found
             await trio.sleep(0.2)
