@@ -51,7 +51,7 @@ def test_two_columns_of_processes_train_on_after_one_is_killed(monkeypatch: pyte
 
 
 @pytest.mark.skipif("PEERLOOM_PROCESSES" not in os.environ, reason="PEERLOOM_PROCESSES=1")
-def test_a_column_of_processes_goes_on_without_one_and_uses_another_that_joins(tmp_path: Path) -> None:
+def test_a_column_of_processes_goes_on_without_one_of_three(tmp_path: Path) -> None:
     """Three nodes hold a stage each, nobody is idle: the two that are left hold all three."""
     model = simple_cnn("float32")
     swarm = SwarmProcesses(tmp_path, "columns", time.sleep, calibrate=False, preset="lan")
@@ -99,13 +99,6 @@ def test_a_column_of_processes_goes_on_without_one_and_uses_another_that_joins(t
             await reached(before + 3)
             assert time.monotonic() - began <= GOES_ON_SECONDS
             assert len({node.peer, *column.peers}) == 2
-            swarm.launch("c")
-            left = next(each for each in swarm.nodes.values() if parse_peer(each.peer) != killed)
-            joiner = await trio.to_thread.run_sync(swarm.start, "c", left.address)
-            with trio.fail_after(120):
-                while parse_peer(joiner.peer) not in column.peers:  # noqa: ASYNC110
-                    await trio.sleep(0.1)
-            await reached(member.step + 10)
 
     try:
         trio.run(play)
