@@ -6,12 +6,10 @@ the sources' size. It says what it found; the command checks that, makes room in
 the numbers put there. Where a machine lacks a fence the reading says so: the files are the person's own.
 """
 
-import ctypes
 import gc
 import mmap
 import os
 import resource
-import signal
 import subprocess
 import sys
 import tempfile
@@ -34,6 +32,7 @@ from node.content.tokens import Language
 from node.errors import UsageError
 from node.protocols.data_table import DataTable
 from node.stages import sandbox
+from node.stages.parent import die_with
 from node.stages.scratch import Scratch
 
 MEMORY_BYTES = 512 << 20
@@ -289,11 +288,7 @@ def _listen(come: IO[bytes], tell: Tell) -> _Said:
 
 def main(arguments: list[str]) -> None:
     out, parent = map(int, arguments)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        return
+    die_with(parent)
     gc.disable()  # millions of rows without a circle among them, looked through again and again
     ask = msgspec.json.decode(sys.stdin.buffer.readline(), type=_Ask)
     resource.setrlimit(resource.RLIMIT_CPU, (ask.seconds, ask.seconds))

@@ -10,7 +10,6 @@ second to start.
 
 import os
 import resource
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from node.content.text_files import GENERATION_CONFIG, read_files
 from node.content.tokens import Tokens
 from node.errors import UsageError
 from node.stages import sandbox
+from node.stages.parent import die_with
 from node.stages.piped import PipedProcess
 from node.stages.scratch import Scratch
 from partition.serve.text import TextStream
@@ -314,13 +314,7 @@ def _share(table: Mapping[str, Any], name: str, usual: float, most: float) -> fl
 
 def main(arguments: list[str]) -> None:
     parent, memory_bytes, allow_unfenced = map(int, arguments)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        return
+    die_with(parent)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         import jinja2.ext

@@ -6,11 +6,9 @@ reaches no network, no other file, and little memory. It says what the archive h
 itself, makes room on the disk, and has the numbers put there. The node maps them and never parses a byte.
 """
 
-import ctypes
 import mmap
 import os
 import resource
-import signal
 import subprocess
 import sys
 import weakref
@@ -34,6 +32,7 @@ from node.content.npz import (
 )
 from node.forks import keep_from_children
 from node.stages import sandbox
+from node.stages.parent import die_with
 from node.stages.scratch import Scratch
 from node.storage.budget import ScratchBudget
 
@@ -162,11 +161,7 @@ def _listen(come: IO[bytes]) -> _Said:
 
 def main(arguments: list[str]) -> None:
     archive, out, parent, seconds, allow_unfenced = map(int, arguments)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with(parent)
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     try:
         sandbox.enter(

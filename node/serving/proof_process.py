@@ -10,7 +10,6 @@ know it.
 
 import gc
 import os
-import signal
 import sys
 from contextlib import suppress
 
@@ -21,8 +20,8 @@ from crypto.errors import RemoteProtocolError
 from node.errors import RunFailed, UsageError
 from node.serving.planning import served_graph
 from node.stages import sandbox
+from node.stages.parent import die_with
 from node.stages.piped import PipedProcess
-from node.stages.process import die_with
 from node.stages.scratch import Scratch
 from partition.model.check import check_graph
 from partition.model.graph import GRAPH_BYTES_MAX, decode_graph
@@ -98,7 +97,6 @@ async def prove_served(name: str, data: bytes, context: int, *, threads: int, me
 def main() -> None:
     asked = msgspec.json.decode(sys.stdin.buffer.readline(SAID_BYTES_MAX), type=_Asked)
     die_with(asked.parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     from partition.capture.errors import CaptureRefused
     from partition.capture.serving_proof import prove_graph_served
     from partition.execute import load_late_modules, prepare_process

@@ -17,11 +17,9 @@ of: a half-computed stage must not go on.
 The node's process never imports torch; this one does, once it can no longer be left behind.
 """
 
-import ctypes
 import gc
 import mmap
 import os
-import signal
 import socket
 import sys
 import time
@@ -35,6 +33,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.noise import Data
 from node.stages import sandbox
 from node.stages.framing import HEADER_BYTES, Parts, joined, read_header, split
+from node.stages.parent import die_with
 from node.stages.program import SETTINGS
 from node.stages.threads import ThreadChooser, adaptive, candidates
 from partition.model.graph import GRAPH_BYTES_MAX, SERVE
@@ -54,14 +53,11 @@ SPECIFICATION_BYTES_MAX = GRAPH_BYTES_MAX + 65_536
 """The first message: the stage's share of the graph, and some hundred bytes of settings."""
 PART_BYTES_MAX = 1 << 30
 
-_PR_SET_PDEATHSIG = 1
-
 
 def main(arguments: list[str]) -> None:
     link_descriptor, parent, threads, device = arguments
     die_with(int(parent))
     # Ctrl-C reaches every process of the terminal; the node decides when a stage ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     link = _Link(socket.socket(fileno=int(link_descriptor)))
     from partition.execute import defer_compiler, keep_freed_memory, load_late_modules, prepare_process
 
@@ -239,16 +235,6 @@ def _map(descriptor: int, size: int) -> memoryview:
     view = memoryview(mmap.mmap(descriptor, max(1, size)))[:size]
     os.close(descriptor)
     return view
-
-
-def die_with(parent: int) -> None:
-    """Have the kernel end this process when its parent, of this id, ends."""
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # The parent may have died before the kernel was told: then this process has another one by now.
-    if os.getppid() != parent:
-        raise SystemExit(0)
 
 
 if __name__ == "__main__":
