@@ -41,6 +41,7 @@ __all__ = [
     "Unreachable",
     "UsageError",
     "WrongPeer",
+    "split_place",
 ]
 
 EXIT_DONE = 0
@@ -152,3 +153,10 @@ class SessionRefused(StageFailed):
 
 class StageDiverged(StageFailed):
     """What the stage computed of sound payloads is no finite number; the stage goes on."""
+
+
+def split_place(message: str) -> tuple[str, str]:
+    """Split what msgspec says of a wrong value, "... - at `$.table[0].key`", into the fault and its place,
+    `table[0].key`; a place that is the whole value is empty."""
+    fault, _, place = message.partition(" - at `$")
+    return fault, place.rstrip("`").lstrip(".")

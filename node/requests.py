@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta, Struct, field
 
 from node.control import CommandHandler, Emit
-from node.errors import UsageError
+from node.errors import UsageError, split_place
 
 NUMBER_MAX = 2**53
 """Whole numbers are exact up to here in JSON."""
@@ -178,8 +178,8 @@ def read_request(kind: type[R], arguments: Mapping[str, Any]) -> R:
     try:
         return msgspec.convert(dict(arguments), kind)
     except msgspec.ValidationError as error:
-        said, _, place = str(error).partition(" - at `$")
-        name = place.strip("`.").partition("[")[0]
+        said, place = split_place(str(error))
+        name = place.partition("[")[0]
         raise UsageError(f"{name}: {said[:1].lower()}{said[1:]}" if name else said) from None
 
 

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_origin
 import msgspec
 from msgspec import inspect as shapes
 
-from node.errors import UsageError
+from node.errors import UsageError, split_place
 from node.suggest import did_you_mean
 
 T = TypeVar("T")
@@ -103,10 +103,9 @@ def convert(found: Any, kind: type[T], *, name: str, lines: Mapping[TomlPath, in
 
 
 def _broken_rule(message: str, places: Document[None]) -> str:
-    """Return what a struct says of values that do not go together. msgspec ends it in " - at
-    `$.table[0].key`"."""
-    what, _, place = message.partition(" - at `$")
-    path = [int(part) if part.isdecimal() else part for part in re.findall(r"[^.`\[\]]+", place)]
+    """Return what a struct says of values that do not go together, with its line."""
+    what, place = split_place(message)
+    path = [int(part) if part.isdecimal() else part for part in re.findall(r"[^.\[\]]+", place)]
     table = f"[{_dotted(tuple(path))}] " if path else ""
     return f"{places.where(*path)}: {table}{what}"
 

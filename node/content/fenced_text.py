@@ -143,8 +143,10 @@ class FencedText:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
         """Return the tokens of a chat, up to where the answer begins. Raises UsageError: there is no
-        template, or it refuses the messages; TextLost."""
-        turns = [dict(each) for each in messages[:MESSAGES_MAX]]
+        template, it refuses the messages, or they are too many; TextLost."""
+        if len(messages) > MESSAGES_MAX:
+            raise UsageError(f"{len(messages):,} messages; at most {MESSAGES_MAX:,}", "a shorter chat")
+        turns = [dict(each) for each in messages]
         return (await self._ask(Render(turns, [dict(tool) for tool in tools]))).tokens
 
     async def push(

@@ -28,7 +28,9 @@ from partition.serve.text import TextStream, decode_bytes
 KEPT_MAX = 16
 """Services whose files a node keeps; the one that was needed longest ago goes."""
 READERS_MAX = 3
-"""Fenced processes at once, of 60 MB and what a tokenizer takes."""
+"""Fenced processes that are kept, of 60 MB and what a tokenizer takes."""
+READERS_USED_MAX = 16
+"""More, where answers use all of them: 1 GB and what sixteen tokenizers take."""
 IDLE_SECONDS = 60.0
 """How long one is kept that nobody asks: the next question of a chat comes soon."""
 FETCH_SECONDS_MAX = 60.0
@@ -185,10 +187,18 @@ class Texts:
         return _Reader(await FencedText.open(data, allow_unfenced=allow))
 
     async def _make_room(self) -> None:
-        """End the process that nobody uses and that was asked least, where there are enough."""
+        """End the process that nobody uses and that was asked least, where there are enough.
+
+        Raises RunFailed: all are used, and there are too many.
+        """
         idle = [name for name, each in self._readers.items() if not each.users]
         while len(self._readers) >= READERS_MAX and idle:
             await self._readers.pop(idle.pop(0)).text.aclose()
+        if len(self._readers) + len(self._opening) > READERS_USED_MAX:
+            raise RunFailed(
+                f"{READERS_USED_MAX} services with a tokenizer are asked here already",
+                "ask again once one of them has answered",
+            )
 
     async def _close_idle(self, name: bytes, reader: _Reader, uses: int) -> None:
         await trio.sleep(IDLE_SECONDS)

@@ -2,7 +2,7 @@
 request go side by side.
 
     answers = await answers_of.open(request, held)     checked and begun; it ends with `held`
-    async for event in answers: ...                    TextPiece and AnswerEnd, of all choices
+    event = await answers.next()                       TextPiece and AnswerEnd, of all choices
 
 Prompts and answers pass through here and stand nowhere else: in no event, log, recording or report.
 """

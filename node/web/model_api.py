@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from http import HTTPStatus
 from math import ceil
 from typing import Any, Protocol
@@ -53,6 +54,8 @@ from node.web.quotas import QueueFull, RequestQueue, RequestTurn
 
 BODY_BYTES_MAX = 4 << 20
 """A conversation of a million tokens; no model here takes more."""
+READ_HERE_BYTES_MAX = 64 << 10
+"""A longer body takes milliseconds to decode, in which the event loop would do nothing else."""
 HEARTBEAT_SECONDS = 15.0
 QUEUE_SECONDS_MAX = 120.0
 """How long a request waits for its turn; the official clients give up after ten minutes."""
@@ -157,11 +160,11 @@ class ModelApi:
 
     async def _ask(self, request: Request, key: ApiKey) -> Response | Streaming:
         if request.path == COUNT_PATH:
-            counted = await self._answers.count(read_form(request.body, CountRequest).request())
-            return _json({"input_tokens": counted})
+            _, asked = await self._read(request.body, CountRequest)
+            await self._take_turn(request.held, key)
+            return _json({"input_tokens": await self._answers.count(asked)})
         kind, writer_of = FORMS[request.path]
-        form = read_form(request.body, kind)
-        asked = form.request()
+        form, asked = await self._read(request.body, kind)
         await self._take_turn(request.held, key)
         answers = await self._answers.open(asked, request.held)
         created = int(self._seams.clock.wall())
@@ -173,6 +176,13 @@ class ModelApi:
             await _stream(writer, answers, send)
 
         return Streaming(write, "text/event-stream", (NO_STORE, ("x-accel-buffering", "no")))
+
+    async def _read(self, body: bytes, kind: type[AskedForm]) -> tuple[AskedForm, AnswerRequest]:
+        """Return a request in its form, and what it asks; a long one is read beside the event loop. Raises
+        FormProblem."""
+        if len(body) <= READ_HERE_BYTES_MAX:
+            return _asked(body, kind)
+        return await self._seams.executor.run(partial(_asked, body, kind))
 
     async def _take_turn(self, held: AsyncExitStack, key: ApiKey) -> None:
         """Wait for a turn, which ends with `held`. Raises FormProblem: too many wait."""
@@ -224,6 +234,11 @@ class ModelApi:
         if problem.kind == "key":
             headers.append(("www-authenticate", "Bearer"))
         return Response(msgspec.json.encode(document), problem.status, headers=tuple(headers))
+
+
+def _asked(body: bytes, kind: type[AskedForm]) -> tuple[AskedForm, AnswerRequest]:
+    form = read_form(body, kind)
+    return form, form.request()
 
 
 async def _whole(writer: AnswerWriter, answers: RunningAnswers) -> Response:

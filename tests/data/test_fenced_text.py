@@ -8,7 +8,7 @@ import trio
 
 from crypto.errors import RemoteProtocolError
 from node.content import fenced_text, text_files
-from node.content.fenced_text import FencedText, TextLost, read_facts
+from node.content.fenced_text import MESSAGES_MAX, FencedText, TextLost, read_facts
 from node.content.text_files import CHUNK_BYTES, TextChunks, collect, keep, read_files, read_list
 from node.errors import UsageError
 from node.storage.blobs import hash_of
@@ -56,6 +56,15 @@ def test_a_strangers_template_is_bounded_in_memory_and_time(
             await text.aclose()
 
     trio.run(main)
+
+
+async def test_a_chat_of_too_many_messages_is_refused_and_never_cut(tmp_path: Path) -> None:
+    text = await FencedText.open(collect(write_folder(tmp_path / "model")), allow_unfenced=True)
+    try:
+        with pytest.raises(UsageError, match="4,097 messages"):
+            await text.render([{"role": "user", "content": "a"}] * (MESSAGES_MAX + 1))
+    finally:
+        await text.aclose()
 
 
 def test_a_tokenizer_that_cannot_be_read_is_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import msgspec
 
+from node.errors import split_place
 from partition.serve.sampling import BIAS_MAX, BIASES_MAX, PENALTY_MAX, SEED_MAX, TOP_K_MAX
 from partition.serve.text import STOP_LENGTH_MAX, STOPS_MAX
 
@@ -189,9 +190,8 @@ def read_form(data: bytes, form: type[T]) -> T:
     try:
         return msgspec.json.decode(data, type=form)
     except msgspec.ValidationError as error:
-        reason, _, place = str(error).partition(" - at `$")
-        field = place.rstrip("`").lstrip(".") or None
-        raise FormProblem(f"{field}: {reason}" if field else reason, field=field) from None
+        reason, field = split_place(str(error))
+        raise FormProblem(f"{field}: {reason}" if field else reason, field=field or None) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise FormProblem("the body is not JSON") from None
 

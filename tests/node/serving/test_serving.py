@@ -7,6 +7,8 @@ import trio
 
 from node.errors import RunFailed, UsageError
 from node.events import GenerationEnded, GenerationMoved, ServiceChanged
+from node.protocols.services import make_service
+from node.serving import texts
 from sim.network.model import NetworkModel
 from tests.node.serving.scene import STAGE_SECONDS, TokensServed, ask, holders, manifest, serving, until
 from tests.partition.serve.world import reference, wish
@@ -223,5 +225,21 @@ def test_a_served_stage_takes_a_slot() -> None:
     async def main() -> None:
         async with serving("ab") as (group, _):
             assert not any(node.runs.has_slot for node in group.nodes.values())
+
+    simulate(main)
+
+
+def test_no_more_tokenizers_are_read_at_once_than_a_node_has_room_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(texts, "READERS_USED_MAX", 0)
+
+    async def main() -> None:
+        async with swarm("a") as group:
+            me = group.nodes["a"]
+            service = make_service(me.signer, manifest(text="tokenizer", tokenizer=bytes(32)))
+            with pytest.raises(RunFailed, match="asked here already"):
+                async with me.serving.texts.reading(service, [me.peer]):
+                    pass
 
     simulate(main)

@@ -215,6 +215,22 @@ async def test_two_hundred_silent_connections_stop_no_stream() -> None:
         assert answered == [200, 200]
 
 
+async def test_counting_tokens_takes_a_turn_as_answers_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"model": NAME, "messages": [{"role": "user", "content": "a"}]}
+    async with models() as (page, _, key):
+        assert (await post(page, key, asked, "/v1/messages/count_tokens"))[0] == 200
+        monkeypatch.setattr(quotas, "QUEUE_MAX", 0)
+        assert (await post(page, key, asked, "/v1/messages/count_tokens"))[0] == 429
+
+
+async def test_a_long_body_is_read_as_a_short_one_is() -> None:
+    padded = {**ASKED, "padding": "x" * 200_000}
+    async with models(text="bytes") as (page, _, key):
+        assert (await post(page, key, padded))[0] == 200
+        status, _, document = await post(page, key, {**padded, "temperature": "warm"})
+        assert (status, document["error"]["param"]) == (400, "temperature")
+
+
 async def test_a_slow_sender_of_a_body_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     from node.web import door
 
