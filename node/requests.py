@@ -25,7 +25,8 @@ Number = Annotated[float, Meta(ge=-NUMBER_MAX, le=NUMBER_MAX)]
 Text = Annotated[str, Meta(max_length=65_536)]
 """A name, a word or a path, and far longer than any."""
 Texts = Annotated[tuple[Text, ...], Meta(max_length=TEXTS_MAX)]
-File = Annotated[str, Meta(min_length=1, max_length=65_536, pattern=r"^[^\0]+\Z")]
+Given = Annotated[str, Meta(min_length=1, max_length=65_536, pattern=r"^[^\0]+\Z")]
+"""A name or a path that must be there."""
 
 R = TypeVar("R", bound=Struct)
 
@@ -93,7 +94,7 @@ class ReviseRequest(NamedRun, frozen=True):
 class FetchRequest(NamedRun, frozen=True, kw_only=True):
     """Write a run's weights into `out`, and what is kept of its Hugging Face folder into `folder`."""
 
-    out: File
+    out: Given
     folder: Text = ""
 
 
@@ -162,7 +163,7 @@ class AuditRequest(NamedRun, frozen=True):
 class ExportRequest(NamedRun, frozen=True, kw_only=True):
     """Write a checkpoint into `out`; without a step the newest."""
 
-    out: File
+    out: Given
     step: Annotated[int, Meta(ge=0, le=STEP_MAX)] | None = None
 
 

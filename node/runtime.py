@@ -80,8 +80,8 @@ from node.services.standing import StandingKeeper
 from node.services.started import node_started
 from node.services.swarm_clock import SwarmClock
 from node.services.whereabouts import Whereabouts
-from node.serving.commands import ServingCommands
 from node.serving.joined import make_serving
+from node.serving_commands import ServingCommands
 from node.stages.fences import try_here
 from node.storage.blobs import Blobs
 from node.storage.budget import ScratchBudget

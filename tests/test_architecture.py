@@ -57,6 +57,7 @@ FLOORS = (
         "executor",
         "commands",
         "checkpoint_commands",
+        "serving_commands",
         "requests",
         "run_requests",
         "portal",

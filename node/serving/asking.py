@@ -3,7 +3,7 @@
 Prompts and answers pass through here and stand nowhere else: in no event, log, recording or report.
 """
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -351,11 +351,3 @@ def vocabulary_of(graph: Graph) -> int:
     if not isinstance(side, int):
         raise UsageError("the model's logits have no last side that is fixed")
     return side
-
-
-def read_serve_wish(arguments: Mapping[str, Any]) -> ServeWish:
-    """Return how a client wants a model served. Raises UsageError."""
-    try:
-        return msgspec.convert(dict(arguments), ServeWish)
-    except msgspec.ValidationError as error:
-        raise UsageError(f"serve: {error}") from None

@@ -6,7 +6,6 @@ or, where the model is one of bytes, here. Not here: where the answer comes from
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -164,11 +163,3 @@ def make_sampling(question: Question, facts: TextFacts | None, entropy: Callable
         return msgspec.convert(fields, Sampling)
     except msgspec.ValidationError as error:
         raise UsageError(f"sampling: {error}", "`peerloom generate --help` has the ranges") from None
-
-
-def read_question(arguments: Mapping[str, Any]) -> Question:
-    """Return what a client asks. Raises UsageError."""
-    try:
-        return msgspec.convert(dict(arguments), Question)
-    except msgspec.ValidationError as error:
-        raise UsageError(f"generate: {error}") from None

@@ -7,6 +7,7 @@ import pytest
 from node.checkpoint_commands import CheckpointCommands
 from node.commands import Commands
 from node.errors import UsageError
+from node.serving_commands import ServingCommands
 from tests.stack import simulate, swarm
 
 RUN = "ab" * 8
@@ -20,8 +21,15 @@ WRONG: dict[tuple[str, str], list[Any]] = {
     ("runs.fetch", "out"): [None, 1, "", "a\0b"],
     ("checkpoint.export", "out"): [None, [], "a\0b"],
     ("checkpoint.fetch", "from"): [1, [1], {"a": 1}],
+    ("serve", "model"): [None, "", "a\0b"],
+    ("serve", "wish"): [[], {"stages": "2"}],
+    ("generate", "service"): [None, 1, ""],
+    ("generate", "question"): ["text", {"tokens_max": "many"}],
     ("events", "kinds"): [1, [1], "RunEnded"],
 }
+
+GIVEN = {"serve": {"model": "m"}, "generate": {"service": "s"}}
+"""Other arguments of a command, which are right."""
 
 
 async def ignore(value: object) -> None:
@@ -33,11 +41,11 @@ def test_a_wrong_argument_of_a_command_is_a_mistake_in_use() -> None:
         async with swarm("a", preset="lan") as group:
             node = group.nodes["a"]
             made = CheckpointCommands(node, node.checkpoints, node.runs.copies, node.runs.save)
-            handlers = {**Commands(node).handlers, **made.handlers}
+            handlers = {**Commands(node).handlers, **made.handlers, **ServingCommands(node.serving).handlers}
             for (command, name), values in WRONG.items():
                 for value in values:
-                    run = {} if command == "train" else {"run": RUN}
+                    given = GIVEN.get(command, {} if command == "train" else {"run": RUN})
                     with pytest.raises(UsageError, match=name):
-                        await handlers[command]({**run, "follow": False, name: value}, ignore)
+                        await handlers[command]({**given, "follow": False, name: value}, ignore)
 
     simulate(scenario)
