@@ -45,7 +45,7 @@ class Material:
 
 
 class FurtherStages:
-    """Those of one member, which holds the stage `own` itself. `run` drives them."""
+    """The further stages of a member, which holds the stage `own` itself. `run` drives them."""
 
     def __init__(
         self,

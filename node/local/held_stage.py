@@ -29,7 +29,7 @@ async def _nothing() -> None: ...
 
 
 class AveragedStage:
-    """Those of one stage. `part` is its roster, `trainer` has the numbers."""
+    """A stage and the rounds that average it. `part` is its roster, `trainer` has the numbers."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class AveragedStage:
 
     @property
     def training(self) -> list[PeerId]:
-        """Those of them that have a state."""
+        """Members of the roster that have a state."""
         return [peer for peer, report in self.reports.items() if report.has_state]
 
     @property

@@ -162,7 +162,8 @@ def column_problem(
 
 
 class Regrouping:
-    """That of one head. `run` looks after its column, `hand_over` is called between two steps."""
+    """A head gives the stages of its column to other nodes. `run` looks after it, `hand_over` is called between
+    two steps."""
 
     def __init__(
         self,

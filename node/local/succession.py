@@ -32,7 +32,7 @@ FREE_SECONDS = 20.0
 
 
 class Succession:
-    """That of one holder. `is_due` says whether it is to be the head now."""
+    """A holder waits for its head to be gone for good, and keeps what it needs to take its place."""
 
     def __init__(
         self,

@@ -59,7 +59,7 @@ class _Reader:
 
 
 class Texts:
-    """One node's."""
+    """The texts of a node's services: the files that it keeps, and the processes that read them."""
 
     def __init__(self, owner: TextsOwner, blobs: Blobs, me: PeerId) -> None:
         self._owner = owner

@@ -116,7 +116,7 @@ class RunningAnswers:
 
 
 class ServiceAnswers:
-    """One node's: `open` begins, `models` lists."""
+    """Answers of the services that a node finds: `open` begins some, `models` lists the services."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving

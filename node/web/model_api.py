@@ -88,7 +88,7 @@ class AnswerSource(Protocol):
 
 
 class ModelApi:
-    """One node's."""
+    """The HTTP door of one node: keys, turns, and the forms of requests."""
 
     def __init__(self, seams: Seams, answers: AnswerSource) -> None:
         self.keys = KeyRing(seams)

@@ -121,7 +121,7 @@ class _Inputs:
         ]
 
     def joined(self, parts: list[tuple[int, int]]) -> list[torch.Tensor]:
-        """Those of some (position, tokens), one part behind the other."""
+        """Return the inputs of some (position, tokens), one part behind the other."""
         return [
             torch.cat([tensor.narrow(axis, begin, count) for begin, count in parts], axis)
             for tensor, axis in zip(self._tensors, self._axes, strict=True)

@@ -74,7 +74,7 @@ class Product:
 
 
 class Products:
-    """Those of one program. `least` rows are in any of its calls, and their number is a multiple of it."""
+    """All products of a program. Each of its calls has `least` rows, or a multiple of them."""
 
     def __init__(self, least: int, most: int) -> None:
         self._least, self._most = least, most

@@ -221,7 +221,7 @@ class Proposer:
         if not last or self.absent or any(peer not in busy for peer, _ in self._around.free()):
             return None
         stages = merged_stages(plan, groups_left(plan, self.leaving), list(self._refused))
-        # Who brings a plan to others must be in it: this one goes once it holds nothing.
+        # A member that brings a plan to others must be in it: this one goes once it holds nothing.
         return (
             None if stages is None else Change(lost=tuple(sorted(self.leaving - {self._me})), stages=stages)
         )

@@ -165,7 +165,7 @@ class Liar:
     is_silent: bool = False
     told: int = 0
     one: int | None = None
-    """Whom it lies to, if not to all: whoever is to hear such a message first."""
+    """The member that it lies to, if not to all: the first that is to hear such a message."""
 
     def says(self, receiver: int, message: Any) -> Any:
         kind, fits, lies = STATES[self.state]
