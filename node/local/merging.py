@@ -1,19 +1,14 @@
-"""A head's decisions: who holds stages whose machines are gone, and what a machine that joins is given.
+"""A head has its column go on: nodes take stages whose machines are gone, and give them to those that join.
 
-The cut of the model is the same in all columns, for only like stages can be averaged. So a node takes further
-stages instead of other layers, and gives them away again one by one. Which stage goes where is for the
-planner of exact runs: its merging (`partition.plan.merging`), and its forecasts, by which a move has to gain
-as much as there (`node.runs.splitting`). Not here: finding free nodes (`recruiter`), the stages (`further`).
+Which stage goes where is for the planner (`partition.plan.columns`); a move has to gain as much as one of an
+exact run (`node.runs.splitting`). Not here: finding free nodes (`recruiter`), the stages (`further`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from fractions import Fraction
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import combinations, pairwise
 
 import trio
-from msgspec.structs import replace as replaced
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
@@ -31,12 +26,10 @@ from node.protocols.runs import Join
 from node.runs.rebalancing import ASSUMED_LINK, PAUSE_NANOSECONDS
 from node.runs.splitting import GAIN_PERCENT_MIN, IDLE_MAX
 from partition.model.graph import Graph
-from partition.plan.merging import Refused, merged_stages, stage_pace
+from partition.plan.columns import find_takers, moves_that_pay
 from partition.plan.observed import Knowledge
-from partition.plan.plan import Plan, StagePlan
-from partition.plan.problem import Problem, Split
-from partition.plan.rebalance import step_nanoseconds
-from partition.plan.tables import Tables
+from partition.plan.plan import Plan
+from partition.plan.problem import Problem
 from partition.run.asks import Done
 from partition.run.pauses import stages_fewer
 
@@ -56,101 +49,6 @@ MEMORY_BYTES = 1 << 60
 """What a node holds has been let in, whatever it offers by now."""
 
 
-@dataclass(frozen=True)
-class Merged:
-    """The takers of each stage that nobody has, how many nodes hold all then, and how much slower it is."""
-
-    takers: Mapping[int, PeerId]
-    nodes: int
-    slower: Fraction
-
-
-def merge(
-    plan: Plan, holders: Mapping[int, PeerId], rates: Mapping[PeerId, int], refused: Refused
-) -> Merged | None:
-    """Return who takes the stages of `plan` that have none of the `holders`; None where nobody can."""
-    rows: list[tuple[int, int, PeerId | None]] = []
-    for number, stage in enumerate(plan.stages):
-        holder = holders.get(number)
-        if rows and holder is not None and rows[-1][2] == holder:
-            rows[-1] = (rows[-1][0], stage.last_layer, holder)
-        else:
-            rows.append((stage.first_layer, stage.last_layer, holder))
-    nobody = plan.stages[0].replicas
-    spans = tuple(
-        StagePlan(first, last, nobody if holder is None else (holder,), (1,)) for first, last, holder in rows
-    )
-    groups = [[] if holder is None else [(holder, max(1, rates.get(holder, 1)))] for _, _, holder in rows]
-    merged = merged_stages(replaced(plan, stages=spans), groups, refused)
-    if merged is None:
-        return None
-    takers = {}
-    for number, stage in enumerate(plan.stages):
-        if number not in holders:
-            span = next(row for row in merged if row.first_layer <= stage.first_layer < row.last_layer)
-            takers[number] = PeerId(span.replicas[0])
-    single = [replaced(stage, rates=(max(1, rates.get(holders[number], 1)),)) for number, stage in
-              enumerate(plan.stages) if number in holders]  # fmt: skip
-    slower = max(map(stage_pace, merged)) / max(map(stage_pace, single))
-    return Merged(takers, len(merged), slower)
-
-
-def moves_that_pay(
-    problem: Problem,
-    plan: Plan,
-    holders: Sequence[PeerId],
-    free: Sequence[PeerId],
-    *,
-    steps_left: int,
-    seconds: float,
-) -> list[tuple[tuple[int, ...], PeerId]]:
-    """Return which stages could go to which of the `free`, the best first: only what gains enough to be worth
-    the pause and what is copied, where a step takes so many `seconds` now. `holders` has each stage's; the
-    first one stays with its head, and somebody who gives keeps one."""
-    tables = Tables(problem)
-    places = {peer.name: place for place, peer in enumerate(problem.peers)}
-    now = _step(problem, plan, holders, places, tables)
-    found: list[tuple[int, tuple[int, ...], PeerId]] = []
-    for first, end in combinations(range(1, len(holders) + 1), 2):
-        given = tuple(range(first, end))
-        if len({holders[stage] for stage in given}) > 1 or holders.count(holders[first]) <= len(given):
-            continue
-        layers = problem.layers[plan.stages[first].first_layer : plan.stages[end - 1].last_layer]
-        moved = sum(layer.parameter_bytes for layer in layers) * (1 + problem.moments)
-        cost = PAUSE_NANOSECONDS + moved * 1_000_000_000 // max(1, problem.default_link.bytes_per_second)
-        for peer in free:
-            after = [*holders[:first], *[peer] * len(given), *holders[end:]]
-            time = _step(problem, plan, after, places, tables)
-            if now is None or time is None:
-                continue
-            gains = steps_left * seconds * 1e9 * (now - time) / now
-            if 100 * now >= (100 + GAIN_PERCENT_MIN) * time and 2 * cost <= gains:
-                found.append((time, given, peer))
-    return [(given, peer) for _, given, peer in sorted(found)]
-
-
-def _step(
-    problem: Problem, plan: Plan, holders: Sequence[PeerId], places: Mapping[str, int], tables: Tables
-) -> int | None:
-    """Return the nanoseconds of a step; None where a holder's stages do not lie side by side."""
-    ends = [n for n in range(1, len(holders)) if holders[n] != holders[n - 1]]
-    spans = list(pairwise([0, *ends, len(holders)]))
-    if len({holders[first] for first, _ in spans}) < len(spans):
-        return None
-    return step_nanoseconds(
-        problem,
-        Split(
-            tuple(
-                (plan.stages[first].first_layer, plan.stages[last - 1].last_layer) for first, last in spans
-            ),
-            tuple((places[holders[first].hex()],) for first, _ in spans),
-            0,
-            0,
-        ),
-        tables,
-    )
-
-
 def column_problem(
     run: Run, graph: Graph, holders: Sequence[Offer], free: Sequence[Offer], knowledge: Knowledge
 ) -> Problem:
@@ -162,8 +60,7 @@ def column_problem(
 
 
 class Regrouping:
-    """A head gives the stages of its column to other nodes. `run` looks after it, `hand_over` is called between
-    two steps."""
+    """A head regroups its column. `run` looks after it, `hand_over` is called between two steps."""
 
     def __init__(
         self,
@@ -256,14 +153,14 @@ class Regrouping:
             return  # those that agreed are opening theirs
         rates = {peer: rounded(offer.flops_per_second) for peer, offer in self._offers().items()}
         self._refused = {row: until for row, until in self._refused.items() if now < until}
-        found = merge(self._plan, holders, rates, list(self._refused))
+        found = find_takers(self._plan, holders, rates, list(self._refused))
         if found is None:
             number = next(stage for stage in range(len(self._plan.stages)) if stage not in holders)
             self._say(
                 f"stage {number + 1} of {len(self._plan.stages)} has nobody, and no node has room for it"
             )
             return
-        for stage, peer in found.takers.items():
+        for stage, peer in found.by_stage.items():
             if await self._ask(stage, peer, is_beside=True):
                 self._coming[stage] = peer, trio.current_time() + COMING_SECONDS
             else:
@@ -335,7 +232,14 @@ class Regrouping:
             problem = column_problem(self._run, self._graph, mine, others, knowledge)
             peers = [offer.peer for offer in others]
             return moves_that_pay(
-                problem, self._plan, column, peers, steps_left=steps_left, seconds=self._seconds
+                problem,
+                self._plan,
+                column,
+                peers,
+                steps_left=steps_left,
+                seconds=self._seconds,
+                gain_percent_min=GAIN_PERCENT_MIN,
+                pause_nanoseconds=PAUSE_NANOSECONDS,
             )
 
         try:
