@@ -42,7 +42,7 @@ from node.seams import RealClock, Stream, make_core
 from node.stages.framing import HEADER_BYTES, joined, read_header, split
 from node.stages.host import StageHost
 from node.stages.limits import Allowance
-from node.stages.process import die_with
+from node.stages.parent import die_with
 from node.stages.program import StageProgram
 from node.transport.network import RealNetwork
 from partition import stage as api

@@ -180,9 +180,10 @@ class Finder:
                 for peer in new:
                     nursery.start_soon(ask, peer)
         for peer in silent:
-            self._usage.get(service.id, {}).pop(peer, None)
             said.pop(peer, None)
             self._members.get(service.id, {}).pop(peer, None)
+        if (told_of := self._usage.pop(service.id, None)) is not None and service.id in self._members:
+            self._usage[service.id] = {peer: use for peer, use in told_of.items() if peer in said}
         links = owner.link_seconds(list(said))
         routes: Routes = {}
         for peer, (stage, told) in said.items():

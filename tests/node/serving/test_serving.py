@@ -8,7 +8,7 @@ import trio
 from node.errors import RunFailed, UsageError
 from node.events import GenerationEnded, GenerationMoved, ServiceChanged
 from node.protocols.services import make_service
-from node.serving import texts
+from node.serving import finding, texts
 from sim.network.model import NetworkModel
 from tests.node.serving.scene import STAGE_SECONDS, TokensServed, ask, holders, manifest, serving, until
 from tests.partition.serve.world import reference, wish
@@ -241,5 +241,21 @@ def test_no_more_tokenizers_are_read_at_once_than_a_node_has_room_for(
             with pytest.raises(RunFailed, match="asked here already"):
                 async with me.serving.texts.reading(service, [me.peer]):
                     pass
+
+    simulate(main)
+
+
+def test_the_memory_of_members_is_known_of_those_alone_that_were_asked_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        async with serving("abcde", replicas=2) as (group, service):
+            finder = group.nodes["e"].serving.finder
+            await finder.routes(service)
+            assert len(finder.usage(service.id)) == 4
+            monkeypatch.setattr(finding, "ASKED_MAX", 1)
+            finder.note(service, [group.nodes["a"].peer])
+            await finder.routes(service)
+            assert len(finder.usage(service.id)) <= 2
 
     simulate(main)
