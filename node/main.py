@@ -16,6 +16,7 @@ from node.cli import (
     dht,
     events,
     identity,
+    init,
     keys,
     leave,
     model,
@@ -59,6 +60,8 @@ app.command("serve")(serve.serve)
 app.command("generate")(serve.generate)
 app.command("chat")(chat.chat)
 app.command("services")(serve.services)
+app.command("init")(init.init)
+app.command("examples")(init.examples)
 app.add_typer(data.app, name="data")
 app.add_typer(model.app, name="model")
 app.add_typer(runs.app, name="runs")

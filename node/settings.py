@@ -93,17 +93,17 @@ def read_announce(text: str) -> Address:
 
 
 def read_webhook(text: str) -> str:
-    """A URL of this person's choice."""
+    """Return a URL; an empty text is none."""
     parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if text and (parts.scheme not in ("http", "https") or not parts.hostname):
         raise ValueError("want a URL such as https://alerts.example/peerloom")
     return text
 
 
 def read_command(text: str) -> tuple[str, ...]:
-    """A program and its arguments, quoted as for a shell; none is run."""
+    """Return a program and its arguments, quoted as for a shell, which none runs; an empty text is none."""
     command = tuple(shlex.split(text))
-    if not command:
+    if text and not command:
         raise ValueError("want a program and its arguments")
     return command
 
