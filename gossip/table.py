@@ -223,7 +223,12 @@ class MemberTable:
         """One of those held for dead, all in turn."""
         while self.live < len(self.rows):
             if not self._dead:
-                self._dead = [row.peer for row in self.rows.values() if row.status is Status.DEAD]
+                # Nearly all rows have no verdict: looked at first, for this is as long as the table.
+                self._dead = [
+                    peer
+                    for peer, row in self.rows.items()
+                    if row.verdict is not None and row.status is Status.DEAD
+                ]
                 self._rng.shuffle(self._dead)
                 if not self._dead:
                     return None
