@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # Each of many processes would translate every file of ours again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test types types-darwin tests format bench figures corpus headline soak clean
+.PHONY: demo test types types-darwin tests format bench figures docs corpus headline soak clean
 
 demo: $(READY)
 	$(BIN)/peerloom demo
@@ -43,6 +43,12 @@ bench: $(READY)
 figures: $(READY)
 	$(BIN)/python benchmarks/_ledger.py $(if $(QUICK),--first)
 
+# docs/ as a site that needs no network: docs-out/index.html. A warning is an error.
+docs: $(READY)
+	$(BIN)/pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs-out
+	@echo "docs-out/index.html"
+
 # Some hundred architectures of transformers and all families of torchvision, captured, proved, admitted, cut and
 # trained: an hour; writes docs/corpus.md. With PEERLOOM_CORPUS=sample twenty-five of them.
 # torchvision lies apart: where it is found beside a CPU build of torch, transformers cannot be imported.
@@ -65,7 +71,7 @@ headline: $(READY)
 # Exactness for every shape and every death, and real processes killed one after another: some minutes each. At
 # last a hundred seeds of two hundred peers that come and go, which takes an hour and more. All tests again, with
 # what falls on one instant in three other orders, take half an hour.
-soak: $(READY) types-darwin
+soak: $(READY) types-darwin docs
 	$(BIN)/python benchmarks/models.py
 	PEERLOOM_CORPUS=sample $(BIN)/python -m pytest -s tests/test_corpus.py
 	$(BIN)/python benchmarks/finetune.py
@@ -114,6 +120,7 @@ soak: $(READY) types-darwin
 	PEERLOOM_STRESS_SECONDS=600 PEERLOOM_STRESS_PEERS=10 $(BIN)/python -m pytest -s tests/node/averaging/test_stress.py
 	PEERLOOM_GRID_PEERS=27 PEERLOOM_GRID_GROUP=3 $(BIN)/python -m pytest -s tests/node/averaging/test_grid_of_nodes.py
 	PEERLOOM_CATCH_UP_PARAMETERS=50000000 $(BIN)/python -m pytest -s tests/node/averaging/test_catch_up.py
+	PEERLOOM_TUTORIALS=1 $(BIN)/python -m pytest -s tests/test_tutorials.py
 	PEERLOOM_SCRIPTS=3 $(BIN)/python -m pytest -s tests/test_pytorch_script.py
 	PEERLOOM_CHURN_SECONDS=600 $(BIN)/python -m pytest -s tests/gossip/averaging/test_churn.py
 	PEERLOOM_MEMBER_SEEDS=50 $(BIN)/python -m pytest -s tests/test_hostile_member.py tests/test_hostile_serving.py \
@@ -122,7 +129,7 @@ soak: $(READY) types-darwin
 	$(BIN)/peerloom sim churn --seeds 100 --jobs 2 --out soak-out
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info demo-out soak-out headline-out cloudmesh-out
+	rm -rf $(VENV) build dist *.egg-info demo-out docs-out soak-out headline-out cloudmesh-out
 
 # torch goes first and exactly pinned: it takes the CPU build, which later ranges then accept. pip would translate
 # thirteen thousand files on one core; a few of them are for a newer Python, and fail.

@@ -178,6 +178,8 @@ def read_own_data(text: str) -> NamedData:
     """`scans=/data/scans`: a name that federated runs use, and the folder or text on this machine."""
     name, _, path = text.partition("=")
     found = expanded(path)
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}", name) or not found.is_absolute():
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}", name):
         raise ValueError("want a name and where the data lies, such as scans=/data/scans")
+    if not found.is_absolute():
+        raise ValueError(f"want a path from the root on, such as {name}=/data/{name}")
     return NamedData(name, found)

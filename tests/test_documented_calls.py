@@ -91,7 +91,10 @@ def taken(function: Callable[..., object]) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+# The library's page is made of the signatures themselves.
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name != "library.md"], ids=lambda page: page.name
+)
 def test_calls_of_a_page_exist_with_their_arguments(page: Path) -> None:
     told = [(each, wrong(*each)) for each in calls(page.read_text(encoding="utf-8"))]
     assert [problem for _, problem in told if problem] == []

@@ -21,7 +21,7 @@ from tests.test_documented_commands import commands
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 ROOMS = (
     "benchmarks",
@@ -43,6 +43,7 @@ SHORT = re.compile(r"`([a-z_]+/[a-z_/]+\.py)`")
 """A path in a code span that may leave a package out, as tables of ARCHITECTURE.md do."""
 SECTION = re.compile(r"`?((?:docs/)?[\w-]+\.md)`?,?\s+\(?\"([^\"]+)\"\)?")
 """A page, and the section of it that is meant."""
+LINK = re.compile(r"\]\(([^)#\s]+)")
 SCRIPT = re.compile(r"python (benchmarks/\w+\.py)((?: --?[a-z][\w-]*(?: [A-Z0-9][\w]*)?)*)")
 PYTHON = re.compile(r"(?:# \w+\.py\n)?(?:import \w+$|from [\w.]+ import |with \w|async with )", re.MULTILINE)
 """How a block of Python begins; one of shell commands begins otherwise."""
@@ -104,6 +105,25 @@ def test_files_and_sections_that_a_page_names_exist(page: Path) -> None:
     assert [
         each for each in SHORT.findall(text) if not any(f"/{x}".endswith(f"/{each}") for x in tails)
     ] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+    links = LINK.findall(page.read_text(encoding="utf-8"))
+    assert [each for each in links if "://" not in each and not (page.parent / each).exists()] == []
+
+
+def test_the_site_lists_each_page() -> None:
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    pages = {str(page.relative_to(ROOT / "docs").with_suffix("")) for page in (ROOT / "docs").rglob("*.md")}
+    assert pages - set(index.splitlines()) == {"index"}
+
+
+def test_the_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 110
+    assert len(text.encode()) <= 8_000
+    assert max(map(len, text.splitlines())) <= 120
 
 
 def test_files_and_sections_that_docstrings_name_exist() -> None:
