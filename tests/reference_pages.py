@@ -144,15 +144,24 @@ def _values(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return ", ".join(code(str(each)) for each in get_args(kind) if each != "")
     if meta := getattr(kind, "__metadata__", None):
-        bounds = [
-            f"{sign} {limit:,}"
-            for each in meta
-            for sign, limit in ((">=", each.ge), (">", each.gt), ("<=", each.le), ("<", each.lt))
-            if limit is not None
-        ]
-        return ", ".join(bounds)
+        return ", ".join(filter(None, map(_bounds, meta)))
     parts = (_values(each) for each in get_args(kind) if each is not type(None))
     return ", ".join(dict.fromkeys(part for part in parts if part)) if get_origin(kind) is not tuple else ""
+
+
+def _bounds(meta: msgspec.Meta) -> str:
+    """Return the bounds of a number as people say them: `1 to 64`, `above 0, at most 1`."""
+    low, above, high, below = (_number(each) for each in (meta.ge, meta.gt, meta.le, meta.lt))
+    if low and high:
+        return f"{low} to {high}"
+    words = (low and f"{low} or more", above and f"above {above}", high and f"at most {high}")
+    return ", ".join(filter(None, (*words, below and f"below {below}")))
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{int(value):,}" if value == int(value) else f"{value:g}"
 
 
 # The library
