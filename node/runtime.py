@@ -58,6 +58,7 @@ from node.placement.provider import Provider
 from node.placement.searching import search_providers
 from node.recording.recorder import Recorder
 from node.runs.held import standing_of
+from node.runs.needs import Beside, RunHost, SwarmView
 from node.runs.runs import Runs
 from node.runs.vacating import of_others, vacate
 from node.seams import Clock, Executor, LocalNetwork, Network, RealClock, Seams, Storage, make_core, own_rng
@@ -395,31 +396,28 @@ class Node(Surface):
         )
         served = lambda peer, size: self.runs.receipts.served(peer, size)  # noqa: E731
         BlobServer(self.seams, self._blobs, refuse=self._refuse, served=served)
-        self.runs = Runs(
-            self.seams,
-            self.signer,
-            offers=self._offers,
-            measurements=self._make_measurements(),
-            search=self._search_providers,
+        swarm = SwarmView(
             live=lambda: self.membership.live,
             gone=lambda: self.membership.gone,
-            accepts=lambda run: self.provider.refusal(run, self.peer),
-            publish=self._publish,
-            refuse=self._refuse,
+            offers=self._offers,
+            search=self._search_providers,
             suspect=self.membership.suspect,
+            refuse=self._refuse,
             provide=self._provide,
-            observe=self._observe,
-            checkpoints=self.checkpoints,
-            copies=self.copies,
-            guests=self._guests,
-            averaging=self.averaging,
-            places=Places(self.peer, self.membership, lambda: self.capacity.location),
-            own_data=lambda: self.provider.rules.own_data,
+        )
+        host = RunHost(
+            accepts=lambda run: self.provider.refusal(run, self.peer),
             machine=lambda: self.provider.machine(self.capacity),
             rate=lambda: self.provider.of_a_slot(self.capacity).flops_per_second,
+            own_data=lambda: self.provider.rules.own_data,
+            publish=self._publish,
+            observe=self._observe,
             slots=self.provider.rules.slots,
-            local=LocalRuns,
         )
+        places = Places(self.peer, self.membership, lambda: self.capacity.location)
+        measurements = self._make_measurements()
+        beside = Beside(measurements, self.checkpoints, self.copies, self._guests, self.averaging, places)
+        self.runs = Runs(self.seams, self.signer, swarm, host, beside, LocalRuns)
 
     def _make_joining(self) -> Joining:
         return Joining(

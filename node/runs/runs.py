@@ -5,7 +5,7 @@ membership (`member_lost`), never from a timer of our own; only a run that nobod
 up by silence, so that a lease cannot be held for ever.
 """
 
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,9 +17,6 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Signer
 from crypto.identity import PeerId
 from crypto.noise import Data
-from node.averaging.service import Averaging
-from node.checkpoints.replication import CheckpointReplicator
-from node.checkpoints.service import Checkpoints
 from node.containment import contain, failure_text, keep_running, place_of
 from node.content import datasets as datasets
 from node.content.dataset_store import DataFiles, Lanes
@@ -35,14 +32,12 @@ from node.events import (
     RunChanged,
     RunReleased,
 )
-from node.offering import NamedData
 from node.pipeline.links import Links
 from node.pipeline.spans import Spans
 from node.placement.admission import Machine
 from node.placement.contest import CONTEST_MEMBERS_MIN, enter_queues
 from node.placement.deadline import late_text, least_seconds
 from node.placement.leases import Offer, PlacementFailed, place, reduction, release, start
-from node.placement.places import Places
 from node.placement.slots import Slots
 from node.placement.waiting import QueuePlaces, place_in_time
 from node.protocols import calls
@@ -60,6 +55,7 @@ from node.runs.kept import note_guests
 from node.runs.local_mode import LocalMode
 from node.runs.manifest_builder import fits
 from node.runs.member import RunMember
+from node.runs.needs import Beside, RunHost, SwarmView
 from node.runs.outside import RunsOutside
 from node.runs.own_data import OwnDataSets
 from node.runs.queue import Queue
@@ -73,8 +69,6 @@ from node.runs.stopping import Stopping
 from node.runs.traces import Traces
 from node.runs.vacating import is_standby
 from node.seams import Seams
-from node.services.measurements import Measurements
-from node.storage.guests import Guests
 from partition.plan.history import History, first_history
 from partition.plan.plan import Plan, plan_hash
 from partition.run.decliners import Decliners
@@ -98,74 +92,48 @@ class Runs:
         self,
         seams: Seams,
         signer: Signer,
-        *,
-        offers: Callable[[], Sequence[Offer]],
-        measurements: Measurements,
-        search: Callable[[], Awaitable[Sequence[Offer]]],
-        live: Callable[[], Collection[PeerId]],
-        gone: Callable[[], Collection[PeerId]],
-        accepts: Callable[[Run], str | None],
-        publish: Callable[[Event], None],
-        refuse: Callable[[PeerId, RemoteProtocolError], None],
-        suspect: Callable[[PeerId], None],
-        provide: Callable[[str, str], Awaitable[None]],
-        observe: Callable[[object], None],
-        machine: Callable[[], Machine],
-        rate: Callable[[], float],
-        slots: int = 1,
-        checkpoints: Checkpoints,
-        copies: CheckpointReplicator,
-        guests: Guests,
-        averaging: Averaging,
-        places: Places,
-        own_data: Callable[[], Sequence[NamedData]],
+        swarm: SwarmView,
+        host: RunHost,
+        beside: Beside,
         local: Callable[["Runs", ArchiveShell], LocalMode],
     ) -> None:
-        """`observe` hears all that this node sends in runs; `machine` and `rate` (FLOP/s) are of one slot."""
         self.seams = seams
         self.signer = signer
-        self.live = live
-        self.gone = gone
-        self.publish = publish
-        self._machine = machine
-        self.checkpoints = checkpoints
-        self.copies = copies
-        self.guests = guests
-        self.offers = offers
+        self.live, self.gone = swarm.live, swarm.gone
+        self.offers, self.search = swarm.offers, swarm.search
+        self.refuse, self.provide = swarm.refuse, swarm.provide
+        self.publish, self.accepts = host.publish, host.accepts
+        self._machine = host.machine
+        self.checkpoints, self.copies = beside.checkpoints, beside.copies
+        self.guests, self.places = beside.guests, beside.places
+        self.averaging, self.measurements = beside.averaging, beside.measurements
         self.sends_less: Callable[[], bool] = lambda: False
-        self.measurements = measurements
-        measurements.is_computing = self._is_computing
-        self.search = search
-        self.accepts = accepts
-        self.refuse = refuse
-        self.models = Models(seams, self._graphs_needed, guests)
-        self.receipts = Receipts(seams, signer, self.models, rate=rate, refuse=refuse)
-        copies.came = self.receipts.checkpoint_came
-        averaging.averaged = self._averaged
+        self.measurements.is_computing = self._is_computing
+        self.models = Models(seams, self._graphs_needed, self.guests)
+        self.receipts = Receipts(seams, signer, self.models, rate=host.rate, refuse=self.refuse)
+        self.copies.came = self.receipts.checkpoint_came
+        self.averaging.averaged = self._averaged
         self.hosted_beside: Callable[[], Mapping[bytes, bytes]] = dict
         """What else has a slot of this node, and of which graph it is: services."""
-        self.slots = Slots(seams, slots, self._hosted)
-        self.queue = Queue(self, slots)
+        self.slots = Slots(seams, host.slots, self._hosted)
+        self.queue = Queue(self, host.slots)
         self.losses = Losses()
         self.spans = Spans()
-        self.traces = Traces(seams, self.spans, refuse)
+        self.traces = Traces(seams, self.spans, self.refuse)
         self.audits = Audits(self)
         self.members: dict[bytes, RunMember] = {}
-        self.averaging = averaging
-        self.places = places
-        self.provide = provide
-        self._observe = observe
+        self._observe = host.observe
         self.inbox = PipelineInbox(self)
         self.archive = ArchiveShell(seams, signer.peer)
-        self.own_data = OwnDataSets(seams, own_data)
+        self.own_data = OwnDataSets(seams, host.own_data)
         self.local = local(self, self.archive)
         self.outside = RunsOutside(self, signer.peer)
         self.stopping = Stopping(self)
         self.revising = Revising(self)
         self.data = DataFiles(
             seams,
-            checkpoints.store.blobs,
-            refuse=refuse,
+            self.checkpoints.store.blobs,
+            refuse=self.refuse,
             start_task=partial(self.start_task, of=None),
             needed=lambda: [run.manifest.data for run in self._going],
             came=self._data_came,
@@ -179,8 +147,8 @@ class Runs:
             wire.PIPELINE_PROTOCOL,
             deliver=self.inbox.deliver,
             on_reconnected=self._reconnected,
-            on_stuck=suspect,
-            on_broken=partial(self._link_broken, suspect),
+            on_stuck=swarm.suspect,
+            on_broken=partial(self._link_broken, swarm.suspect),
         )
         self.nursery: trio.Nursery | None = None
         self.left: dict[str, bool] = {}

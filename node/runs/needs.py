@@ -1,0 +1,63 @@
+"""What runs need of their node: what it knows of the swarm, and the services beside them."""
+
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from node.averaging.service import Averaging
+from node.checkpoints.replication import CheckpointReplicator
+from node.checkpoints.service import Checkpoints
+from node.events import Event
+from node.offering import NamedData
+from node.placement.admission import Machine
+from node.placement.leases import Offer
+from node.placement.places import Places
+from node.protocols.manifest import Run
+from node.services.measurements import Measurements
+from node.storage.guests import Guests
+
+
+@dataclass(frozen=True)
+class SwarmView:
+    """What the node knows of the swarm, and whom it tells.
+
+    `live` are the members believed alive, `gone` those known to be dead or to have left; `offers` are those
+    known now, `search` looks for more in the DHT. `suspect` has a member probed at once, `refuse` counts what
+    a peer did wrong, `provide` says in the DHT that this node has a run's content (a hash and a purpose).
+    """
+
+    live: Callable[[], Collection[PeerId]]
+    gone: Callable[[], Collection[PeerId]]
+    offers: Callable[[], Sequence[Offer]]
+    search: Callable[[], Awaitable[Sequence[Offer]]]
+    suspect: Callable[[PeerId], None]
+    refuse: Callable[[PeerId, RemoteProtocolError], None]
+    provide: Callable[[str, str], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class RunHost:
+    """This machine as its owner gives it to runs: `machine` and `rate` (FLOP/s) are of one slot, `accepts`
+    returns why a run is not taken, `publish` tells an event, `observe` hears what this node sends in runs.
+    """
+
+    accepts: Callable[[Run], str | None]
+    machine: Callable[[], Machine]
+    rate: Callable[[], float]
+    own_data: Callable[[], Sequence[NamedData]]
+    publish: Callable[[Event], None]
+    observe: Callable[[object], None]
+    slots: int = 1
+
+
+@dataclass(frozen=True)
+class Beside:
+    """The services of the node that runs use."""
+
+    measurements: Measurements
+    checkpoints: Checkpoints
+    copies: CheckpointReplicator
+    guests: Guests
+    averaging: Averaging
+    places: Places
