@@ -16,7 +16,7 @@ _STYLE = """
 text{font:12px system-ui,sans-serif;fill:#1c2733}.quiet{fill:#5b6b7a;font-size:11px}.title{font-size:16px;
 font-weight:600}.stage{fill:#cfe0f5;stroke:#6f94c4}.slow{fill:#f7d4c1;stroke:#cf7b4d}.peer{fill:#fff;
 stroke:#9fb0c0}.memory{fill:#dfe8d8}.link{stroke:#6f94c4;stroke-width:2;fill:none}.wait{stroke:#cf7b4d;
-stroke-width:3}.forward{fill:#6f94c4}.backward{fill:#94b77c}.lane{fill:#f2f5f8}
+stroke-width:3}.forward{fill:#6f94c4}.backward{fill:#94b77c}.both{fill:#a08cc0}.lane{fill:#f2f5f8}
 @media(prefers-color-scheme:dark){svg{background:#151b22}text{fill:#e4eaf0}.quiet{fill:#9aa9b8}
 .stage{fill:#27405f}.slow{fill:#6b3d24}.peer{fill:#1f2831}.memory{fill:#2e3d27}.lane{fill:#1d252d}}
 """
@@ -113,7 +113,9 @@ def _timeline(document: Mapping[str, Any], lanes: list[Mapping[str, Any]], top: 
     left, right = MARGIN + 92, WIDTH - MARGIN - 44
     scale = (right - left) / end
     parts = [_text(MARGIN, top - 10, f"a step of {seconds_text(document['step_seconds'])}", "quiet")]
-    for direction, x in (("forward", right - 138), ("backward", right - 70)):
+    # The last stage goes back as soon as it has gone forward.
+    last_stage = len(document["stages"])
+    for direction, x in (("forward", right - 186), ("backward", right - 118), ("both", right - 42)):
         parts += [_box(direction, x, top - 19, 10, 10), _text(x + 15, top - 10, direction, "quiet")]
     for number, lane in enumerate(lanes):
         y = top + LANE * number
@@ -125,7 +127,8 @@ def _timeline(document: Mapping[str, Any], lanes: list[Mapping[str, Any]], top: 
         for bar in bars:
             if bar["peer"] == lane["peer"]:
                 width = max(0.6, (bar["end_seconds"] - bar["start_seconds"]) * scale - 0.6)
-                parts.append(_box(bar["direction"], left + bar["start_seconds"] * scale, y, width, LANE - 4))
+                kind = "both" if bar["stage"] == last_stage else bar["direction"]
+                parts.append(_box(kind, left + bar["start_seconds"] * scale, y, width, LANE - 4))
     return parts
 
 
