@@ -15,6 +15,9 @@ blocks, each a page from its begin; the rows of every product are padded to a mu
 blocks give is added up one after the other. So hidden keys and blocks add exact zeros. That holds for torch's
 products as they are (`tests/partition/test_serving_exactness.py` tries it), not for its attention kernels.
 
+Keys and values of half precision lie so in their pages; scores, weights and sums are float32, and what comes
+out is rounded once.
+
 Outside of `serving` it is plain causal attention of sequences [batch, heads, tokens, width], so that a model
 can be captured, and a graph compared with its model.
 """
@@ -24,7 +27,9 @@ can be captured, and a graph compared with its model.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import inf
+from typing import Any
 
 import torch
 
@@ -34,6 +39,9 @@ ROWS = 4
 """Rows of a batched product are a multiple of this: torch's kernels compute a row alike from four on."""
 SCRATCH_BYTES = 32 << 20
 """What one batched product may take of scores and of gathered keys, where a single row does not take more."""
+
+STRETCHES_MAX = 6
+"""Copies that are quicker one by one than by index."""
 
 _library = torch.library.Library("peerloom", "DEF")  # type: ignore[no-untyped-call]  # of torch
 _library.define(  # type: ignore[no-untyped-call]  # of torch
@@ -64,13 +72,23 @@ class _Group:
     hidden: torch.Tensor
 
 
+@dataclass(frozen=True)
+class _Stretch:
+    """Tokens from `first` in the batch that lie in one page, from `slot` on."""
+
+    page: int
+    slot: int
+    first: int
+    tokens: int
+
+
 @dataclass
 class Batch:
     """The units of one run, as `attend` wants them."""
 
     pages: Pages
     spans: tuple[Span, ...]
-    _written: tuple[torch.Tensor, torch.Tensor] | None = None
+    _written: tuple[torch.Tensor, torch.Tensor] | list[_Stretch] | None = None
     _groups: dict[tuple[int, int, int], list[_Group]] = field(default_factory=dict)
 
     @property
@@ -78,19 +96,26 @@ class Batch:
         last = self.spans[-1]
         return last.first + last.tokens
 
+    @cached_property
+    def single(self) -> Span | None:
+        """The only token of the batch, if it has no more, and the pages of its session follow one another."""
+        span = self.spans[0]
+        pages = span.pages
+        is_alone = len(self.spans) == 1 and span.tokens == 1
+        return span if is_alone and pages == tuple(range(pages[0], pages[0] + len(pages))) else None
+
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Put keys and values where their sessions have them."""
         if self._written is None:
-            places = [
-                (span.pages[position // PAGE_TOKENS], position % PAGE_TOKENS)
-                for span in self.spans
-                for position in range(span.position, span.position + span.tokens)
-            ]
-            pages, slots = zip(*places, strict=True)
-            self._written = torch.tensor(pages, device=k.device), torch.tensor(slots, device=k.device)
-        pages_T, slots_T = self._written
-        for pool, given in zip(self.pages.pool(layer), (k, v), strict=True):
-            pool[pages_T, :, slots_T] = given[0, :, : self.tokens].transpose(0, 1)
+            self._written = _places(self.spans, k.device)
+        for pool, given in zip(self.pages.pool(layer), (k[0], v[0]), strict=True):
+            if isinstance(self._written, list):
+                for part in self._written:
+                    target = pool[part.page].narrow(1, part.slot, part.tokens)
+                    target.copy_(given.narrow(1, part.first, part.tokens))
+            else:
+                pages_T, slots_T = self._written
+                pool[pages_T, :, slots_T] = given[:, : self.tokens].transpose(0, 1)
 
     def groups(self, window: int, block_bytes: int, row_bytes: int, device: torch.device) -> list[_Group]:
         """How to go through the batch. A block takes `block_bytes`, and `row_bytes` for each row of it."""
@@ -111,6 +136,25 @@ class _Part:
     tokens: int
     pages: tuple[int, ...]
     block: int
+
+
+def _places(
+    spans: Sequence[Span], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor] | list[_Stretch]:
+    """Where the tokens lie: a few stretches of them, or by token the page and the slot in it."""
+    stretches = []
+    for span in spans:
+        begin, end = span.position, span.position + span.tokens
+        while begin < end:
+            page, slot = divmod(begin, PAGE_TOKENS)
+            count = min(end - begin, PAGE_TOKENS - slot)
+            stretches.append(_Stretch(span.pages[page], slot, span.first + begin - span.position, count))
+            begin += count
+    if len(stretches) <= STRETCHES_MAX:
+        return stretches
+    pages = [each.page for each in stretches for _ in range(each.tokens)]
+    slots = [each.slot + number for each in stretches for number in range(each.tokens)]
+    return torch.tensor(pages, device=device), torch.tensor(slots, device=device)
 
 
 _batch: list[Batch] = []
@@ -211,22 +255,57 @@ def _attend(
     batch = _batch[-1]
     batch.write(layer, k, v)
     keys, values = batch.pages.pool(layer)
+    if batch.single is not None and not window and not softcap and sinks is None:
+        return _single(q, keys, values, scale, batch.single)
     heads, key_heads = q.shape[1], k.shape[1]
     share = heads // key_heads
-    row = padded(share) * q.element_size()
+    work = _working(q.dtype)
+    row = padded(share) * work.itemsize
     # Scores and weights of a row, and what a block adds to it.
     row_bytes = key_heads * row * (2 * PAGE_TOKENS + v.shape[3])
-    block_bytes = key_heads * PAGE_TOKENS * (k.shape[3] + v.shape[3]) * q.element_size()
-    out = q.new_zeros(1, heads, q.shape[2], v.shape[3])
-    scaled = q[0] * scale
+    block_bytes = key_heads * PAGE_TOKENS * (k.shape[3] + v.shape[3]) * work.itemsize
+    out = _room(q, v.shape[3])
+    scaled = q[0].to(work) * scale
     for group in batch.groups(window, block_bytes, row_bytes, q.device):
         sessions, tokens = group.turns[0][1], group.tokens
         given = scaled[:, group.first : group.first + sessions * tokens]
         if not group.is_together:
             given = scaled.index_select(1, group.rows)
         given = given.view(key_heads, share, sessions, tokens, q.shape[3]).permute(2, 0, 1, 3, 4)
-        folded = _fold(given, keys, values, group, softcap, sinks)
+        folded = _fold(given, keys, values, group, softcap, sinks).to(q.dtype)
         out[0].index_copy_(1, group.rows, folded.permute(1, 2, 0, 3, 4).reshape(heads, -1, v.shape[3]))
+    return out
+
+
+def _room(q: torch.Tensor, width: int) -> torch.Tensor:
+    """Zeros of the result's shape, which lie as whoever joins the heads wants them."""
+    return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], width).transpose(1, 2)
+
+
+def _single(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, span: Span
+) -> torch.Tensor:
+    """One token of one session: what `_fold` computes, to the bit, by fewer calls."""
+    heads, width, key_heads = q.shape[1], q.shape[3], keys.shape[1]
+    share, work = heads // key_heads, _working(q.dtype)
+    rows, count, seen = padded(share), len(span.pages), span.position % PAGE_TOKENS + 1
+    given = q.new_zeros(key_heads, rows, width, dtype=work)
+    given[:, :share].copy_(q[0, :, 0].reshape(key_heads, share, width)).mul_(scale)
+    k = keys.narrow(0, span.pages[0], count).flatten(0, 1).to(work)
+    v = values.narrow(0, span.pages[0], count).flatten(0, 1).to(work)
+    scores = torch.bmm(given.expand(count, -1, -1, -1).reshape(-1, rows, width), k.transpose(1, 2))
+    scores = scores.view(count, key_heads, rows, PAGE_TOKENS)
+    if seen < PAGE_TOKENS:
+        scores[-1].narrow(2, seen, PAGE_TOKENS - seen).fill_(-inf)
+    weights = scores.sub_(scores.amax((0, 3), keepdim=True)).exp_()
+    total, *sums = weights.sum(-1).unbind()
+    parts = torch.bmm(weights.view(-1, rows, PAGE_TOKENS), v)
+    whole, *others = parts.view(count, key_heads, rows, -1).unbind()
+    for one, other in zip(sums, others, strict=True):
+        total.add_(one)
+        whole.add_(other)
+    out = _room(q, values.shape[3])
+    out[0, :, 0] = (whole[:, :share] / total[:, :share].unsqueeze(-1)).view(heads, -1)
     return out
 
 
@@ -255,6 +334,7 @@ def _fold(
         k, v = keys[begin : begin + count], values[begin : begin + count]
     else:
         k, v = keys.index_select(0, group.pages), values.index_select(0, group.pages)
+    k, v = k.to(q.dtype), v.to(q.dtype)
     spread = q.expand(blocks, -1, -1, -1) if sessions == 1 else q.index_select(0, group.member)
     scores = torch.bmm(spread.reshape(-1, rows, width), k.flatten(0, 1).transpose(1, 2))
     if softcap:
@@ -308,7 +388,8 @@ def _plain(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Causal attention within sequences, in one go."""
-    share = q.shape[1] // k.shape[1]
+    dtype, share = q.dtype, q.shape[1] // k.shape[1]
+    q, k, v = (each.to(_working(dtype)) for each in (q, k, v))
     k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
     scores = (q * scale) @ k.transpose(2, 3)
     if softcap:
@@ -321,7 +402,12 @@ def _plain(
         column = sinks.view(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 1)
         scores = torch.cat((scores, column), -1)
     weights = scores.softmax(-1)
-    return weights[..., : k.shape[2]] @ v
+    return (weights[..., : k.shape[2]] @ v).to(dtype)
+
+
+def _working(dtype: torch.dtype) -> torch.dtype:
+    """The type in which scores are computed and summed."""
+    return torch.float32 if dtype.itemsize < torch.float32.itemsize else dtype
 
 
 def _fake(
@@ -348,6 +434,19 @@ torch.library.register_fake("peerloom::attend", _fake, lib=_library)
 ATTEND = torch.ops.peerloom.attend.default
 
 
+class _Directly:
+    """`attend` without torch's dispatcher while a batch is served: that takes as long as a few operators."""
+
+    _schema = ATTEND._schema
+
+    def __call__(self, *arguments: Any) -> torch.Tensor:
+        found: torch.Tensor = _attend(*arguments) if _batch else ATTEND(*arguments)
+        return found
+
+
+ATTEND_DIRECTLY = _Directly()
+
+
 def padded(rows: int, multiple: int = ROWS) -> int:
     """The next multiple."""
     return -(-rows // multiple) * multiple
@@ -361,6 +460,7 @@ def attend_flops(q: Sequence[int], v: Sequence[int], context: int) -> int:
 
 def attend_bytes(q: Sequence[int], k: Sequence[int], v: Sequence[int], context: int, item_bytes: int) -> int:
     """Memory while it runs, of a session of as many tokens as it may have; without the pages and the result.
+    `item_bytes` is what a number takes in which it is computed.
 
     One row at least is computed at a time, and the whole batch of rows is scaled first.
     """

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from partition.execute.attention import ATTEND as ATTEND_CALL
+from partition.execute.attention import ATTEND_DIRECTLY
 from partition.model.operators import ATTEND, OPERATORS
 
 Call = Callable[..., Any]
@@ -24,7 +24,7 @@ SEED, STATISTICS = 0, 1
 
 def _resolve(name: str) -> Call:
     if name == ATTEND:
-        return ATTEND_CALL
+        return ATTEND_DIRECTLY
     _, operator, overload = name.split(".")
     call: Call = getattr(getattr(torch.ops.aten, operator), overload)
     return call

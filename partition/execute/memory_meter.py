@@ -125,7 +125,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
         flops = attend_flops(q.shape, v.shape, self._context)
         self.flops += flops
         self.work += flops
-        scratch = attend_bytes(q.shape, k.shape, v.shape, self._context, q.element_size())
+        item_bytes = max(q.element_size(), torch.float32.itemsize)
+        scratch = attend_bytes(q.shape, k.shape, v.shape, self._context, item_bytes)
         self.hold(scratch)(scratch)
 
     def _release(self, size_bytes: int) -> None:
