@@ -8,9 +8,10 @@ stage's process share:
     totals       what the replicas' sums add up to; the node writes them, `Apply` takes them
     moments      the optimizer's state: nothing, one vector (momentum) or two (Adam)
 
-All have one element type and one layout (`parameter_layout`), without gaps; `gradients` and `totals` end
-before what is frozen, and `moments` repeats them. `partition.execute` computes; `node.stages.host` keeps it
-in a process.
+All have one layout (`parameter_layout`), without gaps; `gradients` and `totals` end before what is frozen,
+and `moments` repeats them. A stage that trains has one type, float32 or float64. In one that does not,
+parameters lie as they are stored, the widest types first, so that each value is aligned to its own.
+`partition.execute` computes; `node.stages.host` keeps it in a process.
 
 Long because every message of the API is here, which both sides of a process's border read.
 """
@@ -21,7 +22,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from partition.codecs.codec import Codec, Digest, Payload, Rounding
-from partition.model.graph import ITEM_BYTES, Parameter, StageGraph
+from partition.model.graph import FLOATING, ITEM_BYTES, TRAIN, TRAINED, DataType, Parameter, StageGraph
 from partition.model.sizes import check_sizes, evaluate, shape_of
 
 ARENAS = ("parameters", "gradients", "totals", "moments")
@@ -170,9 +171,13 @@ class StageSpecification(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         check_sizes(self.graph.symbols, self.sizes_max)
         dtypes = {row.type.dtype for row in self.graph.parameters}
-        if len(dtypes) > 1 or not dtypes <= {"float32", "float64"}:
+        trains = any(entry.loss is not None or entry.name == TRAIN for entry in self.graph.entries)
+        is_frozen = not trains and all(row.kind == "frozen" for row in self.graph.parameters)
+        if not (is_frozen and dtypes <= set(FLOATING)) and (len(dtypes) > 1 or not dtypes <= set(TRAINED)):
             found = ", ".join(sorted(dtypes))
-            raise ValueError(f"a stage's parameters are all float32 or all float64, not {found}")
+            raise ValueError(
+                f"the parameters of a stage that trains are all float32 or all float64, not {found}"
+            )
         vector, boundary = vector_bytes(self), boundary_bytes(self)
         if vector > VECTOR_BYTES_MAX:
             raise ValueError(f"a stage of {vector} bytes, at most {VECTOR_BYTES_MAX} allowed")
@@ -181,7 +186,7 @@ class StageSpecification(msgspec.Struct, frozen=True):
 
     @property
     def dtype(self) -> Literal["float32", "float64"]:
-        """Return the type of the arenas."""
+        """Return the type of the arenas of a stage that trains; in others `Slot` says that of each value."""
         rows = self.graph.parameters
         return "float64" if rows and rows[0].type.dtype == "float64" else "float32"
 
@@ -191,7 +196,8 @@ class StageSpecification(msgspec.Struct, frozen=True):
 
 
 class Slot(msgspec.Struct, frozen=True):
-    """Where one parameter lies in an arena: `offset` and `size` count elements. `row` is the graph's."""
+    """Where one parameter lies in an arena: `offset` and `size` count elements of its own type, `begin_bytes`
+    and `size_bytes` bytes. `row` is the graph's."""
 
     row: int
     parameter: Parameter
@@ -205,38 +211,56 @@ class Slot(msgspec.Struct, frozen=True):
         """The first of its names."""
         return self.parameter.names[0]
 
+    @property
+    def dtype(self) -> DataType:
+        return self.parameter.type.dtype
+
+    @property
+    def begin_bytes(self) -> int:
+        return self.offset * ITEM_BYTES[self.dtype]
+
+    @property
+    def size_bytes(self) -> int:
+        return self.parameter.stored_bytes
+
+    @property
+    def end_bytes(self) -> int:
+        return self.begin_bytes + self.size_bytes
+
 
 def parameter_layout(specification: StageSpecification) -> tuple[Slot, ...]:
     """The stage's parameters in their order in an arena, without gaps.
 
     First what has gradients or statistics and belongs to this stage alone, then what is tied to other stages,
-    then what is frozen: so each all-reduce takes one run of elements.
+    so that each all-reduce takes one run of elements; then what is frozen, by its type, the widest first.
     """
     graph = specification.graph
     tied = set(graph.tied)
 
-    def order(row: int, parameter: Parameter) -> tuple[int, int]:
-        return (2 if parameter.kind == "frozen" else int(row in tied)), row
+    def order(row: int, parameter: Parameter) -> tuple[int, int, int]:
+        if parameter.kind != "frozen":
+            return int(row in tied), 0, row
+        return 2, FLOATING.index(parameter.type.dtype), row
 
     slots: list[Slot] = []
-    offset = 0
+    begin = 0
     pairs = zip(graph.rows, graph.parameters, strict=True)
     for row, parameter in sorted(pairs, key=lambda pair: order(*pair)):
         shape = shape_of(parameter.type, ())
+        offset = begin // ITEM_BYTES[parameter.type.dtype]
         slots.append(Slot(row, parameter, shape, offset, prod(shape), row in tied))
-        offset += prod(shape)
+        begin = slots[-1].end_bytes
     return tuple(slots)
 
 
 def vector_bytes(specification: StageSpecification) -> int:
     """Bytes of `parameters`; 0 for a stage without any."""
-    return sum(slot.size for slot in parameter_layout(specification)) * specification.item_bytes
+    return sum(row.stored_bytes for row in specification.graph.parameters)
 
 
 def gradient_bytes(specification: StageSpecification) -> int:
     """Bytes of `gradients` and of `totals`: of all parameters and statistics that are not frozen."""
-    slots = parameter_layout(specification)
-    return sum(slot.size for slot in slots if slot.parameter.kind != "frozen") * specification.item_bytes
+    return sum(row.stored_bytes for row in specification.graph.parameters if row.kind != "frozen")
 
 
 def arena_bytes(specification: StageSpecification) -> dict[str, int]:

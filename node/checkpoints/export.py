@@ -59,10 +59,10 @@ def _places(
         except ValueError as error:
             raise RemoteProtocolError(str(error)) from None
         arena = ArenaReader(part.parameters, part.parameters_bytes, read)
-        slots, item_bytes = parameter_layout(layout), layout.item_bytes
-        if sum(slot.size for slot in slots) * item_bytes != part.parameters_bytes:
+        slots = parameter_layout(layout)
+        if sum(slot.size_bytes for slot in slots) != part.parameters_bytes:
             raise RemoteProtocolError("a stage's state that is larger or smaller than its parameters")
         for slot in slots:
             # Of what is tied, the first stage speaks for it.
-            places.setdefault(slot.row, (arena, slot.offset * item_bytes, slot.size * item_bytes))
+            places.setdefault(slot.row, (arena, slot.begin_bytes, slot.size_bytes))
     return places

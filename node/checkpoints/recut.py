@@ -97,9 +97,8 @@ def _layouts(
 
 def _layout(run: bytes, manifest: Manifest, graph: StageGraph) -> _Layout:
     specification = StageSpecification(run, graph, manifest.sizes_max, optimizer=manifest.optimizer)
-    size = specification.item_bytes
     rows = {
-        slot.row: (slot.offset * size, slot.size * size, slot.parameter.kind != "frozen")
+        slot.row: (slot.begin_bytes, slot.size_bytes, slot.parameter.kind != "frozen")
         for slot in parameter_layout(specification)
     }
     vectors = specification.optimizer.moments

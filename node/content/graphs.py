@@ -194,13 +194,12 @@ class Models:
         ]
         if not slots:
             return
-        arena, item_bytes = stage.vector("parameters"), specification.item_bytes
+        arena = stage.vector("parameters")
         with trio.move_on_after(FILL_SECONDS_MAX):
             for slot in slots:
                 source = slot.parameter.source
                 assert isinstance(source, Stored)
-                start = slot.offset * item_bytes
-                part = arena[start : start + slot.size * item_bytes]
+                part = arena[slot.begin_bytes : slot.end_bytes]
                 await self._fill(specification.graph.graph, source.offset, part, holders)
                 try:
                     await self._seams.executor.run(partial(check_range, source, part))

@@ -153,7 +153,7 @@ class HeldStage:
         for slot in api.parameter_layout(self.specification):
             source = slot.parameter.source
             if isinstance(source, Stored) and source.offset <= offset < source.offset + source.length:
-                start = slot.offset * self.specification.item_bytes + offset - source.offset
+                start = slot.begin_bytes + offset - source.offset
                 if offset + length > source.offset + source.length:
                     return None
                 try:

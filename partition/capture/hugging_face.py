@@ -40,8 +40,13 @@ def is_folder(reference: str) -> bool:
         return False
 
 
-def folder_task(folder: Path, *, values: bool = True, length: int = 0, fresh: bool = False) -> Task:
+def folder_task(
+    folder: Path, *, values: bool = True, length: int = 0, fresh: bool = False, as_stored: bool = False
+) -> Task:
     """Return the model in a folder with examples of its inputs and its loss.
+
+    Its values are widened, or narrowed, to what torch computes in by default, unless they are wanted
+    `as_stored`.
 
     Without `values` its weights are left where they are, and it has no memory: each stage would draw its own;
     or, if `fresh`, it has new ones, for which others are to be given. `length` is how many tokens a sample
@@ -70,7 +75,7 @@ def folder_task(folder: Path, *, values: bool = True, length: int = 0, fresh: bo
                 local_files_only=True,
                 use_safetensors=True,
                 trust_remote_code=False,
-                dtype=torch.get_default_dtype(),
+                dtype="auto" if as_stored else torch.get_default_dtype(),
             )
         else:
             with skeleton():

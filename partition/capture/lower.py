@@ -18,7 +18,6 @@ from partition.capture.steps import DATA_TYPES, Leaf, Made, Reference, Step, Sym
 from partition.capture.wrapper_module import COUNTER, Example
 from partition.model.graph import (
     GRAPH_BYTES_MAX,
-    GRAPH_VERSION,
     NODES_MAX,
     Argument,
     Constant,
@@ -39,6 +38,7 @@ from partition.model.graph import (
     Symbol,
     TensorType,
     Value,
+    version_for,
 )
 
 T = TypeVar("T")
@@ -58,6 +58,7 @@ class Tables:
     symbols: tuple[Symbol, ...]
     groups: Groups | None
     statistics: frozenset[str]
+    is_trained: bool = True
     store: Store = field(default_factory=Store)
     expressions: dict[Expression, int] = field(default_factory=dict)
     types: dict[TensorType, int] = field(default_factory=dict)
@@ -113,7 +114,7 @@ class Tables:
         if key not in self.parameters:
             tensor = self.contents.tensors[path]
             names = self.contents.names_of(path)
-            check_parameter(path, tensor)
+            check_parameter(path, tensor, is_trained=self.is_trained or tensor.requires_grad)
             is_statistic = path in self.statistics
             kind = "statistic" if is_statistic else "parameter" if tensor.requires_grad else "frozen"
             group = self.groups(names[0], tensor) if self.groups and kind == "parameter" else 0
@@ -323,22 +324,24 @@ def lower(
             that is no integer made of sizes.
     """
     statistics = frozenset(path for _, cleaned in parts for path in cleaned.statistics)
-    tables = Tables(contents, symbols, groups, statistics)
+    is_trained = any(exported.request.train for exported, _ in parts)
+    tables = Tables(contents, symbols, groups, statistics, is_trained)
     entries = tuple(_Lowering(tables, exported, cleaned).entry() for exported, cleaned in parts)
     tables.keep_unused()
     counters: dict[str, None] = {}
     for _, cleaned in parts:
         for path in cleaned.counters:
             counters.update(dict.fromkeys(contents.names_of(path)))
+    rows = tuple(row for _, row in tables.parameters.values())
     graph = Graph(
-        version=GRAPH_VERSION,
+        version=version_for(rows),
         name=name,
         symbols=symbols,
         expressions=tuple(tables.expressions),
         types=tuple(tables.types),
         operators=tuple(tables.operators),
         owners=tuple(tables.owners),
-        parameters=tuple(row for _, row in tables.parameters.values()),
+        parameters=rows,
         constants=tuple(row for _, row in tables.constants.values()),
         states=tuple(row for _, row in tables.states.values()),
         entries=entries,

@@ -32,13 +32,13 @@ CONTEXT_USUAL = 2_048
 
 
 def capture_folder_for_serving(folder: Path) -> Captured:
-    """Capture the language model in a folder as `save_pretrained` of transformers writes it, and prove that
-    the graph answers as the model does.
+    """Capture the language model in a folder as `save_pretrained` of transformers writes it, with its weights
+    in the types in which they are stored, and prove that the graph answers as the model does.
 
     Raises:
         CaptureRefused: no model that is known here, or one that cannot be served.
     """
-    model = folder_task(folder).model
+    model = folder_task(folder, as_stored=True).model
     found = capture_for_serving(model)
     prove_folder_served(model, found.graph)
     return found
@@ -78,7 +78,8 @@ def _serve(model: Any, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tenso
         logits_to_keep=rows,
     )
     logits: Tensor = output.logits[0]
-    return logits
+    # Doors draw tokens from float32.
+    return logits.float() if logits.element_size() < torch.float32.itemsize else logits
 
 
 def _served(graph: Graph, context: int) -> Graph:

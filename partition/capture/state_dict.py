@@ -58,15 +58,22 @@ def _key(tensor: Tensor) -> Key:
     return (0, tensor.data_ptr(), *tensor.shape, -1, *tensor.stride())
 
 
-def check_parameter(path: str, tensor: Tensor) -> None:
-    """Raises CaptureRefused: a parameter of a type that no stage can hold."""
-    if tensor.dtype not in (torch.float32, torch.float64):
-        remedy = "use model.float()"
-        if tensor.is_complex():
-            remedy = "keep it as real numbers with a last side of 2, and use torch.view_as_complex in forward"
-        raise CaptureRefused(
-            f"the parameter '{path}' is {tensor.dtype}: a stage holds float32 or float64; {remedy}"
-        )
+_TRAINED = (torch.float32, torch.float64)
+_SERVED = (*_TRAINED, torch.bfloat16, torch.float16)
+
+
+def check_parameter(path: str, tensor: Tensor, *, is_trained: bool = True) -> None:
+    """Raises CaptureRefused: a parameter of a type that no stage can hold, or none that trains."""
+    if tensor.dtype in (_TRAINED if is_trained else _SERVED):
+        return
+    does, remedy = "trains", "use model.float()"
+    if tensor.is_complex():
+        remedy = "keep it as real numbers with a last side of 2, and use torch.view_as_complex in forward"
+    if not is_trained:
+        does = "holds float16, bfloat16,"
+    raise CaptureRefused(
+        f"the parameter '{path}' is {tensor.dtype}: a stage {does} float32 or float64; {remedy}"
+    )
 
 
 class Store:

@@ -39,7 +39,7 @@ from partition.execute.serving import ServedStage
 from partition.execute.sessions import Sessions
 from partition.execute.tensor_io import BadPayload, Boundary, NotFinite, blaming, is_finite, tensor_of
 from partition.execute.values import first_values
-from partition.execute.vector import Vector
+from partition.execute.vector import Values, Vector
 from partition.execute.weights import export_file, import_file
 from partition.model.graph import EVALUATE, SERVE, TRAIN, Recipe, StageEntry, TensorType
 from partition.stage import (
@@ -119,9 +119,10 @@ class StageExecutor:
         self._programs: dict[tuple[str, bool], Program] = {}
         dtype = DTYPES[specification.dtype]
         self._arenas = {name: arenas[name] for name in ARENAS}
-        self._vectors = {name: Vector(arenas[name], dtype, self._device) for name in ARENAS}
         self._slots = parameter_layout(specification)
-        self._parameters, self._statistics = self._make_parameters(dtype)
+        self._values = Values(arenas["parameters"], self._slots, self._device)
+        self._vectors = {name: Vector(arenas[name], dtype, self._device) for name in ARENAS[1:]}
+        self._parameters, self._statistics = self._make_parameters()
         self._constants = {
             row: tensor_of(constant, self._device)
             for row, constant in zip(graph.constant_rows, graph.constants, strict=True)
@@ -176,8 +177,8 @@ class StageExecutor:
             case FindBits():
                 return self._probe()
             case Export():
-                arena, dtype = self._arenas["parameters"], self._specification.dtype
-                return Exported(export_file(arena, dtype, self._slots, self._graph.constants))
+                arena = self._arenas["parameters"]
+                return Exported(export_file(arena, self._slots, self._graph.constants))
         self._obey(request)
         return Done()
 
@@ -495,7 +496,7 @@ class StageExecutor:
             gradients.tensor.mul_(clip)
         self._optimizer.step(request.step, request.rate)
         self._move_statistics(program, totals)
-        self._vectors["parameters"].give()
+        self._values.give()
         self._vectors["moments"].give()
 
     def _move_statistics(self, program: Program, totals: Vector) -> None:
@@ -521,14 +522,14 @@ class StageExecutor:
 
     # Parameters
 
-    def _make_parameters(self, dtype: torch.dtype) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+    def _make_parameters(self) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
         """Values by row, with `.grad` where there is one; and where shares of statistics are added up."""
-        values, gradients = self._vectors["parameters"], self._vectors["gradients"]
+        values, gradients = self._values, self._vectors["gradients"]
         parameters, statistics = {}, {}
         for slot in self._slots:
             view = values.view(slot)
             if isinstance(slot.parameter.source, Recipe):
-                first_values(slot.parameter, self._specification.seed, dtype, view)
+                first_values(slot.parameter, self._specification.seed, view.dtype, view)
             if slot.parameter.kind == "parameter":
                 view.requires_grad_()
                 view.grad = gradients.view(slot)
@@ -542,23 +543,24 @@ class StageExecutor:
         specification = self._specification
         if len(request.data) > message_bytes_max(specification):
             raise RemoteProtocolError(f"a safetensors file of {len(request.data)} bytes is not this stage's")
-        arrays = import_file(request.data, specification.dtype, self._slots, self._graph.constants)
+        arrays = import_file(request.data, self._slots, self._graph.constants)
         with torch.no_grad():
             for row, array in arrays.items():
-                self._parameters[row].copy_(torch.tensor(array))
-        self._vectors["parameters"].give()
+                held = self._parameters[row]
+                held.copy_(torch.tensor(array).view(held.dtype).view(held.shape))
+        self._values.give()
         self._boundary.forget()
         self._forget()
         self._next_step = None
 
     def _take(self, step: int | None) -> None:
         """What the node wrote: first parameters (no step), or all that there is after so many steps."""
-        parameters, moments = self._vectors["parameters"], self._vectors["moments"]
-        if not is_finite(parameters.shared):
+        moments = self._vectors["moments"]
+        if not all(map(is_finite, self._values.runs())):
             raise RemoteProtocolError("a parameter is not finite")
         if step is not None:
             self._check_moments(moments.shared)
-        parameters.take()
+        self._values.take()
         moments.take()
         self._boundary.forget()
         self._forget()

@@ -1,8 +1,12 @@
 """An arena as torch sees it: a flat tensor over the shared memory, or its twin on a device."""
 
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
 import torch
 
 from partition.execute.device_limits import MISSING
+from partition.execute.interpret import DTYPES
 from partition.stage import Slot
 
 
@@ -34,3 +38,21 @@ class Vector:
         """The part of one parameter, in its shape; `start` is where the vector begins, in elements."""
         offset = start + slot.offset
         return self.tensor[offset : offset + slot.size].view(slot.shape)
+
+
+class Values(Vector):
+    """The arena `parameters`, whose values may each have a type of their own."""
+
+    def __init__(self, arena: memoryview, slots: Sequence[Slot], device: torch.device) -> None:
+        super().__init__(arena, torch.uint8, device)
+        self._slots = slots
+
+    def view(self, slot: Slot, start: int = 0) -> torch.Tensor:
+        assert not start  # there is one vector of parameters
+        return self.tensor[slot.begin_bytes : slot.end_bytes].view(DTYPES[slot.dtype]).view(slot.shape)
+
+    def runs(self) -> Iterator[torch.Tensor]:
+        """What lies in the shared memory, a flat tensor for each type."""
+        for dtype, group in groupby(self._slots, key=lambda slot: slot.dtype):
+            members = list(group)
+            yield self.shared[members[0].begin_bytes : members[-1].end_bytes].view(DTYPES[dtype])

@@ -12,6 +12,7 @@ import numpy as np
 import safetensors
 
 from crypto.errors import RemoteProtocolError
+from partition.codecs.base import ON_WIRE
 from partition.codecs.codec import Array
 from partition.model.graph import ITEM_BYTES, Constant, DataType
 from partition.model.safetensors_layout import SAFETENSORS_TYPES
@@ -20,17 +21,15 @@ from partition.stage import Slot
 
 _ALIGNMENT_BYTES = 8
 """The alignment of the first tensor, as in safetensors' own files."""
+_BFLOAT16_EXPONENT = 0x7F80
+"""All of it set: infinite, or not a number."""
 
 
-def export_file(
-    arena: memoryview, dtype: DataType, slots: Sequence[Slot], constants: Sequence[Constant]
-) -> bytes:
+def export_file(arena: memoryview, slots: Sequence[Slot], constants: Sequence[Constant]) -> bytes:
     """The file of what lies in the arena. Equal contents give equal bytes."""
     flat = arena.cast("B")
-    item = ITEM_BYTES[dtype]
     tensors: list[tuple[str, DataType, tuple[int, ...], bytes | memoryview]] = [
-        (slot.name, dtype, slot.shape, flat[slot.offset * item : (slot.offset + slot.size) * item])
-        for slot in slots
+        (slot.name, slot.dtype, slot.shape, flat[slot.begin_bytes : slot.end_bytes]) for slot in slots
     ]
     for constant in constants:
         if constant.names:
@@ -52,10 +51,8 @@ def export_file(
     return b"".join((len(text).to_bytes(8, "little"), text, *(data for _, _, _, data in tensors)))
 
 
-def import_file(
-    data: bytes, dtype: DataType, slots: Sequence[Slot], constants: Sequence[Constant]
-) -> Mapping[int, Array]:
-    """The parameters of a file by row, in their shapes; read-only.
+def import_file(data: bytes, slots: Sequence[Slot], constants: Sequence[Constant]) -> Mapping[int, Array]:
+    """The parameters of a file by row, flat and as they travel: bfloat16 as uint16. Read-only.
 
     Named constants may be missing; those there must be the graph's own.
 
@@ -76,10 +73,16 @@ def import_file(
     arrays = {}
     for slot in slots:
         tensor = tensors[slot.name]
-        if tuple(tensor["shape"]) != slot.shape or tensor["dtype"] != SAFETENSORS_TYPES[dtype]:
+        if tuple(tensor["shape"]) != slot.shape or tensor["dtype"] != SAFETENSORS_TYPES[slot.dtype]:
             raise RemoteProtocolError(f"{slot.name} has another shape or type in the safetensors file")
-        array = np.frombuffer(tensor["data"], dtype=dtype).reshape(slot.shape)
-        if not np.isfinite(array).all():
+        array = np.frombuffer(tensor["data"], dtype=ON_WIRE[slot.dtype])
+        if not _is_finite(array, slot.dtype):
             raise RemoteProtocolError(f"{slot.name} is not finite in the safetensors file")
         arrays[slot.row] = array
     return arrays
+
+
+def _is_finite(array: Array, dtype: DataType) -> bool:
+    if dtype == "bfloat16":
+        return not bool(((array & _BFLOAT16_EXPONENT) == _BFLOAT16_EXPONENT).any())
+    return bool(np.isfinite(array).all())

@@ -20,6 +20,8 @@ from math import isfinite, isnan
 from crypto.errors import RemoteProtocolError
 from partition.model.graph import (
     EVALUATE,
+    FLOATING,
+    GRAPH_VERSION,
     ITEM_BYTES,
     NODES_MAX,
     PAIRS,
@@ -40,6 +42,7 @@ from partition.model.graph import (
     TensorType,
     Value,
     arguments_of,
+    version_for,
 )
 from partition.model.operators import BATCH_NORM, OPERATORS
 from partition.model.serving import check_serve
@@ -65,6 +68,7 @@ def check_graph(graph: Graph) -> None:
     _check_sizes(graph)
     _check_operators(graph.operators)
     _check_parameters(graph.parameters)
+    _check_parameter_types(graph)
     _check_constants(graph)
     _check_state_names(graph)
     _unique("entry point", (entry.name for entry in graph.entries))
@@ -162,20 +166,44 @@ def _check_parameters(parameters: Sequence[Parameter]) -> None:
             raise _refuse(f"{where} has no elements")
         if size > PARAMETER_BYTES_MAX or total > PARAMETERS_BYTES_MAX:
             raise _refuse(f"{where} takes {size} bytes, of {total} until here")
-        if parameter.type.dtype not in ("float32", "float64"):
-            raise _refuse(f"{where} is {parameter.type.dtype}; parameters are float32 or float64")
-        if parameter.type.dtype != parameters[0].type.dtype:
-            raise _refuse("some parameters are float32 and some float64")
+        if parameter.type.dtype not in FLOATING:
+            raise _refuse(f"{where} is {parameter.type.dtype}; parameters are of a floating type")
         if parameter.kind == "statistic" and len(parameter.type.shape) != 1:
             raise _refuse(f"{where} is a statistic of {len(parameter.type.shape)} dimensions")
         if isinstance(parameter.source, Recipe):
             _check_recipe(parameter.source, parameter.type.shape, where)
             continue
-        if parameter.source.length != size:
-            raise _refuse(f"{where} takes {size} bytes and {parameter.source.length} are stored")
+        kept = parameter.stored_bytes
+        if parameter.source.length != kept:
+            raise _refuse(f"{where} takes {kept} bytes and {parameter.source.length} are stored")
         if parameter.source.offset < stored_until:
             raise _refuse(f"{where} is stored where an earlier one is")
-        stored_until = parameter.source.offset + size
+        stored_until = parameter.source.offset + kept
+
+
+def _check_parameter_types(graph: Graph) -> None:
+    """What is trained is of one type, since gradients, their sums and the optimizer's moments are vectors.
+
+    Checkpoints and members in local mode take all of a training stage for one vector, so a graph with
+    parameters of several types does not train at all.
+    """
+    wanted = version_for(graph.parameters)
+    if wanted != graph.version:
+        found = ", ".join(sorted({row.type.dtype for row in graph.parameters}))
+        if graph.version == GRAPH_VERSION:
+            raise _refuse(
+                f"parameters are {found}, and version {GRAPH_VERSION} has all float32 or all float64"
+            )
+        raise _refuse(f"parameters are {found or 'none'}, which is version {wanted} and not {graph.version}")
+    if graph.version == GRAPH_VERSION:
+        return
+    trains = any(entry.loss is not None for entry in graph.entries)
+    for row in graph.parameters:
+        if trains or row.kind != "frozen":
+            part = "part of what is trained" if trains else "trained"
+            raise _refuse(
+                f"'{row.names[0]}' is {row.type.dtype} and {part}: what trains is all float32 or all float64"
+            )
 
 
 def _check_recipe(recipe: Recipe, shape: Sequence[int | Size], where: str) -> None:

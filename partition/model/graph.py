@@ -19,7 +19,8 @@ things and `decode_graph`; whether ids, sizes and operators make sense is `parti
 torch agrees is `partition.execute.admit`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Annotated, Literal
 
 import msgspec
@@ -29,6 +30,10 @@ from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 
 GRAPH_VERSION = 1
+"""All parameters are float32, or all are float64. Bytes and hashes of such graphs stay as they ever were."""
+TYPED_GRAPH_VERSION = 2
+"""Each parameter has a type of its own, half precision among them, and is frozen: such a graph does not
+train. What version 1 can say is said by it."""
 GRAPH_BYTES_MAX = 64 * 1024 * 1024
 """8B Llama is about one MB. Constants (a causal mask of 4 MB) are what makes a graph large."""
 STRUCTURE_BYTES_MAX = 8 * 1024 * 1024
@@ -76,6 +81,8 @@ ITEM_BYTES: dict[DataType, int] = {
     "complex128": 16,
 }
 FLOATING: tuple[DataType, ...] = ("float64", "float32", "bfloat16", "float16")
+TRAINED: tuple[DataType, ...] = ("float64", "float32")
+"""What gradients are summed and optimizers step in."""
 PAIRS: dict[DataType, DataType] = {"complex64": "float32", "complex128": "float64"}
 """Complex numbers, and of what they are pairs: so they travel, with a last side of two."""
 
@@ -223,7 +230,8 @@ class Parameter(msgspec.Struct, frozen=True, array_like=True):
     `names` are its keys in the model's state dict; several where weights are tied. `kind`: a `parameter` gets
     a gradient, a `frozen` one none, a `statistic` (batch norm's running mean and variance) is moved by the
     micro-batches' statistics when a step commits, and counts as untrainable. `group` is the optimizer's
-    group. `storage` is how its values are kept; `plain` is in its own dtype, more are to come.
+    group. `type` is what operators see. `storage` is how its values lie in files and arenas: `plain` is as
+    they are seen.
     """
 
     names: Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=NAMES_MAX)]
@@ -232,6 +240,16 @@ class Parameter(msgspec.Struct, frozen=True, array_like=True):
     source: Recipe | Stored
     group: Annotated[int, msgspec.Meta(ge=0, lt=64)] = 0
     storage: Literal["plain"] = "plain"
+
+    @property
+    def plain_bytes(self) -> int:
+        """Return what its values take as operators see them. Its shape is fixed."""
+        return prod(side for side in self.type.shape if isinstance(side, int)) * ITEM_BYTES[self.type.dtype]
+
+    @property
+    def stored_bytes(self) -> int:
+        """Return what its values take in files and in an arena."""
+        return self.plain_bytes
 
 
 class Constant(msgspec.Struct, frozen=True, array_like=True):
@@ -308,7 +326,7 @@ class Graph(msgspec.Struct, frozen=True, array_like=True):
     `counters` are state-dict names of batch norm's `num_batches_tracked`, which only count micro-batches.
     """
 
-    version: Annotated[int, msgspec.Meta(ge=GRAPH_VERSION, le=GRAPH_VERSION)]
+    version: Annotated[int, msgspec.Meta(ge=GRAPH_VERSION, le=TYPED_GRAPH_VERSION)]
     name: Name
     symbols: Annotated[tuple[Symbol, ...], msgspec.Meta(max_length=SYMBOLS_MAX)]
     expressions: Annotated[tuple[Expression, ...], msgspec.Meta(max_length=TABLE_MAX)]
@@ -401,6 +419,12 @@ class StageGraph(msgspec.Struct, frozen=True, array_like=True):
         raise KeyError(name)
 
 
+def version_for(parameters: Sequence[Parameter]) -> int:
+    """Return the version that a graph of these parameters has: the lowest that can say them."""
+    dtypes = {row.type.dtype for row in parameters}
+    return GRAPH_VERSION if len(dtypes) <= 1 and dtypes <= set(TRAINED) else TYPED_GRAPH_VERSION
+
+
 def encode_graph(graph: Graph) -> bytes:
     """The one byte form of a graph."""
     return encode(graph)
@@ -442,8 +466,9 @@ def decode_graph(data: bytes) -> Graph:
     """
     outline: _Outline = decode(data, _Outline, bytes_max=GRAPH_BYTES_MAX)
     version: int = decode(bytes(outline.version), int, bytes_max=_VERSION_BYTES_MAX)
-    if version != GRAPH_VERSION:
-        raise RemoteProtocolError(f"a graph of another version of the format than {GRAPH_VERSION}")
+    if not GRAPH_VERSION <= version <= TYPED_GRAPH_VERSION:
+        known = f"{GRAPH_VERSION} to {TYPED_GRAPH_VERSION}"
+        raise RemoteProtocolError(f"a graph of version {version} of the format; read are {known}")
     structure = len(data) - sum(len(constant.data) for constant in outline.constants)
     del outline
     if structure > STRUCTURE_BYTES_MAX:

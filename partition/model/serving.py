@@ -24,6 +24,7 @@ from partition.model.graph import (
     SERVE_INPUTS,
     SERVE_SYMBOLS,
     TRAIN,
+    TRAINED,
     Argument,
     Entry,
     Expression,
@@ -400,6 +401,8 @@ def check_serve(graph: Graph, entry: Entry) -> None:
     output = graph.types[entry.types[entry.outputs[0]]]
     if len(output.shape) != 2 or output.shape[0] != _ROWS:
         raise RemoteProtocolError(f"a graph in which '{SERVE}' gives no row for each that is wanted")
+    if output.dtype not in TRAINED:
+        raise RemoteProtocolError(f"a graph in which '{SERVE}' gives logits of {output.dtype}")
     _check_attention(graph, entry)
 
 

@@ -421,7 +421,7 @@ def exported(of: Saved, storage: Storage, step: int) -> bytes:
 def joined(of: Saved) -> bytes:
     """What the trainer writes at the end of a run, from what its stages export."""
     parts = [
-        export_file(memoryview(arena), specification.dtype, parameter_layout(specification), graph.constants)
+        export_file(memoryview(arena), parameter_layout(specification), graph.constants)
         for arena, specification, graph in zip(of.parameters, of.specifications, of.graphs, strict=True)
     ]
     return join_stages(of.run, of.model.graph, parts)

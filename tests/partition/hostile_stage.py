@@ -35,7 +35,7 @@ from partition.stage import (
     arena_bytes,
 )
 
-MEMORY_BYTES_MAX = 64_000_000
+MEMORY_BYTES_MAX = 128_000_000
 FLOPS_MAX = 2_000_000_000
 CASE_SECONDS_MAX = 30
 ADDRESS_SPACE_BYTES_MAX = 16 * 2**30

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from crypto.errors import RemoteProtocolError
 from partition.model.check import check_graph
 from partition.model.graph import Constant, TensorType, decode_graph, encode_graph
+from tests.partition.half_graphs import half_graph
 from tests.partition.hand_models import gpt_graph
 from tests.partition.hostile import Died, HostileProcess, form_case, mutated_case, operator_case
 from tests.partition.hostile_stage import Case, Outcome
@@ -39,7 +40,7 @@ RSS_BYTES_MAX = 1_500_000_000
 ENDED_MAX = 0.005
 """Of the cases that ran: those whose backward pass raised for a reason that no dry run shows."""
 
-MODELS = [GOOD, gpt_graph(16, 8, 8, 2, 1, 0.1)]
+MODELS = [GOOD, gpt_graph(16, 8, 8, 2, 1, 0.1), half_graph()]
 KINDS: dict[str, Callable[[int], Case]] = {
     "operators": operator_case,
     "forms": form_case,

@@ -7,7 +7,8 @@ import torch
 import transformers
 
 from partition.capture.serving import capture_for_serving
-from partition.capture.serving_proof import prove_folder_served
+from partition.capture.serving_proof import TOLERANCES, prove_folder_served
+from partition.model.graph import TYPED_GRAPH_VERSION
 from partition.stage import Unit
 from tests.partition.serving_world import Chain, session
 
@@ -50,6 +51,7 @@ def test_split_serving_gives_the_logits_of_transformers(family: str) -> None:
     torch.manual_seed(3)
     served, plain = models(family, torch.float64)
     captured = capture_for_serving(served)
+    assert captured.graph.version == 1
     proof = prove_folder_served(plain, captured.graph)
     assert (proof.has_model, proof.tolerance) == (True, 1e-9)
     chain = Chain(captured.graph, served.state_dict(), stages=2)
@@ -69,3 +71,34 @@ def test_split_serving_gives_the_logits_of_transformers(family: str) -> None:
         tokens = [int(ids[row, length + step]) for row, length in enumerate(lengths)]
         rows = torch.stack([wanted[row, length + step] for row, length in enumerate(lengths)])
         torch.testing.assert_close(chain.logits(units, tokens), rows, rtol=0, atol=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [(family, dtype) for family in FAMILIES for dtype in (torch.bfloat16, torch.float16)],
+    ids=str,
+)
+def test_half_precision_is_served_as_near_to_the_model_as_the_model_is_to_its_own_values(
+    family: str, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(3)
+    served, plain = models(family, dtype)
+    captured = capture_for_serving(served)
+    assert captured.graph.version == TYPED_GRAPH_VERSION
+    assert {row.type.dtype for row in captured.graph.parameters} == {str(dtype).removeprefix("torch.")}
+    values = served.state_dict()
+    whole = sum(each.numel() for each in served.parameters())
+    assert sum(row.stored_bytes for row in captured.graph.parameters) == 2 * whole
+    chain = Chain(captured.graph, values, stages=2)
+    ids = torch.randint(3, 99, (1, 90))
+    with torch.no_grad():
+        wanted = plain(input_ids=ids, use_cache=False).logits[0].float()
+        exact = plain.float()(input_ids=ids, use_cache=False).logits[0]
+    found = chain.logits([Unit(session(0), 0, 90, 90)], ids[0].tolist())
+    assert found.dtype == torch.float32
+    scale = float(exact.abs().max())
+    assert float((found - wanted).abs().max()) <= TOLERANCES[dtype] * scale
+    # Neither is the right one: both round, and about as far from what float32 makes of the same values.
+    far, usual = (float((each - exact).abs().max()) for each in (found, wanted))
+    assert far <= 2 * usual + 1e-3 * scale
