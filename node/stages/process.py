@@ -95,7 +95,7 @@ def _compute_stage(
 ) -> bool:
     """Be one stage until the node wants it no more. Return whether another stage follows."""
     from partition.execute import StageExecutor, set_threads
-    from partition.execute.admit import admit
+    from partition.execute.admit import admit, room_bytes
 
     exchange, *arenas = descriptors
     set_threads(threads)  # the stage before may have found others to be better
@@ -108,7 +108,8 @@ def _compute_stage(
     del first
     try:
         admitted = admit(specification)
-        executor = StageExecutor(specification, _map_arenas(specification, arenas))
+        room = room_bytes(specification, admitted)
+        executor = StageExecutor(specification, _map_arenas(specification, arenas), room)
         handle: Callable[[Request], Reply] = executor.handle
     except RemoteProtocolError as error:
         link.send(split(Refused(str(error)[:REASON_LENGTH_MAX])), 0)

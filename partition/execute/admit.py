@@ -112,6 +112,11 @@ def admit(specification: StageSpecification) -> Admitted:
     )
 
 
+def room_bytes(specification: StageSpecification, admitted: Admitted) -> int:
+    """Return what the offered memory has left beside all that an admitted stage needs."""
+    return max(0, specification.memory_bytes_max - _kept_bytes(specification) - admitted.peak_bytes)
+
+
 def _kept_bytes(specification: StageSpecification) -> int:
     """Arenas, constants, the pages of served sessions, and the states of one session."""
     graph = specification.graph

@@ -98,7 +98,7 @@ class StageExecutor:
 
     `arenas` maps each name of `partition.stage.ARENAS` to zeroed, writable memory of `arena_bytes`. The
     first parameters that have a recipe are written to it at once; stored ones stay zero until the node
-    writes them and sends `Reload`.
+    writes them and sends `Reload`. `room_bytes` are what a stage that serves may take to be quicker.
 
     Long because all requests work on the same arenas, and one that is refused must leave every one as it was.
 
@@ -107,7 +107,9 @@ class StageExecutor:
         RemoteProtocolError: a graph that `partition.execute.admit` would have refused.
     """
 
-    def __init__(self, specification: StageSpecification, arenas: Mapping[str, memoryview]) -> None:
+    def __init__(
+        self, specification: StageSpecification, arenas: Mapping[str, memoryview], room_bytes: int = 0
+    ) -> None:
         for name, size in arena_bytes(specification).items():
             if name not in arenas or arenas[name].nbytes != size:
                 raise LocalProtocolError(f"the arena '{name}' must have {size} bytes")
@@ -138,9 +140,8 @@ class StageExecutor:
         self._evaluated = EVALUATE if has_own else TRAIN
         self._sessions = Sessions(specification, self._device)
         serves = any(entry.name == SERVE for entry in graph.entries)
-        self._products = Products(
-            ROWS * specification.threads, padded(specification.sizes_max[0], ROWS * specification.threads)
-        )
+        least = ROWS * specification.threads
+        self._products = Products(least, padded(specification.sizes_max[0], least), room_bytes)
         self._served = ServedStage(specification, self._boundary, self._device) if serves else None
         self._next_step: int | None = None  # known where the stage was restored
         self._step: int | None = None  # of what is counted or in flight

@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from partition.capture.state_dict import bytes_of
 from partition.codecs.codec import pack, unpack
-from partition.execute.admit import admit
+from partition.execute.admit import admit, room_bytes
 from partition.execute.executor import StageExecutor
 from partition.model.cut import cut_layers
 from partition.model.graph import Graph
@@ -22,8 +23,6 @@ from partition.stage import (
     arena_bytes,
     parameter_layout,
 )
-
-_TYPES = {"float32": np.float32, "float64": np.float64}
 
 
 def session(number: int) -> bytes:
@@ -42,6 +41,7 @@ class Chain:
         threads: int = 1,
         cache_bytes: int = 1 << 22,
         tokens: int = 512,
+        packs: bool = True,
     ) -> None:
         self.graph, self.values = graph, values
         layers = len(graph.layers)
@@ -53,13 +53,13 @@ class Chain:
             specification = StageSpecification(
                 b"run", share, sizes, threads=threads, cache_bytes=cache_bytes, memory_bytes_max=1 << 32
             )
-            admit(specification)
+            admitted = admit(specification)
             arenas = {name: memoryview(bytearray(size)) for name, size in arena_bytes(specification).items()}
-            stage = StageExecutor(specification, arenas)
-            arena = np.frombuffer(arenas["parameters"], dtype=_TYPES[specification.dtype])
+            room = room_bytes(specification, admitted) if packs else 0
+            stage = StageExecutor(specification, arenas, room)
             for slot in parameter_layout(specification):
                 name = next(name for name in slot.parameter.names if name in values)
-                arena[slot.offset : slot.offset + slot.size] = values[name].detach().numpy().ravel()
+                arenas["parameters"][slot.begin_bytes : slot.end_bytes] = bytes_of(values[name])
             assert isinstance(stage.handle(Reload()), Done)
             self.stages.append(stage)
 

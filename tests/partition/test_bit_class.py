@@ -30,9 +30,9 @@ def model(seed: int) -> tuple[Graph, dict[str, torch.Tensor]]:
     return serving_graph(captured.graph, CONTEXT), task.model.state_dict()
 
 
-def chain(threads: int = 1, *, seed: int = 5) -> Chain:
+def chain(threads: int = 1, *, seed: int = 5, packs: bool = True) -> Chain:
     graph, values = model(seed)
-    return Chain(graph, values, stages=2, threads=threads)
+    return Chain(graph, values, stages=2, threads=threads, packs=packs)
 
 
 @pytest.mark.parametrize("layer", [-1, LAYERS_MAX + 1, 2**62, True, 1])
@@ -82,6 +82,6 @@ def test_a_probe_leaves_sessions_and_pages_as_they_were() -> None:
 
 
 def test_a_machine_whose_rows_depend_on_their_company_has_no_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    # One row alone takes another kernel than several: so it is where rows are not padded.
+    # One row alone takes another kernel than several: so it is where rows are neither padded nor packed.
     monkeypatch.setattr("partition.execute.serving.ROWS", 1)
-    assert b"" in [bits(stage) for stage in chain().stages]
+    assert b"" in [bits(stage) for stage in chain(packs=False).stages]

@@ -44,3 +44,42 @@ def test_what_is_no_product_by_a_weight_stays_as_it_is() -> None:
     products = Products(LEAST, MOST)
     assert products.product("aten.linear.default", LINEAR, (Value(0), Value(1))) is None
     assert products.product("aten.add.Tensor", LINEAR, (Value(0), ParameterValue(1))) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_packed_weights_give_the_same_product_and_rows_that_know_no_company(dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    weights = {0: torch.randn(96, 48).to(dtype), 1: torch.randn(96).to(dtype)}
+    products = Products(LEAST, MOST, weights[0].nbytes)
+    first, second = (
+        products.product("aten.linear.default", LINEAR, arguments)
+        for arguments in (
+            (Value(0), ParameterValue(0), ParameterValue(1)),
+            (Value(0), ParameterValue(0)),
+        )
+    )
+    assert first is not None
+    assert second is not None
+    products.try_all(weights)
+    # One weight is packed once, whoever multiplies by it.
+    assert first.packed is not None
+    assert first.packed is second.packed
+    rows = torch.randn(1, 40, 48).to(dtype)
+    whole = first(rows, weights[0], weights[1])
+    for count in (4, 8, 12, 40):
+        assert torch.equal(first(rows[:, :count], weights[0], weights[1]), whole[:, :count])
+    near = 1e-4 if dtype == torch.float32 else 0.15
+    torch.testing.assert_close(whole, LINEAR(rows, weights[0], weights[1]), rtol=0, atol=near)
+    torch.testing.assert_close(second(rows, weights[0]), LINEAR(rows, weights[0]), rtol=0, atol=near)
+
+
+def test_weights_are_packed_all_or_none_and_only_where_there_is_room() -> None:
+    weights = {0: torch.randn(96, 48), 1: torch.randn(48, 96)}
+    for room, is_packed in ((2 * weights[0].nbytes, True), (2 * weights[0].nbytes - 1, False)):
+        products = Products(LEAST, MOST, room)
+        made = [
+            products.product("aten.linear.default", LINEAR, (Value(0), ParameterValue(row)))
+            for row in weights
+        ]
+        products.try_all(weights)
+        assert [each is not None and each.packed is not None for each in made] == [is_packed] * 2
