@@ -196,8 +196,7 @@ class StageSpecification(msgspec.Struct, frozen=True):
 
 
 class Slot(msgspec.Struct, frozen=True):
-    """Where one parameter lies in an arena: `offset` and `size` count elements of its own type, `begin_bytes`
-    and `size_bytes` bytes. `row` is the graph's."""
+    """Where one parameter lies in an arena: `offset` and `size` count elements. `row` is the graph's."""
 
     row: int
     parameter: Parameter
@@ -220,12 +219,8 @@ class Slot(msgspec.Struct, frozen=True):
         return self.offset * ITEM_BYTES[self.dtype]
 
     @property
-    def size_bytes(self) -> int:
-        return self.parameter.stored_bytes
-
-    @property
     def end_bytes(self) -> int:
-        return self.begin_bytes + self.size_bytes
+        return self.begin_bytes + self.parameter.stored_bytes
 
 
 def parameter_layout(specification: StageSpecification) -> tuple[Slot, ...]:
@@ -504,9 +499,25 @@ class FindBits(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 class BitsFound(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Two replicas of a stage that answer the same `bits` computed these tokens to the same bits. Empty: this
-    machine gives a session other bits when it comes in other parts, so no other equals it, nor it itself."""
+    machine gives a session other bits when it comes in other parts, so no other equals it, nor it itself.
+    The values of the rows `packed` lie in the arena no more: `ReadValues` has them."""
 
     bits: Annotated[bytes, msgspec.Meta(max_length=BITS_BYTES)]
+    packed: tuple[int, ...] = ()
+
+
+class ReadValues(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Ask for `length` bytes of a row's values as they are stored, from `begin` on."""
+
+    row: Number
+    begin: Number
+    length: Number
+
+
+class ValuesRead(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The answer."""
+
+    data: bytes
 
 
 class EndSession(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -579,6 +590,7 @@ Request = (
     | Run
     | Serve
     | FindBits
+    | ReadValues
     | EndSession
     | Export
     | Import
@@ -594,6 +606,7 @@ Reply = (
     | Ran
     | Served
     | BitsFound
+    | ValuesRead
     | Done
     | Exported
     | Refused

@@ -60,9 +60,9 @@ def _places(
             raise RemoteProtocolError(str(error)) from None
         arena = ArenaReader(part.parameters, part.parameters_bytes, read)
         slots = parameter_layout(layout)
-        if sum(slot.size_bytes for slot in slots) != part.parameters_bytes:
+        if sum(slot.parameter.stored_bytes for slot in slots) != part.parameters_bytes:
             raise RemoteProtocolError("a stage's state that is larger or smaller than its parameters")
         for slot in slots:
             # Of what is tied, the first stage speaks for it.
-            places.setdefault(slot.row, (arena, slot.begin_bytes, slot.size_bytes))
+            places.setdefault(slot.row, (arena, slot.begin_bytes, slot.parameter.stored_bytes))
     return places

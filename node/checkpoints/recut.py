@@ -98,7 +98,7 @@ def _layouts(
 def _layout(run: bytes, manifest: Manifest, graph: StageGraph) -> _Layout:
     specification = StageSpecification(run, graph, manifest.sizes_max, optimizer=manifest.optimizer)
     rows = {
-        slot.row: (slot.begin_bytes, slot.size_bytes, slot.parameter.kind != "frozen")
+        slot.row: (slot.begin_bytes, slot.parameter.stored_bytes, slot.parameter.kind != "frozen")
         for slot in parameter_layout(specification)
     }
     vectors = specification.optimizer.moments

@@ -7,7 +7,7 @@ Everything is a stranger's until its hash has been compared.
 
 import io
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -43,6 +43,13 @@ RETRY_SECONDS = 0.5
 _LENGTH_BYTES = 8
 _INDEX_NAME = "models/index"
 
+Beside = Callable[[bytes, int, int], Awaitable[bytes | None]]
+"""From a graph's name, an offset among its first values and a length to those bytes, or None."""
+
+
+async def _nothing_beside(_graph: bytes, _offset: int, _length: int) -> None:
+    return None
+
 
 class Models:
     """What is here, and how the rest comes here."""
@@ -58,7 +65,7 @@ class Models:
         self._seams = seams
         self._needed = needed
         self._guests = guests
-        self.beside: Callable[[bytes, int, int], bytes | None] = lambda _graph, _offset, _length: None
+        self.beside: Beside = _nothing_beside
         """Values that lie elsewhere on this node: in the stages that it serves."""
         self._decoded: OrderedDict[bytes, Graph] = OrderedDict()
         self._fetching: dict[bytes, trio.Lock] = {}
@@ -149,7 +156,8 @@ class Models:
 
     async def read_range(self, name: bytes, offset: int, length: int) -> bytes | None:
         """A part of a graph's first values, counted from where their data begins; None if not here."""
-        return await self._seams.executor.run(partial(self._read_range, name, offset, length))
+        data = await self._seams.executor.run(partial(self._read_range, name, offset, length))
+        return await self.beside(name, offset, length) if data is None else data
 
     def _read_range(self, name: bytes, offset: int, length: int) -> bytes | None:
         part = self._open_range(name, offset, length)
@@ -166,13 +174,16 @@ class Models:
 
     async def open_range(self, name: bytes, offset: int, length: int) -> FilePart | None:
         """Like `read_range`, to be read and closed by the caller."""
-        return await self._seams.executor.run(partial(self._open_range, name, offset, length))
+        part = await self._seams.executor.run(partial(self._open_range, name, offset, length))
+        if part is not None:
+            return part
+        data = await self.beside(name, offset, length)
+        return None if data is None else FilePart(io.BytesIO(data), 0, length)
 
     def _open_range(self, name: bytes, offset: int, length: int) -> FilePart | None:
         values = whole(self._seams.storage.open(values_name(name)))
         if values is None:
-            data = self.beside(name, offset, length)
-            return None if data is None else FilePart(io.BytesIO(data), 0, length)
+            return None
         values.file.seek(0)
         head = values.file.read(_LENGTH_BYTES)
         start = _LENGTH_BYTES + int.from_bytes(head, "little") + offset

@@ -186,13 +186,14 @@ class Serving:
         """What a slot gives to a stage that is opened now."""
         return self._machine()
 
-    def _values_served(self, graph: bytes, offset: int, length: int) -> bytes | None:
+    async def _values_served(self, graph: bytes, offset: int, length: int) -> bytes | None:
         """Return values of a graph out of a stage that serves them here."""
         for member in list(self.hosting.members.values()):
             is_here = member.service.manifest.graph == graph and member.ready.is_set()
-            data = member.stage.read_stored(offset, length) if is_here and member.stage else None
-            if data is not None:
-                return data
+            if is_here and member.stage is not None:
+                data = await member.stage.read_stored(offset, length, self.seams.executor)
+                if data is not None:
+                    return data
         return None
 
     def round_trip_seconds(self, peer: PeerId) -> float:

@@ -95,6 +95,8 @@ class HeldStage:
         self.bits = b""
         """The bit class of its process: see `partition.execute.bit_class`."""
         self._stage = stage
+        self._packed: frozenset[int] = frozenset()
+        """Rows whose values only the process has."""
         entry = wanted.graph.entry(SERVE)
         self._given = _boundary_forms(wanted.graph, entry.inputs)
         self._sent = () if self.is_last else _boundary_forms(wanted.graph, entry.outputs)
@@ -128,7 +130,8 @@ class HeldStage:
             await models.fill(stage, wanted, holders())
             held = cls(service, number, wanted, stage)
             probed = await stage.call(api.FindBits())
-            held.bits = probed.bits if isinstance(probed, api.BitsFound) else b""
+            if isinstance(probed, api.BitsFound):
+                held.bits, held._packed = probed.bits, frozenset(probed.packed)
             return held
         except BaseException as error:
             with trio.CancelScope(shield=True):
@@ -147,17 +150,22 @@ class HeldStage:
     def is_last(self) -> bool:
         return self.number == self.service.manifest.stages - 1
 
-    def read_stored(self, offset: int, length: int) -> bytes | None:
-        """Return a range of the values beside the graph, out of the arena: a replica hands them to the next
-        one. None: they are another stage's. For a thread."""
+    async def read_stored(self, offset: int, length: int, executor: Executor) -> bytes | None:
+        """Return a range of the values beside the graph, out of the arena, or of the process where it has
+        packed them: a replica hands them to the next one. None: they are another stage's."""
         for slot in api.parameter_layout(self.specification):
             source = slot.parameter.source
             if isinstance(source, Stored) and source.offset <= offset < source.offset + source.length:
-                start = slot.begin_bytes + offset - source.offset
+                begin = offset - source.offset
                 if offset + length > source.offset + source.length:
                     return None
                 try:
-                    return bytes(self._stage.vector("parameters")[start : start + length])
+                    if slot.row in self._packed:
+                        found = await self._stage.call(api.ReadValues(slot.row, begin, length))
+                        return found.data if isinstance(found, api.ValuesRead) else None
+                    start = slot.begin_bytes + begin
+                    part = self._stage.vector("parameters")[start : start + length]
+                    return await executor.run(partial(bytes, part))
                 except StageFailed:
                     return None
         return None

@@ -35,6 +35,7 @@ from partition.execute.optimize import Optimizer, clip_factor
 from partition.execute.pages import UnitRefused
 from partition.execute.products import Products
 from partition.execute.seeds import seed_of
+from partition.execute.served_weights import ServedWeights
 from partition.execute.serving import ServedStage
 from partition.execute.sessions import Sessions
 from partition.execute.tensor_io import BadPayload, Boundary, NotFinite, blaming, is_finite, tensor_of
@@ -67,6 +68,7 @@ from partition.stage import (
     Normed,
     PayloadPart,
     Ran,
+    ReadValues,
     Refused,
     Reload,
     Reply,
@@ -77,6 +79,7 @@ from partition.stage import (
     Served,
     Sign,
     StageSpecification,
+    ValuesRead,
     arena_bytes,
     message_bytes_max,
     parameter_layout,
@@ -141,7 +144,8 @@ class StageExecutor:
         self._sessions = Sessions(specification, self._device)
         serves = any(entry.name == SERVE for entry in graph.entries)
         least = ROWS * specification.threads
-        self._products = Products(least, padded(specification.sizes_max[0], least), room_bytes)
+        products = Products(least, padded(specification.sizes_max[0], least), room_bytes)
+        self._weights = ServedWeights(graph, self._slots, self._values, products)
         self._served = ServedStage(specification, self._boundary, self._device) if serves else None
         self._next_step: int | None = None  # known where the stage was restored
         self._step: int | None = None  # of what is counted or in flight
@@ -177,6 +181,10 @@ class StageExecutor:
                 return self._serve(request)
             case FindBits():
                 return self._probe()
+            case ReadValues():
+                return ValuesRead(self._weights.read(request))
+            case Export() if self._weights.released:
+                raise RemoteProtocolError("its weights are packed, to be served; read them by `ReadValues`")
             case Export():
                 arena = self._arenas["parameters"]
                 return Exported(export_file(arena, self._slots, self._graph.constants))
@@ -444,13 +452,13 @@ class StageExecutor:
         if self._served is None:
             raise RemoteProtocolError(f"the stage has no entry point '{SERVE}'")
         program = self._program(SERVE, False)
-        return BitsFound(
-            bit_class(self._specification, self._served, program, self._parameters, self._constants)
-        )
+        bits = bit_class(self._specification, self._served, program, self._parameters, self._constants)
+        return BitsFound(bits, self._weights.released)
 
     def _serve(self, request: Serve) -> Served:
         if self._served is None:
             raise RemoteProtocolError(f"the stage has no entry point '{SERVE}'")
+        self._weights.products.forget()
         return self._served.serve(request, self._program(SERVE, False), self._parameters, self._constants)
 
     # The step
@@ -568,7 +576,7 @@ class StageExecutor:
         self._next_step = step
         if self._served is not None:
             self._program(SERVE, False)
-            self._products.try_all(self._parameters)
+            self._weights.take(self._parameters)
 
     def _check_moments(self, moments: torch.Tensor) -> None:
         if not is_finite(moments):
@@ -582,7 +590,7 @@ class StageExecutor:
 
     def _program(self, entry: str, train: bool) -> Program:
         if (entry, train) not in self._programs:
-            products = self._products if entry == SERVE else None
+            products = self._weights.products if entry == SERVE else None
             program = compile_entry(self._graph, entry, train=train, device=self._device, products=products)
             self._programs[entry, train] = program
         return self._programs[entry, train]

@@ -7,11 +7,13 @@ rows. A product that fails is computed in blocks of one number of rows: slower, 
 
 What is tried is bounded by `FLOPS` a shape, so that of large weights fewer rows are.
 
-Where the slot has room for a second copy of a weight, oneDNN has it in the order in which its kernels read
-it: then the least number of rows costs about what one row costs as the weight lies, where torch's own kernels
-take two to three times as long. The bits are others than those of the weight as it lies.
+Where the slot has room for it, oneDNN has the weights in the order in which its kernels read them: then the
+least number of rows costs about what one row costs as a weight lies, where torch's own kernels take two to
+three times as long. The bits may be others than those of the weight as it lies. What nothing else reads is
+not kept as it lay; `values` makes it out of what oneDNN has.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -99,6 +101,8 @@ class Products:
     def __init__(self, least: int, most: int, room_bytes: int = 0) -> None:
         self._least, self._most = least, most
         self._room_bytes = room_bytes
+        self._packed: dict[int, torch.Tensor] = {}
+        self._unpacked: tuple[int, torch.Tensor] | None = None
         self._all: list[tuple[str, Product]] = []
 
     def product(
@@ -115,6 +119,22 @@ class Products:
         made = Product(name, call, weight.row, bias.row if isinstance(bias, ParameterValue) else None)
         self._all.append((name, made))
         return made
+
+    @property
+    def packed(self) -> Mapping[int, int]:
+        """Return by row of each packed weight how many products read it."""
+        return Counter(product.weight for _, product in self._all if product.packed is not None)
+
+    def values(self, row: int) -> torch.Tensor:
+        """Return a packed weight as it lay; the last one is kept until `forget`."""
+        if self._unpacked is None or self._unpacked[0] != row:
+            self._unpacked = None
+            self._unpacked = row, self._packed[row].to_dense()
+        return self._unpacked[1]
+
+    def forget(self) -> None:
+        """Let go of what `values` has made."""
+        self._unpacked = None
 
     def try_all(self, parameters: Mapping[int, torch.Tensor]) -> int:
         """Try each shape with the weights that are there now. Return how many products are in blocks."""
@@ -138,14 +158,13 @@ class Products:
         weights = {product.weight: parameters[product.weight] for product in fit}
         for _, product in self._all:
             product.packed = None
+        self._packed, self._unpacked = {}, None
         if sum(weight.nbytes for weight in weights.values()) > self._room_bytes:
             return
-        packed = {
-            row: torch.ops.mkldnn._reorder_linear_weight(weight.detach(), self._least)
-            for row, weight in weights.items()
-        }
+        for row, weight in weights.items():
+            self._packed[row] = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), self._least)
         for product in fit:
-            product.packed = packed[product.weight]
+            product.packed = self._packed[product.weight]
 
 
 def _can_be_packed(name: str, weight: torch.Tensor) -> bool:
@@ -155,5 +174,5 @@ def _can_be_packed(name: str, weight: torch.Tensor) -> bool:
         and weight.dtype in PACKED_TYPES
         and weight.dim() == 2
         and min(weight.shape) >= PACKED_SIDE_MIN
-        and torch.backends.mkldnn.is_available()
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # of torch
     )

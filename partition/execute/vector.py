@@ -1,5 +1,6 @@
 """An arena as torch sees it: a flat tensor over the shared memory, or its twin on a device."""
 
+import mmap
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
@@ -46,10 +47,27 @@ class Values(Vector):
     def __init__(self, arena: memoryview, slots: Sequence[Slot], device: torch.device) -> None:
         super().__init__(arena, torch.uint8, device)
         self._slots = slots
+        self._memory = arena.obj
 
     def view(self, slot: Slot, start: int = 0) -> torch.Tensor:
         assert not start  # there is one vector of parameters
         return self.tensor[slot.begin_bytes : slot.end_bytes].view(DTYPES[slot.dtype]).view(slot.shape)
+
+    def release(self, slot: Slot) -> bool:
+        """Give back the whole pages of a value that is kept elsewhere; False where the system cannot. The
+        value is lost."""
+        memory, way = self._memory, getattr(mmap, "MADV_REMOVE", None)
+        if not isinstance(memory, mmap.mmap) or way is None or self.tensor is not self.shared:
+            return False
+        begin = -(-slot.begin_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = slot.end_bytes // mmap.PAGESIZE * mmap.PAGESIZE - begin
+        if length <= 0:
+            return False
+        try:
+            memory.madvise(way, begin, length)
+        except OSError:
+            return False
+        return True
 
     def runs(self) -> Iterator[torch.Tensor]:
         """What lies in the shared memory, a flat tensor for each type."""

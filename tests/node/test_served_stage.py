@@ -5,25 +5,67 @@ import pytest
 import torch
 
 from crypto.encoding import encode
-from node.errors import SessionRefused
+from node.errors import SessionRefused, StageFailed
 from node.stages.host import StageHost
 from partition.capture import capture
 from partition.capture.models.gpt import gpt
+from partition.capture.state_dict import bytes_of
 from partition.codecs.codec import pack, unpack
 from partition.model.cut import cut
 from partition.model.serving import serving_graph
 from partition.stage import (
+    BitsFound,
     EndSession,
+    Export,
+    FindBits,
+    ReadValues,
     Reload,
     Serve,
     Served,
     StageSpecification,
     Unit,
+    ValuesRead,
     parameter_layout,
 )
 from tests.partition.serving_world import Chain, session
 
 CONTEXT = 96
+
+
+async def test_packed_weights_leave_the_arena_and_are_read_out_to_the_bit() -> None:
+    torch.manual_seed(1)
+    task = gpt((CONTEXT,), 65, layers=1, heads=2, width=64)
+    captured = capture(
+        task.model, task.example_inputs, labels=task.labels, loss=task.loss, dynamic=task.dynamic
+    )
+    (share,) = cut(serving_graph(captured.graph, CONTEXT), captured.hash, ())
+    values = task.model.state_dict()
+    specification = StageSpecification(
+        b"service", share, (128, 96, CONTEXT), cache_bytes=1 << 18, memory_bytes_max=1 << 30
+    )
+    host = await StageHost.open(encode(specification))
+    try:
+        arena = host.vector("parameters")
+        for slot in parameter_layout(specification):
+            arena[slot.begin_bytes : slot.end_bytes] = bytes_of(values[slot.name])
+        await host.call(Reload())
+        found = await host.call(FindBits())
+        assert isinstance(found, BitsFound)
+        assert found.packed
+        for slot in parameter_layout(specification):
+            data = bytes_of(values[slot.name])
+            is_empty = 4096 * bytes(1) in bytes(arena[slot.begin_bytes : slot.end_bytes])
+            assert is_empty == (slot.row in found.packed)
+            part = len(data) // 3
+            read = await host.call(ReadValues(slot.row, part, len(data) - part))
+            assert isinstance(read, ValuesRead)
+            assert read.data == data[part:]
+        with pytest.raises(StageFailed, match=f"row {slot.row} has no"):
+            await host.call(ReadValues(slot.row, 0, len(data) + 1))
+        with pytest.raises(StageFailed, match="weights are packed"):
+            await host.call(Export())
+    finally:
+        await host.aclose()
 
 
 async def test_a_stage_in_its_process_serves_as_one_in_this_process() -> None:

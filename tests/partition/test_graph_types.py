@@ -101,7 +101,7 @@ def test_a_typed_graph_survives_its_encoding_and_lies_aligned_without_gaps(
     for slot in parameter_layout(wanted):
         assert slot.begin_bytes == end
         assert slot.begin_bytes % ITEM_BYTES[slot.dtype] == 0
-        assert slot.size_bytes == prod(slot.shape) * ITEM_BYTES[slot.dtype]
+        assert slot.parameter.stored_bytes == prod(slot.shape) * ITEM_BYTES[slot.dtype]
         end = slot.end_bytes
     sizes = arena_bytes(wanted)
     assert sizes == {"parameters": end, "gradients": 0, "totals": 0, "moments": 0}

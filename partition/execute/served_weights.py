@@ -1,0 +1,52 @@
+"""The weights of a stage that serves: packed for its products where there is room, and read out again.
+
+A weight that nothing but linear layers reads need not lie in the arena once oneDNN has packed it
+(`partition.execute.products`): its pages go back to the system, and a replica that wants its values gets them
+out of the packed form, to the bit. So packing takes no memory for good, but for weights that other operators
+read too, such as an embedding tied to the last layer.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from crypto.errors import RemoteProtocolError
+from partition.execute.products import Products
+from partition.execute.vector import Values
+from partition.model.graph import ParameterValue, StageGraph, arguments_of
+from partition.stage import ReadValues, Slot
+
+
+class ServedWeights:
+    """What a stage keeps of its weights. `released` are the rows whose values lie in the arena no more."""
+
+    def __init__(self, graph: StageGraph, slots: Sequence[Slot], values: Values, products: Products) -> None:
+        self.products = products
+        self.released: tuple[int, ...] = ()
+        self._slots = {slot.row: slot for slot in slots}
+        self._values = values
+        self._uses = Counter(
+            argument.row
+            for entry in graph.entries
+            for node in entry.nodes
+            for argument in arguments_of(node)
+            if isinstance(argument, ParameterValue)
+        )
+
+    def take(self, parameters: Mapping[int, torch.Tensor]) -> None:
+        """Pack values that were all written anew, try the products, and let go of what is kept twice."""
+        self.products.try_all(parameters)
+        alone = [row for row, count in self.products.packed.items() if count == self._uses[row]]
+        self.released = tuple(row for row in sorted(alone) if self._values.release(self._slots[row]))
+
+    def read(self, request: ReadValues) -> bytes:
+        """Return a range of values as they are stored. Raises RemoteProtocolError: the stage has no such."""
+        slot, end = self._slots.get(request.row), request.begin + request.length
+        if slot is None or end > slot.parameter.stored_bytes:
+            raise RemoteProtocolError(
+                f"row {request.row} has no {request.length} bytes from {request.begin} on"
+            )
+        packed = request.row in self.released
+        values = self.products.values(request.row) if packed else self._values.view(slot)
+        return values.detach().cpu().reshape(-1).view(torch.uint8)[request.begin : end].numpy().tobytes()
