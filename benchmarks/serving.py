@@ -3,9 +3,9 @@ against one.
 
     python benchmarks/serving.py [--quick] [--json]
 
-The model is a llama of fresh weights in float32. Stages run in processes of their own, with one thread each,
-as transformers does here. What is timed is decoding after a prompt. Both take turns, and the best of several
-rounds counts.
+The model is a llama of fresh weights in float32, and once more in bfloat16. Stages run in processes of their
+own, with one thread each, as transformers does here. What is timed is decoding after a prompt. All take
+turns, and the best of several rounds counts.
 """
 
 import sys
@@ -24,6 +24,7 @@ from _figures import Goal, arguments, leave, report
 from crypto.encoding import encode
 from node.stages.host import StageHost
 from partition.capture.serving import capture_for_serving
+from partition.capture.state_dict import bytes_of
 from partition.codecs.codec import Payload, pack, unpack
 from partition.model.cut import cut_layers
 from partition.model.graph import Graph
@@ -92,9 +93,9 @@ async def open_service(graph: Graph, values: Any, stages: int) -> Service:
             b"benchmark", share, (256, 32, 1024), cache_bytes=256 << 20, memory_bytes_max=4 << 30
         )
         host = await StageHost.open(encode(specification))
-        arena = np.frombuffer(host.vector("parameters"), dtype=np.float32)
+        arena = host.vector("parameters")
         for slot in parameter_layout(specification):
-            arena[slot.offset : slot.offset + slot.size] = values[slot.name].numpy().ravel()
+            arena[slot.begin_bytes : slot.end_bytes] = bytes_of(values[slot.name])
         del arena
         await host.call(Reload())
         hosts.append(host)
@@ -120,6 +121,8 @@ async def measure(*, quick: bool) -> dict[str, float]:
     graph = capture_for_serving(model).graph
     values = model.state_dict()
     one, two = await open_service(graph, values, 1), await open_service(graph, values, 2)
+    half_model = make_model(quick=quick).to(torch.bfloat16)
+    half = await open_service(capture_for_serving(half_model).graph, half_model.state_dict(), 1)
     tokens, rounds = (16, 3) if quick else (64, 6)
     best: dict[str, float] = {}
 
@@ -132,14 +135,18 @@ async def measure(*, quick: bool) -> dict[str, float]:
             note("one", await one.seconds_a_token(1, tokens))
             note("two_stages", await two.seconds_a_token(1, tokens))
             note("eight", await one.seconds_a_token(8, max(4, tokens // 4)))
+            note("plain_half", plain_seconds(half_model, tokens))
+            note("one_half", await half.seconds_a_token(1, tokens))
             note("thirty_two", await one.seconds_a_token(32, max(4, tokens // 8)))
     finally:
-        for host in (*one.hosts, *two.hosts):
+        for host in (*one.hosts, *two.hosts, *half.hosts):
             await host.aclose()
     return {
         "plain_ms": best["plain"] * 1e3,
         "one_ms": best["one"] * 1e3,
         "one": best["plain"] / best["one"],
+        "half_ms": best["one_half"] * 1e3,
+        "half": best["plain_half"] / best["one_half"],
         "eight": 8 * best["one"] / best["eight"],
         "thirty_two": 32 * best["one"] / best["thirty_two"],
         "two_stages": best["two_stages"] / best["one"],
@@ -153,6 +160,7 @@ def main() -> int:
     row = {name: round(value, 2) for name, value in found.items()}
     goals = [
         Goal("one session, of transformers' speed", found["one"], ">=", ONE),
+        Goal("one session in bfloat16, of transformers' speed", found["half"], ">=", ONE),
         Goal("8 sessions, of one's throughput", found["eight"], ">=", EIGHT),
         Goal("32 sessions, of one's throughput", found["thirty_two"], ">=", THIRTY_TWO),
         Goal("two stages, of one's time a token", found["two_stages"], "<=", TWO_STAGES),
