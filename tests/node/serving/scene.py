@@ -48,7 +48,7 @@ class TokensServed:
         cls.opened.append((others[-1], number))
         return cls(service, number, others[-1])
 
-    def read_stored(self, _offset: int, _length: int) -> bytes | None:
+    async def read_stored(self, _offset: int, _length: int, _executor: object) -> bytes | None:
         return None
 
     def check(self, work: Work, arrays: Sequence[Typed]) -> None:
