@@ -32,6 +32,8 @@ TOKENS = Size(0)
 """The side of a tensor that is as long as a batch has tokens."""
 SPARE_TOKENS = 128
 """Places of a session's last page that may stay empty."""
+READING_PAUSE = 4
+"""How many times as long as values were read out of packed weights the process is left to its sessions."""
 NOBODY = bytes(SESSION_BYTES)
 """A session that nobody has."""
 SHORT_BYTES = 64 << 10
@@ -97,6 +99,7 @@ class HeldStage:
         self._stage = stage
         self._packed: frozenset[int] = frozenset()
         """Rows whose values only the process has."""
+        self._reading = trio.Lock()
         entry = wanted.graph.entry(SERVE)
         self._given = _boundary_forms(wanted.graph, entry.inputs)
         self._sent = () if self.is_last else _boundary_forms(wanted.graph, entry.outputs)
@@ -161,14 +164,26 @@ class HeldStage:
                     return None
                 try:
                     if slot.row in self._packed:
-                        found = await self._stage.call(api.ReadValues(slot.row, begin, length))
-                        return found.data if isinstance(found, api.ValuesRead) else None
+                        return await self._read_packed(api.ReadValues(slot.row, begin, length))
                     start = slot.begin_bytes + begin
                     part = self._stage.vector("parameters")[start : start + length]
                     return await executor.run(partial(bytes, part))
                 except StageFailed:
                     return None
         return None
+
+    async def _read_packed(self, asked: api.ReadValues) -> bytes | None:
+        """Return what the process makes of a packed weight. Raises StageFailed."""
+        async with self._reading:
+            # A call that is cancelled ends the process, and this one is a peer's to cancel.
+            with trio.CancelScope(shield=True):
+                begun = trio.current_time()
+                found = await self._stage.call(asked)
+                took = trio.current_time() - begun
+            # Whoever asks for one weight after another has each unpacked, and sessions wait for that.
+            await trio.sleep(READING_PAUSE * took)
+        is_whole = isinstance(found, api.ValuesRead) and len(found.data) == asked.length
+        return found.data if is_whole else None
 
     def check(self, work: Work, arrays: Sequence[Typed]) -> None:
         """Raise RemoteProtocolError where a unit is none of this stage's."""

@@ -27,6 +27,8 @@ _MULTIPLES = (1, 2, 3, 5, 9, 16, 32, 64, 128)
 """Products of these many times the least rows are compared with the largest one."""
 PACKED_TYPES = (torch.float32, torch.bfloat16)
 """What oneDNN is quicker in once it has packed it."""
+UNPACKED_CALLS = 64
+"""Calls between which a replica that loads asks for the next part of a weight."""
 PACKED_SIDE_MIN = 32
 """Smaller weights gain nothing."""
 _PLACES = {"aten.linear.default": (0, 1, 2), "aten.mm.default": (0, 1, -1), "aten.addmm.default": (1, 2, 0)}
@@ -103,6 +105,7 @@ class Products:
         self._room_bytes = room_bytes
         self._packed: dict[int, torch.Tensor] = {}
         self._unpacked: tuple[int, torch.Tensor] | None = None
+        self._calls_left = 0
         self._all: list[tuple[str, Product]] = []
 
     def product(
@@ -126,15 +129,18 @@ class Products:
         return Counter(product.weight for _, product in self._all if product.packed is not None)
 
     def values(self, row: int) -> torch.Tensor:
-        """Return a packed weight as it lay; the last one is kept until `forget`."""
+        """Return a packed weight as it lay; the last one is kept for a while: see `forget`."""
+        self._calls_left = UNPACKED_CALLS
         if self._unpacked is None or self._unpacked[0] != row:
             self._unpacked = None
             self._unpacked = row, self._packed[row].to_dense()
         return self._unpacked[1]
 
     def forget(self) -> None:
-        """Let go of what `values` has made."""
-        self._unpacked = None
+        """Count a call of the stage: after some without a read, let go of what `values` has made."""
+        self._calls_left -= 1
+        if self._calls_left <= 0:
+            self._unpacked = None
 
     def try_all(self, parameters: Mapping[int, torch.Tensor]) -> int:
         """Try each shape with the weights that are there now. Return how many products are in blocks."""

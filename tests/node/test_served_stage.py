@@ -1,17 +1,25 @@
 """A stage that serves, in its fenced process."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+import trio
+import trio.testing
 
 from crypto.encoding import encode
 from node.errors import SessionRefused, StageFailed
+from node.executor import RealExecutor
+from node.serving.stage import HeldStage
 from node.stages.host import StageHost
 from partition.capture import capture
 from partition.capture.models.gpt import gpt
 from partition.capture.state_dict import bytes_of
 from partition.codecs.codec import pack, unpack
 from partition.model.cut import cut
+from partition.model.graph import Stored
 from partition.model.serving import serving_graph
 from partition.stage import (
     BitsFound,
@@ -60,6 +68,18 @@ async def test_packed_weights_leave_the_arena_and_are_read_out_to_the_bit() -> N
             read = await host.call(ReadValues(slot.row, part, len(data) - part))
             assert isinstance(read, ValuesRead)
             assert read.data == data[part:]
+        # A peer that hangs up in the middle of its question ends nothing.
+        service: Any = SimpleNamespace(manifest=SimpleNamespace(stages=1))
+        held = HeldStage(service, 0, specification, host)
+        held._packed = frozenset(found.packed)
+        packed = next(slot for slot in parameter_layout(specification) if slot.row in found.packed)
+        source = packed.parameter.source
+        assert isinstance(source, Stored)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(held.read_stored, source.offset, 64, RealExecutor())
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.cancel_scope.cancel()
+        assert await held.read_stored(source.offset, 64, RealExecutor()) == bytes_of(values[packed.name])[:64]
         with pytest.raises(StageFailed, match=f"row {slot.row} has no"):
             await host.call(ReadValues(slot.row, 0, len(data) + 1))
         with pytest.raises(StageFailed, match="weights are packed"):
