@@ -182,8 +182,9 @@ class HeldStage:
                 took = trio.current_time() - begun
             # Whoever asks for one weight after another has each unpacked, and sessions wait for that.
             await trio.sleep(READING_PAUSE * took)
-        is_whole = isinstance(found, api.ValuesRead) and len(found.data) == asked.length
-        return found.data if is_whole else None
+        if not isinstance(found, api.ValuesRead) or len(found.data) != asked.length:
+            return None
+        return found.data
 
     def check(self, work: Work, arrays: Sequence[Typed]) -> None:
         """Raise RemoteProtocolError where a unit is none of this stage's."""
