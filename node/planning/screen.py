@@ -88,7 +88,8 @@ def _timeline(document: Mapping[str, Any], width: int = 72) -> list[str]:
     end = max((bar["end_seconds"] for bar in bars), default=0.0)
     if not end:
         return []
-    lines = ["", f"a step of {seconds_text(document['step_seconds'])}, forward (in the last stage both) 0-9, backward a-j"]
+    step = seconds_text(document["step_seconds"])
+    lines = ["", f"a step of {step}, forward (in the last stage both) 0-9, backward a-j"]
     for row in document["utilisation"]:
         cells = ["."] * width
         for bar in bars:
