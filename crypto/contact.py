@@ -3,6 +3,9 @@
 Addresses are `[/ip6zone/ZONE]/ip4|ip6|dns|dns4|dns6/HOST/tcp/PORT[/p2p/PEER]` (the multiformats multiaddr
 specification). People may type `HOST:PORT` or `[IPV6]:PORT`. One port number serves TCP and UDP.
 
+A node that nobody can dial is reached through another, its relay (libp2p's circuit relay v2): its address is
+`ADDRESS-OF-RELAY/p2p/RELAY/p2p-circuit[/p2p/PEER]`, a circuit.
+
 An IPv6 link-local address (RFC 4291, section 2.5.6) is one of its link only, and a machine may have several
 links: the zone, an interface of this machine, says which. It means nothing to anybody else.
 """
@@ -18,11 +21,13 @@ from crypto.identity import PeerId, parse_peer, peer_text
 PORT_MAX = 65_535
 ADDRESSES_MAX = 8
 """Addresses in one contact: a few interfaces, two families. More would only be spam."""
-ADDRESS_LENGTH_MAX = 160
+ADDRESS_LENGTH_MAX = 200
+"""A circuit by an IPv6 relay has 181 letters."""
 NAME_LENGTH_MAX = 40
 PARSED_MAX = 4_096
 """Addresses whose reading is remembered: each is heard from many peers."""
 
+_CIRCUIT = "/p2p-circuit"
 _HOST_KINDS = ("ip4", "ip6", "dns", "dns4", "dns6")
 _LABEL = r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)"
 _DNS_NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*\.?")
@@ -37,28 +42,43 @@ _ZONE = re.compile(r"[A-Za-z0-9_.-]{1,15}")
 class Address:
     """One dialable place. `peer` is who is expected there, None for "whoever answers".
 
-    `host` is written in one way only, so that equal places are equal; a zone stands behind a `%`.
+    `host` is written in one way only, so that equal places are equal; a zone stands behind a `%`. A circuit
+    has the place of its `relay`.
     """
 
     kind: str
     host: str
     port: int
     peer: PeerId | None = None
+    relay: PeerId | None = None
 
     def __str__(self) -> str:
         suffix = f"/p2p/{peer_text(self.peer)}" if self.peer is not None else ""
+        if self.relay is not None:
+            suffix = f"/p2p/{peer_text(self.relay)}{_CIRCUIT}{suffix}"
         host, _, zone = self.host.partition("%")
         prefix = f"/ip6zone/{zone}" if zone else ""
         return f"{prefix}/{self.kind}/{host}/tcp/{self.port}{suffix}"
 
     @property
     def short(self) -> str:
-        """`host:port`, what a person types and reads."""
+        """`host:port`, what a person types and reads; a circuit in full."""
+        if self.relay is not None:
+            return str(self)
         return f"[{self.host}]:{self.port}" if self.kind == "ip6" else f"{self.host}:{self.port}"
 
     def of(self, peer: PeerId | None) -> "Address":
         """The same place with another expectation of who is there."""
         return self if self.peer == peer else replace(self, peer=peer)
+
+    @property
+    def of_relay(self) -> "Address":
+        """Where a circuit's relay is; an address that is none as it is."""
+        return self if self.relay is None else Address(self.kind, self.host, self.port, self.relay)
+
+    def through(self, peer: PeerId | None) -> "Address":
+        """The circuit to `peer` by the relay that is here; its `peer` must be known."""
+        return Address(self.kind, self.host, self.port, peer, self.peer)
 
     @property
     def is_link_local(self) -> bool:
@@ -91,6 +111,12 @@ def make_address(host: str, port: int, peer: PeerId | None = None) -> Address:
 
 
 def _parse_multiaddr(text: str) -> Address:
+    there, is_circuit, behind = text.partition(_CIRCUIT)
+    if is_circuit:
+        relay = _parse_multiaddr(there)
+        if relay.peer is None or relay.relay is not None or not re.fullmatch(r"(/p2p/[^/]+)?", behind):
+            raise ValueError("a circuit is RELAY/p2p/ID/p2p-circuit, with /p2p/PEER at most behind it")
+        return relay.through(parse_peer(behind.removeprefix("/p2p/")) if behind else None)
     parts, zone = text[1:].split("/"), ""
     if parts[0] == "ip6zone" and parts[2:3] == ["ip6"]:
         zone, parts = f"%{parts[1]}", parts[2:]

@@ -218,6 +218,10 @@ class AddressBook:
             del entry.dials[next(iter(entry.dials))]
         return True
 
+    def circuits(self, peer: PeerId) -> tuple[Address, ...]:
+        """Return the relays by which a peer says it is reached, as far as they may be tried."""
+        return tuple(each for each in self._claimed(self._entry(peer)) if each.relay is not None)
+
     def for_datagram(self, peer: PeerId, now: float) -> tuple[Address, ...]:
         """Return where one datagram goes: a fresh observation alone, else a few addresses at once.
 
@@ -226,7 +230,7 @@ class AddressBook:
         if entry.observed is not None and now - entry.observed_at <= OBSERVED_SECONDS:
             return (entry.observed,)
         seen = _distinct(entry.observed, *entry.proved)
-        claimed = [each for each in self._claimed(entry) if each not in seen]
+        claimed = [each for each in self._claimed(entry) if each not in seen and each.relay is None]
         claimed = [each for each in claimed if entry.tries.get(each, _UNTRIED).is_due(now)]
         first, others = seen[:1], [*seen[1:], *claimed]
         room = UNPROVEN_ADDRESSES_MAX - len(first)

@@ -35,7 +35,7 @@ PRIVATE = tuple(
 _NEVER = tuple(
     ipaddress.ip_network(text) for text in ("0.0.0.0/8", "224.0.0.0/4", "240.0.0.0/4", "::/128", "ff00::/8")
 )
-_SHARED, _ROUTED, _VPN, _OTHER_FAMILY, _BRIDGED, _UNUSED = range(6)
+_SHARED, _ROUTED, _VPN, _OTHER_FAMILY, _BRIDGED, _UNUSED, _RELAYED = range(7)
 _CLOSENESS = {
     Use.DEFAULT_ROUTE: _SHARED,
     Use.CABLE: _SHARED,
@@ -212,12 +212,14 @@ class AddressPolicy:
     def network_of(self, address: Address) -> str | None:
         """Return the name of the interface whose network an address is in; None for one of containers, or of
         no network that this machine shares."""
-        there = ip_of(address.host)
+        there = None if address.relay is not None else ip_of(address.host)
         near = [each for each in self._interfaces if there is not None and there in each.network]
         return next((each.name for each in near if each.use <= Use.TUNNEL), None)
 
     def closeness(self, address: Address) -> int:
         """Return how likely it is that an address can be reached from here: the lower the likelier."""
+        if address.relay is not None:
+            return _RELAYED
         there = ip_of(address.host)
         if there is None:
             return _ROUTED

@@ -4,6 +4,7 @@ They save the next conversation with that peer a handshake; what they cost is bo
 """
 
 from collections import OrderedDict
+from collections.abc import Hashable
 
 from crypto.contact import Address
 from crypto.identity import PeerId
@@ -63,6 +64,12 @@ class IdleConnections:
         """End all to `peer`: one of them was found dead."""
         for connection in tuple(self._by_peer.get(peer, ())):
             connection.end("another connection to the same peer was dead")
+
+    def drop_of(self, path: Hashable) -> None:
+        """End all that are channels of a path."""
+        for connection in tuple(self._since):
+            if connection.path is path:
+                connection.end("there is a better path")
 
     def expire(self, now: float) -> None:
         """End those that have been idle for too long."""

@@ -1,7 +1,8 @@
 """All TCP connections of one node, both ways: dialled, used again, served, and ended in order.
 
-`open` rides what a handshake made: today a connection for each conversation at a time, where one that has
-ended in order on both sides carries the next to that peer. Which addresses a peer has is the caller's.
+`open` rides what a handshake made: a connection for each conversation at a time, where one that has ended in
+order on both sides carries the next to that peer. To a peer that cannot be dialled it is a channel of a
+multiplexed path (`nat.paths`). Which addresses a peer has is the caller's.
 """
 
 import itertools
@@ -9,7 +10,6 @@ import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import trio
 
@@ -17,6 +17,7 @@ from crypto.contact import Address
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, short_peer
 from crypto.noise import Session
+from crypto.token_buckets import prefix_of
 from node.containment import contain
 from node.errors import StreamClosed, Unreachable
 from node.seams import MESSAGE_BYTES_USUAL
@@ -26,7 +27,9 @@ from node.transport.buffer_pool import Pool
 from node.transport.connection_pool import IDLE_SECONDS, IdleConnections
 from node.transport.half_open import HalfOpenQueue
 from node.transport.handlers import INBOUND_PER_PEER_MAX
-from node.transport.handshake import HANDSHAKE_SECONDS, Credentials, accept, dial
+from node.transport.handshake import HANDSHAKE_SECONDS, Credentials, SecuredTransport, accept, dial
+from node.transport.nat.path import MultiplexedPath, channel_session
+from node.transport.nat.paths import Paths
 from node.transport.pace import Paces
 from node.transport.racing import ATTEMPT_DELAY_SECONDS, race
 from node.transport.router import Hello, Router, greet
@@ -49,24 +52,19 @@ GRACE_SECONDS = 0.5
 """What handlers get to finish their answers when the node leaves, and streams to end in order."""
 
 
-@dataclass(frozen=True)
-class SecuredTransport:
-    """A connection on which hands were shaken, and nothing more was said."""
-
-    address: Address
-    transport: trio.SocketStream
-    session: Session
+Reached = SecuredTransport | MultiplexedPath
 
 
 async def _first(
     addresses: Sequence[Address],
-    attempt: Callable[[Address], Awaitable[SecuredTransport]],
+    attempt: Callable[[Address], Awaitable[Reached]],
     delay_seconds: float = ATTEMPT_DELAY_SECONDS,
-) -> SecuredTransport:
-    """Race, and end those that came in beside the first. Raises Unreachable."""
+) -> Reached:
+    """Race, and end those that came in beside the first; a path stays. Raises Unreachable."""
     first, *others = await race(addresses, attempt, delay_seconds)
     for other in others:
-        other.transport.socket.close()
+        if isinstance(other, SecuredTransport):
+            other.transport.socket.close()
     return first
 
 
@@ -98,6 +96,7 @@ class Connections:
         # Served ones that wait for another hello, the longest first.
         self._waiting: dict[Connection, None] = {}
         self._doorway = HalfOpenQueue[PendingConnection]()
+        self.paths = Paths(self, credentials, counters)
         self._inbound = router.register
         self._leaving: trio.Event | None = None
         self._nursery: trio.Nursery | None = None
@@ -154,6 +153,7 @@ class Connections:
                 await trio.sleep(LOOK_SECONDS)
                 self._idle.expire(trio.current_time())
                 self._pool.look()
+                self.paths.look(trio.current_time())
                 for connection in tuple(self._open):
                     if connection.has_vanished:
                         self._counters["connections_vanished"] += 1
@@ -204,18 +204,29 @@ class Connections:
                     # Nothing but a hello can have come there: to ask again does nothing twice.
                     self._counters["connections_stale"] += 1
                     self._idle.drop(peer)
+            if at is None and (path := self.paths.best(peer)) is not None:
+                try:
+                    return await self._greet_channel(path, hello, message_bytes_max)
+                except (StreamClosed, trio.TooSlowError):
+                    self._counters["channels_failed"] += 1
+            if at is not None and at.relay is not None:
+                path = await self.paths.through(at.of(peer))
+                return await self._introduce_channel(path, hello, message_bytes_max)
             if at is not None:
                 return await self._dial(at.of(peer), hello, message_bytes_max)
             return await self._dial_peer(peer, hello, message_bytes_max)
         raise Unreachable("timeout", f"{short_peer(peer)} did not answer in {OPEN_SECONDS:g} s")
 
-    async def _dial_peer(self, peer: PeerId, hello: Hello, message_bytes_max: int) -> tuple[Connection, str]:
-        """Try the peer's addresses, side by side where they are slow. Raises Unreachable, as says most."""
-        addresses: Sequence[Address] = self._book.for_stream(peer)
+    async def _dial_peer(
+        self, peer: PeerId, hello: Hello, message_bytes_max: int, *, is_bare: bool = False
+    ) -> tuple[Connection, str]:
+        """Try the peer's addresses, side by side where they are slow, and circuits behind them unless it
+        `is_bare`. Raises Unreachable, as says most."""
+        addresses = [each for each in self._book.for_stream(peer) if each.relay is None or not is_bare]
         if not addresses:
             raise Unreachable("unknown", f"no address of {short_peer(peer)} is known")
 
-        async def attempt(address: Address) -> SecuredTransport:
+        async def attempt(address: Address) -> Reached:
             # A name that a peer claims for itself may stand for an address that it may not claim.
             there = await self._look_up(address) if address.kind.startswith("dns") else (address,)
             there = [each for each in there if self._book.may_dial(peer, each, trio.current_time())]
@@ -223,7 +234,7 @@ class Connections:
                 detail = f"{address.short} was dialled too often without an answer; try again in a minute"
                 raise Unreachable("timeout", detail)
             try:
-                return await _first([each.of(peer) for each in there], self._shake_hands_with)
+                return await _first([each.of(peer) for each in there], self._reach)
             except Unreachable:
                 for each in dict.fromkeys((address, *there)):
                     self._book.failed(peer, each)
@@ -231,8 +242,15 @@ class Connections:
 
         is_preferred = self._book.preferred(peer) is not None
         delay_seconds = PREFERRED_DELAY_SECONDS if is_preferred else ATTEMPT_DELAY_SECONDS
-        dialled = await _first(addresses, attempt, delay_seconds)
-        return await self._introduce(dialled, hello, message_bytes_max)
+        found = await _first(addresses, attempt, delay_seconds)
+        if isinstance(found, SecuredTransport):
+            return await self._introduce(found, hello, message_bytes_max)
+        return await self._introduce_channel(found, hello, message_bytes_max)
+
+    async def _reach(self, address: Address) -> Reached:
+        if address.relay is not None:
+            return await self.paths.through(address)
+        return await self._shake_hands_with(address)
 
     async def _look_up(self, name: Address) -> list[Address]:
         """Return what a claimed name stands for, as far as it may be tried. Raises Unreachable."""
@@ -249,6 +267,69 @@ class Connections:
         """One address: connect, shake hands, be welcomed."""
         return await self._introduce(await self._shake_hands_with(address), hello, message_bytes_max)
 
+    # --- paths -------------------------------------------------------------------------------------
+
+    @property
+    def serving(self) -> trio.Nursery | None:
+        """See `nat.paths.Host`, as of all of these."""
+        return self._nursery if self._is_staying else None
+
+    async def open_bare(self, peer: PeerId, protocol: str, at: Address | None = None) -> SecureStream:
+        """A stream that has a TCP connection of its own, to be detached from it. Raises Unreachable."""
+        connection, name = await self._dial_bare(peer, Hello("stream", (protocol,), self._work_bits), at)
+        stream = self._open[connection] = SecureStream(connection, name, self._closed)
+        return stream
+
+    async def dial_path(self, peer: PeerId, at: Address | None = None) -> Connection:
+        """Dial a peer, and agree with it that the connection becomes a path. Raises Unreachable."""
+        connection, _ = await self._dial_bare(peer, Hello("path", (), self._work_bits), at)
+        return connection
+
+    async def _dial_bare(self, peer: PeerId, hello: Hello, at: Address | None) -> tuple[Connection, str]:
+        with trio.move_on_after(OPEN_SECONDS):
+            if at is not None:
+                return await self._dial(at.of(peer), hello, MESSAGE_BYTES_USUAL)
+            return await self._dial_peer(peer, hello, MESSAGE_BYTES_USUAL, is_bare=True)
+        raise Unreachable("timeout", f"{short_peer(peer)} did not answer in {OPEN_SECONDS:g} s")
+
+    def has_better(self, path: MultiplexedPath) -> None:
+        """End what rests on a path."""
+        self._idle.drop_of(path)
+
+    def serve_channel(self, path: MultiplexedPath, channel: socket.socket) -> None:
+        """The peer has opened a channel: serve it as a connection that came in."""
+        connection = self._make_channel(path, channel)
+        place = path.address
+        source = b"" if place is None else prefix_of(place.host)
+        if self._nursery is not None and self._enter(connection, source) is not None:
+            self._nursery.start_soon(self._serve_entered, connection)
+
+    async def _serve_entered(self, connection: Connection) -> None:
+        with contain("a channel that came in"):
+            await self._serve_peer(connection)
+
+    async def _greet_channel(
+        self, path: MultiplexedPath, hello: Hello, message_bytes_max: int
+    ) -> tuple[Connection, str]:
+        """Raises StreamClosed, TooSlowError, Unreachable."""
+        connection = self._make_channel(path, path.open())
+        return connection, await self._greet(connection, hello, message_bytes_max)
+
+    async def _introduce_channel(
+        self, path: MultiplexedPath, hello: Hello, message_bytes_max: int
+    ) -> tuple[Connection, str]:
+        try:
+            return await self._greet_channel(path, hello, message_bytes_max)
+        except (StreamClosed, trio.TooSlowError):
+            who = short_peer(path.peer)
+            raise Unreachable("timeout", f"{who} does not answer on the path to it") from None
+
+    def _make_channel(self, path: MultiplexedPath, channel: socket.socket) -> Connection:
+        transport = trio.SocketStream(trio.socket.from_stdlib_socket(channel))
+        return self.make(transport, channel_session(path.peer), path)
+
+    # --- dialling ----------------------------------------------------------------------------------
+
     async def _shake_hands_with(self, address: Address) -> "SecuredTransport":
         return SecuredTransport(address, *await dial(address, self._credentials))
 
@@ -257,7 +338,7 @@ class Connections:
     ) -> tuple[Connection, str]:
         """Say what the connection is for, once hands were shaken."""
         address, transport, session = dialled.address, dialled.transport, dialled.session
-        connection = self._make(transport, session)
+        connection = self.make(transport, session)
         if connection.source is not None:  # else it has hung up, as the greeting will tell
             self._book.prove(session.peer, connection.source)
             self._note_way(transport, connection.source)
@@ -288,9 +369,20 @@ class Connections:
                 connection.end("the greeting was cut short")
         return protocol
 
-    def _make(self, transport: trio.SocketStream, session: Session) -> Connection:
+    def make(
+        self, transport: trio.SocketStream, session: Session, path: MultiplexedPath | None = None
+    ) -> Connection:
+        """Keep a connection in the table of all, until it ends."""
         connection = Connection(
-            transport, session, self._assembly, self._pool, self._counters, self._ended, self._paces
+            transport,
+            session,
+            self._assembly,
+            self._pool,
+            self._counters,
+            self._ended,
+            self._paces,
+            path,
+            path.place if path is not None else None,
         )
         self._open[connection] = None
         return connection
@@ -373,7 +465,7 @@ class Connections:
         try:
             with stranger.scope as scope:
                 session = await accept(transport, stranger.handshake, stranger.came)
-                connection = self._make(transport, session)
+                connection = self.make(transport, session)
                 if connection.source is not None:
                     self._note_way(transport, connection.source)
                 return self._enter(connection, stranger.source)
@@ -451,6 +543,10 @@ class Connections:
         """Return whether the connection is free for another conversation."""
         if hello.kind == "identify":
             return self._is_staying
+        if hello.kind == "path":
+            self._inbound.credit(connection)
+            await self.paths.carry(connection, is_first=False, way="direct", address=connection.source)
+            return False
         if hello.kind == "message":
             return await self._router.take_one_shot(connection, protocol) and self._is_staying
         self._counters["streams_served"] += 1

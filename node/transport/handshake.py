@@ -89,6 +89,16 @@ class Credentials:
         )
 
 
+@dataclass(frozen=True)
+class SecuredTransport:
+    """A connection on which hands were shaken, and nothing more was said."""
+
+    address: Address
+    """Where the peer is; of a circuit, the circuit."""
+    transport: trio.SocketStream
+    session: Session
+
+
 def default_suites() -> tuple[Suite, ...]:
     """All that work here, the best for this machine first."""
     return preferred(has_aes=_has_aes())
@@ -111,25 +121,46 @@ async def dial(address: Address, credentials: Credentials) -> tuple[trio.SocketS
         WrongPeer, Unreachable: with the reason and a sentence for a person.
     """
     transport = await _connect(address)
+    return transport, await shake_hands(transport, credentials, address.short, expected=address.peer)
+
+
+async def shake_hands(
+    transport: trio.SocketStream,
+    credentials: Credentials,
+    where: str,
+    *,
+    expected: PeerId | None,
+    is_first: bool = True,
+    came: bytes = b"",
+) -> Session:
+    """Shake hands on a connection that stands, or close it. `where` is what a person calls the other end;
+    `is_first` is true on one side; what `came` has been read already.
+
+    Raises:
+        WrongPeer, Unreachable: with the reason and a sentence for a person.
+    """
     session = None
     try:
         with trio.fail_after(HANDSHAKE_SECONDS):
-            handshake = credentials.handshake(initiator=True, expected=address.peer)
-            session = await _shake_hands(transport, handshake, handshake.start())
+            handshake = credentials.handshake(initiator=is_first, expected=expected if is_first else None)
+            session = await _shake_hands(transport, handshake, handshake.start(), came)
+            if expected not in (None, session.peer):
+                session = None
+                raise WrongPeer("wrong key", f"{where} is somebody else")
     except trio.TooSlowError:
-        detail = f"{address.short} took the connection, but did not shake hands in {HANDSHAKE_SECONDS:g} s"
+        detail = f"{where} took the connection, but did not shake hands in {HANDSHAKE_SECONDS:g} s"
         raise Unreachable("timeout", detail + _about_key(credentials)) from None
     except WrongIdentity as error:
         raise WrongPeer("wrong key", str(error)) from None
     except NoCommonSuite as error:
-        raise Unreachable("refused", f"{address.short} answers, but {error}") from None
+        raise Unreachable("refused", f"{where} answers, but {error}") from None
     except (RemoteProtocolError, trio.BrokenResourceError):
-        detail = f"{address.short} answers, but is of another swarm or not a peerloom node"
+        detail = f"{where} answers, but is of another swarm or not a peerloom node"
         raise Unreachable("refused", detail + _about_key(credentials)) from None
     finally:
         if session is None:
             transport.socket.close()
-    return transport, session
+    return session
 
 
 async def accept(transport: trio.SocketStream, handshake: PeerHandshake, came: bytes) -> Session:

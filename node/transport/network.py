@@ -31,6 +31,7 @@ from node.transport.inbox import QueueInbox
 from node.transport.interfaces import read_interfaces
 from node.transport.listen import Bound, bind_all
 from node.transport.multicast import Multicast
+from node.transport.nat.paths import Paths
 from node.transport.pace import Paces
 from node.transport.router import ONE_SHOT_BYTES_MAX, ONE_SHOT_SECONDS, Router
 from node.transport.short_messages import ShortMessages
@@ -38,6 +39,11 @@ from node.transport.sockets import UdpSockets
 from node.transport.streams import SecureStream
 from node.transport.udp import Datagrams
 
+HEARD_SECONDS = 15.0
+"""A peer behind a relay, or that has offered a path, is written to by datagram for so long after its last
+one: half of the time for which the most forgetful of common routers keep a way back open."""
+CIRCUITS_TOLD_MAX = 2
+"""Relays at which others are told to reach this node."""
 ONE_SHOT_SENDERS = 8
 ONE_SHOT_QUEUE_MAX = 256
 ONE_SHOT_QUEUE_BYTES_MAX = 32 * 2**20
@@ -94,6 +100,7 @@ class RealNetwork:
         self._addresses: tuple[Address, ...] = ()
         self._bound: tuple[Bound, ...] = ()
         self._confirmed: tuple[Address, ...] = ()
+        self._circuits: tuple[Address, ...] = ()
         self._datagrams: Datagrams | None = None
         self._one_shots, self._one_shots_out = trio.open_memory_channel[tuple[PeerId, str, bytes]](
             ONE_SHOT_QUEUE_MAX
@@ -141,6 +148,26 @@ class RealNetwork:
         return self._paths.blocked
 
     @property
+    def multiplexed(self) -> Paths:
+        """The paths to peers that cannot be dialled, or that cannot dial this node."""
+        return self._connections.paths
+
+    @property
+    def credentials(self) -> Credentials:
+        """What this node shakes hands with."""
+        return self._credentials
+
+    @property
+    def circuits(self) -> tuple[Address, ...]:
+        """By which relays others reach this node; to be set by `reach_by`."""
+        return self._circuits
+
+    def reach_by(self, circuits: Sequence[Address]) -> None:
+        """Tell others that they reach this node by these relays."""
+        self._circuits = tuple(each.of(None) for each in circuits[:CIRCUITS_TOLD_MAX])
+        self._tell()
+
+    @property
     def local(self) -> Multicast | None:
         return self._local
 
@@ -175,6 +202,7 @@ class RealNetwork:
 
     def _tell(self) -> None:
         told = self._policy.own(self._announce, self._confirmed)
+        told = (*told[: ADDRESSES_MAX - len(self._circuits)], *self._circuits)
         self._addresses = tuple(address.of(self.peer) for address in told)
 
     @property
@@ -220,11 +248,11 @@ class RealNetwork:
         now = self._clock.monotonic()
         # Else a datagram that asks for a stream would have one opened wherever its sender claims to be.
         by_stream = by_stream and not (is_answer and not self._paths.has_just_asked(peer, now))
-        if not self._book.knows(peer):
+        if not self._book.knows(peer) and self.multiplexed.best(peer) is None:
             self._counters["messages_without_address"] += 1
         elif len(message) > payload_bytes_max(protocol):
             self._queue_one_shot(peer, protocol, message)
-        elif by_stream or self._paths.is_by_stream(peer, now):
+        elif by_stream or self._paths.is_by_stream(peer, now) or self._is_behind(peer, now):
             self._short.put(peer, protocol, message)
             if self._paths.knocks(peer, now):
                 self._datagrams.knock(now, peer, self._book.for_datagram(peer, now))
@@ -326,12 +354,19 @@ class RealNetwork:
 
     def _is_reached(self, peer: PeerId) -> bool:
         """Whether it has answered before, or has come here by a stream."""
-        return self._book.host_of(peer) is not None or self._paths.has_asked(peer)
+        is_met = self._book.host_of(peer) is not None or self._paths.has_asked(peer)
+        return is_met or self.multiplexed.best(peer) is not None
 
     def _found_closed(self, address: Address) -> None:
         if self.closed is not None:
             for peer in self._book.at(address):
                 self.closed(peer)
+
+    def _is_behind(self, peer: PeerId, now: float) -> bool:
+        """Whether a datagram would hardly reach a peer behind its router."""
+        if now - self._book.heard_at(peer) <= HEARD_SECONDS:
+            return False
+        return self.multiplexed.best(peer) is not None or bool(self._book.circuits(peer))
 
     def _queue_one_shot(self, peer: PeerId, protocol: str, message: bytes) -> None:
         if self._one_shot_bytes + len(message) > ONE_SHOT_QUEUE_BYTES_MAX:

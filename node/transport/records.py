@@ -172,6 +172,12 @@ class RecordReader:
             self._own_buffer = self._buffer = _NOTHING
             self._start = self._end = 0
 
+    def rest(self) -> bytes:
+        """Take out what has come of no message yet."""
+        rest = bytes(self._buffer[self._start : self._end])
+        self._start = self._end = 0
+        return rest
+
     def space(self) -> memoryview:
         """Return where the next bytes go; never empty."""
         if not self._own_buffer:

@@ -41,11 +41,12 @@ WorkBits = Annotated[int, msgspec.Meta(ge=0, le=WORK_BITS_MAX)]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):
-    """The opener's first message. `kind`: a stream for a handler, one message for the inbox, or only
-    the question who is there. `protocols` are names in order of preference: versions of one protocol.
-    `work_bits` is the proof of work that the opener wants of ids: where the two differ, neither is served."""
+    """The opener's first message. `kind`: a stream for a handler, one message for the inbox, only the
+    question who is there, or a path by which the other side reaches the opener too. `protocols` are names in
+    order of preference: versions of one protocol. `work_bits` is the proof of work that the opener wants of
+    ids: where the two differ, neither is served."""
 
-    kind: Literal["stream", "message", "identify"]
+    kind: Literal["stream", "message", "identify", "path"]
     protocols: Annotated[
         tuple[Annotated[str, msgspec.Meta(max_length=PROTOCOL_BYTES_MAX)], ...],
         msgspec.Meta(max_length=PROTOCOLS_MAX),
@@ -225,7 +226,7 @@ class Router:
 
     def _choose(self, hello: Hello) -> int | None:
         """The number of the first name that is known here; 0 where no name is asked for."""
-        if hello.kind == "identify":
+        if hello.kind in ("identify", "path"):
             return 0
         known: Container[str] = self._inboxes if hello.kind == "message" else self._handlers
         return next((number for number, name in enumerate(hello.protocols) if name in known), None)

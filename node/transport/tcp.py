@@ -8,7 +8,7 @@ and after every call; here a call rests when it has to wait, or after so many th
 import socket
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable
 from contextlib import suppress
 from math import inf
 
@@ -94,7 +94,10 @@ class Connection:
         counters: Counter[str],
         ended: Callable[["Connection"], None],
         paces: Paces,
+        path: Hashable | None = None,
+        place: Address | None = None,
     ) -> None:
+        """A channel has the `path` that carries it, and where its peer is by that, if it is known."""
         # The stream over it is not used any more, and can neither close nor warn.
         self._socket = socket.socket(fileno=transport.socket.detach())
         self._socket.setblocking(False)
@@ -103,6 +106,8 @@ class Connection:
         with suppress(OSError, AttributeError):
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_QUESTIONS)
         self.peer = session.peer
+        self.path = path
+        self._place = place
         self.why: str | None = None
         self._writer = RecordWriter(session.sending, pool)
         self._reader = RecordReader(session.receiving, pool)
@@ -134,6 +139,8 @@ class Connection:
 
     @property
     def source(self) -> Address | None:
+        if self.path is not None:
+            return self._place
         try:
             return address_of(self._socket.getpeername())
         except OSError:
@@ -149,6 +156,21 @@ class Connection:
     def limit(self, message_bytes_max: int) -> None:
         """The longest message that is taken from now on."""
         self._reader.message_bytes_max = message_bytes_max
+
+    def become_path(self, unsent_bytes_max: int) -> None:
+        """Carry channels, which keep the owner's pace themselves, and let little pile up in the kernel."""
+        self._paces = Paces()
+        with suppress(OSError, AttributeError):
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, unsent_bytes_max)
+
+    def detach(self) -> tuple[socket.socket, bytes]:
+        """Hand over the socket, between two messages, and what has come of none; the connection is over."""
+        if self.why is not None or self._owed:
+            raise self.end("it cannot carry anything else")
+        rest = self._reader.rest()
+        taken = socket.socket(fileno=self._socket.detach())
+        self._over("it carries something else now")
+        return taken, rest
 
     # --- sending -----------------------------------------------------------------------------------
 
@@ -406,9 +428,12 @@ class Connection:
     def end(self, why: str) -> StreamClosed:
         """Close the socket; the first reason stays."""
         if self.why is None:
-            self.why = why
-            self._assembly.release(self)
             trio.lowlevel.notify_closing(self._socket)
             self._socket.close()
-            self._tell_ended(self)
-        return StreamClosed(self.why)
+            self._over(why)
+        return StreamClosed(self.why or why)
+
+    def _over(self, why: str) -> None:
+        self.why = why
+        self._assembly.release(self)
+        self._tell_ended(self)

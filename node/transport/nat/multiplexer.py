@@ -1,0 +1,449 @@
+"""Many channels over one connection, with credit: where two peers have a single path (relayed or punched).
+
+A sans-IO core. Frames are the messages of a sealed, ordered connection; a channel carries bytes both ways as
+a TCP connection does. The rules:
+
+* A sender has credit for each channel, as HTTP/2 and yamux grant it, so a reader that pauses stops its own
+  channel and no other. Credit grows for a reader that keeps up, up to a bound for all channels together.
+* What is in flight on the path is bounded by its delay: at most what keeps it busy for its shortest round
+  trip and QUEUE_SECONDS more (as FAST TCP, Jin et al. 2004). So a probe does not wait behind a long queue in
+  a relay or a router, however large their buffers are.
+* Control frames leave first. Channels take turns by deficit, and one that had nothing queued goes before
+  those that are busy (FQ-CoDel, RFC 8290), so a small message overtakes bulk.
+* A ping says whether the other side is there. Nothing of it grows with what the other side sends.
+
+The driver is `node.transport.nat.path`; what a channel is used for is not known here.
+"""
+
+import struct
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from enum import IntEnum
+from math import inf
+from typing import assert_never
+
+from crypto.errors import LocalProtocolError, RemoteProtocolError
+
+DATA_BYTES_MAX = 2**14
+"""One frame of bulk: what a probe may have to wait for in this node, 13 ms at 10 Mbit/s."""
+FRAME_BYTES_MAX = DATA_BYTES_MAX + 16
+CHANNELS_MAX = 128
+"""Channels that the other side may have open at once: twice the connections that one peer may have here."""
+CREDIT_BYTES = 2**18
+"""What may come on a new channel before its reader takes anything."""
+CREDIT_BYTES_MAX = 2**21
+"""The same of a channel whose reader keeps up: 160 Mbit/s over a round trip of 100 ms."""
+GRANTED_BYTES_MAX = 2**24
+"""What all readers together may be granted beyond CREDIT_BYTES each."""
+QUEUE_SECONDS = 0.02
+"""How much longer than its shortest round trip a path is kept busy for."""
+WINDOW_BYTES_MIN = 2**17
+"""In flight whatever the delay: an acknowledgement comes for each quarter of it."""
+WINDOW_BYTES_MAX = 2**24
+ACKNOWLEDGED_BYTES = 2**15
+SHORTEST_SECONDS = 20.0
+"""How long a shortest round trip is believed: routes change."""
+QUEUED_BYTES_MAX = 2**16
+"""Taken from one channel's writer before it has been sent."""
+PING_SECONDS = 2.5
+"""Between two pings while channels are open; a quarter of the time in which a run is to be back after its
+relay was lost."""
+IDLE_PING_SECONDS = 15.0
+"""The same while none is: often enough for a carrier's router, which forgets a connection after a minute."""
+DEAD_SECONDS = 7.5
+"""Without a byte for so long after a ping the path is dead."""
+LATE_SECONDS = 2.0
+"""A process that looks so much too late has stood still itself: it asks again before it calls a path dead."""
+CONTROL_MAX = 4 * CHANNELS_MAX
+"""Control frames that wait: more are answers to a peer that asks and does not read."""
+
+_HEAD = struct.Struct(">BI")
+_CREDIT = struct.Struct(">BII")
+_ACKNOWLEDGED = struct.Struct(">BQ")
+_CHANNEL_MAX = 2**32 - 2
+_CREDIT_MAX = 2**32 - 1
+
+
+class Kind(IntEnum):
+    """The first byte of a frame. All but ACKNOWLEDGED name a channel, or a ping, in the next four."""
+
+    OPEN = 0
+    DATA = 1
+    CREDIT = 2
+    """So many bytes more (four bytes) may be sent on the channel."""
+    CLOSE = 3
+    """The sender of this neither sends nor takes anything more on the channel."""
+    ACKNOWLEDGED = 4
+    """So many bytes of DATA (eight bytes) have come on the path in all."""
+    PING = 5
+    PONG = 6
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The other side has opened a channel."""
+
+    channel: int
+
+
+@dataclass(frozen=True)
+class Came:
+    """Bytes have come on a channel; tell `taken` once its reader has them."""
+
+    channel: int
+    data: memoryview
+
+
+@dataclass(frozen=True)
+class Closed:
+    """The other side has closed a channel; what came before it is for the reader. The channel is gone."""
+
+    channel: int
+
+
+Event = Opened | Came | Closed
+
+
+@dataclass(slots=True)
+class _Channel:
+    credit: int = CREDIT_BYTES
+    """Bytes that may still be sent."""
+    queue: deque[memoryview] = field(default_factory=deque)
+    queued_bytes: int = 0
+    deficit: int = 0
+    window: int = CREDIT_BYTES
+    awaited: int = CREDIT_BYTES
+    """Bytes that may still come."""
+    ungranted: int = 0
+    """Bytes that its reader has taken, for which no credit was given yet."""
+    grown_at: float = -inf
+    taken_since: int = 0
+    is_closing: bool = False
+    """Closed here; CLOSE leaves behind what is queued."""
+
+
+class Multiplexer:
+    """One side. `is_first` is true on exactly one of both: the side that dialled."""
+
+    def __init__(self, now: float, *, is_first: bool) -> None:
+        self._own, self._theirs = (1, 2) if is_first else (2, 1)
+        self._last_theirs = 0
+        self._parity = self._theirs % 2
+        self._channels: dict[int, _Channel] = {}
+        self._others = 0
+        self._control: deque[bytes] = deque()
+        self._credits: OrderedDict[int, int] = OrderedDict()
+        self._pong: int | None = None
+        self._fresh: OrderedDict[int, None] = OrderedDict()
+        self._busy: OrderedDict[int, None] = OrderedDict()
+        self._granted = 0
+        self._sent = self._acknowledged = 0
+        self._came = self._told = 0
+        self._window = WINDOW_BYTES_MIN
+        self._mark: tuple[int, float] | None = None
+        self._was_full = False
+        self._shortest: deque[tuple[float, float]] = deque(maxlen=64)
+        self._ping = 0
+        self._pinged_at = now
+        self._is_awaiting = False
+        self.round_trip_seconds: float | None = None
+        """By the last ping that was answered."""
+
+    # --- what the driver asks ------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._channels)
+
+    def __contains__(self, channel: object) -> bool:
+        return channel in self._channels
+
+    @property
+    def window_bytes(self) -> int:
+        """What may be in flight now."""
+        return self._window
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """What the other side could make grow here: how much it is, and its limit."""
+        return {
+            "channels": (self._others, CHANNELS_MAX),
+            "control": (len(self._control), CONTROL_MAX),
+            "granted": (self._granted, GRANTED_BYTES_MAX),
+        }
+
+    @property
+    def deadline(self) -> float:
+        """When to call `tick` at the latest."""
+        if self._is_awaiting:
+            return self._pinged_at + DEAD_SECONDS
+        return self._pinged_at + (PING_SECONDS if self._channels else IDLE_PING_SECONDS)
+
+    def room(self, channel: int) -> int:
+        """Return how many bytes `write` takes now."""
+        found = self._channels.get(channel)
+        if found is None or found.is_closing:
+            return 0
+        return max(0, min(found.credit, QUEUED_BYTES_MAX) - found.queued_bytes)
+
+    # --- this side -----------------------------------------------------------------------------------
+
+    def open(self) -> int:
+        """Open a channel. Raises LocalProtocolError: there are too many, or the path is worn out."""
+        if len(self._channels) - self._others >= CHANNELS_MAX or self._own > _CHANNEL_MAX:
+            raise LocalProtocolError("no more channels on this path")
+        channel, self._own = self._own, self._own + 2
+        self._channels[channel] = _Channel()
+        self._control.append(_HEAD.pack(Kind.OPEN, channel))
+        return channel
+
+    def write(self, channel: int, data: bytes) -> None:
+        """Queue bytes, at most `room`."""
+        if len(data) > self.room(channel):
+            raise LocalProtocolError("more than the other side has room for")
+        if data:
+            found = self._channels[channel]
+            if channel not in self._fresh and channel not in self._busy:
+                self._fresh[channel] = None
+                found.deficit = DATA_BYTES_MAX
+            found.queue.append(memoryview(data))
+            found.queued_bytes += len(data)
+
+    def taken(self, now: float, channel: int, count: int) -> None:
+        """The reader of a channel has taken so many bytes of those that came."""
+        found = self._channels.get(channel)
+        if found is None:
+            return
+        found.ungranted += count
+        found.taken_since += count
+        self._grow(now, found)
+        if found.ungranted >= found.window // 4:
+            self._credits[channel] = self._credits.get(channel, 0) + found.ungranted
+            found.awaited += found.ungranted
+            found.ungranted = 0
+
+    def close(self, channel: int) -> None:
+        """Neither send nor take anything more, once what is queued has left."""
+        found = self._channels.get(channel)
+        if found is None or found.is_closing:
+            return
+        found.is_closing = True
+        if not found.queue:
+            self._finish(channel)
+
+    def _grow(self, now: float, channel: _Channel) -> None:
+        """Give more credit to a reader that has taken its whole window within two round trips."""
+        if channel.taken_since < channel.window:
+            return
+        trip = self.round_trip_seconds or QUEUE_SECONDS
+        is_quick = now - channel.grown_at <= 2 * trip + QUEUE_SECONDS
+        more = min(channel.window, GRANTED_BYTES_MAX - self._granted)
+        if is_quick and channel.window + more <= CREDIT_BYTES_MAX:
+            channel.window += more
+            channel.ungranted += more
+            self._granted += more
+        channel.grown_at, channel.taken_since = now, 0
+
+    def _finish(self, channel: int) -> None:
+        self._control.append(_HEAD.pack(Kind.CLOSE, channel))
+        self._forget(channel)
+
+    def _forget(self, channel: int) -> None:
+        found = self._channels.pop(channel)
+        self._granted -= found.window - CREDIT_BYTES
+        self._others -= channel % 2 == self._parity
+        for table in (self._fresh, self._busy, self._credits):
+            table.pop(channel, None)
+
+    # --- the other side ------------------------------------------------------------------------------
+
+    def receive(self, now: float, frame: bytes) -> Event | None:
+        """Take a frame. Raises RemoteProtocolError, which ends the path."""
+        self._is_awaiting = False
+        if len(frame) > FRAME_BYTES_MAX or not frame or frame[0] > Kind.PONG:
+            raise RemoteProtocolError("a frame that nobody knows")
+        kind = Kind(frame[0])
+        if kind is Kind.ACKNOWLEDGED:
+            self._acknowledge(now, *_read(_ACKNOWLEDGED, frame))
+            return None
+        if kind is Kind.CREDIT:
+            self._credit(*_read(_CREDIT, frame))
+            return None
+        if kind is Kind.DATA:
+            (channel,) = _read(_HEAD, frame[: _HEAD.size])
+            return self._take(channel, memoryview(frame)[_HEAD.size :])
+        (number,) = _read(_HEAD, frame)
+        match kind:
+            case Kind.OPEN:
+                return self._opened(number)
+            case Kind.CLOSE:
+                return self._closed(number)
+            case Kind.PING:
+                self._pong = number
+            case Kind.PONG:
+                if number == self._ping:
+                    self._measure(now, now - self._pinged_at)
+                    self.round_trip_seconds = now - self._pinged_at
+            case _:
+                assert_never(kind)
+        return None
+
+    def _opened(self, channel: int) -> Opened | None:
+        if channel % 2 != self._parity or channel <= self._last_theirs or channel > _CHANNEL_MAX:
+            raise RemoteProtocolError("a channel that is not the other side's to open")
+        if len(self._control) >= CONTROL_MAX:
+            raise RemoteProtocolError("more channels than answers can leave")
+        self._last_theirs = channel
+        if self._others >= CHANNELS_MAX:
+            self._control.append(_HEAD.pack(Kind.CLOSE, channel))
+            return None
+        self._others += 1
+        self._channels[channel] = _Channel()
+        return Opened(channel)
+
+    def _take(self, channel: int, data: memoryview) -> Came | None:
+        self._came += len(data)
+        found = self._known(channel)
+        if found is None or found.is_closing:
+            return None
+        if len(data) > found.awaited:
+            raise RemoteProtocolError("more than there was credit for")
+        found.awaited -= len(data)
+        return Came(channel, data)
+
+    def _credit(self, channel: int, more: int) -> None:
+        found = self._known(channel)
+        if found is not None:
+            found.credit += more
+            if found.credit > _CREDIT_MAX:
+                raise RemoteProtocolError("credit without end")
+
+    def _closed(self, channel: int) -> Closed | None:
+        found = self._known(channel)
+        if found is None:
+            return None
+        self._forget(channel)
+        return Closed(channel)
+
+    def _known(self, channel: int) -> _Channel | None:
+        """Return a channel; None for one that is over. Raises RemoteProtocolError for one that never was."""
+        last = self._last_theirs if channel % 2 == self._parity else self._own - 2
+        if not 0 < channel <= last:
+            raise RemoteProtocolError("a channel that was never opened")
+        return self._channels.get(channel)
+
+    # --- the path's delay ----------------------------------------------------------------------------
+
+    def _acknowledge(self, now: float, total: int) -> None:
+        if not self._acknowledged <= total <= self._sent:
+            raise RemoteProtocolError("an acknowledgement of what was not sent")
+        self._acknowledged = total
+        if self._mark is not None and total >= self._mark[0]:
+            trip = now - self._mark[1]
+            self._mark = None
+            self._measure(now, trip)
+            if self._was_full:
+                wanted = self._window * (self._shortest_seconds + QUEUE_SECONDS) / max(trip, 1e-4)
+                wanted = min(wanted, 2.0 * self._window)
+                self._window = round(
+                    max(WINDOW_BYTES_MIN, min(WINDOW_BYTES_MAX, (self._window + wanted) / 2))
+                )
+            self._was_full = False
+
+    def _measure(self, now: float, trip: float) -> None:
+        while self._shortest and self._shortest[0][0] < now - SHORTEST_SECONDS:
+            self._shortest.popleft()
+        while self._shortest and self._shortest[-1][1] >= trip:
+            self._shortest.pop()
+        self._shortest.append((now, trip))
+
+    @property
+    def _shortest_seconds(self) -> float:
+        return min((trip for _, trip in self._shortest), default=0.0)
+
+    # --- what leaves ---------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> bool:
+        """Ping where that is due; False where the other side is gone."""
+        if now < self.deadline:
+            return True
+        if self._is_awaiting and now < self.deadline + LATE_SECONDS:
+            return False
+        self._ping = (self._ping + 1) % 2**32
+        self._pinged_at = now
+        self._is_awaiting = True
+        self._control.append(_HEAD.pack(Kind.PING, self._ping))
+        return True
+
+    def next_frame(self, now: float) -> bytes | None:
+        """Return the frame that leaves next; None if there is none, until something happens."""
+        if self._pong is not None:
+            number, self._pong = self._pong, None
+            return _HEAD.pack(Kind.PONG, number)
+        if self._came - self._told >= ACKNOWLEDGED_BYTES:
+            self._told = self._came
+            return _ACKNOWLEDGED.pack(Kind.ACKNOWLEDGED, self._came)
+        if self._control:
+            return self._control.popleft()
+        if self._credits:
+            channel, more = self._credits.popitem(last=False)
+            return _CREDIT.pack(Kind.CREDIT, channel, more)
+        return self._next_data(now)
+
+    def _next_data(self, now: float) -> bytes | None:
+        is_full = self._sent - self._acknowledged + DATA_BYTES_MAX > self._window
+        if self._fresh:
+            # A channel's first bytes leave in any case: one frame a channel is no queue.
+            channel = next(iter(self._fresh))
+        elif is_full or not self._skip_empty():
+            self._was_full |= is_full and bool(self._busy)
+            return None
+        else:
+            channel = next(iter(self._busy))
+        self._was_full |= is_full
+        found = self._channels[channel]
+        frame = self._cut(channel, found, DATA_BYTES_MAX)
+        found.deficit -= len(frame) - _HEAD.size
+        if not found.queue or found.deficit <= 0:
+            # One that has nothing left keeps its turn until then: bulk that is refilled is not fresh.
+            self._fresh.pop(channel, None)
+            self._busy[channel] = None
+            self._busy.move_to_end(channel)
+        if found.deficit <= 0:
+            found.deficit += DATA_BYTES_MAX
+        if not found.queue and found.is_closing:
+            self._finish(channel)
+        self._sent += len(frame) - _HEAD.size
+        if self._mark is None:
+            self._mark = self._sent, now
+        return frame
+
+    def _skip_empty(self) -> bool:
+        """Forget the turns of channels that have nothing to send; whether one is left that has."""
+        while self._busy:
+            channel = next(iter(self._busy))
+            if self._channels[channel].queue:
+                return True
+            del self._busy[channel]
+        return False
+
+    def _cut(self, channel: int, found: _Channel, count: int) -> bytes:
+        """Return a frame with up to `count` of the bytes that wait."""
+        pieces = [_HEAD.pack(Kind.DATA, channel)]
+        left = count
+        while left and found.queue:
+            piece = found.queue.popleft()
+            if len(piece) > left:
+                found.queue.appendleft(piece[left:])
+                piece = piece[:left]
+            left -= len(piece)
+            pieces.append(bytes(piece))
+        found.queued_bytes -= count - left
+        found.credit -= count - left
+        return b"".join(pieces)
+
+
+def _read(form: struct.Struct, frame: bytes) -> tuple[int, ...]:
+    """Return the numbers behind the kind. Raises RemoteProtocolError."""
+    if len(frame) != form.size:
+        raise RemoteProtocolError("a frame of the wrong length")
+    return tuple(form.unpack(frame)[1:])

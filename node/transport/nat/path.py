@@ -1,0 +1,323 @@
+"""The driver of a multiplexed path: sockets of this process, each a channel, over one secured connection.
+
+What speaks over a channel sees a connected socket, so all that is built on connections works on a path too:
+messages, marks, limits, pools. The path seals everything; a channel is not sealed again.
+"""
+
+import socket
+from collections import Counter, deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Literal
+
+import trio
+
+from crypto.contact import Address
+from crypto.errors import LocalProtocolError, RemoteProtocolError
+from crypto.identity import PeerId
+from crypto.noise import TAG_BYTES, Data, Session
+from crypto.noise.ciphers import CipherState
+from crypto.noise.suites import SUITES
+from node.containment import contain
+from node.errors import StreamClosed
+from node.forks import keep_from_children
+from node.transport.nat.multiplexer import (
+    FRAME_BYTES_MAX,
+    QUEUED_BYTES_MAX,
+    Came,
+    Closed,
+    Multiplexer,
+    Opened,
+)
+from node.transport.tcp import Connection
+
+UNSENT_BYTES_MAX = 2**15
+"""What the kernel takes beyond what the network does: a small message waits behind no more."""
+
+Way = Literal["direct", "punched", "relayed"]
+"""How a path came about: the peer, which cannot be dialled, has dialled this node; both have dialled at once
+through their routers; or a third node carries it."""
+
+
+class SealedBelow(CipherState):
+    """A cipher that adds a tag of zeros: what it is used on leaves this machine sealed by its path."""
+
+    def __init__(self) -> None:
+        pass
+
+    def encrypt(self, plaintext: Data, associated: bytes = b"") -> bytes:  # noqa: ARG002 - no key
+        """Return the plaintext and an empty tag."""
+        return bytes(plaintext) + bytes(TAG_BYTES)
+
+    def encrypt_into(self, plaintext: Data, buffer: Data) -> None:
+        """As `encrypt`, into a buffer of exactly that length."""
+        view = memoryview(buffer)
+        view[:-TAG_BYTES] = memoryview(plaintext).cast("B")
+        view[-TAG_BYTES:] = bytes(TAG_BYTES)
+
+    def decrypt(self, ciphertext: Data, associated: bytes = b"") -> bytes:  # noqa: ARG002 - no key
+        """Return what `encrypt` was given."""
+        if len(ciphertext) < TAG_BYTES:
+            raise RemoteProtocolError("a record without a tag")
+        return bytes(memoryview(ciphertext)[:-TAG_BYTES])
+
+    def decrypt_into(self, ciphertext: Data, buffer: Data) -> None:
+        """As `decrypt`, into a buffer of exactly that length."""
+        memoryview(buffer)[:] = memoryview(ciphertext)[:-TAG_BYTES]
+
+
+def channel_session(peer: PeerId) -> Session:
+    """Return what stands for a handshake on a channel: the path has shaken hands."""
+    return Session(peer, SUITES[0], SealedBelow(), SealedBelow(), b"")
+
+
+@dataclass(eq=False)
+class _End:
+    """The path's end of a channel: its half of a socket pair, and what the reader has yet to take."""
+
+    socket: socket.socket
+    waiting: deque[memoryview] = field(default_factory=deque)
+    has_closed: bool = False
+    """Whether the other side has closed it."""
+    moved: trio.Event = field(default_factory=trio.Event)
+    """Something has come, or there is room to write."""
+    came: trio.Event = field(default_factory=trio.Event)
+
+
+class MultiplexedPath:
+    """Channels to one peer. `run` must be running; it ends when the path does, and every channel with it.
+
+    `opened(socket)` is handed each channel that the other side opens.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        *,
+        is_first: bool,
+        way: Way,
+        address: Address | None,
+        opened: Callable[["MultiplexedPath", socket.socket], None],
+        counters: Counter[str],
+    ) -> None:
+        self.connection = connection
+        self.peer: PeerId = connection.peer
+        self.way: Way = way
+        self.is_first = is_first
+        self.address = address
+        """Where the peer is on this path; of a relayed one the circuit, if this side dialled it."""
+        self.is_own_dial = is_first and way == "direct"
+        """Whether this side has dialled it for the other's sake: it dials whatever else it wants there."""
+        self.is_kept = False
+        """Whether it is kept while it carries nothing."""
+        self.since = self.used_at = trio.current_time()
+        self._opened = opened
+        self._counters = counters
+        self._core = Multiplexer(self.since, is_first=is_first)
+        self._ends: dict[int, _End] = {}
+        self._stirred = trio.Event()
+        self._nursery: trio.Nursery | None = None
+        self._is_over = False
+        connection.become_path(UNSENT_BYTES_MAX)
+        connection.limit(FRAME_BYTES_MAX)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @property
+    def stands(self) -> bool:
+        """Whether a channel can be opened."""
+        return not self._is_over and self.connection.why is None
+
+    @property
+    def place(self) -> Address | None:
+        """Where the peer is, as seen from here; None where a relay is between."""
+        return None if self.way == "relayed" else self.address
+
+    @property
+    def relay(self) -> PeerId | None:
+        """The node that carries it."""
+        return self.address.relay if self.address is not None else None
+
+    @property
+    def round_trip_seconds(self) -> float | None:
+        """By the last ping."""
+        return self._core.round_trip_seconds
+
+    def open(self) -> socket.socket:
+        """Open a channel. Raises StreamClosed: the path is over, or has no room."""
+        if not self.stands:
+            raise StreamClosed("the path is over")
+        try:
+            channel = self._core.open()
+        except LocalProtocolError as error:
+            raise StreamClosed(str(error)) from None
+        return self._begin(channel)
+
+    def end(self, why: str) -> None:
+        """End it and all its channels."""
+        self.connection.end(why)
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Carry channels until the path is over."""
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                nursery.start_soon(self._send_forever)
+                nursery.start_soon(self._watch)
+                task_status.started()
+                await self._receive_forever()
+                nursery.cancel_scope.cancel()
+        finally:
+            self._is_over = True
+            self._nursery = None
+            self.connection.end("the path is over")
+            for end in self._ends.values():
+                _close(end.socket)
+            self._ends.clear()
+
+    # --- the path ------------------------------------------------------------------------------------
+
+    async def _receive_forever(self) -> None:
+        try:
+            while True:
+                received = await self.connection.receive(0)
+                if received is None:
+                    continue
+                if not isinstance(received, tuple):
+                    raise RemoteProtocolError("a mark on a path")
+                self._take(received[0])
+        except RemoteProtocolError as error:
+            self.connection.offended(error)
+        except StreamClosed:
+            pass  # how a path ends
+
+    def _take(self, frame: bytes) -> None:
+        event = self._core.receive(trio.current_time(), frame)
+        match event:
+            case Opened(channel):
+                self._counters["channels_served"] += 1
+                self._opened(self, self._begin(channel))
+            case Came(channel, data):
+                end = self._ends[channel]
+                end.waiting.append(data)
+                end.came.set()
+            case Closed(channel):
+                end = self._ends[channel]
+                end.has_closed = True
+                end.came.set()
+            case None:
+                pass
+        self._make_room(frame)
+        self._stirred.set()
+
+    async def _send_forever(self) -> None:
+        try:
+            while True:
+                stirred = self._stirred
+                while (frame := self._core.next_frame(trio.current_time())) is not None:
+                    await self.connection.send(frame)
+                    self._make_room(frame)
+                await stirred.wait()
+                self._stirred = trio.Event()
+        except StreamClosed:
+            pass  # the reader sees it too
+
+    def _make_room(self, frame: bytes) -> None:
+        """A frame has come or left: its channel may have room again, or be over."""
+        end = self._ends.get(int.from_bytes(frame[1:5], "big"))
+        if end is not None:
+            end.moved.set()
+
+    async def _watch(self) -> None:
+        while True:
+            await trio.sleep_until(min(self._core.deadline, trio.current_time() + 1.0))
+            if not self._core.tick(trio.current_time()):
+                self._counters["paths_silent"] += 1
+                self.connection.end("nothing came on the path any more")
+                return
+            self._stirred.set()
+
+    # --- its channels --------------------------------------------------------------------------------
+
+    def _begin(self, channel: int) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        for each in (ours, theirs):
+            each.setblocking(False)
+            keep_from_children(each)
+        end = self._ends[channel] = _End(ours)
+        self.used_at = trio.current_time()
+        if self._nursery is None:
+            ours.close()
+        else:
+            self._nursery.start_soon(self._carry, channel, end)
+            self._stirred.set()
+        return theirs
+
+    async def _carry(self, channel: int, end: _End) -> None:
+        """One channel, until either side closes it."""
+        with contain("a channel"):
+            try:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._fetch, channel, end, nursery.cancel_scope)
+                    await self._deliver(channel, end)
+                    nursery.cancel_scope.cancel()
+            finally:
+                self._core.close(channel)
+                self._ends.pop(channel, None)
+                _close(end.socket)
+                self.used_at = trio.current_time()
+                self._stirred.set()
+
+    async def _fetch(self, channel: int, end: _End, scope: trio.CancelScope) -> None:
+        """From the socket to the path."""
+        while True:
+            while not (room := min(self._core.room(channel), QUEUED_BYTES_MAX)):
+                if channel not in self._core:
+                    return  # the other side has closed it: what came is still delivered
+                end.moved = trio.Event()
+                await end.moved.wait()
+            try:
+                data = end.socket.recv(room)
+            except BlockingIOError:
+                await trio.lowlevel.wait_readable(end.socket)
+                continue
+            except OSError:
+                data = b""
+            if not data:
+                scope.cancel()
+                return
+            self._core.write(channel, data)
+            self._stirred.set()
+            await trio.lowlevel.checkpoint()
+
+    async def _deliver(self, channel: int, end: _End) -> None:
+        """From the path to the socket, until all has come."""
+        while True:
+            while end.waiting:
+                data = end.waiting[0]
+                try:
+                    count = end.socket.send(data)
+                except BlockingIOError:
+                    await trio.lowlevel.wait_writable(end.socket)
+                    continue
+                except OSError:
+                    return
+                if count < len(data):
+                    end.waiting[0] = data[count:]
+                else:
+                    end.waiting.popleft()
+                self._core.taken(trio.current_time(), channel, count)
+                self._stirred.set()
+                await trio.lowlevel.checkpoint()
+            if end.has_closed:
+                return
+            end.came = trio.Event()
+            await end.came.wait()
+
+
+def _close(end: socket.socket) -> None:
+    trio.lowlevel.notify_closing(end)
+    with suppress(OSError):
+        end.close()

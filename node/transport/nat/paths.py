@@ -1,0 +1,234 @@
+"""The multiplexed paths of a node, by peer: how they come about, which one an opened stream takes, and which
+are given up.
+
+A path is made of a connection on which hands were shaken: one that a peer offers because it cannot be
+dialled, one that was punched, or a circuit of a relay.
+"""
+
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from typing import Protocol
+
+import trio
+
+from crypto.contact import Address
+from crypto.identity import PeerId, short_peer
+from crypto.noise import Session
+from node.containment import contain
+from node.errors import Unreachable
+from node.transport.handshake import Credentials, SecuredTransport
+from node.transport.nat.circuits import answer_circuit, ask_circuit
+from node.transport.nat.path import MultiplexedPath, Way
+from node.transport.nat.relay_messages import PROTOCOL as RELAY_PROTOCOL
+from node.transport.streams import SecureStream
+from node.transport.tcp import Connection
+
+IDLE_SECONDS = 60.0
+"""How long a path without a channel is kept: a neighbour is asked again within this, and a relay's place is
+for those that use it."""
+IMPROVE_SECONDS = 60.0
+"""From one attempt to find a better way than a relay to the next."""
+PER_PEER_MAX = 4
+"""Paths to one peer: one by each of two relays, a punched one, and one that it has just dialled."""
+PATHS_MAX = 512
+"""As many as connections that come in (`handlers.INBOUND_MAX`). The one unused for longest makes room."""
+CIRCUIT_SECONDS = 10.0
+"""To the relay, to the peer, and a handshake through both."""
+_WAYS: tuple[Way, ...] = ("direct", "punched", "relayed")
+"""The best first."""
+
+
+class Host(Protocol):
+    """What paths are made over: `node.transport.connections.Connections`."""
+
+    @property
+    def serving(self) -> trio.Nursery | None:
+        """Where tasks run; None before the start, and once the node is leaving."""
+
+    def make(
+        self, transport: trio.SocketStream, session: Session, path: MultiplexedPath | None = None
+    ) -> Connection:
+        """Keep a connection in the table of all, until it ends."""
+
+    def serve_channel(self, path: MultiplexedPath, channel: socket.socket) -> None:
+        """A peer has opened a channel."""
+
+    async def open_bare(self, peer: PeerId, protocol: str, at: Address | None = None) -> SecureStream:
+        """Open a stream that has a connection of its own. Raises Unreachable."""
+
+    async def dial_path(self, peer: PeerId, at: Address | None = None) -> Connection:
+        """Dial a peer, and agree with it that the connection becomes a path. Raises Unreachable."""
+
+    def has_better(self, path: MultiplexedPath) -> None:
+        """There is another path to a peer: what rests on this one is not used again."""
+
+
+class Paths:
+    """All of one node."""
+
+    def __init__(self, host: Host, credentials: Credentials, counters: Counter[str]) -> None:
+        self._host = host
+        self._credentials = credentials
+        self._counters = counters
+        # The oldest first.
+        self._paths: dict[PeerId, list[MultiplexedPath]] = {}
+        self._connecting: dict[Address, trio.Event] = {}
+        self._improved: dict[PeerId, float] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._paths.values()))
+
+    def __iter__(self) -> Iterator[MultiplexedPath]:
+        return iter([path for paths in self._paths.values() for path in paths])
+
+    def of(self, peer: PeerId) -> tuple[MultiplexedPath, ...]:
+        """Return those to a peer that stand, the best first."""
+        standing = [path for path in self._paths.get(peer, ()) if path.stands]
+        return tuple(sorted(standing, key=lambda path: (_WAYS.index(path.way), -path.since)))
+
+    def best(self, peer: PeerId) -> MultiplexedPath | None:
+        """Return the path for what is opened to a peer; None where it is dialled."""
+        paths = self.of(peer)
+        if not paths or any(path.is_own_dial for path in paths):
+            return None
+        return paths[0]
+
+    # --- how they come about -------------------------------------------------------------------------
+
+    async def adopt(self, secured: SecuredTransport, *, is_first: bool, way: Way) -> MultiplexedPath:
+        """Make a path of a connection on which hands were shaken, and nothing more was said: both sides do,
+        and one of them `is_first`. Streams to the peer are opened on it, and those that it opens are served.
+        Raises Unreachable."""
+        connection = self._host.make(secured.transport, secured.session)
+        return await self._start(connection, is_first=is_first, way=way, address=secured.address)
+
+    async def offer(self, peer: PeerId, at: Address | None = None) -> MultiplexedPath:
+        """Dial a peer and keep the connection as a path by which it reaches this node. Raises
+        Unreachable."""
+        connection = await self._host.dial_path(peer, at)
+        return await self._start(connection, is_first=True, way="direct", address=connection.source)
+
+    async def through(self, circuit: Address) -> MultiplexedPath:
+        """Return the path by a circuit: one that stands, or is about to, or a new one. Raises Unreachable."""
+        peer, relay = circuit.peer, circuit.relay
+        assert peer is not None
+        assert relay is not None
+        if (coming := self._connecting.get(circuit)) is not None:
+            await coming.wait()
+        for path in self.of(peer):
+            if path.relay == relay:
+                return path
+        if coming is not None:
+            raise Unreachable("refused", f"{short_peer(relay)} did not connect it with {short_peer(peer)}")
+        self._connecting[circuit] = trio.Event()
+        try:
+            with trio.move_on_after(CIRCUIT_SECONDS):
+                stream = await self._host.open_bare(relay, RELAY_PROTOCOL, circuit.of_relay)
+                transport, session = await ask_circuit(stream, self._credentials, peer)
+                secured = SecuredTransport(circuit, transport, session)
+                return await self.adopt(secured, is_first=True, way="relayed")
+        finally:
+            self._connecting.pop(circuit).set()
+        raise Unreachable("timeout", f"{short_peer(peer)} did not answer through {short_peer(relay)}")
+
+    async def accept(self, relay: PeerId, at: Address, token: bytes, peer: PeerId) -> MultiplexedPath:
+        """Let `peer` reach this node through the relay that has announced it. Raises Unreachable."""
+        with trio.move_on_after(CIRCUIT_SECONDS):
+            stream = await self._host.open_bare(relay, RELAY_PROTOCOL, at)
+            transport, session = await answer_circuit(stream, self._credentials, token, peer)
+            secured = SecuredTransport(at.of(relay).through(peer), transport, session)
+            return await self.adopt(secured, is_first=False, way="relayed")
+        raise Unreachable("timeout", f"{short_peer(peer)} did not come through {short_peer(relay)}")
+
+    async def carry(
+        self,
+        connection: Connection,
+        *,
+        is_first: bool,
+        way: Way,
+        address: Address | None,
+        task_status: trio.TaskStatus[MultiplexedPath] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """Be the path of a connection on which nothing is left to be said, until it is over."""
+        path = MultiplexedPath(
+            connection,
+            is_first=is_first,
+            way=way,
+            address=address,
+            opened=self._host.serve_channel,
+            counters=self._counters,
+        )
+        self._make_room(path.peer)
+        self._counters[f"paths_{way}"] += 1
+        for other in self.of(path.peer):
+            self._host.has_better(other)
+        try:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(path.run)
+                self._paths.setdefault(path.peer, []).append(path)
+                self._improve(path, path.since)
+                task_status.started(path)
+        finally:
+            left = [each for each in self._paths.pop(path.peer, []) if each is not path]
+            if left:
+                self._paths[path.peer] = left
+
+    async def _start(
+        self, connection: Connection, *, is_first: bool, way: Way, address: Address | None
+    ) -> MultiplexedPath:
+        serving = self._host.serving
+        if serving is None:
+            raise Unreachable("refused", str(connection.end("this node is leaving")))
+        task = partial(self._carry, connection, is_first=is_first, way=way, address=address)
+        path: MultiplexedPath = await serving.start(task)
+        return path
+
+    async def _carry(
+        self,
+        connection: Connection,
+        *,
+        is_first: bool,
+        way: Way,
+        address: Address | None,
+        task_status: trio.TaskStatus[MultiplexedPath],
+    ) -> None:
+        with contain("a path"):
+            await self.carry(connection, is_first=is_first, way=way, address=address, task_status=task_status)
+
+    # --- upkeep --------------------------------------------------------------------------------------
+
+    def look(self, now: float) -> None:
+        """Give up those that nobody uses, and look for better ways than those that a relay carries."""
+        for path in self:
+            if not len(path) and not path.is_kept and path.used_at + IDLE_SECONDS <= now:
+                path.end("idle for too long")
+        self._improved = {peer: at for peer, at in self._improved.items() if at + IMPROVE_SECONDS > now}
+        for path in self:
+            self._improve(path, now)
+
+    def _improve(self, path: MultiplexedPath, now: float) -> None:
+        """Dial a peer that came through a relay: it may be reachable, and just unable to dial this node. The
+        side that was reached does so, since it is the one that cannot be dialled."""
+        serving = self._host.serving
+        is_only = all(each.way == "relayed" for each in self.of(path.peer))
+        if serving is None or path.is_first or not is_only or path.peer in self._improved:
+            return
+        self._improved[path.peer] = now
+        serving.start_soon(self._dial_instead, path.peer)
+
+    async def _dial_instead(self, peer: PeerId) -> None:
+        with contain("dialling a peer that came through a relay"):
+            try:
+                await self.offer(peer)
+            except Unreachable:
+                self._counters["paths_not_improved"] += 1
+
+    def _make_room(self, peer: PeerId) -> None:
+        own = self._paths.get(peer, [])
+        if len(own) >= PER_PEER_MAX:
+            min(own, key=lambda path: (path.is_kept, path.used_at)).end("more paths than needed")
+        elif len(self) >= PATHS_MAX:
+            spare = [path for path in self if not path.is_kept] or list(self)
+            min(spare, key=lambda path: (len(path) > 0, path.used_at)).end("others need the room")

@@ -1,0 +1,203 @@
+"""A relay: it keeps places for nodes that nobody can dial, and carries bytes between two connections.
+
+Whom it serves, and how much, is decided in `relay_ledger`. What it carries is sealed by the two ends.
+"""
+
+import socket
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import assert_never
+
+import trio
+
+from crypto.encoding import decode, encode
+from crypto.identity import PeerId
+from crypto.token_buckets import prefix_of
+from node.errors import StreamClosed
+from node.seams import Clock, Network, Stream, StreamLimits
+from node.transport.nat.relay_ledger import (
+    PLACE_SECONDS,
+    PLACES_MAX,
+    WAIT_SECONDS,
+    Announced,
+    Refusal,
+    RelayLedger,
+    SharedPace,
+)
+from node.transport.nat.relay_messages import (
+    BUSY,
+    MESSAGE_BYTES_MAX,
+    OFF,
+    PROTOCOL,
+    UNKNOWN,
+    Accept,
+    Connect,
+    Incoming,
+    Ready,
+    Refused,
+    Request,
+    Reserve,
+    Reserved,
+)
+from node.transport.streams import SecureStream
+
+STREAMS = StreamLimits(
+    message_bytes_max=MESSAGE_BYTES_MAX,
+    streams_per_peer_max=16,
+    streams_max=2 * PLACES_MAX,
+    patience_seconds=PLACE_SECONDS,
+)
+"""A place is silent until somebody wants to reach the node that holds it."""
+PIECE_BYTES = 2**16
+"""Carried at once, in each direction."""
+SILENT_SECONDS = 60.0
+"""Without a byte for so long a circuit is over: its ends ping each other four times as often."""
+
+Socket = trio.socket.SocketType
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """One who asked for a circuit, until the other side has taken it."""
+
+    taken: trio.Event = field(default_factory=trio.Event)
+    circuit: Announced | None = None
+    far: socket.socket | None = None
+
+
+class Relay:
+    """The service of one node. It refuses everybody while its ledger's limits say that it is off."""
+
+    def __init__(self, network: Network, clock: Clock, ledger: RelayLedger, counters: Counter[str]) -> None:
+        self.ledger = ledger
+        self._clock = clock
+        self._counters = counters
+        self._kept: dict[PeerId, Stream] = {}
+        self._waiting: dict[bytes, _Waiting] = {}
+        self.pace = SharedPace(ledger.limits.bytes_per_second)
+        network.handle(PROTOCOL, self._serve, STREAMS)
+
+    async def _serve(self, stream: Stream) -> None:
+        try:
+            request: Request = decode(await stream.receive(), Request, bytes_max=MESSAGE_BYTES_MAX)
+            match request:
+                case Reserve():
+                    await self._keep(stream)
+                case Connect(peer):
+                    await self._connect(stream, PeerId(peer))
+                case Accept(token):
+                    await self._accept(stream, token)
+                case _:
+                    assert_never(request)
+        except Refusal as refusal:
+            self._counters["relay_refused"] += 1
+            await stream.send(encode(Refused(refusal.code)))
+
+    async def _keep(self, stream: Stream) -> None:
+        """Hold a place for the peer, as long as it asks for it again and again."""
+        peer = stream.peer
+        if stream.source is None:
+            raise Refusal(OFF)  # one that is behind another relay
+        source = prefix_of(stream.source.host)
+        try:
+            while True:
+                seconds = self.ledger.reserve(self._clock.monotonic(), peer, source)
+                self._kept[peer] = stream
+                await stream.send(encode(Reserved(seconds, self.ledger.limits.bytes_per_second)))
+                with trio.move_on_after(seconds) as scope:
+                    decode(await stream.receive(), Reserve, bytes_max=MESSAGE_BYTES_MAX)
+                if scope.cancelled_caught:
+                    return
+        finally:
+            if self._kept.get(peer) is stream:
+                del self._kept[peer]
+                self.ledger.release(peer)
+
+    async def _connect(self, stream: Stream, target: PeerId) -> None:
+        """Tell the target, wait until it takes the circuit, and carry bytes until either side is done."""
+        near = _bare(stream)
+        announced = self.ledger.announce(self._clock.monotonic(), stream.peer, target)
+        waiting = self._waiting[announced.token] = _Waiting()
+        try:
+            kept = self._kept.get(target)
+            if kept is None:
+                raise Refusal(UNKNOWN)
+            with trio.move_on_after(WAIT_SECONDS):
+                await kept.send(encode(Incoming(announced.token, stream.peer)))
+                await waiting.taken.wait()
+            if waiting.circuit is None or waiting.far is None:
+                raise Refusal(BUSY)
+            await near.send(encode(Ready()))
+            opened, rest = near.connection.detach()
+            with opened:
+                if not rest:
+                    await self._carry(waiting.circuit, opened, waiting.far)
+        except StreamClosed:
+            raise Refusal(BUSY) from None
+        finally:
+            self.ledger.withdraw(announced.token)
+            self._waiting.pop(announced.token, None)
+            if waiting.circuit is not None:
+                self.ledger.closed(waiting.circuit)
+            if waiting.far is not None:
+                waiting.far.close()
+
+    async def _accept(self, stream: Stream, token: bytes) -> None:
+        """Hand this connection to the one who waits for it."""
+        far = _bare(stream)
+        waiting = self._waiting.get(token)
+        if waiting is None:
+            raise Refusal(UNKNOWN)
+        circuit = self.ledger.accept(self._clock.monotonic(), stream.peer, token)
+        waiting.circuit = circuit
+        try:
+            await far.send(encode(Ready()))
+            opened, rest = far.connection.detach()
+            if rest or token not in self._waiting:
+                opened.close()
+            else:
+                waiting.far = opened
+        finally:
+            if token not in self._waiting:
+                waiting.circuit = None  # who waited has given up, and closed what it knew of
+            waiting.taken.set()
+
+    async def _carry(self, circuit: Announced, near: socket.socket, far: socket.socket) -> None:
+        self._counters["circuits_carried"] += 1
+        ends = trio.socket.from_stdlib_socket(near), trio.socket.from_stdlib_socket(far)
+        try:
+            async with trio.open_nursery() as nursery:
+                for source, target in (ends, ends[::-1]):
+                    nursery.start_soon(self._pump, circuit, source, target, nursery.cancel_scope)
+        finally:
+            self.pace.forget(circuit)
+
+    async def _pump(
+        self, circuit: Announced, source: Socket, target: Socket, scope: trio.CancelScope
+    ) -> None:
+        """One direction. The first to be over ends the other one too."""
+        buffer = bytearray(PIECE_BYTES)
+        view = memoryview(buffer)
+        try:
+            while True:
+                with trio.fail_after(SILENT_SECONDS):
+                    count = await source.recv_into(buffer)
+                now = self._clock.monotonic()
+                if not count or not self.ledger.carried(now, circuit, count):
+                    return
+                if seconds := self.pace.take(now, circuit, count):
+                    await trio.sleep(seconds)
+                sent = 0
+                while sent < count:
+                    sent += await target.send(view[sent:count])
+        except (OSError, trio.TooSlowError):
+            pass  # either end has gone
+        finally:
+            scope.cancel()
+
+
+def _bare(stream: Stream) -> SecureStream:
+    """Return the stream if it has a connection of its own. Raises Refusal."""
+    if not isinstance(stream, SecureStream) or stream.connection.path is not None:
+        raise Refusal(OFF)
+    return stream

@@ -1,0 +1,226 @@
+"""Whom a relay serves, and how much: places, circuits, budgets. A core without I/O.
+
+Places and circuits are bounded in all, for each peer and for each network, so that nobody takes a relay for
+himself. What is carried is bounded by the owner's rate, of which everybody with an open circuit has an equal
+share, and strangers (`is_known` says who is none: those that have given work to this node) by a budget an
+hour each besides.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from crypto.crowds import is_local, network_of
+from crypto.identity import PeerId
+from node.transport.nat.relay_messages import BUSY, FULL, OFF, SPENT, TOKEN_BYTES, UNKNOWN
+
+PLACES_MAX = 256
+"""Peers that may be reached through one node; each costs a connection that is idle most of the time."""
+PLACES_PER_NETWORK_MAX = 32
+"""Of one network (a /24 of IPv4, a /48 of IPv6): a lecture hall behind one router."""
+PLACE_SECONDS = 600
+"""How long a place is kept without being asked for again."""
+CIRCUITS_PER_PEER_MAX = 16
+"""Circuits of one peer, whichever end it is."""
+WAITING_PER_PEER_MAX = 8
+"""Circuits announced to one peer that it has not taken yet."""
+WAIT_SECONDS = 5.0
+STRANGER_BYTES_PER_HOUR = 2**30
+"""What is carried for a peer that has given this node nothing: enough to join and to fetch a small model."""
+HOUR_SECONDS = 3_600.0
+ACCOUNTS_MAX = 4_096
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the owner gives: whether at all, how many circuits, how many bytes a second (0: no bound)."""
+
+    is_on: bool = False
+    circuits_max: int = 64
+    bytes_per_second: int = 1_250_000
+
+
+@dataclass
+class _Place:
+    until: float
+    network: bytes
+
+
+@dataclass(frozen=True)
+class Announced:
+    """A circuit that its target was told of: `first` asked for it, `target` is to take it."""
+
+    token: bytes
+    first: PeerId
+    target: PeerId
+    until: float
+
+
+class Refusal(Exception):
+    """A request that is refused; `code` is one of `relay_messages`."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class RelayLedger:
+    """`now` is monotonic seconds; `source` the prefix of where a peer connects from."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        entropy: Callable[[int], bytes],
+        *,
+        is_known: Callable[[PeerId], bool] = lambda _peer: False,
+    ) -> None:
+        self.limits = limits
+        self._entropy = entropy
+        self._is_known = is_known
+        self._places: dict[PeerId, _Place] = {}
+        self._announced: dict[bytes, Announced] = {}
+        self._circuits: Counter[PeerId] = Counter()
+        self._open = 0
+        # The one used last is the last.
+        self._accounts: dict[PeerId, tuple[float, int]] = {}
+        self.carried_bytes = 0
+
+    @property
+    def places(self) -> tuple[PeerId, ...]:
+        """Who is reached through this node."""
+        return tuple(self._places)
+
+    @property
+    def circuits(self) -> int:
+        """How many are open."""
+        return self._open
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """What others could make grow here: how much it is, and its limit."""
+        return {
+            "places": (len(self._places), PLACES_MAX),
+            "announced": (len(self._announced), PLACES_MAX * WAITING_PER_PEER_MAX),
+            "circuits": (self._open, self.limits.circuits_max),
+            "accounts": (len(self._accounts), ACCOUNTS_MAX),
+        }
+
+    def reserve(self, now: float, peer: PeerId, source: bytes) -> int:
+        """Keep a place for a peer; for how many seconds. Raises Refusal."""
+        if not self.limits.is_on:
+            raise Refusal(OFF)
+        self._forget(now)
+        network = source if is_local(source) else network_of(source)
+        if peer not in self._places:
+            crowded = sum(place.network == network for place in self._places.values())
+            is_far = not is_local(source)
+            if len(self._places) >= PLACES_MAX or (is_far and crowded >= PLACES_PER_NETWORK_MAX):
+                raise Refusal(FULL)
+        self._places[peer] = _Place(now + PLACE_SECONDS, network)
+        return PLACE_SECONDS
+
+    def release(self, peer: PeerId) -> None:
+        """It gives up its place, or has hung up."""
+        self._places.pop(peer, None)
+
+    def announce(self, now: float, first: PeerId, target: PeerId) -> Announced:
+        """Have `target` told that `first` wants to reach it. Raises Refusal."""
+        if not self.limits.is_on:
+            raise Refusal(OFF)
+        self._forget(now)
+        if target not in self._places:
+            raise Refusal(UNKNOWN)
+        if self._open >= self.limits.circuits_max:
+            raise Refusal(FULL)
+        waiting = sum(target == each.target for each in self._announced.values())
+        if waiting >= WAITING_PER_PEER_MAX or target == first:
+            raise Refusal(BUSY)
+        if max(self._circuits[first], self._circuits[target]) >= CIRCUITS_PER_PEER_MAX:
+            raise Refusal(BUSY)
+        if self.left_bytes(now, first) <= 0 and self.left_bytes(now, target) <= 0:
+            raise Refusal(SPENT)
+        token = self._entropy(TOKEN_BYTES)
+        found = self._announced[token] = Announced(token, first, target, now + WAIT_SECONDS)
+        return found
+
+    def withdraw(self, token: bytes) -> None:
+        """Nobody waits for it any more."""
+        self._announced.pop(token, None)
+
+    def accept(self, now: float, peer: PeerId, token: bytes) -> Announced:
+        """`peer` takes the circuit that it was told of: it is open until `closed`. Raises Refusal."""
+        self._forget(now)
+        found = self._announced.get(token)
+        if found is None or found.target != peer:
+            raise Refusal(UNKNOWN)
+        del self._announced[token]
+        if self._open >= self.limits.circuits_max:
+            raise Refusal(FULL)
+        self._open += 1
+        self._circuits[found.first] += 1
+        self._circuits[found.target] += 1
+        return found
+
+    def closed(self, circuit: Announced) -> None:
+        """An open circuit is over."""
+        self._open -= 1
+        for peer in (circuit.first, circuit.target):
+            self._circuits[peer] -= 1
+            if not self._circuits[peer]:
+                del self._circuits[peer]
+
+    def carried(self, now: float, circuit: Announced, count: int) -> bool:
+        """So many bytes are carried; False where neither end has any budget left. A known peer pays for the
+        other one, whom it asked or answered; of two strangers each pays half."""
+        self.carried_bytes += count
+        strangers = [peer for peer in (circuit.first, circuit.target) if not self._is_known(peer)]
+        if len(strangers) < 2:
+            return True
+        for peer in strangers:
+            since, used = self._account(now, peer)
+            self._accounts.pop(peer, None)
+            self._accounts[peer] = since, used + count // 2
+            if len(self._accounts) > ACCOUNTS_MAX:
+                del self._accounts[next(iter(self._accounts))]
+        return any(self.left_bytes(now, peer) > 0 for peer in strangers)
+
+    def left_bytes(self, now: float, peer: PeerId) -> int:
+        """Return what may still be carried for a peer within this hour."""
+        if self._is_known(peer):
+            return STRANGER_BYTES_PER_HOUR
+        return STRANGER_BYTES_PER_HOUR - self._account(now, peer)[1]
+
+    def _account(self, now: float, peer: PeerId) -> tuple[float, int]:
+        since, used = self._accounts.get(peer, (now, 0))
+        return (now, 0) if now - since >= HOUR_SECONDS else (since, used)
+
+    def _forget(self, now: float) -> None:
+        for peer in [peer for peer, place in self._places.items() if place.until < now]:
+            del self._places[peer]
+        for token in [token for token, each in self._announced.items() if each.until < now]:
+            del self._announced[token]
+
+
+class SharedPace:
+    """One rate, shared equally by those that use it at the moment: each waits for its own share."""
+
+    def __init__(self, bytes_per_second: int) -> None:
+        self.bytes_per_second = bytes_per_second
+        self._due: dict[object, float] = {}
+
+    def take(self, now: float, who: object, count: int) -> float:
+        """Count so many bytes for `who`; return for how many seconds to wait."""
+        if not self.bytes_per_second:
+            return 0.0
+        busy = sum(due > now for each, due in self._due.items() if each != who) + 1
+        begin = max(self._due.get(who, now), now - BURST_SECONDS)
+        self._due[who] = begin + count * busy / self.bytes_per_second
+        return max(0.0, self._due[who] - now)
+
+    def forget(self, who: object) -> None:
+        """It uses it no more."""
+        self._due.pop(who, None)
+
+
+BURST_SECONDS = 0.05
+"""What a pause saves up."""
