@@ -229,7 +229,7 @@ def held() -> Iterator["subprocess.Popen[str]"]:
     """The process that holds a laboratory, and ends with its input. Skips the test where none can be had."""
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
-        _refuse(f"a laboratory needs {', '.join(missing)} (util-linux, iproute2)")
+        refuse(f"a laboratory needs {', '.join(missing)} (util-linux, iproute2)")
     program = ["unshare", "--user", "--map-root-user", "--net", "--mount", "sh", "-c", _HOLD]
     with subprocess.Popen(
         program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -237,14 +237,14 @@ def held() -> Iterator["subprocess.Popen[str]"]:
         assert holder.stdout is not None
         if holder.stdout.readline() != "ready\n":
             _, said = holder.communicate(timeout=COMMAND_SECONDS)
-            _refuse(f"no laboratory here: {said.strip() or 'unshare failed'}")
+            refuse(f"no laboratory here: {said.strip() or 'unshare failed'}")
         try:
             yield holder
         finally:
             holder.communicate(timeout=COMMAND_SECONDS)
 
 
-def _refuse(reason: str) -> None:
+def refuse(reason: str) -> None:
     if WANTED in ("required", "full"):
         pytest.fail(reason)
     pytest.skip(reason)
