@@ -41,6 +41,7 @@ from node.settings import (
     label,
     one_of,
     read_announce,
+    read_circuits,
     read_command,
     read_cores,
     read_device,
@@ -63,6 +64,10 @@ DEFAULT_LISTEN = (
 SEEDS_MAX = 256
 """Seeds from all sources together. Each is dialled at the start; more would be a scan, not a join."""
 LABEL_LENGTH_MAX = 64
+RELAY_BYTES_PER_SECOND = 1_250_000
+"""10 Mbit/s: what a home connection sends without anybody noticing."""
+RELAY_CIRCUITS = 64
+"""Two dozen nodes behind routers, each with a few neighbours; a circuit takes two open files."""
 SCRATCH_BYTES = 16 << 30
 """As much as is kept for others on the disk; a step of 16 GiB in frames is one that memory could not hold."""
 
@@ -149,6 +154,16 @@ class Resources:
 
 
 @dataclass(frozen=True)
+class Relay:
+    """Whether this node, where others reach it, carries what is said to peers that nobody can dial: over how
+    many circuits at once, and at how many bytes a second in all (0: as fast as it goes)."""
+
+    enabled: bool = True
+    upload_bytes_per_second: int = RELAY_BYTES_PER_SECOND
+    circuits: int = RELAY_CIRCUITS
+
+
+@dataclass(frozen=True)
 class Alerts:
     """Where alerts are told besides the screen and the page: a URL that takes a POST, a program and its
     arguments."""
@@ -180,6 +195,7 @@ class Config:
     web: Web = field(default_factory=Web)
     alerts: Alerts = Alerts()
     log: Log = Log()
+    relay: Relay = Relay()
 
     @classmethod
     def load(cls, path: Path | str) -> "Config":
@@ -268,6 +284,9 @@ RULES = (
     Rule("web_proxy", ("web", "proxy"), read_switch),
     Rule("log", ("log", "format"), one_of("off", "text", "json")),
     Rule("log_levels", ("log", "levels"), eventlog.read_levels),
+    Rule("relay", ("relay", "enabled"), read_switch),
+    Rule("relay_upload", ("relay", "upload"), read_bandwidth),
+    Rule("relay_circuits", ("relay", "circuits"), read_circuits),
     Rule("alert_webhook", ("alerts", "webhook"), read_webhook),
     Rule("alert_command", ("alerts", "command"), read_command),
     Rule("allow_unfenced", ("resources", "allow_unfenced"), read_switch),
@@ -477,5 +496,10 @@ def _build(values: Mapping[str, Any], *, may_move: bool) -> Config:
             replace(values.get("web", Web()), **dict(section(cert="web_cert", is_proxied="web_proxy")))
         ),
         log=Log(**dict(section(format="log", levels="log_levels"))),
+        relay=Relay(
+            **dict(
+                section(enabled="relay", upload_bytes_per_second="relay_upload", circuits="relay_circuits")
+            )
+        ),
         alerts=Alerts(**dict(section(webhook="alert_webhook", command="alert_command"))),
     )

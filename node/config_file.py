@@ -6,7 +6,7 @@ import msgspec
 
 from crypto.contact import ADDRESSES_MAX
 from node.offering import OfferTable
-from node.settings import CORES_MAX
+from node.settings import CIRCUITS_MAX, CORES_MAX
 
 Preset = Literal["lan", "wan", "host", "local"]
 Scope = Literal["all", "neighbourhood"]
@@ -62,6 +62,12 @@ class LogTable(msgspec.Struct, frozen=True):
     levels: str | None = None
 
 
+class RelayTable(msgspec.Struct, frozen=True):
+    enabled: bool | None = None
+    upload: str | None = None
+    circuits: Annotated[int, msgspec.Meta(ge=0, le=CIRCUITS_MAX)] | None = None
+
+
 class ConfigFile(msgspec.Struct, frozen=True):
     name: str | None = None
     data_dir: str | None = None
@@ -74,3 +80,4 @@ class ConfigFile(msgspec.Struct, frozen=True):
     web: WebTable = WebTable()
     alerts: AlertsTable = AlertsTable()
     log: LogTable = LogTable()
+    relay: RelayTable = RelayTable()

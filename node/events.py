@@ -107,12 +107,14 @@ class DatagramsBlocked(Event, frozen=True, kw_only=True):
 
 
 class ReachabilityFound(Event, frozen=True, kw_only=True):
-    """Others have tried to reach this node: yes, no, or not known yet. `asked` of `of` have tried."""
+    """Others have tried to reach this node: yes, no, or not known yet. `asked` of `of` have tried. Where they
+    cannot, they reach it through its `relays`."""
 
     reachable: bool | None
     asked: int
     of: int
     addresses: tuple[str, ...]
+    relays: tuple[PeerId, ...] = ()
 
 
 class IdentityShared(Event, frozen=True, kw_only=True):

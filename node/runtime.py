@@ -49,6 +49,7 @@ from node.forks import keep_loop_from_children
 from node.journal import Journal
 from node.local.service import LocalRuns
 from node.paths import cache_folder, usable
+from node.placement.inbound import Inbound
 from node.placement.leases import Offer
 from node.placement.machine_state import MachineState
 from node.placement.offers import offers_of, own_offer
@@ -80,7 +81,6 @@ from node.services.remembering import RememberedPeers
 from node.services.standing import StandingKeeper
 from node.services.started import node_started
 from node.services.swarm_clock import SwarmClock
-from node.services.whereabouts import Whereabouts
 from node.serving.joined import make_serving
 from node.serving_commands import ServingCommands
 from node.stages.fences import try_here
@@ -235,7 +235,7 @@ class Node(Surface):
             if isinstance(self.network, RealNetwork):
                 paths = PathComparison(self.network, self._clock, refuse=self._refuse, counters=self._refused)
                 nursery.start_soon(keep_running, "paths", paths.run, lambda: self.membership.live)
-            nursery.start_soon(self._make_whereabouts().run, own_rng(self._rng))
+            nursery.start_soon(self.inbound.run, own_rng(self._rng))
         nursery.start_soon(keep_running, "telling of checkpoints", self._tell_of_checkpoints)
         if self._capacity is None and isinstance(self._executor, RealExecutor):
             nursery.start_soon(keep_running, "calibration", self._calibrate)
@@ -370,6 +370,15 @@ class Node(Surface):
         self._directory = Directory(self.discovery, self.seams, self._blobs, self.peer)
         self._lives = Lives(self.network, (m := self.membership).life, lambda: m.incarnation, m.met_life)
         self.reach = Reach(self.network, self._clock, counters=self._refused)
+        self.inbound = Inbound(
+            self,
+            self._clock,
+            self._entropy,
+            profile=self._profile,
+            tell=self._standing.tell_now,
+            is_known=self._has_given,
+            counters=self._refused,
+        )
         self._remembered = RememberedPeers(
             self.seams, self._seeds, self.membership.live_addresses, self._is_met
         )
@@ -578,25 +587,14 @@ class Node(Surface):
         self.membership.follow_clock()
         self.discovery.follow_clock()
 
-    # Whether others reach this node
-
-    def _make_whereabouts(self) -> Whereabouts:
-        return Whereabouts(
-            self.network,
-            self._clock,
-            self.reach,
-            self.discovery,
-            publish=self._publish,
-            live=lambda: self.membership.live,
-            moved=lambda: self.membership.update(self._profile()),
-            judged=self._judged,
-            is_leaving=self.stopping.is_set,
+    def _has_given(self, peer: PeerId) -> bool:
+        """Whether a peer has worked for this node, or is in a run with it."""
+        runs = self.runs
+        return runs.receipts.contribution(peer).weight > 1 or any(
+            runs.is_member(run, peer) for run in runs.members
         )
 
-    def _judged(self, is_unreachable: bool) -> None:
-        self.provider.is_unreachable = is_unreachable
-        self._publish(self.provider.offer(self._clock.wall()))
-        self._standing.tell_now()
+    # What others hear
 
     async def _tell_of_checkpoints(self) -> None:
         await self._is_met.wait()  # alone, there is nobody to tell

@@ -16,6 +16,8 @@ from node.paths import expand
 from node.suggest import did_you_mean
 
 CORES_MAX = 4_096
+CIRCUITS_MAX = 1_024
+"""Circuits that an owner may give as a relay: as many as half of a process's open files."""
 GUEST_BYTES_MAX = 16 << 30
 """What a node keeps for others unless told otherwise: a share of a checkpoint of an 8B model with Adam."""
 
@@ -117,6 +119,13 @@ def read_work_bits(text: str) -> int:
 def read_cores(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) <= CORES_MAX):
         raise ValueError(f"want a whole number, 0 (all) to {CORES_MAX}")
+    return int(text)
+
+
+def read_circuits(text: str) -> int:
+    """How many circuits a relay carries at once."""
+    if not (text.isascii() and text.isdigit() and int(text) <= CIRCUITS_MAX):
+        raise ValueError(f"want a whole number, 0 to {CIRCUITS_MAX}")
     return int(text)
 
 

@@ -69,7 +69,7 @@ def status_lines(document: Mapping[str, Any]) -> list[str]:
     lines += [labelled("listening", short_address(address)) for address in document["addresses"]]
     if document.get("reachability") is not None:
         lines.append(labelled("reachable", reachable_text(document["reachability"])))
-        if document["reachability"]["reachable"] is False:
+        if document["reachability"]["reachable"] is False and not document["reachability"].get("relays"):
             ports = {int(short_address(address).rpartition(":")[2]) for address in document["addresses"]}
             lines.append(labelled("", open_ports_text(sorted(ports))))
     if (clock := document.get("clock")) is not None and clock["seconds"]:
@@ -138,10 +138,13 @@ def fence_lines(document: Mapping[str, Any]) -> list[str]:
 
 def reachable_text(document: Mapping[str, Any]) -> str:
     """Return the text for `reachability` in a status document."""
-    if document["reachable"] is None:
+    if document["reachable"] is None and not document.get("relays"):
         return f"not known yet ({document['asked']} of {document['of']} others have tried)"
     if document["reachable"]:
         return "yes"
+    if document.get("relays"):
+        relays = " and ".join(map(short_id, document["relays"]))
+        return f"through {relays}, which carry what others say to it: no other node gets through directly"
     return "no: no other node gets through to this one. It takes no stages of others, and trains alone"
 
 

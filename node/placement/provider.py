@@ -20,7 +20,7 @@ from node.placement.permission import LOOK_SECONDS, Permission, Permit, Reading
 from node.placement.slots import share
 from node.seams import Clock, Executor
 from node.services.capacity import Capacity
-from node.services.metadata import FENCED, OBSERVER, STAGES, UNREACHABLE_WORD
+from node.services.metadata import FENCED, OBSERVER, RELAY_WORD, STAGES, UNREACHABLE_WORD
 from node.suggest import did_you_mean
 
 CHANGEABLE = {
@@ -65,7 +65,9 @@ class Provider:
         self.config = config
         self.unfenced: tuple[str, ...] = ()
         self.is_unreachable = False
-        """Whether no other node gets through to this one, as others who tried say."""
+        """Whether no other node gets through to this one, as others who tried say, and by no relay either."""
+        self.is_relay = False
+        """Whether it carries what is said to peers that nobody can dial."""
         self.read: Callable[[], Reading] | None = None
         self.changed: Callable[[Permission], None] = lambda _permission: None
         self._clock = clock
@@ -112,6 +114,7 @@ class Provider:
             OBSERVER: self.config.observer,
             self.permission.word: not self.permission.may_serve,
             UNREACHABLE_WORD: self.is_unreachable,
+            RELAY_WORD: self.is_relay,
             SENDS_LESS: bool(self.permission.sends_less),
         }
 

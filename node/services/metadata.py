@@ -29,6 +29,8 @@ FLOPS_PER_SECOND_MAX = 1e16
 CAPABILITIES_MAX = 8
 UNREACHABLE_WORD = "unreachable"
 """Among the capabilities of a node that others could not dial back: it takes no stages of theirs."""
+RELAY_WORD = "relay"
+"""The same of a node that others reach, and that carries what is said to those whom nobody can dial."""
 STAGES_TOLD_MAX = 4
 RUN_LETTERS = 8
 STAGES, FENCED, OBSERVER = "stages", "fenced", "observer"

@@ -29,8 +29,9 @@ away is found soon after."""
 
 class Whereabouts:
     """The service. `live` are the members, this node among them; `moved` is called when the addresses to tell
-    are others, `judged` when others turn out to reach this node or not, and `is_leaving` once it has said
-    goodbye, when nothing more is told."""
+    are others, `heard` what each that tried has found, `judged` when others turn out to reach this node or
+    not, be it through a relay, and `is_leaving` says whether it has said goodbye, when nothing more is
+    told."""
 
     def __init__(
         self,
@@ -42,6 +43,7 @@ class Whereabouts:
         publish: Callable[[Event], None],
         live: Callable[[], Collection[PeerId]],
         moved: Callable[[], None],
+        heard: Callable[[bool | None, int], None],
         judged: Callable[[bool], None],
         is_leaving: Callable[[], bool],
     ) -> None:
@@ -52,10 +54,13 @@ class Whereabouts:
         self._publish = publish
         self._live = live
         self._moved = moved
+        self._heard = heard
         self._judged = judged
         self._is_leaving = is_leaving
         self._told = network.addresses
         self._is_unreachable = False
+        self._verdict: bool | None = None
+        self._asked = 0
 
     async def run(self, rng: Random) -> None:
         """Until cancelled; `rng` chooses who is asked."""
@@ -71,6 +76,7 @@ class Whereabouts:
             await trio.sleep(INTERFACES_SECONDS)
             if network.look():
                 self._reach.move()
+                self._heard(None, 0)
                 self._tell(None, 0)
             else:
                 self._tell_addresses()  # perhaps in another order: what others found still holds
@@ -89,17 +95,24 @@ class Whereabouts:
     def _found(self, verdict: bool | None, asked: int, found: tuple[Address, ...]) -> None:
         for address in found:
             self._network.announce(address)
+        self._heard(verdict, asked)
         self._tell(verdict, asked)
 
+    def circuits_changed(self) -> None:
+        """Others reach this node through other relays than before."""
+        self._tell(self._verdict, self._asked)
+
     def _tell(self, verdict: bool | None, asked: int) -> None:
+        self._verdict, self._asked = verdict, asked
         if self._is_leaving():
             return
         self._tell_addresses()
-        is_unreachable = verdict is False
+        circuits = self._network.circuits if isinstance(self._network, RealNetwork) else ()
+        is_unreachable = verdict is False and not circuits
         if is_unreachable != self._is_unreachable:
             self._is_unreachable = is_unreachable
             self._judged(is_unreachable)
-        self._discovery.appear(self._network.addresses, client=is_unreachable)
+        self._discovery.appear(self._network.addresses, client=verdict is False)
         self._publish(
             ReachabilityFound(
                 at=self._clock.wall(),
@@ -107,6 +120,7 @@ class Whereabouts:
                 asked=asked,
                 of=OTHERS,
                 addresses=tuple(address.short for address in self._network.addresses),
+                relays=tuple(each.relay for each in circuits if each.relay is not None),
             )
         )
 

@@ -54,6 +54,8 @@ class Announced:
     first: PeerId
     target: PeerId
     until: float
+    is_strangers: bool
+    """Whether neither had given this node anything by then."""
 
 
 class Refusal(Exception):
@@ -137,10 +139,11 @@ class RelayLedger:
             raise Refusal(BUSY)
         if max(self._circuits[first], self._circuits[target]) >= CIRCUITS_PER_PEER_MAX:
             raise Refusal(BUSY)
-        if self.left_bytes(now, first) <= 0 and self.left_bytes(now, target) <= 0:
+        is_strangers = not (self._is_known(first) or self._is_known(target))
+        if is_strangers and min(self.left_bytes(now, first), self.left_bytes(now, target)) <= 0:
             raise Refusal(SPENT)
         token = self._entropy(TOKEN_BYTES)
-        found = self._announced[token] = Announced(token, first, target, now + WAIT_SECONDS)
+        found = self._announced[token] = Announced(token, first, target, now + WAIT_SECONDS, is_strangers)
         return found
 
     def withdraw(self, token: bytes) -> None:
@@ -170,24 +173,21 @@ class RelayLedger:
                 del self._circuits[peer]
 
     def carried(self, now: float, circuit: Announced, count: int) -> bool:
-        """So many bytes are carried; False where neither end has any budget left. A known peer pays for the
-        other one, whom it asked or answered; of two strangers each pays half."""
+        """So many bytes are carried; False where two strangers have no budget left, of whom each pays all of
+        it. A known peer pays for the other one, whom it asked or answered."""
         self.carried_bytes += count
-        strangers = [peer for peer in (circuit.first, circuit.target) if not self._is_known(peer)]
-        if len(strangers) < 2:
+        if not circuit.is_strangers:
             return True
-        for peer in strangers:
+        for peer in (circuit.first, circuit.target):
             since, used = self._account(now, peer)
             self._accounts.pop(peer, None)
-            self._accounts[peer] = since, used + count // 2
+            self._accounts[peer] = since, used + count
             if len(self._accounts) > ACCOUNTS_MAX:
                 del self._accounts[next(iter(self._accounts))]
-        return any(self.left_bytes(now, peer) > 0 for peer in strangers)
+        return min(self.left_bytes(now, peer) for peer in (circuit.first, circuit.target)) > 0
 
     def left_bytes(self, now: float, peer: PeerId) -> int:
-        """Return what may still be carried for a peer within this hour."""
-        if self._is_known(peer):
-            return STRANGER_BYTES_PER_HOUR
+        """Return what may still be carried for a stranger within this hour."""
         return STRANGER_BYTES_PER_HOUR - self._account(now, peer)[1]
 
     def _account(self, now: float, peer: PeerId) -> tuple[float, int]:

@@ -95,7 +95,7 @@ class Reservations:
             with self._asking[relay], contain("a place at a relay"):
                 try:
                     await self._stay(relay)
-                except (Unreachable, StreamClosed, RemoteProtocolError, trio.TooSlowError):
+                except* (Unreachable, StreamClosed, RemoteProtocolError, trio.TooSlowError):
                     self._counters["relays_failed"] += 1
                     seconds = LOST_SECONDS if relay in self._circuits else REFUSED_SECONDS
         finally:

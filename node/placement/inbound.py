@@ -1,0 +1,159 @@
+"""Whether and how others reach this node, and what follows: what it tells of itself, and relays, as one that
+needs them or as one that is one.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Protocol
+
+import trio
+
+from crypto.identity import PeerId
+from gossip.member import Member, Profile
+from node.config import Config
+from node.containment import keep_running
+from node.events import Event
+from node.placement.provider import Provider
+from node.seams import Clock, Network
+from node.services.autonat import Reach
+from node.services.discovery import Discovery
+from node.services.membership import Membership
+from node.services.metadata import RELAY_WORD, read_metadata
+from node.services.whereabouts import Whereabouts
+from node.transport.address_policy import ip_of
+from node.transport.nat.relay import Relay
+from node.transport.nat.relay_ledger import Limits, RelayLedger
+from node.transport.nat.reservations import Reservations
+from node.transport.network import RealNetwork
+
+FAR_SECONDS = 10.0
+"""Where in the order a relay comes of which no round trip is known."""
+
+
+class Parts(Protocol):
+    """What is needed of `node.runtime.Node`."""
+
+    peer: PeerId
+    network: Network
+    config: Config
+    discovery: Discovery
+    membership: Membership
+    provider: Provider
+    reach: Reach
+    stopping: trio.Event
+
+    def publish(self, event: Event) -> None: ...
+
+
+class Inbound:
+    """The service of one node. `profile` is what it tells of itself, `tell` has others hear of it at once."""
+
+    def __init__(
+        self,
+        node: Parts,
+        clock: Clock,
+        entropy: Callable[[int], bytes],
+        *,
+        profile: Callable[[], Profile],
+        tell: Callable[[], None],
+        is_known: Callable[[PeerId], bool],
+        counters: Counter[str],
+    ) -> None:
+        self._node = node
+        self._clock = clock
+        self._profile = profile
+        self._tell = tell
+        self._verdict: bool | None = None
+        self._asked = 0
+        self.ledger = RelayLedger(self._limits, entropy, is_known=is_known)
+        self.relay = Relay(node.network, clock, self.ledger, counters)
+        self._counters = counters
+        self.whereabouts = Whereabouts(
+            node.network,
+            clock,
+            node.reach,
+            node.discovery,
+            publish=node.publish,
+            live=lambda: node.membership.live,
+            moved=self._moved,
+            heard=self._heard,
+            judged=self._judged,
+            is_leaving=node.stopping.is_set,
+        )
+
+    async def run(self, rng: Random) -> None:
+        """Until cancelled; `rng` chooses who is asked."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.whereabouts.run, rng)
+            if isinstance(self._node.network, RealNetwork):
+                places = Reservations(
+                    self._node.network,
+                    self._clock,
+                    candidates=self._candidates,
+                    is_wanted=self._needs_relays,
+                    changed=self.whereabouts.circuits_changed,
+                    counters=self._counters,
+                )
+                nursery.start_soon(keep_running, "places at relays", places.run)
+
+    @property
+    def _limits(self) -> Limits:
+        """Only real connections can be carried."""
+        rules = self._node.config.relay
+        is_on = rules.enabled and isinstance(self._node.network, RealNetwork)
+        return Limits(is_on, rules.circuits, rules.upload_bytes_per_second)
+
+    def _moved(self) -> None:
+        self._node.membership.update(self._profile())
+
+    def _heard(self, verdict: bool | None, asked: int) -> None:
+        """One that tried to dial this node has said what it found."""
+        self._verdict, self._asked = verdict, asked
+        is_relay = verdict is True and self.ledger.limits.is_on and self.ledger.limits.circuits_max > 0
+        if is_relay != self._node.provider.is_relay:
+            self._node.provider.is_relay = is_relay
+            self._tell()
+
+    def _judged(self, is_unreachable: bool) -> None:
+        provider = self._node.provider
+        provider.is_unreachable = is_unreachable
+        self._node.publish(provider.offer(self._clock.wall()))
+        self._tell()
+
+    def _needs_relays(self) -> bool:
+        """Return whether a place at a relay is wanted. It costs little, so it is as soon as one who tried
+        could not dial this node and nobody could, or where this machine has local addresses alone: then a
+        router is between it and the members that have others."""
+        if self._verdict is True or self._node.stopping.is_set():
+            return False
+        own = [each for each in self._node.network.addresses if each.relay is None]
+        return self._asked > 0 or (bool(own) and not any(_is_global(each.host) for each in own))
+
+    def _candidates(self) -> Sequence[PeerId]:
+        """Members that say they are relays, the nearest first, and behind them those that were reached at an
+        address of the whole internet: others may not have told them yet that they can be."""
+        ranked = []
+        for member in self._node.membership.members:
+            if member.peer == self._node.peer or not member.live:
+                continue
+            host = self._node.network.host_of(member.peer)
+            is_relay = _is_relay(member)
+            if is_relay or (host is not None and _is_global(host) and not _has_circuits(member)):
+                seconds = self._node.membership.round_trip_seconds(member.peer)
+                ranked.append((not is_relay, FAR_SECONDS if seconds is None else seconds, member.peer))
+        return [peer for _, _, peer in sorted(ranked)]
+
+
+def _is_relay(member: Member) -> bool:
+    claim = read_metadata(member.metadata)
+    return claim is not None and claim.standing is not None and RELAY_WORD in claim.standing.capabilities
+
+
+def _has_circuits(member: Member) -> bool:
+    return any(each.relay is not None for each in member.addresses)
+
+
+def _is_global(host: str) -> bool:
+    found = ip_of(host)
+    return found is not None and found.is_global
