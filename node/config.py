@@ -52,6 +52,7 @@ from node.settings import (
     read_webhook,
     read_work_bits,
 )
+from node.settings import Relaying as Relaying
 from node.settings import Web as Web
 from node.settings import read_listen as read_listen
 from node.settings import read_web as read_web
@@ -64,10 +65,6 @@ DEFAULT_LISTEN = (
 SEEDS_MAX = 256
 """Seeds from all sources together. Each is dialled at the start; more would be a scan, not a join."""
 LABEL_LENGTH_MAX = 64
-RELAY_BYTES_PER_SECOND = 1_250_000
-"""10 Mbit/s: what a home connection sends without anybody noticing."""
-RELAY_CIRCUITS = 64
-"""Two dozen nodes behind routers, each with a few neighbours; a circuit takes two open files."""
 SCRATCH_BYTES = 16 << 30
 """As much as is kept for others on the disk; a step of 16 GiB in frames is one that memory could not hold."""
 
@@ -154,16 +151,6 @@ class Resources:
 
 
 @dataclass(frozen=True)
-class Relay:
-    """Whether this node, where others reach it, carries what is said to peers that nobody can dial: over how
-    many circuits at once, and at how many bytes a second in all (0: as fast as it goes)."""
-
-    enabled: bool = True
-    upload_bytes_per_second: int = RELAY_BYTES_PER_SECOND
-    circuits: int = RELAY_CIRCUITS
-
-
-@dataclass(frozen=True)
 class Alerts:
     """Where alerts are told besides the screen and the page: a URL that takes a POST, a program and its
     arguments."""
@@ -195,7 +182,7 @@ class Config:
     web: Web = field(default_factory=Web)
     alerts: Alerts = Alerts()
     log: Log = Log()
-    relay: Relay = Relay()
+    relay: Relaying = field(default_factory=Relaying)
 
     @classmethod
     def load(cls, path: Path | str) -> "Config":
@@ -496,7 +483,7 @@ def _build(values: Mapping[str, Any], *, may_move: bool) -> Config:
             replace(values.get("web", Web()), **dict(section(cert="web_cert", is_proxied="web_proxy")))
         ),
         log=Log(**dict(section(format="log", levels="log_levels"))),
-        relay=Relay(
+        relay=Relaying(
             **dict(
                 section(enabled="relay", upload_bytes_per_second="relay_upload", circuits="relay_circuits")
             )

@@ -107,8 +107,7 @@ class DatagramsBlocked(Event, frozen=True, kw_only=True):
 
 
 class ReachabilityFound(Event, frozen=True, kw_only=True):
-    """Others have tried to reach this node: yes, no, or not known yet. `asked` of `of` have tried. Where they
-    cannot, they reach it through its `relays`."""
+    """Others tried to reach this node: yes, no, or unknown yet; `asked` of `of` did. Its `relays` help."""
 
     reachable: bool | None
     asked: int

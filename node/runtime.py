@@ -370,15 +370,7 @@ class Node(Surface):
         self._directory = Directory(self.discovery, self.seams, self._blobs, self.peer)
         self._lives = Lives(self.network, (m := self.membership).life, lambda: m.incarnation, m.met_life)
         self.reach = Reach(self.network, self._clock, counters=self._refused)
-        self.inbound = Inbound(
-            self,
-            self._clock,
-            self._entropy,
-            profile=self._profile,
-            tell=self._standing.tell_now,
-            is_known=self._has_given,
-            counters=self._refused,
-        )
+        self.inbound = self._make_inbound()
         self._remembered = RememberedPeers(
             self.seams, self._seeds, self.membership.live_addresses, self._is_met
         )
@@ -427,6 +419,17 @@ class Node(Surface):
         measurements = self._make_measurements()
         beside = Beside(measurements, self.checkpoints, self.copies, self._guests, self.averaging, places)
         self.runs = Runs(self.seams, self.signer, swarm, host, beside, LocalRuns)
+
+    def _make_inbound(self) -> Inbound:
+        return Inbound(
+            self,
+            self._clock,
+            self._entropy,
+            profile=self._profile,
+            tell=self._standing.tell_now,
+            is_known=self._has_given,
+            counters=self._refused,
+        )
 
     def _make_joining(self) -> Joining:
         return Joining(

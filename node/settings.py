@@ -18,10 +18,24 @@ from node.suggest import did_you_mean
 CORES_MAX = 4_096
 CIRCUITS_MAX = 1_024
 """Circuits that an owner may give as a relay: as many as half of a process's open files."""
+RELAY_BYTES_PER_SECOND = 1_250_000
+"""10 Mbit/s: what a home connection sends without anybody noticing."""
+RELAY_CIRCUITS = 64
+"""Two dozen nodes behind routers, each with a few neighbours; a circuit takes two open files."""
 GUEST_BYTES_MAX = 16 << 30
 """What a node keeps for others unless told otherwise: a share of a checkpoint of an 8B model with Adam."""
 
 DEFAULT_WEB = Address("ip4", "127.0.0.1", 9748)
+
+
+@dataclass(frozen=True)
+class Relaying:
+    """Whether this node, where others reach it, carries what is said to peers that nobody can dial: over how
+    many circuits at once, and at how many bytes a second in all (0: as fast as it goes)."""
+
+    enabled: bool = True
+    upload_bytes_per_second: int = RELAY_BYTES_PER_SECOND
+    circuits: int = RELAY_CIRCUITS
 
 
 @dataclass(frozen=True)

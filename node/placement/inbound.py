@@ -20,11 +20,11 @@ from node.services.autonat import Reach
 from node.services.discovery import Discovery
 from node.services.membership import Membership
 from node.services.metadata import RELAY_WORD, read_metadata
+from node.services.relays.ledger import Limits, RelayLedger
+from node.services.relays.reservations import Reservations
+from node.services.relays.server import RelayServer
 from node.services.whereabouts import Whereabouts
 from node.transport.address_policy import ip_of
-from node.transport.nat.relay import Relay
-from node.transport.nat.relay_ledger import Limits, RelayLedger
-from node.transport.nat.reservations import Reservations
 from node.transport.network import RealNetwork
 
 FAR_SECONDS = 10.0
@@ -67,7 +67,7 @@ class Inbound:
         self._verdict: bool | None = None
         self._asked = 0
         self.ledger = RelayLedger(self._limits, entropy, is_known=is_known)
-        self.relay = Relay(node.network, clock, self.ledger, counters)
+        self.relay = RelayServer(node.network, clock, self.ledger, counters)
         self._counters = counters
         self.whereabouts = Whereabouts(
             node.network,

@@ -2,7 +2,7 @@
 
 `open` rides what a handshake made: a connection for each conversation at a time, where one that has ended in
 order on both sides carries the next to that peer. To a peer that cannot be dialled it is a channel of a
-multiplexed path (`nat.paths`). Which addresses a peer has is the caller's.
+multiplexed path (`paths`). Which addresses a peer has is the caller's.
 """
 
 import itertools
@@ -28,9 +28,9 @@ from node.transport.connection_pool import IDLE_SECONDS, IdleConnections
 from node.transport.half_open import HalfOpenQueue
 from node.transport.handlers import INBOUND_PER_PEER_MAX
 from node.transport.handshake import HANDSHAKE_SECONDS, Credentials, SecuredTransport, accept, dial
-from node.transport.nat.path import MultiplexedPath, channel_session
-from node.transport.nat.paths import Paths
+from node.transport.multiplexed import MultiplexedPath, channel_session
 from node.transport.pace import Paces
+from node.transport.paths import Paths
 from node.transport.racing import ATTEMPT_DELAY_SECONDS, race
 from node.transport.router import Hello, Router, greet
 from node.transport.sockets import address_of
@@ -145,6 +145,7 @@ class Connections:
             stream.leave()
             if not stream.is_served:
                 nursery.start_soon(self._part, stream)
+        self._end_idle_paths()
 
     async def _watch(self, *, task_status: trio.TaskStatus[trio.CancelScope]) -> None:
         with trio.CancelScope() as scope:
@@ -271,7 +272,7 @@ class Connections:
 
     @property
     def serving(self) -> trio.Nursery | None:
-        """See `nat.paths.Host`, as of all of these."""
+        """See `paths.PathHost`, as of all of these."""
         return self._nursery if self._is_staying else None
 
     async def open_bare(self, peer: PeerId, protocol: str, at: Address | None = None) -> SecureStream:
@@ -402,6 +403,15 @@ class Connections:
         self._waiting.pop(connection, None)
         self._idle.forget(connection)
         self._inbound.leave(connection)
+        if connection.path is not None and not self._is_staying:
+            self._end_idle_paths()
+
+    def _end_idle_paths(self) -> None:
+        """The node is leaving: a path lasts as long as what it carries."""
+        used = {connection.path for connection in self._open}
+        for path in self.paths:
+            if path not in used:
+                path.end("this node is leaving")
 
     def _closed(self, stream: SecureStream) -> None:
         """A stream that was opened here was closed here."""

@@ -31,8 +31,8 @@ from node.transport.inbox import QueueInbox
 from node.transport.interfaces import read_interfaces
 from node.transport.listen import Bound, bind_all
 from node.transport.multicast import Multicast
-from node.transport.nat.paths import Paths
 from node.transport.pace import Paces
+from node.transport.paths import Paths
 from node.transport.router import ONE_SHOT_BYTES_MAX, ONE_SHOT_SECONDS, Router
 from node.transport.short_messages import ShortMessages
 from node.transport.sockets import UdpSockets

@@ -83,6 +83,8 @@ class Connection:
     a `receive` that is cancelled has taken nothing, and the next goes on where it was.
 
     `ended(connection)` is called once, when it is over; `why` says why.
+
+    Long because sending, receiving and ending share one socket and its state.
     """
 
     def __init__(

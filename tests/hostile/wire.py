@@ -36,7 +36,9 @@ from node.runs import audits, receipts, traces
 from node.runs.stopping import STOP_PURPOSE, StopBody
 from node.seams import USUAL_STREAMS, StreamLimits
 from node.services import autonat, links, lives, metadata
+from node.services.relays import server as relays
 from node.serving import serving
+from node.transport import relay_messages
 from partition.plan.change import Change
 from partition.plan.history import FIRST_PLAN_PURPOSE, SEGMENT_PURPOSE, Segment
 from partition.plan.observed import Observed
@@ -91,6 +93,7 @@ PROTOCOLS = (
     Protocol(shown.FRAMES_PROTOCOL, shown.Question, shown.Answer, payloads=True, limits=audits.STREAMS),
     Protocol(given.RECEIPTS_PROTOCOL, given.Question, given.Answer, limits=receipts.STREAMS),
     Protocol(autonat.PROTOCOL, autonat.DialBack, autonat.Dialled, datagrams=autonat.Echo),
+    Protocol(relay_messages.PROTOCOL, relay_messages.Request, relay_messages.Reply, limits=relays.STREAMS),
     Protocol(lives.PROTOCOL, lives.LifeName, lives.LifeName, limits=lives.STREAMS),
     Protocol(
         links.LINKS_PROTOCOL, links.ProbeQuestion, links.ProbeAnswer, payloads=True, limits=links.STREAMS

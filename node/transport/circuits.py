@@ -12,15 +12,15 @@ from crypto.identity import PeerId, short_peer
 from crypto.noise import Session
 from node.errors import StreamClosed, Unreachable
 from node.transport.handshake import Credentials, shake_hands
-from node.transport.nat.relay_messages import (
+from node.transport.relay_messages import (
     MESSAGE_BYTES_MAX,
     REASONS,
-    Accept,
-    Connect,
-    Ready,
-    Refused,
+    AskCircuit,
+    CircuitReady,
+    RelayRefused,
     Reply,
     Request,
+    TakeCircuit,
 )
 from node.transport.streams import SecureStream
 
@@ -29,14 +29,14 @@ async def ask_circuit(
     stream: SecureStream, credentials: Credentials, peer: PeerId
 ) -> tuple[trio.SocketStream, Session]:
     """Have the relay at the other end of a bare stream connect this node with `peer`. Raises Unreachable."""
-    return await _through(stream, credentials, Connect(peer), peer)
+    return await _through(stream, credentials, AskCircuit(peer), peer)
 
 
 async def answer_circuit(
     stream: SecureStream, credentials: Credentials, token: bytes, peer: PeerId
 ) -> tuple[trio.SocketStream, Session]:
     """Take the circuit that a relay has announced with this token. Raises Unreachable."""
-    return await _through(stream, credentials, Accept(token), peer)
+    return await _through(stream, credentials, TakeCircuit(token), peer)
 
 
 async def _through(
@@ -46,9 +46,9 @@ async def _through(
     try:
         await stream.send(encode(request))
         reply: Reply = decode(await stream.receive(), Reply, bytes_max=MESSAGE_BYTES_MAX)
-        if isinstance(reply, Refused):
+        if isinstance(reply, RelayRefused):
             raise Unreachable("refused", f"{short_peer(peer)} through {relay}: it {REASONS[reply.code]}")
-        if not isinstance(reply, Ready):
+        if not isinstance(reply, CircuitReady):
             raise RemoteProtocolError("no answer to what was asked")
         opened, rest = stream.connection.detach()
     except RemoteProtocolError:
@@ -59,7 +59,7 @@ async def _through(
     finally:
         stream.close()
     transport = trio.SocketStream(trio.socket.from_stdlib_socket(opened))
-    is_first = isinstance(request, Connect)
+    is_first = isinstance(request, AskCircuit)
     where = f"{short_peer(peer)} through {relay}"
     session = await shake_hands(transport, credentials, where, expected=peer, is_first=is_first, came=rest)
     return transport, session

@@ -1,6 +1,6 @@
 """A relay: it keeps places for nodes that nobody can dial, and carries bytes between two connections.
 
-Whom it serves, and how much, is decided in `relay_ledger`. What it carries is sealed by the two ends.
+Whom it serves, and how much, is decided in `ledger`. What it carries is sealed by the two ends.
 """
 
 import socket
@@ -15,29 +15,29 @@ from crypto.identity import PeerId
 from crypto.token_buckets import prefix_of
 from node.errors import StreamClosed
 from node.seams import Clock, Network, Stream, StreamLimits
-from node.transport.nat.relay_ledger import (
+from node.services.relays.ledger import (
     PLACE_SECONDS,
     PLACES_MAX,
     WAIT_SECONDS,
     Announced,
-    Refusal,
+    NoPlace,
     RelayLedger,
     SharedPace,
 )
-from node.transport.nat.relay_messages import (
+from node.transport.relay_messages import (
     BUSY,
     MESSAGE_BYTES_MAX,
     OFF,
     PROTOCOL,
     UNKNOWN,
-    Accept,
-    Connect,
-    Incoming,
-    Ready,
-    Refused,
+    AskCircuit,
+    CircuitAnnounced,
+    CircuitReady,
+    KeepPlace,
+    PlaceKept,
+    RelayRefused,
     Request,
-    Reserve,
-    Reserved,
+    TakeCircuit,
 )
 from node.transport.streams import SecureStream
 
@@ -65,7 +65,7 @@ class _Waiting:
     far: socket.socket | None = None
 
 
-class Relay:
+class RelayServer:
     """The service of one node. It refuses everybody while its ledger's limits say that it is off."""
 
     def __init__(self, network: Network, clock: Clock, ledger: RelayLedger, counters: Counter[str]) -> None:
@@ -81,31 +81,31 @@ class Relay:
         try:
             request: Request = decode(await stream.receive(), Request, bytes_max=MESSAGE_BYTES_MAX)
             match request:
-                case Reserve():
+                case KeepPlace():
                     await self._keep(stream)
-                case Connect(peer):
+                case AskCircuit(peer):
                     await self._connect(stream, PeerId(peer))
-                case Accept(token):
+                case TakeCircuit(token):
                     await self._accept(stream, token)
                 case _:
                     assert_never(request)
-        except Refusal as refusal:
+        except NoPlace as refusal:
             self._counters["relay_refused"] += 1
-            await stream.send(encode(Refused(refusal.code)))
+            await stream.send(encode(RelayRefused(refusal.code)))
 
     async def _keep(self, stream: Stream) -> None:
         """Hold a place for the peer, as long as it asks for it again and again."""
         peer = stream.peer
         if stream.source is None:
-            raise Refusal(OFF)  # one that is behind another relay
+            raise NoPlace(OFF)  # one that is behind another relay
         source = prefix_of(stream.source.host)
         try:
             while True:
                 seconds = self.ledger.reserve(self._clock.monotonic(), peer, source)
                 self._kept[peer] = stream
-                await stream.send(encode(Reserved(seconds, self.ledger.limits.bytes_per_second)))
+                await stream.send(encode(PlaceKept(seconds, self.ledger.limits.bytes_per_second)))
                 with trio.move_on_after(seconds) as scope:
-                    decode(await stream.receive(), Reserve, bytes_max=MESSAGE_BYTES_MAX)
+                    decode(await stream.receive(), KeepPlace, bytes_max=MESSAGE_BYTES_MAX)
                 if scope.cancelled_caught:
                     return
         finally:
@@ -121,19 +121,19 @@ class Relay:
         try:
             kept = self._kept.get(target)
             if kept is None:
-                raise Refusal(UNKNOWN)
+                raise NoPlace(UNKNOWN)
             with trio.move_on_after(WAIT_SECONDS):
-                await kept.send(encode(Incoming(announced.token, stream.peer)))
+                await kept.send(encode(CircuitAnnounced(announced.token, stream.peer)))
                 await waiting.taken.wait()
             if waiting.circuit is None or waiting.far is None:
-                raise Refusal(BUSY)
-            await near.send(encode(Ready()))
+                raise NoPlace(BUSY)
+            await near.send(encode(CircuitReady()))
             opened, rest = near.connection.detach()
             with opened:
                 if not rest:
                     await self._carry(waiting.circuit, opened, waiting.far)
         except StreamClosed:
-            raise Refusal(BUSY) from None
+            raise NoPlace(BUSY) from None
         finally:
             self.ledger.withdraw(announced.token)
             self._waiting.pop(announced.token, None)
@@ -147,11 +147,11 @@ class Relay:
         far = _bare(stream)
         waiting = self._waiting.get(token)
         if waiting is None:
-            raise Refusal(UNKNOWN)
+            raise NoPlace(UNKNOWN)
         circuit = self.ledger.accept(self._clock.monotonic(), stream.peer, token)
         waiting.circuit = circuit
         try:
-            await far.send(encode(Ready()))
+            await far.send(encode(CircuitReady()))
             opened, rest = far.connection.detach()
             if rest or token not in self._waiting:
                 opened.close()
@@ -197,7 +197,7 @@ class Relay:
 
 
 def _bare(stream: Stream) -> SecureStream:
-    """Return the stream if it has a connection of its own. Raises Refusal."""
+    """Return the stream if it has a connection of its own. Raises NoPlace."""
     if not isinstance(stream, SecureStream) or stream.connection.path is not None:
-        raise Refusal(OFF)
+        raise NoPlace(OFF)
     return stream

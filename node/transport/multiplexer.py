@@ -12,14 +12,13 @@ a TCP connection does. The rules:
   those that are busy (FQ-CoDel, RFC 8290), so a small message overtakes bulk.
 * A ping says whether the other side is there. Nothing of it grows with what the other side sends.
 
-The driver is `node.transport.nat.path`; what a channel is used for is not known here.
+The driver is `node.transport.multiplexed`; what a channel is used for is not known here.
 """
 
 import struct
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from enum import IntEnum
-from math import inf
 from typing import assert_never
 
 from crypto.errors import LocalProtocolError, RemoteProtocolError
@@ -37,10 +36,12 @@ GRANTED_BYTES_MAX = 2**24
 """What all readers together may be granted beyond CREDIT_BYTES each."""
 QUEUE_SECONDS = 0.02
 """How much longer than its shortest round trip a path is kept busy for."""
-WINDOW_BYTES_MIN = 2**17
+WINDOW_BYTES_MIN = 2**16
 """In flight whatever the delay: an acknowledgement comes for each quarter of it."""
 WINDOW_BYTES_MAX = 2**24
-ACKNOWLEDGED_BYTES = 2**15
+ACKNOWLEDGED_BYTES = 2**14
+STARTING_TRIPS = 8
+"""Round trips without a queue after which a path is tried with twice as much at a time, as at its start."""
 SHORTEST_SECONDS = 20.0
 """How long a shortest round trip is believed: routes change."""
 QUEUED_BYTES_MAX = 2**16
@@ -70,24 +71,24 @@ class Kind(IntEnum):
     OPEN = 0
     DATA = 1
     CREDIT = 2
-    """So many bytes more (four bytes) may be sent on the channel."""
+    """The channel may carry so many bytes more (four bytes)."""
     CLOSE = 3
     """The sender of this neither sends nor takes anything more on the channel."""
     ACKNOWLEDGED = 4
-    """So many bytes of DATA (eight bytes) have come on the path in all."""
+    """The path has brought so many bytes of DATA (eight bytes) in all."""
     PING = 5
     PONG = 6
 
 
 @dataclass(frozen=True)
-class Opened:
+class ChannelOpened:
     """The other side has opened a channel."""
 
     channel: int
 
 
 @dataclass(frozen=True)
-class Came:
+class ChannelData:
     """Bytes have come on a channel; tell `taken` once its reader has them."""
 
     channel: int
@@ -95,13 +96,13 @@ class Came:
 
 
 @dataclass(frozen=True)
-class Closed:
+class ChannelClosed:
     """The other side has closed a channel; what came before it is for the reader. The channel is gone."""
 
     channel: int
 
 
-Event = Opened | Came | Closed
+Event = ChannelOpened | ChannelData | ChannelClosed
 
 
 @dataclass(slots=True)
@@ -116,10 +117,12 @@ class _Channel:
     """Bytes that may still come."""
     ungranted: int = 0
     """Bytes that its reader has taken, for which no credit was given yet."""
-    grown_at: float = -inf
+    untaken: int = 0
+    """Bytes that have come, and that its reader has yet to take."""
     taken_since: int = 0
+    """Bytes that it has taken since its window was looked at."""
     is_closing: bool = False
-    """Closed here; CLOSE leaves behind what is queued."""
+    """ChannelClosed here; CLOSE leaves behind what is queued."""
 
 
 class Multiplexer:
@@ -140,8 +143,13 @@ class Multiplexer:
         self._sent = self._acknowledged = 0
         self._came = self._told = 0
         self._window = WINDOW_BYTES_MIN
-        self._mark: tuple[int, float] | None = None
+        # What was sent until when, the oldest first; one for each frame in flight.
+        self._marks: deque[tuple[int, float]] = deque()
+        # A round ends when what was sent until its beginning is acknowledged.
+        self._round_end = 0
+        self._round_trip = 0.0
         self._was_full = False
+        self._trips_without_queue = STARTING_TRIPS
         self._shortest: deque[tuple[float, float]] = deque(maxlen=64)
         self._ping = 0
         self._pinged_at = now
@@ -156,11 +164,6 @@ class Multiplexer:
 
     def __contains__(self, channel: object) -> bool:
         return channel in self._channels
-
-    @property
-    def window_bytes(self) -> int:
-        """What may be in flight now."""
-        return self._window
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
@@ -208,14 +211,15 @@ class Multiplexer:
             found.queue.append(memoryview(data))
             found.queued_bytes += len(data)
 
-    def taken(self, now: float, channel: int, count: int) -> None:
+    def taken(self, channel: int, count: int) -> None:
         """The reader of a channel has taken so many bytes of those that came."""
         found = self._channels.get(channel)
         if found is None:
             return
         found.ungranted += count
+        found.untaken -= count
         found.taken_since += count
-        self._grow(now, found)
+        self._grow(found)
         if found.ungranted >= found.window // 4:
             self._credits[channel] = self._credits.get(channel, 0) + found.ungranted
             found.awaited += found.ungranted
@@ -230,18 +234,16 @@ class Multiplexer:
         if not found.queue:
             self._finish(channel)
 
-    def _grow(self, now: float, channel: _Channel) -> None:
-        """Give more credit to a reader that has taken its whole window within two round trips."""
+    def _grow(self, channel: _Channel) -> None:
+        """Give more credit to a reader that has taken a whole window, and has little left to take."""
         if channel.taken_since < channel.window:
             return
-        trip = self.round_trip_seconds or QUEUE_SECONDS
-        is_quick = now - channel.grown_at <= 2 * trip + QUEUE_SECONDS
-        more = min(channel.window, GRANTED_BYTES_MAX - self._granted)
-        if is_quick and channel.window + more <= CREDIT_BYTES_MAX:
+        more = min(channel.window, GRANTED_BYTES_MAX - self._granted, CREDIT_BYTES_MAX - channel.window)
+        if channel.untaken <= channel.window // 4:
             channel.window += more
             channel.ungranted += more
             self._granted += more
-        channel.grown_at, channel.taken_since = now, 0
+        channel.taken_since = 0
 
     def _finish(self, channel: int) -> None:
         self._control.append(_HEAD.pack(Kind.CLOSE, channel))
@@ -287,7 +289,7 @@ class Multiplexer:
                 assert_never(kind)
         return None
 
-    def _opened(self, channel: int) -> Opened | None:
+    def _opened(self, channel: int) -> ChannelOpened | None:
         if channel % 2 != self._parity or channel <= self._last_theirs or channel > _CHANNEL_MAX:
             raise RemoteProtocolError("a channel that is not the other side's to open")
         if len(self._control) >= CONTROL_MAX:
@@ -298,9 +300,9 @@ class Multiplexer:
             return None
         self._others += 1
         self._channels[channel] = _Channel()
-        return Opened(channel)
+        return ChannelOpened(channel)
 
-    def _take(self, channel: int, data: memoryview) -> Came | None:
+    def _take(self, channel: int, data: memoryview) -> ChannelData | None:
         self._came += len(data)
         found = self._known(channel)
         if found is None or found.is_closing:
@@ -308,7 +310,8 @@ class Multiplexer:
         if len(data) > found.awaited:
             raise RemoteProtocolError("more than there was credit for")
         found.awaited -= len(data)
-        return Came(channel, data)
+        found.untaken += len(data)
+        return ChannelData(channel, data)
 
     def _credit(self, channel: int, more: int) -> None:
         found = self._known(channel)
@@ -317,12 +320,12 @@ class Multiplexer:
             if found.credit > _CREDIT_MAX:
                 raise RemoteProtocolError("credit without end")
 
-    def _closed(self, channel: int) -> Closed | None:
+    def _closed(self, channel: int) -> ChannelClosed | None:
         found = self._known(channel)
         if found is None:
             return None
         self._forget(channel)
-        return Closed(channel)
+        return ChannelClosed(channel)
 
     def _known(self, channel: int) -> _Channel | None:
         """Return a channel; None for one that is over. Raises RemoteProtocolError for one that never was."""
@@ -337,17 +340,29 @@ class Multiplexer:
         if not self._acknowledged <= total <= self._sent:
             raise RemoteProtocolError("an acknowledgement of what was not sent")
         self._acknowledged = total
-        if self._mark is not None and total >= self._mark[0]:
-            trip = now - self._mark[1]
-            self._mark = None
+        trip = 0.0
+        while self._marks and self._marks[0][0] <= total:
+            trip = now - self._marks.popleft()[1]
+        if trip:
             self._measure(now, trip)
-            if self._was_full:
-                wanted = self._window * (self._shortest_seconds + QUEUE_SECONDS) / max(trip, 1e-4)
-                wanted = min(wanted, 2.0 * self._window)
-                self._window = round(
-                    max(WINDOW_BYTES_MIN, min(WINDOW_BYTES_MAX, (self._window + wanted) / 2))
-                )
-            self._was_full = False
+            self._round_trip = max(self._round_trip, trip)
+        if total >= self._round_end and self._round_trip:
+            fitting = self._fitting(self._round_trip)
+            self._window = fitting if self._was_full else min(self._window, fitting)
+            self._round_end, self._round_trip, self._was_full = self._sent, 0.0, False
+
+    def _fitting(self, trip: float) -> int:
+        """Return what may be in flight after a round trip that took so long: half way to
+        what makes a queue of QUEUE_SECONDS. Twice as much while there has been no queue for long."""
+        shortest = self._shortest_seconds
+        self._trips_without_queue += 1
+        if trip > shortest + QUEUE_SECONDS / 4:
+            self._trips_without_queue = 0
+        if self._trips_without_queue > STARTING_TRIPS:
+            wanted = 2.0 * self._window
+        else:
+            wanted = self._window * (1 + (shortest + QUEUE_SECONDS) / trip) / 2
+        return round(max(WINDOW_BYTES_MIN, min(WINDOW_BYTES_MAX, wanted)))
 
     def _measure(self, now: float, trip: float) -> None:
         while self._shortest and self._shortest[0][0] < now - SHORTEST_SECONDS:
@@ -363,7 +378,7 @@ class Multiplexer:
     # --- what leaves ---------------------------------------------------------------------------------
 
     def tick(self, now: float) -> bool:
-        """Ping where that is due; False where the other side is gone."""
+        """Ping where that is due; return False where the other side is gone."""
         if now < self.deadline:
             return True
         if self._is_awaiting and now < self.deadline + LATE_SECONDS:
@@ -387,7 +402,11 @@ class Multiplexer:
         if self._credits:
             channel, more = self._credits.popitem(last=False)
             return _CREDIT.pack(Kind.CREDIT, channel, more)
-        return self._next_data(now)
+        frame = self._next_data(now)
+        if frame is None and self._came > self._told:
+            self._told = self._came
+            return _ACKNOWLEDGED.pack(Kind.ACKNOWLEDGED, self._came)
+        return frame
 
     def _next_data(self, now: float) -> bytes | None:
         is_full = self._sent - self._acknowledged + DATA_BYTES_MAX > self._window
@@ -413,8 +432,7 @@ class Multiplexer:
         if not found.queue and found.is_closing:
             self._finish(channel)
         self._sent += len(frame) - _HEAD.size
-        if self._mark is None:
-            self._mark = self._sent, now
+        self._marks.append((self._sent, now))
         return frame
 
     def _skip_empty(self) -> bool:

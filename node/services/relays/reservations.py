@@ -16,16 +16,16 @@ from crypto.identity import PeerId
 from node.containment import contain
 from node.errors import StreamClosed, Unreachable
 from node.seams import Clock
-from node.transport.nat.relay_messages import (
+from node.transport.network import CIRCUITS_TOLD_MAX, RealNetwork
+from node.transport.relay_messages import (
     MESSAGE_BYTES_MAX,
     PROTOCOL,
-    Incoming,
-    Refused,
+    CircuitAnnounced,
+    KeepPlace,
+    PlaceKept,
+    RelayRefused,
     Reply,
-    Reserve,
-    Reserved,
 )
-from node.transport.network import CIRCUITS_TOLD_MAX, RealNetwork
 from node.transport.streams import SecureStream
 
 WANTED = CIRCUITS_TOLD_MAX
@@ -125,27 +125,27 @@ class Reservations:
                 stream.close()
 
     async def _converse(self, stream: SecureStream, at: Address, nursery: trio.Nursery) -> None:
-        await stream.send(encode(Reserve()))
+        await stream.send(encode(KeepPlace()))
         due, is_answered = self._clock.monotonic() + ANSWER_SECONDS, False
         while True:
             reply: Reply | None = None
             with trio.move_on_at(due):
                 reply = decode(await stream.receive(), Reply, bytes_max=MESSAGE_BYTES_MAX)
             match reply:
-                case Reserved():
+                case PlaceKept():
                     is_answered, due = True, self._clock.monotonic() + RENEW_SECONDS
                     if stream.peer not in self._circuits:
                         self._counters["places_at_relays"] += 1
                         self._circuits[stream.peer] = at.through(None)
                         self._tell()
-                case Incoming(token, peer):
+                case CircuitAnnounced(token, peer):
                     nursery.start_soon(self._accept, stream.peer, at, token, PeerId(peer))
                 case None if is_answered:
-                    await stream.send(encode(Reserve()))
+                    await stream.send(encode(KeepPlace()))
                     is_answered, due = False, self._clock.monotonic() + ANSWER_SECONDS
                 case None:
                     raise trio.TooSlowError
-                case Refused():
+                case RelayRefused():
                     raise Unreachable("refused", "the relay has no place")
                 case _:
                     raise RemoteProtocolError("no answer to what was asked")

@@ -22,13 +22,13 @@ from crypto.noise.suites import SUITES
 from node.containment import contain
 from node.errors import StreamClosed
 from node.forks import keep_from_children
-from node.transport.nat.multiplexer import (
+from node.transport.multiplexer import (
     FRAME_BYTES_MAX,
     QUEUED_BYTES_MAX,
-    Came,
-    Closed,
+    ChannelClosed,
+    ChannelData,
+    ChannelOpened,
     Multiplexer,
-    Opened,
 )
 from node.transport.tcp import Connection
 
@@ -196,14 +196,14 @@ class MultiplexedPath:
     def _take(self, frame: bytes) -> None:
         event = self._core.receive(trio.current_time(), frame)
         match event:
-            case Opened(channel):
+            case ChannelOpened(channel):
                 self._counters["channels_served"] += 1
                 self._opened(self, self._begin(channel))
-            case Came(channel, data):
+            case ChannelData(channel, data):
                 end = self._ends[channel]
                 end.waiting.append(data)
                 end.came.set()
-            case Closed(channel):
+            case ChannelClosed(channel):
                 end = self._ends[channel]
                 end.has_closed = True
                 end.came.set()
@@ -308,7 +308,7 @@ class MultiplexedPath:
                     end.waiting[0] = data[count:]
                 else:
                     end.waiting.popleft()
-                self._core.taken(trio.current_time(), channel, count)
+                self._core.taken(channel, count)
                 self._stirred.set()
                 await trio.lowlevel.checkpoint()
             if end.has_closed:

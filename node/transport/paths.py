@@ -18,10 +18,10 @@ from crypto.identity import PeerId, short_peer
 from crypto.noise import Session
 from node.containment import contain
 from node.errors import Unreachable
+from node.transport.circuits import answer_circuit, ask_circuit
 from node.transport.handshake import Credentials, SecuredTransport
-from node.transport.nat.circuits import answer_circuit, ask_circuit
-from node.transport.nat.path import MultiplexedPath, Way
-from node.transport.nat.relay_messages import PROTOCOL as RELAY_PROTOCOL
+from node.transport.multiplexed import MultiplexedPath, Way
+from node.transport.relay_messages import PROTOCOL as RELAY_PROTOCOL
 from node.transport.streams import SecureStream
 from node.transport.tcp import Connection
 
@@ -40,7 +40,7 @@ _WAYS: tuple[Way, ...] = ("direct", "punched", "relayed")
 """The best first."""
 
 
-class Host(Protocol):
+class PathHost(Protocol):
     """What paths are made over: `node.transport.connections.Connections`."""
 
     @property
@@ -68,7 +68,7 @@ class Host(Protocol):
 class Paths:
     """All of one node."""
 
-    def __init__(self, host: Host, credentials: Credentials, counters: Counter[str]) -> None:
+    def __init__(self, host: PathHost, credentials: Credentials, counters: Counter[str]) -> None:
         self._host = host
         self._credentials = credentials
         self._counters = counters

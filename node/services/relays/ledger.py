@@ -1,4 +1,4 @@
-"""Whom a relay serves, and how much: places, circuits, budgets. A core without I/O.
+"""The accounts of a relay: places, circuits, budgets. A core without I/O.
 
 Places and circuits are bounded in all, for each peer and for each network, so that nobody takes a relay for
 himself. What is carried is bounded by the owner's rate, of which everybody with an open circuit has an equal
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 from crypto.crowds import is_local, network_of
 from crypto.identity import PeerId
-from node.transport.nat.relay_messages import BUSY, FULL, OFF, SPENT, TOKEN_BYTES, UNKNOWN
+from node.transport.relay_messages import BUSY, FULL, OFF, SPENT, TOKEN_BYTES, UNKNOWN
 
 PLACES_MAX = 256
 """Peers that may be reached through one node; each costs a connection that is idle most of the time."""
 PLACES_PER_NETWORK_MAX = 32
 """Of one network (a /24 of IPv4, a /48 of IPv6): a lecture hall behind one router."""
 PLACE_SECONDS = 600
-"""How long a place is kept without being asked for again."""
+"""A place is kept for so long without being asked for again."""
 CIRCUITS_PER_PEER_MAX = 16
 """Circuits of one peer, whichever end it is."""
 WAITING_PER_PEER_MAX = 8
@@ -58,7 +58,7 @@ class Announced:
     """Whether neither had given this node anything by then."""
 
 
-class Refusal(Exception):
+class NoPlace(Exception):
     """A request that is refused; `code` is one of `relay_messages`."""
 
     def __init__(self, code: int) -> None:
@@ -89,17 +89,17 @@ class RelayLedger:
 
     @property
     def places(self) -> tuple[PeerId, ...]:
-        """Who is reached through this node."""
+        """The peers that are reached through this node."""
         return tuple(self._places)
 
     @property
     def circuits(self) -> int:
-        """How many are open."""
+        """The number of open ones."""
         return self._open
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """What others could make grow here: how much it is, and its limit."""
+        """Return what others could make grow here: how much it is, and its limit."""
         return {
             "places": (len(self._places), PLACES_MAX),
             "announced": (len(self._announced), PLACES_MAX * WAITING_PER_PEER_MAX),
@@ -108,16 +108,16 @@ class RelayLedger:
         }
 
     def reserve(self, now: float, peer: PeerId, source: bytes) -> int:
-        """Keep a place for a peer; for how many seconds. Raises Refusal."""
+        """Keep a place for a peer; for how many seconds. Raises NoPlace."""
         if not self.limits.is_on:
-            raise Refusal(OFF)
+            raise NoPlace(OFF)
         self._forget(now)
         network = source if is_local(source) else network_of(source)
         if peer not in self._places:
             crowded = sum(place.network == network for place in self._places.values())
             is_far = not is_local(source)
             if len(self._places) >= PLACES_MAX or (is_far and crowded >= PLACES_PER_NETWORK_MAX):
-                raise Refusal(FULL)
+                raise NoPlace(FULL)
         self._places[peer] = _Place(now + PLACE_SECONDS, network)
         return PLACE_SECONDS
 
@@ -126,22 +126,22 @@ class RelayLedger:
         self._places.pop(peer, None)
 
     def announce(self, now: float, first: PeerId, target: PeerId) -> Announced:
-        """Have `target` told that `first` wants to reach it. Raises Refusal."""
+        """Have `target` told that `first` wants to reach it. Raises NoPlace."""
         if not self.limits.is_on:
-            raise Refusal(OFF)
+            raise NoPlace(OFF)
         self._forget(now)
         if target not in self._places:
-            raise Refusal(UNKNOWN)
+            raise NoPlace(UNKNOWN)
         if self._open >= self.limits.circuits_max:
-            raise Refusal(FULL)
+            raise NoPlace(FULL)
         waiting = sum(target == each.target for each in self._announced.values())
         if waiting >= WAITING_PER_PEER_MAX or target == first:
-            raise Refusal(BUSY)
+            raise NoPlace(BUSY)
         if max(self._circuits[first], self._circuits[target]) >= CIRCUITS_PER_PEER_MAX:
-            raise Refusal(BUSY)
+            raise NoPlace(BUSY)
         is_strangers = not (self._is_known(first) or self._is_known(target))
         if is_strangers and min(self.left_bytes(now, first), self.left_bytes(now, target)) <= 0:
-            raise Refusal(SPENT)
+            raise NoPlace(SPENT)
         token = self._entropy(TOKEN_BYTES)
         found = self._announced[token] = Announced(token, first, target, now + WAIT_SECONDS, is_strangers)
         return found
@@ -151,14 +151,14 @@ class RelayLedger:
         self._announced.pop(token, None)
 
     def accept(self, now: float, peer: PeerId, token: bytes) -> Announced:
-        """`peer` takes the circuit that it was told of: it is open until `closed`. Raises Refusal."""
+        """`peer` takes the circuit that it was told of: it is open until `closed`. Raises NoPlace."""
         self._forget(now)
         found = self._announced.get(token)
         if found is None or found.target != peer:
-            raise Refusal(UNKNOWN)
+            raise NoPlace(UNKNOWN)
         del self._announced[token]
         if self._open >= self.limits.circuits_max:
-            raise Refusal(FULL)
+            raise NoPlace(FULL)
         self._open += 1
         self._circuits[found.first] += 1
         self._circuits[found.target] += 1

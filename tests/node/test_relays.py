@@ -1,0 +1,400 @@
+"""Paths and relays between real networks on loopback. Nobody is told the hidden node's own address."""
+
+import os
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+import trio
+
+from crypto.contact import make_address, parse_address
+from crypto.encoding import decode, encode
+from crypto.identity import PeerId
+from node.errors import StreamClosed, Unreachable
+from node.seams import RealClock, Stream, StreamLimits
+from node.services.relays.ledger import (
+    CIRCUITS_PER_PEER_MAX,
+    HOUR_SECONDS,
+    PLACE_SECONDS,
+    PLACES_MAX,
+    PLACES_PER_NETWORK_MAX,
+    STRANGER_BYTES_PER_HOUR,
+    WAITING_PER_PEER_MAX,
+    Announced,
+    Limits,
+    NoPlace,
+    RelayLedger,
+    SharedPace,
+)
+from node.services.relays.reservations import Reservations
+from node.services.relays.server import RelayServer
+from node.transport.network import RealNetwork
+from node.transport.relay_messages import (
+    BUSY,
+    FULL,
+    MESSAGE_BYTES_MAX,
+    OFF,
+    PROTOCOL,
+    SPENT,
+    UNKNOWN,
+    AskCircuit,
+    KeepPlace,
+    RelayRefused,
+    Reply,
+    TakeCircuit,
+)
+from tests.node.nets import (
+    BULK,
+    PING,
+    acquaint,
+    arrival,
+    echo,
+    make_network,
+    running,
+    until,
+    unused_address,
+)
+
+LARGE = 3 * 2**20
+LIMITS = StreamLimits(message_bytes_max=2**20)
+
+
+async def count_bytes(stream: Stream) -> None:
+    while True:
+        _, payload = await stream.receive_with_payload(LARGE)
+        await stream.send(str(len(payload)).encode())
+
+
+@dataclass
+class Hidden:
+    """`hidden` is reached through `relay` alone; `guest` may know it by that."""
+
+    hidden: RealNetwork
+    guest: RealNetwork
+    relay: RealNetwork
+    server: RelayServer
+    places: Reservations
+    counters: Counter[str]
+
+
+@asynccontextmanager
+async def behind_a_relay(limits: Limits = Limits(is_on=True, bytes_per_second=0)) -> AsyncIterator[Hidden]:  # noqa: B008 - frozen
+    hidden, guest, relay = (make_network(letter) for letter in "hgr")
+    for network in (hidden, guest):
+        network.handle(PING, echo)
+        network.handle(BULK, count_bytes, LIMITS)
+    counters: Counter[str] = Counter()
+    server = RelayServer(relay, RealClock(), RelayLedger(limits, os.urandom), counters)
+    wanted = [relay.peer]
+    places = Reservations(
+        hidden,
+        RealClock(),
+        candidates=lambda: wanted,
+        is_wanted=lambda: True,
+        changed=lambda: guest.learn(hidden.peer, hidden.circuits),
+        counters=counters,
+    )
+    async with running(hidden, guest, relay), trio.open_nursery() as nursery:
+        hidden.learn(relay.peer, relay.addresses)
+        nursery.start_soon(places.run)
+        with trio.fail_after(20):
+            yield Hidden(hidden, guest, relay, server, places, counters)
+        nursery.cancel_scope.cancel()
+
+
+async def ask(network: RealNetwork, other: PeerId, text: bytes = b"there?") -> bytes:
+    stream = await network.open(other, PING)
+    try:
+        await stream.send(text)
+        return await stream.receive()
+    finally:
+        await stream.aclose()
+
+
+# --- paths ---------------------------------------------------------------------------------------------
+
+
+async def test_a_node_that_offers_a_path_is_reached_by_it() -> None:
+    hidden, other = make_network("h"), make_network("o")
+    hidden.handle(PING, echo)
+    async with running(hidden, other):
+        with pytest.raises(Unreachable):
+            await other.open(hidden.peer, PING)
+        hidden.learn(other.peer, other.addresses)
+        await hidden.multiplexed.offer(other.peer)
+        assert await ask(other, hidden.peer) == b"there?"
+        other.inbox(PING)
+        hidden.inbox(PING)
+        other.send(hidden.peer, PING, b"a short message")
+        assert await arrival(hidden) == (other.peer, b"a short message")
+
+
+async def test_many_streams_share_a_path_and_keep_payloads_whole() -> None:
+    hidden, other = make_network("h"), make_network("o")
+    hidden.handle(BULK, count_bytes, LIMITS)
+    hidden.handle(PING, echo)
+    async with running(hidden, other):
+        hidden.learn(other.peer, other.addresses)
+        await hidden.multiplexed.offer(other.peer)
+
+        async def send_bulk() -> None:
+            stream = await other.open(hidden.peer, BULK)
+            await stream.send(b"", bytes(LARGE))
+            assert await stream.receive() == str(LARGE).encode()
+            await stream.aclose()
+
+        with trio.fail_after(20):
+            async with trio.open_nursery() as nursery:
+                for _ in range(6):
+                    nursery.start_soon(send_bulk)
+                for number in range(20):
+                    assert await ask(other, hidden.peer, str(number).encode()) == str(number).encode()
+        assert [len(path) > 0 for path in other.multiplexed.of(hidden.peer)] == [True]
+
+
+async def test_the_end_of_a_path_ends_its_streams_at_both_sides() -> None:
+    hidden, other = make_network("h"), make_network("o")
+    ended = trio.Event()
+
+    async def wait(stream: Stream) -> None:
+        try:
+            await stream.receive()
+        finally:
+            ended.set()
+
+    hidden.handle(PING, wait)
+    async with running(hidden, other):
+        hidden.learn(other.peer, other.addresses)
+        path = await hidden.multiplexed.offer(other.peer)
+        stream = await other.open(hidden.peer, PING)
+        path.end("a test")
+        with trio.fail_after(10):
+            with pytest.raises(StreamClosed):
+                await stream.receive()
+            await ended.wait()
+            await until(lambda: not len(other.multiplexed) and not len(hidden.multiplexed))
+
+
+async def test_a_peer_that_says_what_no_path_carries_loses_the_path_alone() -> None:
+    hostile, other = make_network("h"), make_network("o")
+    hostile.handle(PING, echo)
+    async with running(hostile, other):
+        acquaint(hostile, other)
+        path = await hostile.multiplexed.offer(other.peer)
+        await path.connection.send(b"\xffnonsense")
+        with trio.fail_after(10):
+            await until(lambda: other.counters["streams_broken"] == 1 and not len(other.multiplexed))
+        assert await ask(other, hostile.peer) == b"there?"
+
+
+# --- relays --------------------------------------------------------------------------------------------
+
+
+def test_a_circuit_is_an_address_that_can_be_told() -> None:
+    relay, peer = make_network("r").peer, make_network("p").peer
+    for host in ("203.0.113.7", "2a0f:1111:2222:3333:4444:5555:6666:7777"):
+        at = make_address(host, 9747, relay)
+        for circuit in (at.through(peer), at.through(None)):
+            assert parse_address(str(circuit)) == circuit
+            assert circuit.of_relay == at
+    for wrong in (
+        "",
+        "/p2p-circuit",
+        f"{at}/p2p-circuit/ip4/10.0.0.1/tcp/1",
+        f"{at.through(peer)}/p2p-circuit",
+    ):
+        with pytest.raises(ValueError, match=r"circuit|multiaddr|want"):
+            parse_address(wrong)
+
+
+async def test_a_hidden_node_is_reached_through_its_relay_which_reads_nothing() -> None:
+    async with behind_a_relay() as world:
+        await until(lambda: bool(world.hidden.circuits))
+        assert world.hidden.circuits[0].of_relay == world.relay.addresses[0]
+        assert await ask(world.guest, world.hidden.peer) == b"there?"
+        (path,) = world.guest.multiplexed.of(world.hidden.peer)
+        assert (path.way, path.relay) == ("relayed", world.relay.peer)
+        carried = world.server.ledger.carried_bytes
+        stream = await world.guest.open(world.hidden.peer, BULK)
+        assert stream.source is None, "where it is nobody but the relay knows"
+        await stream.send(b"", bytes(LARGE))
+        assert await stream.receive() == str(LARGE).encode()
+        assert world.server.ledger.carried_bytes - carried > LARGE
+        world.hidden.inbox(PING)
+        world.guest.send(world.hidden.peer, PING, b"short")
+        assert await arrival(world.hidden) == (world.guest.peer, b"short")
+        # The relay reaches it too.
+        assert await ask(world.relay, world.hidden.peer) == b"there?"
+
+
+async def test_a_guest_that_can_be_dialled_is_dialled_instead() -> None:
+    async with behind_a_relay() as world:
+        world.hidden.learn(world.guest.peer, world.guest.addresses)
+        await until(lambda: bool(world.hidden.circuits))
+        assert await ask(world.guest, world.hidden.peer) == b"there?"
+        await until(
+            lambda: any(path.way == "direct" for path in world.guest.multiplexed.of(world.hidden.peer))
+        )
+        stream = await world.guest.open(world.hidden.peer, PING)
+        assert stream.source == make_address("127.0.0.1", stream.source.port if stream.source else 0)
+        back = await world.hidden.open(world.guest.peer, PING)
+        assert back.source == world.guest.addresses[0].of(None)
+
+
+async def test_a_lost_relay_is_told_at_once_and_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.services.relays.reservations.LOST_SECONDS", 0.1)
+    async with behind_a_relay() as world:
+        await until(lambda: bool(world.hidden.circuits))
+        for path in world.relay.multiplexed:
+            path.end("a test")
+        for stream in list(world.server._kept.values()):
+            stream.connection.end("a test")  # type: ignore[attr-defined]  # of the real network
+        await until(lambda: not world.hidden.circuits)
+        assert all(each.relay is None for each in world.hidden.addresses)
+        await until(lambda: bool(world.hidden.circuits))
+
+
+async def test_a_relay_that_is_off_keeps_no_place_and_carries_nothing() -> None:
+    async with behind_a_relay(Limits()) as world:
+        await until(lambda: world.counters["relays_failed"] > 0)
+        assert not world.hidden.circuits
+        world.guest.learn(world.relay.peer, world.relay.addresses)
+        for request in (KeepPlace(), AskCircuit(world.hidden.peer), TakeCircuit(bytes(16))):
+            stream = await world.guest.open(world.relay.peer, PROTOCOL)
+            await stream.send(encode(request))
+            reply: Reply = decode(await stream.receive(), Reply, bytes_max=MESSAGE_BYTES_MAX)
+            assert isinstance(reply, RelayRefused)
+
+
+async def test_circuits_to_nobody_and_through_a_dead_relay_fail_with_a_reason() -> None:
+    async with behind_a_relay() as world:
+        await until(lambda: bool(world.hidden.circuits))
+        nobody = make_network("n").peer
+        world.guest.learn(nobody, [world.relay.addresses[0].through(nobody)])
+        with pytest.raises(Unreachable, match="has nobody of that name behind it"):
+            await world.guest.open(nobody, PING)
+        dead = unused_address().of(world.relay.peer)
+        world.guest.learn(nobody, [dead.through(nobody)])
+        with pytest.raises(Unreachable):
+            await world.guest.open(nobody, PING)
+
+
+async def test_a_relay_cannot_put_another_node_at_the_end_of_a_circuit() -> None:
+    async with behind_a_relay() as world:
+        await until(lambda: bool(world.hidden.circuits))
+        wanted, real = make_network("w").peer, world.hidden.peer
+        world.guest.learn(wanted, [world.relay.addresses[0].through(wanted)])
+        # It hands on to somebody else whoever asks for the one that is wanted.
+        announce = world.server.ledger.announce
+        world.server.ledger.announce = lambda now, first, _: announce(now, first, real)  # type: ignore[method-assign]
+        world.server._kept[wanted] = world.server._kept[real]
+        with pytest.raises(Unreachable) as caught:
+            await world.guest.open(wanted, PING)
+        assert caught.value.reason == "wrong key"
+        assert not world.guest.multiplexed.of(wanted)
+
+
+# --- what a relay gives --------------------------------------------------------------------------------
+
+
+def peer(number: int) -> PeerId:
+    return PeerId(number.to_bytes(32, "big"))
+
+
+def source(number: int) -> bytes:
+    return bytes([45, 1 + number // 250, number % 250, 7])
+
+
+def ledger(**limits: int) -> RelayLedger:
+    return RelayLedger(Limits(is_on=True, **limits), os.urandom, is_known=lambda each: each == peer(1))
+
+
+def refused(code: int) -> "pytest.RaisesExc[NoPlace]":
+    return pytest.raises(NoPlace, match=str(code))
+
+
+def connected(of: RelayLedger, first: int, target: int) -> Announced:
+    announced = of.announce(0.0, peer(first), peer(target))
+    return of.accept(0.0, peer(target), announced.token)
+
+
+def test_a_network_gets_a_share_of_the_places_and_places_lapse() -> None:
+    full = ledger()
+    for number in range(PLACES_PER_NETWORK_MAX):
+        full.reserve(0.0, peer(number), bytes([45, 1, 1, number]))
+    with refused(FULL):
+        full.reserve(0.0, peer(999), bytes([45, 1, 1, 200]))
+    full.reserve(0.0, peer(999), source(999))
+    full.reserve(PLACE_SECONDS + 1.0, peer(1_000), bytes([45, 1, 1, 200]))
+    assert full.places == (peer(1_000),)
+
+
+def test_all_that_others_fill_in_a_relay_is_bounded() -> None:
+    full = ledger(circuits_max=40)
+    for number in range(PLACES_MAX):
+        full.reserve(0.0, peer(number), source(number))
+    with refused(FULL):
+        full.reserve(0.0, peer(5_000), source(5_000))
+    for _ in range(WAITING_PER_PEER_MAX):
+        full.announce(0.0, peer(400), peer(2))
+    with refused(BUSY):
+        full.announce(0.0, peer(401), peer(2))
+    for _ in range(CIRCUITS_PER_PEER_MAX):
+        connected(full, 402, 3)
+    with refused(BUSY):
+        full.announce(0.0, peer(402), peer(4))
+    for number in range(24):
+        connected(full, 500 + number, 10 + number)
+    with refused(FULL):
+        full.announce(0.0, peer(600), peer(50))
+    assert all(size <= limit for size, limit in full.sizes.values())
+
+
+def test_a_token_is_good_for_its_target_once() -> None:
+    one = ledger()
+    one.reserve(0.0, peer(2), source(2))
+    announced = one.announce(0.0, peer(3), peer(2))
+    with refused(UNKNOWN):
+        one.accept(0.0, peer(4), announced.token)
+    circuit = one.accept(0.0, peer(2), announced.token)
+    with refused(UNKNOWN):
+        one.accept(0.0, peer(2), announced.token)
+    one.closed(circuit)
+    assert one.circuits == 0
+    with refused(UNKNOWN):
+        one.announce(0.0, peer(3), peer(9))
+    with refused(OFF):
+        RelayLedger(Limits(), os.urandom).reserve(0.0, peer(1), source(1))
+
+
+def test_strangers_have_a_budget_an_hour_and_those_that_gave_work_have_none() -> None:
+    one = ledger()
+    for number in (2, 3):
+        one.reserve(0.0, peer(number), source(number))
+    strangers, known = connected(one, 4, 2), connected(one, 1, 3)
+    assert one.carried(0.0, known, 2 * STRANGER_BYTES_PER_HOUR)
+    assert one.carried(0.0, strangers, STRANGER_BYTES_PER_HOUR - 1)
+    assert not one.carried(0.0, strangers, 1)
+    with refused(SPENT):
+        one.announce(0.0, peer(4), peer(2))
+    one.announce(0.0, peer(1), peer(2))
+    one.reserve(HOUR_SECONDS, peer(2), source(2))
+    one.announce(HOUR_SECONDS, peer(4), peer(2))
+
+
+def test_circuits_share_the_owners_rate() -> None:
+    pace = SharedPace(1_000_000)
+    alone = sum(pace.take(0.0, "a", 10_000) > 0 for _ in range(100))
+    assert alone > 0
+    pace, now, sent = SharedPace(1_000_000), 0.0, {"a": 0, "b": 0}
+    due = {"a": 0.0, "b": 0.0}
+    while now < 5.0:
+        for who in ("a", "b"):
+            if due[who] <= now:
+                due[who] = now + pace.take(now, who, 10_000)
+                sent[who] += 10_000
+        now += 0.001
+    assert sum(sent.values()) == pytest.approx(5_000_000, rel=0.1)
+    assert sent["a"] == pytest.approx(sent["b"], rel=0.1)
