@@ -27,7 +27,8 @@ NAME_LENGTH_MAX = 40
 PARSED_MAX = 4_096
 """Addresses whose reading is remembered: each is heard from many peers."""
 
-_CIRCUIT = "/p2p-circuit"
+CIRCUIT = "/p2p-circuit"
+"""Between a relay and the peer behind it."""
 _HOST_KINDS = ("ip4", "ip6", "dns", "dns4", "dns6")
 _LABEL = r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)"
 _DNS_NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*\.?")
@@ -55,7 +56,7 @@ class Address:
     def __str__(self) -> str:
         suffix = f"/p2p/{peer_text(self.peer)}" if self.peer is not None else ""
         if self.relay is not None:
-            suffix = f"/p2p/{peer_text(self.relay)}{_CIRCUIT}{suffix}"
+            suffix = f"/p2p/{peer_text(self.relay)}{CIRCUIT}{suffix}"
         host, _, zone = self.host.partition("%")
         prefix = f"/ip6zone/{zone}" if zone else ""
         return f"{prefix}/{self.kind}/{host}/tcp/{self.port}{suffix}"
@@ -111,7 +112,7 @@ def make_address(host: str, port: int, peer: PeerId | None = None) -> Address:
 
 
 def _parse_multiaddr(text: str) -> Address:
-    there, is_circuit, behind = text.partition(_CIRCUIT)
+    there, is_circuit, behind = text.partition(CIRCUIT)
     if is_circuit:
         relay = _parse_multiaddr(there)
         if relay.peer is None or relay.relay is not None or not re.fullmatch(r"(/p2p/[^/]+)?", behind):

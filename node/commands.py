@@ -26,6 +26,7 @@ from node.errors import PeerloomError, RunFailed, Unreachable, UsageError
 from node.events import Event, RunChanged, RunEnded
 from node.history import EventHistory
 from node.placement.leases import PlacementFailed
+from node.placement.inbound import Inbound
 from node.placement.provider import Provider
 from node.protocols.manifest import Run, run_text
 from node.protocols.revision import check_changes
@@ -80,6 +81,7 @@ class LocalNode(Protocol):
     handed_over: trio.Event
     signer: Any
     energy: EnergyLog
+    inbound: Inbound
 
     @property
     def state(self) -> views.State: ...
@@ -148,7 +150,8 @@ class Commands:
 
     async def _peers(self, _request: Nothing, _emit: Emit) -> object:
         document = state_documents.peers_document(self._node.state, self._node.seams.clock.wall())
-        return self._node.runs.places.told_of(self._node.runs.receipts.told_of(document))
+        told = self._node.runs.places.told_of(self._node.runs.receipts.told_of(document))
+        return self._node.inbound.told_of(told)
 
     async def _measurements(self, _request: Nothing, _emit: Emit) -> object:
         return await self._node.measurements.document(self._node.membership.live)

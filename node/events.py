@@ -99,8 +99,7 @@ class ClockCompared(Event, frozen=True, kw_only=True):
 
 
 class DatagramsBlocked(Event, frozen=True, kw_only=True):
-    """To these of the `of` other members no datagram gets through; streams do, and are used. Empty: all is
-    well again."""
+    """No datagram gets through to these of the `of` other members; streams do. Empty: all is well again."""
 
     peers: tuple[PeerId, ...]
     of: int

@@ -206,6 +206,7 @@ class Node(Surface):
         with usable(self.config.data_dir):
             self._blobs = await self._executor.run(lambda: Blobs(storage))
             self._guests = await self._executor.run(lambda: Guests(storage, self._blobs))
+        self._standing = self._make_standing()
         self._make_services()
         self.serving = make_serving(self)
         self.serving.run_files = partial(run_files, self)
@@ -332,7 +333,6 @@ class Node(Surface):
         )
 
     def _make_services(self) -> None:
-        self._standing = self._make_standing()
         self.membership = Membership(
             self.network,
             self._clock,

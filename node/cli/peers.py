@@ -35,7 +35,7 @@ def _row(member: Mapping[str, Any]) -> tuple[str, ...]:
         _status(status, reason, member.get("degraded")) + _sparing(status, member.get("standing")),
         seconds_text(member["since_seconds"]),
         member["found_through"] or "-",
-        short_address(member["addresses"][0]) if member["addresses"] else "-",
+        (short_address(member["addresses"][0]) if member["addresses"] else "-") + _path(member.get("path")),
         _brief(capacity) + _place(member.get("place")) if capacity is not None else "-",
     )
 
@@ -47,6 +47,13 @@ def _place(place: Mapping[str, Any] | None) -> str:
     if place["is_doubted"]:
         return f", in {place['location'] or 'no known place'} by its round trips, not {place['claimed']}"
     return f", in {place['location']}"
+
+
+def _path(path: Mapping[str, Any] | None) -> str:
+    """By which way it is spoken to, where it cannot simply be dialled."""
+    if path is None or path["way"] == "direct":
+        return ""
+    return ", punched" if path["way"] == "punched" else f", through {short_id(path['relay'])}"
 
 
 def _status(status: str, reason: str, degraded: Mapping[str, Any] | None) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 
 import typer
 
+from crypto.contact import CIRCUIT
 from node.cli.client import ask
 from node.cli.options import AsJson, DataDir, find_data_dir
 from node.cli.render import (
@@ -66,11 +67,12 @@ def status_lines(document: Mapping[str, Any]) -> list[str]:
     """The screen of a `peerloom/status/1` document."""
     up = seconds_text(document["up_seconds"])
     lines = [f"{document['name']}  {short_id(document['peer'])}   up {up}, swarm {document['swarm']}"]
-    lines += [labelled("listening", short_address(address)) for address in document["addresses"]]
+    own = [short_address(address) for address in document["addresses"] if CIRCUIT not in address]
+    lines += [labelled("listening", address) for address in own]
     if document.get("reachability") is not None:
         lines.append(labelled("reachable", reachable_text(document["reachability"])))
         if document["reachability"]["reachable"] is False and not document["reachability"].get("relays"):
-            ports = {int(short_address(address).rpartition(":")[2]) for address in document["addresses"]}
+            ports = {int(address.rpartition(":")[2]) for address in own}
             lines.append(labelled("", open_ports_text(sorted(ports))))
     if (clock := document.get("clock")) is not None and clock["seconds"]:
         lines.append(labelled("clock", clock_text(clock["seconds"], clock["peers"]) + "; theirs is used"))

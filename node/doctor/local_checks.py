@@ -278,11 +278,14 @@ async def _reachable(scene: Scene) -> str:
     """Whether other nodes get through to the running one, as they have said."""
     await trio.lowlevel.checkpoint()
     found = None if scene.status is None else scene.status.get("reachability")
-    if scene.status is None or found is None or found["reachable"] is None:
+    if scene.status is None or found is None or (found["reachable"] is None and not found.get("relays")):
         raise Skipped("no node runs here, or nobody has tried to reach it yet")
     if found["reachable"]:
         return "other nodes get through to this one"
-    ports = sorted({parse_address(text).port for text in scene.status["addresses"]})
+    own = [parse_address(text) for text in scene.status["addresses"]]
+    ports = sorted({address.port for address in own if address.relay is None})
+    if found.get("relays"):
+        return f"other nodes get through by relays; directly: {open_ports_text(ports)}"
     raise Failed(
         f"{found['asked']} others could not reach this node: it takes no stages of theirs, and trains alone",
         open_ports_text(ports),

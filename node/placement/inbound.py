@@ -5,11 +5,11 @@ needs them or as one that is one.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import Protocol
+from typing import Any, Protocol
 
 import trio
 
-from crypto.identity import PeerId
+from crypto.identity import PeerId, parse_peer, peer_text
 from gossip.member import Member, Profile
 from node.config import Config
 from node.containment import keep_running
@@ -96,6 +96,24 @@ class Inbound:
                     counters=self._counters,
                 )
                 nursery.start_soon(keep_running, "places at relays", places.run)
+
+    def told_of(self, document: dict[str, Any]) -> dict[str, Any]:
+        """Return a document about peers with the `path` by which this node speaks to each: its way, the relay
+        that carries it, and its round trip where pings have measured it; None where there is none."""
+        for row in document["peers"]:
+            row["path"] = self._path_document(parse_peer(row["peer"]))
+        return document
+
+    def _path_document(self, peer: PeerId) -> dict[str, Any] | None:
+        network = self._node.network
+        path = network.multiplexed.best(peer) if isinstance(network, RealNetwork) else None
+        if path is not None:
+            relay = None if path.relay is None else peer_text(path.relay)
+            return {"way": path.way, "relay": relay, "round_trip_seconds": path.round_trip_seconds}
+        if network.host_of(peer) is None:
+            return None
+        seconds = self._node.membership.round_trip_seconds(peer)
+        return {"way": "direct", "relay": None, "round_trip_seconds": seconds}
 
     @property
     def _limits(self) -> Limits:

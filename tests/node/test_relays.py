@@ -281,14 +281,22 @@ async def test_circuits_to_nobody_and_through_a_dead_relay_fail_with_a_reason() 
             await world.guest.open(nobody, PING)
 
 
-async def test_a_relay_cannot_put_another_node_at_the_end_of_a_circuit() -> None:
+async def test_a_relay_cannot_put_another_node_at_the_end_of_a_circuit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with behind_a_relay() as world:
         await until(lambda: bool(world.hidden.circuits))
         wanted, real = make_network("w").peer, world.hidden.peer
         world.guest.learn(wanted, [world.relay.addresses[0].through(wanted)])
         # It hands on to somebody else whoever asks for the one that is wanted.
-        announce = world.server.ledger.announce
-        world.server.ledger.announce = lambda now, first, _: announce(now, first, real)  # type: ignore[method-assign]
+        ledger = world.server.ledger
+        announce = ledger.announce
+
+        def announce_another(now: float, first: PeerId, target: PeerId) -> Announced:
+            assert target == wanted
+            return announce(now, first, real)
+
+        monkeypatch.setattr(ledger, "announce", announce_another)
         world.server._kept[wanted] = world.server._kept[real]
         with pytest.raises(Unreachable) as caught:
             await world.guest.open(wanted, PING)

@@ -9,6 +9,7 @@ import trio
 from trio.testing import MockClock
 
 from crypto.contact import make_address, parse_address
+from crypto.identity import peer_text
 from node import config
 from node.cli.status import status_lines
 from node.commands import ALONE_TEXT, Commands
@@ -26,7 +27,9 @@ from tests.node.nets import unused_address
 from tests.node.simulated import SEED, simulated_node
 
 
-def settings(folder: Path, name: str, *join: str, announce: int = 0) -> config.Config:
+def settings(
+    folder: Path, name: str, *join: str, announce: int = 0, has_relays: bool = False
+) -> config.Config:
     told = (make_address("127.0.0.1", announce),) if announce else ()
     listen = config.Listen(addresses=(config.read_listen("127.0.0.1:0"),), announce=told)
     return config.Config(
@@ -34,6 +37,7 @@ def settings(folder: Path, name: str, *join: str, announce: int = 0) -> config.C
         data_dir=folder / name,
         swarm=config.Swarm(name="unreachable", preset="local"),
         listen=listen,
+        relay=config.Relaying(enabled=has_relays),
         join=config.Join(lan=False, seeds=tuple(map(parse_address, join))),
         resources=config.Resources(calibrate=False, allow_unfenced=True),
     )
@@ -78,6 +82,43 @@ async def test_a_node_that_announces_a_dead_port_is_asked_for_no_stage_and_told_
         lines = "\n".join(status_lines(hidden.status()))
         assert "no other node gets through to this one" in lines
         assert f"let TCP and UDP port {dead} through" in lines
+
+
+async def test_a_node_that_nobody_can_dial_is_reached_by_a_relay_and_offers_its_slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.services.autonat_core.SOON_SECONDS", 0.1)
+    dead = unused_address().port
+    async with AsyncExitStack() as stack:
+
+        async def begin(name: str, *join: str, announce: int = 0) -> Node:
+            made = settings(tmp_path, name, *join, announce=announce, has_relays=True)
+            return await stack.enter_async_context(Node(made))
+
+        first = await begin("a")
+        await begin("b", first.addresses[0])
+        hidden = await begin("hidden", first.addresses[0], announce=dead)
+        await until(lambda: bool(hidden.network.addresses[1:]))
+        circuits = [address for address in hidden.network.addresses if address.relay is not None]
+        await until(lambda: offers_slot(first, hidden))
+        assert not hidden.provider.is_unreachable
+        found = hidden.state.reachability
+        assert found is not None
+        assert set(found.relays) == {address.relay for address in circuits}
+        lines = "\n".join(status_lines(hidden.status()))
+        assert "which carry what others say to it" in lines
+        assert "/p2p-circuit" not in lines
+
+        def path_of_hidden() -> dict[str, object] | None:
+            told = first.inbound.told_of({"peers": [{"peer": peer_text(hidden.peer)}]})
+            path: dict[str, object] | None = told["peers"][0]["path"]
+            return path
+
+        def is_spoken_to() -> bool:
+            path = path_of_hidden()
+            return path is not None and path["way"] in ("direct", "relayed")
+
+        await until(is_spoken_to)
 
 
 @asynccontextmanager

@@ -17,7 +17,7 @@ from node.transport.relay_messages import BUSY, FULL, OFF, SPENT, TOKEN_BYTES, U
 PLACES_MAX = 256
 """Peers that may be reached through one node; each costs a connection that is idle most of the time."""
 PLACES_PER_NETWORK_MAX = 32
-"""Of one network (a /24 of IPv4, a /48 of IPv6): a lecture hall behind one router."""
+"""The same of one network (a /24 of IPv4, a /48 of IPv6): a lecture hall behind one router."""
 PLACE_SECONDS = 600
 """A place is kept for so long without being asked for again."""
 CIRCUITS_PER_PEER_MAX = 16
@@ -173,8 +173,8 @@ class RelayLedger:
                 del self._circuits[peer]
 
     def carried(self, now: float, circuit: Announced, count: int) -> bool:
-        """So many bytes are carried; False where two strangers have no budget left, of whom each pays all of
-        it. A known peer pays for the other one, whom it asked or answered."""
+        """Count bytes that are carried; return False where two strangers have no budget left, of whom each
+        pays all of it. A known peer pays for the other one, whom it asked or answered."""
         self.carried_bytes += count
         if not circuit.is_strangers:
             return True
