@@ -25,8 +25,8 @@ from node.documents import offer_document
 from node.errors import PeerloomError, RunFailed, Unreachable, UsageError
 from node.events import Event, RunChanged, RunEnded
 from node.history import EventHistory
-from node.placement.leases import PlacementFailed
 from node.placement.inbound import Inbound
+from node.placement.leases import PlacementFailed
 from node.placement.provider import Provider
 from node.protocols.manifest import Run, run_text
 from node.protocols.revision import check_changes

@@ -1,0 +1,124 @@
+"""Nodes behind real address translators: relays make them members that host stages.
+
+Real nodes on machines of their own, started and asked as a person does. The short form shows that a node
+behind a home router is reached; the long one (PEERLOOM_LAB=full) trains through relays and kills one.
+"""
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.numpy
+
+from node.checkpoints.weights import weights_name
+from node.cli.client import ask
+from node.storage.folder import FolderStorage
+from tests.lab.nat import internet, named
+from tests.lab.network import FULL, python
+from tests.lab.nodes import PORT, LabNode, LabSwarm, swarm, wait_until
+from tests.stack import assert_equal
+
+FOUND_SECONDS_MAX = 90.0
+STEPS = 400
+KILLED_AT = 60
+BACK_SECONDS_MAX = 10.0
+"""From the relay's death to the next steps."""
+RUN = f"""
+model = "simple-cnn"
+data = "digits"
+[train]
+steps = {STEPS}
+batch = 16
+microbatch = 8
+seed = 7
+[plan]
+stages = %d
+replicas = 1
+checkpoint_every = 100
+"""
+
+
+def paths(node: LabNode) -> dict[str, Any]:
+    """Which way each other member is spoken to, by its name."""
+    return {row["name"]: row["path"] for row in ask(node.data_dir, "peers")["peers"]}
+
+
+def reservations(node: LabNode) -> int:
+    return len((node.status.get("reachability") or {"relays": ()})["relays"])
+
+
+def begin(nodes: LabSwarm, public: str, *others: str, relays: int = 1, **settings: str) -> None:
+    """Start one with a public address, then the others through it; until they agree and are reached."""
+    first = nodes[public]
+    nodes.start([public], **settings)
+    for name in others:
+        nodes[name].start("--join", f"{first.machine.hosts[4]}:{PORT}", **settings)
+    for name in others:
+        nodes[name].ready()
+    nodes.converge(FOUND_SECONDS_MAX)
+    hidden = [nodes[name] for name in others if nodes[name].machine.hosts[4].startswith("192.168.")]
+    wait_until(
+        lambda: all(reservations(node) >= relays for node in hidden),
+        FOUND_SECONDS_MAX,
+        lambda: "no place at a relay:\n" + "".join(node.said for node in hidden),
+    )
+
+
+def test_two_nodes_behind_home_routers_speak_through_a_relay(tmp_path: Path) -> None:
+    sites = [named("public", "p"), named("home", "h"), named("symmetric", "s")]
+    with internet(sites) as lab, swarm(lab, tmp_path) as nodes:
+        begin(nodes, "p", "h", "s")
+        h, s = nodes["h"], nodes["s"]
+
+        def are_relayed() -> bool:
+            found = [paths(h).get("s"), paths(s).get("h")]
+            return all(path is not None and path["way"] == "relayed" for path in found)
+
+        wait_until(are_relayed, FOUND_SECONDS_MAX, lambda: f"{paths(h)} {paths(s)}")
+        assert paths(h)["s"]["relay"] == nodes["p"].status["peer"]
+        assert all(node.status["offer"] is None or node.status["offer"]["may_serve"] for node in (h, s))
+
+
+def step(node: LabNode) -> int:
+    runs = node.status["runs"]
+    return int(runs[-1].get("step") or 0) if runs else 0
+
+
+def trained(node: LabNode, file: Path, stages: int) -> "subprocess.Popen[bytes]":
+    """Begin a run as a person does, on this node's machine."""
+    file.write_text(RUN % stages)
+    command = [python(), "-m", "node", "train", str(file), "--data-dir", str(node.data_dir)]
+    return node.machine.start(command, output=file.with_suffix(".log"))
+
+
+def result(node: LabNode) -> dict[str, Any]:
+    """The weights that a node keeps of its only run."""
+    data = FolderStorage(node.data_dir).read(weights_name(node.status["runs"][-1]["run"]))
+    assert data is not None, node.said
+    found: dict[str, Any] = safetensors.numpy.load(data)
+    return found
+
+
+@pytest.mark.skipif(not FULL, reason="three minutes: PEERLOOM_LAB=full")
+def test_a_run_through_relays_is_exact_and_outlives_one_of_them(tmp_path: Path) -> None:
+    public = [named("public", name) for name in ("p", "q", "alone")]
+    sites = [*public, named("home", "h"), named("home", "i"), named("symmetric", "s")]
+    with internet(sites) as lab, swarm(lab, tmp_path) as nodes:
+        nodes["q"].start("--join", f"{lab.public('p')}:{PORT}", OBSERVER="true")
+        begin(nodes, "p", "h", "i", "s", relays=2)
+        h, q = nodes["h"], nodes["q"]
+        training = trained(h, tmp_path / "RUN.toml", 4)
+        said = (tmp_path / "RUN.log").read_text
+        wait_until(lambda: step(h) >= KILLED_AT, FOUND_SECONDS_MAX, said)
+        assert sum(node.status["counters"].get("circuits_carried", 0) for node in (nodes["p"], q)) > 0
+        q.kill()
+        before = step(h)
+        took = wait_until(lambda: step(h) >= before + 5, BACK_SECONDS_MAX, lambda: h.said)
+        print(f"five steps {took:.1f} s after the relay's death")  # noqa: T201
+        assert training.wait(FOUND_SECONDS_MAX) == 0, said()
+        nodes.start(["alone"])
+        assert trained(nodes["alone"], tmp_path / "ALONE.toml", 1).wait(FOUND_SECONDS_MAX) == 0
+        want = result(nodes["alone"])
+        for name in ("p", "h", "i", "s"):
+            assert_equal(result(nodes[name]), want, "float32")
