@@ -104,11 +104,13 @@ class Join:
 @dataclass(frozen=True)
 class Listen:
     """Where this node is reached, by TCP and UDP: port 0 takes any free one; `announce` replaces what others
-    are told. Where `may_move`, one of the next ten ports does as well: no address was asked for."""
+    are told. Where `may_move`, one of the next ten ports does as well: no address was asked for. `map`: have
+    the router lead the port to this machine."""
 
     addresses: tuple[Address, ...] = DEFAULT_LISTEN
     announce: tuple[Address, ...] = ()
     may_move: bool = True
+    map: bool = True
 
     @property
     def is_open(self) -> bool:
@@ -241,6 +243,7 @@ RULES = (
     Rule("lan", ("join", "lan"), read_switch),
     Rule("listen", ("listen", "addresses"), read_listen, many=True),
     Rule("announce", ("listen", "announce"), read_announce, many=True),
+    Rule("map", ("listen", "map"), read_switch),
     Rule("swarm", ("swarm", "name"), label(LABEL_LENGTH_MAX)),
     Rule("preset", ("swarm", "preset"), one_of("lan", "wan", "host", "local")),
     Rule("scope", ("swarm", "scope"), one_of("all", "neighbourhood")),
@@ -436,7 +439,7 @@ def _build(values: Mapping[str, Any], *, may_move: bool) -> Config:
     return Config(
         **top,
         join=Join(**dict(section(seeds="join", remember="remember", lan="lan"))),
-        listen=Listen(**dict(section(addresses="listen", announce="announce")), may_move=may_move),
+        listen=Listen(**dict(section(addresses="listen", announce="announce", map="map")), may_move=may_move),
         swarm=Swarm(
             **dict(
                 section(

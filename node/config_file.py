@@ -23,6 +23,7 @@ class JoinTable(msgspec.Struct, frozen=True):
 class ListenTable(msgspec.Struct, frozen=True):
     addresses: Annotated[tuple[str, ...], msgspec.Meta(min_length=1, max_length=ADDRESSES_MAX)] | None = None
     announce: Annotated[tuple[str, ...], msgspec.Meta(max_length=ADDRESSES_MAX)] | None = None
+    map: bool | None = None
 
 
 class SwarmTable(msgspec.Struct, frozen=True):

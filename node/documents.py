@@ -21,8 +21,14 @@ def reachability_document(found: events.ReachabilityFound | None) -> dict[str, A
     """What others say of reaching this node; None before anybody was asked, and where nobody has to be."""
     if found is None:
         return None
-    relays = [peer_text(relay) for relay in found.relays]
-    return {"reachable": found.reachable, "asked": found.asked, "of": found.of, "relays": relays}
+    return {
+        "reachable": found.reachable,
+        "asked": found.asked,
+        "of": found.of,
+        "relays": [peer_text(relay) for relay in found.relays],
+        "nat": found.nat,
+        "mapping": found.mapping,
+    }
 
 
 def clock_document(found: events.ClockCompared | None) -> dict[str, Any] | None:

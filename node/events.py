@@ -113,6 +113,8 @@ class ReachabilityFound(Event, frozen=True, kw_only=True):
     of: int
     addresses: tuple[str, ...]
     relays: tuple[PeerId, ...] = ()
+    nat: str = ""
+    mapping: str = ""
 
 
 class IdentityShared(Event, frozen=True, kw_only=True):

@@ -1,6 +1,6 @@
 """`peerloom status`: what the node on this machine is doing."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import typer
@@ -69,11 +69,7 @@ def status_lines(document: Mapping[str, Any]) -> list[str]:
     lines = [f"{document['name']}  {short_id(document['peer'])}   up {up}, swarm {document['swarm']}"]
     own = [short_address(address) for address in document["addresses"] if CIRCUIT not in address]
     lines += [labelled("listening", address) for address in own]
-    if document.get("reachability") is not None:
-        lines.append(labelled("reachable", reachable_text(document["reachability"])))
-        if document["reachability"]["reachable"] is False and not document["reachability"].get("relays"):
-            ports = {int(address.rpartition(":")[2]) for address in own}
-            lines.append(labelled("", open_ports_text(sorted(ports))))
+    lines += reach_lines(document, own)
     if (clock := document.get("clock")) is not None and clock["seconds"]:
         lines.append(labelled("clock", clock_text(clock["seconds"], clock["peers"]) + "; theirs is used"))
     if (datagrams := document.get("datagrams")) is not None and datagrams["blocked"]:
@@ -136,6 +132,19 @@ def fence_lines(document: Mapping[str, Any]) -> list[str]:
     return [labelled("fences", f"incomplete: {taken}")] + [
         labelled("", f"missing: {what}") for what in document["unfenced"]
     ]
+
+
+def reach_lines(document: Mapping[str, Any], own: Sequence[str]) -> list[str]:
+    """Return what is known of being reached by others at the `own` addresses."""
+    found = document.get("reachability")
+    if found is None:
+        return []
+    lines = [labelled("reachable", reachable_text(found))]
+    if found["reachable"] is False and not found.get("relays"):
+        ports = {int(address.rpartition(":")[2]) for address in own}
+        lines.append(labelled("", open_ports_text(sorted(ports))))
+    texts = filter(None, (found.get("mapping"), found.get("nat")))
+    return [*lines, *(labelled("router", text) for text in texts)]
 
 
 def reachable_text(document: Mapping[str, Any]) -> str:

@@ -93,6 +93,7 @@ async def look_here(steps: Steps, scene: Scene) -> None:
     await steps.check("ipv6", partial(_family, "::1"))
     await steps.check("udp", _udp)
     await steps.check("datagrams", partial(_datagrams, scene))
+    await steps.check("router", partial(_router, scene))
     await steps.check("reachable", partial(_reachable, scene))
     await steps.check("local network", partial(_local, scene))
     await steps.check("computing", partial(in_thread, partial(_computing, scene.config)))
@@ -290,6 +291,16 @@ async def _reachable(scene: Scene) -> str:
         f"{found['asked']} others could not reach this node: it takes no stages of theirs, and trains alone",
         open_ports_text(ports),
     )
+
+
+async def _router(scene: Scene) -> str:
+    """What the running node has found out about the router before it."""
+    await trio.lowlevel.checkpoint()
+    found = None if scene.status is None else scene.status.get("reachability")
+    texts = [] if found is None else [text for text in (found["mapping"], found["nat"]) if text]
+    if not texts:
+        raise Skipped("no node runs here, or there is no router before it that it knows of")
+    return "; ".join(texts)
 
 
 async def _datagrams(scene: Scene) -> str:

@@ -18,7 +18,7 @@ from node.seams import Clock, Network
 from node.services.autonat import Reach
 from node.services.autonat_core import OTHERS
 from node.services.discovery import Discovery
-from node.transport.network import RealNetwork
+from node.transport.network import RealNetwork, Translation
 
 DATAGRAMS_SECONDS = 2.0
 """How often it is looked to whom no datagram gets through."""
@@ -61,6 +61,7 @@ class Whereabouts:
         self._is_unreachable = False
         self._verdict: bool | None = None
         self._asked = 0
+        self._translation = Translation()
 
     async def run(self, rng: Random) -> None:
         """Until cancelled; `rng` chooses who is asked."""
@@ -78,6 +79,8 @@ class Whereabouts:
                 self._reach.move()
                 self._heard(None, 0)
                 self._tell(None, 0)
+            elif network.translation != self._translation:
+                self._tell(self._verdict, self._asked)
             else:
                 self._tell_addresses()  # perhaps in another order: what others found still holds
 
@@ -104,6 +107,8 @@ class Whereabouts:
 
     def _tell(self, verdict: bool | None, asked: int) -> None:
         self._verdict, self._asked = verdict, asked
+        if isinstance(self._network, RealNetwork):
+            self._translation = self._network.translation
         if self._is_leaving():
             return
         self._tell_addresses()
@@ -121,6 +126,8 @@ class Whereabouts:
                 of=OTHERS,
                 addresses=tuple(address.short for address in self._network.addresses),
                 relays=tuple(each.relay for each in circuits if each.relay is not None),
+                nat=self._translation.kind,
+                mapping=self._translation.mapping,
             )
         )
 

@@ -7,6 +7,7 @@ nowhere; a bug in one of our own handlers comes out of `run`.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import trio
@@ -47,6 +48,16 @@ CIRCUITS_TOLD_MAX = 2
 ONE_SHOT_SENDERS = 8
 ONE_SHOT_QUEUE_MAX = 256
 ONE_SHOT_QUEUE_BYTES_MAX = 32 * 2**20
+
+
+@dataclass(frozen=True)
+class Translation:
+    """How this machine's router translates addresses, as texts for people; empty where it is not known."""
+
+    mapping: str = ""
+    """What came of asking it for a port."""
+    kind: str = ""
+    """What peers saw of it."""
 
 
 class RealNetwork:
@@ -101,6 +112,9 @@ class RealNetwork:
         self._bound: tuple[Bound, ...] = ()
         self._confirmed: tuple[Address, ...] = ()
         self._circuits: tuple[Address, ...] = ()
+        self._mapped: Address | None = None
+        self.translation = Translation()
+        """What is known of the router before this machine."""
         self._datagrams: Datagrams | None = None
         self._one_shots, self._one_shots_out = trio.open_memory_channel[tuple[PeerId, str, bytes]](
             ONE_SHOT_QUEUE_MAX
@@ -200,8 +214,14 @@ class RealNetwork:
         self._confirmed = (address.of(None), *self._confirmed)[:ADDRESSES_MAX]
         self._tell()
 
+    def map_to(self, address: Address | None) -> None:
+        """Tell others that a router leads what comes to this address here; None: no longer."""
+        self._mapped = address
+        self._tell()
+
     def _tell(self) -> None:
-        told = self._policy.own(self._announce, self._confirmed)
+        mapped = () if self._mapped is None else (self._mapped,)
+        told = self._policy.own(self._announce, (*mapped, *self._confirmed))
         told = (*told[: ADDRESSES_MAX - len(self._circuits)], *self._circuits)
         self._addresses = tuple(address.of(self.peer) for address in told)
 

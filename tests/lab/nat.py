@@ -138,6 +138,11 @@ class Internet(Lab):
         """Run lines of `sh` on a site's router; what they print."""
         return self.run(f"ip netns exec {self.router(site)} sh -ec '{script}'")
 
+    def start_router(self, site: str, protocol: str) -> "subprocess.Popen[bytes]":
+        """Have a site's router answer who ask it for a port: see `tests.lab.router`."""
+        program = [python(), "-m", "tests.lab.router", protocol, self._routers(self.sites[site])[-1][2]]
+        return subprocess.Popen([*self.enter, "ip", "netns", "exec", self.router(site), *program])
+
     def reboot(self, site: str) -> None:
         """Have its routers forget every mapping, and give out other ports."""
         for name, nat, wan in self._routers(self.sites[site]):
@@ -338,10 +343,10 @@ class Prober:
 
 
 @contextmanager
-def probers(lab: Internet) -> "Iterator[dict[str, Prober]]":
-    """One on each machine."""
+def probers(lab: Internet, *names: str) -> "Iterator[dict[str, Prober]]":
+    """One on each of these machines; on all where none is named."""
     with ExitStack() as stack:
-        made = {name: Prober(machine) for name, machine in lab.machines.items()}
+        made = {name: Prober(lab.machines[name]) for name in names or lab.machines}
         for prober in made.values():
             stack.callback(prober.close)
         yield made

@@ -73,6 +73,12 @@ class LabNode:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
+    def leave(self) -> None:
+        """Ctrl-C; wait until it is gone."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGINT)
+        self.process.wait(START_SECONDS_MAX)
+
     @property
     def status(self) -> dict[str, Any]:
         document: dict[str, Any] = ask(self.data_dir, "status")

@@ -58,9 +58,11 @@ class _Sockets:
         made.close()
         return _plain(source)
 
-    def connect(self, port: int, to: list[Any], seconds: float = WAIT_SECONDS) -> bool:
+    def connect(
+        self, port: int, to: list[Any], seconds: float = WAIT_SECONDS, *, greets: bool = True
+    ) -> bool:
         """Connect from this port, or be connected to at it where it listens, whichever is first; whether both
-        have said something."""
+        have said something, or where nobody `greets` whether they are connected."""
         made = socket.socket(*_family(), socket.SOCK_STREAM)
         _bind(made, port)
         made.setblocking(False)
@@ -74,6 +76,8 @@ class _Sockets:
                 made, _ = readable[0].accept()
             elif not writable:
                 return False
+            if not greets:
+                return made.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0
             made.setblocking(True)
             made.settimeout(seconds)
             made.sendall(b"welcome")

@@ -1,0 +1,218 @@
+"""Ask the router for a port that leads here: NAT-PMP (RFC 6886) and PCP (RFC 6887), a core without I/O.
+
+Both are asked at the same port of the router. Which one it speaks is found out by asking in turns. What it
+grants is asked for again every minute: a router that was rebooted has forgotten it, and only says so when it
+is asked. Not here: the socket, and which router (`portmap_driver`).
+"""
+
+import ipaddress
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+from typing import Literal
+
+ROUTER_PORT = 5_351
+LIFETIME_SECONDS = 600
+"""So long a mapping outlives a node that was killed."""
+REFRESH_SECONDS = 60.0
+"""Between two questions: three packets to the machine next door, and a reboot is noticed within this."""
+FIRST_WAIT_SECONDS = 0.25
+TRIES_MAX = 6
+"""Twice as long a wait after each, as the RFCs want it: eight seconds in all, in which both protocols had
+three turns. Most routers that do not answer then never do."""
+LATER_SECONDS = 600.0
+"""A router that did not answer, or refused, may be set otherwise by now."""
+ANSWER_BYTES_MAX = 1_100
+"""Of PCP; NAT-PMP's are shorter."""
+EXTERNAL_PORT_MIN = 1_024
+"""Others do not dial ports below: see `address_policy.CLAIMED_PORT_MIN`."""
+
+Outcome = Literal["asking", "mapped", "no answer", "refused"]
+_UDP, _TCP = 17, 6
+_PMP_OPCODES = {_UDP: 1, _TCP: 2}
+_PMP_REASONS = {2: "not authorised", 3: "it has no address itself", 4: "no more mappings"}
+_PCP_REASONS = {
+    2: "not authorised",
+    3: "a malformed request",
+    8: "no more mappings",
+    11: "no such address to be had",
+    12: "another router stands between",
+    13: "too many mappings",
+}
+_UNSUPPORTED_VERSION = 1
+_PCP_HEADER = struct.Struct(">BBHI16s")
+_PCP_ANSWER = struct.Struct(">BBBBII12x")
+_PCP_MAP = struct.Struct(">12sB3xHH16s")
+
+
+@dataclass(frozen=True)
+class PortMapping:
+    """Who writes to `host`:`port` by TCP reaches this node, and so it is by UDP where it `has_udp`."""
+
+    host: str
+    port: int
+    has_udp: bool
+    protocol: Literal["pcp", "nat-pmp"]
+
+
+@dataclass
+class _Grant:
+    port: int
+    until: float
+
+
+class PortMapper:
+    """The mappings of one port at one router. `wake` at `deadline`, `receive` what the router sends; both
+    return what to send to it. `host` is this machine's address on the way there; `now` monotonic seconds."""
+
+    def __init__(self, host: str, port: int, entropy: Callable[[int], bytes], now: float) -> None:
+        self._host = ipaddress.IPv4Address(host)
+        self._port = port
+        self._nonce = entropy(12)
+        self._version: int | None = None
+        self._tries = 0
+        self._is_asking = True
+        self._external = ""
+        self._grants: dict[int, _Grant] = {}
+        self._answered: set[int] = set()
+        self.reason = ""
+        """Why the router refused, for a person."""
+        self.deadline = now
+
+    @property
+    def mapping(self) -> PortMapping | None:
+        """What the router grants now."""
+        tcp, udp = self._grants.get(_TCP), self._grants.get(_UDP)
+        if tcp is None or not self._external:
+            return None
+        has_udp = udp is not None and udp.port == tcp.port
+        return PortMapping(self._external, tcp.port, has_udp, "pcp" if self._version == 2 else "nat-pmp")
+
+    @property
+    def outcome(self) -> Outcome:
+        if self.mapping is not None:
+            return "mapped"
+        if self._is_asking:
+            return "asking"
+        return "refused" if self.reason else "no answer"
+
+    def wake(self, now: float) -> list[bytes]:
+        """Ask, or ask again."""
+        if now < self.deadline:
+            return []
+        for transport in [each for each, grant in self._grants.items() if grant.until <= now]:
+            del self._grants[transport]
+        if not self._is_asking:
+            self._is_asking, self._tries, self._answered = True, 0, set()
+        if self._tries >= TRIES_MAX:
+            self._is_asking, self._version = False, None
+            self.deadline = min(now + LATER_SECONDS, *(each.until for each in self._grants.values()), inf)
+            return []
+        self.deadline = now + FIRST_WAIT_SECONDS * 2**self._tries
+        self._tries += 1
+        return self._requests()
+
+    def end(self) -> list[bytes]:
+        """Take back what was granted."""
+        if self._version == 2:
+            return [self._pcp(transport, 0, 0) for transport in self._grants]
+        return [self._pmp(transport, 0, 0) for transport in self._grants]
+
+    def receive(self, now: float, data: bytes) -> list[bytes]:
+        """Take an answer; what is none is ignored. It must be of the router, which the driver sees to."""
+        if len(data) > ANSWER_BYTES_MAX or len(data) < 8 or not data[1] & 0x80:
+            return []
+        if data[0] == 0:
+            return self._receive_pmp(now, data)
+        if data[0] == 2:
+            self._receive_pcp(now, data)
+        return []
+
+    # --- questions -----------------------------------------------------------------------------------
+
+    def _requests(self) -> list[bytes]:
+        version = self._version if self._version is not None else (2, 0)[(self._tries - 1) % 2]
+        wanted = self._grants[_TCP].port if _TCP in self._grants else self._port
+        if version == 2:
+            return [self._pcp(transport, wanted, LIFETIME_SECONDS) for transport in (_TCP, _UDP)]
+        mapped = [self._pmp(transport, wanted, LIFETIME_SECONDS) for transport in (_TCP, _UDP)]
+        return [bytes((0, 0)), *mapped]
+
+    def _pmp(self, transport: int, wanted: int, seconds: int) -> bytes:
+        return struct.pack(">BBHHHI", 0, _PMP_OPCODES[transport], 0, self._port, wanted, seconds)
+
+    def _pcp(self, transport: int, wanted: int, seconds: int) -> bytes:
+        any_host = _mapped(ipaddress.IPv4Address(0))
+        header = _PCP_HEADER.pack(2, 1, 0, seconds, _mapped(self._host))
+        return header + _PCP_MAP.pack(self._nonce, transport, self._port, wanted, any_host)
+
+    # --- answers -------------------------------------------------------------------------------------
+
+    def _receive_pmp(self, now: float, data: bytes) -> list[bytes]:
+        opcode, (result,) = data[1] & 0x7F, struct.unpack_from(">H", data, 2)
+        if result == _UNSUPPORTED_VERSION:
+            # So answers a router that knows NAT-PMP alone and was asked by PCP.
+            if self._version is None and self._is_asking:
+                self._version = 0
+                return self._requests()
+            return []
+        transport = {1: _UDP, 2: _TCP}.get(opcode)
+        if opcode == 0 and result == 0 and len(data) >= 12:
+            self._external = str(ipaddress.IPv4Address(data[8:12]))
+        elif transport is not None and len(data) >= 16:
+            inner, port, seconds = struct.unpack_from(">HHI", data, 8)
+            if inner != self._port:
+                return []
+            self._granted(now, transport, port, seconds if result == 0 else 0)
+        if result:
+            self.reason = _PMP_REASONS.get(result, f"NAT-PMP error {result}")
+            self._answered.update((_TCP, _UDP) if opcode == 0 else () if transport is None else (transport,))
+        self._version = 0
+        self._settle(now)
+        return []
+
+    def _receive_pcp(self, now: float, data: bytes) -> None:
+        if len(data) < _PCP_ANSWER.size:
+            return
+        _, opcode, _, result, seconds, _ = _PCP_ANSWER.unpack_from(data)
+        if result == _UNSUPPORTED_VERSION or opcode != 0x81:
+            return
+        if len(data) < _PCP_ANSWER.size + _PCP_MAP.size:
+            return
+        nonce, transport, inner, port, host = _PCP_MAP.unpack_from(data, _PCP_ANSWER.size)
+        if nonce != self._nonce or inner != self._port or transport not in (_TCP, _UDP):
+            return
+        if result:
+            self.reason = _PCP_REASONS.get(result, f"PCP error {result}")
+            seconds = 0
+        elif (there := ipaddress.IPv6Address(host).ipv4_mapped) is not None:
+            self._external = str(there)
+        self._version = 2
+        self._granted(now, transport, port, seconds)
+        self._settle(now)
+
+    def _granted(self, now: float, transport: int, port: int, seconds: int) -> None:
+        self._answered.add(transport)
+        self._grants.pop(transport, None)
+        if seconds and port >= EXTERNAL_PORT_MIN:
+            self._grants[transport] = _Grant(port, now + seconds)
+
+    def _settle(self, now: float) -> None:
+        """Whether all was answered, and when to ask again."""
+        is_over = self._answered >= {_TCP, _UDP} and (self._external or self.reason)
+        if not self._is_asking or not is_over:
+            return
+        self._is_asking = False
+        if self._grants:
+            self.reason = "" if self.mapping is not None else self.reason
+            shortest = min(each.until - now for each in self._grants.values())
+            self.deadline = now + max(1.0, min(REFRESH_SECONDS, shortest / 2))
+        else:
+            self._version = None
+            self.deadline = now + LATER_SECONDS
+
+
+def _mapped(host: ipaddress.IPv4Address) -> bytes:
+    """IPv4 within IPv6, as PCP writes it."""
+    return bytes(10) + b"\xff\xff" + host.packed

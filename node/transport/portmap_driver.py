@@ -1,0 +1,144 @@
+"""Has the router of this machine's network lead a port to this node, as long as it runs: drives `portmap`.
+
+Only where this node listens on a private IPv4 address towards its router: others reach it without. A router
+that is behind another one grants a port at an address that nobody can dial; it is shown, and not told.
+"""
+
+import ipaddress
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import trio
+
+from crypto.contact import Address, make_address
+from node.seams import Clock
+from node.transport.address_policy import PRIVATE
+from node.transport.portmap import ANSWER_BYTES_MAX, ROUTER_PORT, PortMapper, PortMapping
+from node.transport.network import RealNetwork
+
+LOOK_SECONDS = 5.0
+"""How often it is looked whether this machine is in another network."""
+_ROUTES = "/proc/net/route"
+_ROUTES_BYTES = 2**16
+_UP_GATEWAY = 0x3
+
+
+@dataclass(frozen=True)
+class PortMappingState:
+    """What came of asking. `router` is empty where there is none to ask."""
+
+    router: str = ""
+    outcome: str = ""
+    mapping: PortMapping | None = None
+    reason: str = ""
+
+    @property
+    def address(self) -> Address | None:
+        """Where others reach this node by it; None where they do not."""
+        if self.mapping is None or is_private(self.mapping.host):
+            return None
+        return make_address(self.mapping.host, self.mapping.port)
+
+    @property
+    def text(self) -> str:
+        """For a person; empty while nothing is known."""
+        if self.mapping is not None:
+            there, name = f"{self.mapping.host}:{self.mapping.port}", self.mapping.protocol.upper()
+            if self.address is None:
+                return f"{self.router} maps {there} ({name}), and is behind another router itself"
+            only = "" if self.mapping.has_udp else ", TCP alone"
+            return f"{self.router} maps {there} to this node ({name}{only})"
+        if self.outcome == "refused":
+            return f"{self.router} maps no port: {self.reason}"
+        if self.outcome == "no answer":
+            return f"{self.router} answers neither PCP nor NAT-PMP"
+        return ""
+
+
+def is_private(host: str) -> bool:
+    """Whether an IPv4 address is not one of the internet's."""
+    there = ipaddress.ip_address(host)
+    return not there.is_global or any(there in block for block in PRIVATE if block.version == there.version)
+
+
+def find_router() -> str | None:
+    """Return this machine's default router of IPv4; None where there is none, or it cannot be told (on
+    systems other than Linux)."""
+    with suppress(OSError, ValueError, IndexError):
+        with open(_ROUTES) as file:
+            lines = file.read(_ROUTES_BYTES).splitlines()[1:]
+        for line in lines:
+            _, target, router, flags, *_ = line.split()
+            if target == "00000000" and int(flags, 16) & _UP_GATEWAY == _UP_GATEWAY:
+                return socket.inet_ntoa(int(router, 16).to_bytes(4, "little"))
+    return None
+
+
+class PortMappingDriver:
+    """`state` is what has come of it so far."""
+
+    def __init__(
+        self,
+        network: RealNetwork,
+        clock: Clock,
+        entropy: Callable[[int], bytes],
+    ) -> None:
+        self._network = network
+        self._clock = clock
+        self._entropy = entropy
+        self.state = PortMappingState()
+
+    async def run(self) -> None:
+        """Until cancelled; then the router is told that the port is not wanted any more."""
+        while True:
+            router = find_router()
+            if router is not None:
+                with suppress(OSError):
+                    await self._ask(router)
+            self._tell(PortMappingState())
+            await trio.sleep(LOOK_SECONDS)
+
+    async def _ask(self, router: str) -> None:
+        """Until this machine is in another network. Raises OSError."""
+        with trio.socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+            # Connected, so that what others send does not come here.
+            await asking.connect((router, ROUTER_PORT))
+            host = asking.getsockname()[0]
+            listening = [each for each in self._network.addresses if each.host == host]
+            if not listening or not is_private(host):
+                return
+            core = PortMapper(host, listening[0].port, self._entropy, self._clock.monotonic())
+            try:
+                while find_router() == router:
+                    await self._send(asking, core.wake(self._clock.monotonic()))
+                    await self._receive(asking, core)
+                    self._tell(PortMappingState(router, core.outcome, core.mapping, core.reason))
+            finally:
+                with trio.CancelScope(shield=True, deadline=trio.current_time() + 1.0):
+                    await self._send(asking, core.end())
+
+    async def _send(self, asking: trio.socket.SocketType, packets: list[bytes]) -> None:
+        for packet in packets:
+            with suppress(ConnectionRefusedError):  # of an earlier one: nobody listens there
+                await asking.send(packet)
+
+    async def _receive(self, asking: trio.socket.SocketType, core: PortMapper) -> None:
+        """Take what comes until the core's deadline, or it is time to look around."""
+        wait_seconds = min(LOOK_SECONDS, max(0.0, core.deadline - self._clock.monotonic()))
+        with trio.move_on_after(wait_seconds):
+            while True:
+                data = b""
+                with suppress(ConnectionRefusedError):
+                    data = await asking.recv(ANSWER_BYTES_MAX + 1)
+                before = core.outcome
+                await self._send(asking, core.receive(self._clock.monotonic(), data))
+                if core.outcome != before:
+                    return
+
+    def _tell(self, state: PortMappingState) -> None:
+        if state != self.state:
+            self.state = state
+            self._network.map_to(state.address)
+            self._network.translation = replace(self._network.translation, mapping=state.text)

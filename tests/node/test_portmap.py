@@ -1,0 +1,168 @@
+"""Asking a router for a port: the core against a router written from the RFCs, and nodes behind real NATs."""
+
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from itertools import count
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node.transport.portmap import (
+    LATER_SECONDS,
+    LIFETIME_SECONDS,
+    REFRESH_SECONDS,
+    TRIES_MAX,
+    PortMapper,
+    PortMapping,
+)
+from tests.lab import router as lab_router
+from tests.lab.nat import Internet, Site, internet, named, probers
+from tests.lab.nodes import PORT, LabNode, swarm, wait_until
+from tests.lab.router import Router
+
+HOST, EXTERNAL = "192.168.1.10", "45.1.0.2"
+SECONDS_MAX = 40.0
+
+
+@pytest.fixture
+def rules(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
+    """What the router does with nftables."""
+    done: list[tuple[str, str, int]] = []
+    monkeypatch.setattr(
+        lab_router, "nft", lambda what, transport, port, to="": done.append((what, transport, port))
+    )
+    return done
+
+
+def mapper(now: float = 0.0) -> PortMapper:
+    return PortMapper(HOST, PORT, Random(1).randbytes, now)
+
+
+def talk(core: PortMapper, router: Router, now: float, packets: list[bytes] | None = None) -> None:
+    """Carry what the core sends to the router, and its answers back."""
+    waiting = core.wake(now) if packets is None else packets
+    while waiting:
+        waiting += core.receive(now, router.answer(waiting.pop(0), HOST))
+
+
+@pytest.mark.parametrize("protocol", ["pcp", "nat-pmp"])
+def test_a_router_is_asked_by_whichever_protocol_it_speaks(
+    protocol: str, rules: list[tuple[str, str, int]]
+) -> None:
+    core, router = mapper(), Router(protocol, EXTERNAL)
+    talk(core, router, 0.0)
+    assert core.mapping == PortMapping(EXTERNAL, PORT, True, protocol)
+    assert core.deadline == REFRESH_SECONDS
+    talk(core, router, 0.0, core.end())
+    assert not router.granted
+    assert rules == [(what, kind, PORT) for what in ("add", "delete") for kind in ("tcp", "udp")]
+
+
+def test_a_silent_router_is_asked_in_turns_and_again_later() -> None:
+    core, now, asked = mapper(), 0.0, []
+    while core.outcome == "asking":
+        asked += [packet[0] for packet in core.wake(core.deadline)[:1]]
+        now, deadline = core.deadline, core.deadline
+        assert deadline >= now
+    assert asked == [2, 0] * (TRIES_MAX // 2)
+    assert core.outcome == "no answer"
+    assert core.deadline > LATER_SECONDS
+
+
+def test_a_refusal_is_told_and_asked_again_later(rules: list[tuple[str, str, int]]) -> None:
+    core = mapper()
+    talk(core, Router("refusing", EXTERNAL), 0.0)
+    assert (core.outcome, core.reason) == ("refused", "not authorised")
+    assert core.deadline == LATER_SECONDS
+    talk(core, Router("nat-pmp", EXTERNAL), LATER_SECONDS)
+    assert core.outcome == "mapped"
+
+
+def test_a_router_that_was_rebooted_maps_again_within_a_minute(rules: list[tuple[str, str, int]]) -> None:
+    core = mapper()
+    talk(core, Router("pcp", EXTERNAL), 0.0)
+    after = Router("pcp", "45.9.9.9")
+    talk(core, after, core.deadline)
+    assert len(after.granted) == 2
+    assert core.mapping == PortMapping("45.9.9.9", PORT, True, "pcp")
+
+
+def test_a_mapping_that_nobody_confirms_ends(rules: list[tuple[str, str, int]]) -> None:
+    core = mapper()
+    talk(core, Router("pcp", EXTERNAL), 0.0)
+    for now in count(1):
+        core.wake(float(now))
+        if core.mapping is None:
+            break
+    assert now == LIFETIME_SECONDS
+
+
+def test_a_port_that_another_has_is_replaced_by_the_next(
+    rules: list[tuple[str, str, int]],
+) -> None:
+    core, router = mapper(), Router("nat-pmp", EXTERNAL)
+    router.granted["tcp", "192.168.1.11", PORT] = PORT
+    talk(core, router, 0.0)
+    assert core.mapping == PortMapping(EXTERNAL, PORT + 1, False, "nat-pmp")
+
+
+@given(st.lists(st.binary(max_size=80)))
+def test_nonsense_changes_nothing(packets: list[bytes]) -> None:
+    core = mapper()
+    core.wake(0.0)
+    for packet in packets:
+        core.receive(0.1, b"\x02\x81" + packet)
+        core.receive(0.1, b"\x00\x82\x00\x00" + packet)
+    assert core.mapping is None
+
+
+def test_a_node_has_its_router_map_a_port_and_takes_it_back(tmp_path: Path) -> None:
+    sites = [Site("public"), named("home", "pmp", "a"), named("home", "pcp", "b"), named("home", "off", "c")]
+    kinds = {"pmp": "nat-pmp", "pcp": "pcp", "off": "pcp"}
+    with (
+        internet(sites) as lab,
+        swarm(lab, tmp_path) as nodes,
+        probers(lab, "public") as at,
+        ExitStack() as ends,
+    ):
+        for site, kind in kinds.items():
+            router = lab.start_router(site, kind)
+            ends.callback(router.wait)
+            ends.callback(router.kill)
+        nodes["c"].start(MAP="false")
+        nodes.start(["a", "b"])
+        nodes["c"].ready()
+        for node, site in ((nodes["a"], "pmp"), (nodes["b"], "pcp")):
+            there = f"{lab.public(site)}:{PORT}"
+            wait_for(node, lambda document, there=there: there in document["addresses"])
+            assert at["public"]("connect", port=0, to=(lab.public(site), PORT), greets=False)
+            text = f"192.168.1.1 maps {there} to this node ({kinds[site].upper()})"
+            wait_for(node, lambda document, text=text: mapping_text(document) == text)
+        assert not mapped(lab, "off")
+        assert not any(text.startswith("45.") for text in nodes["c"].status["addresses"])
+        for node, site in ((nodes["a"], "pmp"), (nodes["b"], "pcp")):
+            assert mapped(lab, site)
+            node.leave()
+            assert not mapped(lab, site)
+
+
+def wait_for(node: LabNode, condition: Callable[[dict[str, Any]], bool]) -> None:
+    """Wait until a node's status is so."""
+    wait_until(lambda: condition(node.status), SECONDS_MAX, lambda: str(node.status))
+
+
+def mapping_text(document: dict[str, Any]) -> str:
+    """What a status says of the port mapped at the router."""
+    found = document["reachability"]
+    return "" if found is None else str(found["mapping"])
+
+
+def mapped(lab: Internet, site: str) -> str:
+    """The ports that a router leads inside."""
+    found = json.loads(lab.in_router(site, "nft -j list map ip nat forwarded"))["nftables"]
+    return "".join(str(each["map"].get("elem", "")) for each in found if "map" in each)
