@@ -81,7 +81,6 @@ from node.services.remembering import RememberedPeers
 from node.services.standing import StandingKeeper
 from node.services.started import node_started
 from node.services.swarm_clock import SwarmClock
-from node.services.traversal import Traversal
 from node.serving.joined import make_serving
 from node.serving_commands import ServingCommands
 from node.stages.fences import try_here
@@ -237,8 +236,6 @@ class Node(Surface):
             if isinstance(self.network, RealNetwork):
                 paths = PathComparison(self.network, self._clock, refuse=self._refuse, counters=self._refused)
                 nursery.start_soon(keep_running, "paths", paths.run, lambda: self.membership.live)
-                traversal = Traversal(self.network, self._clock, self._entropy, maps=self.config.listen.map)
-                nursery.start_soon(traversal.run)
             nursery.start_soon(self.inbound.run, own_rng(self._rng))
         nursery.start_soon(keep_running, "telling of checkpoints", self._tell_of_checkpoints)
         if self._capacity is None and isinstance(self._executor, RealExecutor):

@@ -143,8 +143,9 @@ class Sessions:
                 return [packet]
         return self._queue(now, state, Request(name, payload, now + WAIT_SECONDS))
 
-    def knock(self, now: float, peer: PeerId) -> list[bytes]:
-        """Packets that try a handshake with a peer, none while one runs; nothing is delivered by it."""
+    def knock(self, now: float, peer: PeerId, *, anew: bool = False) -> list[bytes]:
+        """Packets that try a handshake with a peer, none while one runs unless `anew`; nothing is delivered
+        by it."""
         state = self._table.peers.get(peer)
         if state is None:
             try:
@@ -152,7 +153,7 @@ class Sessions:
             except RemoteProtocolError:
                 return []
         self._table.touch(now, state)
-        return self._begin(now, state) if state.attempt is None else []
+        return self._begin(now, state) if anew or state.attempt is None else []
 
     def doubt(self) -> None:
         """Rely on no session any more: with each peer, what is sent next begins a handshake. For where others

@@ -15,7 +15,7 @@ from node.config import Config
 from node.containment import keep_running
 from node.events import Event
 from node.placement.provider import Provider
-from node.seams import Clock, Network
+from node.seams import Clock, Network, own_rng
 from node.services.autonat import Reach
 from node.services.discovery import Discovery
 from node.services.membership import Membership
@@ -23,6 +23,7 @@ from node.services.metadata import RELAY_WORD, read_metadata
 from node.services.relays.ledger import Limits, RelayLedger
 from node.services.relays.reservations import Reservations
 from node.services.relays.server import RelayServer
+from node.services.traversal import Traversal
 from node.services.whereabouts import Whereabouts
 from node.transport.address_policy import ip_of
 from node.transport.network import RealNetwork
@@ -69,6 +70,7 @@ class Inbound:
         self.ledger = RelayLedger(self._limits, entropy, is_known=is_known)
         self.relay = RelayServer(node.network, clock, self.ledger, counters)
         self._counters = counters
+        self._entropy = entropy
         self.whereabouts = Whereabouts(
             node.network,
             clock,
@@ -96,6 +98,16 @@ class Inbound:
                     counters=self._counters,
                 )
                 nursery.start_soon(keep_running, "places at relays", places.run)
+                traversal = Traversal(
+                    self._node.network,
+                    self._clock,
+                    self._entropy,
+                    own_rng(rng),
+                    lambda: self._node.membership.live,
+                    maps=self._node.config.listen.map,
+                    counters=self._counters,
+                )
+                nursery.start_soon(traversal.run)
 
     def told_of(self, document: dict[str, Any]) -> dict[str, Any]:
         """Return a document about peers with the `path` by which this node speaks to each: its way, the relay

@@ -158,6 +158,10 @@ class AddressBook:
             return entry.observed.host
         return entry.proved[0].host if entry.proved else None
 
+    def observed(self, peer: PeerId) -> Address | None:
+        """Return where the peer's latest authentic datagram came from."""
+        return self._met.get(peer, _NOTHING).observed
+
     def heard_at(self, peer: PeerId) -> float:
         """Return when an authentic datagram of this peer came last; minus infinity for never."""
         entry = self._met.get(peer, _NOTHING)

@@ -28,7 +28,7 @@ from node.transport.connection_pool import IDLE_SECONDS, IdleConnections
 from node.transport.half_open import HalfOpenQueue
 from node.transport.handlers import INBOUND_PER_PEER_MAX
 from node.transport.handshake import HANDSHAKE_SECONDS, Credentials, SecuredTransport, accept, dial
-from node.transport.multiplexed import MultiplexedPath, channel_session
+from node.transport.multiplexed import MultiplexedPath, Way, channel_session
 from node.transport.pace import Paces
 from node.transport.paths import Paths
 from node.transport.racing import ATTEMPT_DELAY_SECONDS, race
@@ -293,6 +293,27 @@ class Connections:
             return await self._dial_peer(peer, hello, MESSAGE_BYTES_USUAL, is_bare=True)
         raise Unreachable("timeout", f"{short_peer(peer)} did not answer in {OPEN_SECONDS:g} s")
 
+    async def open_on(self, secured: SecuredTransport, protocol: str) -> SecureStream:
+        """A stream on a connection on which hands were shaken. Raises Unreachable."""
+        hello = Hello("stream", (protocol,), self._work_bits)
+        connection, name = await self._introduce(secured, hello, MESSAGE_BYTES_USUAL)
+        stream = self._open[connection] = SecureStream(connection, name, self._closed)
+        return stream
+
+    async def agree_on_path(self, secured: SecuredTransport) -> Connection:
+        """Agree with the peer that a punched connection becomes a path. Raises Unreachable."""
+        # Where it is seen is no address at which anybody could dial it.
+        hello = Hello("path", (), self._work_bits)
+        return (await self._introduce(secured, hello, MESSAGE_BYTES_USUAL, is_punched=True))[0]
+
+    async def serve_punched(self, secured: SecuredTransport) -> None:
+        """Serve a connection that was punched, and on which the other side says what it is for."""
+        connection = self.make(secured.transport, secured.session)
+        connection.is_punched = True
+        place = connection.source
+        if place is not None and self._enter(connection, prefix_of(place.host)) is not None:
+            await self._serve_entered(connection)
+
     def has_better(self, path: MultiplexedPath) -> None:
         """End what rests on a path."""
         self._idle.drop_of(path)
@@ -335,12 +356,18 @@ class Connections:
         return SecuredTransport(address, *await dial(address, self._credentials))
 
     async def _introduce(
-        self, dialled: "SecuredTransport", hello: Hello, message_bytes_max: int
+        self,
+        dialled: "SecuredTransport",
+        hello: Hello,
+        message_bytes_max: int,
+        *,
+        is_punched: bool = False,
     ) -> tuple[Connection, str]:
         """Say what the connection is for, once hands were shaken."""
         address, transport, session = dialled.address, dialled.transport, dialled.session
         connection = self.make(transport, session)
-        if connection.source is not None:  # else it has hung up, as the greeting will tell
+        connection.is_punched = is_punched
+        if connection.source is not None and not is_punched:  # else it has hung up: the greeting will tell
             self._book.prove(session.peer, connection.source)
             self._note_way(transport, connection.source)
         try:
@@ -555,7 +582,8 @@ class Connections:
             return self._is_staying
         if hello.kind == "path":
             self._inbound.credit(connection)
-            await self.paths.carry(connection, is_first=False, way="direct", address=connection.source)
+            way: Way = "punched" if connection.is_punched else "direct"
+            await self.paths.carry(connection, is_first=False, way=way, address=connection.source)
             return False
         if hello.kind == "message":
             return await self._router.take_one_shot(connection, protocol) and self._is_staying

@@ -170,7 +170,7 @@ async def accept(transport: trio.SocketStream, handshake: PeerHandshake, came: b
     Raises:
         RemoteProtocolError, trio.BrokenResourceError: no peer of this swarm is there.
     """
-    _set_options(transport)
+    set_options(transport)
     return await _shake_hands(transport, handshake, b"", came)
 
 
@@ -215,7 +215,7 @@ async def _connect(address: Address) -> trio.SocketStream:
     except OSError as error:
         raise _no_connection(address, error) from None
     keep_from_children(transport.socket)
-    _set_options(transport)
+    set_options(transport)
     return transport
 
 
@@ -229,7 +229,8 @@ def _no_connection(address: Address, error: OSError) -> Unreachable:
     return Unreachable("timeout", f"{address.short} cannot be reached: {reason}")
 
 
-def _set_options(transport: trio.SocketStream) -> None:
+def set_options(transport: trio.SocketStream) -> None:
+    """Have the kernel keep little unsent, and notice that the other side vanished."""
     # A connection that is gone already refuses options; the next read will tell.
     with suppress(OSError):
         if hasattr(socket, "TCP_NOTSENT_LOWAT"):

@@ -161,6 +161,9 @@ def _bind_pair(
         tcp.bind(socket_name(host, port))
         udp.bind(socket_name(host, tcp.getsockname()[1]))
         tcp.listen(BACKLOG)
+        # Only now that no other program can listen here: see `nat.simultaneous`.
+        if hasattr(socket, "SO_REUSEPORT"):
+            tcp.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     except OSError:
         for each in opened:
             each.close()

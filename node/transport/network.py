@@ -214,6 +214,24 @@ class RealNetwork:
         self._confirmed = (address.of(None), *self._confirmed)[:ADDRESSES_MAX]
         self._tell()
 
+    @property
+    def listening(self) -> tuple[Place, ...]:
+        """Where this node listens, as IP literals and ports."""
+        return self._places
+
+    def knock_at(self, peer: PeerId, addresses: Sequence[Address]) -> None:
+        """Try whether datagrams get through to a peer at these addresses."""
+        if self._datagrams is not None:
+            self._datagrams.knock(self._clock.monotonic(), peer, addresses, anew=True)
+
+    def heard_at(self, peer: PeerId) -> float:
+        """Return when a datagram of this peer came last; minus infinity for never."""
+        return self._book.heard_at(peer)
+
+    def seen_at(self, peer: PeerId) -> Address | None:
+        """Return where the latest datagram of this peer came from."""
+        return self._book.observed(peer)
+
     def map_to(self, address: Address | None) -> None:
         """Tell others that a router leads what comes to this address here; None: no longer."""
         self._mapped = address

@@ -7,7 +7,7 @@ dialled, one that was punched, or a circuit of a relay.
 
 import socket
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from typing import Protocol
 
@@ -61,6 +61,15 @@ class PathHost(Protocol):
     async def dial_path(self, peer: PeerId, at: Address | None = None) -> Connection:
         """Dial a peer, and agree with it that the connection becomes a path. Raises Unreachable."""
 
+    async def open_on(self, secured: SecuredTransport, protocol: str) -> SecureStream:
+        """Open a stream on a connection on which hands were shaken. Raises Unreachable."""
+
+    async def agree_on_path(self, secured: SecuredTransport) -> Connection:
+        """Agree with the peer that a punched connection becomes a path. Raises Unreachable."""
+
+    async def serve_punched(self, secured: SecuredTransport) -> None:
+        """Serve a punched connection, until it is over."""
+
     def has_better(self, path: MultiplexedPath) -> None:
         """There is another path to a peer: what rests on this one is not used again."""
 
@@ -76,6 +85,8 @@ class Paths:
         self._paths: dict[PeerId, list[MultiplexedPath]] = {}
         self._connecting: dict[Address, trio.Event] = {}
         self._improved: dict[PeerId, float] = {}
+        self.punch: Callable[[PeerId], Awaitable[None]] | None = None
+        """Tries to reach a peer through both routers; set by who can (`puncher`)."""
 
     def __len__(self) -> int:
         return sum(map(len, self._paths.values()))
@@ -109,6 +120,23 @@ class Paths:
         Unreachable."""
         connection = await self._host.dial_path(peer, at)
         return await self._start(connection, is_first=True, way="direct", address=connection.source)
+
+    async def offer_on(self, secured: SecuredTransport) -> MultiplexedPath:
+        """Make a path of a connection that was punched, and on which the other side waits to be told what it
+        is for. Raises Unreachable."""
+        connection = await self._host.agree_on_path(secured)
+        return await self._start(connection, is_first=True, way="punched", address=connection.source)
+
+    async def open_on(self, secured: SecuredTransport, protocol: str) -> SecureStream:
+        """Open a stream on a connection on which hands were shaken. Raises Unreachable."""
+        return await self._host.open_on(secured, protocol)
+
+    def serve_punched(self, secured: SecuredTransport) -> None:
+        """Serve a punched connection, on which the other side says what it is for."""
+        if self._host.serving is None:
+            secured.transport.socket.close()
+        else:
+            self._host.serving.start_soon(self._host.serve_punched, secured)
 
     async def through(self, circuit: Address) -> MultiplexedPath:
         """Return the path by a circuit: one that stands, or is about to, or a new one. Raises Unreachable."""
@@ -220,10 +248,14 @@ class Paths:
 
     async def _dial_instead(self, peer: PeerId) -> None:
         with contain("dialling a peer that came through a relay"):
-            try:
-                await self.offer(peer)
-            except Unreachable:
-                self._counters["paths_not_improved"] += 1
+            async with trio.open_nursery() as nursery:
+                if self.punch is not None:
+                    nursery.start_soon(self.punch, peer)
+                try:
+                    await self.offer(peer)
+                    nursery.cancel_scope.cancel()
+                except Unreachable:
+                    self._counters["paths_not_improved"] += 1
 
     def _make_room(self, peer: PeerId) -> None:
         own = self._paths.get(peer, [])

@@ -15,8 +15,8 @@ import trio
 from crypto.contact import Address, make_address
 from node.seams import Clock
 from node.transport.address_policy import PRIVATE
-from node.transport.portmap import ANSWER_BYTES_MAX, ROUTER_PORT, PortMapper, PortMapping
 from node.transport.network import RealNetwork
+from node.transport.portmap import ANSWER_BYTES_MAX, ROUTER_PORT, PortMapper, PortMapping
 
 LOOK_SECONDS = 5.0
 """How often it is looked whether this machine is in another network."""

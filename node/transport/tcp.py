@@ -110,6 +110,8 @@ class Connection:
         self.peer = session.peer
         self.path = path
         self._place = place
+        self.is_punched = False
+        """Whether both sides have dialled at once through their routers."""
         self.why: str | None = None
         self._writer = RecordWriter(session.sending, pool)
         self._reader = RecordReader(session.receiving, pool)

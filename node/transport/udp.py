@@ -62,10 +62,10 @@ class Datagrams:
         self._wake_in_time()
         return True
 
-    def knock(self, now: float, peer: PeerId, addresses: Sequence[Address]) -> None:
-        """Try whether datagrams get through to a peer."""
+    def knock(self, now: float, peer: PeerId, addresses: Sequence[Address], *, anew: bool = False) -> None:
+        """Try whether datagrams get through to a peer, also where that is being tried if `anew`."""
         routes = self._routes(addresses)
-        for packet in self._sessions.knock(now, peer) if routes else ():
+        for packet in self._sessions.knock(now, peer, anew=anew) if routes else ():
             for route in routes:
                 self._sockets.send(packet, route)
         self._wake_in_time()

@@ -1,0 +1,55 @@
+"""`/peerloom/punch/1`: what two peers say to each other before both dial at once, as data.
+
+Over a stream that a relay or an older path carries: Offer, the other's Offer, then Probe and its echo, by
+which the round trip is measured, and Begin, upon which both start so that they do at one instant. As in
+libp2p's DCUtR the side that was reached through the relay begins the conversation. On a stream of its own a
+peer with an address of the internet is asked Observe: where it sees the asker.
+"""
+
+from typing import Annotated
+
+import msgspec
+
+from crypto.contact import ADDRESS_LENGTH_MAX
+
+PROTOCOL = "/peerloom/punch/1"
+CANDIDATES_MAX = 4
+"""Of each transport: one address of each family in the local network, and one outside."""
+MESSAGE_BYTES_MAX = 3_072
+OFFER_BYTES_MIN = 1_000
+"""An offer is filled to this: the packets that it has a peer send to one address that did not ask are no more
+than three times as much."""
+
+Candidate = Annotated[str, msgspec.Meta(min_length=1, max_length=ADDRESS_LENGTH_MAX)]
+Candidates = Annotated[tuple[Candidate, ...], msgspec.Meta(max_length=CANDIDATES_MAX)]
+Place = Annotated[str, msgspec.Meta(max_length=ADDRESS_LENGTH_MAX)]
+
+
+class Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
+    """I am to be found here, by TCP and by UDP."""
+
+    tcp: Candidates
+    udp: Candidates
+    filling: Annotated[bytes, msgspec.Meta(max_length=OFFER_BYTES_MIN)] = b""
+
+
+class Probe(msgspec.Struct, frozen=True, array_like=True, tag="probe"):
+    """Send this back at once."""
+
+
+class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
+    """Dial now; I do as soon as you have read this."""
+
+
+class Observe(msgspec.Struct, frozen=True, array_like=True, tag="observe"):
+    """Where do you see me?"""
+
+
+class Observed(msgspec.Struct, frozen=True, array_like=True, tag="observed"):
+    """There this stream comes from, and there your datagrams do, if any came lately."""
+
+    tcp: Place
+    udp: Place
+
+
+Message = Offer | Probe | Begin | Observe | Observed

@@ -1,0 +1,377 @@
+"""Reaches peers through both routers, by TCP and UDP: drives `punching`, and finds out how the own maps.
+
+Two peers talk over a path that exists, usually a relay's (`punch_messages`), and dial each other at the same
+instant from the ports at which they listen. A connection that comes about is a path like any other; where
+one side's dial is taken by the other's listening socket, that is an ordinary connection, and does as well.
+"""
+
+import socket
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from random import Random
+
+import trio
+
+from crypto.contact import Address, make_address, parse_address
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from node.containment import contain
+from node.errors import StreamClosed, Unreachable
+from node.seams import Clock, Stream
+from node.transport.address_policy import PRIVATE, ip_of
+from node.transport.handshake import SecuredTransport, shake_hands
+from node.transport.network import RealNetwork
+from node.transport.punch_messages import (
+    CANDIDATES_MAX,
+    MESSAGE_BYTES_MAX,
+    OFFER_BYTES_MIN,
+    PROTOCOL,
+    Begin,
+    Message,
+    Observe,
+    Observed,
+    Offer,
+    Probe,
+)
+from node.transport.punching import PunchBudget, SeenPlaces, Transport
+from node.transport.simultaneous import connect_from, leave_nothing
+from node.transport.streams import SecureStream
+
+ANSWER_SECONDS = 8.0
+"""For the other side's offer: it asks others first where it is seen."""
+OBSERVE_SECONDS = 3.0
+"""For asking one peer where it sees this node."""
+DIAL_SECONDS = 3.0
+"""Both dial for so long: the kernel has repeated itself after one second."""
+FLIGHT_SECONDS = 0.5
+"""The side that waits for the other's first flight, on top of two round trips: after it the connection was
+taken by the other's listening socket, which waits as well."""
+KNOCKS_SECONDS = (0.0, 0.25, 0.75)
+"""When a handshake by datagram is tried, after both have begun: at most three packets to each address."""
+OBSERVED_FRESH_SECONDS = 60.0
+"""A datagram's source is told to its sender for so long: routers keep a mapping as long, or nearly."""
+OBSERVERS = 2
+"""Peers that say where they see this node: they show whether it is everywhere alike."""
+LOOK_SECONDS = 2.0
+ASK_SECONDS = 20.0
+"""From one look at the own router to the next: while there are not enough who see it, and then. Routers keep
+a mapping without traffic for 50 s or more."""
+
+
+class Puncher:
+    """The service of one node. `peers` are those that may be asked where they see it."""
+
+    def __init__(
+        self,
+        network: RealNetwork,
+        clock: Clock,
+        rng: Random,
+        peers: Callable[[], Collection[PeerId]],
+        counters: Counter[str],
+    ) -> None:
+        self._network = network
+        self._clock = clock
+        self._rng = rng
+        self._peers = peers
+        self._counters = counters
+        self.budget = PunchBudget(network.admits)
+        self.seen = SeenPlaces()
+        self._told = self._own_hosts()
+        self._asked: dict[PeerId, SecureStream] = {}
+        self._looking = trio.Lock()
+        network.handle(PROTOCOL, self._serve)
+        network.multiplexed.punch = self.punch
+
+    # --- where others see this node ------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Have others say where they see this node, as long as it runs: what they say goes with every offer,
+        and the connections keep the mapping."""
+        pause_seconds = LOOK_SECONDS
+        try:
+            while True:
+                await trio.sleep(pause_seconds)
+                own = self._own_hosts()
+                if own != self._told:
+                    self._told = own
+                    self._drop(*self._asked)
+                    self.seen.forget()
+                await self._look_outside()
+                self._tell()
+                pause_seconds = LOOK_SECONDS if len(self._asked) < OBSERVERS else ASK_SECONDS
+        finally:
+            self._drop(*self._asked)
+
+    def _tell(self) -> None:
+        text = self.seen.text(self._clock.monotonic(), self._is_own)
+        self._network.translation = replace(self._network.translation, kind=text)
+
+    def _own_hosts(self) -> tuple[Address, ...]:
+        return tuple(each for each in self._network.addresses if each.relay is None and not _is_global(each))
+
+    def _is_own(self, host: str) -> bool:
+        return self._network.is_own(make_address(host, self._network.port))
+
+    def _observers(self) -> list[PeerId]:
+        """Peers that were reached at addresses of the internet, one of each host, in any order."""
+        by_host: dict[str, PeerId] = {}
+        for peer in self._peers():
+            place = self._place_of(peer)
+            if peer != self._network.peer and place is not None:
+                by_host.setdefault(place.host, peer)
+        found = list(by_host.values())
+        return self._rng.sample(found, len(found))
+
+    def _place_of(self, peer: PeerId) -> Address | None:
+        """Return an IPv4 address of the internet at which a peer was dialled."""
+        places = self._network.known_addresses(peer)
+        return next((each for each in places if each.kind == "ip4" and _is_global(each)), None)
+
+    async def _look_outside(self) -> None:
+        """Ask those that were asked before again, and others where they are gone."""
+        async with self._looking:
+            async with trio.open_nursery() as nursery:
+                for peer in self._asked:
+                    nursery.start_soon(self._ask, peer)
+            missing = OBSERVERS - len(self._asked)
+            chosen = [peer for peer in self._observers() if peer not in self._asked][: max(0, missing)]
+            async with trio.open_nursery() as nursery:
+                for peer in chosen:
+                    nursery.start_soon(self._ask, peer)
+
+    async def _ask(self, peer: PeerId) -> None:
+        """Ask one where it sees this node."""
+        try:
+            with trio.fail_after(OBSERVE_SECONDS):
+                if peer not in self._asked:
+                    self._asked[peer] = await self._reach_observer(peer)
+                stream = self._asked[peer]
+                await stream.send(encode(Observe()))
+                observed = _read(await stream.receive())
+            if not isinstance(observed, Observed):
+                raise RemoteProtocolError("no answer to what was asked")
+            self._note(peer, observed)
+        except (Unreachable, StreamClosed, RemoteProtocolError, trio.TooSlowError):
+            self._counters["observers_failed"] += 1
+            self._drop(peer)
+
+    async def _reach_observer(self, peer: PeerId) -> SecureStream:
+        place = self._place_of(peer)
+        if place is None:
+            raise Unreachable("unknown", "no address of it is known")
+        transport = await connect_from(self._network.listening, place)
+        leave_nothing(transport)
+        secured = await self._shake_hands(transport, place.of(peer), is_first=True)
+        return await self._network.multiplexed.open_on(secured, PROTOCOL)
+
+    def _drop(self, *peers: PeerId) -> None:
+        for peer in peers:
+            stream = self._asked.pop(peer, None)
+            if stream is not None:
+                stream.connection.end("it is not asked any more where this node is seen")
+
+    def _note(self, peer: PeerId, observed: Observed) -> None:
+        """RemoteProtocolError for what is no place."""
+        transports: tuple[tuple[Transport, str], ...] = (("tcp", observed.tcp), ("udp", observed.udp))
+        for transport, text in transports:
+            if text:
+                address = _address(text)
+                self.seen.note(self._clock.monotonic(), peer, transport, address)
+
+    # --- punching ------------------------------------------------------------------------------------
+
+    async def punch(self, peer: PeerId) -> None:
+        """Try to reach a peer, to which there is a path, without whoever carries that."""
+        if not self.budget.may_start(peer, self._clock.monotonic()):
+            return
+        self._counters["punches_begun"] += 1
+        worked = False
+        with contain("punching"):
+            await self._look_outside()
+            try:
+                worked = await self._lead(peer)
+            except (Unreachable, StreamClosed, RemoteProtocolError, trio.TooSlowError):
+                self._counters["punches_broken"] += 1
+        self.budget.ended(peer, worked=worked)
+        self._counters["punches_worked" if worked else "punches_failed"] += 1
+
+    async def _lead(self, peer: PeerId) -> bool:
+        stream = await self._network.open(peer, PROTOCOL, message_bytes_max=MESSAGE_BYTES_MAX)
+        try:
+            with trio.fail_after(ANSWER_SECONDS):
+                await stream.send(encode(self._own_offer()))
+                offer = _read(await stream.receive())
+                if not isinstance(offer, Offer):
+                    raise RemoteProtocolError("no offer")
+                began = trio.current_time()
+                await stream.send(encode(Probe()))
+                if not isinstance(_read(await stream.receive()), Probe):
+                    raise RemoteProtocolError("no probe")
+                round_trip_seconds = trio.current_time() - began
+                await stream.send(encode(Begin()))
+            await trio.sleep(round_trip_seconds / 2)
+            return await self._dial(peer, offer, round_trip_seconds, is_first=True)
+        finally:
+            stream.close()
+
+    async def _serve(self, stream: Stream) -> None:
+        first = _read(await stream.receive())
+        if isinstance(first, Observe):
+            await self._observe(stream)
+        elif not isinstance(first, Offer):
+            raise RemoteProtocolError("neither an offer nor a question")
+        elif not self.budget.may_answer(stream.peer, self._clock.monotonic()):
+            self._counters["punches_refused"] += 1
+        else:
+            await self._look_outside()
+            await self._follow(stream, first)
+
+    async def _observe(self, stream: Stream) -> None:
+        """Tell a peer where it is seen, as often as it asks."""
+        with suppress(StreamClosed):
+            while True:
+                await stream.send(encode(self._observed(stream)))
+                with trio.move_on_after(3 * ASK_SECONDS) as scope:
+                    again = _read(await stream.receive())
+                if scope.cancelled_caught:
+                    return
+                if not isinstance(again, Observe):
+                    raise RemoteProtocolError("a message out of turn")
+
+    async def _follow(self, stream: Stream, offer: Offer) -> None:
+        round_trip_seconds = None
+        with trio.move_on_after(ANSWER_SECONDS):
+            await stream.send(encode(self._own_offer()))
+            if not isinstance(_read(await stream.receive()), Probe):
+                raise RemoteProtocolError("no probe")
+            began = trio.current_time()
+            await stream.send(encode(Probe()))
+            if not isinstance(_read(await stream.receive()), Begin):
+                raise RemoteProtocolError("no beginning")
+            round_trip_seconds = trio.current_time() - began
+        if round_trip_seconds is not None:
+            await self._dial(stream.peer, offer, round_trip_seconds, is_first=False)
+
+    def _observed(self, stream: Stream) -> Observed:
+        now, peer, source = self._clock.monotonic(), stream.peer, stream.source
+        heard = self._network.seen_at(peer)
+        is_fresh = heard is not None and now - self._network.heard_at(peer) <= OBSERVED_FRESH_SECONDS
+        return Observed("" if source is None else str(source.of(None)), str(heard) if is_fresh else "")
+
+    def _own_offer(self) -> Offer:
+        """Where this node is, by its own interfaces and by what others see."""
+        now = self._clock.monotonic()
+        own = [
+            each for each in self._network.addresses if each.relay is None and ip_of(each.host) is not None
+        ]
+        near = [each.of(None) for each in own]
+        found: list[tuple[str, ...]] = []
+        transports: tuple[Transport, ...] = ("tcp", "udp")
+        for transport in transports:
+            outside = self.seen.place(transport, now)
+            places = dict.fromkeys(([] if outside is None else [outside]) + near)
+            found.append(tuple(str(each) for each in places)[:CANDIDATES_MAX])
+        offer = Offer(*found)
+        return Offer(offer.tcp, offer.udp, bytes(max(0, OFFER_BYTES_MIN - len(encode(offer)))))
+
+    async def _dial(self, peer: PeerId, offer: Offer, round_trip_seconds: float, *, is_first: bool) -> bool:
+        """Dial as both do now; whether a path came about."""
+        tcp, udp = self._admitted(offer.tcp), self._admitted(offer.udp)
+        until = trio.current_time() + DIAL_SECONDS
+        async with trio.open_nursery() as knocking:
+            knocking.start_soon(self._knock, peer, udp)
+            done = trio.Event()
+            async with trio.open_nursery() as nursery:
+                for address in tcp:
+                    nursery.start_soon(self._dial_one, peer, address, round_trip_seconds, is_first, done)
+                with trio.move_on_at(until):
+                    await done.wait()
+                nursery.cancel_scope.cancel()
+        return self._is_reached(peer)
+
+    def _admitted(self, offered: Sequence[str]) -> list[Address]:
+        """Return what of an offer is dialled. Local addresses mean this network only where both are seen at
+        one address from outside."""
+        now = self._clock.monotonic()
+        found = self.budget.admit(offered, now)
+        own, outside = self.seen.place("tcp", now), [each.host for each in found if _is_global(each)]
+        if own is not None and outside and own.host not in outside:
+            return [each for each in found if _is_global(each)]
+        return found
+
+    def _is_reached(self, peer: PeerId) -> bool:
+        return any(path.way != "relayed" for path in self._network.multiplexed.of(peer))
+
+    async def _knock(self, peer: PeerId, addresses: Sequence[Address]) -> None:
+        began, since = trio.current_time(), self._clock.monotonic()
+        for seconds in KNOCKS_SECONDS:
+            await trio.sleep_until(began + seconds)
+            if self._network.heard_at(peer) >= since:
+                self._counters["punched_udp"] += 1
+                return
+            self._network.knock_at(peer, addresses)
+
+    async def _dial_one(
+        self, peer: PeerId, address: Address, round_trip_seconds: float, is_first: bool, done: trio.Event
+    ) -> None:
+        try:
+            transport = await connect_from(self._network.listening, address)
+            is_first = is_first or not await _speaks(transport, 2 * round_trip_seconds + FLIGHT_SECONDS)
+            secured = await self._shake_hands(transport, address.of(peer), is_first=is_first)
+        except Unreachable:
+            return
+        if done.is_set():
+            secured.transport.socket.close()
+            return
+        if is_first:
+            try:
+                await self._network.multiplexed.offer_on(secured)
+            except Unreachable:
+                return
+        else:
+            self._network.multiplexed.serve_punched(secured)
+        self._counters["punched_tcp"] += 1
+        done.set()
+
+    async def _shake_hands(
+        self, transport: trio.SocketStream, there: Address, *, is_first: bool
+    ) -> SecuredTransport:
+        """Raises Unreachable."""
+        credentials, where = self._network.credentials, there.short
+        session = await shake_hands(transport, credentials, where, expected=there.peer, is_first=is_first)
+        return SecuredTransport(there, transport, session)
+
+
+async def _speaks(transport: trio.SocketStream, seconds: float) -> bool:
+    """Return whether the other side begins to say something; nothing is read."""
+    with trio.move_on_after(seconds):
+        with suppress(OSError):
+            return bool(await transport.socket.recv(1, socket.MSG_PEEK))
+        return False
+    return False
+
+
+def _is_global(address: Address) -> bool:
+    there = ip_of(address.host)
+    if there is None or address.relay is not None:
+        return False
+    return there.is_global and not any(there in block for block in PRIVATE if block.version == there.version)
+
+
+def _address(text: str) -> Address:
+    """RemoteProtocolError for what is no IP address."""
+    try:
+        address = parse_address(text)
+    except ValueError:
+        raise RemoteProtocolError("a malformed place") from None
+    if address.kind not in ("ip4", "ip6") or address.relay is not None:
+        raise RemoteProtocolError("a malformed place")
+    return address
+
+
+def _read(data: bytes) -> Message:
+    message: Message = decode(data, Message, bytes_max=MESSAGE_BYTES_MAX)
+    return message

@@ -1,0 +1,159 @@
+"""What is decided about punching: where others see this node, which addresses are dialled, and how often. A
+core without I/O; `now` is monotonic seconds.
+
+Two routers that drop what nobody asked for are both opened from inside, where both nodes dial at once, each
+the address and port at which the other is seen from outside. It works where a router has one outer port for
+all destinations (endpoint-independent mapping, RFC 4787), or lets everybody in. What a peer offers must not
+make this node a scanner: see `admit`.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Literal
+
+from crypto.contact import Address, parse_address
+from crypto.identity import PeerId
+from crypto.token_buckets import Buckets
+from node.transport.punch_messages import CANDIDATES_MAX
+
+Transport = Literal["tcp", "udp"]
+Kind = Literal["", "none", "alike", "unlike"]
+"""Whether this node is seen at one place by all: unknown, as itself, at another place, at several."""
+PAUSE_SECONDS = 60.0
+PAUSE_SECONDS_MAX = 3_600.0
+"""Between two attempts with one peer, and twice as long after each that failed: routers do not change."""
+ANSWER_PAUSE_SECONDS = 10.0
+"""Between two offers that are taken of one peer."""
+PEERS_MAX = 1_024
+HOST_TRIES_PER_SECOND, HOST_TRIES_BURST = 1 / 60, 4.0
+"""How often addresses at one host are dialled, whoever offers them: several peers may be behind a router."""
+HOSTS_MAX = 1_024
+OBSERVERS_MAX = 3
+"""Peers that are asked where they see this node. Two show whether it is everywhere alike."""
+OBSERVED_SECONDS = 900.0
+
+
+@dataclass
+class _Tries:
+    next_at: float = -inf
+    answers_at: float = -inf
+    failed: int = 0
+
+
+class PunchBudget:
+    """Who is dialled, and when."""
+
+    def __init__(self, admits: Callable[[Address], bool]) -> None:
+        self._admits = admits
+        self._tries: OrderedDict[PeerId, _Tries] = OrderedDict()
+        self._hosts = Buckets[str](HOST_TRIES_PER_SECOND, HOST_TRIES_BURST, HOSTS_MAX)
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """What others could make grow here: how much it is, and its limit."""
+        return {"peers": (len(self._tries), PEERS_MAX), "hosts": (len(self._hosts), HOSTS_MAX)}
+
+    def may_start(self, peer: PeerId, now: float) -> bool:
+        """Note that an attempt begins; return whether it may."""
+        tries = self._of(peer)
+        if now < tries.next_at:
+            return False
+        tries.next_at = now + min(PAUSE_SECONDS * 2**tries.failed, PAUSE_SECONDS_MAX)
+        return True
+
+    def may_answer(self, peer: PeerId, now: float) -> bool:
+        """Note that a peer's offer is taken; return whether it may."""
+        tries = self._of(peer)
+        if now < tries.answers_at:
+            return False
+        tries.answers_at = now + ANSWER_PAUSE_SECONDS
+        return True
+
+    def ended(self, peer: PeerId, *, worked: bool) -> None:
+        """An attempt is over."""
+        tries = self._of(peer)
+        tries.failed = 0 if worked else min(tries.failed + 1, 10)
+
+    def admit(self, offered: Sequence[str], now: float) -> list[Address]:
+        """Return what of an offer is dialled: what may be claimed at all (see `AddressPolicy.admits`: no port
+        below 1024, no loopback, no private network but this node's own), one address of each host, and none
+        of a host that was dialled too often."""
+        found: dict[str, Address] = {}
+        for text in offered[:CANDIDATES_MAX]:
+            try:
+                address = parse_address(text).of(None)
+            except ValueError:
+                continue
+            if address.kind not in ("ip4", "ip6") or address.relay is not None or not self._admits(address):
+                continue
+            if address.host not in found and self._hosts.of(address.host, now).take(now):
+                found[address.host] = address
+        return list(found.values())
+
+    def _of(self, peer: PeerId) -> _Tries:
+        tries = self._tries.setdefault(peer, _Tries())
+        self._tries.move_to_end(peer)
+        if len(self._tries) > PEERS_MAX:
+            self._tries.popitem(last=False)
+        return tries
+
+
+@dataclass
+class SeenPlaces:
+    """Where others see this node, by transport and family: the latest of each that was asked."""
+
+    _seen: dict[tuple[Transport, int], OrderedDict[PeerId, tuple[float, Address]]] = field(
+        default_factory=dict
+    )
+
+    def note(self, now: float, observer: PeerId, transport: Transport, address: Address) -> None:
+        """An observer sees this node there."""
+        kept = self._seen.setdefault((transport, _family(address)), OrderedDict())
+        kept.pop(observer, None)
+        kept[observer] = now, address.of(None)
+        while len(kept) > OBSERVERS_MAX:
+            kept.popitem(last=False)
+
+    def forget(self) -> None:
+        """This node is in another network."""
+        self._seen.clear()
+
+    def place(self, transport: Transport, now: float, family: int = 4) -> Address | None:
+        """Return where it was seen last."""
+        latest = self._latest(transport, family, now)
+        return latest[-1] if latest else None
+
+    def kind(self, transport: Transport, now: float, own: Callable[[str], bool], family: int = 4) -> Kind:
+        """Return how its router maps; `own` says whether a host is this machine."""
+        latest = self._latest(transport, family, now)
+        if any(own(address.host) for address in latest):
+            return "none"
+        if len(latest) < 2:
+            return ""
+        return "alike" if len(set(latest)) == 1 else "unlike"
+
+    def text(self, now: float, own: Callable[[str], bool]) -> str:
+        """Return what is known, for a person; empty while nothing is."""
+        found: dict[Kind, list[str]] = {}
+        transports: tuple[Transport, ...] = ("tcp", "udp")
+        for transport in transports:
+            found.setdefault(self.kind(transport, now, own), []).append(transport.upper())
+        parts = [f"{' and '.join(found[kind])} {_TEXTS[kind]}" for kind in _TEXTS if kind in found]
+        return ", ".join(parts)
+
+    def _latest(self, transport: Transport, family: int, now: float) -> list[Address]:
+        kept = self._seen.get((transport, family), {})
+        return [address for at, address in kept.values() if now - at <= OBSERVED_SECONDS]
+
+
+_TEXTS: dict[Kind, str] = {
+    "none": "not translated",
+    "alike": "translated alike for all peers: two such routers can be punched",
+    "unlike": "translated to another port for each peer: peers behind a router come through relays",
+}
+
+
+def _family(address: Address) -> int:
+    return 6 if address.kind == "ip6" else 4

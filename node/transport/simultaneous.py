@@ -1,0 +1,77 @@
+"""TCP connections from the port at which this node listens: so a router shows others one and the same outer
+port, and two nodes that dial each other at once meet in one connection (RFC 9293, section 3.5).
+
+Linux lets a connecting socket have a listening one's port where both say SO_REUSEPORT; the listening one says
+so only once it has the port alone (`listen`), so no other program can listen there.
+"""
+
+import errno
+import socket
+import struct
+from collections.abc import Sequence
+
+import trio
+
+from crypto.contact import Address
+from node.errors import Unreachable
+from node.forks import keep_from_children
+from node.transport.handshake import set_options
+from node.transport.sockets import socket_name
+
+RETRY_SECONDS = 0.1
+"""After a refusal: the router of the other side, or its kernel, has answered before it has dialled."""
+_OTHERS_FIRST = (errno.EADDRNOTAVAIL, errno.EADDRINUSE, errno.EISCONN)
+"""The other side's connection has come in by the listening socket meanwhile: there can be no second one."""
+
+
+async def connect_from(places: Sequence[tuple[str, int]], address: Address) -> trio.SocketStream:
+    """Connect to an IP address from one of the `places` where this node listens; again and again where it is
+    refused, until cancelled.
+
+    Raises:
+        Unreachable: there is no way, or the other side's own connection has come in meanwhile.
+    """
+    family = socket.AF_INET6 if address.kind == "ip6" else socket.AF_INET
+    place = next((each for each in places if (":" in each[0]) == (family == socket.AF_INET6)), None)
+    if place is None:
+        raise Unreachable("unknown", f"this node does not listen where it could reach {address.short}")
+    while True:
+        connecting = _open(family, place)
+        try:
+            await connecting.connect(socket_name(address.host, address.port))
+        except ConnectionRefusedError:
+            connecting.close()
+            await trio.sleep(RETRY_SECONDS)
+            continue
+        except OSError as error:
+            connecting.close()
+            why = "it has come in already" if error.errno in _OTHERS_FIRST else error.strerror
+            raise Unreachable("timeout", f"{address.short} cannot be reached: {why}") from None
+        except BaseException:
+            connecting.close()
+            raise
+        transport = trio.SocketStream(connecting)
+        set_options(transport)
+        return transport
+
+
+def leave_nothing(transport: trio.SocketStream) -> None:
+    """Have the connection leave no trace when it is closed: else none from this port to the same place could
+    follow for a minute. What is not sent by then is lost."""
+    transport.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def _open(family: int, place: tuple[str, int]) -> trio.socket.SocketType:
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        keep_from_children(made)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        made.bind(socket_name(*place))
+    except (OSError, AttributeError) as error:  # not every system has SO_REUSEPORT
+        made.close()
+        raise Unreachable("unknown", f"port {place[1]} cannot be dialled from: {error}") from None
+    made.setblocking(False)
+    return trio.socket.from_stdlib_socket(made)
