@@ -28,6 +28,8 @@ from node.services.whereabouts import Whereabouts
 from node.transport.address_policy import ip_of
 from node.transport.network import RealNetwork
 
+HEARD_SECONDS = 60.0
+"""A live peer in direct reach sends something within this, even in a large swarm."""
 FAR_SECONDS = 10.0
 """Where in the order a relay comes of which no round trip is known."""
 
@@ -113,7 +115,10 @@ class Inbound:
         """Return a document about peers with the `path` by which this node speaks to each: its way, the relay
         that carries it, and its round trip where pings have measured it; None where there is none."""
         for row in document["peers"]:
-            row["path"] = self._path_document(parse_peer(row["peer"]))
+            peer = parse_peer(row["peer"])
+            row["path"] = path = self._path_document(peer)
+            if path is not None:
+                path["datagrams"] = self._hears_datagrams(peer)
         return document
 
     def _path_document(self, peer: PeerId) -> dict[str, Any] | None:
@@ -126,6 +131,13 @@ class Inbound:
             return None
         seconds = self._node.membership.round_trip_seconds(peer)
         return {"way": "direct", "relay": None, "round_trip_seconds": seconds}
+
+    def _hears_datagrams(self, peer: PeerId) -> bool:
+        """Return whether datagrams come from a peer itself; no relay carries any."""
+        network = self._node.network
+        if not isinstance(network, RealNetwork):
+            return True
+        return self._clock.monotonic() - network.heard_at(peer) <= HEARD_SECONDS
 
     @property
     def _limits(self) -> Limits:

@@ -36,7 +36,7 @@ from node.transport.punch_messages import (
     Offer,
     Probe,
 )
-from node.transport.punching import PunchBudget, SeenPlaces, Transport
+from node.transport.punching import TRANSPORTS, PunchBudget, SeenPlaces, Transport
 from node.transport.simultaneous import connect_from, leave_nothing
 from node.transport.streams import SecureStream
 
@@ -116,11 +116,13 @@ class Puncher:
         return self._network.is_own(make_address(host, self._network.port))
 
     def _observers(self) -> list[PeerId]:
-        """Peers that were reached at addresses of the internet, one of each host, in any order."""
+        """Peers that were reached at addresses of the internet, one of each host, in any order. Not those to
+        which there is a path: one that was punched has the same ports, and its router would show others."""
         by_host: dict[str, PeerId] = {}
         for peer in self._peers():
             place = self._place_of(peer)
-            if peer != self._network.peer and place is not None:
+            is_behind = any(not path.is_own_dial for path in self._network.multiplexed.of(peer))
+            if peer != self._network.peer and place is not None and not is_behind:
                 by_host.setdefault(place.host, peer)
         found = list(by_host.values())
         return self._rng.sample(found, len(found))
@@ -268,13 +270,12 @@ class Puncher:
             each for each in self._network.addresses if each.relay is None and ip_of(each.host) is not None
         ]
         near = [each.of(None) for each in own]
-        found: list[tuple[str, ...]] = []
-        transports: tuple[Transport, ...] = ("tcp", "udp")
-        for transport in transports:
+        places: dict[Transport, tuple[str, ...]] = {}
+        for transport in TRANSPORTS:
             outside = self.seen.place(transport, now)
-            places = dict.fromkeys(([] if outside is None else [outside]) + near)
-            found.append(tuple(str(each) for each in places)[:CANDIDATES_MAX])
-        offer = Offer(*found)
+            every = dict.fromkeys(([] if outside is None else [outside]) + near)
+            places[transport] = tuple(str(each) for each in every)[:CANDIDATES_MAX]
+        offer = Offer(places["tcp"], places["udp"])
         return Offer(offer.tcp, offer.udp, bytes(max(0, OFFER_BYTES_MIN - len(encode(offer)))))
 
     async def _dial(self, peer: PeerId, offer: Offer, round_trip_seconds: float, *, is_first: bool) -> bool:

@@ -19,6 +19,7 @@ from crypto.token_buckets import Buckets
 from node.transport.punch_messages import CANDIDATES_MAX
 
 Transport = Literal["tcp", "udp"]
+TRANSPORTS: tuple[Transport, ...] = ("tcp", "udp")
 Kind = Literal["", "none", "alike", "unlike"]
 """Whether this node is seen at one place by all: unknown, as itself, at another place, at several."""
 PAUSE_SECONDS = 60.0
@@ -137,14 +138,15 @@ class SeenPlaces:
     def text(self, now: float, own: Callable[[str], bool]) -> str:
         """Return what is known, for a person; empty while nothing is."""
         found: dict[Kind, list[str]] = {}
-        transports: tuple[Transport, ...] = ("tcp", "udp")
-        for transport in transports:
+        for transport in TRANSPORTS:
             found.setdefault(self.kind(transport, now, own), []).append(transport.upper())
         parts = [f"{' and '.join(found[kind])} {_TEXTS[kind]}" for kind in _TEXTS if kind in found]
         return ", ".join(parts)
 
     def _latest(self, transport: Transport, family: int, now: float) -> list[Address]:
-        kept = self._seen.get((transport, family), {})
+        kept = self._seen.get((transport, family))
+        if kept is None:
+            return []
         return [address for at, address in kept.values() if now - at <= OBSERVED_SECONDS]
 
 

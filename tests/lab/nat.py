@@ -251,7 +251,7 @@ def _address_lines(name: str, interface: str, *addresses: "str | bool") -> list[
 def _rule_lines(router: str, nat: Nat, outer: str, port_base: int) -> list[str]:
     """What translates and filters. A packet that answers nothing is dropped before it is tracked to its end:
     else it would take the mapping that the machine inside is about to make."""
-    source = f"snat to {outer}:jhash ip saddr . th sport mod {PORTS} offset {port_base}"
+    source = f"snat to {outer}:jhash ip saddr . th sport mod {PORTS} seed 0x5eed offset {port_base}"
     cone, learn, into = "", "", ""
     if nat.mapping == "dependent":
         source = "masquerade random,fully-random"

@@ -56,7 +56,7 @@ def test_a_router_is_asked_by_whichever_protocol_it_speaks(
 ) -> None:
     core, router = mapper(), Router(protocol, EXTERNAL)
     talk(core, router, 0.0)
-    assert core.mapping == PortMapping(EXTERNAL, PORT, True, protocol)
+    assert core.mapping == PortMapping(EXTERNAL, PORT, True, "pcp" if protocol == "pcp" else "nat-pmp")
     assert core.deadline == REFRESH_SECONDS
     talk(core, router, 0.0, core.end())
     assert not router.granted
