@@ -58,6 +58,14 @@ def ip_of(host: str) -> Ip | None:
     return found if mapped is None else mapped
 
 
+def is_global(host: str) -> bool:
+    """Return whether a host is an address of the internet."""
+    there = ip_of(host)
+    if there is None:
+        return False
+    return there.is_global and not any(there in block for block in PRIVATE if block.version == there.version)
+
+
 class AddressPolicy:
     """`places` are where this node listens. Before the first `look` no interface is known."""
 

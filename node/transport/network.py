@@ -24,7 +24,7 @@ from node.containment import note
 from node.errors import StreamClosed, Unreachable
 from node.seams import MESSAGE_BYTES_USUAL, USUAL_STREAMS, Clock, Handler, StreamLimits
 from node.transport.address_book import AddressBook
-from node.transport.address_policy import AddressPolicy, Place
+from node.transport.address_policy import AddressPolicy, Place, is_global
 from node.transport.connections import Connections
 from node.transport.datagram_paths import DatagramPaths
 from node.transport.handshake import Credentials, default_suites
@@ -389,6 +389,9 @@ class RealNetwork:
         """Handshakes by datagram lead to nothing; by a stream only one is asked that has answered before."""
         if self._is_reached(peer):
             self._paths.unanswered(peer, now)
+            if not any(is_global(each.host) for each in self._addresses if each.relay is None):
+                # A router is between it and this node, which it cannot dial to answer.
+                self.multiplexed.offer_soon(peer)
 
     def _is_reached(self, peer: PeerId) -> bool:
         """Whether it has answered before, or has come here by a stream."""

@@ -121,6 +121,20 @@ class Paths:
         connection = await self._host.dial_path(peer, at)
         return await self._start(connection, is_first=True, way="direct", address=connection.source)
 
+    def offer_soon(self, peer: PeerId) -> None:
+        """Offer a path to a peer that has none, now and then."""
+        serving = self._host.serving
+        if serving is not None and not self.of(peer) and peer not in self._improved:
+            self._improved[peer] = trio.current_time()
+            serving.start_soon(self._offer_quietly, peer)
+
+    async def _offer_quietly(self, peer: PeerId) -> None:
+        with contain("offering a path"):
+            try:
+                await self.offer(peer)
+            except Unreachable:
+                self._counters["paths_not_offered"] += 1
+
     async def offer_on(self, secured: SecuredTransport) -> MultiplexedPath:
         """Make a path of a connection that was punched, and on which the other side waits to be told what it
         is for. Raises Unreachable."""

@@ -4,7 +4,6 @@ Only where this node listens on a private IPv4 address towards its router: other
 that is behind another one grants a port at an address that nobody can dial; it is shown, and not told.
 """
 
-import ipaddress
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,7 +13,7 @@ import trio
 
 from crypto.contact import Address, make_address
 from node.seams import Clock
-from node.transport.address_policy import PRIVATE
+from node.transport.address_policy import is_global
 from node.transport.network import RealNetwork
 from node.transport.portmap import ANSWER_BYTES_MAX, ROUTER_PORT, PortMapper, PortMapping
 
@@ -37,7 +36,7 @@ class PortMappingState:
     @property
     def address(self) -> Address | None:
         """Where others reach this node by it; None where they do not."""
-        if self.mapping is None or is_private(self.mapping.host):
+        if self.mapping is None or not is_global(self.mapping.host):
             return None
         return make_address(self.mapping.host, self.mapping.port)
 
@@ -55,12 +54,6 @@ class PortMappingState:
         if self.outcome == "no answer":
             return f"{self.router} answers neither PCP nor NAT-PMP"
         return ""
-
-
-def is_private(host: str) -> bool:
-    """Whether an IPv4 address is not one of the internet's."""
-    there = ipaddress.ip_address(host)
-    return not there.is_global or any(there in block for block in PRIVATE if block.version == there.version)
 
 
 def find_router() -> str | None:
@@ -107,7 +100,7 @@ class PortMappingDriver:
             await asking.connect((router, ROUTER_PORT))
             host = asking.getsockname()[0]
             listening = [each for each in self._network.addresses if each.host == host]
-            if not listening or not is_private(host):
+            if not listening or is_global(host):
                 return
             core = PortMapper(host, listening[0].port, self._entropy, self._clock.monotonic())
             try:

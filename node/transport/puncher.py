@@ -21,7 +21,7 @@ from crypto.identity import PeerId
 from node.containment import contain
 from node.errors import StreamClosed, Unreachable
 from node.seams import Clock, Stream
-from node.transport.address_policy import PRIVATE, ip_of
+from node.transport.address_policy import ip_of, is_global
 from node.transport.handshake import SecuredTransport, shake_hands
 from node.transport.network import RealNetwork
 from node.transport.punch_messages import (
@@ -110,7 +110,9 @@ class Puncher:
         self._network.translation = replace(self._network.translation, kind=text)
 
     def _own_hosts(self) -> tuple[Address, ...]:
-        return tuple(each for each in self._network.addresses if each.relay is None and not _is_global(each))
+        return tuple(
+            each for each in self._network.addresses if each.relay is None and not is_global(each.host)
+        )
 
     def _is_own(self, host: str) -> bool:
         return self._network.is_own(make_address(host, self._network.port))
@@ -130,7 +132,10 @@ class Puncher:
     def _place_of(self, peer: PeerId) -> Address | None:
         """Return an IPv4 address of the internet at which a peer was dialled."""
         places = self._network.known_addresses(peer)
-        return next((each for each in places if each.kind == "ip4" and _is_global(each)), None)
+        return next(
+            (each for each in places if each.kind == "ip4" and each.relay is None and is_global(each.host)),
+            None,
+        )
 
     async def _look_outside(self) -> None:
         """Ask those that were asked before again, and others where they are gone."""
@@ -298,9 +303,9 @@ class Puncher:
         one address from outside."""
         now = self._clock.monotonic()
         found = self.budget.admit(offered, now)
-        own, outside = self.seen.place("tcp", now), [each.host for each in found if _is_global(each)]
+        own, outside = self.seen.place("tcp", now), [each.host for each in found if is_global(each.host)]
         if own is not None and outside and own.host not in outside:
-            return [each for each in found if _is_global(each)]
+            return [each for each in found if is_global(each.host)]
         return found
 
     def _is_reached(self, peer: PeerId) -> bool:
@@ -353,13 +358,6 @@ async def _speaks(transport: trio.SocketStream, seconds: float) -> bool:
             return bool(await transport.socket.recv(1, socket.MSG_PEEK))
         return False
     return False
-
-
-def _is_global(address: Address) -> bool:
-    there = ip_of(address.host)
-    if there is None or address.relay is not None:
-        return False
-    return there.is_global and not any(there in block for block in PRIVATE if block.version == there.version)
 
 
 def _address(text: str) -> Address:
