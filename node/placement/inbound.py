@@ -25,7 +25,7 @@ from node.services.relays.reservations import Reservations
 from node.services.relays.server import RelayServer
 from node.services.traversal import Traversal
 from node.services.whereabouts import Whereabouts
-from node.transport.address_policy import ip_of
+from node.transport.address_policy import is_global
 from node.transport.network import RealNetwork
 
 HEARD_SECONDS = 60.0
@@ -170,7 +170,7 @@ class Inbound:
         if self._verdict is True or self._node.stopping.is_set():
             return False
         own = [each for each in self._node.network.addresses if each.relay is None]
-        return self._asked > 0 or (bool(own) and not any(_is_global(each.host) for each in own))
+        return self._asked > 0 or (bool(own) and not any(is_global(each.host) for each in own))
 
     def _candidates(self) -> Sequence[PeerId]:
         """Members that say they are relays, the nearest first, and behind them those that were reached at an
@@ -181,7 +181,7 @@ class Inbound:
                 continue
             host = self._node.network.host_of(member.peer)
             is_relay = _is_relay(member)
-            if is_relay or (host is not None and _is_global(host) and not _has_circuits(member)):
+            if is_relay or (host is not None and is_global(host) and not _has_circuits(member)):
                 seconds = self._node.membership.round_trip_seconds(member.peer)
                 ranked.append((not is_relay, FAR_SECONDS if seconds is None else seconds, member.peer))
         return [peer for _, _, peer in sorted(ranked)]
@@ -194,8 +194,3 @@ def _is_relay(member: Member) -> bool:
 
 def _has_circuits(member: Member) -> bool:
     return any(each.relay is not None for each in member.addresses)
-
-
-def _is_global(host: str) -> bool:
-    found = ip_of(host)
-    return found is not None and found.is_global

@@ -119,12 +119,12 @@ class Puncher:
 
     def _observers(self) -> list[PeerId]:
         """Peers that were reached at addresses of the internet, one of each host, in any order. Not those to
-        which there is a path: one that was punched has the same ports, and its router would show others."""
+        which a path was punched: it has the same ports, and its router would show others."""
         by_host: dict[str, PeerId] = {}
         for peer in self._peers():
             place = self._place_of(peer)
-            is_behind = any(not path.is_own_dial for path in self._network.multiplexed.of(peer))
-            if peer != self._network.peer and place is not None and not is_behind:
+            is_punched = any(path.way == "punched" for path in self._network.multiplexed.of(peer))
+            if peer != self._network.peer and place is not None and not is_punched:
                 by_host.setdefault(place.host, peer)
         found = list(by_host.values())
         return self._rng.sample(found, len(found))

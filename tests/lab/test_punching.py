@@ -1,4 +1,4 @@
-"""Nodes behind real NATs reach each other directly wherever the mappings make it possible, and say so only then.
+"""Nodes behind real NATs reach each other directly where the mappings make it possible, and not elsewhere.
 
 That a plain dial fails there, and that each router maps and filters as its name says, is shown in
 `test_nat.py`.
