@@ -44,8 +44,7 @@ class NodeStarted(Event, frozen=True, kw_only=True):
 
 
 class CapacityMeasured(Event, frozen=True, kw_only=True):
-    """What this machine offers, as it measured itself; `corrected` are wrong declarations of its owner,
-    `small` what is too little to be useful."""
+    """What this machine offers: `corrected` are wrong declarations, `small` what is too little for use."""
 
     device: str
     cores: int
@@ -360,8 +359,7 @@ class CheckpointKept(Event, frozen=True, kw_only=True):
 
 
 class CheckpointFailed(Event, frozen=True, kw_only=True):
-    """This node could not keep its part of a run's state after `step` steps, and why; the checkpoint before
-    stays the newest."""
+    """This node could not keep its part of a run's state after `step` steps; the one before stays newest."""
 
     run: str
     step: int

@@ -71,6 +71,8 @@ class RealNetwork:
     network's beacons, usually `multicast.BEACON_PORT`, None for no local network. A port that is taken is
     an error unless they `may_move` to one of the next ten. After the start `ports` says where it listens, in
     the order of `listen`.
+
+    Long because it is the one face of all that a node does with its sockets.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from typing import Literal
 
 ROUTER_PORT = 5_351
 LIFETIME_SECONDS = 600
-"""So long a mapping outlives a node that was killed."""
+"""A mapping outlives a node that was killed by so much."""
 REFRESH_SECONDS = 60.0
 """Between two questions: three packets to the machine next door, and a reboot is noticed within this."""
 FIRST_WAIT_SECONDS = 0.25
@@ -24,7 +24,7 @@ three turns. Most routers that do not answer then never do."""
 LATER_SECONDS = 600.0
 """A router that did not answer, or refused, may be set otherwise by now."""
 ANSWER_BYTES_MAX = 1_100
-"""Of PCP; NAT-PMP's are shorter."""
+"""PCP's limit; NAT-PMP has shorter answers."""
 EXTERNAL_PORT_MIN = 1_024
 """Others do not dial ports below: see `address_policy.CLAIMED_PORT_MIN`."""
 
@@ -48,7 +48,7 @@ _PCP_MAP = struct.Struct(">12sB3xHH16s")
 
 @dataclass(frozen=True)
 class PortMapping:
-    """Who writes to `host`:`port` by TCP reaches this node, and so it is by UDP where it `has_udp`."""
+    """What comes to `host`:`port` by TCP reaches this node, and by UDP where it `has_udp`."""
 
     host: str
     port: int

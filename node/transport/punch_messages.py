@@ -1,6 +1,6 @@
 """`/peerloom/punch/1`: what two peers say to each other before both dial at once, as data.
 
-Over a stream that a relay or an older path carries: Offer, the other's Offer, then Probe and its echo, by
+Over a stream that a relay or an older path carries: Offer, the other's Offer, then RoundTrip and its echo, by
 which the round trip is measured, and Begin, upon which both start so that they do at one instant. As in
 libp2p's DCUtR the side that was reached through the relay begins the conversation. On a stream of its own a
 peer with an address of the internet is asked Observe: where it sees the asker.
@@ -14,7 +14,7 @@ from crypto.contact import ADDRESS_LENGTH_MAX
 
 PROTOCOL = "/peerloom/punch/1"
 CANDIDATES_MAX = 4
-"""Of each transport: one address of each family in the local network, and one outside."""
+"""For each transport: an address of each family in the local network, and one outside."""
 MESSAGE_BYTES_MAX = 3_072
 OFFER_BYTES_MIN = 1_000
 """An offer is filled to this: the packets that it has a peer send to one address that did not ask are no more
@@ -33,7 +33,7 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
     filling: Annotated[bytes, msgspec.Meta(max_length=OFFER_BYTES_MIN)] = b""
 
 
-class Probe(msgspec.Struct, frozen=True, array_like=True, tag="probe"):
+class RoundTrip(msgspec.Struct, frozen=True, array_like=True, tag="round_trip"):
     """Send this back at once."""
 
 
@@ -52,4 +52,4 @@ class Observed(msgspec.Struct, frozen=True, array_like=True, tag="observed"):
     udp: Place
 
 
-Message = Offer | Probe | Begin | Observe | Observed
+Message = Offer | RoundTrip | Begin | Observe | Observed

@@ -34,7 +34,7 @@ from node.transport.punch_messages import (
     Observe,
     Observed,
     Offer,
-    Probe,
+    RoundTrip,
 )
 from node.transport.punching import TRANSPORTS, PunchBudget, SeenPlaces, Transport
 from node.transport.simultaneous import connect_from, leave_nothing
@@ -214,8 +214,8 @@ class Puncher:
                 if not isinstance(offer, Offer):
                     raise RemoteProtocolError("no offer")
                 began = trio.current_time()
-                await stream.send(encode(Probe()))
-                if not isinstance(_read(await stream.receive()), Probe):
+                await stream.send(encode(RoundTrip()))
+                if not isinstance(_read(await stream.receive()), RoundTrip):
                     raise RemoteProtocolError("no probe")
                 round_trip_seconds = trio.current_time() - began
                 await stream.send(encode(Begin()))
@@ -252,10 +252,10 @@ class Puncher:
         round_trip_seconds = None
         with trio.move_on_after(ANSWER_SECONDS):
             await stream.send(encode(self._own_offer()))
-            if not isinstance(_read(await stream.receive()), Probe):
+            if not isinstance(_read(await stream.receive()), RoundTrip):
                 raise RemoteProtocolError("no probe")
             began = trio.current_time()
-            await stream.send(encode(Probe()))
+            await stream.send(encode(RoundTrip()))
             if not isinstance(_read(await stream.receive()), Begin):
                 raise RemoteProtocolError("no beginning")
             round_trip_seconds = trio.current_time() - began

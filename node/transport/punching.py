@@ -44,7 +44,7 @@ class _Tries:
 
 
 class PunchBudget:
-    """Who is dialled, and when."""
+    """Decides which peers are dialled, and when."""
 
     def __init__(self, admits: Callable[[Address], bool]) -> None:
         self._admits = admits

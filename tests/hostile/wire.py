@@ -38,7 +38,7 @@ from node.seams import USUAL_STREAMS, StreamLimits
 from node.services import autonat, links, lives, metadata
 from node.services.relays import server as relays
 from node.serving import serving
-from node.transport import relay_messages
+from node.transport import punch_messages, relay_messages
 from partition.plan.change import Change
 from partition.plan.history import FIRST_PLAN_PURPOSE, SEGMENT_PURPOSE, Segment
 from partition.plan.observed import Observed
@@ -93,6 +93,7 @@ PROTOCOLS = (
     Protocol(shown.FRAMES_PROTOCOL, shown.Question, shown.Answer, payloads=True, limits=audits.STREAMS),
     Protocol(given.RECEIPTS_PROTOCOL, given.Question, given.Answer, limits=receipts.STREAMS),
     Protocol(autonat.PROTOCOL, autonat.DialBack, autonat.Dialled, datagrams=autonat.Echo),
+    Protocol(punch_messages.PROTOCOL, punch_messages.Message),
     Protocol(relay_messages.PROTOCOL, relay_messages.Request, relay_messages.Reply, limits=relays.STREAMS),
     Protocol(lives.PROTOCOL, lives.LifeName, lives.LifeName, limits=lives.STREAMS),
     Protocol(

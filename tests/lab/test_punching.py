@@ -88,7 +88,8 @@ def test_every_pair_is_direct_just_where_the_mappings_make_it_possible(
         hidden += twins
     with internet([hub, second, *hidden]) as lab, swarm(lab, tmp_path) as nodes:
         start(lab, nodes)
-        began, since = time.monotonic(), {}
+        began = time.monotonic()
+        since: dict[tuple[str, str, str], float] = {}
 
         def is_done() -> bool:
             for one, other in pairs:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -139,10 +140,11 @@ def test_a_node_has_its_router_map_a_port_and_takes_it_back(tmp_path: Path) -> N
         nodes["c"].ready()
         for node, site in ((nodes["a"], "pmp"), (nodes["b"], "pcp")):
             there = f"{lab.public(site)}:{PORT}"
-            wait_for(node, lambda document, there=there: there in document["addresses"])
+            wait_for(node, partial(has_address, there))
             assert at["public"]("connect", port=0, to=(lab.public(site), PORT), greets=False)
-            text = f"192.168.1.1 maps {there} to this node ({kinds[site].upper()})"
-            wait_for(node, lambda document, text=text: mapping_text(document) == text)
+            wait_for(
+                node, partial(has_text, f"192.168.1.1 maps {there} to this node ({kinds[site].upper()})")
+            )
         assert not mapped(lab, "off")
         assert not any(text.startswith("45.") for text in nodes["c"].status["addresses"])
         for node, site in ((nodes["a"], "pmp"), (nodes["b"], "pcp")):
@@ -156,10 +158,14 @@ def wait_for(node: LabNode, condition: Callable[[dict[str, Any]], bool]) -> None
     wait_until(lambda: condition(node.status), SECONDS_MAX, lambda: str(node.status))
 
 
-def mapping_text(document: dict[str, Any]) -> str:
-    """What a status says of the port mapped at the router."""
+def has_address(there: str, document: dict[str, Any]) -> bool:
+    return there in document["addresses"]
+
+
+def has_text(text: str, document: dict[str, Any]) -> bool:
+    """Whether a status says so of the port that is mapped."""
     found = document["reachability"]
-    return "" if found is None else str(found["mapping"])
+    return found is not None and found["mapping"] == text
 
 
 def mapped(lab: Internet, site: str) -> str:
