@@ -20,6 +20,7 @@ NODE_KEYS: Mapping[str, tuple[str, str]] = {
         "exactly these, or an error; `--port N` takes the next free one of eleven instead",
     ),
     "listen.announce": ("[]", "what others are told in place of the addresses of this machine's interfaces"),
+    "listen.map": ("true", "ask the router for a port, by PCP or NAT-PMP"),
     "swarm.name": ('"default"', "which swarm; nodes of another name do not connect"),
     "swarm.preset": (
         '"lan"',
@@ -34,6 +35,9 @@ NODE_KEYS: Mapping[str, tuple[str, str]] = {
         "a file of 64 hex digits a line that makes the swarm private; the first is used",
     ),
     "swarm.work_bits": ("0", "proof of work in every node's id; the same for the whole swarm"),
+    "relay.enabled": ("true", "carry what is said to peers that nobody can dial, where others reach this node"),
+    "relay.upload": ('"10Mbit/s"', 'all circuits together; "any": as fast as it goes'),
+    "relay.circuits": ("64", "at once"),
     "resources.device": ('"auto"', "where to compute: auto, cpu, mps, cuda:0"),
     "resources.memory": ('"80%"', "how much memory to give: 12GB, or a share such as 80%"),
     "resources.scratch": (
