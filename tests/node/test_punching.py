@@ -1,4 +1,4 @@
-"""What is decided about punching: the core, without sockets. Real NATs are in `tests/lab/test_punching.py`."""
+"""What is decided about punching: the core, without sockets. Real NATs: `tests/lab/test_punching.py`."""
 
 import pytest
 from hypothesis import given
