@@ -33,6 +33,7 @@ from node.events import Event, JoinTried, NodeStopped
 from node.history import EventHistory
 from node.invocation import shown_values
 from node.journal import Journal
+from node.placement.inbound import Inbound
 from node.placement.provider import Provider
 from node.planning.peers import live_peers
 from node.planning.report import PlanReport
@@ -75,6 +76,7 @@ class Surface:
     serving: Serving
     signer: Any
     energy: EnergyLog
+    inbound: Inbound
     handed_over: trio.Event
     set: Callable[[str, str], None]
 
