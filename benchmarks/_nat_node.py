@@ -93,7 +93,8 @@ async def measure(network: RealNetwork, seconds: float, texts: list[str]) -> Non
     say(way=ways[0], bytes_per_second=rate, probe_p95_seconds=tail, opened_seconds=opened)
 
 
-async def main(role: str, *arguments: str) -> None:
+async def main(*words: str) -> None:
+    role, *arguments = words
     network = RealNetwork(
         Identity(os.urandom(32)),
         os.urandom(32),

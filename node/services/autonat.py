@@ -80,7 +80,8 @@ async def ask_dial_back(network: Network, clock: Clock, peer: PeerId) -> Report:
     Raises:
         Unreachable, StreamClosed: it could not be asked. RemoteProtocolError: nonsense came back.
     """
-    ports = tuple(dict.fromkeys(address.port for address in network.addresses))[:ADDRESSES_MAX]
+    own = [address for address in network.addresses if address.relay is None]
+    ports = tuple(dict.fromkeys(address.port for address in own))[:ADDRESSES_MAX]
     async with conversation(network, peer, PROTOCOL, seconds=ASK_SECONDS) as stream:
         await stream.send(encode(DialBack(ports)))
         dialled: Dialled = decode(await stream.receive(), Dialled, bytes_max=MESSAGE_BYTES_MAX)

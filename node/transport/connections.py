@@ -210,9 +210,6 @@ class Connections:
                     return await self._greet_channel(path, hello, message_bytes_max)
                 except (StreamClosed, trio.TooSlowError):
                     self._counters["channels_failed"] += 1
-            if at is not None and at.relay is not None:
-                path = await self.paths.through(at.of(peer))
-                return await self._introduce_channel(path, hello, message_bytes_max)
             if at is not None:
                 return await self._dial(at.of(peer), hello, message_bytes_max)
             return await self._dial_peer(peer, hello, message_bytes_max)
@@ -266,6 +263,9 @@ class Connections:
         self, address: Address, hello: Hello, message_bytes_max: int = 0
     ) -> tuple[Connection, str]:
         """One address: connect, shake hands, be welcomed."""
+        if address.relay is not None:
+            path = await self.paths.through(address)
+            return await self._introduce_channel(path, hello, message_bytes_max)
         return await self._introduce(await self._shake_hands_with(address), hello, message_bytes_max)
 
     # --- paths -------------------------------------------------------------------------------------

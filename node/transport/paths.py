@@ -155,8 +155,9 @@ class Paths:
     async def through(self, circuit: Address) -> MultiplexedPath:
         """Return the path by a circuit: one that stands, or is about to, or a new one. Raises Unreachable."""
         peer, relay = circuit.peer, circuit.relay
-        assert peer is not None
         assert relay is not None
+        if peer is None:
+            raise Unreachable("unknown", f"{circuit} does not say who is behind the relay")
         if (coming := self._connecting.get(circuit)) is not None:
             await coming.wait()
         for path in self.of(peer):

@@ -28,8 +28,8 @@ from node.services.relays.ledger import (
     RelayLedger,
     SharedPace,
 )
-from node.services.relays.reservations import Reservations
-from node.services.relays.server import RelayServer
+from node.services.relays.reservations import TAKING_MAX, Reservations
+from node.services.relays.server import STREAMS, RelayServer
 from node.transport.network import RealNetwork
 from node.transport.relay_messages import (
     BUSY,
@@ -40,9 +40,12 @@ from node.transport.relay_messages import (
     SPENT,
     UNKNOWN,
     AskCircuit,
+    CircuitAnnounced,
     KeepPlace,
+    PlaceKept,
     RelayRefused,
     Reply,
+    Request,
     TakeCircuit,
 )
 from tests.node.nets import (
@@ -225,6 +228,9 @@ async def test_a_hidden_node_is_reached_through_its_relay_which_reads_nothing() 
         world.hidden.inbox(PING)
         world.guest.send(world.hidden.peer, PING, b"short")
         assert await arrival(world.hidden) == (world.guest.peer, b"short")
+        assert await world.guest.identify(world.hidden.circuits[0].of(world.hidden.peer)) == world.hidden.peer
+        with pytest.raises(Unreachable, match="does not say who"):
+            await world.guest.identify(world.hidden.circuits[0])
         # The relay reaches it too.
         assert await ask(world.relay, world.hidden.peer) == b"there?"
 
@@ -302,6 +308,42 @@ async def test_a_relay_cannot_put_another_node_at_the_end_of_a_circuit(
             await world.guest.open(wanted, PING)
         assert caught.value.reason == "wrong key"
         assert not world.guest.multiplexed.of(wanted)
+
+
+async def test_a_relay_that_floods_announcements_makes_few_connections_come() -> None:
+    hidden, relay = make_network("h"), make_network("r")
+    asked, refused, counters = 0, trio.Event(), Counter[str]()
+
+    async def flood(stream: Stream) -> None:
+        nonlocal asked
+        request: Request = decode(await stream.receive(), Request, bytes_max=MESSAGE_BYTES_MAX)
+        if isinstance(request, TakeCircuit):
+            asked += 1
+            await refused.wait()
+            return
+        await stream.send(encode(PlaceKept(60, 0)))
+        for number in range(20 * TAKING_MAX):
+            await stream.send(encode(CircuitAnnounced(number.to_bytes(16, "big"), peer(number))))
+        await trio.sleep_forever()
+
+    relay.handle(PROTOCOL, flood, STREAMS)
+    places = Reservations(
+        hidden,
+        RealClock(),
+        candidates=lambda: [relay.peer],
+        is_wanted=lambda: True,
+        changed=lambda: None,
+        counters=counters,
+    )
+    async with running(hidden, relay), trio.open_nursery() as nursery:
+        hidden.learn(relay.peer, relay.addresses)
+        nursery.start_soon(places.run)
+        with trio.fail_after(20):
+            await until(lambda: counters["circuits_not_taken"] >= 10 * TAKING_MAX)
+            await until(lambda: asked >= TAKING_MAX // 2)
+        assert asked <= TAKING_MAX
+        refused.set()
+        nursery.cancel_scope.cancel()
 
 
 # --- what a relay gives --------------------------------------------------------------------------------

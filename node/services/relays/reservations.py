@@ -39,6 +39,8 @@ LOOK_SECONDS = 0.5
 REFUSED_SECONDS = 60.0
 """How long a relay that refused, or failed, is left alone; where it was lost a shorter while."""
 LOST_SECONDS = 2.0
+TAKING_MAX = 16
+"""Circuits that are taken at once of those that one relay announces; it holds that many for one node too."""
 TRIED_MAX = 256
 """Relays that are left alone: as many as a swarm has members in view that are worth a try."""
 
@@ -66,6 +68,7 @@ class Reservations:
         self._circuits: dict[PeerId, Address] = {}
         self._asking: dict[PeerId, trio.CancelScope] = {}
         self._left_alone: dict[PeerId, float] = {}
+        self._taking: Counter[PeerId] = Counter()
 
     @property
     def circuits(self) -> tuple[Address, ...]:
@@ -139,7 +142,11 @@ class Reservations:
                         self._circuits[stream.peer] = at.through(None)
                         self._tell()
                 case CircuitAnnounced(token, peer):
-                    nursery.start_soon(self._accept, stream.peer, at, token, PeerId(peer))
+                    if self._taking[stream.peer] < TAKING_MAX:
+                        self._taking[stream.peer] += 1
+                        nursery.start_soon(self._accept, stream.peer, at, token, PeerId(peer))
+                    else:
+                        self._counters["circuits_not_taken"] += 1
                 case None if is_answered:
                     await stream.send(encode(KeepPlace()))
                     is_answered, due = False, self._clock.monotonic() + ANSWER_SECONDS
@@ -156,6 +163,8 @@ class Reservations:
                 await self._network.multiplexed.accept(relay, at, token, peer)
             except Unreachable:
                 self._counters["circuits_not_taken"] += 1
+            finally:
+                self._taking[relay] -= 1
 
     def _tell(self) -> None:
         self._network.reach_by(self.circuits)
