@@ -60,6 +60,13 @@ def program_from_anywhere() -> str:
     return shlex.join([os.path.abspath(first) if os.sep in first else first, *rest])
 
 
+def service_words() -> list[str]:
+    """Return the words that start this program again without a shell, from the folder it was started in."""
+    if _started_by_script:
+        return [os.path.abspath(_started_by_script[0])]
+    return [sys.executable, "-m", "node"]
+
+
 def command_span(*words: str) -> str:
     """Return a command as a code span, its words quoted for a shell."""
     return f"`{shlex.join((SCRIPT, *words))}`"

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from node.cli import (
+    autostart,
     chat,
     checkpoint,
     data,
@@ -69,6 +70,7 @@ app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(dht.app, name="dht")
 app.add_typer(settings.app, name="config")
 app.add_typer(keys.app, name="keys")
+app.add_typer(autostart.app, name="autostart")
 app.command("leave")(leave.leave)
 app.command("sim", context_settings=sim.PASSED_ON)(sim.simulate)
 

@@ -24,6 +24,8 @@ from node.errors import EXIT_DONE, EXIT_FORCED, EXIT_UNEXPECTED, JoinTimeout, Pe
 from node.events import Event, MemberJoined
 from node.recording.recorder import Recorder, open_record
 from node.runtime import Node
+from node.services.notify_socket import NotifySocket
+from node.text import counted
 from node.web.page import Page
 
 END_SECONDS_MAX = 13.0
@@ -32,6 +34,7 @@ KEPT_BYTES = 16 << 20
 """Freed memory that the heap keeps."""
 MAPPED_BYTES = 2 << 20
 """Pieces of memory below this come from the heap; larger ones are mapped, and go back at once."""
+_OVER = ("done", "failed", "stopped")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
@@ -97,6 +100,7 @@ async def _serve_until_told(
     stack: ExitStack,
 ) -> None:
     """Serve until the node was told to leave, and let it; from then on `stack` bounds it."""
+    supervisor = NotifySocket.take(os.environ)
     async with Node(config, report=report, recorder=recorder) as node, trio.open_nursery() as nursery:
         stack.enter_context(_stopped_by_signals(node.stopping))
         nursery.start_soon(keep_running, "alerts", Alerts(node).run)
@@ -106,9 +110,21 @@ async def _serve_until_told(
             nursery.start_soon(keep_running, "page", page.run)
         if require_join_seconds is not None:
             nursery.start_soon(_require_join, node, require_join_seconds)
+        supervisor.tell(READY=1)
+        nursery.start_soon(keep_running, "service supervisor", supervisor.keep_alive, lambda: _status(node))
         await node.stopping.wait()
+        supervisor.tell(STOPPING=1, STATUS="leaving the swarm")
         stack.enter_context(_forced_end())
         nursery.cancel_scope.cancel()
+
+
+def _status(node: Node) -> str:
+    """Return a line for `systemctl status`."""
+    alive = sum(member.status == "alive" for member in node.state.members.values())
+    runs = sum(run.status not in _OVER for run in node.state.runs.values())
+    return f"{node.config.name}, swarm {node.config.swarm.name}: sees {counted(alive, 'other node')}, " + (
+        counted(runs, "run") if runs else "no run"
+    )
 
 
 @contextmanager

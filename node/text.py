@@ -29,6 +29,11 @@ def admit_text(admit: str, *, is_private: bool) -> str:
             return "anybody who knows the run's name takes part"
 
 
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """`1 peer`, `2 peers`, `0 peers`; `plural` where it is not the noun with an s."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
 def bytes_text(count: float) -> str:
     """`21.3 GB`, in powers of ten."""
     for unit in ("bytes", "kB", "MB", "GB"):

@@ -36,6 +36,10 @@ def parsers() -> tuple[Any, Any, Any]:
     return node, sim, replayed
 
 
+def _names(parameter: Any) -> Iterator[str]:
+    yield from (*parameter.opts, *parameter.secondary_opts)
+
+
 def fault(words: list[str]) -> str | None:
     """What a command line says that there is not; None for a right one."""
     node, sim, replayed = parsers()
@@ -43,7 +47,8 @@ def fault(words: list[str]) -> str | None:
     for number, word in enumerate(words):
         flag = FLAG.match(word)
         if flag is not None:
-            known = {name for each in at.params for name in (*each.opts, *each.secondary_opts)}
+            readers = [at, node] if at.name == "install" else [at]  # it takes the flags of a node too
+            known = {name for each in readers for flags in each.params for name in _names(flags)}
             if flag[0] not in known | {"--help", "--debug"}:
                 return f"no flag {flag[0]} of {at.name or 'peerloom'}"
         elif getattr(at, "commands", None) and (number == 0 or not words[number - 1].startswith("-")):
