@@ -81,6 +81,7 @@ from node.services.remembering import RememberedPeers
 from node.services.standing import StandingKeeper
 from node.services.started import node_started
 from node.services.swarm_clock import SwarmClock
+from node.services.torch_extra import cannot_compute
 from node.serving.joined import make_serving
 from node.serving_commands import ServingCommands
 from node.stages.fences import try_here
@@ -311,7 +312,7 @@ class Node(Surface):
     async def _try_fences(self) -> None:
         """Find out what a stage's process can be held to, before any is offered a place here."""
         tried = await self._executor.run(partial(try_here, self.config.resources, self._clock.wall()))
-        self.provider.unfenced = tried.unfenced
+        self.provider.unfenced, self.provider.cannot_compute = tried.unfenced, cannot_compute()
         self._publish(tried)
         if not self.provider.offered.may_serve:
             self._publish(self.provider.offer(self._clock.wall()))

@@ -120,7 +120,8 @@ def dependencies() -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"].values()
     asked = [*project["dependencies"], *(text for extra in extras for text in extra)]
-    return [match.group() for text in asked if (match := re.match(r"[A-Za-z0-9._-]+", text))]
+    names = [match.group() for text in asked if (match := re.match(r"[A-Za-z0-9._-]+", text))]
+    return [name for name in names if name != project["name"]]  # one extra may take another in
 
 
 def normal(name: str) -> str:

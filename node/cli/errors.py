@@ -71,6 +71,10 @@ def _told(error: Exception, program: str, keys: Keys) -> PeerloomError:
     """Any error as one a person can use."""
     if isinstance(error, PeerloomError):
         return error
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        from node.services.torch_extra import NO_TORCH, torch_remedy
+
+        return UsageError(f"{NO_TORCH}, which this command computes with", torch_remedy())
     if (found := shadow_behind(error)) is not None:
         return UsageError(shadow_text(*found), remedy())
     if hasattr(error, "format_message"):

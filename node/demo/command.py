@@ -86,7 +86,7 @@ def _prepare(folder: Path, steps: int) -> None:
     except PackageNotFoundError:
         raise UsageError(
             "the demo's digits come with scikit-learn, which is not installed",
-            install_command("scikit-learn", "matplotlib"),
+            install_command("peerloom[demo]"),
         ) from None
     run_file = folder / RUN_NAME
     try:

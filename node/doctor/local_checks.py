@@ -23,9 +23,9 @@ from node.cli.client import ask
 from node.config import Config
 from node.doctor.steps import Skipped, Steps, in_thread
 from node.errors import NoNode, PeerloomError
-from node.invocation import install_command
 from node.paths import short_path
 from node.services.capacity import find_device
+from node.services.torch_extra import cannot_compute
 from node.stages.fences import REMEDY, try_fences
 from node.storage.folder import FOLDER_MARKS, IDENTITY_NAME, FolderStorage
 from node.storage.folder_lock import find_holder
@@ -350,7 +350,7 @@ def _computing(config: Config) -> str:
     try:
         torch = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
-        raise Failed("torch is not installed", install_command("torch")) from None
+        raise Skipped(cannot_compute()) from None
     memory = psutil.virtual_memory()
     free = f"{memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB free"
     if memory.available < MEMORY_FREE_BYTES_MIN:

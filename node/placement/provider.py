@@ -64,6 +64,8 @@ class Provider:
     def __init__(self, config: Config, clock: Clock) -> None:
         self.config = config
         self.unfenced: tuple[str, ...] = ()
+        self.cannot_compute = ""
+        """Why no stage can compute here at all, for a person; empty where it can."""
         self.is_unreachable = False
         """Whether no other node gets through to this one, as others who tried say, and by no relay either."""
         self.is_relay = False
@@ -86,7 +88,8 @@ class Provider:
     @property
     def takes_stages(self) -> bool:
         """Whether this node computes stages at all, be it of its own runs alone."""
-        return not self.config.observer and self.config.resources.accept_runs != "never"
+        is_wanted = not self.config.observer and self.config.resources.accept_runs != "never"
+        return is_wanted and not self.cannot_compute
 
     def keeps_spare(self) -> bool:
         """Return whether a process may be loaded here before anybody asks for a stage."""
@@ -125,6 +128,8 @@ class Provider:
             return "it only watches (observer)"
         if accepts == "never":
             return "accept_runs = never"
+        if self.cannot_compute:
+            return self.cannot_compute
         if accepts == "listed" and not rules.peers:
             return "accept_runs = listed, and no peers are listed"
         if accepts == "invited" and not rules.runs:

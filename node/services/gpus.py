@@ -11,6 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from node.services.torch_extra import NO_TORCH
+
 KFD = "class/kfd/kfd/topology/nodes"
 """Where Linux lists what AMD's driver can compute on; processors stand there too, with the id 0."""
 
@@ -25,7 +27,10 @@ class Gpu:
 
 def gpus(environment: Mapping[str, str], system: Path = Path("/sys")) -> tuple[list[Gpu], str]:
     """Return the GPUs in torch's order, and why there are none."""
-    build = importlib.metadata.version("torch").partition("+")[2]
+    try:
+        build = importlib.metadata.version("torch").partition("+")[2]
+    except importlib.metadata.PackageNotFoundError:
+        return [], NO_TORCH
     if build == "cpu":
         return [], "torch was installed without CUDA here"
     if build.startswith("rocm"):

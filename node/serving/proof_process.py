@@ -18,6 +18,7 @@ import trio
 
 from crypto.errors import RemoteProtocolError
 from node.errors import RunFailed, UsageError
+from node.services.torch_extra import NO_TORCH, has_torch, torch_remedy
 from node.serving.planning import served_graph
 from node.stages import sandbox
 from node.stages.parent import die_with
@@ -57,6 +58,10 @@ async def prove_served(name: str, data: bytes, context: int, *, threads: int, me
     Raises:
         UsageError: it does not; errors call it `name`. RunFailed: the proof could not be computed.
     """
+    if not has_torch():
+        raise UsageError(
+            f"{name}: {NO_TORCH}, by which a model is proved before it is served", torch_remedy()
+        )
     memory = max(memory_bytes, MEMORY_BYTES_MIN)
     asked = msgspec.json.encode(_Asked(name, context, threads, memory, os.getpid()))
     scratch = await trio.to_thread.run_sync(Scratch)
