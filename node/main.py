@@ -13,6 +13,7 @@ from node.cli import (
     autostart,
     chat,
     checkpoint,
+    completion,
     data,
     dht,
     events,
@@ -63,6 +64,7 @@ app.command("chat")(chat.chat)
 app.command("services")(serve.services)
 app.command("init")(init.init)
 app.command("examples")(init.examples)
+app.command("completion")(completion.completion)
 app.add_typer(data.app, name="data")
 app.add_typer(model.app, name="model")
 app.add_typer(runs.app, name="runs")
