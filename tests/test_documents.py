@@ -36,7 +36,7 @@ ROOMS = (
     "sim",
     "tests",
 )
-SUFFIXES = "py|md|toml|svg|html|js|css|service|txt|json|plist"
+SUFFIXES = "py|md|toml|yml|svg|html|js|css|service|txt|json|plist"
 FILE = re.compile(rf"(?<![\w/.-])((?:{'|'.join(ROOMS)})/[\w./-]*\w\.(?:{SUFFIXES}))(?![\w/])")
 """A path from the root of the repository."""
 SHORT = re.compile(r"`([a-z_]+/[a-z_/]+\.py)`")
