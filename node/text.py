@@ -31,14 +31,14 @@ def admit_text(admit: str, *, is_private: bool) -> str:
 
 def counted(count: int, noun: str, plural: str = "") -> str:
     """`1 peer`, `2 peers`, `0 peers`; `plural` where it is not the noun with an s."""
-    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+    return f"{count} {noun if count == 1 else plural or noun + 's'}"
 
 
 def bytes_text(count: float) -> str:
     """`21.3 GB`, in powers of ten."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+            return counted(round(count), "byte") if unit == "bytes" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
 

@@ -11,6 +11,7 @@ from node.cli.options import AsJson, DataDir, find_data_dir
 from node.cli.render import bytes_text, labelled, seconds_text, short_id, show, show_json, table
 from node.errors import UsageError
 from node.quantities import read_bytes, read_duration, read_flops
+from node.text import counted
 
 ASK_SECONDS_MAX = 40.0
 """A lookup of the node takes 30 s at most."""
@@ -104,7 +105,7 @@ def put(
         show_json({"schema": "peerloom.dht-put/1"} | result)
     else:
         name = result["key"] if immutable else key
-        nodes = "1 node" if result["holders"] == 1 else f"{result['holders']} nodes"
+        nodes = counted(result["holders"], "node")
         show([f"{name}: kept by {nodes} for {seconds_text(seconds)}"])
 
 
@@ -191,7 +192,7 @@ def stat_lines(document: Mapping[str, Any]) -> list[str]:
         labelled("contacts", str(document["contacts"])),
         labelled("nodes", f"about {document['nodes_estimated']}"),
         labelled("records", f"{document['records']} held, {document['own_records']} own"),
-        labelled("short", f"{document['records_short']} stores kept by too few"),
+        labelled("short", f"{counted(document['records_short'], 'store')} kept by too few"),
     ]
     if document["is_client"]:
         lines.append(labelled("client", "others do not reach this node: it asks, and holds nothing"))

@@ -22,6 +22,7 @@ from node.cli.render import bytes_text, labelled, seconds_text, show, show_json
 from node.errors import UsageError
 from node.invocation import command_span
 from node.suggest import did_you_mean
+from node.text import counted
 
 if TYPE_CHECKING:
     from partition.capture import Task
@@ -446,11 +447,15 @@ def _verify_lines(document: dict[str, Any]) -> list[str]:
     values = document["values_bytes"]
     lines = [
         f"{document['file']}  {document['hash'][:16]}",
-        labelled("form", f"ok  {document['nodes']} nodes, {document['operators']} operators, all allowed"),
+        labelled(
+            "form",
+            f"ok  {counted(document['nodes'], 'node')}, {counted(document['operators'], 'operator')}, "
+            "all allowed",
+        ),
         labelled("values", f"ok  {bytes_text(values)}, every digest" if values else "ok  drawn from a seed"),
         labelled(
             "admission",
-            f"ok  {admission['layers']} layers in {seconds_text(admission['seconds'])}, "
+            f"ok  {counted(admission['layers'], 'layer')} in {seconds_text(admission['seconds'])}, "
             f"each at most {bytes_text(admission['peak_bytes'])} at once",
         ),
     ]

@@ -11,6 +11,7 @@ from typing import Any
 from crypto.errors import RemoteProtocolError
 from node.cli.render import bytes_text, labelled, seconds_text, table
 from node.errors import RunFailed, UsageError
+from node.text import counted
 from partition.model.check import check_graph
 from partition.model.cut import crossings, cut_layers, reference_sizes
 from partition.model.dataflow import flow_of
@@ -316,7 +317,7 @@ def _entry_text(entry: Mapping[str, Any]) -> str:
     outputs = f"{entry['outputs']} output{'s' if entry['outputs'] != 1 else ''}"
     made = ["loss", *entry["metrics"]] if entry["loss"] else [outputs]
     states = f", {entry['states']} states" if entry["states"] else ""
-    return f"{ports} -> {', '.join(made)}; {entry['nodes']} nodes{states}"
+    return f"{ports} -> {', '.join(made)}; {counted(entry['nodes'], 'node')}{states}"
 
 
 def _bar(share: float) -> str:
@@ -377,4 +378,4 @@ def _stage_lines(stages: Sequence[Mapping[str, Any]]) -> list[str]:
         f"over links of {8 * EXAMPLE_LINK_BYTES_PER_SECOND / 1e9:.0f} Gbit/s:"
     )
     header = ("STAGE", "LAYERS", "PARAMETERS", "TIME/MICROBATCH", "MEMORY", "SENDS")
-    return [f"{len(stages)} stages, {machine}", *table(header, rows)]
+    return [f"{counted(len(stages), 'stage')}, {machine}", *table(header, rows)]

@@ -19,6 +19,7 @@ from node.cli.outputs import output_path
 from node.cli.predict_words import Answers, Writing, predict_words, write_answers, write_prompts
 from node.cli.render import progress, show, show_json
 from node.errors import UsageError
+from node.text import counted
 
 BATCH = 64
 COLUMNS_MAX = 64
@@ -106,7 +107,7 @@ def predict(
         show_json(document)
         return
     told = "; no labels, so nothing to compare with" if found.truth is None else ""
-    show([f"{len(found.outputs)} samples{told}"])
+    show([f"{counted(len(found.outputs), 'sample')}{told}"])
     for text, value in zip(writing.prompts, found.predicted.reshape(-1), strict=False):
         show([f"  {text} -> {_shown(value, found)}"])
     show([f"  {name} {value:.6g}" for name, value in found.metrics.items() if name != "samples"])
@@ -146,7 +147,7 @@ def _finish_answers(found: Answers, written: Mapping[str, Path], *, as_json: boo
         document = {"schema": "peerloom/predict/1", "samples": found.samples, "metrics": {**found.metrics}}
         show_json(document | {"answers": rows} | more)
         return
-    show([f"{found.samples} samples", *(f"  {line}" for line in found.lines())])
+    show([counted(found.samples, "sample"), *(f"  {line}" for line in found.lines())])
     show([f"  {name} {value:.6g}" for name, value in found.metrics.items()])
     show([f"written to {path}" for path in written.values()], sys.stderr)
 

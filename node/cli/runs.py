@@ -31,7 +31,7 @@ from node.cli.screen import EventScreen, name_and_id, with_names
 from node.cli.trace import chrome_trace, send_otlp
 from node.errors import UsageError
 from node.quantities import read_duration
-from node.text import cover_text
+from node.text import counted, cover_text
 
 TRACE_SECONDS_MAX = 30.0
 AUDIT_SECONDS_MAX = 600.0
@@ -211,7 +211,7 @@ def revoke(
     if as_json or context.obj["as_json"]:
         show_json({"schema": "peerloom/revocation/1", **result})
     else:
-        told = f"{result['told']} members were told"
+        told = f"{counted(result['told'], 'member was', 'members were')} told"
         show([f"{short_id(result['peer'])} may take no part in {run} any more; {told}"])
 
 
@@ -343,7 +343,7 @@ def _revise(context: typer.Context, data_dir: str, arguments: dict[str, Any], *,
     rate = "" if result["learning_rate"] is None else f", learning rate {result['learning_rate']:g}"
     word = "paused" if result["is_paused"] else "goes on"
     left = f"; {result['left']} have still to hear of it" if result["left"] else ""
-    said = f"{word}: {result['steps']} steps, priority {result['priority']}{rate}"
+    said = f"{word}: {counted(result['steps'], 'step')}, priority {result['priority']}{rate}"
     show([f"run {result['run'][:8]} {said}; {result['told']} other members know{left}"])
 
 
@@ -432,7 +432,9 @@ def run_lines(run: Mapping[str, Any]) -> list[str]:
     if run.get("revised"):
         revised = run["revised"]
         rate = "" if revised["learning_rate"] is None else f", learning rate {revised['learning_rate']:g}"
-        lines.append(f"  changed to    {revised['steps']} steps, priority {revised['priority']}{rate}")
+        lines.append(
+            f"  changed to    {counted(revised['steps'], 'step')}, priority {revised['priority']}{rate}"
+        )
     plan = run.get("plan")
     for number, stage in enumerate(plan["stages"] if plan else (), 1):
         layers = f"layers {stage['layers'][0]}-{stage['layers'][1] - 1}"
@@ -444,7 +446,9 @@ def run_lines(run: Mapping[str, Any]) -> list[str]:
         lines.append(f"  covered       {with_names(cover_text(covered), names)}")
     for row in run.get("receipts", ()):
         is_computed = row["kind"] == "compute"
-        work = work_text(row) + (f" in {row['microbatches']} micro-batches" if is_computed else "")
+        work = work_text(row) + (
+            f" in {counted(row['microbatches'], 'micro-batch', 'micro-batches')}" if is_computed else ""
+        )
         name = "computed" if is_computed else "sent"
         lines.append(f"  {name:<13} {called(row['provider'])}: {work}, measured by {called(row['measurer'])}")
     for row in run.get("other_results", ()):

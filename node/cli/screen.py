@@ -23,7 +23,7 @@ from node.cli.render import (
 )
 from node.invocation import command_span, elsewhere, program_from_anywhere, shown
 from node.paths import is_default_data_dir, short_path
-from node.text import CLOCK_REMEDY, admit_text, clock_text, cover_text
+from node.text import CLOCK_REMEDY, admit_text, clock_text, counted, cover_text
 
 Event = Mapping[str, Any]
 LIES = {
@@ -102,9 +102,13 @@ class EventScreen:
         if self._capacity is not None:
             lines += compute_lines(self._capacity)
         lines += self._fences
-        joining = f"joining through {self._seeds} addresses" if self._seeds else "no --join given"
+        joining = (
+            f"joining through {counted(self._seeds, 'address', 'addresses')}"
+            if self._seeds
+            else "no --join given"
+        )
         kind = ", private" if event["is_private"] else ""
-        swarm = f"{event['swarm']}{kind}; {joining}".replace(" 1 addresses", " 1 address")
+        swarm = f"{event['swarm']}{kind}; {joining}"
         lines.append(labelled("swarm", swarm))
         if not event["join_address"]:
             lines.append(f"  On another machine:  {event['join_hint']}")
@@ -161,7 +165,9 @@ class EventScreen:
         # Only a change is news, and that others get through is what everybody expects.
         before, self._reachable = self._reachable, event["reachable"]
         if event["reachable"] is False and before is not False:
-            told = f"{event['asked']} others could not reach this node: it takes none of their stages"
+            told = (
+                f"{counted(event['asked'], 'other')} could not reach this node: it takes none of their stages"
+            )
             return [_at(event, f"{told}; `peerloom doctor`")]
         if event["reachable"] and before is False:
             return [_at(event, "others reach this node now")]
@@ -177,7 +183,9 @@ class EventScreen:
         if not event["peers"]:
             return [_at(event, "datagrams get through to all peers again")]
         count, of = len(event["peers"]), event["of"]
-        text = f"datagrams do not get through to {count} of {of} peers: by stream; `peerloom doctor`"
+        text = (
+            f"datagrams do not get through to {count} of {counted(of, 'peer')}: by stream; `peerloom doctor`"
+        )
         return [_at(event, text)]
 
     def _identity_shared(self, event: Event) -> list[str]:
@@ -217,7 +225,7 @@ class EventScreen:
 
     def _accepted(self, event: Event) -> list[str]:
         self._steps[event["run"]] = event["steps"]
-        what = f"{event['model']} on {data_text(event['data'])}, {event['steps']} steps"
+        what = f"{event['model']} on {data_text(event['data'])}, {counted(event['steps'], 'step')}"
         return [_at(event, f"run {event['run'][:8]} accepted: {what}, from {self._name(event['requester'])}")]
 
     def _planned(self, event: Event) -> list[str]:
@@ -260,11 +268,11 @@ class EventScreen:
 
     def _resumed(self, event: Event) -> list[str]:
         parts = [
-            _counted(event["replayed"], "microbatch", "es") + " replayed",
-            _counted(event["lost_steps"], "step", "s") + " lost",
+            counted(event["replayed"], "microbatch", "microbatches") + " replayed",
+            counted(event["lost_steps"], "step") + " lost",
         ]
         if event["filled"]:
-            parts.append(_counted(len(event["filled"]), "replica", "s") + " caught up")
+            parts.append(counted(len(event["filled"]), "replica") + " caught up")
         return [
             _at(
                 event,
@@ -275,10 +283,13 @@ class EventScreen:
 
     def _checkpoint_kept(self, event: Event) -> list[str]:
         size = bytes_text(event["size_bytes"])
-        line = f"run {event['run'][:8]} checkpoint of step {event['step']}: {size} on {event['copies']} peers"
+        copies = counted(event["copies"], "peer")
+        line = f"run {event['run'][:8]} checkpoint of step {event['step']}: {size} on {copies}"
         if event["next_steps"]:
             again = seconds_text(event["next_seconds"]) if event["next_seconds"] else ""
-            line += f"; a lost stage costs up to {event['next_steps']} steps" + (again and f", {again}")
+            line += f"; a lost stage costs up to {counted(event['next_steps'], 'step')}" + (
+                again and f", {again}"
+            )
         return [_at(event, line)]
 
     def _checkpoint_failed(self, event: Event) -> list[str]:
@@ -289,7 +300,7 @@ class EventScreen:
         return [_at(event, f"leased to run {event['run'][:8]}: stage {event['stage'] + 1}")]
 
     def _dropped(self, event: Event) -> list[str]:
-        replayed = _counted(event["microbatches_replayed"], "microbatch", "es") + " replayed"
+        replayed = counted(event["microbatches_replayed"], "microbatch", "microbatches") + " replayed"
         where = f"stage {event['stage'] + 1} at step {event['step'] + 1}"
         return [_at(event, f"{self._name(event['peer'])} lost from {where}; {replayed}")]
 
@@ -341,11 +352,11 @@ class EventScreen:
         return [_at(event, f"run {event['run'][:8]} goes on without this node")]
 
     def _peer_averages(self, event: Event) -> list[str]:
-        with_us = _counted(event["peers"], "other peer", "s")
+        with_us = counted(event["peers"], "other peer")
         return [_at(event, f"averaging {event['run']}: {self._name(event['peer'])} takes part, {with_us}")]
 
     def _peer_stopped(self, event: Event) -> list[str]:
-        rest = f"{event['reason']}; {_counted(event['peers'], 'other peer', 's')}"
+        rest = f"{event['reason']}; {counted(event['peers'], 'other peer')}"
         return [_at(event, f"averaging {event['run']}: {self._name(event['peer'])} is out ({rest})")]
 
     def _liar_proved(self, event: Event) -> list[str]:
@@ -357,7 +368,7 @@ class EventScreen:
         if event["outcome"] != "ok":
             return [_at(event, f"{line}nothing averaged: {event['reason']}")]
         moved = bytes_text(event["sent_bytes"] + event["received_bytes"])
-        whose = f"{len(event['averaged'])} of {event['members']} peers"
+        whose = f"{len(event['averaged'])} of {counted(event['members'], 'peer')}"
         line += f"ok {seconds_text(event['seconds'])}  {whose}  {moved}"
         if event.get("liars_max"):
             line += f"  {event['aggregate']}, survives {event['liars_max']} of them lying"
@@ -374,8 +385,9 @@ class EventScreen:
         if step > FIRST_STEPS and step % STEPS_APART:
             return []
         rate = event["samples"] / event["seconds"] if event["seconds"] > 0 else 0.0
-        with_us = _counted(event["peers"], "other peer", "s")
-        line = f"averaging {event['run']}  step {step:>5}  {event['samples']} samples  {rate:.0f} samples/s"
+        with_us = counted(event["peers"], "other peer")
+        samples = counted(event["samples"], "sample")
+        line = f"averaging {event['run']}  step {step:>5}  {samples}  {rate:.0f} samples/s"
         return [f"{line}  {with_us}"]
 
     def _offer_changed(self, event: Event) -> list[str]:
@@ -391,7 +403,7 @@ class EventScreen:
     def _revised(self, event: Event) -> list[str]:
         rate = "" if event["learning_rate"] is None else f", learning rate {event['learning_rate']:g}"
         paused = ", paused" if event["is_paused"] else ""
-        said = f"{event['steps']} steps, priority {event['priority']}{rate}{paused}"
+        said = f"{counted(event['steps'], 'step')}, priority {event['priority']}{rate}{paused}"
         return [_at(event, f"run {event['run'][:8]} changed by its requester: {said}")]
 
     def _caught_up(self, event: Event) -> list[str]:
@@ -399,18 +411,14 @@ class EventScreen:
         return [_at(event, f"averaging {event['run']}: caught up with step {event['step']}, {took}")]
 
     def _refused(self, event: Event) -> list[str]:
-        return [_at(event, f"refused {event['count']} times so far: {event['reason']}")]
+        return [_at(event, f"refused {counted(event['count'], 'time')} so far: {event['reason']}")]
 
     def _short(self, event: Event) -> list[str]:
-        holders = _counted(event["holders"], "node", "s")
+        holders = counted(event["holders"], "node")
         return [_at(event, f"record '{event['purpose']}' kept by {holders} of {event['wanted']} wanted")]
 
     def _stopped(self, event: Event) -> list[str]:
         return [_at(event, "said goodbye")]
-
-
-def _counted(count: int, what: str, plural: str) -> str:
-    return f"{count} {what}{plural if count != 1 else ''}"
 
 
 def _service(_screen: EventScreen, event: Event) -> list[str]:
@@ -430,7 +438,7 @@ def _answer_moved(screen: EventScreen, event: Event) -> list[str]:
 
 
 def _answer_ended(_screen: EventScreen, event: Event) -> list[str]:
-    text = f"answer of {event['name']}: {event['outcome']}, {event['tokens']} tokens"
+    text = f"answer of {event['name']}: {event['outcome']}, {counted(event['tokens'], 'token')}"
     if event["first_seconds"] is not None:
         text += f", the first after {event['first_seconds']:.2f} s"
     if event["tokens_per_second"] is not None:

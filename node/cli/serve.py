@@ -13,6 +13,7 @@ from node.cli.render import show, show_json
 from node.content.model_folder import is_model_folder
 from node.errors import UsageError
 from node.serving.sources import is_run
+from node.text import counted
 
 Temperature = Annotated[
     float | None, typer.Option("--temperature", metavar="T", help="0 takes the likeliest token each time.")
@@ -166,7 +167,7 @@ def served_lines(document: Mapping[str, Any]) -> list[str]:
     if count == 1:
         return [f"{name} fits one peer, so it is not split (--stages N splits it)"]
     why = "as asked" if document.get("was_asked") else "for it fits no peer as a whole"
-    return [f"{name} is split into {count} stages, {why}"]
+    return [f"{name} is split into {counted(count, 'stage')}, {why}"]
 
 
 def service_lines(document: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
@@ -180,13 +181,14 @@ def service_lines(document: Mapping[str, Any], names: Mapping[str, str]) -> list
     for number, replicas in enumerate(document["stages"], 1):
         sessions = sum(each["sessions"] for each in replicas)
         who = ", ".join(_named(each["peer"], names) for each in replicas)
-        lines.append(f"  stage {number}  {who or 'nobody'}  {sessions} sessions{_cache(replicas)}")
+        lines.append(f"  stage {number}  {who or 'nobody'}  {counted(sessions, 'session')}{_cache(replicas)}")
     if document.get("first_seconds") is not None:
         rate = document.get("tokens_per_second")
         told = f", {rate:.1f} tokens a second" if rate is not None else ""
         lines.append(f"  the last answer here: the first token after {document['first_seconds']:.2f} s{told}")
     if any(len(replicas) < document["replicas"] for replicas in document["stages"]):
-        lines.append(f"  {document['replicas']} replicas are wished for each stage, and not all are here")
+        wished = counted(document["replicas"], "replica is", "replicas are")
+        lines.append(f"  {wished} wished for each stage, and not all are here")
     return lines
 
 
@@ -201,7 +203,7 @@ def _cache(replicas: Sequence[Mapping[str, Any]]) -> str:
 
 def answer_lines(document: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
     """Return how an answer went."""
-    parts = [f"{document['tokens']} tokens"]
+    parts = [counted(document["tokens"], "token")]
     if document["first_seconds"] is not None:
         parts.append(f"the first after {document['first_seconds']:.2f} s")
     if document["tokens_per_second"] is not None:

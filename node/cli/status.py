@@ -19,7 +19,7 @@ from node.cli.render import (
     show_json,
 )
 from node.cli.runs import run_text
-from node.text import bytes_text, clock_text, open_ports_text
+from node.text import bytes_text, clock_text, counted, open_ports_text
 
 TRAFFIC = (
     "datagrams_sent",
@@ -150,7 +150,7 @@ def reach_lines(document: Mapping[str, Any], own: Sequence[str]) -> list[str]:
 def reachable_text(document: Mapping[str, Any]) -> str:
     """Return the text for `reachability` in a status document."""
     if document["reachable"] is None and not document.get("relays"):
-        return f"not known yet ({document['asked']} of {document['of']} others have tried)"
+        return f"not known yet ({document['asked']} of {counted(document['of'], 'other')} have tried)"
     if document["reachable"]:
         return "yes"
     if document.get("relays"):
@@ -162,16 +162,17 @@ def reachable_text(document: Mapping[str, Any]) -> str:
 def datagrams_text(document: Mapping[str, Any]) -> str:
     """Return the text for `datagrams` in a status document."""
     blocked, of = len(document["blocked"]), document["of"]
-    return f"do not get through to {blocked} of {of} peers: streams are used; let UDP of the port through"
+    peers = counted(of, "peer")
+    return f"do not get through to {blocked} of {peers}: streams are used; let UDP of the port through"
 
 
 def table_text(document: Mapping[str, Any]) -> str:
     """Return the text for `dht` in a status document."""
-    text = f"{document['contacts']} contacts of about {document['nodes_estimated']} nodes, "
-    text += f"{document['records']} records held, {document['own_records']} own"
+    contacts, nodes = counted(document["contacts"], "contact"), counted(document["nodes_estimated"], "node")
+    text = f"{contacts} of about {nodes}, "
+    text += f"{counted(document['records'], 'record')} held, {document['own_records']} own"
     if document["records_short"]:
-        stores = "1 store" if document["records_short"] == 1 else f"{document['records_short']} stores"
-        text += f"; {stores} kept by too few"
+        text += f"; {counted(document['records_short'], 'store')} kept by too few"
     return text
 
 
@@ -180,7 +181,7 @@ def contribution_text(document: Mapping[str, Any]) -> str:
     for it."""
     text = f"{flops_text(document['earned_flops'])} for others"
     text += f" and {bytes_text(document['earned_bytes'])}" if document["earned_bytes"] else ""
-    text += f", by {document['earned_receipts']} receipts"
+    text += f", by {counted(document['earned_receipts'], 'receipt')}"
     if document["issued_receipts"]:
         text += f"; measured of others: {flops_text(document['issued_flops'])}"
         text += f" and {bytes_text(document['issued_bytes'])}" if document["issued_bytes"] else ""

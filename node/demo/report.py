@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from node.text import counted
+
 Event = Mapping[str, Any]
 
 ACCURACY_MIN = 0.97
@@ -124,7 +126,7 @@ class Story:
     def missing(self) -> str | None:
         """Why the run does not show what a demo is to show; None if it does."""
         if len(self.committed) != self.steps:
-            return f"{len(self.committed)} of {self.steps} steps were committed"
+            return f"{len(self.committed)} of {counted(self.steps, 'step was', 'steps were')} committed"
         if [event["step"] for event in self.committed] != list(range(self.steps)):
             return "the steps did not come one after another"
         if self.victim is None or self.detected_seconds is None or self.failover_seconds is None:

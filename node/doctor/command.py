@@ -9,6 +9,7 @@ import typer
 from node.cli.options import AsJson, DataDir
 from node.cli.render import show, show_json
 from node.errors import CheckFailed
+from node.text import counted
 
 
 def doctor(
@@ -87,6 +88,6 @@ def step_lines(step: Mapping[str, Any]) -> list[str]:
 def conclusion(count: int, failed: int, is_here_only: bool) -> str:
     """The last line."""
     if failed:
-        return f"{failed} of {count} checks failed"
+        return f"{failed} of {counted(count, 'check')} failed"
     more = "; to look at the way to another node: `peerloom doctor ADDR`" if is_here_only else ""
-    return f"nothing is wrong in {count} checks{more}"
+    return f"nothing is wrong in {counted(count, 'check')}{more}"

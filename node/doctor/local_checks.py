@@ -32,7 +32,7 @@ from node.storage.folder_lock import find_holder
 from node.storage.keys import STATIC_BYTES, STATIC_NAME, read_key
 from node.storage.ownership import close_folder
 from node.storage.swarm_keys import load_swarm_keys
-from node.text import CLOCK_REMEDY, clock_text, open_ports_text
+from node.text import CLOCK_REMEDY, clock_text, counted, open_ports_text
 from node.transport.listen import bind_all, dialable
 from node.transport.multicast import BEACON_PORT, GROUP_4, GROUP_6, Multicast, interfaces_of
 
@@ -288,7 +288,8 @@ async def _reachable(scene: Scene) -> str:
     if found.get("relays"):
         return f"other nodes get through by relays; directly: {open_ports_text(ports)}"
     raise Failed(
-        f"{found['asked']} others could not reach this node: it takes no stages of theirs, and trains alone",
+        f"{counted(found['asked'], 'other')} could not reach this node: it takes no stages of theirs, and "
+        "trains alone",
         open_ports_text(ports),
     )
 
@@ -315,7 +316,7 @@ async def _datagrams(scene: Scene) -> str:
     ports = {parse_address(text).port for text in scene.status["addresses"]}
     port = ", ".join(map(str, sorted(ports)))
     raise Failed(
-        f"datagrams do not get through to {blocked} of {of} peers; they are spoken to by streams",
+        f"datagrams do not get through to {blocked} of {counted(of, 'peer')}; they are spoken to by streams",
         f"let UDP port {port} through, there and here, both ways; without, all goes on, more slowly",
     )
 
@@ -356,7 +357,7 @@ def _computing(config: Config) -> str:
     if memory.available < MEMORY_FREE_BYTES_MIN:
         raise Failed(f"{free}, too little for a stage", "end other programs, or run it with --observer")
     device = find_device(config.resources.device)
-    return f"{device}, {psutil.cpu_count() or 1} cores, {free}, torch {torch}"
+    return f"{device}, {counted(psutil.cpu_count() or 1, 'core')}, {free}, torch {torch}"
 
 
 def _fences(config: Config) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from crypto.identity import PeerId
 from node import events
+from node.text import counted
 from node.web.views import peer_key
 
 POINTS_MAX = 2_000
@@ -80,7 +81,11 @@ class Charts:
         peers |= {bytes(peer) for peer in event.trainers}
         joined = [] if not course.peers else sorted(peers - course.peers)
         course.former, course.peers = course.peers, peers
-        marks = [self._mark(event.run, event, "plan", f"plan {event.height}: {len(event.stages)} stages")]
+        marks = [
+            self._mark(
+                event.run, event, "plan", f"plan {event.height}: {counted(len(event.stages), 'stage')}"
+            )
+        ]
         for peer in joined:
             marks.append(self._mark(event.run, event, "join", f"{peer_key(PeerId(peer))} takes part"))
         return marks
@@ -126,11 +131,11 @@ def _mark_text(event: events.Event) -> tuple[str, str] | None:
         case events.RunResumed():
             return "resume", f"went on after {event.seconds:.1f} s, {event.replayed} replayed"
         case events.CheckpointKept():
-            return "checkpoint", f"kept on {event.copies} members"
+            return "checkpoint", f"kept on {counted(event.copies, 'member')}"
         case events.RunEvaluated(step=int()):
             return "validation", f"loss {event.loss:.4f}, best after step {event.best_step}"
         case events.RunEvaluated(accuracy=float(accuracy)):
-            return "accuracy", f"{accuracy:.4f} on {event.samples} samples"
+            return "accuracy", f"{accuracy:.4f} on {counted(event.samples, 'sample')}"
         case events.RunChanged() | events.RunEnded():
             word = event.state if isinstance(event, events.RunChanged) else event.outcome
             why = event.reason if isinstance(event, events.RunChanged) else event.detail
