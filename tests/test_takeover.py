@@ -116,6 +116,33 @@ async def spare(world: World, name: str) -> None:
     await world.nursery.start(_live, world.group, name, through, SEED, PASS_SECONDS)
 
 
+# Replicas that come later
+
+
+def test_members_that_came_later_keep_as_many_replicas_as_the_run_began_with() -> None:
+    """Any member may be the next to propose: those that came while there was one know of three too."""
+
+    async def replicas(world: World, count: int) -> None:
+        with trio.fail_after(60):
+            while len(holders(world)) != count:  # noqa: ASYNC110 - virtual time
+                await trio.sleep(0.1)
+
+    async def scenario(world: World) -> None:
+        await world.kept(SAVE_EVERY)
+        for _ in range(2):
+            count = len(holders(world))
+            world.crash(other(world, "d"))
+            await replicas(world, count - 1)
+        await spare(world, "x")
+        await replicas(world, 2)
+        (newcomer,) = world.group.nodes["x"].runs.members.values()
+        assert newcomer.core._life.proposer.wanted == (3,)
+        await spare(world, "y")
+        await replicas(world, 3)
+
+    play("abcd", small(stages=1, replicas=3, steps=60), scenario)
+
+
 # The last replica of a stage
 
 

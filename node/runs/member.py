@@ -33,6 +33,7 @@ from node.runs.steering import Steering
 from node.runs.trainer import Training, keep_data
 from partition.plan import paxos
 from partition.plan.change import Change, standby_trainers
+from partition.plan.history import first_plan
 from partition.plan.paxos_messages import AgreementMessage
 from partition.plan.plan import Plan, plan_hash
 from partition.run import events
@@ -218,8 +219,8 @@ class RunMember:
             on_event=self._on_chain_event,
         )
         self._asking = AskShell(self._service, self.run, chain, lambda: self.steering.fact)
-        wanted = tuple(len(stage.computing) for stage in plan.stages)
-        self.core.begin(self._now, chain.core, wanted, is_restart=bool(durable))
+        first = first_plan(entered.history)
+        self.core.begin(self._now, chain.core, first, is_restart=bool(durable))
         self._start_task(self._live)
         self._act()
         if durable:

@@ -66,6 +66,13 @@ def extend(signer: Signer, history: History, parent: bytes, links: Sequence[byte
     return longer
 
 
+def first_plan(history: History) -> Plan:
+    """Return the plan that a history begins with; RemoteProtocolError: it is none."""
+    if len(history.base.body) > PLAN_BYTES_MAX:
+        raise RemoteProtocolError(f"a first plan of {len(history.base.body)} bytes")
+    return decode_plan(history.base.body)
+
+
 def check_length(history: History) -> None:
     """Else RemoteProtocolError."""
     if history.size_bytes > HISTORY_BYTES_MAX or len(history.segments) > SEGMENTS_MAX:
@@ -79,9 +86,7 @@ def replay(signer: Signer, requester: PeerId, history: History) -> tuple[Plan, P
     """The plan that a history leads to, and who tells it; else RemoteProtocolError."""
     check_length(history)
     author = signer.check(FIRST_PLAN_PURPOSE, history.base)
-    if len(history.base.body) > PLAN_BYTES_MAX:
-        raise RemoteProtocolError(f"a first plan of {len(history.base.body)} bytes")
-    plan = decode_plan(history.base.body)
+    plan = first_plan(history)
     if author != requester or plan.height:
         raise RemoteProtocolError("a first plan that is not its requester's, or not the first")
     peers = 0

@@ -129,10 +129,9 @@ class Member:
         """Note that this node asks for the run, and looks for providers."""
         self._change("leases wanted", "")
 
-    def begin(
-        self, now: float, chain: PaxosChain, wanted: tuple[int, ...], *, is_restart: bool = False
-    ) -> None:
-        """Keep the chain from here on. `wanted` are the replicas each stage began with.
+    def begin(self, now: float, chain: PaxosChain, first: Plan, *, is_restart: bool = False) -> None:
+        """Keep the chain from here on. `first` is the plan that the run began with, whenever this node came:
+        each stage is to have as many replicas as it had then.
 
         A member that was restarted knows the chain and has lost its stage: it tells all others, also those
         that were restarted themselves, and takes up nothing until a new plan gives it something.
@@ -143,7 +142,7 @@ class Member:
             chain,
             now,
             requester=self._requester,
-            wanted=wanted,
+            wanted=tuple(len(stage.computing) for stage in first.stages),
             around=self._around,
             asks=self.asks,
         )
@@ -153,7 +152,7 @@ class Member:
             proposer=proposer,
             draining=make.draining(proposer),
             keepalive=make.keepalive(self._me, now, self.asks),
-            first_pace=slowest_pace(chain.head),
+            first_pace=slowest_pace(first),
         )
         if is_restart:
             self._restart(now, chain.head)

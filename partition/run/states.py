@@ -47,6 +47,7 @@ NEXT: Mapping[State, Mapping[Cause, State]] = MappingProxyType(
         "submitted": {
             "leases wanted": "placing",
             "plan in force": "running",
+            "stage short of replicas": "degraded",  # of a member that comes later
             "node restarted": "paused",
             **_ENDS,
         },

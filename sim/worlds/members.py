@@ -213,8 +213,7 @@ class Member(Turns):
             abstain=self._has_forgotten,
         )
         self._calls.append(lambda core, now: core.wake(now))  # keeps what is unsaved
-        wanted = tuple(len(stage.computing) for stage in plan.stages)
-        self.core.begin(self.now, chain, wanted, is_restart=bool(durable))
+        self.core.begin(self.now, chain, self._setting.first or plan, is_restart=bool(durable))
 
     def _call(self, call: Callable[[agreed.PaxosChain, float], Any]) -> None:
         """Call the chain, keep its promises, send, act."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from crypto.identity import PeerId
+from partition.plan.plan import Plan
 from partition.run.provider import StageProvider
 from sim.observers import Broken
 from sim.scenario import Training
@@ -37,6 +38,8 @@ class Setting:
     """Hands a question of the first peer to the second."""
     counters: Counter[str]
     provider: Callable[[PeerId], StageProvider]
+    first: Plan | None = None
+    """The plan that the run began with, once it has."""
 
     @property
     def requester(self) -> PeerId:

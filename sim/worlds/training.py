@@ -10,6 +10,7 @@ Not here: placement (the first plan is given, to whoever is up when the run begi
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -268,6 +269,7 @@ class _Run:
             self._runs.at(self._runs.now + AGAIN_SECONDS, self._begin)
             return
         self._has_begun = True
+        self._setting = setting = replace(setting, first=plan)
         for peer in setting.pool:
             if self._runs.is_up(peer):
                 self._make(peer, has_forgotten=False)

@@ -93,7 +93,7 @@ class Node:
         self.chain = PaxosChain(self.me, self.plan, Random(1))
 
     def begin(self, **how: Any) -> "Node":
-        self.core.begin(self.now, self.chain, (2, 2), **how)
+        self.core.begin(self.now, self.chain, PLAN, **how)
         return self
 
     def die(self, *peers: PeerId) -> None:
@@ -241,7 +241,7 @@ TWO_MEMBERS = replace(PLAN, roster=(REQUESTER, ONE), stages=(StagePlan(0, 1, (ON
 
 def test_a_run_of_two_members_takes_a_witness_that_agrees_first() -> None:
     node = Node(committee(TWO_MEMBERS)[0], plan=TWO_MEMBERS, free=[(ONE, 1), (SPARE, 9), (OTHER, 5)])
-    node.core.begin(0.0, node.chain, (1,))
+    node.core.begin(0.0, node.chain, TWO_MEMBERS)
     node.at(0.0)
     (lease,) = node.asked()
     assert isinstance(lease.request, HoldStage)
@@ -264,7 +264,7 @@ def test_a_witness_that_dies_is_replaced() -> None:
     plan = successor(TWO_MEMBERS, Change(admitted=(OTHER,)))
     first = committee(successor(plan, Change(lost=(OTHER,))))[0]
     node = Node(first, plan=plan, free=[(SPARE, 9)])
-    node.core.begin(0.0, node.chain, (1,))
+    node.core.begin(0.0, node.chain, TWO_MEMBERS)
     node.die(OTHER)
     assert node.proposed() == Change(lost=(OTHER,))
     node.decided(Change(lost=(OTHER,)))
