@@ -19,12 +19,17 @@ from node.runtime import Node
 from partition.run.local_settings import LocalSettings
 from tests.local_runs import local_runs
 from tests.source import ROOT
-from tests.stack import manifest, prepare, simple_cnn
+from tests.stack import manifest, prepare
+from tests.test_recut import deep_model
 
 pytest.importorskip("sklearn")
 
 GOES_ON_SECONDS = 10.0
 """From the death of a machine until the column makes steps without it."""
+WIDTH = 256
+"""Of layers whose computing takes longer than what each micro-batch costs a stage besides."""
+JOINS_SECONDS_MAX = 120.0
+"""Until one that joins has a stage: it loads torch, on a machine that may be busy."""
 
 
 @pytest.mark.skipif("PEERLOOM_PROCESSES" not in os.environ, reason="PEERLOOM_PROCESSES=1")
@@ -51,9 +56,9 @@ def test_two_columns_of_processes_train_on_after_one_is_killed(monkeypatch: pyte
 
 
 @pytest.mark.skipif("PEERLOOM_PROCESSES" not in os.environ, reason="PEERLOOM_PROCESSES=1")
-def test_a_column_of_processes_goes_on_without_one_of_three(tmp_path: Path) -> None:
-    """Three nodes hold a stage each, nobody is idle: the two that are left hold all three."""
-    model = simple_cnn("float32")
+def test_a_column_of_processes_goes_on_without_one_and_uses_another_that_joins(tmp_path: Path) -> None:
+    """Three equal nodes hold a stage each, nobody is idle: the two that are left hold all three."""
+    model = deep_model("float32", WIDTH)
     swarm = SwarmProcesses(tmp_path, "columns", time.sleep, calibrate=False, preset="lan")
     settings = config.Config(
         name="e",
@@ -61,12 +66,13 @@ def test_a_column_of_processes_goes_on_without_one_of_three(tmp_path: Path) -> N
         swarm=config.Swarm(name="columns", preset="lan"),
         listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
         join=config.Join(lan=False),
-        resources=config.Resources(calibrate=False),
+        resources=config.Resources(calibrate=False, cores=1),
     )
     wanted = manifest(
         model,
         stages=3,
         replicas=1,
+        microbatch=16,
         dtype="float32",
         local=LocalSettings(local_steps=5),
         steps=100_000,
@@ -99,6 +105,14 @@ def test_a_column_of_processes_goes_on_without_one_of_three(tmp_path: Path) -> N
             await reached(before + 3)
             assert time.monotonic() - began <= GOES_ON_SECONDS
             assert len({node.peer, *column.peers}) == 2
+            swarm.launch("c")
+            left = next(each for each in swarm.nodes.values() if parse_peer(each.peer) != killed)
+            joiner = await trio.to_thread.run_sync(swarm.start, "c", left.address)
+            with trio.fail_after(JOINS_SECONDS_MAX):
+                while parse_peer(joiner.peer) not in column.peers:  # noqa: ASYNC110
+                    await trio.sleep(0.1)
+            assert len({node.peer, *column.peers}) == 3
+            await reached(member.step + 10)
 
     try:
         trio.run(play)

@@ -25,6 +25,7 @@ from node.main import run as run_command
 from node.runtime import Node
 from node.storage.folder import FolderStorage
 from tests.stack import Model, assert_equal, manifest, prepare, reference, simple_cnn
+from tests.test_recut import deep_model
 
 NAMES = "ab"
 SWARM = "processes"
@@ -35,6 +36,10 @@ ALONE_SECONDS_MAX = 10.0
 """From the death of one of two machines until the other computes the next step."""
 STANDBY_SECONDS_MAX = 2.0
 """From a holder's death until the next step is open where another follows its stage."""
+
+AGAIN_SECONDS_MAX = 240.0
+WIDTH = 256
+"""Of layers whose computing takes longer than what each micro-batch costs a stage besides."""
 
 
 @pytest.fixture
@@ -196,6 +201,54 @@ async def test_a_run_goes_on_with_one_machine_where_the_other_of_two_is_killed(
     assert stages[0] == 2
     assert stages[-1] == 1
     assert resumed, "a step was opened under the plan with one stage"
+    assert_equal(safetensors.numpy.load(data), reference(run), "float64")
+
+
+@full
+async def test_a_run_has_as_many_stages_again_once_a_machine_joins(
+    tmp_path: Path, captured: Model, processes: SwarmProcesses
+) -> None:
+    """Three machines hold a stage each; one is killed, two hold all layers, and a fourth takes some."""
+    del captured
+    wanted = manifest(
+        deep_model(width=WIDTH),
+        stages=3,
+        replicas=1,
+        steps=400,
+        save_every=10,
+        microbatch=16,
+        microbatches=4,
+        test_samples=60,
+    )
+    processes.launch("cd")
+    address = processes.nodes[NAMES[0]].address
+    await trio.to_thread.run_sync(processes.start, "c", address)
+    names = {parse_peer(node.peer): name for name, node in processes.nodes.items()}
+    resources = config.Resources(calibrate=False, accept_runs="never")
+    settings = replace(_settings(tmp_path / "e"), resources=resources)
+    counts: list[int] = []
+    async with Node(settings, join=[address]) as node:
+        with node.watch() as events, trio.fail_after(AGAIN_SECONDS_MAX):
+            met = set(node.membership.live)
+            while not names.keys() <= met:
+                event = await events.receive()
+                if isinstance(event, MemberJoined):
+                    met.add(event.peer)
+            run = prepare(node, wanted)
+            await node.runs.submit(run)
+            async for event in events:
+                if isinstance(event, RunPlanned):
+                    counts.append(len(event.stages))
+                    if counts[-2:] == [3, 2]:
+                        await trio.to_thread.run_sync(processes.start, "d", address)
+                if isinstance(event, StepCommitted) and event.step == 15 and counts == [3]:
+                    processes.kill("c")
+                if isinstance(event, RunEnded):
+                    assert event.outcome == "done", event.detail
+                    break
+        data = node.seams.storage.read(weights_name(run.text))
+    assert counts[:3] == [3, 2, 3]
+    assert data is not None
     assert_equal(safetensors.numpy.load(data), reference(run), "float64")
 
 

@@ -6,6 +6,7 @@ Whole nodes in virtual time, held against one process that knows of no stages.
 import os
 from contextlib import AsyncExitStack
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,6 +23,7 @@ from node.checkpoints.weights import weights_name
 from node.events import Event, RunEnded, RunPlanned, RunResumed, StepCommitted
 from node.protocols.manifest import Manifest, Run
 from node.runtime import Node
+from partition.capture.models.model_spec import Precision
 from partition.capture.task import Task, capture_task, correct, cross_entropy
 from partition.plan.change import Change
 from partition.stage import OptimizerSettings, StageSpecification
@@ -147,13 +149,14 @@ def test_batch_statistics_and_dropout_move_too() -> None:
 
 
 @cache
-def deep_model() -> Model:
-    """Twelve equal layers."""
+def deep_model(dtype: Precision = "float64", width: int = 64) -> Model:
+    """Twelve layers, equal ones with a width of 64."""
     torch.manual_seed(3)
-    width = 64
-    blocks = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(12)]
-    module = nn.Sequential(nn.Flatten(), *blocks, nn.Linear(width, 10)).double()
-    images, labels = torch.zeros(2, 1, 8, 8, dtype=torch.float64), torch.zeros(2, dtype=torch.int64)
+    sizes = [64, *[width] * 12]
+    blocks = [nn.Sequential(nn.Linear(*pair), nn.Tanh()) for pair in pairwise(sizes)]
+    kind = getattr(torch, dtype)
+    module = nn.Sequential(nn.Flatten(), *blocks, nn.Linear(width, 10)).to(kind)
+    images, labels = torch.zeros(2, 1, 8, 8, dtype=kind), torch.zeros(2, dtype=torch.int64)
     return known(
         capture_task(Task(module, (images,), (labels,), cross_entropy, {"correct": correct}, name="deep"))
     )

@@ -6,6 +6,7 @@ exact run (`node.runs.splitting`). Not here: finding free nodes (`recruiter`), t
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 
 import trio
@@ -24,14 +25,14 @@ from node.placement.leases import Offer, problem_of, rounded
 from node.protocols.manifest import Run
 from node.protocols.runs import Join
 from node.runs.rebalancing import ASSUMED_LINK, PAUSE_NANOSECONDS
-from node.runs.splitting import GAIN_PERCENT_MIN, IDLE_MAX
+from node.runs.splitting import IDLE_MAX
 from partition.model.graph import Graph
 from partition.plan.columns import find_takers, moves_that_pay
 from partition.plan.observed import Knowledge
 from partition.plan.plan import Plan
 from partition.plan.problem import Problem
 from partition.run.asks import Done
-from partition.run.pauses import stages_fewer
+from partition.run.pauses import GAIN_PERCENT_MIN, stages_fewer
 
 LOOK_SECONDS = 0.5
 MERGE_SECONDS = 2.0
@@ -96,6 +97,8 @@ class Regrouping:
         self._arriving: tuple[int, PeerId, float] | None = None
         self._promised: tuple[tuple[int, ...], PeerId] | None = None
         self._said = ""
+        self._slower = Fraction(1)
+        """How many times longer steps were to take when stages were last merged."""
         self._seconds = 0.0
         self._looked_at = trio.current_time()
 
@@ -168,6 +171,7 @@ class Regrouping:
                 key = (peer, row.first_layer, row.last_layer)
                 self._refused[key] = trio.current_time() + REFUSED_SECONDS
                 return  # another way is looked for
+        self._slower = found.slower
         self._say(stages_fewer(found.nodes, len(self._plan.stages), found.slower))
 
     async def _ask(self, stage: int, peer: PeerId, *, is_beside: bool) -> bool:
@@ -218,24 +222,37 @@ class Regrouping:
         if now < self._looked_at + SPLIT_SECONDS:
             return
         self._looked_at = now
-        free = self._recruiter.free()[:IDLE_MAX]
         spare = [peer for peer in self._crew.holders if peer in self._service.live() and peer not in column]
+        peers = [*self._recruiter.free()[:IDLE_MAX], *spare[:IDLE_MAX]]
+        moves = await self._moves(column, peers)
+        if moves is not None and not moves:
+            self._say(stages_fewer(len(set(column)), len(column), self._slower, useless=len(peers)))
+        for stages, peer in moves or ():
+            if peer in spare or await self._ask(stages[0], peer, is_beside=False):
+                self._expect(stages, peer)
+                return
+            self._recruiter.declined(peer)
+
+    async def _moves(
+        self, column: Sequence[PeerId], peers: Sequence[PeerId]
+    ) -> list[tuple[tuple[int, ...], PeerId]] | None:
+        """Return which stages of the `column` could go to which of these peers, the best first; None where
+        not enough is known of them."""
         offers = self._offers()
-        others = [offers[peer] for peer in (*free, *spare[:IDLE_MAX]) if peer in offers]
+        others = [offers[peer] for peer in peers if peer in offers]
         mine = [offers[peer] for peer in dict.fromkeys(column) if peer in offers]
         if not others or len(mine) < len(set(column)):
-            return
+            return None
         knowledge = await self._service.measurements.learn([offer.peer for offer in (*mine, *others)])
         steps_left = self._run.manifest.steps - self._step()
 
         def work() -> list[tuple[tuple[int, ...], PeerId]]:
             problem = column_problem(self._run, self._graph, mine, others, knowledge)
-            peers = [offer.peer for offer in others]
             return moves_that_pay(
                 problem,
                 self._plan,
                 column,
-                peers,
+                [offer.peer for offer in others],
                 steps_left=steps_left,
                 seconds=self._seconds,
                 gain_percent_min=GAIN_PERCENT_MIN,
@@ -243,14 +260,9 @@ class Regrouping:
             )
 
         try:
-            moves = await self._service.seams.executor.run(work, apart=True)
+            return await self._service.seams.executor.run(work, apart=True)
         except (RemoteProtocolError, ValueError):
-            return
-        for stages, peer in moves:
-            if peer in spare or await self._ask(stages[0], peer, is_beside=False):
-                self._expect(stages, peer)
-                return
-            self._recruiter.declined(peer)
+            return None
 
     def _expect(self, stages: Sequence[int], peer: PeerId) -> None:
         """A node is opening the first of these stages; it is to be asked for the others then."""

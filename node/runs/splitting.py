@@ -14,9 +14,8 @@ from partition.plan.problem import Infeasible, Problem, Split
 from partition.plan.rebalance import diff, step_nanoseconds
 from partition.plan.solver import solve
 from partition.plan.tables import Tables
+from partition.run.pauses import GAIN_PERCENT_MIN
 
-GAIN_PERCENT_MIN = 20
-"""What another stage must bring: twice what moved borders must, for a machine is taken from others too."""
 IDLE_MAX = 3
 """Idle peers of which one is chosen: the fastest, and two in case that it is far away."""
 

@@ -6,6 +6,10 @@ from fractions import Fraction
 from crypto.identity import PeerId, short_peer
 from partition.plan.quorum import QuorumLost
 
+GAIN_PERCENT_MIN = 20
+"""By how much another stage must shorten steps: twice what moved borders must, for a machine is taken from
+others too."""
+
 
 def votes_missing(event: QuorumLost) -> str:
     """Say how many votes are missing, and which machines would end the pause."""
@@ -23,8 +27,14 @@ def stage_missing(reason: str, lost: Collection[PeerId]) -> str:
     return f"{reason}; it goes on when {names} is back" if lost else reason
 
 
-def stages_fewer(stages: int, began_with: int, slower: Fraction) -> str:
-    """Say that a run goes on with fewer stages, how much slower, and what would help."""
+def stages_fewer(stages: int, began_with: int, slower: Fraction, useless: int = 0) -> str:
+    """Say that a run goes on with fewer stages, how much slower, and what would help. So many machines that
+    are free were found `useless`: the run would not get enough faster with them."""
     has = "1 stage has" if stages == 1 else f"{stages} stages have"
     pace = f", each step about {float(slower):.1f} times as long" if slower > 1 else ""
-    return f"{has} the layers of {began_with}{pace}; another machine that offers a slot would take some"
+    helps = f"a machine that offers a slot takes some if steps get {GAIN_PERCENT_MIN} % faster"
+    if useless:
+        free = "the machine that is" if useless == 1 else f"none of the {useless} machines that are"
+        would = "would not make steps" if useless == 1 else "would make steps"
+        helps = f"{free} free {would} {GAIN_PERCENT_MIN} % faster"
+    return f"{has} the layers of {began_with}{pace}; {helps}"
