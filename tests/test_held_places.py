@@ -7,13 +7,17 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import pytest
 import trio
 
 from crypto.encoding import decode, encode
 from crypto.identity import Identity, PeerId
+from gossip.averaging import messages as attempt
 from gossip.pieces import messages as pieces
 from node.averaging import transfer
+from node.averaging.participation import Participation
+from node.averaging.rounds import Wanted
 from node.checkpoints import replication
 from node.content import blobs
 from node.errors import StreamClosed, Unreachable
@@ -35,6 +39,7 @@ AGAIN_SECONDS = 1.0
 """After which a hostile peer that lost a place wants it back."""
 STREAMED = [protocol.name for protocol in PROTOCOLS if protocol.said is not None]
 NOTHING, RUN = bytes(32), "0" * 16
+ROUNDS, STREAMS_EACH = 3, 4
 
 
 async def hold(network: Network, victim: PeerId, protocol: str, first: bytes) -> None:
@@ -116,6 +121,8 @@ def first_words(protocol: str) -> bytes:
     """A plausible first message that makes the other side hold something."""
     if protocol == pieces.DATA_PROTOCOL:
         return encode(pieces.Have(bytes([1]) * 32, b"\0", True, False))
+    if protocol == attempt.PROTOCOL:
+        return encode(attempt.Opening(bytes([1]) * 32))
     return b""
 
 
@@ -150,3 +157,40 @@ def test_what_64_peers_hold_keeps_nobody_from_an_answer(protocol: str) -> None:
             nursery.cancel_scope.cancel()
 
     scenario(test)
+
+
+def test_what_64_peers_hold_delays_no_round_of_three_honest_members() -> None:
+    """The hostile open streams of attempts that do not exist, before and during the rounds of one member."""
+    took: list[float] = []
+
+    async def take_part(run: Participation, own: float) -> None:
+        await run.wait_for_peers(2)
+        for number in range(ROUNDS):
+            run.tell(step=number, samples=8, rounds=number, lineage=bytes(32), has_state=True)
+            wanted = Wanted(round=number, window_seconds=1.0, patience_seconds=10.0)
+            begun = trio.current_time()
+            made = await run.average(np.full(64, own, np.float32), 8.0, wanted)
+            took.append(trio.current_time() - begun)
+            assert made.vector is not None
+            assert np.allclose(made.vector, 1.0)
+
+    async def main() -> None:
+        async with swarm("abc", preset="lan") as group, trio.open_nursery() as nursery:
+            nodes, victim = list(group.nodes.values()), group.nodes["b"]
+            words = first_words(attempt.PROTOCOL)
+            for number in range(HOSTILE):
+                network = group.medium.attach(Identity(number.to_bytes(32, "big")).peer)
+                await nursery.start(network.run)
+                network.learn(victim.peer, victim.network.addresses)
+                victim.network.learn(network.peer, network.addresses)
+                for _ in range(STREAMS_EACH):
+                    nursery.start_soon(hold, network, victim.peer, attempt.PROTOCOL, words)
+            await trio.sleep(HOLD_SECONDS)
+            async with trio.open_nursery() as honest:
+                for own, node in enumerate(nodes):
+                    honest.start_soon(take_part, node.averaging.open("x", bytes(32), aggregate="mean"), own)
+            nursery.cancel_scope.cancel()
+
+    simulate(main)
+    assert len(took) == 3 * ROUNDS
+    assert max(took) <= ANSWER_SECONDS, took
