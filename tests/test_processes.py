@@ -205,51 +205,50 @@ async def test_a_run_goes_on_with_one_machine_where_the_other_of_two_is_killed(
 
 
 @full
-async def test_a_run_has_as_many_stages_again_once_a_machine_joins(
-    tmp_path: Path, captured: Model, processes: SwarmProcesses
+def test_a_run_has_as_many_stages_again_once_a_machine_joins(
+    tmp_path: Path, processes: SwarmProcesses
 ) -> None:
-    """Three machines hold a stage each; one is killed, two hold all layers, and a fourth takes some."""
-    del captured
+    """Three machines hold a stage each; one is killed, two hold all layers, and a fourth takes some. That
+    every bit stays is held in virtual time, for this run is as long as another stage needs to pay."""
     wanted = manifest(
         deep_model(width=WIDTH),
         stages=3,
         replicas=1,
-        steps=400,
+        steps=100_000,
         save_every=10,
         microbatch=16,
         microbatches=4,
         test_samples=60,
     )
-    processes.launch("cd")
-    address = processes.nodes[NAMES[0]].address
-    await trio.to_thread.run_sync(processes.start, "c", address)
-    names = {parse_peer(node.peer): name for name, node in processes.nodes.items()}
-    resources = config.Resources(calibrate=False, accept_runs="never")
-    settings = replace(_settings(tmp_path / "e"), resources=resources)
-    counts: list[int] = []
-    async with Node(settings, join=[address]) as node:
-        with node.watch() as events, trio.fail_after(AGAIN_SECONDS_MAX):
-            met = set(node.membership.live)
-            while not names.keys() <= met:
-                event = await events.receive()
-                if isinstance(event, MemberJoined):
-                    met.add(event.peer)
-            run = prepare(node, wanted)
-            await node.runs.submit(run)
-            async for event in events:
-                if isinstance(event, RunPlanned):
-                    counts.append(len(event.stages))
-                    if counts[-2:] == [3, 2]:
-                        await trio.to_thread.run_sync(processes.start, "d", address)
-                if isinstance(event, StepCommitted) and event.step == 15 and counts == [3]:
-                    processes.kill("c")
-                if isinstance(event, RunEnded):
-                    assert event.outcome == "done", event.detail
-                    break
-        data = node.seams.storage.read(weights_name(run.text))
-    assert counts[:3] == [3, 2, 3]
-    assert data is not None
-    assert_equal(safetensors.numpy.load(data), reference(run), "float64")
+
+    async def play() -> None:
+        processes.launch("cd")
+        address = processes.nodes[NAMES[0]].address
+        await trio.to_thread.run_sync(processes.start, "c", address)
+        names = {parse_peer(node.peer): name for name, node in processes.nodes.items()}
+        resources = config.Resources(calibrate=False, accept_runs="never")
+        settings = replace(_settings(tmp_path / "e"), resources=resources)
+        counts: list[int] = []
+        async with Node(settings, join=[address]) as node:
+            with node.watch() as events, trio.fail_after(AGAIN_SECONDS_MAX):
+                met = set(node.membership.live)
+                while not names.keys() <= met:
+                    event = await events.receive()
+                    if isinstance(event, MemberJoined):
+                        met.add(event.peer)
+                await node.runs.submit(prepare(node, wanted))
+                async for event in events:
+                    if isinstance(event, RunPlanned):
+                        counts.append(len(event.stages))
+                        if counts == [3, 2]:
+                            await trio.to_thread.run_sync(processes.start, "d", address)
+                    if isinstance(event, StepCommitted) and event.step == 15 and counts == [3]:
+                        processes.kill("c")
+                    if isinstance(event, RunResumed) and counts == [3, 2, 3]:
+                        assert event.lost_steps == 0
+                        break
+
+    trio.run(play)
 
 
 @full
