@@ -83,6 +83,7 @@ soak: $(READY) types-darwin docs
 	PEERLOOM_EXACTNESS=full $(BIN)/python -m pytest -s tests/test_exactness.py
 	PEERLOOM_EXAMPLES=300 $(BIN)/python -m pytest -s tests/partition/test_cut_random.py tests/partition/test_steps_hostile.py
 	PEERLOOM_SWIM_EXAMPLES=300 $(BIN)/python -m pytest -s tests/gossip/test_machine.py
+	PEERLOOM_COLUMN_SEEDS=200 $(BIN)/python -m pytest -s tests/node/local/test_column_seeds.py
 	PEERLOOM_RECUT_STAGES=3 $(BIN)/python -m pytest -s tests/test_recut.py
 	PEERLOOM_TURNS_PROCESSES=1 $(BIN)/python -m pytest -s tests/test_turns_processes.py
 	PEERLOOM_LATE_MEMBERS=1 $(BIN)/python -m pytest -s tests/node/optimizer/test_liars.py \

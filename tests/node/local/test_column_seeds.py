@@ -1,0 +1,142 @@
+"""One column among deaths, partitions and newcomers drawn from a seed, in all phases of its run.
+
+Whole nodes in virtual time. Whatever befalls them: no two nodes work as the same stage for one head for
+longer than a column takes to notice, no stage is without a holder for long while somebody could hold it, and
+the run ends with one result on all that are left. PEERLOOM_COLUMN_SEEDS says how many seeds are played.
+"""
+
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+import trio
+
+from crypto.identity import PeerId
+from node.local.column import CALL_SECONDS_MAX
+from sim.worlds.scheduling import run_virtually
+from tests import stack
+from tests.local_runs import local_runs
+from tests.node.local.test_merging_columns import begin, held, steps_made
+from tests.node.local.test_runs import SLOW, ends
+from tests.stack import Swarm, swarm
+
+SEEDS = int(os.environ.get("PEERLOOM_COLUMN_SEEDS", "0"))
+STEPS = 60
+DISTURBED_SECONDS = 30.0
+APART_SECONDS = 12.0
+"""Between two deaths: that of a head and of the holder of its copies at once cost the stage."""
+PARTED_SECONDS = (2.0, 15.0)
+TWICE_SECONDS_MAX = CALL_SECONDS_MAX
+"""For so long a head that was cut off may wait for an answer, while its holder works for another."""
+NOBODY_SECONDS_MAX = 60.0
+"""From the last trouble on."""
+END_SECONDS_MAX = 600.0
+LOOK_SECONDS = 0.5
+
+
+@dataclass
+class Watch:
+    """What is seen of a column, twice a second."""
+
+    group: Swarm
+    stages: int
+    alive: set[str]
+    calm_since: float = 0.0
+    twice: Counter[tuple[PeerId, int]] = field(default_factory=Counter)
+    nobody: float = 0.0
+    longest_twice: float = 0.0
+    longest_nobody: float = 0.0
+
+    async def run(self) -> None:
+        while True:
+            await trio.sleep(LOOK_SECONDS)
+            self._look()
+
+    def _look(self) -> None:
+        working: Counter[tuple[PeerId, int]] = Counter()
+        present: set[int] = set()
+        is_over = False
+        for name in self.alive:
+            runs = local_runs(self.group.nodes[name])
+            is_over = is_over or not runs.members
+            present |= held(self.group, name)
+            for member in runs.members.values():
+                is_over = is_over or member.ending.best is not None
+                for server in member.crew.servers:
+                    if server.head is not None:
+                        working[server.head, server.number] += 1
+        for key in [key for key in self.twice if working[key] < 2]:
+            del self.twice[key]
+        for key, count in working.items():
+            self.twice[key] += count > 1
+        most = max(self.twice.values(), default=0) * LOOK_SECONDS
+        self.longest_twice = max(self.longest_twice, most)
+        is_calm = trio.current_time() >= self.calm_since
+        self.nobody = (
+            self.nobody + LOOK_SECONDS if is_calm and not is_over and len(present) < self.stages else 0
+        )
+        self.longest_nobody = max(self.longest_nobody, self.nobody)
+
+
+async def disturb(watch: Watch, rng: Random, nursery: trio.Nursery) -> list[str]:
+    """Trouble the column until DISTURBED_SECONDS are over; what befell it."""
+    group, said = watch.group, list[str]()
+    until, died_at, number = trio.current_time() + DISTURBED_SECONDS, -APART_SECONDS, 0
+    while trio.current_time() < until:
+        await trio.sleep(rng.uniform(0.0, 10.0))
+        kind = rng.choice(("death", "death", "part", "join"))
+        if kind == "death" and len(watch.alive) > 1 and trio.current_time() >= died_at + APART_SECONDS:
+            victim = rng.choice(sorted(watch.alive))
+            watch.alive.discard(victim)
+            group.kill(victim)
+            died_at = trio.current_time()
+            said.append(f"{died_at:.1f} {victim} dies")
+        elif kind == "part" and len(watch.alive) > 1:
+            minority = {rng.choice(sorted(watch.alive))}
+            seconds = rng.uniform(*PARTED_SECONDS)
+            said.append(f"{trio.current_time():.1f} {minority} parted for {seconds:.1f}")
+            group.medium.split(
+                [group.nodes[name].peer for name in minority],
+                [group.nodes[name].peer for name in group.nodes if name not in minority],
+            )
+            await trio.sleep(seconds)
+            group.medium.heal()
+            died_at = max(died_at, trio.current_time())
+        elif kind == "join" and number < 2:
+            name, through = "xy"[number], rng.choice(sorted(watch.alive))
+            number += 1
+            await nursery.start(stack._live, group, name, through, 1, SLOW)
+            watch.alive.add(name)
+            said.append(f"{trio.current_time():.1f} {name} joins")
+    watch.calm_since = trio.current_time()
+    return said
+
+
+@pytest.mark.skipif(not SEEDS, reason="ten seconds a seed: PEERLOOM_COLUMN_SEEDS=200")
+@pytest.mark.parametrize("seed", range(1, 1 + max(1, SEEDS)))
+def test_whatever_befalls_a_column_each_stage_has_one_holder_and_its_run_ends(seed: int) -> None:
+    async def play() -> None:
+        rng = Random(seed)
+        stages = rng.choice((2, 3))
+        async with swarm("abc", stage_seconds=SLOW, preset="lan") as group, trio.open_nursery() as nursery:
+            watch = Watch(group, stages, set("abc"), calm_since=trio.current_time() + 1e9)
+            await begin(group, stages=stages, steps=STEPS)
+            nursery.start_soon(watch.run)
+            with trio.fail_after(60):
+                while steps_made(group, "a") < 4:  # noqa: ASYNC110 - virtual time
+                    await trio.sleep(0.1)
+            said = await disturb(watch, rng, nursery)
+            members = "".join(name for name in sorted(watch.alive) if local_runs(group.nodes[name]).members)
+            try:
+                found = await ends(group, members, END_SECONDS_MAX)
+            except trio.TooSlowError:
+                raise AssertionError(f"the run did not end: {said}, {sorted(watch.alive)}") from None
+            assert {event.outcome for event in found} <= {"done"}, said
+            assert len({event.weights for event in found}) <= 1, said
+            assert watch.longest_twice <= TWICE_SECONDS_MAX, said
+            assert watch.longest_nobody <= NOBODY_SECONDS_MAX, said
+            nursery.cancel_scope.cancel()
+
+    run_virtually(play)
