@@ -13,10 +13,10 @@ exact mode a machine is also killed in each phase, where nobody else comes or go
 last evaluation what stalls is the end of the run. Not measured here: the death of the node that
 feeds and commits (tests/test_exactness.py), several stages, machines that differ, real networks.
 
-Best in exact mode: 0.81 in half an hour (seed 1), about 0.77 in 41 minutes (seed 2). The causes that are left:
-each step of 3.2 s has half a second in which machines wait for messages (the sum of gradients begins after the
-last micro-batch), and each crash costs 5 s until SWIM holds the machine for dead. Next ideas: sum the gradients
-of the first micro-batches while the last are computed; ask a replica at once whose frames are overdue.
+Best in exact mode: 0.81 in half an hour (seed 1), about 0.77 in 41 minutes (seed 2). What is left: in each
+step of 3.2 s no machine computes for half a second (3.19 s with six machines, 3.73 s with five; where in it
+was not traced), and each crash costs 5 s until SWIM holds the machine for dead. Next ideas: sum the
+first micro-batches while the last are computed, and ask a replica at once whose frames are overdue.
 """
 
 import os
