@@ -520,6 +520,16 @@ class ValuesRead(msgspec.Struct, frozen=True, tag=True, array_like=True):
     data: bytes
 
 
+class CopySession(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Begin a session with the first `tokens` of `base`, which goes on as it was: what both have they share.
+
+    Refused where `base` has fewer tokens, by the fault "position"."""
+
+    session: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    base: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    tokens: Annotated[int, msgspec.Meta(ge=1, le=_NUMBER_MAX)]
+
+
 class EndSession(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Forget a session: its states, its keys and values. An unknown one is none."""
 
@@ -561,7 +571,7 @@ class Restore(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The answer to `Discard`, `EndSession`, `Forget`, `Import`, `Reload` and `Restore`."""
+    """The answer to `Discard`, `EndSession`, `Forget`, `CopySession`, `Import`, `Reload` and `Restore`."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -591,6 +601,7 @@ Request = (
     | Serve
     | FindBits
     | ReadValues
+    | CopySession
     | EndSession
     | Export
     | Import

@@ -87,6 +87,11 @@ ROOM_MADE = {
     ("partition/run/stall.py", "ROSTER_MAX"): "members of a run alone",
     ("partition/serve/door.py", "UNITS_IN_FLIGHT_MAX"): OWN,
     ("partition/serve/provider.py", "WAITING_UNITS_MAX"): "one session's own, which ends with one more",
+    ("partition/execute/pages.py", "SERVED_SESSIONS_MAX"): "the node ends sessions: it admits far fewer",
+    (
+        "partition/serve/provider.py",
+        "SESSIONS_MAX",
+    ): "the session that rests and is used least; else the register",
     ("partition/serve/upkeep.py", "MEMBERS_MAX"): "those only named by others; members are introduced",
     ("partition/steps/schedule.py", "in_flight_max"): OWN,
 }

@@ -341,6 +341,7 @@ class AnswerStream:
             "tokens_per_second": (made.count - 1) / seconds if seconds and made.count > 1 else None,
             "route": [peer_text(peer) for peer in made.route],
             "forgotten": self._forgotten,
+            "shared_tokens": made.shared,
         }
 
 

@@ -63,12 +63,15 @@ class Token:
 class Generation:
     """One that goes on. `finish` says how it ended, once it has."""
 
-    def __init__(self, service: Service, now: float) -> None:
+    def __init__(self, service: Service, now: float, prompt_tokens: int) -> None:
         self.service = service
+        self.prompt_tokens = prompt_tokens
         self.route: tuple[PeerId, ...] = ()
         self.moves = 0
         self.is_exact = True
         """Whether every move was to machines of the bit classes that it came from."""
+        self.shared = 0
+        """The first tokens of its prompt that were not read again."""
         self.count = 0
         self.began_at = now
         self.first_at: float | None = None
@@ -129,7 +132,7 @@ class Generations:
         shape = Shape(service.id, manifest.stages, manifest.vocabulary, manifest.context)
         self._services[service.id] = service
         self.door.learn(clock.monotonic(), service.id, await owner.routes(service))
-        found = Generation(service, clock.monotonic())
+        found = Generation(service, clock.monotonic(), len(wish.prompt))
         number, sends = self.door.begin(clock.monotonic(), shape, wish)
         self._going[number] = found
         self._learn_links(service)
@@ -192,6 +195,7 @@ class Generations:
             return
         found.route = event.route
         if not event.lost:
+            found.shared = min(event.shared, found.prompt_tokens)
             return
         found.moves += 1
         found.is_exact = found.is_exact and event.is_exact

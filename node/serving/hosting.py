@@ -4,6 +4,7 @@ A stage takes a slot as a run's does, and the owner's rules say whose it may be.
 others is `partition.serve.upkeep`'s; here the node that is to take a missing stage is found and asked.
 """
 
+from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -45,6 +46,7 @@ from node.serving.texts import Texts
 from partition.run.messages import REASON_LENGTH_MAX
 from partition.run.timeouts import LEAVE_SECONDS_MAX
 from partition.serve.messages import CloseCode, Roll, Row
+from partition.serve.provider import Event as ProviderEvent
 from partition.serve.provider import Sends, SessionProvider
 from partition.serve.routes import StagePace
 from partition.serve.upkeep import Recruit, RosterChanged, ServiceUpkeep
@@ -96,6 +98,9 @@ class Membership:
         self.scope = trio.CancelScope()
         self.ready = trio.Event()
         self.pace = StagePace()
+        self.asked: deque[ProviderEvent] = deque()
+        """What the stage is to do, in this order."""
+        self.is_working = False
         self.roster: tuple[tuple[PeerId, ...], ...] = ()
         self.offering: frozenset[PeerId] = frozenset()
         """Nodes that had a free slot when a stage was last offered, and did not take it."""

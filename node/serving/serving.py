@@ -35,9 +35,9 @@ from node.seams import Seams, Stream, StreamLimits
 from node.services.discovery import Discovery
 from node.serving.finding import Finder, Routes
 from node.serving.generations import Generation, Generations
-from node.serving.hosting import Hosting, declined
+from node.serving.hosting import Hosting, Membership, declined
 from node.serving.sources import ServedFiles
-from node.serving.stage import Refusal
+from node.serving.stage import HeldStage, Refusal
 from node.serving.tensors import read_tensors, tensor_bytes, tensor_headers
 from node.serving.texts import Texts
 from node.storage.blobs import Blobs
@@ -53,13 +53,15 @@ from partition.serve.messages import (
     LeaveSession,
     Message,
     OpenSession,
+    RestSession,
     Roll,
     Row,
     SessionClosed,
     SessionOpened,
     Work,
 )
-from partition.serve.provider import ComputeBatch, ForgetSession, Sends, SessionProvider
+from partition.serve.provider import ComputeBatch, ForgetSession, ForkSession, Sends, SessionProvider
+from partition.serve.provider import Event as ProviderEvent
 
 STREAMS = StreamLimits(message_bytes_max=MESSAGE_BYTES_MAX, streams_per_peer_max=4)
 """One each way; another while a broken one is not known to be."""
@@ -281,7 +283,7 @@ class Serving:
                 sends = door.receive(now, sender, Carried(replace(message, tensors=()), arrays))
             case SessionOpened() | SessionClosed():
                 sends = door.receive(now, sender, message)
-            case OpenSession() | LeaveSession():
+            case OpenSession() | LeaveSession() | RestSession():
                 sends = self.provider.receive(now, sender, message)
             case Alive():
                 sends = [*self.provider.receive(now, sender, message), *door.receive(now, sender, message)]
@@ -317,11 +319,11 @@ class Serving:
         """Do what the cores want done, and look at their deadlines anew."""
         events, self.provider.events = self.provider.events, []
         for event in events:
-            match event:
-                case ComputeBatch():
-                    self.start_task(self._compute, event)
-                case ForgetSession():
-                    self.start_task(self._forget, event)
+            if (member := self.hosting.members.get(event.service)) is not None:
+                member.asked.append(event)
+                if not member.is_working:
+                    member.is_working = True
+                    self.start_task(self._work, member)
         self.hosting.act()
         self.generations.act()
         self._woken.set()
@@ -342,34 +344,41 @@ class Serving:
             self.act()
             await trio.lowlevel.checkpoint()
 
-    async def _compute(self, asked: ComputeBatch) -> None:
-        member, clock = self.hosting.members.get(asked.service), self.seams.clock
-        if member is None or member.stage is None:
-            return
+    async def _work(self, member: Membership) -> None:
+        """Have a stage do what is asked, one after the other, until nothing is left."""
+        try:
+            while member.asked and member.stage is not None:
+                await self._do(member, member.stage, member.asked.popleft())
+        except StageFailed as error:
+            await self.hosting.let_go(member, "failed", _short(error))
+        finally:
+            member.is_working = False
+
+    async def _do(self, member: Membership, stage: HeldStage, asked: ProviderEvent) -> None:
+        """Raises StageFailed: its process is gone."""
+        match asked:
+            case ComputeBatch():
+                await self._compute(member, stage, asked)
+            case ForgetSession():
+                await stage.forget(asked.session)
+            case ForkSession():
+                await stage.fork(asked.session, asked.base, asked.tokens)
+
+    async def _compute(self, member: Membership, stage: HeldStage, asked: ComputeBatch) -> None:
+        clock = self.seams.clock
         began = clock.monotonic()
         try:
-            outcome = await member.stage.compute(asked, self.seams.executor)
+            outcome = await stage.compute(asked, self.seams.executor)
             member.pace.note([unit.work.tokens for unit in asked.units], clock.monotonic() - began)
         except Refusal as error:
             now = clock.monotonic()
             sends = self.provider.failed(
                 now, asked.service, asked.batch, error.code, _short(error), error.session
             )
-        except StageFailed as error:
-            await self.hosting.let_go(member, "failed", _short(error))
-            return
         else:
             sends = self.provider.computed(clock.monotonic(), asked.service, asked.batch, outcome)
         self.send(sends)
         self.act()
-
-    async def _forget(self, wanted: ForgetSession) -> None:
-        member = self.hosting.members.get(wanted.service)
-        if member is not None and member.stage is not None:
-            try:
-                await member.stage.forget(wanted.session)
-            except StageFailed as error:
-                await self.hosting.let_go(member, "failed", _short(error))
 
     # Requests
 

@@ -221,6 +221,16 @@ class HeldStage:
         except (ValueError, RemoteProtocolError) as error:
             raise StageFailed(f"the stage's process answered nonsense: {error}") from None
 
+    async def fork(self, session: bytes, base: bytes, tokens: int) -> None:
+        """Have the process begin a session with the first tokens of another. Where it refuses, it refuses
+        that session's first unit too. Raises StageFailed: it is gone."""
+        try:
+            await self._stage.call(api.CopySession(session, base, tokens))
+        except SessionRefused:
+            return
+        except StageFailed:
+            await self.forget(NOBODY)  # raises where the process is gone
+
     async def forget(self, session: bytes) -> None:
         """Have the process forget a session. Raises StageFailed: it is gone."""
         await self._stage.call(api.EndSession(session))

@@ -132,8 +132,9 @@ class ServiceAnswers:
         async with AsyncExitStack() as held:
             return sum(map(len, await self._prompts(service, await self._text(service, held), request)))
 
-    async def open(self, request: AnswerRequest, held: AsyncExitStack) -> RunningAnswers:
-        """Begin all answers of a request; they end with `held`. Raises FormProblem."""
+    async def open(self, request: AnswerRequest, held: AsyncExitStack, owner: str = "") -> RunningAnswers:
+        """Begin all answers of a request; they end with `held`. What was read for one `owner` is read again
+        for any other. Raises FormProblem."""
         service = await self._find(request.model)
         text = await self._text(service, held)
         if request.logprobs is not None and (text is None or text.fenced is not None):
@@ -144,7 +145,7 @@ class ServiceAnswers:
             )
         prompts = await self._prompts(service, text, request)
         wishes = [
-            _wish(service, request, prompt, choice, self._serving.seams.entropy)
+            _wish(service, request, prompt, choice, self._serving.seams.entropy, owner)
             for prompt in prompts
             for choice in range(request.choices)
         ]
@@ -279,6 +280,7 @@ def _wish(
     prompt: tuple[int, ...],
     choice: int,
     entropy: Callable[[int], bytes],
+    owner: str = "",
 ) -> Wish:
     """Return what a door is asked for one choice. Raises FormProblem."""
     manifest = service.manifest
@@ -302,4 +304,4 @@ def _wish(
     except ValueError as error:
         raise FormProblem(f"sampling: {error}") from None
     tokens_max = min(request.tokens_max or manifest.context, manifest.context - len(prompt))
-    return Wish(prompt, tokens_max, sampling, frozenset(manifest.stops))
+    return Wish(prompt, tokens_max, sampling, frozenset(manifest.stops), owner=owner)

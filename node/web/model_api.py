@@ -84,7 +84,7 @@ class AnswerSource(Protocol):
 
     async def models(self) -> list[Mapping[str, Any]]: ...
     async def count(self, request: AnswerRequest) -> int: ...
-    async def open(self, request: AnswerRequest, held: AsyncExitStack) -> RunningAnswers: ...
+    async def open(self, request: AnswerRequest, held: AsyncExitStack, owner: str = "") -> RunningAnswers: ...
 
 
 class ModelApi:
@@ -166,7 +166,7 @@ class ModelApi:
         kind, writer_of = FORMS[request.path]
         form, asked = await self._read(request.body, kind)
         await self._take_turn(request.held, key)
-        answers = await self._answers.open(asked, request.held)
+        answers = await self._answers.open(asked, request.held, key.id)
         created = int(self._seams.clock.wall())
         writer = writer_of(AnswerFrame(request.id, created, form.model, answers.prompt_tokens), form)
         if not form.is_streamed:

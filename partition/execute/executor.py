@@ -54,6 +54,7 @@ from partition.stage import (
     Backward,
     BackwardDone,
     BitsFound,
+    CopySession,
     Discard,
     Done,
     EndSession,
@@ -185,6 +186,8 @@ class StageExecutor:
                 return ValuesRead(self._weights.read(request))
             case Export() if self._weights.released:
                 raise RemoteProtocolError("its weights are packed, to be served; read them by `ReadValues`")
+            case CopySession():
+                return self._fork(request)
             case Export():
                 arena = self._arenas["parameters"]
                 return Exported(export_file(arena, self._slots, self._graph.constants))
@@ -460,6 +463,12 @@ class StageExecutor:
             raise RemoteProtocolError(f"the stage has no entry point '{SERVE}'")
         self._weights.products.forget()
         return self._served.serve(request, self._program(SERVE, False), self._parameters, self._constants)
+
+    def _fork(self, request: CopySession) -> Done:
+        if self._served is None:
+            raise RemoteProtocolError(f"the stage has no entry point '{SERVE}'")
+        self._served.pages.fork(request.session, request.base, request.tokens)
+        return Done()
 
     # The step
 

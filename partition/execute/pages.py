@@ -5,6 +5,9 @@ lies. The pool is bounded by `StageSpecification.cache_bytes`; a unit that finds
 session is thrown out for another: whoever drives the stage knows whose turn it is. A session's pages follow
 one another where they can, so that it is read without a copy.
 
+Sessions may share pages: `fork` begins one with the first tokens of another. A shared page is counted, free
+once nobody has it, and copied by whoever writes to it first.
+
 What is computed is `partition.execute.attention`.
 """
 
@@ -22,6 +25,7 @@ from partition.stage import SERVED_SESSIONS_MAX, Unit
 PAGE_TOKENS = 64
 """Tokens of a page, and keys of one block of attention. Part of what bits a stage computes: another size adds
 up in another order. Products of less than 400 multiplications take another path in torch, so no smaller."""
+_FULL = f"{SERVED_SESSIONS_MAX} sessions are served already: end one"
 
 
 class UnitRefused(RemoteProtocolError):
@@ -76,6 +80,8 @@ class Pages:
         self._count = cache_bytes // page_bytes if page_bytes else 0
         self._has_pages = page_bytes > 0
         self._free = set(range(self._count))
+        self._shared: dict[int, int] = {}
+        """How many sessions have a page, where it is more than one."""
         self._sessions: dict[bytes, _Session] = {}
         self._pools: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -117,6 +123,7 @@ class Pages:
             self._check(unit, held.length, context, fresh)
             if self._has_pages:
                 needed += max(0, _pages_for(unit.position + unit.tokens) - len(held.pages))
+                needed += len(self._to_copy(held, unit))
             if needed > len(self._free):
                 raise UnitRefused(
                     f"{needed} pages of {PAGE_TOKENS} tokens are wanted, {len(self._free)} of {self._count} "
@@ -125,6 +132,27 @@ class Pages:
                     "room",
                 )
         return self._spans(units)
+
+    def fork(self, session: bytes, base: bytes, tokens: int) -> None:
+        """Begin a session with the first tokens of another, whose pages both have from now on.
+
+        Raises:
+            UnitRefused: the other has fewer tokens, or there are too many sessions.
+            RemoteProtocolError: there is such a session already.
+        """
+        if session in self._sessions:
+            raise RemoteProtocolError("a session that is there already begins anew")
+        held = self._sessions.get(base, _Session())
+        if not 0 < tokens <= held.length:
+            raise UnitRefused(
+                f"the other session has {held.length} tokens here, {tokens} are wanted", session, "position"
+            )
+        if len(self._sessions) >= SERVED_SESSIONS_MAX:
+            raise UnitRefused(_FULL, session, "room")
+        pages = held.pages[: _pages_for(tokens)]
+        for page in pages:
+            self._shared[page] = self._shared.get(page, 1) + 1
+        self._sessions[session] = _Session(pages, tokens)
 
     def commit(self, units: Sequence[Unit]) -> None:
         """The units were computed: the sessions end where they do, and pages beyond that are free."""
@@ -148,7 +176,7 @@ class Pages:
         """Free the pages of a session; an unknown one has none."""
         found = self._sessions.pop(session, None)
         if found is not None:
-            self._free.update(found.pages)
+            self._give_back(found.pages)
 
     def _check(self, unit: Unit, held: int, context: int, fresh: int) -> None:
         if unit.position > held:
@@ -164,15 +192,21 @@ class Pages:
                 "position",
             )
         if unit.session not in self._sessions and len(self._sessions) + fresh > SERVED_SESSIONS_MAX:
-            raise UnitRefused(
-                f"{SERVED_SESSIONS_MAX} sessions are served already: end one", unit.session, "room"
-            )
+            raise UnitRefused(_FULL, unit.session, "room")
+
+    def _to_copy(self, session: _Session, unit: Unit) -> list[int]:
+        """Return which of a session's pages a unit writes to that others have too, by their place."""
+        last = min(len(session.pages), _pages_for(unit.position + unit.tokens))
+        places = range(unit.position // PAGE_TOKENS, last)
+        return [place for place in places if session.pages[place] in self._shared]
 
     def _spans(self, units: Sequence[Unit]) -> tuple[Span, ...]:
         spans, first = [], 0
         for unit in units:
             session = self._sessions.setdefault(unit.session, _Session())
             count = _pages_for(unit.position + unit.tokens) if self._has_pages else 0
+            for place in self._to_copy(session, unit) if count else ():
+                self._copy(session, place, unit.position)
             while len(session.pages) < count:
                 page = self._next_page(session, count - len(session.pages))
                 self._free.remove(page)
@@ -198,13 +232,35 @@ class Pages:
         # Whoever ends before this run may want to grow into it.
         return begin + (length // 2 if begin and length >= 2 * wanted else 0)
 
+    def _copy(self, session: _Session, place: int, position: int) -> None:
+        """Give a session a page of its own for one that it shares, with what stands before `position`."""
+        shared = session.pages[place]
+        page = self._next_page(_Session(session.pages[:place]), 1)
+        self._free.remove(page)
+        session.pages[place] = page
+        kept = max(0, position - place * PAGE_TOKENS)
+        for pools in self._pools.values():
+            for pool in pools:
+                pool[page, :, :kept] = pool[shared, :, :kept]
+        self._clear(page, kept)
+        self._give_back([shared])
+
+    def _give_back(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            holders = self._shared.pop(page, 1) - 1
+            if holders > 1:
+                self._shared[page] = holders
+            elif not holders:
+                self._free.add(page)
+
     def _trim(self, session: _Session) -> None:
         count = _pages_for(session.length)
-        self._free.update(session.pages[count:])
+        self._give_back(session.pages[count:])
         del session.pages[count:]
 
     def _clear_tail(self, session: _Session) -> None:
-        if session.pages and session.length % PAGE_TOKENS:
+        # A page that others have too was not written to.
+        if session.pages and session.length % PAGE_TOKENS and session.pages[-1] not in self._shared:
             self._clear(session.pages[-1], session.length % PAGE_TOKENS)
 
     def _clear(self, page: int, slot: int) -> None:

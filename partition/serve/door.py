@@ -11,20 +11,32 @@ another class, or that say none, the event says so and the text goes on all the 
 wished, it waits for a provider of its class as for any. Answers of an earlier session are passed over. Where
 a stage has no provider, a generation waits and asks for routes, and ends with a reason if none comes.
 
-Long because a generation's tokens, its route and what is in flight are one state of many messages.
+What another session of the same owner has read already is not read again (`partition.serve.prefixes`): a
+generation begins from it, and one that shares its prompt with another that is being read waits for that. So
+many answers to one prompt read it once.
+
 """
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Literal
 
 import numpy as np
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from partition.codecs.base import Array
+from partition.serve.events import ComputedFor as ComputedFor
+from partition.serve.events import Event as Event
+from partition.serve.events import FinishReason as FinishReason
+from partition.serve.events import GenerationOver as GenerationOver
+from partition.serve.events import Misbehaved as Misbehaved
+from partition.serve.events import RouteTaken as RouteTaken
+from partition.serve.events import RouteWanted as RouteWanted
+from partition.serve.events import Sampled as Sampled
+from partition.serve.events import Shape as Shape
+from partition.serve.events import Wish as Wish
 from partition.serve.messages import (
     SESSION_BYTES,
     Alive,
@@ -33,14 +45,23 @@ from partition.serve.messages import (
     LeaveSession,
     Message,
     OpenSession,
+    RestSession,
+    SessionBase,
     SessionClosed,
     SessionOpened,
     Work,
 )
-from partition.serve.provider import Sends
+from partition.serve.prefixes import (
+    PREFIX_TOKENS_MIN,
+    KeptPrefix,
+    Prefixes,
+    PrefixKey,
+    choose_beginning,
+    common_length,
+)
+from partition.serve.provider import REST_ALIVE_SECONDS, Sends
 from partition.serve.routes import StageReplica as StageReplica
-from partition.serve.routes import best_route
-from partition.serve.sampling import Sampling, choose, read_row
+from partition.serve.sampling import choose, read_row
 from partition.serve.timeouts import (
     ALIVE_SECONDS,
     ANSWER_SECONDS_MAX,
@@ -62,90 +83,6 @@ GENERATIONS_MAX = 256
 
 OTHER_CLASS = "stage {stage} is answered by machines of another bit class only, so the text might change"
 
-FinishReason = Literal["stop", "length", "cancelled", "failed"]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a door has to know of a service: its stages, the rows of its vocabulary, the tokens it takes."""
-
-    service: bytes
-    stages: int
-    vocabulary: int
-    context: int
-
-
-@dataclass(frozen=True)
-class Wish:
-    """What a generation is to be. `stops` are the tokens that end it, which are not part of the text."""
-
-    prompt: tuple[int, ...]
-    tokens_max: int
-    sampling: Sampling
-    stops: frozenset[int] = frozenset()
-    is_exact: bool = False
-    """Rather end than go on where the next tokens might be others than they would have been."""
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """The next token of a generation. `logprob` is by the model, before temperature and filters; `top` are
-    the likeliest tokens with theirs, as many as were asked for."""
-
-    generation: int
-    position: int
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True)
-class GenerationOver:
-    """A generation is over; `detail` is for people where it failed."""
-
-    generation: int
-    reason: FinishReason
-    detail: str = ""
-
-
-@dataclass(frozen=True)
-class RouteWanted:
-    """A provider was lost, or nobody is known that answers for some stage: look for those of this service."""
-
-    service: bytes
-
-
-@dataclass(frozen=True)
-class RouteTaken:
-    """A generation goes over these peers from now on; `lost` is why it left the route before, if it did, and
-    `is_exact` whether the tokens to come are those that would have come there."""
-
-    generation: int
-    route: tuple[PeerId, ...]
-    tokens: int
-    lost: str = ""
-    is_exact: bool = True
-
-
-@dataclass(frozen=True)
-class Misbehaved:
-    """A provider answered what no correct one does."""
-
-    peer: PeerId
-    reason: str
-
-
-@dataclass(frozen=True)
-class ComputedFor:
-    """These peers, one a stage, have computed so many tokens of a service for this door."""
-
-    service: bytes
-    route: tuple[PeerId, ...]
-    tokens: int
-
-
-Event = Sampled | GenerationOver | RouteWanted | RouteTaken | Misbehaved | ComputedFor
-
 
 @dataclass(eq=False)
 class _Attempt:
@@ -153,6 +90,12 @@ class _Attempt:
     route: tuple[PeerId, ...]
     began_at: float
     bits: tuple[bytes, ...]
+    reads: int
+    """Tokens that there were when it began."""
+    base: bytes = b""
+    """The session that it begins from."""
+    shared: int = 0
+    """Tokens that it has from there."""
     opened: set[PeerId] = field(default_factory=set)
     sent: int = 0
     units: int = 0
@@ -165,6 +108,11 @@ class _Attempt:
     @property
     def is_open(self) -> bool:
         return len(self.opened) == len(self.route)
+
+    @property
+    def known(self) -> int:
+        """How many of its tokens every stage has computed."""
+        return self.shared + self.computed
 
 
 @dataclass(eq=False)
@@ -187,10 +135,21 @@ class _Generation:
     """Which stage nobody answered for when a route was last looked for."""
     bits: tuple[bytes, ...] = ()
     """The bit class of each stage that the newest token came from."""
+    follows: int = 0
+    """The generation that reads what this one begins with, and is waited for."""
+    follows_tokens: int = 0
+    """How many tokens they share."""
+
+    @property
+    def key(self) -> PrefixKey:
+        return PrefixKey(self.shape.service, self.wish.owner)
 
 
 class Door:
-    """All generations of the node `me`. `new_id(n)` gives n random bytes."""
+    """All generations of the node `me`. `new_id(n)` gives n random bytes.
+
+    Long because each message moves a generation's tokens, route and session together.
+    """
 
     def __init__(self, me: PeerId, new_id: Callable[[int], bytes]) -> None:
         self.events: list[Event] = []
@@ -204,7 +163,9 @@ class Door:
         self._gone_until: dict[PeerId, float] = {}
         self._asked_at: dict[bytes, float] = {}
         """When routes of a service were asked for."""
+        self._prefixes = Prefixes()
         self._alive_at = inf
+        self._rest_at = inf
         self._seen_at = -inf
 
     # What this node wants
@@ -253,7 +214,7 @@ class Door:
     @property
     def deadline(self) -> float:
         """When `wake` wants to be called."""
-        return self._alive_at
+        return min(self._alive_at, self._rest_at)
 
     def receive(self, now: float, sender: PeerId, message: Message | Carried) -> Sends:
         """Take what a provider says. What is of no session here is of one that is over, and passed over."""
@@ -278,7 +239,7 @@ class Door:
         for rows in self._routes.values():
             for replicas in rows.values():
                 replicas.pop(peer, None)  # until it is heard of again: it may be dead for good
-        sends: Sends = []
+        sends = self._let_go(self._prefixes.drop_peer(peer), besides=peer)
         for each in self._using(peer):
             sends += self._leave_route(now, each, peer, reason)
             sends += self._ask_for_routes(now, each.shape.service)
@@ -287,7 +248,7 @@ class Door:
     def wake(self, now: float) -> Sends:
         """Say that this node runs, find out who is silent, and look for routes that are missing."""
         self._note(now)
-        sends: Sends = []
+        sends: Sends = self._keep_resting(now) if now >= self._rest_at else []
         if now < self._alive_at:
             return sends
         self._alive_at = inf
@@ -362,30 +323,89 @@ class Door:
                 stages[-1] = alike or stages[-1]
         wish, has = generation.wish, len(generation.tokens)
         left = max(1, len(wish.prompt) + wish.tokens_max - has)
-        route = best_route(
-            stages, has, left, sessions=lambda peer: len(self._using(peer)), doubts=generation.doubts
+        route, base, shared = choose_beginning(
+            self._prefixes,
+            generation.key,
+            generation.tokens,
+            left,
+            stages,
+            sessions=lambda peer: len(self._using(peer)),
+            doubts=generation.doubts,
         )
         if not route:
             generation.missing = "one peer answers for several stages, and nobody else for them"
             return self._ask_for_routes(now, shape.service)
+        if self._waits_for_another(now, generation, shared):
+            return []
         generation.missing = ""
         generation.attempts += 1
         if generation.attempts > ATTEMPTS_MAX:
             return self._finish(now, generation, "failed", generation.reason)
         bits = tuple(known[stage][peer].bits for stage, peer in enumerate(route))
-        attempt = _Attempt(self._new_id(SESSION_BYTES), route, now, bits)
+        attempt = _Attempt(self._new_id(SESSION_BYTES), route, now, bits, has, base, shared, sent=shared)
         generation.attempt = attempt
+        self._prefixes.use(now, base)
         self._sessions[attempt.session] = generation
         self.events.append(
-            RouteTaken(generation.number, attempt.route, len(generation.tokens), generation.reason, is_exact)
+            RouteTaken(generation.number, attempt.route, has, generation.reason, is_exact, shared)
         )
+        begins = SessionBase(base, shared) if shared else None
         sends: Sends = []
         for stage, peer in enumerate(route):
             self._heard_at.setdefault(peer, now)
             before = route[stage - 1] if stage else self._me
             after = route[stage + 1] if stage + 1 < shape.stages else self._me
-            sends.append((peer, OpenSession(attempt.session, shape.service, stage, before, after)))
+            sends.append((peer, OpenSession(attempt.session, shape.service, stage, before, after, begins)))
         return sends
+
+    def _waits_for_another(self, now: float, generation: _Generation, shared: int) -> bool:
+        """Return whether another generation reads much of what this one would have to: this one begins from
+        it then."""
+        generation.follows = 0
+        wanted = generation.tokens[:-1]
+        for each in self._generations.values():
+            attempt = each.attempt
+            if attempt is None or attempt.known >= attempt.reads or each.key != generation.key:
+                continue
+            common = common_length(each.tokens[: attempt.reads], wanted)
+            if common >= shared + PREFIX_TOKENS_MIN and attempt.known < common:
+                generation.follows, generation.follows_tokens = each.number, common
+                generation.waits_since = now
+                return True
+        return False
+
+    def _let_follow(self, now: float, leader: _Generation) -> Sends:
+        """Have those that wait for this generation go on: what they share is read, or it is not to be had."""
+        known = inf if leader.attempt is None else leader.attempt.known
+        sends: Sends = []
+        for each in list(self._generations.values()):
+            if each.follows == leader.number and each.attempt is None and each.follows_tokens <= known:
+                sends += self._find_route(now, each)
+        return sends
+
+    def _let_go(self, gone: Sequence[KeptPrefix], besides: PeerId | None = None) -> Sends:
+        """Have all stages forget sessions that rested."""
+        return [(peer, LeaveSession(each.session)) for each in gone for peer in each.route if peer != besides]
+
+    def _forget_rest(self, session: bytes, besides: PeerId | None = None) -> Sends:
+        """Nobody begins from a session any more; where it rested, its stages forget it."""
+        rested = self._prefixes.resting_session(session)
+        self._prefixes.drop(session)
+        return [] if rested is None else self._let_go([rested], besides)
+
+    def _rest_ended(self, sender: PeerId, session: bytes) -> Sends:
+        """A stage has let go of a session that rested."""
+        rested = self._prefixes.resting_session(session)
+        if rested is not None and sender not in rested.route:
+            raise RemoteProtocolError("the end of a session of others")
+        return self._forget_rest(session, besides=sender)
+
+    def _keep_resting(self, now: float) -> Sends:
+        """Tell those where sessions rest that this node runs."""
+        sends = self._let_go(self._prefixes.expire(now))
+        peers = {peer for each in self._prefixes.resting for peer in each.route}
+        self._rest_at = now + REST_ALIVE_SECONDS if peers else inf
+        return sends + [(peer, Alive()) for peer in sorted(peers - self._heard_at.keys())]
 
     def _ask_for_routes(self, now: float, service: bytes) -> Sends:
         if now - self._asked_at.get(service, -inf) >= RETRY_SECONDS:
@@ -395,11 +415,14 @@ class Door:
 
     def _leave_route(self, now: float, generation: _Generation, lost: PeerId | None, reason: str) -> Sends:
         """Go on elsewhere: the stages that are left forget the session, and all tokens are sent anew."""
-        sends = self._end_attempt(generation, besides=lost)
+        sends = self._end_attempt(generation)
+        sends = [(peer, message) for peer, message in sends if peer != lost]
         generation.waits_since, generation.reason = now, reason
-        return sends + self._find_route(now, generation)
+        sends += self._find_route(now, generation)
+        return sends + self._let_follow(now, generation)
 
-    def _end_attempt(self, generation: _Generation, besides: PeerId | None = None) -> Sends:
+    def _end_attempt(self, generation: _Generation, rests_at: float | None = None) -> Sends:
+        """Have the stages forget the session, or let it rest for others, where it has read enough."""
         attempt, generation.attempt = generation.attempt, None
         if attempt is None:
             return []
@@ -409,11 +432,18 @@ class Door:
         for peer in attempt.route:
             if not self._using(peer):
                 self._heard_at.pop(peer, None)
-        return [(peer, LeaveSession(attempt.session)) for peer in attempt.route if peer != besides]
+        if rests_at is None or not attempt.is_open or attempt.known < PREFIX_TOKENS_MIN:
+            self._prefixes.drop(attempt.session)
+            return [(peer, LeaveSession(attempt.session)) for peer in attempt.route]
+        kept = KeptPrefix(attempt.session, generation.key, attempt.route)
+        gone = self._prefixes.rest(rests_at, kept, generation.tokens[: attempt.known])
+        self._rest_at = min(self._rest_at, rests_at + REST_ALIVE_SECONDS)
+        return [(peer, RestSession(attempt.session)) for peer in attempt.route] + self._let_go(gone)
 
     def _finish(self, now: float, generation: _Generation, reason: FinishReason, detail: str = "") -> Sends:
-        sends = self._end_attempt(generation)
+        sends = self._end_attempt(generation, None if reason == "failed" else now)
         del self._generations[generation.number]
+        sends += self._let_follow(now, generation)
         self.events.append(GenerationOver(generation.number, reason, detail))
         if not self._generations:
             self._alive_at, self._asked_at = inf, {}
@@ -445,8 +475,12 @@ class Door:
     def _on_closed(self, now: float, sender: PeerId, message: SessionClosed) -> Sends:
         found = self._found(sender, message.session)
         if found is None:
-            return []
+            return self._rest_ended(sender, message.session)
         generation, attempt = found
+        if message.code == "position" and attempt.base:
+            # What it was to begin from is there no more: it goes on from its own begin.
+            sends = self._forget_rest(attempt.base) + self._end_attempt(generation)
+            return sends + self._find_route(now, generation) + self._let_follow(now, generation)
         if message.code == "length":
             return self._finish(now, generation, "length")
         # The provider itself is sound where the session was only given up: it may be asked again at once.
@@ -500,14 +534,15 @@ class Door:
         work = attempt.flying.popleft()
         attempt.computed += work.tokens
         attempt.moved_at = now
+        sends = self._note_read(now, generation, attempt)
         if not work.wanted:
-            return self._send_units(now, generation, attempt)
+            return sends + self._send_units(now, generation, attempt)
         generation.attempts, generation.reason, generation.waits_since = 0, "", now
         wish, position = generation.wish, len(generation.tokens)
         answer_tokens = [] if wish.sampling.is_plain else generation.tokens[len(wish.prompt) :]
         token = choose(ids, logits, wish.sampling, position, answer_tokens)
         if token in wish.stops:
-            return self._finish(now, generation, "stop")
+            return sends + self._finish(now, generation, "stop")
         place = int(np.flatnonzero(ids == token)[0])
         generation.tokens.append(token)
         generation.bits = attempt.bits
@@ -516,8 +551,16 @@ class Door:
         self.events.append(Sampled(generation.number, position, token, logprob, top))
         made = len(generation.tokens) - len(wish.prompt)
         if made >= wish.tokens_max or len(generation.tokens) >= generation.shape.context:
-            return self._finish(now, generation, "length")
-        return self._send_units(now, generation, attempt)
+            return sends + self._finish(now, generation, "length")
+        return sends + self._send_units(now, generation, attempt)
+
+    def _note_read(self, now: float, generation: _Generation, attempt: _Attempt) -> Sends:
+        """More of what there was at its begin is computed: others may begin from that."""
+        if not PREFIX_TOKENS_MIN <= attempt.known <= attempt.reads:
+            return []
+        kept = KeptPrefix(attempt.session, generation.key, attempt.route)
+        self._prefixes.put(kept, generation.tokens[: attempt.known])
+        return self._let_follow(now, generation)
 
     def _read(
         self, sender: PeerId, generation: _Generation, attempt: _Attempt, carried: Carried

@@ -1,9 +1,10 @@
-"""`/peerloom/serve/1`: what the door and the providers of a service say to each other.
+"""`/peerloom/serve/2`: what the door and the providers of a service say to each other.
 
     door -> every stage       OpenSession(session, ...)            SessionOpened | SessionClosed
     door -> first stage       Work(session, position, ...)  with token ids
     stage -> next stage       Work                          with the boundary's tensors
     last stage -> door        Answer                        with the logits of the rows that are wanted
+    door -> every stage       RestSession(session)            over, but others may begin from it
     door -> every stage       LeaveSession(session)
     a stage -> door           SessionClosed(session, code)         it does not serve this session (any more)
     both ways                 Alive                         while they share a session
@@ -13,6 +14,8 @@ One stream per ordered pair of peers, so messages between two peers stay in orde
 its id is random, the providers know it by the door's key, and take its units from the peer before them that
 the door named, and from nobody else. A unit is `(session, position, tokens)`: several tokens at once and any
 position at or below what is kept are allowed, so that chunks, rollback and verification need no other format.
+A session may begin with the first tokens of another one of the same door (`OpenSession.base`), which every
+stage of both has computed: its first unit then stands behind them.
 
 Not here: how a service is found and a stage is asked to be held (`node.protocols.services`).
 """
@@ -27,7 +30,7 @@ from partition.codecs.codec import TensorHeader, Typed
 from partition.model.serving import ROWS_MAX
 from partition.plan.plan import STAGES_MAX
 
-SERVE_PROTOCOL = "/peerloom/serve/1"
+SERVE_PROTOCOL = "/peerloom/serve/2"
 MESSAGE_BYTES_MAX = 4_096
 """A Roll with all its rows takes 2.5 KB. Tensors travel beside messages, as payloads."""
 SESSION_BYTES = 16
@@ -62,15 +65,24 @@ stage failed; the node leaves; more tokens than the model takes; tokens are miss
 serves others only; there is no such session here."""
 
 
+class SessionBase(msgspec.Struct, frozen=True, array_like=True):
+    """The first `tokens` of a session that all stages have computed."""
+
+    session: Session
+    tokens: Annotated[int, msgspec.Meta(ge=1, le=POSITION_MAX)]
+
+
 class OpenSession(msgspec.Struct, frozen=True, array_like=True, tag="open"):
     """Serve this session of mine with your stage of a service: `before` sends you its units (the door itself
-    at the first stage), and you pass them on to `after` (the door itself at the last)."""
+    at the first stage), and you pass them on to `after` (the door itself at the last). It begins with the
+    first tokens of another of my sessions, if there is a `base`."""
 
     session: Session
     service: Hash
     stage: StageNumber
     before: Peer
     after: Peer
+    base: SessionBase | None = None
 
 
 class SessionOpened(msgspec.Struct, frozen=True, array_like=True, tag="opened"):
@@ -118,6 +130,13 @@ class LeaveSession(msgspec.Struct, frozen=True, array_like=True, tag="end"):
     session: Session
 
 
+class RestSession(msgspec.Struct, frozen=True, array_like=True, tag="rest"):
+    """This session of mine is over. Keep it as long as you need its room for nothing else: others of mine may
+    begin from it."""
+
+    session: Session
+
+
 class Alive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
     """My node runs. It says nothing of what is being computed, which may take as long as it takes."""
 
@@ -154,4 +173,6 @@ class Carried:
         return sum(array.nbytes for _, array in self.arrays)
 
 
-Message = OpenSession | SessionOpened | SessionClosed | Work | Answer | LeaveSession | Alive | Roll
+Message = (
+    OpenSession | SessionOpened | SessionClosed | Work | Answer | LeaveSession | RestSession | Alive | Roll
+)

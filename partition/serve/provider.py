@@ -9,6 +9,9 @@ session at a time, as many tokens as a batch takes. Doors take turns by the toke
 them, for what each gave itself, so a door with a long prompt does not hold up another's next token, nor does
 one with many.
 
+A session that its door lets rest keeps its tokens for others of the same door to begin from, as long as
+nobody needs its place or its pages: the least used goes first.
+
 A unit that the stage refuses ends its session alone: where a batch fails, its units are computed again one by
 one, which changes nothing, for a unit rolls its session back to where it begins.
 """
@@ -31,6 +34,7 @@ from partition.serve.messages import (
     LeaveSession,
     Message,
     OpenSession,
+    RestSession,
     SessionClosed,
     SessionOpened,
     Work,
@@ -44,10 +48,16 @@ SESSIONS_PER_DOOR_MAX = 16
 PATIENCE_SECONDS = 5.0
 """How long a door may send nothing for a session that another door wants the place of."""
 PLACES = Budget(SESSIONS_MAX, SESSIONS_PER_DOOR_MAX, SESSIONS_MAX // 2, PATIENCE_SECONDS)
+RESTS_PER_DOOR_MAX = 8
+"""Sessions of one door that rest: half of what it may have."""
+REST_ALIVE_SECONDS = 3.0
+"""How often a node says that it runs where a session only rests: well within what counts as a door's silence,
+and often enough that no stream is closed for being idle."""
 BATCH_TOKENS_MAX = 1_024
 """Tokens of one call to the stage: two of the largest chunks, or one and what all sessions decode."""
 BATCH_ROWS_MAX = ROWS_MAX
 """Rows of logits that one call answers."""
+OTHERS = "others wanted the place"
 WEIGHT_MIN = 1e-3
 WAITING_UNITS_MAX = 16
 """Units of one session that wait: a door has fewer in flight."""
@@ -84,7 +94,17 @@ class ForgetSession:
     session: bytes
 
 
-Event = ComputeBatch | ForgetSession
+@dataclass(frozen=True)
+class ForkSession:
+    """Have the stage begin a session with the first tokens of another, before what comes after this."""
+
+    service: bytes
+    session: bytes
+    base: bytes
+    tokens: int
+
+
+Event = ComputeBatch | ForgetSession | ForkSession
 
 
 @dataclass(eq=False)
@@ -98,6 +118,7 @@ class _Session:
     waiting: deque[Carried] = field(default_factory=deque)
     is_computing: bool = False
     is_over: bool = False
+    rests: bool = False
     kept: int = 0
     """Tokens that the stage keeps once all that waits is computed."""
     newest: int = -1
@@ -122,7 +143,10 @@ class _Stage:
 
 class SessionProvider:
     """One node's, over all its stages. `source_of` tells the network of a peer, `refuses` why a door is not
-    served, empty where it is, `weight_of` how large its share is beside a stranger's."""
+    served, empty where it is, `weight_of` how large its share is beside a stranger's.
+
+    Long because places, turns and what waits are one state of many messages.
+    """
 
     def __init__(
         self,
@@ -137,13 +161,15 @@ class SessionProvider:
         self._weight_of = weight_of
         self._stages: dict[bytes, _Stage] = {}
         self._sessions: dict[bytes, _Session] = {}
+        self._resting: dict[bytes, _Session] = {}
+        """Those that rest, the least used first."""
         self._places: Register[_Session] = Register(PLACES)
         self._served: dict[PeerId, float] = {}
         """Tokens computed for each door that has a session, for its weight and from a common beginning."""
         self._weights: dict[PeerId, float] = {}
         self._heard_at: dict[PeerId, float] = {}
         self._alive_at = inf
-        self._seen_at = -inf
+        self._rest_alive_at = -inf
 
     # What this node has
 
@@ -158,8 +184,8 @@ class SessionProvider:
         return len(self._sessions)
 
     def sessions_of(self, service: bytes) -> int:
-        """Return how many of a service are open."""
-        return sum(each.service == service for each in self._sessions.values())
+        """Return how many of a service are in use."""
+        return sum(each.service == service and not each.rests for each in self._sessions.values())
 
     def tokens_of(self, service: bytes) -> int:
         """Return how many tokens the sessions of a service have here."""
@@ -206,8 +232,12 @@ class SessionProvider:
             if now - self._heard_at[door] >= DOOR_SILENCE_SECONDS_MAX:
                 self.lost(door)
         doors = {each.door for each in self._sessions.values()}
-        self._alive_at = now + ALIVE_SECONDS if doors else inf
-        return [(door, Alive()) for door in sorted(doors)]
+        busy = {each.door for each in self._sessions.values() if not each.rests}
+        told = busy
+        if now >= self._rest_alive_at:
+            self._rest_alive_at, told = now + REST_ALIVE_SECONDS, doors
+        self._alive_at = inf if not doors else now + (ALIVE_SECONDS if busy else REST_ALIVE_SECONDS)
+        return [(door, Alive()) for door in sorted(told)]
 
     def receive(self, now: float, sender: PeerId, message: Message | Carried) -> Sends:
         """Take what a door, or the stage before, says. Raises RemoteProtocolError."""
@@ -219,12 +249,15 @@ class SessionProvider:
                 return self._open(now, sender, message)
             case Carried(message=Work()):
                 return self._take(sender, message)
-            case LeaveSession():
+            case LeaveSession() | RestSession():
                 session = self._sessions.get(message.session)
                 if session is not None and session.door != sender:
                     raise RemoteProtocolError("an end to another's session")
-                if session is not None:
-                    self._forget(session)
+                if session is None:
+                    return []
+                if isinstance(message, RestSession):
+                    return self._rest(session)
+                self._forget(session)
                 return []
             case _:
                 return []
@@ -250,18 +283,53 @@ class SessionProvider:
         is_first, is_last = stage.number == 0, stage.number == stage.count - 1
         if (is_first and message.before != door) or (is_last and message.after != door):
             raise RemoteProtocolError("a session whose first or last stage does not speak to its door")
+        base = None if message.base is None else self._sessions.get(message.base.session)
+        if message.base is not None and (
+            base is None
+            or (base.door, base.service) != (door, message.service)
+            or base.kept < message.base.tokens
+        ):
+            return refuse("position", "the session that this one begins from is not here")
         before, after = PeerId(message.before), PeerId(message.after)
         session = _Session(message.session, message.service, door, before, after, now)
+        sends = self._make_place(door, base)
+        if base is not None and base.rests:
+            base.silent_since = inf  # it is wanted now
         evicted = self._places.admit(now, session, door, self._source_of(door))
+        if base is not None and base.rests:
+            base.silent_since = -inf
         if evicted is None:
-            return refuse("busy", "too many sessions")
-        sends = [send for each in evicted for send in self._close(each, "evicted", "others wanted the place")]
+            return sends + refuse("busy", "too many sessions")
+        sends += [send for each in evicted for send in self._close(each, "evicted", OTHERS)]
         self._sessions[session.id] = session
+        if base is not None and message.base is not None:
+            session.kept = message.base.tokens
+            self.events.append(ForkSession(session.service, session.id, base.id, session.kept))
+            if base.rests:
+                self._resting[base.id] = self._resting.pop(base.id)
         self._heard_at[door] = now
         self._served.setdefault(door, self._begin())
         self._weights[door] = max(WEIGHT_MIN, self._weight_of(door))
         self._alive_at = min(self._alive_at, now + ALIVE_SECONDS)
         return [*sends, (door, SessionOpened(session.id))]
+
+    def _make_place(self, door: PeerId, base: _Session | None) -> Sends:
+        """Have a session that rests make room for a new one, before any that is in use would have to."""
+        resting = [each for each in self._resting.values() if each is not base]
+        if self._places.count(door) >= SESSIONS_PER_DOOR_MAX:
+            resting = [each for each in resting if each.door == door]
+        elif len(self._places) < SESSIONS_MAX:
+            return []
+        return [send for each in resting[:1] for send in self._close(each, "evicted", OTHERS)]
+
+    def _rest(self, session: _Session) -> Sends:
+        """Keep a session for others to begin from; the least used of its door makes room."""
+        session.rests, session.silent_since = True, -inf
+        session.waiting.clear()
+        self._resting[session.id] = session
+        own = [each for each in self._resting.values() if each.door == session.door]
+        gone = own[: max(0, len(own) - RESTS_PER_DOOR_MAX)]
+        return [send for each in gone for send in self._close(each, "evicted", "others rest")]
 
     def _begin(self) -> float:
         """Return where the count of a new door begins: it is not owed what others had before it came."""
@@ -271,7 +339,7 @@ class SessionProvider:
         work = carried.message
         assert isinstance(work, Work)
         session = self._sessions.get(work.session)
-        if session is None:
+        if session is None or (session.rests and session.before == sender):
             # It ended here; its door knows, or learns it by its own silence. Others' words are not answered.
             return []
         if session.before != sender:
@@ -372,6 +440,8 @@ class SessionProvider:
             work = unit.message
             assert isinstance(work, Work)
             self._places.credit(session)
+            if session.rests:
+                continue
             session.silent_since = now if not session.waiting else inf
             if answer is None:
                 sends.append((session.after, Carried(work, arrays)))
@@ -391,9 +461,18 @@ class SessionProvider:
             return []
         sends: Sends = []
         stage = self._stages[service]
+        # Where there is no page left, those that rest give theirs, and all is computed again.
+        resting = [each for each in self._resting.values() if each.service == service]
+        is_again = code == "busy" and bool(resting)
+        if is_again:
+            sends += self._close(resting[0], "evicted", OTHERS)
         for each, unit in found:
             if each.is_over:
                 self.events.append(ForgetSession(service, each.id))
+            elif each.rests:
+                continue
+            elif is_again:
+                each.waiting.appendleft(unit)
             elif len(found) == 1 or each.id == session:
                 sends += self._close(each, code, reason)
             else:
@@ -425,6 +504,7 @@ class SessionProvider:
             return
         session.is_over = True
         self._sessions.pop(session.id, None)
+        self._resting.pop(session.id, None)
         self._places.leave(session)
         session.waiting.clear()
         if not session.is_computing and session.service in self._stages:
@@ -436,6 +516,5 @@ class SessionProvider:
 
     def _note(self, now: float) -> None:
         """Where this node itself was asleep, nobody was silent."""
-        if self._heard_at and now - self._seen_at > STALL_SECONDS:
+        if self._heard_at and now - self._alive_at > STALL_SECONDS - ALIVE_SECONDS:
             self._heard_at = {peer: max(at, now - ALIVE_SECONDS) for peer, at in self._heard_at.items()}
-        self._seen_at = now

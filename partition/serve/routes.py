@@ -25,7 +25,7 @@ READ_TOKENS_MIN = 64
 SECONDS_MAX = 60.0
 """What takes longer is a machine that was asleep."""
 
-_Way = tuple[int, float, tuple[PeerId, ...]]
+Way = tuple[int, float, tuple[PeerId, ...]]
 """Doubts, seconds, and the peers from the first stage on."""
 
 
@@ -68,20 +68,21 @@ def _mixed(before: float, seconds: float) -> float:
     return seconds if not before else before + SMOOTHING * (seconds - before)
 
 
-def best_route(
+def price_route(
     stages: Sequence[Sequence[StageReplica]],
     read_tokens: int,
     decode_tokens: int,
     *,
     sessions: Callable[[PeerId], int] = lambda _peer: 0,
     doubts: Mapping[PeerId, int] | None = None,
-) -> tuple[PeerId, ...]:
+    spared: int = 0,
+) -> Way | None:
     """Return one peer of each stage, each once: the least doubted, and of these the quickest for so many
-    tokens to be read and to be made. `sessions` is how many the door itself has at a peer. Nothing where
-    there is no such route."""
+    tokens to be read and to be made. `sessions` is how many the door itself has at a peer, of which `spared`
+    do not count. None where there is no such route."""
     doubted = doubts or {}
 
-    best: dict[PeerId, _Way] = {}
+    best: dict[PeerId, Way] = {}
     for number, replicas in enumerate(stages):
         ends = int(number == 0) + int(number == len(stages) - 1)
         before_it = stages[number - 1] if number else ()
@@ -90,9 +91,9 @@ def best_route(
             _least(each.read_seconds for each in replicas),
         )
         link = _least(each.links.get(other.peer, 0.0) for each in before_it for other in replicas)
-        found: dict[PeerId, _Way] = {}
+        found: dict[PeerId, Way] = {}
         for each in replicas:
-            load = LOAD_SECONDS * max(each.sessions, sessions(each.peer))
+            load = LOAD_SECONDS * max(0, max(each.sessions, sessions(each.peer)) - spared)
             token = (each.decode_seconds or decode) + load + ends * each.seconds / 2
             doubt = doubted.get(each.peer, 0)
             seconds = read_tokens * (each.read_seconds or read) + decode_tokens * token
@@ -111,7 +112,7 @@ def best_route(
             if ways:
                 found[each.peer] = min(ways)
         best = found
-    return min(best.values())[2] if best else ()
+    return min(best.values(), default=None)
 
 
 def _least(values: Iterable[float]) -> float:

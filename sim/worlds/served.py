@@ -26,7 +26,9 @@ from partition.serve.door import Door, GenerationOver, RouteTaken, RouteWanted, 
 from partition.serve.messages import SERVE_PROTOCOL, Alive, Answer, Carried, Roll, Row, Work
 from partition.serve.messages import LeaveSession as Leave
 from partition.serve.messages import OpenSession as Open
-from partition.serve.provider import ComputeBatch, ForgetSession, SessionProvider
+from partition.serve.messages import RestSession as Rest
+from partition.serve.provider import ComputeBatch, ForgetSession, ForkSession, SessionProvider
+from partition.serve.provider import Event as ProviderEvent
 from partition.serve.routes import StageReplica
 from partition.serve.sampling import Sampling
 from partition.serve.upkeep import Recruit, ServiceUpkeep
@@ -129,6 +131,9 @@ class _Service:
         self.lines = _Lines(runs, ground, models.counters)
         self.streams = Streams(self.lines, ground.seed, self._deliver, self._reconnected)
         self._rng = seeded_rng(ground.seed, "answers", number)
+        self._heads = seeded_rng(ground.seed, "beginnings", number)
+        self._head = tuple(self._heads.randrange(VOCABULARY) for _ in range(2 * service.prompt))
+        """What half of the prompts have in common, each some of it."""
         ground.at(instant(service.at_seconds), self._begin)
 
     def _begin(self) -> None:
@@ -153,6 +158,8 @@ class _Service:
         up = [peer for peer in self.pool if peer in self.nodes]
         length = self._rng.randint(1, 2 * self.service.prompt)
         prompt = tuple(self._rng.randrange(VOCABULARY) for _ in range(length))
+        shared = self._heads.choice((0, 0, length // 2, length - 1))
+        prompt = self._head[:shared] + prompt[shared:]
         if up:
             self.nodes[up[self._rng.randrange(len(up))]].ask(prompt)
 
@@ -231,11 +238,7 @@ class _Node:
 
     def _do_what_they_want(self) -> None:
         for event in _taken(self._provider):
-            match event:
-                case ComputeBatch():
-                    self._compute(event)
-                case ForgetSession():
-                    self.held.pop(event.session, None)
+            self._do_in_stage(event)
         for event in [] if self._upkeep is None else _taken(self._upkeep):
             if isinstance(event, Recruit):
                 self._recruit(event)
@@ -252,6 +255,15 @@ class _Node:
                 case GenerationOver():
                     self._end(event)
 
+    def _do_in_stage(self, event: ProviderEvent) -> None:
+        match event:
+            case ComputeBatch():
+                self._compute(event)
+            case ForgetSession():
+                self.held.pop(event.session, None)
+            case ForkSession():
+                self.held[event.session] = self.held.get(event.base, [])[: event.tokens]
+
     def receive(self, sender: PeerId, message: Any) -> None:
         """Take what arrived; what no honest peer says is a bug."""
         now, provider = self._ground.now, self._provider
@@ -259,7 +271,7 @@ class _Node:
         match message:
             case Carried(message=Work()):
                 sends = provider.receive(now, sender, message)
-            case Open() | Leave():
+            case Open() | Leave() | Rest():
                 try:
                     sends = provider.receive(now, sender, message)
                 except RemoteProtocolError:  # opened again by a stream that has waited: it is open already
@@ -307,7 +319,7 @@ class _Node:
         upkeep = self._upkeep
         if upkeep is None:
             return None
-        return upkeep.stage, upkeep.is_ready, self._provider.sessions, upkeep.rows()
+        return upkeep.stage, upkeep.is_ready, self._provider.sessions_of(self._service.id), upkeep.rows()
 
     def _compute(self, asked: ComputeBatch) -> None:
         service = self._service.service

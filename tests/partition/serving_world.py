@@ -12,6 +12,7 @@ from partition.execute.executor import StageExecutor
 from partition.model.cut import cut_layers
 from partition.model.graph import Graph
 from partition.stage import (
+    CopySession,
     Done,
     EndSession,
     Refused,
@@ -82,6 +83,10 @@ class Chain:
     def end(self, name: bytes) -> None:
         for stage in self.stages:
             assert isinstance(stage.handle(EndSession(name)), Done)
+
+    def fork(self, name: bytes, base: bytes, tokens: int) -> None:
+        for stage in self.stages:
+            assert isinstance(stage.handle(CopySession(name, base, tokens)), Done)
 
     def logits(self, units: Sequence[Unit], tokens: Sequence[int]) -> torch.Tensor:
         found = self.ask(units, tokens)

@@ -15,7 +15,7 @@ from partition.capture.serving import capture_for_serving
 from partition.model.check import check_graph
 from partition.model.graph import Graph, decode_graph, encode_graph
 from partition.model.serving import serving_graph
-from partition.stage import Refused, Unit
+from partition.stage import CopySession, Refused, Unit
 from tests.partition.serving_world import Chain, session
 
 CONTEXT = 160
@@ -137,6 +137,73 @@ def test_a_session_goes_on_from_any_earlier_place() -> None:
     chain.logits([Unit(session(0), 70, 30, 1)], other.tolist())
     found = chain.logits([Unit(session(0), 70, 50, 50)], ids[0, 70:120].tolist())
     assert torch.equal(found, wanted[0, 70:120])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_session_that_begins_from_another_has_the_bits_of_a_fresh_one(
+    threads: int, dtype: torch.dtype
+) -> None:
+    """At the border of a page and within one; the other goes on, rolls back, and ends beside it."""
+    chain, ids, _ = world(threads, dtype)
+    wanted = alone(threads, dtype)[0]
+    for row in range(SESSIONS):
+        chain.end(session(row))
+    other = torch.randint(0, 65, (CONTEXT,), generator=torch.Generator().manual_seed(1))
+    for begin in (40, 64, 100, 128, 159):
+        mixed = torch.cat((ids[0, :begin], other[begin:])).tolist()
+        chain.end(session(0))
+        fresh = chain.logits([Unit(session(0), 0, CONTEXT, CONTEXT)], mixed)
+        chain.end(session(0))
+        chain.logits([Unit(session(0), 0, begin, 1)], ids[0, :begin].tolist())
+        chain.fork(session(1), session(0), begin)
+        chain.fork(session(2), session(1), begin)
+        left = CONTEXT - begin
+        both = [Unit(session(row), begin, left, left) for row in (0, 1)]
+        found = chain.logits(both, [*ids[0, begin:].tolist(), *mixed[begin:]])
+        assert torch.equal(found[:left], wanted[begin:])
+        assert torch.equal(found[left:], fresh[begin:])
+        back = max(0, begin - 30)
+        parts = min(40, CONTEXT - back)
+        again = chain.logits([Unit(session(1), back, parts, parts)], ids[0, back : back + parts].tolist())
+        assert torch.equal(again, wanted[back : back + parts])
+        chain.end(session(0))
+        found = chain.logits([Unit(session(2), begin, 1, 1)], [mixed[begin]])
+        assert torch.equal(found, fresh[begin : begin + 1])
+        for row in range(SESSIONS):
+            chain.end(session(row))
+        for stage in chain.stages:
+            pages = stage._served.pages  # type: ignore[union-attr]  # it serves
+            assert len(pages._free) == pages._count
+            assert not pages._shared
+
+
+def test_shared_pages_are_counted_once_and_only_copied_where_they_are_written_to() -> None:
+    chain, ids, _ = world(1, torch.float32)
+    page = 64 * 2 * 32 * 4  # of the one layer of a stage
+    small = Chain(chain.graph, chain.values, stages=2, cache_bytes=4 * page)
+    small.logits([Unit(session(0), 0, 150, 1)], ids[0, :150].tolist())
+    for row in range(1, 6):
+        small.fork(session(row), session(0), 140)  # six sessions of three pages, of which there are four
+    found = small.logits([Unit(session(1), 140, 1, 1)], ids[0, 140:141].tolist())
+    assert torch.equal(found, alone(1, torch.float32)[0, 140:141])
+    refused = small.ask([Unit(session(2), 140, 1, 1)], ids[0, 140:141].tolist())
+    assert isinstance(refused, Refused)
+    assert (refused.fault, refused.session) == ("room", session(2))
+    small.end(session(1))
+    found = small.logits([Unit(session(2), 140, 1, 1)], ids[0, 140:141].tolist())
+    assert torch.equal(found, alone(1, torch.float32)[0, 140:141])
+
+
+def test_a_session_cannot_begin_from_what_is_not_there() -> None:
+    chain, ids, _ = world(1, torch.float32)
+    for row in range(SESSIONS):
+        chain.end(session(row))
+    chain.logits([Unit(session(0), 0, 10, 1)], ids[0, :10].tolist())
+    for base, tokens in ((session(0), 11), (session(9), 1)):
+        refused = chain.stages[0].handle(CopySession(session(1), base, tokens))
+        assert isinstance(refused, Refused)
+        assert refused.fault == "position"
+    assert isinstance(chain.stages[0].handle(CopySession(session(0), session(0), 5)), Refused)
 
 
 def test_a_unit_that_does_not_follow_is_refused_by_its_session() -> None:

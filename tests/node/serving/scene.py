@@ -16,7 +16,7 @@ from node.serving.tensors import check_ids
 from partition.codecs.codec import Typed
 from partition.serve.door import Wish
 from partition.serve.messages import Work
-from partition.serve.provider import ComputeBatch
+from partition.serve.provider import ComputeBatch, ForkSession
 from sim.network.model import NetworkModel
 from tests.partition.serve.world import CONTEXT, VOCABULARY, StageOfTokens
 from tests.stack import Swarm, swarm
@@ -57,6 +57,9 @@ class TokensServed:
     async def compute(self, asked: ComputeBatch, _executor: Any) -> Outcome:
         await trio.sleep(self.seconds)
         return self.stage.compute(asked)
+
+    async def fork(self, session: bytes, base: bytes, tokens: int) -> None:
+        self.stage.obey(ForkSession(self.service.id, session, base, tokens))
 
     async def forget(self, session: bytes) -> None:
         self.stage.kept.pop(session, None)

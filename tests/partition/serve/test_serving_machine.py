@@ -1,9 +1,12 @@
 """Generations over providers that die, hang up and come back: every text is that of an undisturbed one."""
 
+from dataclasses import replace
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from partition.serve.prefixes import REST_SECONDS_MAX
 from partition.serve.provider import SESSIONS_MAX, SESSIONS_PER_DOOR_MAX
 from tests.partition.serve.world import DOORS, PROVIDERS, World, reference, wish
 
@@ -23,14 +26,25 @@ class ServingMachine(RuleBasedStateMachine):
         door=st.sampled_from(DOORS),
         prompt=st.integers(1, 300),
         tokens=st.integers(1, 6),
-        seed=st.integers(0, 50),
+        seed=st.integers(0, 6),
+        other=st.integers(0, 2),
         temperature=st.sampled_from([0.0, 0.8]),
         top_k=st.sampled_from([0, 3]),
     )
     def begin(
-        self, door: object, prompt: int, tokens: int, seed: int, temperature: float, top_k: int
+        self,
+        door: object,
+        prompt: int,
+        tokens: int,
+        seed: int,
+        other: int,
+        temperature: float,
+        top_k: int,
     ) -> None:
+        # Prompts of one seed begin alike; some go on with others' tokens.
         wanted = wish(prompt, tokens, seed=seed, temperature=temperature, top_k=top_k)
+        tail = wish(prompt, seed=100 + other).prompt[: 40 * other]
+        wanted = replace(wanted, prompt=wanted.prompt + tail, owner=str(seed % 2))
         key = self.world.begin(door, wanted)  # type: ignore[arg-type]  # a peer
         self.wishes[key] = wanted
 
@@ -86,9 +100,9 @@ class ServingMachine(RuleBasedStateMachine):
                 continue
             assert end.reason == "length", end
             assert world.tokens[key] == reference(wanted)  # type: ignore[index, arg-type]  # by how it was made
-        # What was said last is heard; then no stage keeps a session of anybody.
-        for _ in range(120):
-            world.pass_time(0.1)
+        # What was said last is heard, and what rested is let go; then no stage keeps a session of anybody.
+        for _ in range(int((REST_SECONDS_MAX + 15) / 0.5)):
+            world.pass_time(0.5)
             while world.step():
                 pass
         assert not any(provider.sessions for provider in world.providers.values())

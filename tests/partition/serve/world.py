@@ -22,7 +22,7 @@ from partition.serve.door import (
     Wish,
 )
 from partition.serve.messages import MESSAGE_BYTES_MAX, Answer, Carried, Message
-from partition.serve.provider import ComputeBatch, ForgetSession, Sends, SessionProvider
+from partition.serve.provider import ComputeBatch, ForgetSession, ForkSession, Sends, SessionProvider
 from partition.serve.sampling import Sampling, best_logits, choose, log_sum
 
 VOCABULARY = 50
@@ -60,13 +60,21 @@ class StageOfTokens:
 
     def __init__(self, is_last: bool) -> None:
         self.kept: dict[bytes, list[int]] = {}
+        self.computed = 0
         self.is_last = is_last
+
+    def obey(self, event: ForkSession | ForgetSession) -> None:
+        if isinstance(event, ForgetSession):
+            self.kept.pop(event.session, None)
+        elif event.tokens <= len(self.kept.get(event.base, ())):
+            self.kept[event.session] = self.kept[event.base][: event.tokens]
 
     def compute(self, asked: ComputeBatch) -> list[tuple[Answer | None, tuple[Typed, ...]]]:
         answers: list[tuple[Answer | None, tuple[Typed, ...]]] = []
         assert len({unit.session for unit in asked.units}) == len(asked.units)
         for unit in asked.units:
             work, (_, ids) = unit.work, unit.arrays[0]
+            self.computed += work.tokens
             kept = self.kept.setdefault(unit.session, [])
             assert work.position <= len(kept), "a unit over tokens that are not here"
             assert len(ids) == work.tokens
@@ -97,6 +105,8 @@ class World:
         self.providers: dict[PeerId, SessionProvider] = {}
         self.stages: dict[PeerId, StageOfTokens] = {}
         self.computing: deque[tuple[PeerId, ComputeBatch]] = deque()
+        self.later: dict[PeerId, list[ForkSession | ForgetSession]] = {}
+        """What a stage is to do once it has computed."""
         self.queues: dict[tuple[PeerId, PeerId], deque[Message | Carried]] = {}
         self.tokens: dict[tuple[PeerId, int], list[int]] = {}
         self.finished: dict[tuple[PeerId, int], GenerationOver] = {}
@@ -118,6 +128,7 @@ class World:
         self.providers.pop(peer, None)
         self.stages.pop(peer, None)
         self.computing = deque(row for row in self.computing if row[0] != peer)
+        self.later.pop(peer, None)
         for pair in [pair for pair in self.queues if peer in pair]:
             del self.queues[pair]
         if breaks:
@@ -171,8 +182,10 @@ class World:
             for event in provider.events:
                 if isinstance(event, ComputeBatch):
                     self.computing.append((peer, event))
-                elif isinstance(event, ForgetSession):
-                    self.stages[peer].kept.pop(event.session, None)
+                elif any(busy == peer for busy, _ in self.computing):
+                    self.later.setdefault(peer, []).append(event)
+                else:
+                    self.stages[peer].obey(event)
             provider.events.clear()
         for peer, door in self.doors.items():
             said, door.events = door.events, []
@@ -198,6 +211,8 @@ class World:
         """The stage that was asked first has computed."""
         peer, asked = self.computing.popleft()
         answers = self.stages[peer].compute(asked)
+        for event in self.later.pop(peer, ()):
+            self.stages[peer].obey(event)
         self.put(peer, self.providers[peer].computed(self.now, SERVICE, asked.batch, answers))
         self.drain()
 

@@ -1,0 +1,95 @@
+"""What a door is asked, and what it says: wishes in, events out."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from crypto.identity import PeerId
+from partition.serve.sampling import Sampling
+
+FinishReason = Literal["stop", "length", "cancelled", "failed"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a door has to know of a service: its stages, the rows of its vocabulary, the tokens it takes."""
+
+    service: bytes
+    stages: int
+    vocabulary: int
+    context: int
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a generation is to be. `stops` are the tokens that end it, which are not part of the text."""
+
+    prompt: tuple[int, ...]
+    tokens_max: int
+    sampling: Sampling
+    stops: frozenset[int] = frozenset()
+    is_exact: bool = False
+    """Rather end than go on where the next tokens might be others than they would have been."""
+    owner: str = ""
+    """It begins from what sessions of the same owner have read, and from nobody else's."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The next token of a generation. `logprob` is by the model, before temperature and filters; `top` are
+    the likeliest tokens with theirs, as many as were asked for."""
+
+    generation: int
+    position: int
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class GenerationOver:
+    """A generation is over; `detail` is for people where it failed."""
+
+    generation: int
+    reason: FinishReason
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class RouteWanted:
+    """A provider was lost, or nobody is known that answers for some stage: look for those of this service."""
+
+    service: bytes
+
+
+@dataclass(frozen=True)
+class RouteTaken:
+    """A generation goes over these peers from now on; `lost` is why it left the route before, if it did, and
+    `is_exact` whether the tokens to come are those that would have come there."""
+
+    generation: int
+    route: tuple[PeerId, ...]
+    tokens: int
+    lost: str = ""
+    is_exact: bool = True
+    shared: int = 0
+    """The first tokens that are not read again."""
+
+
+@dataclass(frozen=True)
+class Misbehaved:
+    """A provider answered what no correct one does."""
+
+    peer: PeerId
+    reason: str
+
+
+@dataclass(frozen=True)
+class ComputedFor:
+    """These peers, one a stage, have computed so many tokens of a service for this door."""
+
+    service: bytes
+    route: tuple[PeerId, ...]
+    tokens: int
+
+
+Event = Sampled | GenerationOver | RouteWanted | RouteTaken | Misbehaved | ComputedFor

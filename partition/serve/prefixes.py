@@ -1,0 +1,294 @@
+"""Sessions that others of the same owner may begin from: a radix tree of their tokens, at the door.
+
+A door that begins a session whose first tokens one of its others has had computed has every stage begin it
+with those (`OpenSession.base`), so they are not read again. What is shared lies in the stages of one route,
+so it is of one graph, of the same weights and of the same bits; and since time tells what was asked before,
+it is shared within one door, and there within one owner.
+
+A session that is still in use serves as a base while it lasts. One that is over may rest: its stages keep
+what it has until they need the room. Resting sessions are bounded here, and the least used goes first.
+
+After the radix tree of SGLang (arXiv 2312.07104), which holds pages; here the stages hold them.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from crypto.identity import PeerId
+from partition.serve.routes import StageReplica, Way, price_route
+
+PREFIX_TOKENS_MIN = 64
+"""Fewer are read again: a stage keeps tokens in pages of so many, and reads them within one call."""
+RESTS_MAX = 32
+"""Resting sessions of one door, of all services."""
+RESTS_PER_SERVICE_MAX = 8
+"""A stage holds so many of one door (`partition.serve.provider`)."""
+REST_SECONDS_MAX = 300.0
+"""How long a session rests that nobody begins from: a person who reads an answer and asks on."""
+BASES_MAX = 8
+"""Sessions to begin from that are weighed against the best route: those that share most."""
+BASE_SESSIONS = 8
+"""A route on which a part of a prompt is read already may have this many sessions more than another: decoded
+together they take little more than one."""
+
+V = TypeVar("V", bound=Hashable)
+
+
+class _Node(Generic[V]):
+    """The tokens between it and its parent, and the values whose tokens end here."""
+
+    __slots__ = ("children", "edge", "parent", "values")
+
+    def __init__(self, edge: tuple[int, ...], parent: "_Node[V] | None") -> None:
+        self.edge = edge
+        self.parent = parent
+        self.children: dict[int, _Node[V]] = {}
+        self.values: dict[V, None] = {}
+
+    def below(self) -> Iterator[V]:
+        """Yield all values of this node and of those under it."""
+        nodes = [self]
+        while nodes:
+            node = nodes.pop()
+            yield from node.values
+            nodes += node.children.values()
+
+
+class RadixTree(Generic[V]):
+    """Values, each at one sequence of tokens. Sequences share what they begin with."""
+
+    def __init__(self) -> None:
+        self._root: _Node[V] = _Node((), None)
+        self._places: dict[V, _Node[V]] = {}
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, value: object) -> bool:
+        return value in self._places
+
+    def put(self, tokens: Sequence[int], value: V) -> None:
+        """Put a value at these tokens; it leaves the place that it had."""
+        self.remove(value)
+        rest = tuple(tokens)
+        node = self._root
+        while rest:
+            child = node.children.get(rest[0])
+            if child is None:
+                child = node.children[rest[0]] = _Node(rest, node)
+            common = common_length(child.edge, rest)
+            if common < len(child.edge):
+                child = self._split(child, common)
+            node, rest = child, rest[common:]
+        node.values[value] = None
+        self._places[value] = node
+
+    def remove(self, value: V) -> None:
+        """Take a value out; one that is not there is none."""
+        node = self._places.pop(value, None)
+        if node is None:
+            return
+        del node.values[value]
+        while node.parent is not None and not node.values:
+            parent = node.parent
+            if len(node.children) > 1:
+                return
+            del parent.children[node.edge[0]]
+            for child in node.children.values():  # at most one: it takes this node's place
+                child.edge = node.edge + child.edge
+                child.parent = parent
+                parent.children[child.edge[0]] = child
+                return
+            node = parent
+
+    def shared(self, tokens: Sequence[int]) -> dict[V, int]:
+        """Return with how many of its first tokens each value begins with the first of these; values that
+        share none are left out."""
+        rest = tuple(tokens)
+        found: dict[V, int] = {}
+        node, depth = self._root, 0
+        while True:
+            if depth:
+                found |= dict.fromkeys(node.values, depth)
+            following = node.children.get(rest[0]) if rest else None
+            for child in node.children.values() if depth else ():
+                if child is not following:
+                    found |= dict.fromkeys(child.below(), depth)
+            if following is None:
+                return found
+            common = common_length(following.edge, rest)
+            depth += common
+            if common < len(following.edge):
+                return found | dict.fromkeys(following.below(), depth)
+            node, rest = following, rest[common:]
+
+    def covered(self, tokens: Sequence[int]) -> set[V]:
+        """Return the values all of whose tokens these begin with."""
+        rest = tuple(tokens)
+        node = self._root
+        found = set(node.values)
+        while rest and rest[0] in node.children:
+            node = node.children[rest[0]]
+            if common_length(node.edge, rest) < len(node.edge):
+                break
+            rest = rest[len(node.edge) :]
+            found |= set(node.values)
+        return found
+
+    def _split(self, node: _Node[V], length: int) -> _Node[V]:
+        """Put a node before this one, `length` tokens behind its parent."""
+        parent = node.parent
+        assert parent is not None
+        middle: _Node[V] = _Node(node.edge[:length], parent)
+        parent.children[middle.edge[0]] = middle
+        node.edge, node.parent = node.edge[length:], middle
+        middle.children[node.edge[0]] = node
+        return middle
+
+
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return with how many equal tokens two sequences of one type begin."""
+    least, most = 0, min(len(one), len(other))
+    if one[:most] == other[:most]:
+        return most
+    while most - least > 1:
+        middle = (least + most) // 2
+        if one[least:middle] == other[least:middle]:
+            least = middle
+        else:
+            most = middle
+    return least
+
+
+@dataclass(frozen=True)
+class PrefixKey:
+    """Sessions of one service and one owner may begin from each other."""
+
+    service: bytes
+    owner: str
+
+
+@dataclass(frozen=True)
+class KeptPrefix:
+    """A session whose first tokens every stage of a route has computed."""
+
+    session: bytes
+    key: PrefixKey
+    route: tuple[PeerId, ...]
+
+
+class Prefixes:
+    """Those of one door."""
+
+    def __init__(self) -> None:
+        self._trees: dict[PrefixKey, RadixTree[bytes]] = {}
+        self._kept: dict[bytes, KeptPrefix] = {}
+        self._resting: dict[bytes, float] = {}
+        """When a session was used last; the least used first."""
+
+    @property
+    def resting(self) -> list[KeptPrefix]:
+        """The sessions that rest, the least used first."""
+        return [self._kept[session] for session in self._resting]
+
+    def resting_session(self, session: bytes) -> KeptPrefix | None:
+        """Return a session that rests."""
+        return self._kept[session] if session in self._resting else None
+
+    def put(self, kept: KeptPrefix, tokens: Sequence[int]) -> None:
+        """These tokens of a session in use are computed now."""
+        self._kept[kept.session] = kept
+        self._trees.setdefault(kept.key, RadixTree()).put(tokens, kept.session)
+
+    def rest(self, now: float, kept: KeptPrefix, tokens: Sequence[int]) -> list[KeptPrefix]:
+        """A session is over, and rests; return those that are let go for it."""
+        self.put(kept, tokens)
+        self._resting.pop(kept.session, None)
+        self._resting[kept.session] = now
+        # All whose tokens these begin with are of no more use, on the same route.
+        covered = self._trees[kept.key].covered(tokens) - {kept.session}
+        gone = [each for each in self.resting if each.session in covered and each.route == kept.route]
+        for each in gone:
+            self.drop(each.session)
+        of_service = [each for each in self.resting if each.key.service == kept.key.service]
+        while of_service and (len(of_service) > RESTS_PER_SERVICE_MAX or len(self._resting) > RESTS_MAX):
+            victim = of_service[0] if len(of_service) > RESTS_PER_SERVICE_MAX else self.resting[0]
+            gone.append(victim)
+            self.drop(victim.session)
+            of_service = [each for each in of_service if each is not victim]
+        return gone
+
+    def find(self, key: PrefixKey, tokens: Sequence[int]) -> list[tuple[KeptPrefix, int]]:
+        """Return the sessions that share enough with these tokens, and how many; the longest first."""
+        tree = self._trees.get(key)
+        if tree is None:
+            return []
+        found = [(self._kept[session], n) for session, n in tree.shared(tokens).items()]
+        return sorted(
+            ((kept, n) for kept, n in found if n >= PREFIX_TOKENS_MIN),
+            key=lambda row: (-row[1], row[0].session),
+        )
+
+    def use(self, now: float, session: bytes) -> None:
+        """Another has begun from this one."""
+        if session in self._resting:
+            del self._resting[session]
+            self._resting[session] = now
+
+    def drop(self, session: bytes) -> KeptPrefix | None:
+        """Nobody begins from a session any more; return it if it was here."""
+        kept = self._kept.pop(session, None)
+        self._resting.pop(session, None)
+        if kept is not None:
+            tree = self._trees[kept.key]
+            tree.remove(session)
+            if not len(tree):
+                del self._trees[kept.key]
+        return kept
+
+    def drop_peer(self, peer: PeerId) -> list[KeptPrefix]:
+        """A provider is lost; return the resting sessions that it had."""
+        gone = [each for each in self._kept.values() if peer in each.route]
+        rested = [each for each in gone if each.session in self._resting]
+        for each in gone:
+            self.drop(each.session)
+        return rested
+
+    def expire(self, now: float) -> list[KeptPrefix]:
+        """Let go of those that nobody began from for long; return them."""
+        gone = [self._kept[session] for session, at in self._resting.items() if now - at >= REST_SECONDS_MAX]
+        for each in gone:
+            self.drop(each.session)
+        return gone
+
+
+def choose_beginning(
+    prefixes: Prefixes,
+    key: PrefixKey,
+    tokens: Sequence[int],
+    left: int,
+    stages: Sequence[Sequence[StageReplica]],
+    *,
+    sessions: Callable[[PeerId], int],
+    doubts: Mapping[PeerId, int],
+) -> tuple[tuple[PeerId, ...], bytes, int]:
+    """Return the route for a session of these tokens and `left` more, the session that it begins from, and
+    with how many of its tokens. No route: there is none; no session: it begins by itself."""
+
+    def price(rows: Sequence[Sequence[StageReplica]], read: int, spared: int = 0) -> Way | None:
+        return price_route(rows, read, left, sessions=sessions, doubts=doubts, spared=spared)
+
+    best, base, shared = price(stages, len(tokens)), b"", 0
+    if best is None:
+        return (), b"", 0
+    # One token at least is computed: what comes after it is what is wanted.
+    for kept, count in prefixes.find(key, tokens[:-1])[:BASES_MAX]:
+        rows = [
+            [each for each in replicas if each.peer == peer]
+            for peer, replicas in zip(kept.route, stages, strict=True)
+        ]
+        way = price(rows, len(tokens) - count, BASE_SESSIONS) if all(rows) else None
+        if way is not None and way[:2] <= best[:2] and (count > shared or way[:2] < best[:2]):
+            best, base, shared = way, kept.session, count
+    return best[2], base, shared
