@@ -1,8 +1,9 @@
 """SIGKILL to one stage or node after another while answers are being given, with replicas and without, and
 what clients see of it: the same tokens, and pauses that are short.
 
-Real processes, some ten seconds a kill: PEERLOOM_SERVING_KILLS says how many in all, and makes the sessions
-of the last test as many as `make soak` plays.
+Real processes, some ten seconds a kill: PEERLOOM_SERVING_KILLS says how many in all, and
+PEERLOOM_SERVING_SESSIONS how many sessions the last test has, in four parts. PEERLOOM_SERVING_SEED chooses
+other victims, so that a long soak can be played piece by piece.
 """
 
 import os
@@ -19,6 +20,8 @@ from tests.serving_swarm import SECONDS_MAX, Ground, Question, Streams, until
 
 KILLS = int(os.environ.get("PEERLOOM_SERVING_KILLS", "0"))
 SESSIONS = int(os.environ.get("PEERLOOM_SERVING_SESSIONS", "1000"))
+SEED = int(os.environ.get("PEERLOOM_SERVING_SEED", "0"))
+PARTS = 4
 pytestmark = pytest.mark.skipif(not KILLS, reason="some ten seconds a kill: PEERLOOM_SERVING_KILLS=100")
 TOKENS = 80
 STREAMS = 8
@@ -26,7 +29,7 @@ REPLICA_SECONDS_MAX, LOAD_SECONDS_MAX = 2.0, 10.0
 """The pause of an answer, at the 95th percentile: with a replica, and where a machine must load the stage."""
 KILL_SECONDS = 20.0
 GROWTH_BYTES_MAX = 60 << 20
-"""What a node may have grown over a thousand sessions; one session's numbers take 100 KB in a stage."""
+"""What a node may have grown over the sessions of a part; one session's numbers take 100 KB in a stage."""
 
 
 def percentile(values: list[float], part: float) -> float:
@@ -55,7 +58,7 @@ def strike(ground: Ground, rng: random.Random, service: str) -> str:
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_answers_go_on_the_same_whatever_is_killed(tmp_path: Path, threads: int, replicas: int) -> None:
-    rng = random.Random(threads)
+    rng = random.Random(f"{SEED} {threads} {replicas}")
     names = "abcdef" if replicas == 2 else "abcd"
     ground = Ground(tmp_path, dict.fromkeys(names, (1, threads)))
     pauses: list[float] = []
@@ -110,8 +113,9 @@ def test_a_service_says_that_it_cannot_answer_and_answers_once_a_node_is_there(t
         ground.close()
 
 
-def test_a_thousand_sessions_leave_nothing_behind(tmp_path: Path) -> None:
-    rng = random.Random(3)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_thousand_sessions_leave_nothing_behind(tmp_path: Path, part: int) -> None:
+    rng = random.Random(f"{SEED} {part}")
     ground = Ground(tmp_path, dict.fromkeys("abcdef", (1, 1)))
     try:
         ground.start()
@@ -124,7 +128,7 @@ def test_a_thousand_sessions_leave_nothing_behind(tmp_path: Path) -> None:
         before, files = door.memory_info().rss, door.num_fds()
         pauses: list[float] = []
         kills = 0
-        while streams.answers < SESSIONS:
+        while streams.answers < SESSIONS // PARTS:
             since = time.monotonic()
             gone = strike(ground, rng, "words")
             kills += 1
@@ -135,7 +139,7 @@ def test_a_thousand_sessions_leave_nothing_behind(tmp_path: Path) -> None:
             pauses += streams.pauses(since)
         streams.stop()
         grown = door.memory_info().rss - before
-        report(f"{SESSIONS} sessions, {kills} kills", pauses, streams)
+        report(f"{streams.answers} sessions, {kills} kills", pauses, streams)
         until(lambda: not any(row["sessions"] for rows in ground.stages("words") for row in rows))
         for name in ground.names:
             own = psutil.Process(ground.swarm.nodes[name].process.pid)
