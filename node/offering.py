@@ -17,6 +17,9 @@ from node.settings import expanded
 
 SLOTS_MAX = 64
 LISTED_MAX = 256
+PEER_SESSIONS_MAX = 16
+"""Sessions of one peer that a node serves at once (`partition.serve.provider`)."""
+PEER_TOKENS_MAX = 10**9
 DAY_MINUTES = 24 * 60
 BANDWIDTH_MIN = 125_000
 """Bytes a second."""
@@ -70,7 +73,9 @@ class Offering:
     bytes cost, by its owner's word. Bulk goes and comes at no more than the two rates, 0 for any. `peers` are
     those it serves where `accept_runs` is "listed", `runs` those (by id) where it is "invited". `own_data`
     are the owner's data sets on which federated runs that call them so may train here; only the model that
-    comes of it leaves the machine.
+    comes of it leaves the machine. Another peer that asks the services with a stage here
+    has at most `peer_sessions` sessions at once, `peer_tokens_per_minute` (0: any number), and
+    `peer_cache_percent` of the memory for keys and values.
     """
 
     slots: int = 1
@@ -86,6 +91,9 @@ class Offering:
     peers: tuple[PeerId, ...] = ()
     runs: tuple[str, ...] = ()
     own_data: tuple[NamedData, ...] = ()
+    peer_sessions: int = PEER_SESSIONS_MAX
+    peer_tokens_per_minute: int = 0
+    peer_cache_percent: int = 50
 
     @property
     def are_watched(self) -> bool:
@@ -110,6 +118,9 @@ class OfferTable(msgspec.Struct, frozen=True):
     peers: Annotated[tuple[str, ...], msgspec.Meta(max_length=LISTED_MAX)] | None = None
     runs: Annotated[tuple[str, ...], msgspec.Meta(max_length=LISTED_MAX)] | None = None
     own_data: Annotated[tuple[str, ...], msgspec.Meta(max_length=LISTED_MAX)] | None = None
+    peer_sessions: Annotated[int, msgspec.Meta(ge=1, le=PEER_SESSIONS_MAX)] | None = None
+    peer_tokens: Annotated[int, msgspec.Meta(ge=0, le=PEER_TOKENS_MAX)] | None = None
+    peer_cache: str | None = None
 
 
 # Readers: one text as a person writes it to a value, or ValueError with the reason.
@@ -120,6 +131,29 @@ def read_slots(text: str) -> int:
     if not (text.isascii() and text.isdigit() and 1 <= int(text) <= SLOTS_MAX):
         raise ValueError(f"want a whole number, 1 to {SLOTS_MAX}")
     return int(text)
+
+
+def read_peer_sessions(text: str) -> int:
+    """How many sessions of one peer at once."""
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= PEER_SESSIONS_MAX):
+        raise ValueError(f"want a whole number, 1 to {PEER_SESSIONS_MAX}")
+    return int(text)
+
+
+def read_peer_tokens(text: str) -> int:
+    """How many tokens a minute for one peer; 0 or `any` is no bound."""
+    if text == "any":
+        return 0
+    if not (text.isascii() and text.isdigit() and int(text) <= PEER_TOKENS_MAX):
+        raise ValueError("want a number of tokens a minute such as 6000, or any")
+    return int(text)
+
+
+def read_peer_cache(text: str) -> int:
+    """What part of the memory for keys and values one peer may have, in percent."""
+    if not (found := read_percent(text)):
+        raise ValueError("want a share such as 50%")
+    return found
 
 
 def read_hours(text: str) -> Hours:

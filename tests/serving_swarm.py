@@ -24,8 +24,9 @@ from partition.capture.models.model_spec import capture_built_in
 SECONDS_MAX = 90.0
 """On a machine that is three times slower than ours, and busy."""
 LOOK_SECONDS = 0.05
-PROMPT = "Once upon a time"
-CONTEXT = 128
+PROMPT = "In olden times, when wishing still helped, there lived a king by the sea"
+"""Long enough that a session begins with what another has read of it."""
+CONTEXT = 256
 
 
 def until(

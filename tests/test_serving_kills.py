@@ -44,15 +44,23 @@ def report(what: str, pauses: list[float], streams: Streams) -> None:
     )
 
 
-def strike(ground: Ground, rng: random.Random, service: str) -> str:
+def slow(what: str, pauses: list[float]) -> None:
+    """Say what was killed where an answer paused for long."""
+    if max(pauses, default=0.0) > REPLICA_SECONDS_MAX:
+        shown = ", ".join(f"{pause:.2f}" for pause in sorted(pauses, reverse=True))
+        print(f"\n{time.strftime('%T')} after {what}: {shown} s")  # noqa: T201
+
+
+def strike(ground: Ground, rng: random.Random, service: str) -> tuple[str, str]:
     """Kill something that holds a stage, but for the door's node, of which only the stage dies; return the
-    name of the node that is to be started again, empty where it lives."""
-    victim = rng.choice(sorted({name for names in ground.holders(service) for name in names}))
+    name of the node that is to be started again, empty where it lives, and what was done."""
+    holders = ground.holders(service)
+    victim = rng.choice(sorted({name for names in holders for name in names}))
     kill = rng.choice((ground.kill_stage, ground.kill_node, ground.kill_node_alone))
     if victim == ground.names[0]:
         kill = ground.kill_stage
     kill(victim)
-    return victim if victim in ground.dead else ""
+    return victim if victim in ground.dead else "", f"{kill.__name__} {victim} of {holders}"
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -70,10 +78,11 @@ def test_answers_go_on_the_same_whatever_is_killed(tmp_path: Path, threads: int,
         streams.begin()
         for _ in range(max(1, KILLS // 4)):
             moves, since = streams.moves, time.monotonic()
-            gone = strike(ground, rng, "words")
+            gone, what = strike(ground, rng, "words")
             streams.flow()
             until(lambda: ground.is_whole("words", replicas))
             streams.flow()
+            slow(what, streams.pauses(since))
             pauses += [pause for pause in streams.pauses(since) if pause > 0.5 or streams.moves > moves]
             if gone:
                 ground.restart(gone)
@@ -130,12 +139,13 @@ def test_a_thousand_sessions_leave_nothing_behind(tmp_path: Path, part: int) -> 
         kills = 0
         while streams.answers < SESSIONS // PARTS:
             since = time.monotonic()
-            gone = strike(ground, rng, "words")
+            gone, what = strike(ground, rng, "words")
             kills += 1
             if gone:
                 ground.restart(gone)
             threading.Event().wait(max(0.0, since + KILL_SECONDS - time.monotonic()))
             assert not streams.failures, streams.failures[0]
+            slow(what, streams.pauses(since))
             pauses += streams.pauses(since)
         streams.stop()
         grown = door.memory_info().rss - before

@@ -44,6 +44,9 @@ CHANGEABLE = {
     "peers": ("offer", "peers"),
     "runs": ("offer", "runs"),
     "own_data": ("offer", "own_data"),
+    "peer_sessions": ("offer", "peer_sessions"),
+    "peer_tokens": ("offer", "peer_tokens_per_minute"),
+    "peer_cache": ("offer", "peer_cache_percent"),
 }
 """Settings that a node takes while it runs: by the name of their rule, where they stand in a Config."""
 

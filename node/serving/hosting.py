@@ -166,7 +166,8 @@ class Hosting:
                 await member.stage.aclose()
             return
         manifest = service.manifest
-        owner.provider.hold(service.id, member.number, manifest.stages, manifest.context)
+        room = 0 if member.stage is None else member.stage.tokens_max
+        owner.provider.hold(service.id, member.number, manifest.stages, manifest.context, room)
         member.ready.set()
         owner.send(list(member.upkeep.ready(owner.seams.clock.monotonic())))
         owner.act()

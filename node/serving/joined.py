@@ -14,6 +14,7 @@ from node.services.discovery import Discovery
 from node.services.membership import Membership
 from node.serving.serving import Serving
 from node.state import State
+from partition.serve.bounds import NO_BOUNDS, PeerBounds
 
 INVITED = "invited"
 """In the place of a peer's name: all that this node's owner lists."""
@@ -62,6 +63,14 @@ def named_peers(node: Parts, texts: Sequence[str]) -> list[PeerId]:
     return found
 
 
+def peer_bounds(node: Parts, peer: PeerId) -> PeerBounds:
+    """Return what a peer may have of the services here; this node's own owner may have all."""
+    if peer == node.peer:
+        return NO_BOUNDS
+    rules = node.provider.rules
+    return PeerBounds(rules.peer_sessions, rules.peer_tokens_per_minute, rules.peer_cache_percent / 100)
+
+
 def make_serving(node: Parts) -> Serving:
     """Make it, and count its stages among those that have a slot of this node."""
     runs = node.runs
@@ -84,6 +93,7 @@ def make_serving(node: Parts) -> Serving:
         knowledge=lambda: runs.measurements.knowledge,
         learn=runs.measurements.learn,
         receipts=runs.receipts,
+        bounds_of=lambda peer: peer_bounds(node, peer),
     )
     runs.hosted_beside = serving.hosted
     return serving

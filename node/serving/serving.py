@@ -42,6 +42,7 @@ from node.serving.tensors import read_tensors, tensor_bytes, tensor_headers
 from node.serving.texts import Texts
 from node.storage.blobs import Blobs
 from partition.plan.observed import Knowledge
+from partition.serve.bounds import PeerBounds
 from partition.serve.door import Wish
 from partition.serve.messages import (
     MESSAGE_BYTES_MAX,
@@ -60,7 +61,13 @@ from partition.serve.messages import (
     SessionOpened,
     Work,
 )
-from partition.serve.provider import ComputeBatch, ForgetSession, ForkSession, Sends, SessionProvider
+from partition.serve.provider import (
+    ComputeBatch,
+    ForgetSession,
+    ForkSession,
+    Sends,
+    SessionProvider,
+)
 from partition.serve.provider import Event as ProviderEvent
 
 STREAMS = StreamLimits(message_bytes_max=MESSAGE_BYTES_MAX, streams_per_peer_max=4)
@@ -110,6 +117,7 @@ class Serving:
         knowledge: Callable[[], Knowledge],
         learn: Callable[[Collection[PeerId]], Awaitable[Knowledge]],
         receipts: Receipts,
+        bounds_of: Callable[[PeerId], PeerBounds],
     ) -> None:
         self.seams = seams
         self.signer = signer
@@ -131,7 +139,9 @@ class Serving:
         """The files of a run's weights, by its id."""
         self._machine = machine
         self._round_trip_seconds = round_trip_seconds
-        self.provider = SessionProvider(source_of=self._source_of, weight_of=receipts.weight)
+        self.provider = SessionProvider(
+            source_of=self._source_of, weight_of=receipts.weight, bounds_of=bounds_of
+        )
         self.hosting = Hosting(self)
         self.generations = Generations(self, signer.peer)
         self._links = Links(

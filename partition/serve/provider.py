@@ -6,8 +6,11 @@ stage answers.
 Sessions are bounded in all, for each door and for each network (`crypto.registers`): a session whose door
 moves nothing makes room for another, and its door is told. What waits is computed together, one unit of a
 session at a time, as many tokens as a batch takes. Doors take turns by the tokens that were computed for
-them, for what each gave itself, so a door with a long prompt does not hold up another's next token, nor does
-one with many.
+them, for what each gave itself, and where several want the stage, a call has a few sessions of each: so a
+door with a long prompt does not hold up another's next token, nor does one with many.
+
+The node's owner bounds what a door may have (`PeerBounds`): sessions, tokens a minute, and a part of the
+memory for keys and values. It is told which bound it has met.
 
 A session that its door lets rest keeps its tokens for others of the same door to begin from, as long as
 nobody needs its place or its pages: the least used goes first.
@@ -16,7 +19,7 @@ A unit that the stage refuses ends its session alone: where a batch fails, its u
 one, which changes nothing, for a unit rolls its session back to where it begins.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -26,6 +29,8 @@ from crypto.identity import PeerId
 from crypto.registers import Budget, Register
 from partition.codecs.codec import Typed
 from partition.model.serving import ROWS_MAX
+from partition.serve.bounds import MINUTES_MAX, NO_BOUNDS, PeerBounds, TokensSpent, counted
+from partition.serve.bounds import SESSIONS_PER_DOOR_MAX as SESSIONS_PER_DOOR_MAX
 from partition.serve.messages import (
     Alive,
     Answer,
@@ -43,8 +48,6 @@ from partition.serve.timeouts import ALIVE_SECONDS, DOOR_SILENCE_SECONDS_MAX, ST
 
 SESSIONS_MAX = 64
 """All doors together have so many at one node."""
-SESSIONS_PER_DOOR_MAX = 16
-"""One door has so many at one node: prompts that a machine answers at once."""
 PATIENCE_SECONDS = 5.0
 """How long a door may send nothing for a session that another door wants the place of."""
 PLACES = Budget(SESSIONS_MAX, SESSIONS_PER_DOOR_MAX, SESSIONS_MAX // 2, PATIENCE_SECONDS)
@@ -55,6 +58,13 @@ REST_ALIVE_SECONDS = 3.0
 and often enough that no stream is closed for being idle."""
 BATCH_TOKENS_MAX = 1_024
 """Tokens of one call to the stage: two of the largest chunks, or one and what all sessions decode."""
+UNITS_BESIDE_MAX = 4
+"""Units of one door in a call, where others' sessions want the stage too: a single session waits for the call
+that runs, and for its own, and four at once take less than twice as long as one."""
+TOKENS_BESIDE_MAX = 128
+"""Tokens for each door in such a call, of which one may take all: one chunk of a prompt."""
+WANTED_SECONDS = 1.0
+"""A session that asked for something so long ago still wants the stage: its door is at its next token."""
 BATCH_ROWS_MAX = ROWS_MAX
 """Rows of logits that one call answers."""
 OTHERS = "others wanted the place"
@@ -134,6 +144,7 @@ class _Stage:
     number: int
     count: int
     context: int
+    room: int = 0
     batch: int = 0
     computing: tuple[_Session, ...] = ()
     units: tuple[Carried, ...] = ()
@@ -143,7 +154,8 @@ class _Stage:
 
 class SessionProvider:
     """One node's, over all its stages. `source_of` tells the network of a peer, `refuses` why a door is not
-    served, empty where it is, `weight_of` how large its share is beside a stranger's.
+    served, empty where it is, `weight_of` how large its share is beside a stranger's, `bounds_of` what it
+    may have.
 
     Long because places, turns and what waits are one state of many messages.
     """
@@ -154,11 +166,13 @@ class SessionProvider:
         source_of: Callable[[PeerId], bytes] = lambda peer: peer,
         refuses: Callable[[bytes, PeerId], str] = lambda _service, _door: "",
         weight_of: Callable[[PeerId], float] = lambda _door: 1.0,
+        bounds_of: Callable[[PeerId], PeerBounds] = lambda _door: NO_BOUNDS,
     ) -> None:
         self.events: list[Event] = []
         self._source_of = source_of
         self._refuses = refuses
         self._weight_of = weight_of
+        self._bounds_of = bounds_of
         self._stages: dict[bytes, _Stage] = {}
         self._sessions: dict[bytes, _Session] = {}
         self._resting: dict[bytes, _Session] = {}
@@ -167,6 +181,8 @@ class SessionProvider:
         self._served: dict[PeerId, float] = {}
         """Tokens computed for each door that has a session, for its weight and from a common beginning."""
         self._weights: dict[PeerId, float] = {}
+        self._spent = TokensSpent()
+        self._now = -inf
         self._heard_at: dict[PeerId, float] = {}
         self._alive_at = inf
         self._rest_alive_at = -inf
@@ -191,9 +207,10 @@ class SessionProvider:
         """Return how many tokens the sessions of a service have here."""
         return sum(each.kept for each in self._sessions.values() if each.service == service)
 
-    def hold(self, service: bytes, number: int, count: int, context: int) -> None:
-        """Serve this stage, of `count`, from now on: sessions of at most `context` tokens."""
-        self._stages[service] = _Stage(number, count, context)
+    def hold(self, service: bytes, number: int, count: int, context: int, room: int = 0) -> None:
+        """Serve this stage, of `count`, from now on: sessions of at most `context` tokens. Keys and values
+        have room for `room` tokens of all sessions; 0: it keeps none."""
+        self._stages[service] = _Stage(number, count, context, room)
 
     def release(self, service: bytes, code: CloseCode, reason: str) -> Sends:
         """Serve it no more; its doors are told why."""
@@ -275,21 +292,13 @@ class SessionProvider:
         def refuse(code: CloseCode, reason: str) -> Sends:
             return [(door, SessionClosed(message.session, code, reason))]
 
-        stage = self._stages.get(message.service)
-        if stage is None or stage.number != message.stage:
-            return refuse("unknown", "this stage is not here")
-        if reason := self._refuses(message.service, door):
-            return refuse("refused", reason)
+        if (refused := self._refusal(door, message)) is not None:
+            return refuse(*refused)
+        stage = self._stages[message.service]
         is_first, is_last = stage.number == 0, stage.number == stage.count - 1
         if (is_first and message.before != door) or (is_last and message.after != door):
             raise RemoteProtocolError("a session whose first or last stage does not speak to its door")
-        base = None if message.base is None else self._sessions.get(message.base.session)
-        if message.base is not None and (
-            base is None
-            or (base.door, base.service) != (door, message.service)
-            or base.kept < message.base.tokens
-        ):
-            return refuse("position", "the session that this one begins from is not here")
+        base = self._base_of(door, message)
         before, after = PeerId(message.before), PeerId(message.after)
         session = _Session(message.session, message.service, door, before, after, now)
         sends = self._make_place(door, base)
@@ -312,6 +321,51 @@ class SessionProvider:
         self._weights[door] = max(WEIGHT_MIN, self._weight_of(door))
         self._alive_at = min(self._alive_at, now + ALIVE_SECONDS)
         return [*sends, (door, SessionOpened(session.id))]
+
+    def _refusal(self, door: PeerId, message: OpenSession) -> tuple[CloseCode, str] | None:
+        """Return why a session is not served, None where it may be."""
+        stage = self._stages.get(message.service)
+        if stage is None or stage.number != message.stage:
+            return "unknown", "this stage is not here"
+        if reason := self._refuses(message.service, door):
+            return "refused", reason
+        if message.base is not None and self._base_of(door, message) is None:
+            return "position", "the session that this one begins from is not here"
+        reason = self._has_enough(door)
+        return ("busy", reason) if reason else None
+
+    def _base_of(self, door: PeerId, message: OpenSession) -> _Session | None:
+        """Return the session of the same door that a new one begins from; None where it is not here."""
+        found = None if message.base is None else self._sessions.get(message.base.session)
+        if found is None or message.base is None or found.kept < message.base.tokens:
+            return None
+        return found if (found.door, found.service) == (door, message.service) else None
+
+    def _has_enough(self, door: PeerId) -> str:
+        """Return why a door gets no further session, empty where it does."""
+        bounds = self._bounds_of(door)
+        used = sum(each.door == door and not each.rests for each in self._sessions.values())
+        if used >= bounds.sessions < SESSIONS_PER_DOOR_MAX:  # else the register says who makes room
+            return f"{counted(used, 'session')} of this peer here already, as many as its owner allows"
+        return self._spent.refusal(self._now, door, bounds.tokens_per_minute)
+
+    def _find_room(self, session: _Session, tokens: int) -> tuple[Sends, str]:
+        """Return why a session may not have `tokens` in all, empty where it may; sessions of its door that
+        rest make room for it."""
+        bounds, stage = self._bounds_of(session.door), self._stages[session.service]
+        if reason := self._spent.refusal(self._now, session.door, bounds.tokens_per_minute, MINUTES_MAX):
+            return [], reason
+        most = int(stage.room * bounds.cache_part)
+        own = [e for e in self._sessions.values() if (e.door, e.service) == (session.door, session.service)]
+        kept = tokens + sum(each.kept for each in own if each is not session)
+        sends: Sends = []
+        for each in [e for e in self._resting.values() if e in own]:
+            if stage.room and kept > most:
+                kept -= each.kept
+                sends += self._close(each, "evicted", OTHERS)
+        if stage.room and kept > most:
+            return sends, f"its owner allows each peer keys and values of {most:,} tokens here"
+        return sends, ""
 
     def _make_place(self, door: PeerId, base: _Session | None) -> Sends:
         """Have a session that rests make room for a new one, before any that is in use would have to."""
@@ -354,11 +408,14 @@ class SessionProvider:
             return self._close(session, "length", f"the model takes {stage.context} tokens")
         if len(session.waiting) >= WAITING_UNITS_MAX or not self._has_room(session, carried.size_bytes):
             return self._close(session, "busy", "too much waits to be computed")
+        sends, reason = self._find_room(session, work.position + work.tokens)
+        if reason:
+            return sends + self._close(session, "busy", reason)
         session.kept = work.position + work.tokens
         session.waiting.append(carried)
         session.silent_since = inf
         self._compute(session.service)
-        return []
+        return sends
 
     def _has_room(self, session: _Session, size_bytes: int) -> bool:
         waits = {True: 0, False: 0}
@@ -402,18 +459,30 @@ class SessionProvider:
                 ready.setdefault(each.door, deque()).append(each)
         chosen: list[_Session] = []
         left, rows_left = BATCH_TOKENS_MAX, BATCH_ROWS_MAX
+        wanting = {
+            each.door
+            for each in self._sessions.values()
+            if each.service == service and not each.rests and each.silent_since > self._now - WANTED_SECONDS
+        }
+        least = min((self._weights[door] for door in wanting), default=1.0)
+        units: Counter[PeerId] = Counter()
+        if len(wanting) > 1:
+            left = min(left, int(TOKENS_BESIDE_MAX * sum(self._weights[door] for door in ready) / least))
         while ready:
             door = min(ready, key=lambda peer: (self._served[peer], peer))
             session = ready[door].popleft()
             work = session.waiting[0].message
             assert isinstance(work, Work)
-            if work.tokens > left or work.wanted > rows_left:
+            if chosen and (work.tokens > left or work.wanted > rows_left):
                 break  # it is the next to have its turn
             left -= work.tokens
             rows_left -= work.wanted
             self._served[door] += work.tokens / self._weights[door]
+            self._spent.spend(self._now, door, work.tokens, self._bounds_of(door).tokens_per_minute)
             chosen.append(session)
-            if not ready[door]:
+            units[door] += 1
+            has_enough = units[door] * least >= UNITS_BESIDE_MAX * self._weights[door]
+            if not ready[door] or (len(wanting) > 1 and has_enough):
                 del ready[door]
         for session in chosen:  # the next time others of the same door come first
             self._sessions[session.id] = self._sessions.pop(session.id)
@@ -516,5 +585,6 @@ class SessionProvider:
 
     def _note(self, now: float) -> None:
         """Where this node itself was asleep, nobody was silent."""
+        self._now = now
         if self._heard_at and now - self._alive_at > STALL_SECONDS - ALIVE_SECONDS:
             self._heard_at = {peer: max(at, now - ALIVE_SECONDS) for peer, at in self._heard_at.items()}

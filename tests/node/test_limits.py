@@ -44,6 +44,9 @@ download = "2.5MB/s"
 peers = []
 runs = []
 own_data = []
+peer_sessions = 4
+peer_tokens = 6000
+peer_cache = "30%"
 """
 
 

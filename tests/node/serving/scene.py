@@ -30,7 +30,7 @@ class TokensServed:
     opened: list[tuple[PeerId, int]] = []  # noqa: RUF012 - emptied by `tokens_served`
     seconds = STAGE_SECONDS
     load_seconds = 0.5
-    tokens_max = 100
+    tokens_max = 10_000
     bits = b"x"
     broken: set[PeerId] = set()  # noqa: RUF012 - as above
 

@@ -1,0 +1,66 @@
+"""What a node's owner lets one door have of the stages here: sessions, tokens a minute, memory.
+
+An answer that has begun goes on beyond a minute's tokens, so that it is not cut off for a few; a new one
+waits. What is spent is forgotten at the rate that is allowed.
+"""
+
+from dataclasses import dataclass
+
+from crypto.identity import PeerId
+
+SESSIONS_PER_DOOR_MAX = 16
+"""One door has so many at one node: prompts that a machine answers at once."""
+SPENT_MAX = 1_024
+"""Doors whose tokens are counted; beyond that the one that has spent least is forgotten."""
+MINUTE = 60.0
+MINUTES_MAX = 2.0
+"""A session ends where its door has spent the tokens of so many minutes."""
+
+
+@dataclass(frozen=True)
+class PeerBounds:
+    """What one door may have here: sessions that are in use, tokens a minute (0: any number), and the part of
+    a stage's room for keys and values."""
+
+    sessions: int = SESSIONS_PER_DOOR_MAX
+    tokens_per_minute: int = 0
+    cache_part: float = 0.5
+
+
+NO_BOUNDS = PeerBounds(cache_part=1.0)
+"""For the owner's own node."""
+
+
+def counted(count: int, what: str) -> str:
+    """Return a number and what it is of."""
+    return f"{count:,} {what}" + ("" if count == 1 else "s")
+
+
+class TokensSpent:
+    """Tokens that each door has had lately."""
+
+    def __init__(self) -> None:
+        self._spent: dict[PeerId, tuple[float, float, int]] = {}
+        """For each door how many, when it was so many, and how many it may have a minute."""
+
+    def spent(self, now: float, door: PeerId) -> float:
+        """Return how many are not forgotten."""
+        count, at, rate = self._spent.get(door, (0.0, now, 0))
+        return max(0.0, count - rate * (now - at) / MINUTE)
+
+    def spend(self, now: float, door: PeerId, tokens: int, rate: int) -> None:
+        """Count tokens for a door that may have `rate` a minute; 0 is no bound."""
+        if not rate:
+            self._spent.pop(door, None)
+            return
+        self._spent[door] = self.spent(now, door) + tokens, now, rate
+        while len(self._spent) > SPENT_MAX:
+            del self._spent[min(self._spent, key=lambda each: self.spent(now, each))]
+
+    def refusal(self, now: float, door: PeerId, rate: int, minutes: float = 1.0) -> str:
+        """Return why a door that may have `rate` a minute gets no more, empty where it does."""
+        over = self.spent(now, door) - rate * minutes
+        if not rate or over < 0:
+            return ""
+        wait = max(1.0, MINUTE * over / rate)
+        return f"its owner allows {counted(rate, 'token')} a minute to each peer: more in {wait:.0f} s"

@@ -1,0 +1,84 @@
+"""What one peer may have of the stages of a node: by its owner's [offer], through whole nodes."""
+
+import pytest
+import trio
+
+from node.errors import RunFailed
+from node.offering import Offering
+from node.protocols.services import Service
+from node.runtime import Node
+from tests.node.serving.scene import TokensServed, ask, holders, serving, until
+from tests.partition.serve.world import reference, wish
+from tests.stack import Swarm, simulate
+
+pytestmark = pytest.mark.usefixtures("_tokens_served")
+
+
+def stranger(group: Swarm) -> Node:
+    """The node that holds no stage, so that both count it as another peer."""
+    return group.nodes[next(name for name in group.nodes if name not in holders(group))]
+
+
+async def refused(node: Node, service: Service) -> str:
+    with pytest.raises(RunFailed) as told:
+        await ask(node, service, wish(tokens=3))
+    return told.value.what
+
+
+def test_a_peer_has_no_more_sessions_than_the_owner_allows() -> None:
+    async def main() -> None:
+        async with serving("abc", offer=Offering(peer_sessions=2)) as (group, service):
+            node = stranger(group)
+            async with trio.open_nursery() as nursery:
+                running = [list[int]() for _ in range(2)]
+                for seen in running:
+                    nursery.start_soon(ask, node, service, wish(tokens=400), seen)
+                await until(lambda: all(running))
+                what = await refused(node, service)
+                assert "2 sessions of this peer here already, as many as its owner allows" in what
+                holder = group.nodes[next(iter(holders(group)))]
+                assert await ask(holder, service, wish()) == reference(wish())
+                nursery.cancel_scope.cancel()
+            assert await ask(node, service, wish()) == reference(wish())
+
+    simulate(main)
+
+
+def test_a_peer_has_no_more_tokens_a_minute_than_the_owner_allows() -> None:
+    async def main() -> None:
+        async with serving("abc", offer=Offering(peer_tokens_per_minute=10)) as (group, service):
+            node = stranger(group)
+            assert await ask(node, service, wish(5, 14)) == reference(wish(5, 14)), "it is not cut off"
+            what = await refused(node, service)
+            assert "its owner allows 10 tokens a minute to each peer: more in" in what
+            await trio.sleep(30)
+            assert await ask(node, service, wish(5, 4)) == reference(wish(5, 4))
+
+    simulate(main)
+
+
+def test_a_peer_has_no_more_of_the_cache_than_the_owner_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TokensServed, "tokens_max", 100)
+
+    async def main() -> None:
+        async with serving("abc", offer=Offering(peer_cache_percent=30)) as (group, service):
+            node = stranger(group)
+            assert await ask(node, service, wish(5, 20)) == reference(wish(5, 20))
+            with pytest.raises(RunFailed, match="keys and values of 30 tokens here"):
+                await ask(node, service, wish(5, 40))
+
+    simulate(main)
+
+
+def test_a_waiting_answer_begins_once_another_of_its_peer_is_over() -> None:
+    async def main() -> None:
+        async with serving("abc", offer=Offering(peer_sessions=1)) as (group, service):
+            node, first, second = stranger(group), list[int](), list[int]()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ask, node, service, wish(tokens=20), first)
+                await until(lambda: bool(first))
+                nursery.start_soon(ask, node, service, wish(tokens=5, seed=2), second)
+            assert first == reference(wish(tokens=20))
+            assert second == reference(wish(tokens=5, seed=2))
+
+    simulate(main)
