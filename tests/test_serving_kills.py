@@ -60,6 +60,8 @@ def strike(ground: Ground, rng: random.Random, service: str) -> tuple[str, str]:
     if victim == ground.names[0]:
         kill = ground.kill_stage
     kill(victim)
+    # Until others have noticed: the next kill is to be one at a time.
+    until(lambda: all(victim not in names for names in ground.holders(service)), what="it lives")
     return victim if victim in ground.dead else "", f"{kill.__name__} {victim} of {holders}"
 
 

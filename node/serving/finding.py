@@ -80,6 +80,7 @@ class Finder:
         self._members: dict[bytes, dict[PeerId, None]] = {}
         self._usage: dict[bytes, dict[PeerId, CacheUse]] = {}
         """As members said when they were asked last; of the services whose members are known."""
+        self._loading: dict[bytes, frozenset[int]] = {}
 
     def usage(self, service: bytes) -> Mapping[PeerId, "CacheUse"]:
         """Return what members of a service, this node too, said of their memory."""
@@ -97,6 +98,11 @@ class Finder:
             oldest = next(iter(self._members))
             del self._members[oldest]
             self._usage.pop(oldest, None)
+            self._loading.pop(oldest, None)
+
+    def loading(self, service: bytes) -> frozenset[int]:
+        """Return the stages that a member was loading when members were asked last."""
+        return self._loading.get(service, frozenset())
 
     def members(self, service: bytes) -> list[PeerId]:
         """Return those that are known."""
@@ -155,6 +161,7 @@ class Finder:
         silent: set[PeerId] = set()
         asked: set[PeerId] = {me}
         own = {each.id: listing for each, listing in owner.hosting.own()}.get(service.id)
+        loading = {row.stage for row in (own.rows if own is not None else ()) if not row.is_ready}
         for stage, peers in enumerate(owner.hosting.ready_of(service.id)):
             said |= dict.fromkeys(peers, (stage, own if me in peers else None))
             # What bit class they are of they say themselves.
@@ -171,6 +178,8 @@ class Finder:
             own = next((row for row in listing.rows if row.peer == peer), None)
             if own is not None and own.is_ready and own.stage < service.manifest.stages:
                 said[peer] = own.stage, listing
+            elif own is not None:
+                loading.add(own.stage)
 
         # Those that members name are asked in turn: two rounds reach all of them.
         for _ in range(2):
@@ -182,8 +191,19 @@ class Finder:
         for peer in silent:
             said.pop(peer, None)
             self._members.get(service.id, {}).pop(peer, None)
+        self._note_said(service, said.keys(), loading)
+        return self._routes_of(service, said)
+
+    def _note_said(self, service: Service, said: Collection[PeerId], loading: Collection[int]) -> None:
         if (told_of := self._usage.pop(service.id, None)) is not None and service.id in self._members:
             self._usage[service.id] = {peer: use for peer, use in told_of.items() if peer in said}
+        if loading and service.id in self._members:
+            self._loading[service.id] = frozenset(loading)
+        else:
+            self._loading.pop(service.id, None)
+
+    def _routes_of(self, service: Service, said: Mapping[PeerId, tuple[int, Listing | None]]) -> Routes:
+        owner, me = self._owner, self._owner.signer.peer
         links = owner.link_seconds(list(said))
         routes: Routes = {}
         for peer, (stage, told) in said.items():

@@ -49,6 +49,7 @@ class DoorOwner(Protocol):
     def send(self, sends: Sends) -> None: ...
     def act(self) -> None: ...
     async def routes(self, service: Service) -> Routes: ...
+    def loading(self, service: Service) -> frozenset[int]: ...
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,8 @@ class Generations:
         manifest = service.manifest
         shape = Shape(service.id, manifest.stages, manifest.vocabulary, manifest.context)
         self._services[service.id] = service
-        self.door.learn(clock.monotonic(), service.id, await owner.routes(service))
+        routes = await owner.routes(service)
+        self.door.learn(clock.monotonic(), service.id, routes, owner.loading(service))
         found = Generation(service, clock.monotonic(), len(wish.prompt))
         number, sends = self.door.begin(clock.monotonic(), shape, wish)
         self._going[number] = found
@@ -186,7 +188,8 @@ class Generations:
 
     async def _look(self, service: Service) -> None:
         routes = await self._owner.routes(service)
-        self._owner.send(self.door.learn(self._owner.seams.clock.monotonic(), service.id, routes))
+        now, loading = self._owner.seams.clock.monotonic(), self._owner.loading(service)
+        self._owner.send(self.door.learn(now, service.id, routes, loading))
         self._owner.act()
 
     def _moved(self, event: RouteTaken) -> None:

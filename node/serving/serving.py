@@ -85,6 +85,8 @@ REQUEST_SECONDS_MAX = 10.0
 LOAD_SECONDS_MAX = 180.0
 """For all stages to be loaded, from other peers too."""
 READY_LOOK_SECONDS = 0.2
+KEEP_SECONDS = 5.0
+"""How often a publisher that holds no stage itself looks whether its service has members."""
 NO_PAYLOAD = memoryview(b"")
 
 RunFiles = Callable[[str], AbstractAsyncContextManager[ServedFiles]]
@@ -158,6 +160,8 @@ class Serving:
         self._woken = trio.Event()
         self._partners: dict[PeerId, float] = {}
         """Until when a peer may send tensors."""
+        self._published: set[bytes] = set()
+        """This node's own services, whose members it replaces where none is left."""
         self._over: dict[bytes, None] = {}
         """Services that were ended, the latest last."""
         self.finder = Finder(self)
@@ -457,6 +461,8 @@ class Serving:
         for row in rows:  # the first were asked before the others were found
             await self.hosting.ask_to_host(PeerId(row.peer), service, row.stage, rows)
         self.finder.note(service, [PeerId(row.peer) for row in rows])
+        self._published.add(service.id)
+        self.start_task(self._keep, service)
         return service
 
     async def await_ready(self, service: Service, seconds: float = LOAD_SECONDS_MAX) -> Routes:
@@ -481,6 +487,7 @@ class Serving:
             raise UsageError(
                 f"{service.manifest.name}: another node published it", "ask there, or let its nodes leave"
             )
+        self._published.discard(service.id)
         await self.routes(service)
         return await self._stop_at(service, self.finder.members(service.id))
 
@@ -498,6 +505,27 @@ class Serving:
     async def routes(self, service: Service) -> Routes:
         """Return who answers for each stage of a service now; a stage without anybody is not in it."""
         return await self.finder.routes(service)
+
+    def loading(self, service: Service) -> frozenset[int]:
+        """Return the stages that a member was loading when members were asked last."""
+        return self.finder.loading(service.id)
+
+    async def _keep(self, service: Service) -> None:
+        """Have the stages of this node's own service held again where all of its members are gone."""
+        while service.id in self._published:
+            await trio.sleep(KEEP_SECONDS)
+            if service.id in self.hosting.members or service.id not in self._published:
+                continue
+            await self.routes(service)
+            rows: list[Row] = []
+            for number in range(service.manifest.stages if not self.finder.members(service.id) else 0):
+                peer, _ = await self.hosting.place(service, number, rows, {row.peer for row in rows})
+                if peer is not None:
+                    rows.append(Row(peer, number, False))
+            for row in rows:
+                await self.hosting.ask_to_host(PeerId(row.peer), service, row.stage, rows)
+            if rows:
+                self.finder.note(service, [PeerId(row.peer) for row in rows])
 
     def answer(self, service: Service, wish: Wish) -> AbstractAsyncContextManager[Generation]:
         """An answer of a service; see `Generations.generating`."""

@@ -18,7 +18,7 @@ many answers to one prompt read it once.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -65,6 +65,7 @@ from partition.serve.sampling import choose, read_row
 from partition.serve.timeouts import (
     ALIVE_SECONDS,
     ANSWER_SECONDS_MAX,
+    LOADING_SECONDS_MAX,
     OPEN_SECONDS_MAX,
     RETRY_SECONDS,
     ROUTE_SECONDS_MAX,
@@ -131,6 +132,7 @@ class _Generation:
     """How many routes failed of which a peer may have been the reason: others are asked first."""
     reason: str = ""
     """Why the last route was lost."""
+    missing_stage: int = -1
     missing: str = ""
     """Which stage nobody answered for when a route was last looked for."""
     bits: tuple[bytes, ...] = ()
@@ -159,6 +161,7 @@ class Door:
         self._generations: dict[int, _Generation] = {}
         self._sessions: dict[bytes, _Generation] = {}
         self._routes: dict[bytes, dict[int, dict[PeerId, StageReplica]]] = {}
+        self._loading: dict[bytes, frozenset[int]] = {}
         self._heard_at: dict[PeerId, float] = {}
         self._gone_until: dict[PeerId, float] = {}
         self._asked_at: dict[bytes, float] = {}
@@ -197,9 +200,17 @@ class Door:
         found = self._generations.get(generation)
         return [] if found is None else self._finish(now, found, "cancelled")
 
-    def learn(self, now: float, service: bytes, replicas: Mapping[int, Sequence[StageReplica]]) -> Sends:
-        """These answer for the stages of a service now, as its members say."""
+    def learn(
+        self,
+        now: float,
+        service: bytes,
+        replicas: Mapping[int, Sequence[StageReplica]],
+        loading: Collection[int] = (),
+    ) -> Sends:
+        """These answer for the stages of a service now, as its members say; for `loading` a member is loading
+        what it takes."""
         self._note(now)
+        self._loading[service] = frozenset(loading)
         self._routes[service] = {
             stage: {each.peer: each for each in rows} for stage, rows in replicas.items()
         }
@@ -258,7 +269,8 @@ class Door:
         for each in list(self._generations.values()):
             if each.attempt is not None:
                 continue
-            if now - each.waits_since >= ROUTE_SECONDS_MAX:
+            is_loaded = each.missing_stage in self._loading.get(each.shape.service, ())
+            if now - each.waits_since >= (LOADING_SECONDS_MAX if is_loaded else ROUTE_SECONDS_MAX):
                 before = f" ({each.reason})" if each.reason and each.missing else each.reason
                 sends += self._finish(now, each, "failed", each.missing + before)
             elif now >= each.retry_at:
@@ -296,7 +308,7 @@ class Door:
 
     def _find_route(self, now: float, generation: _Generation) -> Sends:
         """Take the best route there is, or ask for one."""
-        generation.retry_at = now + RETRY_SECONDS
+        generation.retry_at, generation.missing_stage = now + RETRY_SECONDS, -1
         self._alive_at = min(self._alive_at, now + ALIVE_SECONDS)
         shape = generation.shape
         known = self._routes.get(shape.service, {})
@@ -313,6 +325,7 @@ class Door:
             )
             if not stages[-1]:
                 generation.missing = f"nobody answers for stage {stage + 1}"
+                generation.missing_stage = stage
                 return self._ask_for_routes(now, shape.service)
             if generation.bits:
                 alike = [each for each in stages[-1] if each.bits and each.bits == generation.bits[stage]]
@@ -450,6 +463,7 @@ class Door:
             self._gone_until = {peer: until for peer, until in self._gone_until.items() if until > now}
         services = {each.shape.service for each in self._generations.values()}
         self._routes = {name: rows for name, rows in self._routes.items() if name in services}
+        self._loading = {name: rows for name, rows in self._loading.items() if name in services}
         return sends
 
     # Units and answers

@@ -19,5 +19,7 @@ STALL_SECONDS = 0.5
 ROUTE_SECONDS_MAX = 30.0
 """How long a session waits until every stage of its service has somebody who answers: a machine that has to
 load a stage first takes some 10 s."""
+LOADING_SECONDS_MAX = 180.0
+"""How long it waits where a member says that it is loading the stage: large weights, or a busy machine."""
 RETRY_SECONDS = 0.5
 """Before a provider that had no room, or failed, is asked again."""

@@ -9,6 +9,7 @@ from node.errors import RunFailed, UsageError
 from node.events import GenerationEnded, GenerationMoved, ServiceChanged
 from node.protocols.services import make_service
 from node.serving import finding, texts
+from partition.serve.timeouts import ROUTE_SECONDS_MAX
 from sim.network.model import NetworkModel
 from tests.node.serving.scene import STAGE_SECONDS, TokensServed, ask, holders, manifest, serving, until
 from tests.partition.serve.world import reference, wish
@@ -179,6 +180,42 @@ def test_a_service_outlives_its_publisher() -> None:
             other = group.nodes["b"]
             found = await other.serving.finder.find("tokens")
             assert await ask(other, found, wish()) == reference(wish())
+
+    simulate(main)
+
+
+def test_a_service_whose_members_all_died_is_held_again_by_its_publisher() -> None:
+    async def main() -> None:
+        async with swarm("abcde") as group:
+            taken = await group.nodes["a"].serving.begin(manifest(name="other"), [group.nodes["a"].peer])
+            await group.nodes["a"].serving.await_ready(taken)
+            service = await group.nodes["a"].serving.begin(manifest())
+            await group.nodes["a"].serving.await_ready(service)
+            members = [name for name, node in group.nodes.items() if service.id in node.serving.hosted()]
+            assert "a" not in members
+            spare = next(name for name in "bcde" if not group.nodes[name].serving.hosted())
+            for name in members:
+                group.kill(name)
+            await trio.sleep(1)
+            assert spare
+            await group.nodes["a"].serving.stop(taken)
+            await group.nodes["a"].serving.await_ready(service)
+            assert await ask(group.nodes["a"], service, wish()) == reference(wish())
+
+    simulate(main)
+
+
+def test_an_answer_waits_for_a_stage_that_is_being_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with serving("abc") as (group, service):
+            monkeypatch.setattr(TokensServed, "load_seconds", 2 * ROUTE_SECONDS_MAX)
+            victim = next(name for name in holders(group) if name != "a")
+            seen: list[int] = []
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ask, group.nodes["a"], service, wish(tokens=20), seen)
+                await until(lambda: len(seen) >= 5)
+                group.kill(victim)
+            assert seen == reference(wish(tokens=20))
 
     simulate(main)
 
