@@ -302,19 +302,26 @@ class SessionProvider:
         before, after = PeerId(message.before), PeerId(message.after)
         session = _Session(message.session, message.service, door, before, after, now)
         sends = self._make_place(door, base)
-        if base is not None and base.rests:
-            base.silent_since = inf  # it is wanted now
+        # One that rests makes room for what begins from it, where nothing else does.
+        self._hide(base)
         evicted = self._places.admit(now, session, door, self._source_of(door))
-        if base is not None and base.rests:
-            base.silent_since = -inf
+        is_taken_over = evicted is None and base is not None and base.rests
+        if is_taken_over and base is not None:
+            self._places.leave(base)
+            evicted = self._places.admit(now, session, door, self._source_of(door))
+        self._hide(base, is_over=True)
         if evicted is None:
+            if is_taken_over and base is not None:
+                sends += self._close(base, "evicted", OTHERS)
             return sends + refuse("busy", "too many sessions")
         sends += [send for each in evicted for send in self._close(each, "evicted", OTHERS)]
         self._sessions[session.id] = session
         if base is not None and message.base is not None:
             session.kept = message.base.tokens
             self.events.append(ForkSession(session.service, session.id, base.id, session.kept))
-            if base.rests:
+            if is_taken_over:
+                sends += self._close(base, "evicted", OTHERS)
+            elif base.rests:
                 self._resting[base.id] = self._resting.pop(base.id)
         self._heard_at[door] = now
         self._served.setdefault(door, self._begin())
@@ -366,6 +373,12 @@ class SessionProvider:
         if stage.room and kept > most:
             return sends, f"its owner allows each peer keys and values of {most:,} tokens here"
         return sends, ""
+
+    @staticmethod
+    def _hide(base: _Session | None, *, is_over: bool = False) -> None:
+        """Have the register pass over a session that rests while another is admitted that begins from it."""
+        if base is not None and base.rests:
+            base.silent_since = -inf if is_over else inf
 
     def _make_place(self, door: PeerId, base: _Session | None) -> Sends:
         """Have a session that rests make room for a new one, before any that is in use would have to."""

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from crypto.identity import PeerId
+from partition.serve.bounds import SESSIONS_PER_DOOR_MAX
 from partition.serve.door import Wish
 from partition.serve.messages import OpenSession, SessionBase, SessionClosed
 from partition.serve.prefixes import (
@@ -20,7 +21,7 @@ from partition.serve.prefixes import (
     common_length,
 )
 from partition.serve.provider import RESTS_PER_DOOR_MAX
-from tests.partition.serve.world import DOORS, World, reference, wish
+from tests.partition.serve.world import DOORS, PROVIDERS, World, reference, wish
 
 DOOR = DOORS[0]
 ROUTE = (PeerId(b"one"), PeerId(b"two"))
@@ -205,6 +206,22 @@ def test_sessions_that_rest_are_kept_alive_and_make_room() -> None:
     begun = [world.begin(DOOR, wish(100, 40, seed=100 + number)) for number in range(30)]
     world.settle()
     assert all(world.finished[key].reason == "length" for key in begun)
+
+
+def test_a_session_takes_the_place_of_the_one_it_begins_from_where_no_other_is_free() -> None:
+    world = World()
+    for peers in PROVIDERS.values():
+        world.kill(peers[1])
+    long = [world.begin(DOOR, wish(5, 100, seed=10 + n)) for n in range(SESSIONS_PER_DOOR_MAX - 1)]
+    run_beside = world.begin(DOOR, wish(100, 1))
+    while run_beside not in world.finished:
+        assert world.step()
+    again = world.begin(DOOR, wish(100, 1))
+    world.settle()
+    assert world.tokens[again] == reference(wish(100, 1))
+    assert [event.shared for event in world.routes[-1:]] == [99]
+    assert not any(event.lost for event in world.routes)
+    assert all(world.finished[key].reason == "length" for key in long)
 
 
 def test_a_door_begins_from_no_session_of_another() -> None:
