@@ -1,16 +1,22 @@
 """Time one peer's serving against plain transformers with its own cache, batches against one, two stages
-against one.
+against one, a shared prefix against a fresh one, and two stages over slow links against their own delays.
 
     python benchmarks/serving.py [--quick] [--json]
 
 The model is a llama of fresh weights in float32, and once more in bfloat16. Stages run in processes of their
-own, with one thread each, as transformers does here. What is timed is decoding after a prompt. All take
-turns, and the best of several rounds counts.
+own, with one thread each, as transformers does here. What is timed is decoding after a prompt, and the first
+token after one of which 1,000 tokens are read already. All take turns, and the best of several rounds counts.
+Slow links are those of three real nodes on loopback (`_delayed_nodes`), two with a stage each and the door;
+their own time a token is that of the same nodes without a delay.
 """
 
 import sys
 import time
+from itertools import pairwise
+from math import inf
 from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -19,18 +25,34 @@ import numpy as np
 import torch
 import transformers
 import trio
+from _delayed_nodes import DelayedNodes
 from _figures import Goal, arguments, leave, report
 
 from crypto.encoding import encode
 from node.stages.host import StageHost
+from partition.capture.models.model_spec import capture_built_in
 from partition.capture.serving import capture_for_serving
 from partition.capture.state_dict import bytes_of
 from partition.codecs.codec import Payload, pack, unpack
 from partition.model.cut import cut_layers
 from partition.model.graph import Graph
-from partition.stage import EndSession, Reload, Serve, Served, StageSpecification, Unit, parameter_layout
+from partition.stage import (
+    CopySession,
+    EndSession,
+    Reload,
+    Serve,
+    Served,
+    StageSpecification,
+    Unit,
+    parameter_layout,
+)
 
 ONE, EIGHT, THIRTY_TWO, TWO_STAGES = 0.85, 4.0, 6.0, 1.10
+PREFIX, DELAYED = 0.3, 1.06
+SHARED, OWN, CHUNK = 1_000, 16, 128
+DELAYS = (0.02, 0.1)
+"""Seconds one way, of each of the three links a token crosses."""
+HOPS = 3
 PROMPT = 256
 VOCABULARY = 4_000
 
@@ -82,6 +104,30 @@ class Service:
             for host in self.hosts:
                 await host.call(EndSession(name))
         return spent / tokens
+
+    async def first_seconds(self, *, shares: bool) -> float:
+        """Until the first token of a prompt, of which all but `OWN` tokens are read already, or none."""
+        ids = np.random.default_rng(1).integers(3, VOCABULARY, SHARED + OWN).tolist()
+        base, name = bytes(15) + b"b", bytes(15) + b"n"
+        if shares:
+            await self._read(base, ids[:SHARED], 0)
+        begun = time.perf_counter()
+        if shares:
+            for host in self.hosts:
+                await host.call(CopySession(name, base, SHARED))
+        await self._read(name, ids, SHARED if shares else 0)
+        spent = time.perf_counter() - begun
+        for each in (base, name):
+            for host in self.hosts:
+                await host.call(EndSession(each))
+        return spent
+
+    async def _read(self, name: bytes, ids: list[int], begin: int) -> None:
+        while begin < len(ids):
+            part = ids[begin : begin + CHUNK]
+            is_last = begin + len(part) == len(ids)
+            await self.ask([Unit(name, begin, len(part), int(is_last))], part)
+            begin += len(part)
 
 
 async def open_service(graph: Graph, values: Any, stages: int) -> Service:
@@ -138,6 +184,8 @@ async def measure(*, quick: bool) -> dict[str, float]:
             note("plain_half", plain_seconds(half_model, tokens))
             note("one_half", await half.seconds_a_token(1, tokens))
             note("thirty_two", await one.seconds_a_token(32, max(4, tokens // 8)))
+            note("fresh", await one.first_seconds(shares=False))
+            note("shared", await one.first_seconds(shares=True))
     finally:
         for host in (*one.hosts, *two.hosts, *half.hosts):
             await host.aclose()
@@ -150,13 +198,45 @@ async def measure(*, quick: bool) -> dict[str, float]:
         "eight": 8 * best["one"] / best["eight"],
         "thirty_two": 32 * best["one"] / best["thirty_two"],
         "two_stages": best["two_stages"] / best["one"],
+        "first_token_ms": best["fresh"] * 1e3,
+        "prefix": best["shared"] / best["fresh"],
     }
+
+
+def measure_delays(*, quick: bool) -> dict[str, float]:
+    """Return the time a token of two stages, over what their computation and the delays take."""
+    with TemporaryDirectory() as folder:
+        nodes = DelayedNodes(Path(folder), "abc")
+        try:
+            return _measure_delays(nodes, Path(folder), rounds=1 if quick else 3)
+        finally:
+            nodes.close()
+
+
+def _measure_delays(nodes: DelayedNodes, folder: Path, rounds: int) -> dict[str, float]:
+    model = folder / "words.peerloom"
+    options = {"layers": 4, "heads": 4, "width": 256}
+    model.write_bytes(capture_built_in("gpt", (256,), 256, options=options).data)
+    while any(len(nodes.ask(name, "peers")["peers"]) < 2 for name in "abc"):
+        time.sleep(0.1)
+    asked = {"model": str(model), "wish": {"name": "words", "stages": 2}}
+    placed = nodes.ask("a", "serve", asked)["stages"]
+    holders = {row["peer"] for rows in placed for row in rows}
+    door = next(name for name in "abc" if nodes.peer(name) not in holders)
+    best: dict[float, float] = {}
+    for _ in range(rounds):
+        for delay in (0.0, *DELAYS):
+            nodes.proxies.delay_seconds = delay
+            times = nodes.token_times(door, "words", range(1, 33), 12 if delay > 0.05 else 40)
+            gaps = [after - before for before, after in pairwise(times[3:])]
+            best[delay] = min(best.get(delay, inf), median(gaps))
+    return {f"delay_{d * 1e3:.0f}": best[d] / (best[0.0] + HOPS * d) for d in DELAYS}
 
 
 def main() -> int:
     options = arguments("Time serving against plain transformers.")
     transformers.utils.logging.set_verbosity_error()
-    found = trio.run(lambda: measure(quick=options.quick))
+    found = measure_delays(quick=options.quick) | trio.run(lambda: measure(quick=options.quick))
     row = {name: round(value, 2) for name, value in found.items()}
     goals = [
         Goal("one session, of transformers' speed", found["one"], ">=", ONE),
@@ -164,6 +244,9 @@ def main() -> int:
         Goal("8 sessions, of one's throughput", found["eight"], ">=", EIGHT),
         Goal("32 sessions, of one's throughput", found["thirty_two"], ">=", THIRTY_TWO),
         Goal("two stages, of one's time a token", found["two_stages"], "<=", TWO_STAGES),
+        Goal("first token after a shared prefix, of a fresh one's", found["prefix"], "<=", PREFIX),
+        Goal("a token over 20 ms a hop, of compute and delays", found["delay_20"], "<=", DELAYED),
+        Goal("a token over 100 ms a hop, of compute and delays", found["delay_100"], "<=", DELAYED),
     ]
     return report("serving", [row], goals, as_json=options.json)
 
