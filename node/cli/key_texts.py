@@ -35,7 +35,10 @@ NODE_KEYS: Mapping[str, tuple[str, str]] = {
         "a file of 64 hex digits a line that makes the swarm private; the first is used",
     ),
     "swarm.work_bits": ("0", "proof of work in every node's id; the same for the whole swarm"),
-    "relay.enabled": ("true", "carry what is said to peers that nobody can dial, where others reach this node"),
+    "relay.enabled": (
+        "true",
+        "carry what is said to peers that nobody can dial, where others reach this node",
+    ),
     "relay.upload": ('"10Mbit/s"', 'all circuits together; "any": as fast as it goes'),
     "relay.circuits": ("64", "at once"),
     "resources.device": ('"auto"', "where to compute: auto, cpu, mps, cuda:0"),

@@ -55,22 +55,36 @@ class ChatTemplate:
         self.marks_answers = "generation" in text and "endgeneration" in text
 
     def render(
-        self, messages: Messages, *, prompts: bool = False, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Messages,
+        *,
+        prompts: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return messages as a text, with the beginning of an answer at the end if it `prompts`. Raises
-        ValueError with what the template says."""
-        return self._marked(messages, prompts=prompts, tools=tools).replace(_OPEN, "").replace(_CLOSE, "")
+        """Return messages as a text, with the beginning of an answer at the end if it `prompts`; the template
+        sees `options` by their names. Raises ValueError with what the template says."""
+        found = self._marked(messages, prompts=prompts, tools=tools, options=options or {})
+        return found.replace(_OPEN, "").replace(_CLOSE, "")
 
     def _marked(
-        self, messages: Messages, *, prompts: bool = False, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Messages,
+        *,
+        prompts: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
     ) -> str:
         try:
             found = self._template.render(
-                messages=[dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] or None,
-                documents=None,
-                add_generation_prompt=prompts,
-                **self._special,
+                {
+                    **(options or {}),
+                    **self._special,
+                    "messages": [dict(message) for message in messages],
+                    "tools": [dict(tool) for tool in tools] or None,
+                    "documents": None,
+                    "add_generation_prompt": prompts,
+                }
             )
         except self._errors as error:
             raise ValueError(f"the chat template refuses it: {_first_line(error)}") from None

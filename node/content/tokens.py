@@ -68,6 +68,11 @@ class Tokens:
     def dtype(self) -> Any:
         return np.uint16 if self._rows <= 1 << 16 else np.int32
 
+    @property
+    def package(self) -> Any:
+        """The tokenizer as the package `tokenizers` has it."""
+        return self._known
+
     def encode(self, text: str, *, special: bool = False) -> Any:
         """Tokens of a text, with the special ones that the tokenizer puts around it if so. Raises
         UsageError: ids that the model does not know, or a text that the tokenizer refuses."""

@@ -257,13 +257,13 @@ class Asking:
             yield AnswerStream(service, generation, pieces if question.is_text else None, asked.forgotten)
 
     @asynccontextmanager
-    async def reading(self, service: Service) -> AsyncIterator[FencedText]:
-        """What makes tokens of texts for a service, by files that its members have too. Raises UsageError,
-        RunFailed."""
+    async def reading(self, service: Service, purpose: str = "") -> AsyncIterator[FencedText]:
+        """What makes tokens of texts for a service, by files that its members have too; a process of its own
+        for another purpose. Raises UsageError, RunFailed."""
         serving = self._serving
         await serving.finder.routes(service)
         holders = [*serving.finder.members(service.id), service.publisher]
-        async with serving.texts.reading(service, holders) as text:
+        async with serving.texts.reading(service, holders, purpose=purpose) as text:
             yield text
 
     async def text_document(self, name: str) -> dict[str, Any]:

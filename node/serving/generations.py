@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Protocol
 
@@ -16,6 +17,7 @@ from node.protocols.services import Service
 from node.runs.receipts import MeasuredWork
 from node.seams import Seams
 from node.serving.finding import Routes
+from partition.codecs.base import Array
 from partition.model.graph import LAYERS_MAX
 from partition.plan.observed import Knowledge
 from partition.serve.door import (
@@ -61,6 +63,10 @@ class Token:
     top: tuple[tuple[int, float], ...] = ()
 
 
+def _not_masked(_allowed: Array) -> None:
+    raise AssertionError("a generation without a mask")
+
+
 class Generation:
     """One that goes on. `finish` says how it ended, once it has."""
 
@@ -77,6 +83,8 @@ class Generation:
         self.began_at = now
         self.first_at: float | None = None
         self.finish: GenerationOver | None = None
+        self.permit: Callable[[Array], None] = _not_masked
+        """Say which tokens may come next, where the wish is for that."""
         # Not bounded by a wait: a generation brings `tokens_max` tokens at most.
         self._send, self._receive = trio.open_memory_channel[Token](1 << 24)
 
@@ -137,6 +145,8 @@ class Generations:
         found = Generation(service, clock.monotonic(), len(wish.prompt))
         number, sends = self.door.begin(clock.monotonic(), shape, wish)
         self._going[number] = found
+        if wish.is_masked:
+            found.permit = partial(self._permit, number)
         self._learn_links(service)
         try:
             owner.send(sends)
@@ -148,6 +158,10 @@ class Generations:
             self._going.pop(number, None)
             if not any(each.service.id == service.id for each in self._going.values()):
                 self._services.pop(service.id, None)
+
+    def _permit(self, number: int, allowed: Array) -> None:
+        self._owner.send(self.door.permit(self._owner.seams.clock.monotonic(), number, allowed))
+        self._owner.act()
 
     def _served(self, event: ComputedFor) -> None:
         """Have receipts made out to those who computed."""

@@ -144,12 +144,15 @@ class Texts:
             await self._owner.seams.executor.run(partial(self._blobs.unpin, oldest))
 
     @asynccontextmanager
-    async def reading(self, service: Service, holders: Sequence[PeerId]) -> AsyncIterator[FencedText]:
-        """A process that reads and writes a service's text. Raises UsageError: the files cannot be read here;
-        RunFailed: nobody hands them over."""
-        name, called = service.manifest.tokenizer, service.manifest.name
+    async def reading(
+        self, service: Service, holders: Sequence[PeerId], *, purpose: str = ""
+    ) -> AsyncIterator[FencedText]:
+        """A process that reads and writes a service's text; one for another purpose is a process of its own.
+        Raises UsageError: the files cannot be read here; RunFailed: nobody hands them over."""
+        called = service.manifest.name
+        name = service.manifest.tokenizer + purpose.encode()
         try:
-            reader = await self._reader(service, holders)
+            reader = await self._reader(name, service, holders)
         except Unreachable as error:
             raise RunFailed(
                 f"nobody hands over the tokenizer of {called}: {error.detail}",
@@ -167,8 +170,7 @@ class Texts:
             reader.users -= 1
             self._owner.start_task(self._close_idle, name, reader, reader.uses)
 
-    async def _reader(self, service: Service, holders: Sequence[PeerId]) -> _Reader:
-        name = service.manifest.tokenizer
+    async def _reader(self, name: bytes, service: Service, holders: Sequence[PeerId]) -> _Reader:
         lock = self._opening.setdefault(name, trio.Lock())
         try:
             async with lock:
@@ -182,7 +184,7 @@ class Texts:
                 self._opening.pop(name, None)
 
     async def _open(self, service: Service, holders: Sequence[PeerId]) -> _Reader:
-        data = await self.bring(service, holders)
+        data = await self.bring(service, holders) if service.manifest.tokenizer else b""
         allow = self._owner.machine.allow_unfenced or service.publisher == self._me
         return _Reader(await FencedText.open(data, allow_unfenced=allow))
 
@@ -207,15 +209,22 @@ class Texts:
             await reader.text.aclose()
 
     @asynccontextmanager
-    async def pieces(self, text: FencedText | None, stops: Sequence[str]) -> AsyncIterator["TextPieces"]:
-        """What makes text of one answer's tokens; None where they are bytes."""
-        self._streams += 1
-        found = TextPieces(text, self._streams, stops)
+    async def pieces(
+        self, text: FencedText | None, stops: Sequence[str], *, is_marked: bool = False
+    ) -> AsyncIterator["TextPieces"]:
+        """What makes text of one answer's tokens; None where they are bytes. Where it `is_marked`, special
+        tokens that tell calls and reasoning apart are part of it."""
+        found = TextPieces(text, self.next_stream(), stops, is_marked=is_marked)
         try:
             yield found
         finally:
             with suppress(TextLost, UsageError):
                 await found.finish()  # the process forgets it
+
+    def next_stream(self) -> int:
+        """Return a number that no other answer has in a process."""
+        self._streams += 1
+        return self._streams
 
     async def aclose(self) -> None:
         """End all processes."""
@@ -228,13 +237,16 @@ class TextPieces:
     """The text of one answer, piece by piece. With stops it is over (`is_stopped`) before the first of
     them."""
 
-    def __init__(self, text: FencedText | None, number: int, stops: Sequence[str]) -> None:
+    def __init__(
+        self, text: FencedText | None, number: int, stops: Sequence[str], *, is_marked: bool = False
+    ) -> None:
         self.stopped_by = ""
         self._fenced = text
         self._number = number
         self._stops = tuple(stops)
         self._bytes = TextStream(decode_bytes, stops)
         self._is_over = False
+        self._is_marked = is_marked
 
     @property
     def is_stopped(self) -> bool:
@@ -247,7 +259,9 @@ class TextPieces:
             piece = self._bytes.push(token)
             self.stopped_by = self._bytes.stopped_by
             return piece
-        piece, self.stopped_by = await self._fenced.push(self._number, [token], self._stops)
+        piece, self.stopped_by = await self._fenced.push(
+            self._number, [token], self._stops, is_marked=self._is_marked
+        )
         return piece
 
     async def finish(self) -> str:
@@ -259,7 +273,9 @@ class TextPieces:
             piece = self._bytes.finish()
             self.stopped_by = self._bytes.stopped_by
             return piece
-        piece, self.stopped_by = await self._fenced.push(self._number, [], self._stops, is_last=True)
+        piece, self.stopped_by = await self._fenced.push(
+            self._number, [], self._stops, is_last=True, is_marked=self._is_marked
+        )
         return piece
 
 

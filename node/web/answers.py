@@ -2,7 +2,7 @@
 request go side by side.
 
     answers = await answers_of.open(request, held)     checked and begun; it ends with `held`
-    event = await answers.next()                       TextPiece and AnswerEnd, of all choices
+    event = await answers.next()                       TextPiece, CallPiece and AnswerEnd, of all choices
 
 Prompts and answers pass through here and stand nowhere else: in no event, log, recording or report.
 """
@@ -12,20 +12,36 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import trio
 from blake3 import blake3
 
-from node.content.fenced_text import FencedText, TextLost
+from node.content.calls.formats import REASONING
+from node.content.calls.reading import (
+    AnswerReader,
+    CallArguments,
+    CallBegun,
+    CallOver,
+    Part,
+    ReasoningPart,
+    TextPart,
+    Tools,
+)
+from node.content.calls.rules import AnswerRule, written_calls
+from node.content.fenced_text import FencedText, TextFacts, TextLost
 from node.errors import PeerloomError, UsageError
 from node.protocols.services import Service
 from node.serving.asking import Asking
 from node.serving.generations import Generation, Token
 from node.serving.serving import Serving
 from node.serving.texts import TextPieces
+from node.web.constraints import Constraint
 from node.web.forms.asking import (
     AnswerEnd,
     AnswerRequest,
+    CallPiece,
     Chat,
+    Finish,
     FormProblem,
     Prompt,
     TextPiece,
@@ -40,7 +56,20 @@ RETRY_SECONDS = 2.0
 WAITING_EVENTS_MAX = 64
 """Events of one request that wait for a client that reads slowly; its generations go on meanwhile."""
 
-Event = TextPiece | AnswerEnd
+CALL_ID_BYTES = 9
+SPELLED_MAX = 4_096
+"""Tokens of one request whose bytes are kept: as a rule the same ones are likely again and again."""
+
+Event = TextPiece | CallPiece | AnswerEnd
+
+
+@dataclass(frozen=True)
+class PromptTokens:
+    """A prompt as the model takes it; `is_reasoning` where it ends with the beginning of its reasoning."""
+
+    tokens: tuple[int, ...]
+    is_reasoning: bool = False
+    chat: Chat | None = None
 
 
 class ServiceText:
@@ -48,13 +77,31 @@ class ServiceText:
 
     def __init__(self, fenced: FencedText | None) -> None:
         self.fenced = fenced
+        self._spelled: dict[int, bytes] = {}
 
-    async def tokens(self, name: str, prompt: str | Chat) -> Sequence[int]:
+    @property
+    def facts(self) -> TextFacts | None:
+        return None if self.fenced is None else self.fenced.facts
+
+    async def spell(self, tokens: Sequence[int]) -> dict[int, bytes]:
+        """Return the bytes of tokens. Raises TextLost."""
+        if self.fenced is None:
+            return {token: bytes([token]) for token in tokens}
+        known = self._spelled
+        if missing := [token for token in dict.fromkeys(tokens) if token not in known]:
+            if len(known) > SPELLED_MAX:
+                known.clear()
+                missing = list(dict.fromkeys(tokens))
+            known.update(zip(missing, await self.fenced.spell(missing), strict=True))
+        return known
+
+    async def tokens(self, name: str, prompt: str | Chat) -> PromptTokens:
         """Return a prompt's tokens. Raises FormProblem."""
         fenced = self.fenced
         try:
             if isinstance(prompt, str):
-                return prompt.encode("utf-8", "replace") if fenced is None else await fenced.encode(prompt)
+                data = prompt.encode("utf-8", "replace")
+                return PromptTokens(tuple(data if fenced is None else await fenced.encode(prompt)))
             if fenced is None or not fenced.facts.has_template:
                 raise FormProblem(
                     f"{name} has no chat template, by which a conversation becomes one text: "
@@ -62,7 +109,10 @@ class ServiceText:
                     field="model",
                     code="no_chat_template",
                 )
-            return await fenced.render(prompt.turns, prompt.tools)
+            found = await fenced.render_chat(prompt.turns, prompt.tools, prompt.options)
+            marks = REASONING[fenced.facts.reasoning] if fenced.facts.reasoning >= 0 else None
+            is_reasoning = marks is not None and found.tail.rstrip().endswith(marks[0])
+            return PromptTokens(tuple(found.tokens), is_reasoning, prompt)
         except UsageError as error:
             raise FormProblem(error.what) from None
         except TextLost as error:
@@ -80,12 +130,14 @@ class RunningAnswers:
     waiting: int
     """Choices that are not over."""
     made: dict[int, int] = field(default_factory=dict)
+    reasoned: int = 0
+    """Tokens that are reasoning."""
     _problem: FormProblem | None = None
 
     @property
     def usage(self) -> TokenUsage:
         """Return the tokens that were read and made so far."""
-        return TokenUsage(self.prompt_tokens, sum(self.made.values()))
+        return TokenUsage(self.prompt_tokens, sum(self.made.values()), self.reasoned)
 
     async def next(self) -> Event | None:
         """Return the next event, None after the last. Raises FormProblem: an answer cannot go on."""
@@ -130,32 +182,40 @@ class ServiceAnswers:
         """Return the tokens of a request's prompts. Raises FormProblem."""
         service = await self._find(request.model)
         async with AsyncExitStack() as held:
-            return sum(map(len, await self._prompts(service, await self._text(service, held), request)))
+            prompts = await self._prompts(service, await self._text(service, held), request)
+            return sum(len(prompt.tokens) for prompt in prompts)
 
     async def open(self, request: AnswerRequest, held: AsyncExitStack, owner: str = "") -> RunningAnswers:
         """Begin all answers of a request; they end with `held`. What was read for one `owner` is read again
         for any other. Raises FormProblem."""
         service = await self._find(request.model)
         text = await self._text(service, held)
-        if request.logprobs is not None and (text is None or text.fenced is not None):
+        if request.logprobs is not None and text is None:
             raise FormProblem(
-                f"logprobs: {service.manifest.name} is none of the models that tell them: those of bytes",
+                f"logprobs: {service.manifest.name} gives tokens, and no text of its own",
                 field="logprobs",
                 code="unsupported_parameter",
             )
+        if request.rule is not None and text is None:
+            raise FormProblem(
+                f"{request.rule_field}: {service.manifest.name} gives tokens, and no text of its own",
+                field=request.rule_field,
+                code="unsupported_parameter",
+            )
         prompts = await self._prompts(service, text, request)
+        entropy = self._serving.seams.entropy
         wishes = [
-            _wish(service, request, prompt, choice, self._serving.seams.entropy, owner)
+            (prompt, _wish(service, request, prompt.tokens, choice, entropy, owner))
             for prompt in prompts
             for choice in range(request.choices)
         ]
         send, receive = trio.open_memory_channel[Event | FormProblem](WAITING_EVENTS_MAX)
-        found = RunningAnswers(sum(map(len, prompts)), receive, len(wishes))
+        found = RunningAnswers(sum(len(prompt.tokens) for prompt in prompts), receive, len(wishes))
         nursery = await held.enter_async_context(trio.open_nursery())
         held.callback(nursery.cancel_scope.cancel)
-        for choice, wish in enumerate(wishes):
-            answer = _Choice(choice, service, text, request, found, send)
-            problem = await nursery.start(answer.run, self._serving, wish)
+        for choice, (prompt, wish) in enumerate(wishes):
+            answer = _Choice(choice, service, text, request, prompt, found, send)
+            problem = await nursery.start(answer.run, self._serving, self._asking, wish)
             if problem is not None:
                 raise problem
         return found
@@ -177,10 +237,11 @@ class ServiceAnswers:
 
     async def _prompts(
         self, service: Service, text: ServiceText | None, request: AnswerRequest
-    ) -> list[tuple[int, ...]]:
+    ) -> list[PromptTokens]:
         manifest = service.manifest
         found = [await self._tokens(manifest.name, text, prompt) for prompt in request.prompts]
-        for tokens in found:
+        for each in found:
+            tokens = each.tokens
             if not tokens:
                 raise FormProblem("prompt: want one that is not empty", field="prompt")
             if any(not 0 <= token < manifest.vocabulary for token in tokens):
@@ -195,12 +256,12 @@ class ServiceAnswers:
                 )
         return found
 
-    async def _tokens(self, name: str, text: ServiceText | None, prompt: Prompt) -> tuple[int, ...]:
+    async def _tokens(self, name: str, text: ServiceText | None, prompt: Prompt) -> PromptTokens:
         if isinstance(prompt, tuple):
-            return prompt
+            return PromptTokens(prompt)
         if text is None:
             raise FormProblem(f"{name} takes tokens, and no text of its own", field="model")
-        return tuple(await text.tokens(name, prompt))
+        return await text.tokens(name, prompt)
 
 
 @dataclass
@@ -211,19 +272,31 @@ class _Choice:
     service: Service
     text: ServiceText | None
     request: AnswerRequest
+    prompt: PromptTokens
     whole: RunningAnswers
     events: trio.MemorySendChannel[Event | FormProblem]
+
+    def __post_init__(self) -> None:
+        self._reader = _reader_of(self.prompt, self.text, self.request)
+        self._call_id = ""
+        self._said: list[TokenSaid] = []
 
     async def run(
         self,
         serving: Serving,
+        asking: Asking,
         wish: Wish,
         task_status: trio.TaskStatus[FormProblem | None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """Send the events of this answer; report a problem at the start through `task_status`."""
         is_open = False
+        self._call_id = serving.seams.entropy(CALL_ID_BYTES).hex()
         try:
-            async with serving.answer(self.service, wish) as generation:
+            async with AsyncExitStack() as held:
+                constraint = await self._constraint(serving, asking, held)
+                first = None if constraint is None else await constraint.begin()
+                wish = replace(wish, is_masked=constraint is not None)
+                generation = await held.enter_async_context(serving.answer(self.service, wish))
                 if not generation.route:
                     name = self.service.manifest.name
                     raise FormProblem(
@@ -233,9 +306,12 @@ class _Choice:
                     )
                 is_open = True
                 task_status.started(None)
+                if first is not None:
+                    generation.permit(first)
                 fenced = None if self.text is None else self.text.fenced
-                async with serving.texts.pieces(fenced, self.request.stops) as pieces:
-                    await self._tell(generation, pieces)
+                is_marked = self._reader is not None
+                pieces = serving.texts.pieces(fenced, self.request.stops, is_marked=is_marked)
+                await self._tell(generation, await held.enter_async_context(pieces), constraint)
         except (FormProblem, PeerloomError, TextLost) as error:
             problem = error
             if not isinstance(problem, FormProblem):
@@ -245,33 +321,107 @@ class _Choice:
             else:
                 task_status.started(problem)
 
-    async def _tell(self, generation: Generation, pieces: TextPieces) -> None:
-        said: list[TokenSaid] = []
-        made = self.whole.made
+    async def _constraint(self, serving: Serving, asking: Asking, held: AsyncExitStack) -> Constraint | None:
+        rule = self.request.rule
+        if rule is None:
+            return None
+        facts = None if self.text is None else self.text.facts
+        if facts is not None and self.prompt.chat is not None:
+            rule = _rule_for(rule, facts, self.prompt)
+        number = serving.texts.next_stream()
+        found = Constraint(asking, self.service, rule, number, self.request.rule_field)
+        held.push_async_callback(found.aclose)
+        return found
+
+    async def _tell(self, generation: Generation, pieces: TextPieces, constraint: Constraint | None) -> None:
+        made, most = self.whole.made, self.request.calls_max
         made[self.number] = 0
         async for token in generation:
             made[self.number] += 1
+            if constraint is not None:
+                generation.permit(await constraint.advance(token.token))
             if self.request.logprobs is not None:
-                said.append(self._said(token))
-            if piece := await pieces.push(token.token):
-                await self.events.send(TextPiece(self.number, piece, tuple(said)))
-                said.clear()
-            if pieces.is_stopped:
+                self._said.append(await self._spelled(token))
+            if self._reader is not None:
+                self.whole.reasoned += self._reader.is_reasoning
+            await self._send(await pieces.push(token.token))
+            if pieces.is_stopped or (self._reader is not None and most and self._reader.calls >= most):
                 break
-        if rest := await pieces.finish():
-            await self.events.send(TextPiece(self.number, rest, tuple(said)))
+        else:
+            await self._send(await pieces.finish(), is_last=True)
+        if pieces.is_stopped:
+            await self._send("", is_last=True)
         finish = generation.finish
         is_cut = not pieces.is_stopped and finish is not None and finish.reason == "length"
-        ending = AnswerEnd(self.number, "length" if is_cut else "stop", pieces.stopped_by or None)
-        await self.events.send(ending)
+        has_calls = self._reader is not None and bool(self._reader.calls)
+        reason: Finish = "length" if is_cut else "tool_calls" if has_calls else "stop"
+        await self.events.send(AnswerEnd(self.number, reason, pieces.stopped_by or None))
 
-    def _said(self, token: Token) -> TokenSaid:
-        top = tuple(self._one(each, logprob) for each, logprob in token.top[: self.request.logprobs])
-        return replace(self._one(token.token, token.logprob), top=top)
+    async def _send(self, text: str, *, is_last: bool = False) -> None:
+        """Send more text as what it is part of."""
+        if self._reader is None:
+            if text:
+                await self._send_text(text)
+            return
+        parts = self._reader.push(text) if text else []
+        for part in parts + (self._reader.finish() if is_last else []):
+            await self._send_part(part)
 
-    def _one(self, token: int, logprob: float) -> TokenSaid:
-        data = bytes([token])
-        return TokenSaid(data.decode("utf-8", "replace"), data, logprob)
+    async def _send_part(self, part: Part) -> None:
+        match part:
+            case TextPart(text=text):
+                await self._send_text(text)
+            case ReasoningPart(text=text):
+                await self._send_text(text, is_reasoning=True)
+            case CallBegun(number=number, name=name):
+                await self.events.send(CallPiece(self.number, number, self._id_of(number), name))
+            case CallArguments(number=number, text=text):
+                await self.events.send(CallPiece(self.number, number, self._id_of(number), arguments=text))
+            case CallOver(number=number):
+                await self.events.send(CallPiece(self.number, number, self._id_of(number), is_over=True))
+
+    def _id_of(self, number: int) -> str:
+        return f"call_{self._call_id}{number:02x}"
+
+    async def _send_text(self, text: str, *, is_reasoning: bool = False) -> None:
+        said, self._said = self._said, []
+        await self.events.send(TextPiece(self.number, text, tuple(said), is_reasoning))
+
+    async def _spelled(self, token: Token) -> TokenSaid:
+        top = token.top[: self.request.logprobs]
+        assert self.text is not None, "checked when it was asked"
+        known = await self.text.spell([token.token, *(each for each, _ in top)])
+        said = [
+            TokenSaid(known[each].decode("utf-8", "replace"), known[each], logprob) for each, logprob in top
+        ]
+        data = known[token.token]
+        return TokenSaid(data.decode("utf-8", "replace"), data, token.logprob, tuple(said))
+
+
+def _reader_of(prompt: PromptTokens, text: ServiceText | None, request: AnswerRequest) -> AnswerReader | None:
+    """Return what takes an answer apart; None where it is text throughout."""
+    facts = None if text is None else text.facts
+    chat = prompt.chat
+    if facts is None or chat is None:
+        return None
+    calls = facts.calls
+    if request.rule is not None and request.rule.tools:
+        calls = written_calls(calls)
+    if not chat.tools and facts.reasoning < 0 and calls != "harmony":
+        return None
+    return AnswerReader(calls, facts.reasoning, is_reasoning=prompt.is_reasoning, tools=_schemas(chat.tools))
+
+
+def _schemas(tools: Sequence[Mapping[str, Any]]) -> Tools:
+    return {str(tool["function"].get("name")): tool["function"].get("parameters") or {} for tool in tools}
+
+
+def _rule_for(rule: AnswerRule, facts: TextFacts, prompt: PromptTokens) -> AnswerRule:
+    """Return a rule for a model's chats: with its format of calls, and its reasoning before the answer."""
+    calls = written_calls(facts.calls) if rule.tools else facts.calls
+    return msgspec.structs.replace(
+        rule, calls=calls, reasoning=facts.reasoning, is_reasoning=prompt.is_reasoning
+    )
 
 
 def _wish(
@@ -300,6 +450,7 @@ def _wish(
             request.presence_penalty,
             request.biases,
             request.logprobs or 0,
+            request.repetition_penalty,
         )
     except ValueError as error:
         raise FormProblem(f"sampling: {error}") from None

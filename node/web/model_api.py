@@ -25,7 +25,7 @@ import trio
 
 from node.invocation import program_from_anywhere, shown
 from node.seams import Seams
-from node.web.answers import RunningAnswers
+from node.web.answers import Event, RunningAnswers
 from node.web.door import Request, Response, Send, Streaming
 from node.web.forms import openapi
 from node.web.forms.asking import (
@@ -35,6 +35,7 @@ from node.web.forms.asking import (
     AnswerRequest,
     AnswerWriter,
     AskedForm,
+    CallPiece,
     FormProblem,
     TextPiece,
     read_form,
@@ -266,8 +267,14 @@ async def _stream(writer: AnswerWriter, answers: RunningAnswers, send: Send) -> 
         await send(writer.finish(answers.usage))
 
 
-def _written(writer: AnswerWriter, found: TextPiece | AnswerEnd) -> bytes:
-    return writer.piece(found) if isinstance(found, TextPiece) else writer.ending(found)
+def _written(writer: AnswerWriter, found: Event) -> bytes:
+    match found:
+        case TextPiece():
+            return writer.piece(found)
+        case CallPiece():
+            return writer.call(found)
+        case AnswerEnd():
+            return writer.ending(found)
 
 
 def _model(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,11 +15,11 @@ What another session of the same owner has read already is not read again (`part
 generation begins from it, and one that shares its prompt with another that is being read waits for that. So
 many answers to one prompt read it once.
 
+A generation that `is_masked` is told which tokens may come next (`permit`), each time anew; a row of logits
+waits for that. What is allowed at a position is kept: after a failover it holds for the new row.
 """
 
-from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from math import inf
 
 import numpy as np
@@ -37,6 +37,7 @@ from partition.serve.events import RouteWanted as RouteWanted
 from partition.serve.events import Sampled as Sampled
 from partition.serve.events import Shape as Shape
 from partition.serve.events import Wish as Wish
+from partition.serve.generation import OpenGeneration, RouteAttempt
 from partition.serve.messages import (
     SESSION_BYTES,
     Alive,
@@ -55,7 +56,6 @@ from partition.serve.prefixes import (
     PREFIX_TOKENS_MIN,
     KeptPrefix,
     Prefixes,
-    PrefixKey,
     choose_beginning,
     common_length,
 )
@@ -85,68 +85,6 @@ GENERATIONS_MAX = 256
 OTHER_CLASS = "stage {stage} is answered by machines of another bit class only, so the text might change"
 
 
-@dataclass(eq=False)
-class _Attempt:
-    session: bytes
-    route: tuple[PeerId, ...]
-    began_at: float
-    bits: tuple[bytes, ...]
-    reads: int
-    """Tokens that there were when it began."""
-    base: bytes = b""
-    """The session that it begins from."""
-    shared: int = 0
-    """Tokens that it has from there."""
-    opened: set[PeerId] = field(default_factory=set)
-    sent: int = 0
-    units: int = 0
-    computed: int = 0
-    """Tokens of units that were answered."""
-    flying: deque[Work] = field(default_factory=deque)
-    moved_at: float = inf
-    """When the oldest unit in flight became that."""
-
-    @property
-    def is_open(self) -> bool:
-        return len(self.opened) == len(self.route)
-
-    @property
-    def known(self) -> int:
-        """How many of its tokens every stage has computed."""
-        return self.shared + self.computed
-
-
-@dataclass(eq=False)
-class _Generation:
-    number: int
-    shape: Shape
-    wish: Wish
-    tokens: list[int]
-    waits_since: float
-    attempt: _Attempt | None = None
-    retry_at: float = -inf
-    attempts: int = 0
-    avoided: dict[PeerId, float] = field(default_factory=dict)
-    """Peers that are not asked until then."""
-    doubts: Counter[PeerId] = field(default_factory=Counter)
-    """How many routes failed of which a peer may have been the reason: others are asked first."""
-    reason: str = ""
-    """Why the last route was lost."""
-    missing_stage: int = -1
-    missing: str = ""
-    """Which stage nobody answered for when a route was last looked for."""
-    bits: tuple[bytes, ...] = ()
-    """The bit class of each stage that the newest token came from."""
-    follows: int = 0
-    """The generation that reads what this one begins with, and is waited for."""
-    follows_tokens: int = 0
-    """How many tokens they share."""
-
-    @property
-    def key(self) -> PrefixKey:
-        return PrefixKey(self.shape.service, self.wish.owner)
-
-
 class Door:
     """All generations of the node `me`. `new_id(n)` gives n random bytes.
 
@@ -158,8 +96,8 @@ class Door:
         self._me = me
         self._new_id = new_id
         self._numbers = 0
-        self._generations: dict[int, _Generation] = {}
-        self._sessions: dict[bytes, _Generation] = {}
+        self._generations: dict[int, OpenGeneration] = {}
+        self._sessions: dict[bytes, OpenGeneration] = {}
         self._routes: dict[bytes, dict[int, dict[PeerId, StageReplica]]] = {}
         self._loading: dict[bytes, frozenset[int]] = {}
         self._heard_at: dict[PeerId, float] = {}
@@ -190,7 +128,7 @@ class Door:
         """Begin a generation; its number. A prompt has a token at least, and leaves room for one more."""
         self._note(now)
         self._numbers += 1
-        found = _Generation(self._numbers, shape, wish, list(wish.prompt), now)
+        found = OpenGeneration(self._numbers, shape, wish, list(wish.prompt), now)
         self._generations[found.number] = found
         return found.number, self._find_route(now, found)
 
@@ -199,6 +137,18 @@ class Door:
         self._note(now)
         found = self._generations.get(generation)
         return [] if found is None else self._finish(now, found, "cancelled")
+
+    def permit(self, now: float, generation: int, allowed: Array) -> Sends:
+        """These tokens may come next, a boolean for each of the vocabulary; where none may, it is over."""
+        self._note(now)
+        found = self._generations.get(generation)
+        if found is None:
+            return []
+        if not allowed.any():
+            return self._finish(now, found, "stop")
+        found.allowed = allowed
+        attempt = found.attempt
+        return [] if attempt is None or attempt.row is None else self._sample(now, found, attempt)
 
     def learn(
         self,
@@ -299,14 +249,14 @@ class Door:
 
     # Routes
 
-    def _using(self, peer: PeerId) -> list[_Generation]:
+    def _using(self, peer: PeerId) -> list[OpenGeneration]:
         return [
             each
             for each in self._generations.values()
             if each.attempt is not None and peer in each.attempt.route
         ]
 
-    def _find_route(self, now: float, generation: _Generation) -> Sends:
+    def _find_route(self, now: float, generation: OpenGeneration) -> Sends:
         """Take the best route there is, or ask for one."""
         generation.retry_at, generation.missing_stage = now + RETRY_SECONDS, -1
         self._alive_at = min(self._alive_at, now + ALIVE_SECONDS)
@@ -355,7 +305,7 @@ class Door:
         if generation.attempts > ATTEMPTS_MAX:
             return self._finish(now, generation, "failed", generation.reason)
         bits = tuple(known[stage][peer].bits for stage, peer in enumerate(route))
-        attempt = _Attempt(self._new_id(SESSION_BYTES), route, now, bits, has, base, shared, sent=shared)
+        attempt = RouteAttempt(self._new_id(SESSION_BYTES), route, now, bits, has, base, shared, sent=shared)
         generation.attempt = attempt
         self._prefixes.use(now, base)
         self._sessions[attempt.session] = generation
@@ -371,7 +321,7 @@ class Door:
             sends.append((peer, OpenSession(attempt.session, shape.service, stage, before, after, begins)))
         return sends
 
-    def _waits_for_another(self, now: float, generation: _Generation, shared: int) -> bool:
+    def _waits_for_another(self, now: float, generation: OpenGeneration, shared: int) -> bool:
         """Return whether another generation reads much of what this one would have to: this one begins from
         it then."""
         generation.follows = 0
@@ -387,7 +337,7 @@ class Door:
                 return True
         return False
 
-    def _let_follow(self, now: float, leader: _Generation) -> Sends:
+    def _let_follow(self, now: float, leader: OpenGeneration) -> Sends:
         """Have those that wait for this generation go on: what they share is read, or it is not to be had."""
         known = inf if leader.attempt is None else leader.attempt.known
         sends: Sends = []
@@ -426,7 +376,7 @@ class Door:
             self.events.append(RouteWanted(service))
         return []
 
-    def _leave_route(self, now: float, generation: _Generation, lost: PeerId | None, reason: str) -> Sends:
+    def _leave_route(self, now: float, generation: OpenGeneration, lost: PeerId | None, reason: str) -> Sends:
         """Go on elsewhere: the stages that are left forget the session, and all tokens are sent anew."""
         sends = self._end_attempt(generation)
         sends = [(peer, message) for peer, message in sends if peer != lost]
@@ -434,7 +384,7 @@ class Door:
         sends += self._find_route(now, generation)
         return sends + self._let_follow(now, generation)
 
-    def _end_attempt(self, generation: _Generation, rests_at: float | None = None) -> Sends:
+    def _end_attempt(self, generation: OpenGeneration, rests_at: float | None = None) -> Sends:
         """Have the stages forget the session, or let it rest for others, where it has read enough."""
         attempt, generation.attempt = generation.attempt, None
         if attempt is None:
@@ -453,7 +403,9 @@ class Door:
         self._rest_at = min(self._rest_at, rests_at + REST_ALIVE_SECONDS)
         return [(peer, RestSession(attempt.session)) for peer in attempt.route] + self._let_go(gone)
 
-    def _finish(self, now: float, generation: _Generation, reason: FinishReason, detail: str = "") -> Sends:
+    def _finish(
+        self, now: float, generation: OpenGeneration, reason: FinishReason, detail: str = ""
+    ) -> Sends:
         sends = self._end_attempt(generation, None if reason == "failed" else now)
         del self._generations[generation.number]
         sends += self._let_follow(now, generation)
@@ -468,7 +420,7 @@ class Door:
 
     # Units and answers
 
-    def _found(self, sender: PeerId, session: bytes) -> tuple[_Generation, _Attempt] | None:
+    def _found(self, sender: PeerId, session: bytes) -> tuple[OpenGeneration, RouteAttempt] | None:
         generation = self._sessions.get(session)
         attempt = None if generation is None else generation.attempt
         if generation is None or attempt is None:
@@ -508,7 +460,7 @@ class Door:
         reason = message.reason or message.code
         return self._leave_route(now, generation, sender, reason)
 
-    def _send_units(self, now: float, generation: _Generation, attempt: _Attempt) -> Sends:
+    def _send_units(self, now: float, generation: OpenGeneration, attempt: RouteAttempt) -> Sends:
         """Send what of the tokens has not been sent, as far as the window goes."""
         sends: Sends = []
         if not attempt.flying:
@@ -524,7 +476,7 @@ class Door:
                 begin,
                 attempt.sent - begin,
                 wanted,
-                generation.wish.sampling.best if wanted else 0,
+                generation.wish.best if wanted else 0,
             )
             attempt.units += 1
             attempt.flying.append(work)
@@ -540,7 +492,7 @@ class Door:
             return []
         generation, attempt = found
         try:
-            ids, logits, total = self._read(sender, generation, attempt, carried)
+            row = self._read(sender, generation, attempt, carried)
         except RemoteProtocolError as error:
             self.events.append(Misbehaved(sender, str(error)))
             generation.avoided[sender] = inf
@@ -552,11 +504,24 @@ class Door:
         if not work.wanted:
             return sends + self._send_units(now, generation, attempt)
         generation.attempts, generation.reason, generation.waits_since = 0, "", now
+        attempt.row = row
+        if generation.wish.is_masked and generation.allowed is None:
+            return sends
+        return sends + self._sample(now, generation, attempt)
+
+    def _sample(self, now: float, generation: OpenGeneration, attempt: RouteAttempt) -> Sends:
+        """Choose the next token of the row that came."""
+        assert attempt.row is not None
+        ids, logits, total = attempt.row
         wish, position = generation.wish, len(generation.tokens)
         answer_tokens = [] if wish.sampling.is_plain else generation.tokens[len(wish.prompt) :]
-        token = choose(ids, logits, wish.sampling, position, answer_tokens)
+        allowed = generation.allowed
+        token = choose(
+            ids, logits, wish.sampling, position, answer_tokens, prompt=wish.prompt, allowed=allowed
+        )
+        attempt.row = generation.allowed = None
         if token in wish.stops:
-            return sends + self._finish(now, generation, "stop")
+            return self._finish(now, generation, "stop")
         place = int(np.flatnonzero(ids == token)[0])
         generation.tokens.append(token)
         generation.bits = attempt.bits
@@ -565,10 +530,10 @@ class Door:
         self.events.append(Sampled(generation.number, position, token, logprob, top))
         made = len(generation.tokens) - len(wish.prompt)
         if made >= wish.tokens_max or len(generation.tokens) >= generation.shape.context:
-            return sends + self._finish(now, generation, "length")
-        return sends + self._send_units(now, generation, attempt)
+            return self._finish(now, generation, "length")
+        return self._send_units(now, generation, attempt)
 
-    def _note_read(self, now: float, generation: _Generation, attempt: _Attempt) -> Sends:
+    def _note_read(self, now: float, generation: OpenGeneration, attempt: RouteAttempt) -> Sends:
         """More of what there was at its begin is computed: others may begin from that."""
         if not PREFIX_TOKENS_MIN <= attempt.known <= attempt.reads:
             return []
@@ -577,7 +542,7 @@ class Door:
         return self._let_follow(now, generation)
 
     def _read(
-        self, sender: PeerId, generation: _Generation, attempt: _Attempt, carried: Carried
+        self, sender: PeerId, generation: OpenGeneration, attempt: RouteAttempt, carried: Carried
     ) -> tuple[Array, Array, float]:
         """Return the ids and logits of the row that is wanted. Raises RemoteProtocolError: it is not the
         answer to the oldest unit in flight."""

@@ -31,6 +31,13 @@ class Wish:
     """Rather end than go on where the next tokens might be others than they would have been."""
     owner: str = ""
     """It begins from what sessions of the same owner have read, and from nobody else's."""
+    is_masked: bool = False
+    """Whether `Door.permit` says which tokens may come, of each anew."""
+
+    @property
+    def best(self) -> int:
+        """How many of the best logits of a row decide; 0: all of them."""
+        return 0 if self.is_masked else self.sampling.best
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 The door samples, so sampling and its seed survive the death of a stage. What is drawn at a position follows
 from the seed, the position, the logits and, with penalties, the tokens before it, all of which the door
-keeps: after a failover the same logits give the same token. Biases and penalties come first, as in OpenAI's
-API, then the filters in the order of `transformers` (temperature, top-k, top-p, min-p), each over what the
-one before left. Of equal logits the lowest id comes first.
+keeps: after a failover the same logits give the same token. Penalties and biases come first, as in OpenAI's
+API, then what is not allowed is left out, then the filters in the order of `transformers` (temperature,
+top-k, top-p, min-p), each over what the one before left. Of equal logits the lowest id comes first.
 """
 
 from collections.abc import Sequence
@@ -27,6 +27,8 @@ PENALTY_MAX = 2.0
 BIAS_MAX = 100.0
 """As there: it bans a token, or leaves no other."""
 BIASES_MAX = 1_024
+REPETITION_MAX = 10.0
+"""A logit is divided by it, as transformers does it; more leaves nothing of a token."""
 TOP_MAX = 20
 """Likeliest tokens that are told beside the one that was chosen."""
 _DRAW_BITS = 53
@@ -40,8 +42,9 @@ Bias = tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[float, msgspec.Meta(g
 class Sampling(msgspec.Struct, frozen=True):
     """How tokens are chosen. `temperature` 0 takes the likeliest, whatever the filters say. `top_k` 0,
     `top_p` 1 and `min_p` 0 leave all tokens. `biases` are added to logits; `frequency_penalty` is taken off
-    for each time that a token stands in the answer, `presence_penalty` once. `top` of the likeliest are told
-    with each token."""
+    for each time that a token stands in the answer, `presence_penalty` once; `repetition_penalty` divides the
+    logits of tokens of the prompt too where they are positive, else it multiplies them. `top` of the
+    likeliest are told with each token."""
 
     temperature: Annotated[float, msgspec.Meta(ge=0, le=TEMPERATURE_MAX)] = 0.0
     top_k: Annotated[int, msgspec.Meta(ge=0, le=TOP_K_MAX)] = 0
@@ -52,11 +55,13 @@ class Sampling(msgspec.Struct, frozen=True):
     presence_penalty: Penalty = 0.0
     biases: Annotated[tuple[Bias, ...], msgspec.Meta(max_length=BIASES_MAX)] = ()
     top: Annotated[int, msgspec.Meta(ge=0, le=TOP_MAX)] = 0
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=REPETITION_MAX)] = 1.0
 
     @property
     def is_plain(self) -> bool:
         """Whether logits are taken as the model gives them."""
-        return not (self.frequency_penalty or self.presence_penalty or self.biases)
+        penalties = self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1
+        return not (penalties or self.biases)
 
     @property
     def best(self) -> int:
@@ -89,11 +94,24 @@ def log_sum(row: Array) -> float:
     return largest + float(np.log(np.exp(wide - largest).sum()))
 
 
-def choose(ids: Array, logits: Array, sampling: Sampling, position: int, made: Sequence[int] = ()) -> int:
+def choose(
+    ids: Array,
+    logits: Array,
+    sampling: Sampling,
+    position: int,
+    made: Sequence[int] = (),
+    *,
+    prompt: Sequence[int] = (),
+    allowed: Array | None = None,
+) -> int:
     """Return the token at `position`. `logits` are finite, the largest first, `ids` the tokens they are of:
-    all of the row, or at least the `sampling.best` largest. `made` are the answer's tokens before it."""
+    all of the row, or at least the `sampling.best` largest. `made` are the answer's tokens before it. Of all
+    tokens those may come that are `allowed` (a boolean each), of which there is one at least."""
     if not sampling.is_plain:
-        ids, logits = _adjusted(ids, logits, sampling, made)
+        ids, logits = _adjusted(ids, logits, sampling, made, prompt)
+    if allowed is not None:
+        kept = allowed[ids]
+        ids, logits = ids[kept], logits[kept]
     if sampling.temperature == 0:
         return int(ids[0])
     if sampling.top_k:
@@ -111,10 +129,16 @@ def choose(ids: Array, logits: Array, sampling: Sampling, position: int, made: S
     return int(ids[min(place, len(ends) - 1)])
 
 
-def _adjusted(ids: Array, logits: Array, sampling: Sampling, made: Sequence[int]) -> tuple[Array, Array]:
+def _adjusted(
+    ids: Array, logits: Array, sampling: Sampling, made: Sequence[int], prompt: Sequence[int]
+) -> tuple[Array, Array]:
     """Return a whole row with its biases and penalties, the largest first."""
     row = np.empty(len(ids))
     row[ids] = logits
+    if sampling.repetition_penalty != 1:
+        again = np.unique(np.asarray([*prompt, *made], np.int64))
+        scores, penalty = row[again], sampling.repetition_penalty
+        row[again] = np.where(scores > 0, scores / penalty, scores * penalty)
     for token, bias in sampling.biases:
         if token < len(row):
             row[token] += bias

@@ -10,8 +10,16 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import msgspec
 
+from node.content.calls.rules import AnswerRule
 from node.errors import split_place
-from partition.serve.sampling import BIAS_MAX, BIASES_MAX, PENALTY_MAX, SEED_MAX, TOP_K_MAX
+from partition.serve.sampling import (
+    BIAS_MAX,
+    BIASES_MAX,
+    PENALTY_MAX,
+    REPETITION_MAX,
+    SEED_MAX,
+    TOP_K_MAX,
+)
 from partition.serve.text import STOP_LENGTH_MAX, STOPS_MAX
 
 CHOICES_MAX = 8
@@ -42,6 +50,7 @@ TopK = Annotated[int, msgspec.Meta(ge=-1, le=TOP_K_MAX)]
 TokenCount = Annotated[int, msgspec.Meta(ge=1, le=PROMPT_TOKENS_MAX)]
 Choices = Annotated[int, msgspec.Meta(ge=1, le=CHOICES_MAX)]
 Seed = Annotated[int, msgspec.Meta(ge=-SEED_MAX, le=SEED_MAX)]
+Repetition = Annotated[float, msgspec.Meta(gt=0, le=REPETITION_MAX)]
 Penalty = Annotated[float, msgspec.Meta(ge=-PENALTY_MAX, le=PENALTY_MAX)]
 BiasValue = Annotated[float, msgspec.Meta(ge=-BIAS_MAX, le=BIAS_MAX)]
 Biases = Annotated[dict[str, BiasValue], msgspec.Meta(max_length=BIASES_MAX)]
@@ -82,10 +91,11 @@ class FormProblem(Exception):
 @dataclass(frozen=True)
 class Chat:
     """A conversation in the manner of chat templates: turns with `role`, `content`, `tool_calls` and so on,
-    and the tools that the model may call."""
+    the tools that the model may call, and what else the template is told."""
 
     turns: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 Prompt = str | tuple[int, ...] | Chat
@@ -111,6 +121,13 @@ class AnswerRequest:
     biases: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
     """How many of the likeliest tokens are told with each; None: nothing but the text."""
+    repetition_penalty: float = 1.0
+    rule: AnswerRule | None = None
+    """What every answer has to be; the format of the model's calls is not known yet."""
+    rule_field: str = ""
+    """The part of the request that the rule came with."""
+    calls_max: int | None = None
+    """After so many calls an answer is over."""
 
 
 @dataclass(frozen=True)
@@ -125,12 +142,27 @@ class TokenSaid:
 
 @dataclass(frozen=True)
 class TextPiece:
-    """More text of an answer, whole letters; `tokens` are those since the last piece, where they are
-    wanted."""
+    """More text of an answer, or of the reasoning before it, whole letters; `tokens` are those since the last
+    piece, where they are wanted."""
 
     choice: int
     text: str
     tokens: tuple[TokenSaid, ...] = ()
+    is_reasoning: bool = False
+
+
+@dataclass(frozen=True)
+class CallPiece:
+    """More of a call of a tool: the first piece has its id and the tool's name, the others more of the JSON
+    of its arguments; the last one `is_over`."""
+
+    choice: int
+    number: int
+    """Which call of the answer, from 0."""
+    id: str
+    name: str = ""
+    arguments: str = ""
+    is_over: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,10 +176,11 @@ class AnswerEnd:
 
 @dataclass(frozen=True)
 class TokenUsage:
-    """Tokens read and made."""
+    """Tokens read and made; of the latter those that are reasoning."""
 
     prompt: int = 0
     made: int = 0
+    reasoning: int = 0
 
 
 @dataclass(frozen=True)
@@ -176,6 +209,7 @@ class AnswerWriter(Protocol):
 
     def begin(self) -> bytes: ...
     def piece(self, piece: TextPiece) -> bytes: ...
+    def call(self, piece: CallPiece) -> bytes: ...
     def ending(self, ending: AnswerEnd) -> bytes: ...
     def finish(self, usage: TokenUsage) -> bytes: ...
     def failure(self, problem: FormProblem) -> bytes: ...
@@ -228,22 +262,53 @@ BEAT = b": beat\n\n"
 
 
 @dataclass
+class GatheredCall:
+    """A call of a tool so far."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+    def input(self) -> dict[str, Any]:
+        """Return the arguments as an object; what is none stands in one as it was written."""
+        try:
+            found = msgspec.json.decode(self.arguments or "{}")
+        except (msgspec.DecodeError, RecursionError):
+            found = None
+        return found if isinstance(found, dict) else {"arguments": self.arguments}
+
+
+@dataclass
 class Gathered:
-    """The text and tokens of each answer so far."""
+    """The text, the reasoning, the calls and the tokens of each answer so far."""
 
     texts: dict[int, list[str]] = field(default_factory=dict)
+    reasons: dict[int, list[str]] = field(default_factory=dict)
+    calls: dict[int, list[GatheredCall]] = field(default_factory=dict)
     tokens: dict[int, list[TokenSaid]] = field(default_factory=dict)
     endings: dict[int, AnswerEnd] = field(default_factory=dict)
 
     def take(self, piece: TextPiece) -> None:
-        self.texts.setdefault(piece.choice, []).append(piece.text)
+        texts = self.reasons if piece.is_reasoning else self.texts
+        texts.setdefault(piece.choice, []).append(piece.text)
         self.tokens.setdefault(piece.choice, []).extend(piece.tokens)
+
+    def take_call(self, piece: CallPiece) -> GatheredCall:
+        """Take a piece of a call; return the call so far."""
+        calls = self.calls.setdefault(piece.choice, [])
+        if piece.number == len(calls):
+            calls.append(GatheredCall(piece.id, piece.name))
+        calls[piece.number].arguments += piece.arguments
+        return calls[piece.number]
 
     def end(self, ending: AnswerEnd) -> None:
         self.endings[ending.choice] = ending
 
     def text(self, choice: int) -> str:
         return "".join(self.texts.get(choice, ()))
+
+    def reasoning(self, choice: int) -> str:
+        return "".join(self.reasons.get(choice, ()))
 
     def choices(self) -> Sequence[int]:
         return sorted(self.endings)

@@ -4,10 +4,12 @@ Streams: the finish reason has a chunk of its own; the usage chunk is the last, 
 choices; then `[DONE]`.
 """
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import msgspec
 
+from node.content.calls.rules import AnswerRule
 from node.web.forms.asking import (
     CHOICES_MAX,
     PARTS_MAX,
@@ -18,6 +20,7 @@ from node.web.forms.asking import (
     AnswerFrame,
     AnswerRequest,
     Biases,
+    CallPiece,
     Chat,
     Choices,
     FormProblem,
@@ -25,6 +28,7 @@ from node.web.forms.asking import (
     MinShare,
     Penalty,
     Prompt,
+    Repetition,
     Seed,
     Share,
     ShortText,
@@ -40,6 +44,16 @@ from node.web.forms.asking import (
     refuse_field,
     stops_of,
 )
+from node.web.forms.rules import (
+    ResponseFormat,
+    StructuredOutputs,
+    choice_of,
+    chosen_tools,
+    function_tools,
+    rule_of_answer,
+    rule_of_format,
+    rule_of_outputs,
+)
 
 TOKENS_USUAL = 16
 """The length of a completion where nobody says more, as in OpenAI's API."""
@@ -47,7 +61,6 @@ LOGPROBS_MAX = 5
 TOP_LOGPROBS_MAX = 20
 DONE = b"data: [DONE]\n\n"
 IMAGES = "the models of this swarm take text alone"
-GRAMMARS = "structured output is not served yet"
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 TokenIds = Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=PROMPT_TOKENS_MAX)]
@@ -70,7 +83,10 @@ class SampledRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop: Stops = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
+    repetition_penalty: Repetition | None = None
     logit_bias: Biases | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -82,10 +98,19 @@ class SampledRequest(msgspec.Struct, frozen=True, kw_only=True):
     def wants_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    def rule(self) -> tuple[AnswerRule | None, str]:
+        """Return what the answer has to be, and the field that says so. Raises FormProblem."""
+        rule = rule_of_format(self.response_format, "response_format")
+        outputs = rule_of_outputs(self.structured_outputs)
+        if rule is not None and outputs is not None:
+            raise FormProblem("structured_outputs: want it or response_format", field="structured_outputs")
+        return rule or outputs, "response_format" if outputs is None else "structured_outputs"
+
     def asked(
         self, prompts: tuple[Prompt, ...], tokens_max: int | None, logprobs: int | None
     ) -> AnswerRequest:
-        """Return it as the request that every form comes to."""
+        """Return it as the request that every form comes to. Raises FormProblem."""
+        rule, field = self.rule()
         return AnswerRequest(
             self.model,
             prompts,
@@ -101,6 +126,9 @@ class SampledRequest(msgspec.Struct, frozen=True, kw_only=True):
             self.presence_penalty or 0.0,
             biases_of(self.logit_bias),
             logprobs,
+            1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            rule,
+            field,
         )
 
 
@@ -164,11 +192,14 @@ class ChatMessage(msgspec.Struct, frozen=True):
     name: ShortText | None = None
     tool_calls: Annotated[tuple[ToolCall, ...], msgspec.Meta(max_length=TOOLS_MAX)] | None = None
     tool_call_id: ShortText | None = None
+    reasoning_content: str | None = None
 
     def turn(self) -> dict[str, Any]:
         """Return it as chat templates take it. Raises FormProblem: a part is not text."""
         found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
         found["content"] = text_of(self.content)
+        if self.reasoning_content is not None:
+            found["reasoning_content"] = self.reasoning_content
         if self.name is not None:
             found["name"] = self.name
         if self.tool_call_id is not None:
@@ -179,10 +210,6 @@ class ChatMessage(msgspec.Struct, frozen=True):
                 for call in self.tool_calls
             ]
         return found
-
-
-class ResponseFormat(msgspec.Struct, frozen=True):
-    type: ShortText
 
 
 class ChatRequest(SampledRequest, frozen=True, kw_only=True):
@@ -196,32 +223,28 @@ class ChatRequest(SampledRequest, frozen=True, kw_only=True):
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=TOP_LOGPROBS_MAX)] | None = None
     tools: Annotated[tuple[dict[str, Any], ...], msgspec.Meta(max_length=TOOLS_MAX)] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    response_format: ResponseFormat | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: ShortText | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    functions: Any = None
+    function_call: Any = None
 
     def request(self) -> AnswerRequest:
         """Return what is asked. Raises FormProblem."""
-        kind = self.response_format.type if self.response_format else "text"
-        refuse_field(kind != "text", "response_format", GRAMMARS)
-        tools = () if self.tool_choice == "none" else function_tools(self.tools or ())
-        refuse_forced(self.tool_choice)
+        refuse_field(self.functions or self.function_call, "functions", "want tools and tool_choice")
+        choice = choice_of(self.tool_choice, is_single=self.parallel_tool_calls is False)
+        tools = chosen_tools(function_tools(self.tools or ()), choice)
         if self.top_logprobs and not self.logprobs:
             raise FormProblem("top_logprobs: want logprobs: true beside it", field="top_logprobs")
-        chat = Chat(tuple(message.turn() for message in self.messages), tools)
+        options = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            options["reasoning_effort"] = self.reasoning_effort
+        chat = Chat(tuple(message.turn() for message in self.messages), tools, options)
         tokens_max = self.max_completion_tokens or self.max_tokens
-        return self.asked((chat,), tokens_max, (self.top_logprobs or 0) if self.logprobs else None)
-
-
-def refuse_forced(choice: str | dict[str, Any] | None) -> None:
-    """Raise FormProblem where the model is to be forced to a call."""
-    is_forced = not (choice is None or choice in ("auto", "none"))
-    refuse_field(is_forced, "tool_choice", "want auto or none: a model cannot be forced to a call yet")
-
-
-def function_tools(tools: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
-    """Return the tools that are functions; other kinds are of other servers."""
-    return tuple(
-        tool for tool in tools if tool.get("type") == "function" and isinstance(tool.get("function"), dict)
-    )
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        asked = self.asked((chat,), tokens_max, logprobs)
+        rule, field = rule_of_answer(tools, choice, asked.rule, asked.rule_field)
+        return replace(asked, rule=rule, rule_field=field, calls_max=1 if choice.is_single else None)
 
 
 def text_of(content: str | tuple[ContentPart, ...] | None) -> str:
@@ -261,6 +284,9 @@ class CompletionWriter:
         logprobs = self._logprobs_of(piece.choice, piece.tokens) if self._logprobs else None
         row = {"index": piece.choice, "text": piece.text, "logprobs": logprobs, "finish_reason": None}
         return self._chunk([row])
+
+    def call(self, piece: CallPiece) -> bytes:
+        raise AssertionError(f"a text that is gone on from has no calls: {piece.number}")
 
     def ending(self, ending: AnswerEnd) -> bytes:
         self._gathered.end(ending)
@@ -335,7 +361,18 @@ class ChatWriter:
 
     def piece(self, piece: TextPiece) -> bytes:
         self._gathered.take(piece)
-        return self._chunk(piece.choice, {"content": piece.text}, piece.tokens)
+        key = "reasoning_content" if piece.is_reasoning else "content"
+        return self._chunk(piece.choice, {key: piece.text}, piece.tokens)
+
+    def call(self, piece: CallPiece) -> bytes:
+        self._gathered.take_call(piece)
+        row: dict[str, Any] = {"index": piece.number, "function": {"arguments": piece.arguments}}
+        if piece.name:
+            function = {"name": piece.name, "arguments": piece.arguments}
+            row |= {"id": piece.id, "type": "function", "function": function}
+        elif not piece.arguments:
+            return b""
+        return self._chunk(piece.choice, {"tool_calls": [row]})
 
     def ending(self, ending: AnswerEnd) -> bytes:
         self._gathered.end(ending)
@@ -355,7 +392,7 @@ class ChatWriter:
         rows = [
             {
                 "index": choice,
-                "message": {"role": "assistant", "content": found.text(choice), "refusal": None},
+                "message": self._message(choice),
                 "logprobs": self._logprobs_of(tuple(found.tokens.get(choice, ()))),
                 "finish_reason": found.endings[choice].finish,
             }
@@ -363,6 +400,24 @@ class ChatWriter:
         ]
         document = self._document("chat.completion", rows) | {"usage": usage_document(usage)}
         return msgspec.json.encode(document)
+
+    def _message(self, choice: int) -> dict[str, Any]:
+        found = self._gathered
+        text, calls = found.text(choice), found.calls.get(choice, ())
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if reasoning := found.reasoning(choice):
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["content"] = text or None
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in calls
+            ]
+        return message
 
     def _chunk(
         self,
@@ -402,12 +457,13 @@ def token_document(token: TokenSaid) -> dict[str, Any]:
     return {"token": token.text, "logprob": token.logprob, "bytes": list(token.data)}
 
 
-def usage_document(usage: TokenUsage) -> dict[str, int]:
+def usage_document(usage: TokenUsage) -> dict[str, Any]:
     """Return what was used, as OpenAI counts it."""
     return {
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.made,
         "total_tokens": usage.prompt + usage.made,
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
     }
 
 

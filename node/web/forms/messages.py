@@ -1,6 +1,6 @@
 """`/v1/messages`, after Anthropic's API reference, without a memory: the whole conversation comes each time.
 
-Fields of other servers' services (caching, thinking, containers) are passed over.
+Fields of other servers' services (caching, containers) are passed over.
 """
 
 from typing import Annotated, Any, Literal
@@ -14,9 +14,10 @@ from node.web.forms.asking import (
     AnswerEnd,
     AnswerFrame,
     AnswerRequest,
+    CallPiece,
     Chat,
     FormProblem,
-    Gathered,
+    GatheredCall,
     Share,
     ShortText,
     StopText,
@@ -26,12 +27,19 @@ from node.web.forms.asking import (
     TokenUsage,
     TopK,
     event,
-    refuse_field,
 )
 from node.web.forms.completions import IMAGES
+from node.web.forms.rules import (
+    ResponseFormat,
+    ToolChoice,
+    chosen_tools,
+    function_tools,
+    rule_of_answer,
+    rule_of_format,
+)
 from partition.serve.text import STOPS_MAX
 
-PASSED_OVER = frozenset({"thinking", "redacted_thinking"})
+PASSED_OVER = frozenset({"redacted_thinking"})
 """Blocks of earlier answers that say nothing to a model of ours."""
 
 
@@ -45,6 +53,7 @@ class MessageBlock(msgspec.Struct, frozen=True):
     input: dict[str, Any] | None = None
     tool_use_id: ShortText | None = None
     content: Any = None
+    thinking: str | None = None
 
 
 Blocks = Annotated[tuple[MessageBlock, ...], msgspec.Meta(max_length=PARTS_MAX)]
@@ -62,6 +71,7 @@ class MessageTurn(msgspec.Struct, frozen=True):
         texts: list[str] = []
         calls: list[dict[str, Any]] = []
         results: list[dict[str, Any]] = []
+        reasons: list[str] = []
         for block in self.content:
             if block.type == "text":
                 texts.append(block.text or "")
@@ -71,11 +81,15 @@ class MessageTurn(msgspec.Struct, frozen=True):
             elif block.type == "tool_result":
                 told = result_text(block.content)
                 results.append({"role": "tool", "tool_call_id": block.tool_use_id or "", "content": told})
+            elif block.type == "thinking":
+                reasons.append(block.thinking or "")
             elif block.type not in PASSED_OVER:
                 raise FormProblem(f"messages: a block of the type {block.type[:40]!r}: {IMAGES}")
         own: dict[str, Any] = {"role": self.role, "content": "".join(texts)}
         if calls:
             own["tool_calls"] = calls
+        if reasons:
+            own["reasoning_content"] = "".join(reasons)
         return [*results, *([own] if texts or calls else [])]
 
 
@@ -85,6 +99,15 @@ class MessageTool(msgspec.Struct, frozen=True):
     name: ShortText
     description: str = ""
     input_schema: dict[str, Any] | None = None
+
+
+class OutputConfig(msgspec.Struct, frozen=True):
+    format: ResponseFormat | None = None
+    effort: ShortText | None = None
+
+
+class Thinking(msgspec.Struct, frozen=True):
+    type: ShortText
 
 
 class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,6 +124,9 @@ class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool | None = None
     tools: Annotated[tuple[MessageTool, ...], msgspec.Meta(max_length=TOOLS_MAX)] | None = None
     tool_choice: dict[str, Any] | None = None
+    output_config: OutputConfig | None = None
+    output_format: ResponseFormat | None = None
+    thinking: Thinking | None = None
 
     @property
     def is_streamed(self) -> bool:
@@ -108,9 +134,11 @@ class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     def request(self) -> AnswerRequest:
         """Return what is asked. Raises FormProblem."""
-        choice = (self.tool_choice or {}).get("type", "auto")
-        is_forced = choice not in ("auto", "none")
-        refuse_field(is_forced, "tool_choice", "want auto or none: a model cannot be forced to a call yet")
+        choice = self._choice()
+        tools = chosen_tools(function_tools(self._tools()), choice)
+        asked = self.output_format or (self.output_config and self.output_config.format)
+        name = "output_format" if self.output_format else "output_config.format"
+        rule, field = rule_of_answer(tools, choice, rule_of_format(asked or None, name), name)
         turns = [turn for message in self.messages for turn in message.turns()]
         system = self.system
         if system is not None and not isinstance(system, str):
@@ -121,13 +149,39 @@ class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
             raise FormProblem("messages: want a message that says something", field="messages")
         return AnswerRequest(
             self.model,
-            (Chat(tuple(turns), () if choice == "none" else self._tools()),),
+            (Chat(tuple(turns), tools, self._options()),),
             self.max_tokens,
             stops=self.stop_sequences or (),
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=self.top_p or 1.0,
             top_k=max(self.top_k or 0, 0),
+            rule=rule,
+            rule_field=field,
+            calls_max=1 if choice.is_single else None,
         )
+
+    def _options(self) -> dict[str, Any]:
+        """Return what templates are told of reasoning, under the names that the known ones have for it."""
+        found: dict[str, Any] = {}
+        if self.thinking is not None:
+            found["enable_thinking"] = self.thinking.type != "disabled"
+        if self.output_config is not None and self.output_config.effort is not None:
+            found["reasoning_effort"] = self.output_config.effort
+        return found
+
+    def _choice(self) -> ToolChoice:
+        given = self.tool_choice or {}
+        is_single = given.get("disable_parallel_tool_use") is True
+        kind, name = given.get("type", "auto"), given.get("name")
+        if kind == "auto":
+            return ToolChoice(is_single=is_single)
+        if kind == "none":
+            return ToolChoice(())
+        if kind == "any":
+            return ToolChoice(is_forced=True, is_single=is_single)
+        if kind == "tool" and isinstance(name, str):
+            return ToolChoice((name,), is_forced=True, is_single=True)
+        raise FormProblem("tool_choice: want auto, any, none, or tool with a name", field="tool_choice")
 
     def _tools(self) -> tuple[dict[str, Any], ...]:
         """Return the functions in the form of chat completions, which templates take."""
@@ -156,30 +210,46 @@ def result_text(content: Any) -> str:
 
 
 class MessagesWriter:
-    """Answers of `/v1/messages`: one block of text."""
+    """Answers of `/v1/messages`: blocks, each of which begins when there is something in it."""
 
-    def __init__(self, frame: AnswerFrame, request: MessagesRequest) -> None:
+    def __init__(self, frame: AnswerFrame, _request: MessagesRequest) -> None:
         self._frame = frame
-        self._stops = request.stop_sequences or ()
-        self._gathered = Gathered()
+        self._blocks: list[dict[str, Any] | GatheredCall] = []
+        self._is_open = False
+        self._ending: AnswerEnd | None = None
 
     def begin(self) -> bytes:
         usage = TokenUsage(self._frame.prompt_tokens)
-        block = {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
-        return (
-            self._event({"type": "message_start", "message": self._message([], usage)})
-            + self._event(block)
-            + self._event({"type": "ping"})
-        )
+        started = {"type": "message_start", "message": self._message([], usage)}
+        return self._event(started) + self._event({"type": "ping"})
 
     def piece(self, piece: TextPiece) -> bytes:
-        self._gathered.take(piece)
-        delta = {"type": "text_delta", "text": piece.text}
-        return self._event({"type": "content_block_delta", "index": 0, "delta": delta})
+        if not piece.text:
+            return b""
+        kind = "thinking" if piece.is_reasoning else "text"
+        told = self._opened(kind)
+        block = self._blocks[-1]
+        assert isinstance(block, dict)
+        block[kind] += piece.text
+        return told + self._delta({"type": f"{kind}_delta", kind: piece.text})
+
+    def call(self, piece: CallPiece) -> bytes:
+        told = b""
+        if piece.name:
+            told = self._closed()
+            self._blocks.append(GatheredCall(piece.id, piece.name))
+            told += self._begun({"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}})
+        block = self._blocks[-1]
+        assert isinstance(block, GatheredCall)
+        if piece.arguments:
+            block.arguments += piece.arguments
+            told += self._delta({"type": "input_json_delta", "partial_json": piece.arguments})
+        return told + (self._closed() if piece.is_over else b"")
 
     def ending(self, ending: AnswerEnd) -> bytes:
-        self._gathered.end(ending)
-        return self._event({"type": "content_block_stop", "index": 0})
+        told = b"" if self._blocks else self._opened("text")
+        self._ending = ending
+        return told + self._closed()
 
     def finish(self, usage: TokenUsage) -> bytes:
         delta = {"stop_reason": self._reason, "stop_sequence": self._stop}
@@ -190,20 +260,51 @@ class MessagesWriter:
         return self._event(message_error(problem))
 
     def whole(self, usage: TokenUsage) -> bytes:
-        content = [{"type": "text", "text": self._gathered.text(0)}]
+        content = [
+            {"type": "tool_use", "id": block.id, "name": block.name, "input": block.input()}
+            if isinstance(block, GatheredCall)
+            else block
+            for block in self._blocks
+        ]
         return msgspec.json.encode(self._message(content, usage))
+
+    def _opened(self, kind: str) -> bytes:
+        """Begin a block, unless the newest is of this kind and goes on."""
+        newest = self._blocks[-1] if self._blocks else None
+        if self._is_open and isinstance(newest, dict) and newest["type"] == kind:
+            return b""
+        told = self._closed()
+        block: dict[str, Any] = {"type": kind, kind: ""}
+        if kind == "thinking":
+            block["signature"] = ""  # nobody checks one here
+        self._blocks.append(block)
+        return told + self._begun(dict(block))
+
+    def _begun(self, block: dict[str, Any]) -> bytes:
+        self._is_open = True
+        index = len(self._blocks) - 1
+        return self._event({"type": "content_block_start", "index": index, "content_block": block})
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        index = len(self._blocks) - 1
+        return self._event({"type": "content_block_delta", "index": index, "delta": delta})
+
+    def _closed(self) -> bytes:
+        if not self._is_open:
+            return b""
+        self._is_open = False
+        return self._event({"type": "content_block_stop", "index": len(self._blocks) - 1})
 
     def _event(self, data: dict[str, Any]) -> bytes:
         return event(data, str(data["type"]))
 
     @property
     def _stop(self) -> str | None:
-        ending = self._gathered.endings.get(0)
-        return ending.stop if ending is not None else None
+        return self._ending.stop if self._ending is not None else None
 
     @property
     def _reason(self) -> str | None:
-        ending = self._gathered.endings.get(0)
+        ending = self._ending
         if ending is None:
             return None
         if ending.stop is not None:

@@ -2,10 +2,12 @@
 agents send it, and nothing is stored. Kinds of tools that are of other servers are passed over.
 """
 
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import msgspec
 
+from node.content.calls.rules import AnswerRule
 from node.web.forms.asking import (
     PARTS_MAX,
     TOOLS_MAX,
@@ -13,33 +15,43 @@ from node.web.forms.asking import (
     AnswerEnd,
     AnswerFrame,
     AnswerRequest,
+    CallPiece,
     Chat,
     FormProblem,
-    Gathered,
     Share,
     ShortText,
     Temperature,
     TextPiece,
     TokenCount,
+    TokenSaid,
     TokenUsage,
     TopK,
     event,
     refuse_field,
 )
 from node.web.forms.completions import (
-    GRAMMARS,
     TOP_LOGPROBS_MAX,
     CalledFunction,
     ContentPart,
     function_of,
-    refuse_forced,
     text_of,
     token_document,
 )
+from node.web.forms.rules import (
+    ResponseFormat,
+    StructuredOutputs,
+    choice_of,
+    chosen_tools,
+    function_tools,
+    rule_of_answer,
+    rule_of_format,
+    rule_of_outputs,
+)
 
-PASSED_OVER = frozenset({"reasoning", "compaction", "web_search_call", "local_shell_call"})
+PASSED_OVER = frozenset({"compaction", "web_search_call", "local_shell_call"})
 """Items of an input that say nothing to a model of ours."""
-TEXT_FORMAT = {"format": {"type": "text"}}
+CALL_KINDS = frozenset({"function_call", "custom_tool_call"})
+RESULT_KINDS = frozenset({"function_call_output", "custom_tool_call_output"})
 LOGPROBS = "message.output_text.logprobs"
 
 
@@ -52,6 +64,7 @@ class InputItem(msgspec.Struct, frozen=True):
     call_id: ShortText | None = None
     name: ShortText | None = None
     arguments: str | None = None
+    input: str | None = None
     output: str | Annotated[tuple[ContentPart, ...], msgspec.Meta(max_length=PARTS_MAX)] | None = None
 
     def turn(self) -> dict[str, Any] | None:
@@ -63,21 +76,27 @@ class InputItem(msgspec.Struct, frozen=True):
             if self.role not in roles:
                 raise FormProblem(f"input: no message has the role {self.role!r}", field="input")
             return {"role": roles[self.role], "content": text_of(self.content)}
-        if self.type == "function_call":
-            called = CalledFunction(self.name or "", self.arguments or "")
+        if self.type == "reasoning":
+            told = "".join(part.text or "" for part in self.content or () if isinstance(part, ContentPart))
+            return {"role": "assistant", "content": "", "reasoning_content": told} if told else None
+        if self.type in CALL_KINDS:
+            written = self.arguments
+            if self.input is not None:  # a tool that takes a text as it is
+                written = msgspec.json.encode({"input": self.input}).decode()
+            called = CalledFunction(self.name or "", written or "")
             call = {"type": "function", "id": self.call_id or "", "function": function_of(called)}
             return {"role": "assistant", "content": "", "tool_calls": [call]}
-        if self.type == "function_call_output":
+        if self.type in RESULT_KINDS:
             return {"role": "tool", "tool_call_id": self.call_id or "", "content": text_of(self.output)}
         raise FormProblem(f"input: an item of the type {self.type[:40]!r} is not known here", field="input")
 
 
-class TextFormat(msgspec.Struct, frozen=True):
-    type: ShortText = "text"
-
-
 class TextOptions(msgspec.Struct, frozen=True):
-    format: TextFormat | None = None
+    format: ResponseFormat | None = None
+
+
+class ReasoningOptions(msgspec.Struct, frozen=True):
+    effort: ShortText | None = None
 
 
 class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +112,11 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool | None = None
     tools: Annotated[tuple[dict[str, Any], ...], msgspec.Meta(max_length=TOOLS_MAX)] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
+    structured_outputs: StructuredOutputs | None = None
+    reasoning: ReasoningOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     include: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=32)] | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=TOP_LOGPROBS_MAX)] | None = None
     previous_response_id: str | None = None
@@ -115,9 +138,9 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
         refuse_field(self.previous_response_id, "previous_response_id", keeps_nothing)
         refuse_field(self.conversation, "conversation", keeps_nothing)
         refuse_field(self.background, "background", keeps_nothing)
-        form = self.text.format.type if self.text and self.text.format else "text"
-        refuse_field(form != "text", "text.format", GRAMMARS)
-        refuse_forced(self.tool_choice)
+        choice = choice_of(self.tool_choice, is_single=self.parallel_tool_calls is False)
+        tools = chosen_tools(function_tools(self._functions()), choice)
+        rule, field = rule_of_answer(tools, choice, *self._rule())
         turns: list[dict[str, Any]] = []
         if self.instructions:
             turns.append({"role": "system", "content": self.instructions})
@@ -125,78 +148,112 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
             turns.append({"role": "user", "content": self.input})
         else:
             turns += [turn for item in self.input if (turn := item.turn()) is not None]
-        tools = () if self.tool_choice == "none" else self._tools()
+        options = dict(self.chat_template_kwargs or {})
+        if self.reasoning is not None and self.reasoning.effort is not None:
+            options["reasoning_effort"] = self.reasoning.effort
         return AnswerRequest(
             self.model,
-            (Chat(joined_calls(turns), tools),),
+            (Chat(joined_calls(turns), tools, options),),
             self.max_output_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=self.top_p or 1.0,
             top_k=max(self.top_k or 0, 0),
             logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
+            rule=rule,
+            rule_field=field,
+            calls_max=1 if choice.is_single else None,
         )
 
-    def _tools(self) -> tuple[dict[str, Any], ...]:
+    def _rule(self) -> tuple[AnswerRule | None, str]:
+        rule = rule_of_format(self.text.format if self.text else None, "text.format")
+        outputs = rule_of_outputs(self.structured_outputs)
+        if rule is not None and outputs is not None:
+            raise FormProblem("structured_outputs: want it or text.format", field="structured_outputs")
+        return rule or outputs, "text.format" if outputs is None else "structured_outputs"
+
+    def _functions(self) -> tuple[dict[str, Any], ...]:
         """Return the functions in the form of chat completions, which templates take."""
         kept = ("name", "description", "parameters")
         return tuple(
             {"type": "function", "function": {key: tool[key] for key in kept if key in tool}}
             for tool in self.tools or ()
-            if tool.get("type") == "function" and isinstance(tool.get("name"), str)
+            if tool.get("type") == "function"
         )
 
 
 def joined_calls(turns: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Return turns in which the calls of one answer are one turn, as templates want them."""
+    """Return turns in which the reasoning, the text and the calls of one answer are one turn, as templates
+    want them."""
     joined: list[dict[str, Any]] = []
     for turn in turns:
         before = joined[-1] if joined else {}
-        if "tool_calls" in turn and before.get("role") == "assistant":
+        if before.get("role") != "assistant" or turn["role"] != "assistant":
+            joined.append(turn)
+        elif "tool_calls" in turn:
             calls = [*before.get("tool_calls", ()), *turn["tool_calls"]]
             joined[-1] = before | {"tool_calls": calls}
+        elif before.keys() == {"role", "content", "reasoning_content"} and not before["content"]:
+            joined[-1] = before | turn
         else:
             joined.append(turn)
     return tuple(joined)
 
 
+@dataclass
+class _Item:
+    """A part of the output: a message, reasoning, or a call."""
+
+    kind: str
+    id: str
+    name: str = ""
+    call_id: str = ""
+    text: str = ""
+    status: str = "in_progress"
+    tokens: list[TokenSaid] = field(default_factory=list)
+
+
 class ResponsesWriter:
-    """Answers of `/v1/responses`: one message."""
+    """Answers of `/v1/responses`: items, each of which begins when there is something in it."""
 
     def __init__(self, frame: AnswerFrame, request: ResponsesRequest) -> None:
         self._frame = frame
         self._request = request
-        self._gathered = Gathered()
+        self._items: list[_Item] = []
+        self._ending: AnswerEnd | None = None
         self._number = 0
 
     def begin(self) -> bytes:
         response = self._response("in_progress", [], None)
-        item = self._item("in_progress", [])
-        return (
-            self._event("response.created", response=response)
-            + self._event("response.in_progress", response=response)
-            + self._event("response.output_item.added", output_index=0, item=item)
-            + self._part_event("response.content_part.added", part=_part("", []))
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
         )
 
     def piece(self, piece: TextPiece) -> bytes:
-        self._gathered.take(piece)
+        told = self._opened("reasoning" if piece.is_reasoning else "message")
+        item = self._items[-1]
+        item.text += piece.text
+        item.tokens += piece.tokens
+        if piece.is_reasoning:
+            return told + self._part_event("response.reasoning_text.delta", delta=piece.text)
         rows = self._logprobs(piece.tokens)
-        return self._part_event("response.output_text.delta", delta=piece.text, logprobs=rows)
+        return told + self._part_event("response.output_text.delta", delta=piece.text, logprobs=rows)
+
+    def call(self, piece: CallPiece) -> bytes:
+        told = self._opened("function_call", piece) if piece.name else b""
+        item = self._items[-1]
+        item.text += piece.arguments
+        if piece.arguments:
+            told += self._item_event("response.function_call_arguments.delta", delta=piece.arguments)
+        return told + (self._closed() if piece.is_over else b"")
 
     def ending(self, ending: AnswerEnd) -> bytes:
-        self._gathered.end(ending)
-        part = self._text_part()
-        item = self._item(self._status, [part])
-        return (
-            self._part_event("response.output_text.done", text=part["text"], logprobs=part["logprobs"])
-            + self._part_event("response.content_part.done", part=part)
-            + self._event("response.output_item.done", output_index=0, item=item)
-        )
+        told = b"" if self._items else self._opened("message")
+        self._ending = ending
+        return told + self._closed(self._status)
 
     def finish(self, usage: TokenUsage) -> bytes:
-        status = self._status
-        response = self._response(status, [self._item(status, [self._text_part()])], usage)
-        return self._event(f"response.{status}", response=response)
+        response = self._response(self._status, list(map(self._item, self._items)), usage)
+        return self._event(f"response.{self._status}", response=response)
 
     def failure(self, problem: FormProblem) -> bytes:
         codes = {"busy": "rate_limit_exceeded"}
@@ -205,40 +262,80 @@ class ResponsesWriter:
         return self._event("response.failed", response=response)
 
     def whole(self, usage: TokenUsage) -> bytes:
-        status = self._status
-        return msgspec.json.encode(self._response(status, [self._item(status, [self._text_part()])], usage))
+        output = list(map(self._item, self._items))
+        return msgspec.json.encode(self._response(self._status, output, usage))
 
     @property
     def _status(self) -> str:
-        ending = self._gathered.endings.get(0)
-        return "incomplete" if ending is not None and ending.finish == "length" else "completed"
+        is_cut = self._ending is not None and self._ending.finish == "length"
+        return "incomplete" if is_cut else "completed"
+
+    def _opened(self, kind: str, call: CallPiece | None = None) -> bytes:
+        """Begin an item, unless the newest is of this kind and goes on; close that which was open."""
+        newest = self._items[-1] if self._items else None
+        if newest is not None and newest.kind == kind and newest.status == "in_progress" and call is None:
+            return b""
+        told = self._closed()
+        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
+        count = len(self._items)
+        item = _Item(kind, f"{prefix}_{self._frame.id}" + (f"_{count}" if count else ""))
+        if call is not None:
+            item.name, item.call_id = call.name, call.id
+        self._items.append(item)
+        told += self._event("response.output_item.added", output_index=count, item=self._item(item))
+        if kind != "function_call":
+            told += self._part_event("response.content_part.added", part=self._part(item))
+        return told
+
+    def _closed(self, status: str = "completed") -> bytes:
+        """End the newest item, if it is open."""
+        item = self._items[-1] if self._items else None
+        if item is None or item.status != "in_progress":
+            return b""
+        item.status = status
+        part = self._part(item)
+        match item.kind:
+            case "message":
+                logprobs = part["logprobs"]
+                told = self._part_event("response.output_text.done", text=item.text, logprobs=logprobs)
+            case "reasoning":
+                told = self._part_event("response.reasoning_text.done", text=item.text)
+            case _:
+                done = "response.function_call_arguments.done"
+                told = self._item_event(done, arguments=item.text)
+        if item.kind != "function_call":
+            told += self._part_event("response.content_part.done", part=part)
+        index = len(self._items) - 1
+        return told + self._event("response.output_item.done", output_index=index, item=self._item(item))
 
     def _event(self, name: str, **fields: Any) -> bytes:
         data = {"type": name, "sequence_number": self._number} | fields
         self._number += 1
         return event(data, name)
 
+    def _item_event(self, name: str, **fields: Any) -> bytes:
+        index = len(self._items) - 1
+        return self._event(name, item_id=self._items[-1].id, output_index=index, **fields)
+
     def _part_event(self, name: str, **fields: Any) -> bytes:
-        return self._event(name, item_id=self._item_id, output_index=0, content_index=0, **fields)
+        return self._item_event(name, content_index=0, **fields)
 
-    @property
-    def _item_id(self) -> str:
-        return f"msg_{self._frame.id}"
+    def _item(self, item: _Item) -> dict[str, Any]:
+        found: dict[str, Any] = {"id": item.id, "type": item.kind, "status": item.status}
+        if item.kind == "function_call":
+            return found | {"call_id": item.call_id, "name": item.name, "arguments": item.text}
+        content = [self._part(item)] if item.text or item.status != "in_progress" else []
+        if item.kind == "reasoning":
+            return found | {"summary": [], "content": content}
+        return found | {"role": "assistant", "content": content}
 
-    def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._item_id,
-            "type": "message",
-            "status": status,
-            "role": "assistant",
-            "content": content,
-        }
+    def _part(self, item: _Item) -> dict[str, Any]:
+        if item.kind == "reasoning":
+            return {"type": "reasoning_text", "text": item.text}
+        logprobs = self._logprobs(tuple(item.tokens))
+        return {"type": "output_text", "text": item.text, "annotations": [], "logprobs": logprobs}
 
-    def _text_part(self) -> dict[str, Any]:
-        tokens = self._gathered.tokens.get(0, ())
-        return _part(self._gathered.text(0), self._logprobs(tuple(tokens)))
-
-    def _logprobs(self, tokens: tuple[Any, ...]) -> list[dict[str, Any]]:
+    def _logprobs(self, tokens: tuple[TokenSaid, ...]) -> list[dict[str, Any]]:
         if not self._request.wants_logprobs:
             return []
         return [token_document(t) | {"top_logprobs": list(map(token_document, t.top))} for t in tokens]
@@ -260,12 +357,12 @@ class ResponsesWriter:
             "metadata": asked.metadata or {},
             "model": self._frame.model,
             "output": output,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": asked.reasoning and asked.reasoning.effort, "summary": None},
             "store": False,
             "temperature": 1.0 if asked.temperature is None else asked.temperature,
-            "text": TEXT_FORMAT,
+            "text": {"format": self._format()},
             "tool_choice": asked.tool_choice or "auto",
             "tools": asked.tools or (),
             "top_p": asked.top_p or 1.0,
@@ -273,9 +370,11 @@ class ResponsesWriter:
             "usage": None if usage is None else _usage(usage),
         }
 
-
-def _part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+    def _format(self) -> dict[str, Any]:
+        asked = self._request.text and self._request.text.format
+        if not asked or asked.type != "json_schema":
+            return {"type": asked.type if asked else "text"}
+        return {"type": asked.type, "name": asked.name or "answer", "schema": asked.schema or {}}
 
 
 def _usage(usage: TokenUsage) -> dict[str, Any]:
@@ -283,6 +382,6 @@ def _usage(usage: TokenUsage) -> dict[str, Any]:
         "input_tokens": usage.prompt,
         "input_tokens_details": {"cached_tokens": 0},
         "output_tokens": usage.made,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning},
         "total_tokens": usage.prompt + usage.made,
     }

@@ -1,19 +1,21 @@
 """A page on a real socket whose node's service is a made-up model of bytes: the driver without a swarm.
 
-It says `ANSWER` over and over, from the place that the prompt's length says. With a tokenizer
-a conversation becomes its turns, a line each.
+It says `ANSWER` over and over, or once what a test has it say. With a tokenizer a conversation becomes its
+turns, a line each. Where an answer follows a rule it says anything that may come, drawn by the wish's seed.
 """
 
+import random
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import trio
 
 from node.config import Web
-from node.content.fenced_text import TextFacts
+from node.content.fenced_text import FencedText, RenderedChat, TextFacts
 from node.errors import RunFailed, UsageError
 from node.serving.generations import Token
 from node.serving.texts import TextPieces
@@ -29,16 +31,25 @@ CONTEXT = 4_096
 class SaidText:
     """As a fenced process that knows a template: a conversation is its turns, a line each."""
 
+    tail = ""
     facts = TextFacts((), 256, has_template=True)
 
     async def encode(self, text: str) -> list[int]:
         await trio.lowlevel.checkpoint()
         return list(text.encode())
 
-    async def render(self, turns: Sequence[Any], tools: Sequence[Any] = ()) -> list[int]:
+    async def render_chat(
+        self, turns: Sequence[Any], tools: Sequence[Any] = (), options: Any = None
+    ) -> RenderedChat:
         await trio.lowlevel.checkpoint()
         lines = [f"{turn['role']}: {turn['content']}{turn.get('tool_calls', '')}" for turn in turns]
-        return list("\n".join([*lines, *map(str, tools)]).encode())
+        lines += [str(turn["reasoning_content"]) for turn in turns if "reasoning_content" in turn]
+        lines += [str(options)] if options else []
+        return RenderedChat(list("\n".join([*lines, *map(str, tools)]).encode()), self.tail)
+
+    async def spell(self, tokens: Sequence[int]) -> list[bytes]:
+        await trio.lowlevel.checkpoint()
+        return [bytes([token]) for token in tokens]
 
 
 class SaidGeneration:
@@ -50,20 +61,39 @@ class SaidGeneration:
         self._world = world
         self._wish = wish
         self._made = 0
+        self._allowed: Any = ()
+        self._random = random.Random(wish.sampling.seed)
 
     def __aiter__(self) -> "SaidGeneration":
         return self
 
     async def __anext__(self) -> Token:
         number, self._made = self._made, self._made + 1
+        says = self._world.says
         if number == self._wish.tokens_max:
             self.finish = GenerationOver(1, "length")
             raise StopAsyncIteration
         if number == self._world.breaks_after:
             raise RunFailed("words: the answer broke off")
         await trio.sleep(self._world.seconds)
+        if self._wish.is_masked:
+            return await self._allowed_token()
+        if says and number == len(says):
+            self.finish = GenerationOver(1, "stop")
+            raise StopAsyncIteration
         top = tuple((token, -1.0 - token) for token in range(self._wish.sampling.top))
-        return Token(SAID[number % len(SAID)], -0.5, top)
+        return Token((says or SAID)[number % len(says or SAID)], -0.5, top)
+
+    def permit(self, allowed: Any) -> None:
+        self._allowed = allowed
+
+    async def _allowed_token(self) -> Token:
+        allowed = np.flatnonzero(self._allowed).tolist()
+        if not allowed:
+            self.finish = GenerationOver(1, "stop")
+            raise StopAsyncIteration
+        closing = [token for token in allowed if token in b'"}]0123456789']
+        return Token(self._random.choice(closing or allowed), -0.5)
 
 
 class SaidServing:
@@ -72,6 +102,11 @@ class SaidServing:
     def __init__(self) -> None:
         self.seconds = 0.0
         self.breaks_after: int | None = None
+        self.says = b""
+        self.rules: FencedText | None = None
+        self.streams = 0
+        self.facts = SaidText.facts
+        self.tail = ""
         self.answers = True
         self.going = 0
         self.wishes: list[Wish] = []
@@ -96,14 +131,27 @@ class SaidServing:
         return {"services": [row | {"stages": [], "at_milliseconds": 1_700_000_000_000}]}
 
     @asynccontextmanager
-    async def pieces(self, _text: Any, stops: Sequence[str]) -> AsyncIterator[TextPieces]:
+    async def pieces(
+        self, _text: Any, stops: Sequence[str], *, is_marked: bool = False
+    ) -> AsyncIterator[TextPieces]:
         await trio.lowlevel.checkpoint()
         yield TextPieces(None, 1, stops)
 
     @asynccontextmanager
-    async def reading(self, _service: Any) -> AsyncIterator[SaidText]:
+    async def reading(self, _service: Any, purpose: str = "") -> AsyncIterator[Any]:
+        if purpose:  # the real thing, for a model of bytes
+            if self.rules is None or self.rules.is_lost:
+                self.rules = await FencedText.open(b"", allow_unfenced=True)
+            yield self.rules
+            return
         await trio.lowlevel.checkpoint()
-        yield SaidText()
+        text = SaidText()
+        text.facts, text.tail = self.facts, self.tail
+        yield text
+
+    def next_stream(self) -> int:
+        self.streams += 1
+        return self.streams
 
     @asynccontextmanager
     async def answer(self, service: Any, wish: Wish) -> AsyncIterator[SaidGeneration]:
@@ -131,7 +179,11 @@ async def models(
     async with served(node) as page:
         page.page.models._answers._asking = said  # type: ignore[attr-defined]  # lists the services
         made: Any = await page.page.models.keys.handlers["keys.new"]({}, ignore)
-        yield page, said, made["key"]
+        try:
+            yield page, said, made["key"]
+        finally:
+            if said.rules is not None:
+                await said.rules.aclose()
 
 
 async def ignore(_event: object) -> None:

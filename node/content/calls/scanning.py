@@ -1,0 +1,168 @@
+"""JSON that comes in parts: one object with the name and the arguments of a call."""
+
+import json
+from enum import Enum, auto
+
+NAME_KEYS = frozenset({"name", "function"})
+ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
+OTHER_KEYS = frozenset({"type", "id", "call_id", "index"})
+"""Keys that some models write beside these."""
+NAME_LENGTH_MAX = 256
+_SPACE = " \t\r\n"
+
+
+class _At(Enum):
+    BEGIN = auto()
+    KEY = auto()
+    COLON = auto()
+    VALUE = auto()
+    INSIDE = auto()
+    NEXT = auto()
+    END = auto()
+
+
+class ValueEnd:
+    """Finds where a JSON value ends: `take` says of each letter whether it still belongs to it."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self._depth = 0
+        self._in_string = False
+        self._is_escaped = False
+        self._is_begun = False
+
+    def take(self, letter: str) -> bool:
+        """Take the next letter; False where it comes after the value, which ended with the one before."""
+        if self._in_string:
+            if self._is_escaped:
+                self._is_escaped = False
+            elif letter == "\\":
+                self._is_escaped = True
+            elif letter == '"':
+                self._in_string = False
+                self.is_over = not self._depth
+            return True
+        if not self._depth and self._is_begun and letter in ",]}" + _SPACE:
+            self.is_over = True
+            return False
+        self._is_begun = True
+        if letter == '"':
+            self._in_string = True
+        elif letter in "{[":
+            self._depth += 1
+        elif letter in "}]":
+            self._depth -= 1
+            self.is_over = self._depth <= 0
+        return True
+
+
+class CallObject:
+    """One call as an object. `take` reads on; `new_arguments` are the letters of the arguments since they
+    were asked for last, once the name is known."""
+
+    def __init__(self, name: str = "") -> None:
+        """With a `name` the text is the arguments alone."""
+        self.name = name
+        self.is_over = False
+        self.is_broken = False
+        """Whether it is no call: its keys or its form are others."""
+        self._is_alone = bool(name)
+        self._at = _At.VALUE if name else _At.BEGIN
+        self._value = ValueEnd()
+        self._key = "arguments" if name else ""
+        self._text: list[str] = []
+        self._arguments: list[str] = []
+        self._has_arguments = False
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether it is known which call it is: its arguments have begun, or it is over."""
+        return bool(self.name) and (self._has_arguments or self.is_over)
+
+    def new_arguments(self) -> str:
+        found = "".join(self._arguments)
+        self._arguments.clear()
+        return found
+
+    def take(self, text: str) -> int:
+        """Take more text; return how much of it belongs to the object."""
+        for place, letter in enumerate(text):
+            if self.is_over or self.is_broken:
+                return place
+            self._take(letter)
+        return len(text)
+
+    def _take(self, letter: str) -> None:
+        if self._at is _At.INSIDE:
+            if self._take_value(letter):
+                return
+        elif letter in _SPACE:
+            return
+        match self._at, letter:
+            case _At.BEGIN, "{":
+                self._at = _At.KEY
+            case ((_At.KEY | _At.NEXT), "}"):
+                self._finish()
+            case _At.NEXT, ",":
+                self._at = _At.KEY
+            case _At.COLON, ":":
+                self._at = _At.VALUE
+            case _At.KEY, '"':
+                self._key, self._at = "", _At.INSIDE
+                self._begin_value(letter)
+            case _At.VALUE, _ if letter == "{" or not self._is_alone:
+                self._at = _At.INSIDE
+                self._begin_value(letter)
+            case _:
+                self.is_broken = True
+
+    def _begin_value(self, letter: str) -> None:
+        self._value, self._text = ValueEnd(), []
+        if self._streams and letter == "{":
+            self._has_arguments = True
+        self._take_value(letter)
+
+    @property
+    def _streams(self) -> bool:
+        return self._key in ARGUMENT_KEYS
+
+    def _take_value(self, letter: str) -> bool:
+        """Take a letter of a key or a value; False where it stands behind it."""
+        belongs = self._value.take(letter)
+        if belongs:
+            if self._streams and self._has_arguments:
+                self._arguments.append(letter)
+            else:
+                self._text.append(letter)
+        if self._value.is_over:
+            self._end_value()
+        return belongs
+
+    def _end_value(self) -> None:
+        if not self._key:
+            self._key, self._at = str(_decoded("".join(self._text))), _At.COLON
+            self.is_broken = self._key not in NAME_KEYS | ARGUMENT_KEYS | OTHER_KEYS
+            return
+        value = _decoded("".join(self._text))
+        if self._key in NAME_KEYS:
+            self.name = value if isinstance(value, str) else ""
+            self.is_broken = not 0 < len(self.name) <= NAME_LENGTH_MAX
+        elif self._streams and not self._has_arguments:
+            written = "{}" if value is None else "".join(self._text)
+            self._arguments.append(value if isinstance(value, str) else written)  # an object within a string
+            self._has_arguments = True
+        self._key, self._at = "", _At.NEXT
+        self.is_over = self._is_alone
+
+    def _finish(self) -> None:
+        self._at, self.is_over = _At.END, True
+        self.is_broken = not self.name
+        if not self._has_arguments:
+            self._arguments.append("{}")
+
+
+def _decoded(text: str) -> object:
+    try:
+        return json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return None

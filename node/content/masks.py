@@ -1,0 +1,120 @@
+"""Which tokens may come next where an answer has to follow a rule: `llguidance`, behind the fence.
+
+A mask has a bit for each token, the lowest bit of a byte first. What a grammar takes is bounded by the
+library's own limits on its size and on the work of each step, by the memory of the process, and by the time
+of an answer."""
+
+from typing import Any
+
+import msgspec
+
+from node.content.calls.rules import AnswerRule, ModelMarks, grammar_of
+from node.errors import UsageError
+from node.invocation import install_command
+
+RULES_MAX = 64
+"""Answers with a rule at once in one process: as many as a node answers."""
+_GBNF = "::="
+
+
+class _Vocabulary:
+    """A vocabulary as llguidance reads it."""
+
+    unk_token_id = bos_token_id = None
+
+    def __init__(self, tokens: list[bytes], special: dict[int, str], end: int, known: Any) -> None:
+        self.tokens = tokens
+        self.special_token_ids = list(special)
+        self.eos_token_id = end
+        self._known = known
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        data = text.encode() if isinstance(text, str) else text
+        if self._known is None:
+            return list(data)
+        found = self._known.encode(data.decode("utf-8", "replace"), add_special_tokens=False)
+        return list(found.ids)
+
+
+class Masks:
+    """The rules of the answers that one model gives now. Raises UsageError: llguidance is not installed."""
+
+    def __init__(
+        self, tokens: list[bytes], special: dict[int, str], stops: list[int], template: str, known: Any
+    ) -> None:
+        """`tokens` have their bytes, special ones a name; `stops` end an answer."""
+        try:
+            import llguidance
+        except ImportError:
+            raise UsageError(
+                "llguidance, which holds answers to a schema or a grammar, is not installed on this node",
+                install_command("llguidance"),
+            ) from None
+        self._count = len(tokens)
+        rows = [special[number].encode("utf-8", "replace") if number in special else row
+                for number, row in enumerate(tokens)]  # fmt: skip
+        # Where no token ends an answer, one that the model does not have does.
+        self._ends = [stop for stop in stops if stop < len(rows)] or [len(rows)]
+        if self._ends == [len(rows)]:
+            rows.append(b"<end>")
+            special = special | {self._count: "<end>"}
+        ids = {name: number for number, name in special.items()}
+        self._marks = ModelMarks(lambda mark: ids.get(mark, -1), template)
+        vocabulary = _Vocabulary(rows, special, self._ends[0], known)
+        self._library = llguidance
+        self._tokenizer = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(vocabulary), n_vocab=len(rows), eos_token=self._ends
+        )
+        self._rules: dict[int, Any] = {}
+
+    def begin(self, number: int, rule: AnswerRule, tokens: list[int]) -> tuple[bytes, bool]:
+        """Begin an answer, which has these tokens already; the mask of the next, and whether it is over.
+        Raises UsageError: a rule that cannot be followed."""
+        library = self._library
+        try:
+            if rule.kind == "grammar" and _GBNF in rule.text:
+                text = library.gbnf_to_lark.gbnf_to_lark(rule.text)
+                rule = msgspec.structs.replace(rule, text=text)
+            matcher = library.LLMatcher(self._tokenizer, grammar_of(rule, self._marks), log_level=0)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+            raise UsageError(_first_line(str(error))) from None
+        self._check(matcher)
+        if tokens and not matcher.consume_tokens(tokens):
+            raise UsageError("tokens that the rule does not allow")
+        while len(self._rules) >= RULES_MAX:
+            del self._rules[next(iter(self._rules))]
+        self._rules[number] = matcher
+        return self._mask(matcher)
+
+    def advance(self, number: int, token: int) -> tuple[bytes, bool]:
+        """Take the token that came; the mask of the next, and whether the answer is over. Raises UsageError:
+        no such answer has begun, or the token is not allowed."""
+        matcher = self._rules.get(number)
+        if matcher is None:
+            raise UsageError("no such rule is followed here")
+        matcher.consume_token(token)
+        return self._mask(matcher)
+
+    def end(self, number: int) -> None:
+        """Forget an answer."""
+        self._rules.pop(number, None)
+
+    def _mask(self, matcher: Any) -> tuple[bytes, bool]:
+        if matcher.is_stopped():
+            self._check(matcher)
+            return b"", True
+        mask = bytearray(matcher.compute_bitmask()[: (self._count + 7) // 8])
+        self._check(matcher)
+        if self._count % 8:
+            mask[-1] &= (1 << self._count % 8) - 1
+        is_over = matcher.is_stopped() or not any(mask)  # nothing but an end that the model does not have
+        return bytes(mask), is_over
+
+    @staticmethod
+    def _check(matcher: Any) -> None:
+        if matcher.is_error():
+            raise UsageError(_first_line(matcher.get_error()))
+
+
+def _first_line(text: str) -> str:
+    return (text.splitlines() or ["it cannot be compiled"])[0][:300]

@@ -1,0 +1,89 @@
+"""Answers that follow a rule: which tokens may come next, asked of a fenced process for each token anew.
+
+The process is another one than that which makes texts: a grammar that takes too much ends it, and with it no
+text. Whoever else has a rule there goes on in a new one, which is given the tokens that came so far.
+"""
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
+
+import numpy as np
+import trio
+
+from node.content.calls.rules import AnswerRule
+from node.content.fenced_text import FencedText, TextLost, TokenMask
+from node.errors import PeerloomError, UsageError
+from node.protocols.services import Service
+from node.serving.asking import Asking
+from node.web.forms.asking import FormProblem
+from partition.codecs.base import Array
+
+PURPOSE = "rules"
+
+
+class Constraint:
+    """The rule of one answer. Use `aclose` in the end."""
+
+    def __init__(
+        self, asking: Asking, service: Service, rule: AnswerRule, number: int, field: str = ""
+    ) -> None:
+        self._asking = asking
+        self._service = service
+        self._rule = rule
+        self._number = number
+        self._field = field
+        self._tokens: list[int] = []
+        self._held = AsyncExitStack()
+        self._fenced: FencedText | None = None
+
+    async def begin(self) -> Array:
+        """Return which tokens may come first, a boolean each. Raises FormProblem."""
+        field = self._field
+        try:
+            return self._allowed(await self._begin())
+        except UsageError as error:
+            raise FormProblem(f"{field}: {error.what}", field=field, code="invalid_grammar") from None
+        except TextLost as error:
+            reason = f"{field}: it takes more than a grammar may: {error}"
+            raise FormProblem(reason, field=field, code="invalid_grammar") from None
+        except PeerloomError as error:
+            raise FormProblem(str(error), kind="failed") from None
+
+    async def advance(self, token: int) -> Array:
+        """Return which tokens may come after this one; none where the answer is over. Raises FormProblem."""
+        self._tokens.append(token)
+        assert self._fenced is not None
+        try:
+            try:
+                return self._allowed(await self._fenced.advance_rule(self._number, token))
+            except TextLost:  # another answer's grammar took too much
+                return self._allowed(await self._begin())
+        except (PeerloomError, TextLost) as error:
+            raise FormProblem(f"{self._field}: {error}", kind="failed") from None
+
+    async def _begin(self) -> TokenMask:
+        await self._held.aclose()
+        self._fenced = await self._held.enter_async_context(self._asking.reading(self._service, PURPOSE))
+        stops = self._service.manifest.stops
+        return await self._fenced.begin_rule(self._number, self._rule, self._tokens, stops)
+
+    def _allowed(self, mask: TokenMask) -> Array:
+        return allowed_of(mask, self._service.manifest.vocabulary)
+
+    async def aclose(self) -> None:
+        """Have the process forget it."""
+        with trio.CancelScope(shield=True):
+            if self._fenced is not None:
+                with suppress(TextLost, UsageError):
+                    await self._fenced.end_rule(self._number)
+            await self._held.aclose()
+
+
+def allowed_of(mask: TokenMask, vocabulary: int) -> Array:
+    """Return a mask as a boolean for each token of a vocabulary."""
+    found = np.zeros(vocabulary, np.bool_)
+    if not mask.is_over:
+        bits: Sequence[int] | Array = np.unpackbits(np.frombuffer(mask.bits, np.uint8), bitorder="little")
+        count = min(len(bits), vocabulary)
+        found[:count] = bits[:count]
+    return found
