@@ -6,12 +6,14 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from threading import Event
 from typing import Any
 from urllib.parse import urlsplit
 
+import jsonschema
 import pytest
 
 from node.cli.client import ask
@@ -125,10 +127,24 @@ def test_a_door_that_hosts_nothing_answers_as_transformers_does(
     assert connection.getresponse().read(64)
     connection.close()
     until(lambda: not client.sessions())
-    # A stage dies in mid-stream, and the text goes on.
+    # Each token's probability, and its bytes, which are the text when they are put together.
+    told = client.whole("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 3})
+    rows = told["choices"][0]["logprobs"]["content"]
+    assert bytes(byte for row in rows for byte in row["bytes"]).decode("utf-8", "replace") == wanted
+    assert all(row["top_logprobs"][0]["logprob"] == row["logprob"] for row in rows)
+    assert told["choices"][0]["message"]["content"] == wanted
+    # A stage dies in mid-stream: a text goes on, and so does what is held to a schema.
     long = CHAT | {"max_tokens": 150, "temperature": 1.0, "seed": 3}
-    undisturbed = client.chat(long)
+    schema = {"type": "array", "items": {"enum": ["alpha", "beta", "été"]}, "minItems": 12, "maxItems": 14}
+    # In JSON without white space, of which a model that knows nothing writes more than it has tokens.
+    grammar = """start: "[" item ("," item){11,13} "]"\nitem: "\\"alpha\\"" | "\\"beta\\"" | "\\"été\\"" """
+    held = long | {"max_tokens": 200, "structured_outputs": {"grammar": grammar}}
+    undisturbed = client.chat(long), client.chat(held)
+    jsonschema.validate(json.loads(undisturbed[1]), schema)
     names = {node.peer: name for name, node in swarm.nodes.items()}
     holders = [names[row["peer"]] for rows in client.service()["stages"] for row in rows]
     assert DOOR not in holders
-    assert client.chat(long, at=8, disturb=lambda: swarm.kill(holders[-1])) == undisturbed
+    with ThreadPoolExecutor(1) as threads:
+        text = threads.submit(client.chat, long)
+        found = client.chat(held, at=8, disturb=lambda: swarm.kill(holders[-1]))
+        assert (text.result(SECONDS_MAX), found) == undisturbed

@@ -45,6 +45,7 @@ class Masks:
         """`tokens` have their bytes, special ones a name; `stops` end an answer."""
         try:
             import llguidance
+            import llguidance.gbnf_to_lark
         except ImportError:
             raise UsageError(
                 "llguidance, which holds answers to a schema or a grammar, is not installed on this node",
@@ -71,12 +72,13 @@ class Masks:
         """Begin an answer, which has these tokens already; the mask of the next, and whether it is over.
         Raises UsageError: a rule that cannot be followed."""
         library = self._library
+        no_grammar = library.gbnf_to_lark.GbnfToLarkError
         try:
             if rule.kind == "grammar" and _GBNF in rule.text:
                 text = library.gbnf_to_lark.gbnf_to_lark(rule.text)
                 rule = msgspec.structs.replace(rule, text=text)
             matcher = library.LLMatcher(self._tokenizer, grammar_of(rule, self._marks), log_level=0)
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        except (no_grammar, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise UsageError(_first_line(str(error))) from None
         self._check(matcher)
         if tokens and not matcher.consume_tokens(tokens):

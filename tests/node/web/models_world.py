@@ -104,6 +104,7 @@ class SaidServing:
         self.breaks_after: int | None = None
         self.says = b""
         self.rules: FencedText | None = None
+        self.rules_opened = 0
         self.streams = 0
         self.facts = SaidText.facts
         self.tail = ""
@@ -142,6 +143,7 @@ class SaidServing:
         if purpose:  # the real thing, for a model of bytes
             if self.rules is None or self.rules.is_lost:
                 self.rules = await FencedText.open(b"", allow_unfenced=True)
+                self.rules_opened += 1
             yield self.rules
             return
         await trio.lowlevel.checkpoint()

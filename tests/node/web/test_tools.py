@@ -1,6 +1,8 @@
 """Calls of tools and reasoning through the official clients, in all three forms, streamed and not."""
 
 import json
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -26,6 +28,11 @@ def callers(said: SaidServing, says: str = SAYS) -> None:
     """Have the model say calls and reasoning."""
     said.says = says.encode()
     said.facts = msgspec.structs.replace(SaidText.facts, calls="hermes", reasoning=0)
+
+
+def creating(form: str, **fields: Any) -> Callable[[Any], Any]:
+    """What asks a client for one answer."""
+    return lambda client: attrgetter(form)(client).create(**fields)
 
 
 async def test_chat_completions_have_calls_and_reasoning() -> None:
@@ -180,11 +187,7 @@ async def test_choices_of_tools_are_kept_to() -> None:
         assert "look" not in bytes(said.wishes[-1].prompt).decode()
         for choice in ({"type": "function", "function": {"name": "other"}}, "perhaps", {"type": "custom"}):
             with pytest.raises(openai.BadRequestError, match="tool_choice"):
-                await ask(
-                    page,
-                    key,
-                    lambda c, choice=choice: c.chat.completions.create(**fields, tool_choice=choice),
-                )
+                await ask(page, key, creating("chat.completions", **fields, tool_choice=choice))
         with pytest.raises(openai.BadRequestError, match="want tools"):
             await ask(
                 page,

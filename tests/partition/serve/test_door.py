@@ -11,7 +11,16 @@ from crypto.identity import PeerId
 from partition.serve.door import ATTEMPTS_MAX, OTHER_CLASS, GenerationOver, RouteTaken, StageReplica
 from partition.serve.messages import Answer, Carried, SessionClosed, SessionOpened, Work
 from partition.serve.timeouts import ANSWER_SECONDS_MAX, ROUTE_SECONDS_MAX, SILENCE_SECONDS_MAX
-from tests.partition.serve.world import DOORS, PROVIDERS, SERVICE, World, reference, wish
+from tests.partition.serve.world import (
+    DOORS,
+    PROVIDERS,
+    SERVICE,
+    VOCABULARY,
+    World,
+    logits_after,
+    reference,
+    wish,
+)
 
 DOOR, OTHER = DOORS
 FIRST, SECOND = (min(PROVIDERS[stage]) for stage in (0, 1))
@@ -277,3 +286,56 @@ def test_sessions_spread_over_replicas() -> None:
     taken = {peer: provider.sessions for peer, provider in world.providers.items()}
     assert max(taken.values()) <= 3
     world.settle()
+
+
+MASKED = replace(wish(5, 8), is_masked=True)
+
+
+def allowed_after(made: int) -> Any:
+    return np.arange(VOCABULARY) % 3 == made % 3
+
+
+def masked_tokens(kill_at: int = -1, *, is_row_waiting: bool = False) -> list[int]:
+    """An answer of which it is said anew each time which tokens may come; a provider dies after so many."""
+    world, told = World(), -1
+    key = world.begin(DOOR, MASKED)
+    while key not in world.finished:
+        made = len(world.tokens[key])
+        if made > told:
+            if is_row_waiting or made == kill_at:
+                while world.step():
+                    assert len(world.tokens[key]) == made, "it waits to be told"
+            if made == kill_at:
+                world.kill(SECOND)
+            told = made
+            world.put(DOOR, world.doors[DOOR].permit(world.now, key[1], allowed_after(made)))
+            world.drain()
+        elif not world.step():
+            world.pass_time(0.1)
+    assert world.finished[key].reason == "length"
+    return world.tokens[key]
+
+
+def test_a_masked_generation_takes_what_is_allowed_alone() -> None:
+    tokens = masked_tokens()
+    assert [token % 3 for token in tokens] == [number % 3 for number in range(8)]
+    assert tokens == masked_tokens(is_row_waiting=True)
+    wanted = [*MASKED.prompt]
+    for number in range(8):
+        row = logits_after(tuple(wanted))
+        wanted.append(int(np.argmax(np.where(allowed_after(number), row, -np.inf))))
+    assert MASKED.sampling.temperature > 0 or tokens == wanted[5:]
+
+
+@pytest.mark.parametrize("kill_at", [0, 3, 7])
+def test_what_is_allowed_at_a_position_outlives_a_provider(kill_at: int) -> None:
+    assert masked_tokens(kill_at) == masked_tokens()
+
+
+def test_a_masked_generation_ends_where_nothing_is_allowed() -> None:
+    world = World()
+    key = world.begin(DOOR, MASKED)
+    world.put(DOOR, world.doors[DOOR].permit(world.now, key[1], np.zeros(VOCABULARY, np.bool_)))
+    world.drain()
+    assert world.finished[key].reason == "stop"
+    assert world.doors[DOOR].permit(world.now, key[1], np.ones(VOCABULARY, np.bool_)) == []

@@ -112,3 +112,31 @@ def test_the_likeliest_that_are_told_change_no_choice() -> None:
         for position in range(20):
             rows = best_logits(logits, told.best)
             assert choose(*rows, told, position) == choose(*best_logits(logits, plain.best), plain, position)
+
+
+def test_a_repetition_penalty_is_that_of_transformers() -> None:
+    import torch
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    logits = np.random.default_rng(2).normal(size=40)
+    prompt, made = [3, 3, 9], [12, 30]
+    for penalty in (0.5, 1.3, 4.0):
+        scores = RepetitionPenaltyLogitsProcessor(penalty)(
+            torch.tensor([[*prompt, *made]]), torch.tensor(logits)[None]
+        )
+        order = np.argsort(-logits, kind="stable")
+        sampling = Sampling(repetition_penalty=penalty)
+        assert not sampling.best
+        assert choose(order, logits[order], sampling, 5, made, prompt=prompt) == int(scores.argmax())
+
+
+def test_only_allowed_tokens_are_drawn() -> None:
+    logits = np.random.default_rng(3).normal(size=30)
+    order = np.argsort(-logits, kind="stable")
+    allowed = np.isin(np.arange(30), [int(order[-1]), int(order[-2])])
+    drawn = {
+        choose(order, logits[order], Sampling(1.0, seed=seed, top_k=5), 9, allowed=allowed)
+        for seed in range(40)
+    }
+    assert drawn == set(np.flatnonzero(allowed).tolist())
+    assert choose(order, logits[order], Sampling(), 9, allowed=allowed) == order[-2]

@@ -1,0 +1,164 @@
+"""Answers held to schemas, expressions, grammars and calls: each one parses and is valid."""
+
+import json
+import pydoc_data.topics
+from typing import Any
+
+import pytest
+import tokenizers
+
+from node.content.calls.formats import HARMONY, REASONING, CallFormat
+from node.content.calls.reading import AnswerReader
+from node.content.calls.rules import AnswerRule, ModelMarks, RuleTool, grammar_of, written_calls
+from node.content.masks import Masks
+from node.content.token_bytes import special_ids, token_bytes
+from node.errors import UsageError
+from tests.node.calls.rule_cases import draw_answer, rule_case
+from tests.node.calls.test_reading import calls_of, joined
+
+BYTES = [bytes([each]) for each in range(256)] + [b""]
+MARKS = ["<end>", "[TOOL_CALLS]", "<tool_call>", "</tool_call>", *HARMONY]
+
+
+def of_bytes(template: str = "") -> Masks:
+    """A model of bytes whose token 256 ends an answer."""
+    return Masks(list(BYTES), {256: "<end>"}, [256], template, None)
+
+
+def trained() -> tuple[Any, list[bytes]]:
+    """A tokenizer with special tokens, and the bytes of its tokens."""
+    known = tokenizers.Tokenizer(tokenizers.models.BPE())
+    known.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    known.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=MARKS,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    words = '{"name": "look", "arguments": {}} true false null [1, 2] äöü'
+    known.train_from_iterator([*list(pydoc_data.topics.topics.values())[:4], words * 9], trainer)
+    return known, token_bytes(known, known.get_vocab_size())
+
+
+@pytest.mark.parametrize("count", [24, pytest.param(200, marks=pytest.mark.slow)])
+def test_every_answer_under_a_rule_is_valid(count: int) -> None:
+    known, tokens = trained()
+    vocabularies = [
+        (of_bytes(), BYTES),
+        (Masks(list(tokens), special_ids(known), [0], "", known), tokens),
+    ]
+    for seed in range(count):
+        case = rule_case(seed)
+        for masks, table in vocabularies:
+            for answer in {draw_answer(masks, table, case.rule, seed, replays) for replays in (0, 3)}:
+                try:
+                    case.judge(answer)
+                except Exception as error:
+                    raise AssertionError(f"seed {seed}: {answer!r}: {case.rule.text}") from error
+
+
+TOOLS = (
+    RuleTool(
+        "look",
+        '{"type":"object","properties":{"at":{"type":"integer"}},"required":["at"],'
+        '"additionalProperties":false}',
+    ),
+    RuleTool(
+        'say "x"',
+        '{"$ref":"#/$defs/a","$defs":{"a":{"type":"object","properties":{},"additionalProperties":false}}}',
+    ),
+)
+SCHEMAS = {tool.name: json.loads(tool.schema) for tool in TOOLS}
+
+
+@pytest.mark.parametrize(
+    "calls", ["hermes", "llama", "mistral", "deepseek", "granite", "harmony", "gemma", ""]
+)
+def test_forced_calls_are_read_as_they_were_held_to(calls: CallFormat) -> None:
+    known, tokens = trained()
+    special = special_ids(known)
+    masks = Masks(list(tokens), special, [0], "```", known)
+    table = [special.get(number, "").encode() if number else b"" for number in range(len(tokens))]
+    table = [own or text for own, text in zip(tokens, table, strict=True)]
+    written = written_calls(calls)
+    for seed, is_single in ((1, True), (2, False), (3, False)):
+        rule = AnswerRule("calls", "", TOOLS, written, is_single=is_single)
+        text = draw_answer(masks, table, rule, seed)
+        reader = AnswerReader(written, tools=SCHEMAS)
+        found = calls_of(joined(reader.push(text) + reader.finish()))
+        assert found, text
+        assert len(found) == 1 or not is_single
+        for name, arguments in found:
+            assert set(arguments) == ({"at"} if name == "look" else set()), text
+
+
+def test_reasoning_comes_before_what_is_held_to_a_rule() -> None:
+    rule = AnswerRule("choice", '["yes","no"]', reasoning=0, is_reasoning=True)
+    masks = of_bytes()
+    begin, end = REASONING[0]
+    _, is_over = masks.begin(1, rule, list(f"any {{thing}}{end}\n\nye".encode()))
+    assert not is_over
+    with pytest.raises(UsageError, match="does not allow"):
+        masks.begin(2, rule, list(f"any{end}\nmaybe".encode()))
+    free = AnswerRule("choice", '["yes","no"]', reasoning=0)
+    for said in ("yes", f"{begin}so{end}no"):
+        masks.begin(3, free, list(said.encode()))
+    with pytest.raises(UsageError):
+        masks.begin(3, free, list(b"<tool"))
+
+
+@pytest.mark.parametrize(
+    ("rule", "reason"),
+    [
+        (AnswerRule("schema", '{"$ref":"http://127.0.0.1:1/x"}'), "not present in a registry"),
+        (AnswerRule("schema", '{"$ref":"file:///etc/passwd"}'), "not present in a registry|retriev"),
+        (AnswerRule("schema", '{"not":{"type":"string"}}'), "Unimplemented keys"),
+        (AnswerRule("schema", "[]"), "no object"),
+        (AnswerRule("schema", '{"type":"object","properties":3}'), "."),
+        (AnswerRule("regex", "(a"), "invalid regex"),
+        (AnswerRule("grammar", 'start: "a" missing'), "missing"),
+        (AnswerRule("grammar", "root ::= ("), "."),
+        (AnswerRule("grammar", "start: " + "(" * 3_000 + '"a"' + ")" * 3_000), "nested"),
+        (AnswerRule("schema", json.dumps({"enum": ["x" * 1_000 + str(n) for n in range(200)]}) + " "), None),
+    ],
+)  # fmt: skip
+def test_rules_that_cannot_be_followed_are_refused(rule: AnswerRule, reason: str | None) -> None:
+    if reason is None:
+        of_bytes().begin(1, rule, [])
+        return
+    with pytest.raises(UsageError, match=reason):
+        of_bytes().begin(1, rule, [])
+
+
+def test_tokens_are_spelled_as_llguidance_spells_them() -> None:
+    import llguidance
+
+    known, tokens = trained()
+    oracle = llguidance.LLTokenizer(known.to_str())
+    special = special_ids(known)
+    for number, token in enumerate(tokens):
+        if number not in special and token != b"\xff":  # which it takes for the begin of a special one
+            assert oracle.decode_bytes([number]) == token
+    pieces = tokenizers.Tokenizer(
+        tokenizers.models.BPE(
+            {"<unk>": 0, "<0x0A>": 1, "\u2581": 2, "a": 3, "\u2581a": 4},
+            [("\u2581", "a")],
+            byte_fallback=True,
+        )
+    )
+    pieces.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("\u2581", " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+        ]
+    )
+    assert token_bytes(pieces, 5) == [b"<unk>", b"\n", b" ", b"a", b" a"]
+
+
+def test_a_grammar_names_special_tokens_by_their_ids() -> None:
+    marks = ModelMarks(lambda name: 7 if name == "[TOOL_CALLS]" else -1)
+    text = grammar_of(AnswerRule("calls", "", TOOLS, "mistral"), marks)
+    assert "<[7]>" in text
+    assert "[TOOL_CALLS]" not in text
