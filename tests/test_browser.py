@@ -18,7 +18,7 @@ from tests.browser import opened, require
 from tests.node.web.world import Told, joined, run_events, served, started
 from tests.source import ROOT
 
-VIEWS = ("/", "/run", "/plan", "/models", "/node", "/events")
+VIEWS = ("/", "/run", "/plan", "/models", "/chat", "/node", "/events")
 OUT = ROOT / "demo-out"
 STEPS = 2_000
 

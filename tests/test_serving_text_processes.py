@@ -73,7 +73,7 @@ def await_members(swarm: SwarmProcesses) -> None:
         Event().wait(0.1)
 
 
-def make_folder(folder: Path) -> tuple[Any, Any]:
+def make_folder(folder: Path, context: int = 256) -> tuple[Any, Any]:
     """Write a folder as people have it, weights of bfloat16 in shards; the model and its tokenizer."""
     bare = tokenizers.Tokenizer(tokenizers.models.BPE())
     bare.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -93,7 +93,7 @@ def make_folder(folder: Path) -> tuple[Any, Any]:
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
     }
-    settings |= {"num_key_value_heads": 2, "vocab_size": 400, "max_position_embeddings": 256}
+    settings |= {"num_key_value_heads": 2, "vocab_size": 400, "max_position_embeddings": context}
     settings |= {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 0, "initializer_range": 0.4}
     model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)).to(torch.bfloat16).eval()
     model.save_pretrained(folder, max_shard_size="60KB")

@@ -3,8 +3,8 @@
 Prompts and answers pass through here and stand nowhere else: in no event, log, recording or report.
 """
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from crypto.identity import peer_text
-from node.content.fenced_text import FencedText, TextFacts
-from node.errors import UsageError
+from node.content.fenced_text import FencedText, TextFacts, TextLost
+from node.errors import RunFailed, UsageError
 from node.protocols.manifest import run_text
 from node.protocols.services import (
     HOLDERS_MAX,
@@ -251,7 +251,8 @@ class Asking:
             text: FencedText | None = None
             if question.is_text and service.manifest.text == "tokenizer":
                 text = await stack.enter_async_context(self.reading(service))
-            asked = await make_door_wish(service.manifest, question, text, serving.seams.entropy)
+            with _told_of_tokenizer(service):
+                asked = await make_door_wish(service.manifest, question, text, serving.seams.entropy)
             generation = await stack.enter_async_context(serving.answer(service, asked.wish))
             pieces = await stack.enter_async_context(serving.texts.pieces(text, question.stops))
             yield AnswerStream(service, generation, pieces if question.is_text else None, asked.forgotten)
@@ -307,6 +308,10 @@ class AnswerStream:
 
     async def __anext__(self) -> str | int:
         """Return the next piece. Raises RunFailed: the answer cannot go on."""
+        with _told_of_tokenizer(self.service):
+            return await self._next()
+
+    async def _next(self) -> str | int:
         while not self._is_over:
             try:
                 token = (await anext(self.generation)).token
@@ -343,6 +348,16 @@ class AnswerStream:
             "forgotten": self._forgotten,
             "shared_tokens": made.shared,
         }
+
+
+@contextmanager
+def _told_of_tokenizer(service: Service) -> Iterator[None]:
+    """Raise RunFailed where the process that makes tokens of a service's texts is gone."""
+    try:
+        yield
+    except TextLost as error:
+        name = service.manifest.name
+        raise RunFailed(f"{name}: its tokenizer was ended: {error}", "ask again") from None
 
 
 def vocabulary_of(graph: Graph) -> int:

@@ -75,6 +75,8 @@ class Generation:
         self.prompt_tokens = prompt_tokens
         self.route: tuple[PeerId, ...] = ()
         self.moves = 0
+        self.lost = ""
+        """Why it left its last route."""
         self.is_exact = True
         """Whether every move was to machines of the bit classes that it came from."""
         self.shared = 0
@@ -215,6 +217,7 @@ class Generations:
             found.shared = min(event.shared, found.prompt_tokens)
             return
         found.moves += 1
+        found.lost = event.lost
         found.is_exact = found.is_exact and event.is_exact
         self._owner.publish(
             GenerationMoved(

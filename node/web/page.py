@@ -1,9 +1,10 @@
 """The page of a node: which path is answered by what, on one HTTP door of this machine.
 
-    /  /run  /plan  /models  /node  /events      one page; its script (static/) shows the view of the path
+    /  /run  /plan  /models  /chat  /node  /events   one page; its script (static/) shows the view of the path
     /api/view  /api/stream                       a snapshot; snapshots and deltas as server-sent events
     /api/export                                  events by filter, a line of JSON each
     /api/run/RUN  /api/events  /api/whatif       a run's course; events by filter; a plan without some peers
+    /api/services  /api/chat  ...                services, and answers to the page's owner (`node.web.chat`)
     /api/actions/...                             what changes something
     /metrics                                     counters and gauges for Prometheus
     /v1/...  /health  /openapi.json              models, for clients with a key (`node.web.model_api`)
@@ -46,6 +47,7 @@ from node.state import State
 from node.web import limits, metrics, views, whatif
 from node.web.answers import ServiceAnswers
 from node.web.assets import Assets
+from node.web.chat import CHAT_BYTES_MAX, PageChat
 from node.web.door import BODY_BYTES_MAX, Door, DoorRules, Request, Response, Send, Streaming, problem
 from node.web.guard import Refusal, refuse_action, refuse_elsewhere, refuse_reader
 from node.web.live import Live
@@ -63,7 +65,8 @@ TOKEN_BYTES = 16
 TOKEN_NAME = "page-token"  # noqa: S105 - the name of a file
 """The name of the blob that keeps the token."""
 PAGE_HOST = "127.0.0.1"
-VIEWS = ("/", "/run", "/plan", "/models", "/node", "/events")
+VIEWS = ("/", "/run", "/plan", "/models", "/chat", "/node", "/events")
+CHAT_PATH = "/api/chat"
 ACTIONS = {"stop": "runs.stop", "drop": "runs.drop", "save": "checkpoint.save", "leave": "leave"}
 """What a person may do on the page, by the command that does it; beside these `start` and `limits`."""
 
@@ -109,6 +112,7 @@ class Page:
         self._starter = Starter(lambda: node.handlers["train"])
         self._predictor = Predictor(node)
         self.models = ModelApi(node.seams, ServiceAnswers(node.serving))
+        self.chat = PageChat(node)
         self._tls = _tls_of(node.config.web)
         self._streams = 0
         self._address = ""
@@ -161,7 +165,10 @@ class Page:
         return door.port
 
     def _admit(self, request: Request) -> int | Response:
-        return self.models.admit(request) if ModelApi.serves(request.path) else BODY_BYTES_MAX
+        if ModelApi.serves(request.path):
+            return self.models.admit(request)
+        is_chat = request.path == CHAT_PATH and refuse_action(request.headers, self.token) is None
+        return CHAT_BYTES_MAX if is_chat else BODY_BYTES_MAX
 
     def _explain(self, path: str, refusal: Refusal) -> Response:
         if ModelApi.serves(path):
@@ -204,9 +211,7 @@ class Page:
         if ModelApi.serves(path):
             return await self.models.answer(request)
         if request.method == "POST":
-            if path.startswith("/api/actions/"):
-                return await self._act(request, path.removeprefix("/api/actions/"))
-            return problem(HTTPStatus.METHOD_NOT_ALLOWED, "only actions are posted")
+            return await self._post(request)
         if request.method not in ("GET", "HEAD"):
             return problem(HTTPStatus.METHOD_NOT_ALLOWED, "want GET, HEAD or POST")
         if path in VIEWS or path.startswith("/run/"):
@@ -219,10 +224,18 @@ class Page:
         refusal = refuse_reader(request.headers, request.query, self.token)
         if refusal is not None and path.startswith("/api/"):
             return problem(refusal.status, shown(refusal.reason, program_from_anywhere))
+        return await self._look(path, request)
+
+    async def _look(self, path: str, request: Request) -> Response | Streaming:
+        """Answer what has to be found out first."""
         if path == "/api/whatif":
             return await self._what_if(request)
         if path.startswith("/api/run/"):
             return await self._course(path.removeprefix("/api/run/"))
+        if path == "/api/services":
+            return await self.chat.services()
+        if path == "/api/service-text":
+            return await self.chat.text(request)
         return self._read(path, request)
 
     def _read(self, path: str, request: Request) -> Response | Streaming:
@@ -350,10 +363,19 @@ class Page:
 
     # Acting
 
-    async def _act(self, request: Request, name: str) -> Response:
+    async def _post(self, request: Request) -> Response | Streaming:
         refusal = refuse_action(request.headers, self.token)
+        if not request.path.startswith("/api/"):
+            return problem(HTTPStatus.METHOD_NOT_ALLOWED, "only actions are posted")
         if refusal is not None:
             return problem(refusal.status, shown(refusal.reason, program_from_anywhere))
+        if request.path == CHAT_PATH:
+            return await self.chat.answer(request)
+        if request.path.startswith("/api/actions/"):
+            return await self._act(request, request.path.removeprefix("/api/actions/"))
+        return problem(HTTPStatus.METHOD_NOT_ALLOWED, "only actions are posted")
+
+    async def _act(self, request: Request, name: str) -> Response:
         handler = self._action(name)
         if handler is None:
             return problem(HTTPStatus.NOT_FOUND, "there is no such action")

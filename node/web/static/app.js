@@ -1,5 +1,6 @@
 // The frame of the page: navigation by URL, the state of the link to the node, light and dark.
 import { html, render, useEffect, useErrorBoundary, useState } from "/static/vendor/htm-preact.js";
+import { Chat } from "/static/chat.js";
 import { Events, Models, Plan, ThisNode } from "/static/others.js";
 import { Notice, named } from "/static/parts.js";
 import { Run } from "/static/run.js";
@@ -7,7 +8,7 @@ import { connect, program, store, subscribe } from "/static/store.js";
 import { Swarm } from "/static/swarm.js";
 
 const VIEWS = [["/", "Swarm", Swarm], ["/run", "Run", Run], ["/plan", "Plan", Plan], ["/models", "Models", Models],
-  ["/node", "This node", ThisNode], ["/events", "Events", Events]];
+  ["/chat", "Chat", Chat], ["/node", "This node", ThisNode], ["/events", "Events", Events]];
 const SAYS = { loading: "connecting...", live: "live", lost: "link lost; trying again", unreachable: "the node does not answer",
   locked: "locked" };
 

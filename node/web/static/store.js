@@ -20,7 +20,7 @@ export function subscribe(listener) {
   return () => listeners.delete(listener);
 }
 
-function changed() {
+export function changed() {
   if (planned) return;
   planned = true;
   requestAnimationFrame(() => {
@@ -122,11 +122,13 @@ const token = () => sessionStorage.getItem("token") || "";
 export const get = (path) => fetch(path, { headers: { "x-peerloom-token": token() } });
 export const withToken = (path) => `${path}${path.includes("?") ? "&" : "?"}token=${token()}`;
 
+export const post = (path, body, signal) => fetch(path, {
+  method: "POST", body: JSON.stringify(body || {}), signal,
+  headers: { "content-type": "application/json", "x-peerloom-token": token() },
+});
+
 export async function act(name, argumentsGiven) {
-  const answer = await fetch(`/api/actions/${name}`, {
-    method: "POST", body: JSON.stringify(argumentsGiven || {}),
-    headers: { "content-type": "application/json", "x-peerloom-token": token() },
-  });
+  const answer = await post(`/api/actions/${name}`, argumentsGiven);
   const document = await answer.json();
   if (!answer.ok) throw new Error(document.error || answer.statusText);
   return document.result;

@@ -1,0 +1,200 @@
+"""The chat of the page: which services there are and who holds their stages, and answers as they come.
+
+    GET  /api/services               the services, and who answers for each of their stages now
+    GET  /api/service-text?service=  how one takes text
+    POST /api/chat                   one answer, as server-sent events: begin, piece, route, moved, error, end
+
+The page lets its owner through. The browser's window alone keeps a conversation, and sends all of it with
+each question; here it passes through, and stands in no event, log or recording. Not here: the answers for
+programs, which have keys and turns (`node.web.model_api`).
+"""
+
+from collections.abc import Sequence
+from http import HTTPStatus
+from itertools import pairwise
+from typing import Any, Protocol
+
+import msgspec
+import trio
+
+from crypto.identity import PeerId
+from node.errors import PeerloomError, UsageError
+from node.invocation import program_from_anywhere, shown
+from node.requests import Given
+from node.seams import Clock
+from node.serving.asking import AnswerStream, Asking
+from node.serving.questions import Question
+from node.serving.serving import Serving
+from node.web.door import Request, Response, Send, Streaming
+from node.web.forms.asking import BEAT, event
+from node.web.views import peer_key
+
+CHAT_BYTES_MAX = 1 << 20
+"""A conversation; what the control channel takes too."""
+CHATS_MAX = 16
+"""Answers of open pages at once: each page gives one at a time."""
+LOOK_SECONDS = 0.25
+"""How soon the page is told that an answer goes over another route while no token comes."""
+BEAT_SECONDS = 15.0
+LISTED_SECONDS = 1.0
+"""Windows that ask within it share one look at the services: it asks their members."""
+WAITING_PIECES_MAX = 64
+"""Pieces that wait for a browser that reads slowly; the answer goes on meanwhile."""
+
+
+class PageQuestion(msgspec.Struct, frozen=True):
+    """One question to a service; without a chat template, its prompt."""
+
+    service: Given
+    question: Question = Question()
+
+
+class ChatNode(Protocol):
+    """What is needed of the node."""
+
+    @property
+    def serving(self) -> Serving: ...
+
+
+class PageChat:
+    """The chats of one node's page."""
+
+    def __init__(self, node: ChatNode) -> None:
+        self._node = node
+        self._asking = Asking(node.serving)
+        self._chats = 0
+        self._looking = trio.Lock()
+        self._listed: tuple[float, Response] | None = None
+
+    async def services(self) -> Response:
+        """Return the services, those that cannot answer too."""
+        async with self._looking:
+            now = trio.current_time()
+            if self._listed is None or now - self._listed[0] > LISTED_SECONDS:
+                rows = [await self._row(each) for each in await self._node.serving.finder.all()]
+                answer = _json({"schema": "peerloom/page-services/1", "services": rows})
+                self._listed = trio.current_time(), answer
+            return self._listed[1]
+
+    async def _row(self, service: Any) -> dict[str, Any]:
+        found = await self._asking.document(service)
+        bounds = [0, *service.manifest.cuts]
+        found["layers"] = [*([first, after - 1] for first, after in pairwise(bounds)), [bounds[-1], None]]
+        found["publisher"] = peer_key(service.publisher)
+        for rows in found["stages"]:
+            for row in rows:
+                row["peer"] = row["peer"][-len(found["publisher"]) :]
+        return found
+
+    async def text(self, request: Request) -> Response:
+        """Return how a service takes text: its files are fetched for that."""
+        try:
+            return _json(await self._asking.text_document(request.query.get("service", "")))
+        except PeerloomError as error:
+            return _refused(error)
+
+    async def answer(self, request: Request) -> Response | Streaming:
+        """Begin an answer; it ends in every stage when the window does."""
+        try:
+            asked = msgspec.json.decode(request.body, type=PageQuestion)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return _refused(UsageError("want a service and a question"))
+        if self._chats >= CHATS_MAX:
+            return _refused(UsageError(f"{CHATS_MAX} answers are being given to pages already", "stop one"))
+        self._chats += 1
+        request.held.callback(self._leave)
+        try:
+            answering = self._asking.answering(asked.service, asked.question)
+            stream = await request.held.enter_async_context(answering)
+        except PeerloomError as error:
+            return _refused(error)
+
+        async def write(send: Send) -> None:
+            await _write(stream, send, self._node.serving.seams.clock)
+
+        headers = (("cache-control", "no-store"), ("x-accel-buffering", "no"))
+        return Streaming(write, "text/event-stream", headers)
+
+    def _leave(self) -> None:
+        self._chats -= 1
+
+
+async def _write(stream: AnswerStream, send: Send, clock: Clock) -> None:
+    """Send an answer as it comes, and what happens to its route."""
+    route, moves = stream.generation.route, stream.generation.moves
+    await send(event({"service": stream.service.text, "route": _keys(route)}, "begin"))
+    beat_at = trio.current_time() + BEAT_SECONDS
+    async with trio.open_nursery() as nursery:
+        entrance, pieces = trio.open_memory_channel[bytes](WAITING_PIECES_MAX)
+        nursery.start_soon(_read, stream, entrance, clock)
+        while True:
+            data = b""
+            try:
+                with trio.move_on_after(LOOK_SECONDS):
+                    data = await pieces.receive()
+                    while True:  # together, where much has come
+                        data += pieces.receive_nowait()
+            except trio.WouldBlock:
+                pass
+            except trio.EndOfChannel:
+                await send(data)
+                return
+            made = stream.generation
+            if made.route != route or made.moves != moves:
+                if made.moves != moves:
+                    lost = [peer for peer in route if peer not in made.route]
+                    data += _moved(stream, lost)
+                elif not route:
+                    data += event({"route": _keys(made.route)}, "route")
+                route, moves = made.route, made.moves
+            if not data and trio.current_time() >= beat_at:
+                data = BEAT
+            if data:
+                beat_at = trio.current_time() + BEAT_SECONDS
+                await send(data)
+
+
+async def _read(stream: AnswerStream, pieces: trio.MemorySendChannel[bytes], clock: Clock) -> None:
+    """Put each piece of an answer, and how it ended, into a channel."""
+    async with pieces:
+        try:
+            async for piece in stream:
+                text = piece if isinstance(piece, str) else f"{piece} "
+                await pieces.send(event({"text": text, "tokens": stream.generation.count}, "piece"))
+        except PeerloomError as error:
+            await pieces.send(event(_problem(error), "error"))
+        document = stream.document(clock.monotonic()) | {"route": _keys(stream.generation.route)}
+        await pieces.send(event(document, "end"))
+
+
+def _moved(stream: AnswerStream, lost: Sequence[PeerId]) -> bytes:
+    made = stream.generation
+    return event(
+        {
+            "route": _keys(made.route),
+            "lost": _keys(lost),
+            "reason": made.lost,
+            "moves": made.moves,
+            "exact": made.is_exact,
+        },
+        "moved",
+    )
+
+
+def _keys(peers: Sequence[PeerId]) -> list[str]:
+    return [peer_key(peer) for peer in peers]
+
+
+def _problem(error: PeerloomError) -> dict[str, str]:
+    what, do = error.written
+    return {"error": shown(what, program_from_anywhere), "do": shown(do or "", program_from_anywhere)}
+
+
+def _refused(error: PeerloomError) -> Response:
+    is_wrong = isinstance(error, UsageError)
+    status = HTTPStatus.BAD_REQUEST if is_wrong else HTTPStatus.SERVICE_UNAVAILABLE
+    return Response(msgspec.json.encode(_problem(error)), status, headers=(("cache-control", "no-store"),))
+
+
+def _json(document: object) -> Response:
+    return Response(msgspec.json.encode(document), headers=(("cache-control", "no-store"),))
