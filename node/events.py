@@ -614,6 +614,7 @@ class GenerationEnded(Event, frozen=True, kw_only=True):
     first_seconds: float | None
     tokens_per_second: float | None
     route: tuple[PeerId, ...]
+    prompt_tokens: int = 0
 
 
 class NodeStopped(Event, frozen=True, kw_only=True):

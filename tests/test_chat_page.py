@@ -87,7 +87,7 @@ def test_a_conversation_by_keyboard_on_a_narrow_screen() -> None:
         page.uncheck("input[type=checkbox]")
         assert not is_kept(page)
         page.click("button:text-is('New conversation')")
-        assert page.locator(".talk li").count() == 0
+        page.wait_for_function("!document.querySelector('.talk li')")
         said.holders = {0: [1]}
         page.wait_for_selector("text=Nobody answers for stage 2 of words")
         assert page.is_disabled("textarea")

@@ -13,6 +13,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+import openai
 import pytest
 import tokenizers
 import torch
@@ -118,7 +119,7 @@ def greedy(model: Any, ids: list[int], tokens: int) -> list[int]:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SwarmProcesses, Path, Any, Any]]:
     """Three nodes, and a folder that `peerloom serve` has published at the first, in two stages."""
     folder = tmp_path_factory.mktemp("text")
-    swarm = SwarmProcesses(folder / "nodes", "text", time.sleep, calibrate=False)
+    swarm = SwarmProcesses(folder / "nodes", "text", time.sleep, with_page="c", calibrate=False)
     (folder / "nodes").mkdir()
     try:
         swarm.launch(NAMES)
@@ -274,6 +275,51 @@ def test_a_finished_run_is_served_by_its_id(
     pieces = [event["piece"] for event in events if "piece" in event]
     assert pieces == wanted[len(ids) :]
     assert run(["services", "--stop", told["service"], "--data-dir", data_dir]) == 0
+
+
+def test_an_encoder_gives_vectors_as_transformers_does(
+    served: tuple[SwarmProcesses, Path, Any, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    swarm, path, _, known = served
+    folder, door = tmp_path / "vectors", swarm.folder / "c"
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "vocab_size": 400, "max_position_embeddings": 64}
+    torch.manual_seed(2)
+    model = transformers.BertModel(transformers.BertConfig(**sizes, initializer_range=0.4)).eval()
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_bytes((path / "tokenizer.json").read_bytes())
+    assert run(["serve", str(folder), "--data-dir", str(swarm.folder / "a")]) == 0
+    key = ask(door, "keys.new", {"name": "test"})["key"]
+    texts = [PROMPT, "été", "A rather longer text, of several words."]
+    with openai.OpenAI(api_key=key, base_url=f"{swarm.status('c')['page']}/v1", max_retries=0) as client:
+        # The client asks for base64 by itself, and unpacks it.
+        found = client.embeddings.create(model="vectors", input=texts)
+        one = client.embeddings.create(
+            model="vectors", input=known(texts[1])["input_ids"], encoding_format="float", dimensions=8
+        )
+        assert next(row for row in client.models.list() if row.id == "vectors")
+        with pytest.raises(openai.BadRequestError, match="takes at most 64") as refused:
+            client.embeddings.create(model="vectors", input=["word " * 100])
+        assert refused.value.code == "context_length_exceeded"
+        with pytest.raises(openai.BadRequestError, match="is a language model"):
+            client.embeddings.create(model="tiny", input="a")
+        with pytest.raises(openai.BadRequestError, match="ask /v1/embeddings"):
+            client.completions.create(model="vectors", prompt="a")
+        with pytest.raises(openai.BadRequestError, match="dimensions: vectors has 32"):
+            client.embeddings.create(model="vectors", input="a", dimensions=33)
+    with torch.no_grad():
+        wanted = [
+            model(torch.tensor([known(each)["input_ids"]])).last_hidden_state[0].mean(0) for each in texts
+        ]
+    for row, vector in zip(found.data, wanted, strict=True):
+        assert torch.allclose(torch.tensor(row.embedding), vector / vector.norm(), atol=1e-5)
+    assert found.usage.prompt_tokens == sum(len(known(each)["input_ids"]) for each in texts)
+    short = wanted[1][:8]
+    assert torch.allclose(torch.tensor(one.data[0].embedding), short / short.norm(), atol=1e-5)
+    capsys.readouterr()
+    assert run(["generate", "vectors", "a", "--data-dir", str(door)]) == 2
+    assert "gives vectors of texts" in capsys.readouterr().err
+    assert run(["services", "--stop", "vectors", "--data-dir", str(swarm.folder / "a")]) == 0
 
 
 @pytest.mark.slow

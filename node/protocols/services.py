@@ -20,7 +20,7 @@ from partition.model.graph import LAYERS_MAX
 from partition.plan.plan import STAGES_MAX
 from partition.run.asks import Declined as Declined
 from partition.run.asks import Done as Done
-from partition.serve.messages import POSITION_MAX, ROLL_ROWS_MAX, Hash, StageNumber
+from partition.serve.messages import POSITION_MAX, ROLL_ROWS_MAX, UNIT_TOKENS_MAX, Hash, StageNumber
 from partition.serve.messages import Row as Row
 from partition.stage import BITS_BYTES
 
@@ -38,6 +38,8 @@ REPLICAS_MAX = 16
 SERVICES_MAX = 8
 """Services that one answer lists, which a member knows."""
 VOCABULARY_MAX = 1 << 24
+VECTOR_MAX = 1 << 16
+"""Numbers that one text comes to: the largest encoders have some thousand."""
 SESSIONS_SHOWN_MAX = 1 << 20
 PACE_MAX = 1 << 36
 """A minute in nanoseconds: no stage of use takes longer for one token."""
@@ -62,10 +64,12 @@ class ServiceManifest(msgspec.Struct, frozen=True, array_like=True):
     stages equal to the bit. `text` says how tokens are made of a text: "bytes", or by a tokenizer whose files
     have the list of chunks `tokenizer` (`node.content.text_files`); "" where only tokens are taken. `run` and
     `step` are the run and the checkpoint that the weights are of, if they are of one. With `holders` only
-    these may hold a stage: the first bytes of the hashes of their ids.
+    these may hold a stage: the first bytes of the hashes of their ids. With `vector` the model answers a text
+    by so many numbers and by no tokens, which is the form of version 2: a node that knows version 1 alone
+    takes no stage of it.
     """
 
-    version: Literal[1]
+    version: Literal[1, 2]
     name: Name
     graph: Hash
     cuts: Annotated[
@@ -84,12 +88,17 @@ class ServiceManifest(msgspec.Struct, frozen=True, array_like=True):
     run: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
     step: Annotated[int, msgspec.Meta(ge=0, lt=2**53)] = 0
     holders: Annotated[tuple[Holder, ...], msgspec.Meta(max_length=HOLDERS_MAX)] = ()
+    vector: Annotated[int, msgspec.Meta(ge=0, le=VECTOR_MAX)] = 0
 
     def __post_init__(self) -> None:
         if any(first >= last for first, last in pairwise(self.cuts)):
             raise ValueError("cuts that are not in their order")
         if (self.text == "tokenizer") != (len(self.tokenizer) == 32):
             raise ValueError("a tokenizer without its hash, or a hash without one")
+        if (self.version == 2) != bool(self.vector):
+            raise ValueError("a version of another form")
+        if self.vector and self.context > UNIT_TOKENS_MAX:
+            raise ValueError("texts that do not come as one unit")
         if len(self.run) not in (0, 32) or (self.step and not self.run):
             raise ValueError("a step without its run")
 

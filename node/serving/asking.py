@@ -34,6 +34,7 @@ from node.serving.serving import Serving
 from node.serving.sources import GRAPH_SUFFIX, ServedFiles, captured_files, is_run
 from node.serving.texts import TextPieces
 from partition.model.graph import Graph, encode_graph
+from partition.model.serving import count_words, is_whole
 
 CONTEXT_USUAL = 1_024
 """Tokens of a session where nobody says more: as many as the built-in models take."""
@@ -94,7 +95,7 @@ class Asking:
         serving = self._serving
         holders = self._holders(wish.peers)
         name, decoded = await self._learn(files, wish)
-        vocabulary = vocabulary_of(decoded)
+        vocabulary, vector = sizes_of(decoded)
         text = await self._text(wish, vocabulary)
         offers = [each for each in serving.offers() if not holders or holder_name(each.peer) in holders]
         knowledge = await serving.learn([each.peer for each in offers])
@@ -102,7 +103,7 @@ class Asking:
         ranges, peers = await serving.seams.executor.run(plan, apart=True)
         try:
             manifest = ServiceManifest(
-                version=1,
+                version=2 if vector else 1,
                 name=wish.name,
                 graph=name,
                 cuts=tuple(first for first, _ in ranges[1:]),
@@ -111,12 +112,13 @@ class Asking:
                 context=min(wish.context or CONTEXT_USUAL, decoded.symbols[2].maximum),
                 threads=min(serving.machine.threads, THREADS_USUAL),
                 at_milliseconds=int(serving.seams.swarm_clock.wall() * 1_000),
-                text="tokenizer" if text else "bytes" if vocabulary == BYTES else "",
+                text="tokenizer" if text else "bytes" if vocabulary == BYTES and not vector else "",
                 tokenizer=text[0] if text else b"",
                 stops=wish.stops or (text[1].stops if text else ()),
                 run=files.run,
                 step=files.step,
                 holders=holders,
+                vector=vector,
             )
             # What a struct may hold is checked where it is read.
             data = msgspec.msgpack.encode(manifest)
@@ -227,6 +229,7 @@ class Asking:
             "graph": manifest.graph.hex(),
             "replicas": manifest.replicas,
             "vocabulary": manifest.vocabulary,
+            "vector": manifest.vector,
             "context": manifest.context,
             "text": manifest.text,
             "at_milliseconds": manifest.at_milliseconds,
@@ -360,10 +363,16 @@ def _told_of_tokenizer(service: Service) -> Iterator[None]:
         raise RunFailed(f"{name}: its tokenizer was ended: {error}", "ask again") from None
 
 
-def vocabulary_of(graph: Graph) -> int:
-    """Return how many tokens a model tells apart: the last side of its logits. Raises UsageError."""
+def sizes_of(graph: Graph) -> tuple[int, int]:
+    """Return how many tokens a model tells apart, and how many numbers a vector of it has: 0 for a language
+    model, whose rows are scores of its tokens. Raises UsageError."""
     entry = graph.entries[0]
     side = graph.types[entry.types[entry.outputs[0]]].shape[-1]
     if not isinstance(side, int):
         raise UsageError("the model's logits have no last side that is fixed")
-    return side
+    if not is_whole(graph, entry):
+        return side, 0
+    try:
+        return count_words(graph), side
+    except ValueError as error:
+        raise UsageError(str(error)) from None

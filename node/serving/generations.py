@@ -24,6 +24,7 @@ from partition.serve.door import (
     GENERATIONS_MAX,
     ComputedFor,
     Door,
+    Embedded,
     GenerationOver,
     Misbehaved,
     RouteTaken,
@@ -84,15 +85,19 @@ class Generation:
         self.count = 0
         self.began_at = now
         self.first_at: float | None = None
+        self.newest_at: float | None = None
         self.finish: GenerationOver | None = None
         self.permit: Callable[[Array], None] = _not_masked
         """Say which tokens may come next, where the wish is for that."""
+        self.vector: Array | None = None
+        """What an encoder has answered."""
         # Not bounded by a wait: a generation brings `tokens_max` tokens at most.
         self._send, self._receive = trio.open_memory_channel[Token](1 << 24)
 
     def put(self, now: float, event: Sampled) -> None:
         if self.first_at is None:
             self.first_at = now
+        self.newest_at = now
         self.count += 1
         self._send.send_nowait(Token(event.token, event.logprob, event.top))
 
@@ -129,6 +134,8 @@ class Generations:
         self._services: dict[bytes, Service] = {}
         self.newest: dict[bytes, GenerationEnded] = {}
         """How the newest answer of a service went here, for `services`."""
+        self.watch: Callable[[str, float], None] = lambda _name, _seconds: None
+        """Told of each service's name, and the seconds between two tokens of an answer."""
 
     @asynccontextmanager
     async def generating(self, service: Service, wish: Wish) -> AsyncIterator[Generation]:
@@ -140,7 +147,8 @@ class Generations:
                 f"{GENERATIONS_MAX} answers are being given to this node already", "wait for some"
             )
         manifest = service.manifest
-        shape = Shape(service.id, manifest.stages, manifest.vocabulary, manifest.context)
+        row = manifest.vector or manifest.vocabulary
+        shape = Shape(service.id, manifest.stages, row, manifest.context)
         self._services[service.id] = service
         routes = await owner.routes(service)
         self.door.learn(clock.monotonic(), service.id, routes, owner.loading(service))
@@ -188,8 +196,10 @@ class Generations:
         for event in events:
             match event:
                 case Sampled():
+                    self._sampled(now, event)
+                case Embedded():
                     if (found := self._going.get(event.generation)) is not None:
-                        found.put(now, event)
+                        found.vector = event.vector
                 case GenerationOver():
                     self._ended(now, event)
                 case RouteTaken():
@@ -201,6 +211,14 @@ class Generations:
                     self._served(event)
                 case Misbehaved():
                     self._owner.refuse(event.peer, RemoteProtocolError(event.reason))
+
+    def _sampled(self, now: float, event: Sampled) -> None:
+        found = self._going.get(event.generation)
+        if found is None:
+            return
+        if found.newest_at is not None:
+            self.watch(found.service.manifest.name, now - found.newest_at)
+        found.put(now, event)
 
     async def _look(self, service: Service) -> None:
         routes = await self._owner.routes(service)
@@ -247,6 +265,7 @@ class Generations:
             first_seconds=None if first is None else first - found.began_at,
             tokens_per_second=None if first is None or now <= first else (found.count - 1) / (now - first),
             route=found.route,
+            prompt_tokens=found.prompt_tokens,
         )
         self.newest.pop(found.service.id, None)
         self.newest[found.service.id] = ended

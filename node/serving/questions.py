@@ -67,6 +67,10 @@ async def make_door_wish(
 ) -> DoorWish:
     """Return what a door is asked; a seed is drawn where none is given. Raises UsageError, TextLost."""
     check_question(question)
+    if manifest.vector:
+        raise UsageError(
+            f"{manifest.name} gives vectors of texts, and says nothing", "POST /v1/embeddings: docs/api.md"
+        )
     prompt = await _prompt(manifest, question, text)
     if not prompt.tokens:
         raise UsageError("prompt: want a text that is not empty")

@@ -222,9 +222,12 @@ class ServiceAnswers:
 
     async def _find(self, name: str) -> Service:
         try:
-            return await self._serving.finder.find(name)
+            service = await self._serving.finder.find(name)
         except UsageError as error:
             raise FormProblem(error.what, kind="missing", field="model") from None
+        if service.manifest.vector:
+            raise FormProblem(f"{name} gives vectors of texts: ask /v1/embeddings", field="model")
+        return service
 
     async def _text(self, service: Service, held: AsyncExitStack) -> ServiceText | None:
         """Return what makes tokens of texts, None where the model takes tokens alone. Raises FormProblem."""

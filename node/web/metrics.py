@@ -1,8 +1,9 @@
 """`/metrics`: what this node has done and is, in the text form of Prometheus.
 
 Names begin with `peerloom_`, have base units and are never renamed. Label values are bounded: statuses, kinds
-of events and reasons that our own code names. No peer and no run is a label: there is no end of them. What
-events tell is counted from the start of the page on; the rest is read when it is asked for.
+of events and reasons that our own code names, and some models (`node.web.model_metrics`). No peer and no run
+is a label: there is no end of them. What events tell is counted from the start of the page on; the rest is
+read when it is asked for.
 """
 
 from collections import Counter
@@ -15,14 +16,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 
 from node import events
 from node.alerts.rules import KINDS
+from node.protocols.services import Listing, Service
 from node.services.energy import EnergyMeter
 from node.state import State
+from node.web.model_metrics import ModelMetrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STEP_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-OUTCOMES = ("stop", "length", "cancelled", "failed")
-"""How an answer of a model ends."""
 STAGES_MAX = 64
 MEMBER_STATUSES = ("alive", "suspect", "dead", "left")
 TRAFFIC = frozenset(
@@ -51,15 +52,8 @@ class Metrics:
             buckets=STEP_BUCKETS,
             registry=None,
         )
-        self._outcomes: Counter[str] = Counter()
-        self._first = Histogram(
-            "peerloom_answer_first_token_seconds",
-            "Time from an answer's beginning at this node to its first token. Waiting for a turn and answers "
-            "without a token are not counted.",
-            buckets=TOKEN_BUCKETS,
-            registry=None,
-        )
-        self._between = Histogram(
+        self.models = ModelMetrics()
+        self._mean = Histogram(
             "peerloom_answer_token_seconds",
             "Mean time between the tokens of an answer, one observation an answer. Answers of one token are "
             "not counted.",
@@ -84,28 +78,30 @@ class Metrics:
             case events.RunEvaluated():
                 self._accuracy = event.accuracy
             case events.GenerationEnded():
-                self._outcomes[event.outcome] += 1
-                self._sums["tokens"] += event.tokens
-                self._sums["moves"] += event.moves
-                if event.first_seconds is not None:
-                    self._first.observe(event.first_seconds)
+                self.models.ended(event)
                 if event.tokens_per_second:
-                    self._between.observe(1 / event.tokens_per_second)
+                    self._mean.observe(1 / event.tokens_per_second)
 
     def text(
-        self, state: State, counters: Mapping[str, int], own: Mapping[str, float], version: str
+        self,
+        state: State,
+        counters: Mapping[str, int],
+        own: Mapping[str, float],
+        version: str,
+        held: Iterable[tuple[Service, Listing]] = (),
     ) -> bytes:
-        """Everything, in the text form. `own` is what the page tells of itself, by name of a gauge."""
+        """Everything, in the text form. `own` is what the page tells of itself, by name of a gauge; `held`
+        are the services that have a stage here, with what it says of itself."""
         registry = CollectorRegistry(auto_describe=False)
         told = [
             *self._told(),
-            *self._answers(),
+            *self.models.families(held),
             *_present(state, counters),
             *_own(own, version),
             self._energy(),
         ]
         registry.register(_Collected(told))
-        for histogram in (self._steps, self._first, self._between):
+        for histogram in (self._steps, self._mean, *self.models.histograms):
             registry.register(histogram)
         return generate_latest(registry)
 
@@ -147,23 +143,6 @@ class Metrics:
             sent.add_metric([direction], self._sums[direction])
         yield sent
         yield from self._last_step()
-
-    def _answers(self) -> Iterable[Metric]:
-        """Return what answers of models came to that this node was asked for."""
-        ended = CounterMetricFamily(
-            "peerloom_answers",
-            "Answers of models that this node was asked for, by how they ended.",
-            labels=["outcome"],
-        )
-        for outcome in OUTCOMES:
-            ended.add_metric([outcome], self._outcomes[outcome])
-        yield ended
-        yield _counter(
-            "answer_tokens", "Tokens of these answers. Prompts are not counted.", self._sums["tokens"]
-        )
-        yield _counter(
-            "answer_moves", "Times that one of them lost a provider and went on.", self._sums["moves"]
-        )
 
     def _energy(self) -> Metric:
         used = CounterMetricFamily(

@@ -4,6 +4,7 @@
     POST /v1/completions  /v1/chat/completions     OpenAI's forms
     POST /v1/responses                             the same company's form for agents, without a memory
     POST /v1/messages  /v1/messages/count_tokens   Anthropic's form
+    POST /v1/embeddings                            vectors of texts, by encoders
     GET  /health  /openapi.json                    for everybody; all else needs a key (`peerloom keys new`)
 
 Requests are read and written by `node.web.forms`, answers come from `node.web.answers`, and turns are given
@@ -47,6 +48,7 @@ from node.web.forms.completions import (
     CompletionWriter,
     error_document,
 )
+from node.web.forms.embeddings import EmbeddingsRequest
 from node.web.forms.messages import MessagesRequest, MessagesWriter, message_error
 from node.web.forms.responses import ResponsesRequest, ResponsesWriter
 from node.web.guard import Refusal
@@ -72,6 +74,7 @@ FORMS: Mapping[str, tuple[type[AskedForm], Callable[[AnswerFrame, Any], AnswerWr
 }
 COUNT_PATH = "/v1/messages/count_tokens"
 MODELS_PATH = "/v1/models"
+EMBEDDINGS_PATH = "/v1/embeddings"
 
 
 class CountRequest(MessagesRequest, frozen=True, kw_only=True):
@@ -88,15 +91,24 @@ class AnswerSource(Protocol):
     async def open(self, request: AnswerRequest, held: AsyncExitStack, owner: str = "") -> RunningAnswers: ...
 
 
+class VectorSource(Protocol):
+    """What is needed of `node.web.embeddings.ServiceVectors`."""
+
+    async def embed(self, request: EmbeddingsRequest, held: AsyncExitStack) -> bytes: ...
+
+
 class ModelApi:
     """The HTTP door of one node: keys, turns, and the forms of requests."""
 
-    def __init__(self, seams: Seams, answers: AnswerSource) -> None:
+    def __init__(self, seams: Seams, answers: AnswerSource, vectors: VectorSource | None = None) -> None:
         self.keys = KeyRing(seams)
         self.queue = RequestQueue()
         self._seams = seams
         self._answers = answers
+        self._vectors = vectors
         self._events: dict[RequestTurn, trio.Event] = {}
+        self.on_turn: Callable[[str, float], None] = lambda _model, _seconds: None
+        """Told of each request that got its turn: the model's name, and how long it waited."""
 
     @staticmethod
     def serves(path: str) -> bool:
@@ -141,8 +153,10 @@ class ModelApi:
             return await self._ask(request, key)
         if path == MODELS_PATH or path.startswith(MODELS_PATH + "/"):
             return await self._models(path.removeprefix(MODELS_PATH).removeprefix("/"))
-        if path == "/v1/embeddings":
-            raise FormProblem("no model of this swarm gives embeddings", kind="missing", code="unsupported")
+        if path == EMBEDDINGS_PATH:
+            if not is_post:
+                raise FormProblem(f"{path}: want POST")
+            return await self._embed(request, key)
         raise FormProblem(f"there is nothing at {path[:80]}; /openapi.json lists what is", kind="missing")
 
     # Models
@@ -162,11 +176,11 @@ class ModelApi:
     async def _ask(self, request: Request, key: ApiKey) -> Response | Streaming:
         if request.path == COUNT_PATH:
             _, asked = await self._read(request.body, CountRequest)
-            await self._take_turn(request.held, key)
+            await self._take_turn(request.held, key, asked.model)
             return _json({"input_tokens": await self._answers.count(asked)})
         kind, writer_of = FORMS[request.path]
         form, asked = await self._read(request.body, kind)
-        await self._take_turn(request.held, key)
+        await self._take_turn(request.held, key, asked.model)
         answers = await self._answers.open(asked, request.held, key.id)
         created = int(self._seams.clock.wall())
         writer = writer_of(AnswerFrame(request.id, created, form.model, answers.prompt_tokens), form)
@@ -178,6 +192,15 @@ class ModelApi:
 
         return Streaming(write, "text/event-stream", (NO_STORE, ("x-accel-buffering", "no")))
 
+    async def _embed(self, request: Request, key: ApiKey) -> Response:
+        read = partial(read_form, request.body, EmbeddingsRequest)
+        is_short = len(request.body) <= READ_HERE_BYTES_MAX
+        asked = read() if is_short else await self._seams.executor.run(read)
+        if self._vectors is None:
+            raise FormProblem("this door gives no embeddings", kind="missing", code="unsupported")
+        await self._take_turn(request.held, key, asked.model)
+        return Response(await self._vectors.embed(asked, request.held), headers=(NO_STORE,))
+
     async def _read(self, body: bytes, kind: type[AskedForm]) -> tuple[AskedForm, AnswerRequest]:
         """Return a request in its form, and what it asks; a long one is read beside the event loop. Raises
         FormProblem."""
@@ -185,11 +208,11 @@ class ModelApi:
             return _asked(body, kind)
         return await self._seams.executor.run(partial(_asked, body, kind))
 
-    async def _take_turn(self, held: AsyncExitStack, key: ApiKey) -> None:
+    async def _take_turn(self, held: AsyncExitStack, key: ApiKey, model: str) -> None:
         """Wait for a turn, which ends with `held`. Raises FormProblem: too many wait."""
-        clock = self._seams.clock
+        began = self._seams.clock.monotonic()
         try:
-            turn = self.queue.enter(clock.monotonic(), key.id, key.in_flight_max)
+            turn = self.queue.enter(began, key.id, key.in_flight_max)
         except QueueFull as full:
             raise FormProblem(
                 f"{self.queue.waiting} requests wait already: {full}",
@@ -197,8 +220,11 @@ class ModelApi:
                 retry_seconds=full.seconds,
             ) from None
         held.callback(self._leave, turn)
-        if turn.at is not None:
-            return
+        if turn.at is None:
+            await self._await_turn(turn)
+        self.on_turn(model, self._seams.clock.monotonic() - began)
+
+    async def _await_turn(self, turn: RequestTurn) -> None:
         self._events[turn] = trio.Event()
         with trio.move_on_after(QUEUE_SECONDS_MAX):
             await self._events[turn].wait()
@@ -292,6 +318,7 @@ def _model(row: Mapping[str, Any]) -> dict[str, Any]:
             "service": row["service"],
             "context": row["context"],
             "takes_text": bool(row["text"]),
+            "embedding": row.get("vector", 0),
             "stages": row["stages"],
         },
     }

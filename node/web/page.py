@@ -49,6 +49,7 @@ from node.web.answers import ServiceAnswers
 from node.web.assets import Assets
 from node.web.chat import CHAT_BYTES_MAX, PageChat
 from node.web.door import BODY_BYTES_MAX, Door, DoorRules, Request, Response, Send, Streaming, problem
+from node.web.embeddings import ServiceVectors
 from node.web.guard import Refusal, refuse_action, refuse_elsewhere, refuse_reader
 from node.web.live import Live
 from node.web.model_api import ModelApi
@@ -111,7 +112,9 @@ class Page:
         )
         self._starter = Starter(lambda: node.handlers["train"])
         self._predictor = Predictor(node)
-        self.models = ModelApi(node.seams, ServiceAnswers(node.serving))
+        self.models = ModelApi(node.seams, ServiceAnswers(node.serving), ServiceVectors(node.serving))
+        self.models.on_turn = self.live.metrics.models.queued
+        node.serving.generations.watch = self.live.metrics.models.between
         self.chat = PageChat(node)
         self._tls = _tls_of(node.config.web)
         self._streams = 0
@@ -358,22 +361,20 @@ class Page:
             "model_requests_going": float(self.models.queue.going),
             "model_requests_waiting": float(self.models.queue.waiting),
         }
-        text = self.live.metrics.text(self._node.state, self._node.counters, own, self._version)
+        held = self._node.serving.hosting.own()
+        text = self.live.metrics.text(self._node.state, self._node.counters, own, self._version, held)
         return Response(text, content_type=metrics.CONTENT_TYPE, headers=(("cache-control", "no-store"),))
 
     # Acting
 
     async def _post(self, request: Request) -> Response | Streaming:
-        refusal = refuse_action(request.headers, self.token)
-        if not request.path.startswith("/api/"):
+        name = request.path.removeprefix("/api/actions/")
+        if name == request.path != CHAT_PATH:
             return problem(HTTPStatus.METHOD_NOT_ALLOWED, "only actions are posted")
+        refusal = refuse_action(request.headers, self.token)
         if refusal is not None:
             return problem(refusal.status, shown(refusal.reason, program_from_anywhere))
-        if request.path == CHAT_PATH:
-            return await self.chat.answer(request)
-        if request.path.startswith("/api/actions/"):
-            return await self._act(request, request.path.removeprefix("/api/actions/"))
-        return problem(HTTPStatus.METHOD_NOT_ALLOWED, "only actions are posted")
+        return await (self.chat.answer(request) if name == CHAT_PATH else self._act(request, name))
 
     async def _act(self, request: Request, name: str) -> Response:
         handler = self._action(name)

@@ -24,6 +24,9 @@ from partition.capture.trees import own_loss
 
 CONFIG = "config.json"
 CONFIG_BYTES_MAX = 1 << 20
+POOLING = "1_Pooling/config.json"
+"""Where sentence-transformers says how one vector is made of a text's."""
+_POOLING_NAMES = {"cls": "cls_token", "mean": "mean_tokens"}
 LENGTH_MAX = 1024
 """Tokens in a sample, where neither the person nor the model says fewer."""
 BATCH = 2
@@ -56,6 +59,64 @@ def folder_task(
         CaptureRefused: transformers is not installed, or the folder has no model that it knows; it says what
             to do.
     """
+    kind, model, config = _load(folder, values=values, fresh=fresh, as_stored=as_stored)
+    model.train()
+    wanted = next((make for word, make in _TASKS.items() if word in kind.__name__), None)
+    if wanted is None:
+        raise CaptureRefused(
+            f"{folder}: {kind.__name__} has no loss that is known here ({', '.join(_TASKS)}): "
+            "write a function that returns a Task, and name it as PATH.py:FUNCTION"
+        )
+    task: Task = wanted(model, config, length)
+    return task
+
+
+def folder_encoder(folder: Path) -> tuple[nn.Module, str]:
+    """Return the encoder in a folder, without what makes words or classes of it, and how one vector is made
+    of a text's: "cls" or "mean".
+
+    Raises:
+        CaptureRefused: transformers is not installed, or the folder has none.
+    """
+    _, model, _ = _load(folder)
+    encoder: nn.Module = model.base_model
+    if getattr(encoder, "pooler", None) is not None:
+        encoder.pooler = None  # type: ignore[assignment]  # what BERT was trained with beside the words
+    return encoder.eval(), _pooling(folder)
+
+
+def is_encoder(folder: Path) -> bool:
+    """Return whether a folder's model is one that gives vectors: no words follow from it. Raises
+    CaptureRefused."""
+    names = _read_config(folder).get("architectures")
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    return "ForMaskedLM" in name or (name.endswith("Model") and "LMHead" not in name)
+
+
+def _pooling(folder: Path) -> str:
+    """How sentence-transformers says that vectors are pooled; the mean where nobody says."""
+    path = folder / POOLING
+    if not path.is_file():
+        return "mean"
+    try:
+        with path.open("rb") as file:
+            found = json.loads(file.read(CONFIG_BYTES_MAX))
+    except (OSError, ValueError) as error:
+        raise CaptureRefused(f"{path} cannot be read: {error}") from error
+    found = found if isinstance(found, dict) else {}
+    wanted = [name for name in ("cls", "mean") if found.get(f"pooling_mode_{_POOLING_NAMES[name]}") is True]
+    if found.get("pooling_mode") in _POOLING_NAMES:
+        wanted = [found["pooling_mode"]]
+    others = [name for name, is_on in found.items() if name.startswith("pooling_mode_") and is_on is True]
+    if len(wanted) != 1 or len(others) > 1:
+        raise CaptureRefused(f"{path}: only the mean of all tokens and the first one's (cls) are known here")
+    return str(wanted[0])
+
+
+def _load(
+    folder: Path, *, values: bool = True, fresh: bool = False, as_stored: bool = False
+) -> tuple[Any, Any, Any]:
+    """Return the class, the model and the configuration of a folder. Raises CaptureRefused."""
     named = _read_config(folder)
     transformers = _transformers()
     kind = _class_of(transformers, folder, named)
@@ -85,15 +146,7 @@ def folder_task(
     except Exception as error:  # whatever a library makes of a folder
         told = " ".join(str(error).split())[:300]
         raise CaptureRefused(f"{folder}: {kind.__name__}: {type(error).__name__}: {told}") from error
-    model.train()
-    wanted = next((make for word, make in _TASKS.items() if word in kind.__name__), None)
-    if wanted is None:
-        raise CaptureRefused(
-            f"{folder}: {kind.__name__} has no loss that is known here ({', '.join(_TASKS)}): "
-            "write a function that returns a Task, and name it as PATH.py:FUNCTION"
-        )
-    task: Task = wanted(model, config, length)
-    return task
+    return kind, model, config
 
 
 def _read_config(folder: Path) -> Mapping[str, Any]:
@@ -151,7 +204,7 @@ def _check_weights(folder: Path) -> None:
 def _text(model: nn.Module, config: Any, length: int, *, mask: bool = True) -> dict[str, Tensor]:
     places = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
     most = int(next(filter(None, places), LENGTH_MAX))
-    if type(model).__name__.startswith(_COUNT_FROM_PADDING):
+    if type(model).__name__.startswith(COUNT_FROM_PADDING):
         most -= int(config.pad_token_id) + 1
     if length > most:
         raise CaptureRefused(f"length {length}: the model takes {most} tokens at most")
@@ -159,7 +212,7 @@ def _text(model: nn.Module, config: Any, length: int, *, mask: bool = True) -> d
     return {"input_ids": ids} | ({"attention_mask": torch.ones_like(ids)} if mask else {})
 
 
-_COUNT_FROM_PADDING = ("Roberta", "XLMRoberta", "Camembert")
+COUNT_FROM_PADDING = ("Roberta", "XLMRoberta", "Camembert")
 """Their first position is the one behind that of the padding."""
 
 

@@ -17,15 +17,19 @@ from torch import Tensor, nn
 
 from partition.capture.capture import Captured, Through, capture
 from partition.capture.errors import CaptureRefused
-from partition.capture.hugging_face import folder_task
-from partition.capture.serving_proof import prove_folder_served
+from partition.capture.hugging_face import COUNT_FROM_PADDING, folder_encoder, folder_task, is_encoder
+from partition.capture.serving_proof import prove_encoder_served, prove_folder_served
 from partition.capture.wrapper_module import BATCH
-from partition.execute.attention import ATTEND
+from partition.execute.attention import ATTEND, WHOLE
 from partition.model.graph import SERVE, Graph, Size
 from partition.model.serving import ROWS_MAX, TOKENS_MAX, Sizes, frozen, serving_symbols
+from partition.serve.messages import UNIT_TOKENS_MAX
 
 _NAME = "peerloom"
 """The name of our attention among transformers' own."""
+_WHOLE_NAME = "peerloom_whole"
+_FIRST_ALONE = 1e4
+"""A score beside which exp(0) is nothing, in float64 too."""
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 CONTEXT_USUAL = 2_048
 """The longest session of a model that does not say how long a text it takes."""
@@ -38,6 +42,8 @@ def capture_folder_for_serving(folder: Path) -> Captured:
     Raises:
         CaptureRefused: no model that is known here, or one that cannot be served.
     """
+    if is_encoder(folder):
+        return capture_encoder(*folder_encoder(folder))
     model = folder_task(folder, as_stored=True).model
     found = capture_for_serving(model)
     prove_folder_served(model, found.graph)
@@ -68,6 +74,62 @@ def capture_for_serving(model: nn.Module) -> Captured:
             )
     finally:
         model.train(was_training)
+
+
+def capture_encoder(model: nn.Module, pooling: str) -> Captured:
+    """Capture an encoder of transformers, whose answer to a text is one vector: the mean of its tokens', or
+    the first one's ("cls"). The text comes as one unit, and each of its rows is the vector.
+
+    Raises:
+        CaptureRefused: another kind of model, or a graph that is not the model.
+    """
+    config: Any = getattr(model, "config", None)
+    if config is None or getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False):
+        raise CaptureRefused("only an encoder of transformers gives vectors of texts")
+    first = first_position(model)
+    context = next((int(most) for name in _LENGTHS if (most := getattr(config, name, None))), CONTEXT_USUAL)
+    examples = tuple(torch.zeros(size, dtype=torch.int64) for size in (5, 5, 3))
+    with _attending(model, _WHOLE_NAME):
+        found = capture(
+            model.eval(),
+            examples,
+            dynamic={BATCH: (1, TOKENS_MAX, {0: 0, 1: 0}), "rows": (1, ROWS_MAX, {2: 0})},
+            through=Through(
+                SERVE,
+                partial(_encode, pooling=pooling, first=first),
+                partial(_served, context=min(context - first, UNIT_TOKENS_MAX)),
+            ),
+            name=type(model).__name__,
+        )
+    prove_encoder_served(model, found.graph, partial(pooled, pooling=pooling))
+    return found
+
+
+def first_position(model: nn.Module) -> int:
+    """Return the number of a text's first place: RoBERTa and its kin count from behind their padding."""
+    is_kin = type(model).__name__.startswith(COUNT_FROM_PADDING)
+    return int(getattr(getattr(model, "config", None), "pad_token_id", 0) or 0) + 1 if is_kin else 0
+
+
+def pooled(hidden: Tensor, pooling: str) -> Tensor:
+    """Return the vector of one text's tokens, [tokens, width]."""
+    return hidden[0] if pooling == "cls" else hidden.mean(0)
+
+
+def _encode(
+    model: Any, tokens: Tensor, positions: Tensor, rows: Tensor, *, pooling: str, first: int
+) -> Tensor:
+    ids = tokens.unsqueeze(0)
+    hidden = model(input_ids=ids, position_ids=positions.unsqueeze(0) + first).last_hidden_state
+    # Attention pools: it knows which tokens are a text's. Equal scores give the mean; a score that all others
+    # vanish beside gives the first token alone.
+    value = hidden.unsqueeze(1)
+    ones = (positions >= 0).to(value.dtype).view(1, 1, -1, 1)
+    key = ones if pooling == "mean" else (positions == 0).to(value.dtype).view(1, 1, -1, 1)
+    scale = 1.0 if pooling == "mean" else _FIRST_ALONE
+    layers = sum(1 for module in model.modules() if hasattr(module, "is_causal"))
+    vectors: Tensor = ATTEND(ones, key, value, layers, scale, WHOLE)[0, 0]
+    return vectors.index_select(0, rows)
 
 
 def _serve(model: Any, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
@@ -103,13 +165,15 @@ def _served(graph: Graph, context: int) -> Graph:
 
 
 @contextmanager
-def _attending(model: nn.Module) -> Iterator[None]:
+def _attending(model: nn.Module, name: str = _NAME) -> Iterator[None]:
     """Have the model attend by our operator while it is captured."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    AttentionInterface.register(_NAME, _attention)
-    AttentionMaskInterface.register(_NAME, _no_mask)
+    layers = [module for module in model.modules() if hasattr(module, "is_causal")]
+    attention = _attention if name == _NAME else partial(_whole_attention, layers=layers)
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, _no_mask)
     held: list[tuple[Any, Any]] = []
     seen: set[int] = set()
     for module in model.modules():
@@ -127,7 +191,7 @@ def _attending(model: nn.Module) -> Iterator[None]:
     try:
         model.requires_grad_(False)
         for config, _ in held:
-            config._attn_implementation = _NAME
+            config._attn_implementation = name
         for config, _ in experts:
             config._experts_implementation = "batched_mm"
         yield
@@ -163,4 +227,22 @@ def _attention(
     found = ATTEND(
         query, key, value, int(module.layer_idx), scale, sliding_window or 0, softcap or 0.0, s_aux
     )
+    return found.transpose(1, 2).contiguous(), None
+
+
+def _whole_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    layers: list[nn.Module],
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    if attention_mask is not None or getattr(module, "is_causal", False) or module not in layers:
+        raise CaptureRefused("attention that is causal, or has a mask of its own, makes no encoder")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    found = ATTEND(query, key, value, layers.index(module), scale, WHOLE)
     return found.transpose(1, 2).contiguous(), None

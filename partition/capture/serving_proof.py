@@ -40,7 +40,7 @@ from partition.model.graph import (
     TensorType,
     values_of,
 )
-from partition.model.serving import attention_layers
+from partition.model.serving import attention_layers, count_words, is_whole
 from partition.model.sizes import evaluate, shape_of
 from partition.stage import Unit
 
@@ -106,6 +106,31 @@ def prove_folder_served(model: nn.Module, graph: Graph) -> ServingProof:
         model.train(was_training)
 
 
+def prove_encoder_served(model: nn.Module, graph: Graph, pool: Callable[[Tensor], Tensor]) -> ServingProof:
+    """Compare a graph that gives one vector of each text with its model, by the model's own attention. `pool`
+    makes the vector of all tokens'.
+
+    Raises:
+        CaptureRefused: the graph is not the model.
+    """
+    held: dict[str, Tensor] = dict(model.named_buffers(remove_duplicate=False))
+    held |= dict(model.named_parameters(remove_duplicate=False))
+    parameters = {number: held[row.names[0]].detach() for number, row in enumerate(graph.parameters)}
+    runner: Any = model
+
+    def reference(ids: Tensor) -> Tensor:
+        try:
+            hidden: Tensor = runner(input_ids=ids.unsqueeze(0)).last_hidden_state[0]
+        except Exception as error:  # whatever a library's model raises
+            told = " ".join(str(error).split())[:300]
+            raise CaptureRefused(f"the model itself fails: {type(error).__name__}: {told}") from error
+        return pool(hidden).expand(len(ids), -1)
+
+    # Some models count the places of what is no padding, of which a text has none.
+    padding = getattr(getattr(model, "config", None), "pad_token_id", None)
+    return _prove(graph, parameters, reference, (2, TOKENS_MOST), -1 if padding is None else int(padding))
+
+
 def prove_graph_served(served: Graph, captured: Graph) -> ServingProof:
     """Compare a graph that serves with the captured one that it was made of, at random values. If they are
     the same one, it is compared with itself.
@@ -145,7 +170,11 @@ def random_values(graph: Graph) -> dict[int, Tensor]:
 
 
 def _prove(
-    graph: Graph, parameters: Mapping[int, Tensor], reference: Reference | None, bounds: tuple[int, int]
+    graph: Graph,
+    parameters: Mapping[int, Tensor],
+    reference: Reference | None,
+    bounds: tuple[int, int],
+    avoided: int = -1,
 ) -> ServingProof:
     dtypes = {DTYPES[row.type.dtype] for row in graph.parameters} & set(TOLERANCES)
     tolerance = max((TOLERANCES[dtype] for dtype in dtypes), default=TOLERANCES[torch.float32])
@@ -153,6 +182,7 @@ def _prove(
     generator = torch.Generator().manual_seed(_SEED)
     vocabulary = _vocabulary(graph)
     sessions = [torch.randint(0, vocabulary, (length,), generator=generator) for length in lengths]
+    sessions = [torch.where(ids == avoided, (avoided + 1) % vocabulary, ids) for ids in sessions]
     error = 0.0
     try:
         with torch.no_grad():
@@ -161,16 +191,17 @@ def _prove(
                 whole.logits([Unit(_name(number), 0, len(ids), len(ids))], ids)
                 for number, ids in enumerate(sessions)
             ]
-            in_parts = _in_parts(whole, sessions)
+            in_parts = _beside(whole, sessions) if whole.is_whole else _in_parts(whole, sessions)
             wanted = at_once if reference is None else [reference(ids) for ids in sessions]
             against = "of the whole prompt" if reference is None else "of the model"
-            ways = (("at once", at_once), ("in parts and token by token", in_parts))
+            parts = "beside others" if whole.is_whole else "in parts and token by token"
+            ways = (("at once", at_once), (parts, in_parts))
             for way, found in ways[reference is None :]:
                 for logits, model in zip(found, wanted, strict=True):
                     far, place = _difference(logits, model)
                     error = max(error, far)
                     if not far <= tolerance:
-                        where = _mixing(whole, vocabulary)
+                        where = "" if whole.is_whole else _mixing(whole, vocabulary)
                         raise ServingDiffers(
                             f"served {way}, its logits are not those {against}: {far:.1e} apart at token "
                             f"{place + 1} of {len(model)}, {tolerance:.0e} allowed{where}"
@@ -191,10 +222,19 @@ def _lengths(graph: Graph, bounds: tuple[int, int]) -> list[int]:
 
 def _vocabulary(graph: Graph) -> int:
     entry = graph.entries[0]
+    if is_whole(graph, entry):
+        return count_words(graph)
     side = graph.types[entry.types[entry.outputs[0]]].shape[-1]
     if not isinstance(side, int):
         raise CaptureRefused("the model's logits have no last side that is fixed")
     return side
+
+
+def _beside(whole: "_Whole", sessions: Sequence[Tensor]) -> list[Tensor]:
+    """Rows of sessions that go together, each at once: an encoder's have no parts."""
+    units = [Unit(_name(len(sessions) + n), 0, len(ids), len(ids)) for n, ids in enumerate(sessions)]
+    rows = whole.logits(units, torch.cat(list(sessions)))
+    return list(torch.split(rows, [len(ids) for ids in sessions]))
 
 
 def _in_parts(whole: "_Whole", sessions: Sequence[Tensor]) -> list[Tensor]:
@@ -240,6 +280,7 @@ class _Whole:
         self.graph = graph
         self.stage: StageGraph = cut(graph, bytes(32), ())[0]
         self.entry: StageEntry = self.stage.entry(SERVE)
+        self.is_whole = is_whole(self.stage, self.entry)
         self._parameters = parameters
         self._constants = _constants(self.stage)
         self._program = compile_entry(self.stage, SERVE, train=False, device=_CPU)

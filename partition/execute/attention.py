@@ -7,8 +7,10 @@ v. The tokens are those of all units of a batch, flat. Which sessions they belon
 them, comes beside the graph: `serving` says it for the time of one run. So one graph serves prompts, parts of
 them, single tokens, and all of these at once, and holds no cache and no mask.
 
-`window` hides keys that are so many tokens back or more (0: none), `softcap` bounds scores by its tanh (0:
-none), and `sinks` are scores, one a head, that take their share of the softmax and give no value (gpt-oss).
+`window` hides keys that are so many tokens back or more (0: none); with WHOLE a row sees all tokens of its
+session, later ones too: encoders attend so, each text of theirs in one unit. `softcap` bounds scores by its
+tanh (0: none), and `sinks` are scores, one a head, that take their share of the softmax and give no value
+(gpt-oss).
 
 A row's bits do not depend on what else is in the batch, nor on how its session came here. Keys are taken in
 blocks, each a page from its begin; the rows of every product are padded to a multiple of ROWS; and what the
@@ -34,9 +36,11 @@ from typing import Any
 import torch
 
 from partition.execute.pages import PAGE_TOKENS, Pages, Span
+from partition.model.operators import WHOLE_WINDOW
 
 ROWS = 4
 """Rows of a batched product are a multiple of this: torch's kernels compute a row alike from four on."""
+WHOLE = WHOLE_WINDOW
 SCRATCH_BYTES = 32 << 20
 """What one batched product may take of scores and of gathered keys, where a single row does not take more."""
 
@@ -136,6 +140,8 @@ class _Part:
     tokens: int
     pages: tuple[int, ...]
     block: int
+    end: int
+    """How many tokens its session has with this unit."""
 
 
 def _places(
@@ -171,7 +177,7 @@ def serving(batch: Batch) -> Iterator[None]:
 
 
 def _parts(spans: Sequence[Span], window: int, block_bytes: int, row_bytes: int) -> Iterator[Sequence[_Part]]:
-    """Parts that are computed at once: single tokens together, longer spans a few rows at a time."""
+    """Return parts that are computed at once: single tokens together, longer spans a few rows at a time."""
     singles: list[_Part] = []
     size = 0
     for part in sorted(
@@ -197,9 +203,10 @@ def _parts(spans: Sequence[Span], window: int, block_bytes: int, row_bytes: int)
 
 def _part(span: Span, begin: int, count: int, window: int) -> _Part:
     position = span.position + begin
-    first = max(0, position - window + 1) // PAGE_TOKENS if window else 0
-    last = -(-(position + count) // PAGE_TOKENS)
-    return _Part(span.first + begin, position, count, span.pages[first:last], first)
+    first = max(0, position - window + 1) // PAGE_TOKENS if window > 0 else 0
+    end = span.position + span.tokens
+    last = -(-(end if window == WHOLE else position + count) // PAGE_TOKENS)
+    return _Part(span.first + begin, position, count, span.pages[first:last], first, end)
 
 
 def _group(parts: Sequence[_Part], window: int, device: torch.device) -> _Group:
@@ -224,7 +231,10 @@ def _group(parts: Sequence[_Part], window: int, device: torch.device) -> _Group:
     key_NK = torch.tensor(keys, device=device)[:, None] + torch.arange(PAGE_TOKENS, device=device)
     distance_NTK = position_NT[:, :, None] - key_NK[:, None, :]
     hidden_NTK = distance_NTK < 0
-    if window:
+    if window == WHOLE:
+        ends = torch.tensor([part.end for part in parts], device=device)[members]
+        hidden_NTK = (key_NK >= ends[:, None])[:, None, :].expand(-1, tokens, -1)
+    elif window:
         hidden_NTK |= distance_NTK >= window
     rows = [part.first + number for part in parts for number in range(tokens)]
     return _Group(
@@ -387,7 +397,7 @@ def _plain(
     softcap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Causal attention within sequences, in one go."""
+    """Attention within sequences, causal unless `window` is WHOLE, in one go."""
     dtype, share = q.dtype, q.shape[1] // k.shape[1]
     q, k, v = (each.to(_working(dtype)) for each in (q, k, v))
     k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
@@ -396,7 +406,11 @@ def _plain(
         scores = softcap * torch.tanh(scores / softcap)
     place = torch.arange(q.shape[2], device=q.device)
     distance = place[:, None] - place
-    hidden = (distance < 0) | (distance >= window) if window else distance < 0
+    hidden = distance < 0
+    if window == WHOLE:
+        hidden = torch.zeros_like(hidden)
+    elif window:
+        hidden = hidden | (distance >= window)
     scores = scores.masked_fill(hidden, -inf)
     if sinks is not None:
         column = sinks.view(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 1)

@@ -5,7 +5,8 @@ own weights and their own program. So it is found out by results: names of proce
 builds are part of it, but would not do alone, since libraries choose kernels by more than that.
 
 The tokens are served twice, at once and in parts among others. Where the bits differ, an answer could not go
-on elsewhere as it was, and the stage has no class. What is not tried: batches as long as a chunk of a prompt.
+on elsewhere as it was, and the stage has no class. An encoder's sessions have no parts, and are served among
+others alone. What is not tried: batches as long as a chunk of a prompt.
 The products of those are probed by themselves (`partition.execute.products`).
 """
 
@@ -22,6 +23,7 @@ from partition.execute.interpret import DTYPES, Program
 from partition.execute.pages import PAGE_TOKENS
 from partition.execute.serving import ServedStage
 from partition.model.graph import SERVE, ParameterValue, Size, TensorType
+from partition.model.serving import is_whole
 from partition.model.sizes import evaluate, shape_of
 from partition.stage import BITS_BYTES, StageSpecification, Unit
 
@@ -73,6 +75,8 @@ def bit_class(
         served.pages.end(whole)
         half = tokens // 2
         cuts = [0, half, *range(half + 1, half + 1 + _SINGLES), tokens]
+        if is_whole(graph, graph.entry(SERVE)):
+            cuts = [0, tokens]
         is_same = True
         for number, (begin, end) in enumerate(pairwise(cuts)):
             units = [Unit(parts, begin, end - begin, (end - begin) * wants)]

@@ -38,7 +38,7 @@ from partition.model.graph import (
     TypeName,
     Value,
 )
-from partition.model.operators import ATTEND, OPERATORS
+from partition.model.operators import ATTEND, OPERATORS, WHOLE_WINDOW
 
 SIDE_MAX = 2**40
 """A side of a tensor, as `TensorType` has it."""
@@ -87,7 +87,7 @@ _FIXED: Mapping[str, tuple[int, int]] = MappingProxyType(
         "source": _DIMENSION,
         "destination": _DIMENSION,
         "layer": (0, NODES_MAX),
-        "window": (0, EXTENT_MAX),
+        "window": (WHOLE_WINDOW, EXTENT_MAX),
         "reduction": _ENUMERATION,
         "compute_mode": _ENUMERATION,
         "interpolation_mode": _ENUMERATION,

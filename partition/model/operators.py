@@ -25,6 +25,8 @@ BATCH_NORM = "aten.batch_norm.default"
 
 ATTEND = "peerloom.attend.default"
 """The one operator of our own: attention over pages of keys and values (`partition.execute.attention`)."""
+WHOLE_WINDOW = -1
+"""The window of `attend` by which a token sees all of its session, later tokens too."""
 
 Cost = Literal[
     "free",

@@ -33,6 +33,7 @@ from partition.model.graph import (
     Items,
     Node,
     Parameter,
+    ParameterValue,
     Port,
     Size,
     StageEntry,
@@ -42,7 +43,7 @@ from partition.model.graph import (
     Value,
     values_of,
 )
-from partition.model.operators import ATTEND
+from partition.model.operators import ATTEND, WHOLE_WINDOW
 
 TOKENS_MAX = 2_048
 """Tokens in one call. A long prompt comes in parts, so that others get their turn between."""
@@ -432,6 +433,32 @@ def _check_attention(graph: Graph, entry: Entry) -> None:
             raise RemoteProtocolError(f"{where} attends with heads that do not fit each other")
         if len({kind.dtype for kind in kinds}) > 1:
             raise RemoteProtocolError(f"{where} attends with several types")
+
+
+def is_whole(graph: Graph | StageGraph, entry: Entry | StageEntry) -> bool:
+    """Return whether tokens see those after them, so that a session has to come as one unit: an encoder."""
+    return any(
+        graph.operators[node.operator] == ATTEND and WHOLE_WINDOW in node.arguments[5:6]
+        for node in entry.nodes
+    )
+
+
+def count_words(graph: Graph) -> int:
+    """Return how many token ids a graph knows that serves: the rows of the table that they are looked up in,
+    the shortest where there are several. Raises ValueError: there is none."""
+    entry = graph.entries[0]
+    ids, sides = {0}, []
+    for node in entry.nodes:
+        name, given = graph.operators[node.operator], node.arguments
+        if name == "aten.unsqueeze.default" and isinstance(given[0], Value) and given[0].id in ids:
+            ids.add(node.outputs[0])
+        elif name == "aten.embedding.default" and isinstance(given[0], ParameterValue):
+            side = graph.parameters[given[0].row].type.shape[0]
+            if isinstance(given[1], Value) and given[1].id in ids and isinstance(side, int):
+                sides.append(side)
+    if not sides:
+        raise ValueError("the model looks its tokens up in no table")
+    return min(sides)
 
 
 def attention_layers(graph: StageGraph, entry: StageEntry) -> Iterable[tuple[int, TensorType, TensorType]]:

@@ -28,6 +28,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from partition.codecs.base import Array
 from partition.serve.events import ComputedFor as ComputedFor
+from partition.serve.events import Embedded as Embedded
 from partition.serve.events import Event as Event
 from partition.serve.events import FinishReason as FinishReason
 from partition.serve.events import GenerationOver as GenerationOver
@@ -395,7 +396,8 @@ class Door:
         for peer in attempt.route:
             if not self._using(peer):
                 self._heard_at.pop(peer, None)
-        if rests_at is None or not attempt.is_open or attempt.known < PREFIX_TOKENS_MIN:
+        rests = rests_at is not None and not generation.wish.is_vector
+        if rests_at is None or not rests or not attempt.is_open or attempt.known < PREFIX_TOKENS_MIN:
             self._prefixes.drop(attempt.session)
             return [(peer, LeaveSession(attempt.session)) for peer in attempt.route]
         kept = KeptPrefix(attempt.session, generation.key, attempt.route)
@@ -468,7 +470,7 @@ class Door:
         tokens = generation.tokens
         while attempt.is_open and attempt.sent < len(tokens) and len(attempt.flying) < UNITS_IN_FLIGHT_MAX:
             begin = attempt.sent
-            attempt.sent = min(begin + CHUNK_TOKENS, len(tokens))
+            attempt.sent = min(begin + (generation.wish.unit_tokens or CHUNK_TOKENS), len(tokens))
             wanted = int(attempt.sent == len(tokens))
             work = Work(
                 attempt.session,
@@ -504,6 +506,10 @@ class Door:
         if not work.wanted:
             return sends + self._send_units(now, generation, attempt)
         generation.attempts, generation.reason, generation.waits_since = 0, "", now
+        if generation.wish.is_vector:
+            ids, logits, _ = row
+            self.events.append(Embedded(generation.number, logits[np.argsort(ids)]))
+            return sends + self._finish(now, generation, "stop")
         attempt.row = row
         if generation.wish.is_masked and generation.allowed is None:
             return sends
@@ -535,7 +541,8 @@ class Door:
 
     def _note_read(self, now: float, generation: OpenGeneration, attempt: RouteAttempt) -> Sends:
         """More of what there was at its begin is computed: others may begin from that."""
-        if not PREFIX_TOKENS_MIN <= attempt.known <= attempt.reads:
+        # What an encoder has read of a text follows from all of it, and begins no other.
+        if generation.wish.is_vector or not PREFIX_TOKENS_MIN <= attempt.known <= attempt.reads:
             return []
         kept = KeptPrefix(attempt.session, generation.key, attempt.route)
         self._prefixes.put(kept, generation.tokens[: attempt.known])

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from crypto.identity import PeerId
+from partition.codecs.base import Array
 from partition.serve.sampling import Sampling
 
 FinishReason = Literal["stop", "length", "cancelled", "failed"]
@@ -11,7 +12,8 @@ FinishReason = Literal["stop", "length", "cancelled", "failed"]
 
 @dataclass(frozen=True)
 class Shape:
-    """What a door has to know of a service: its stages, the rows of its vocabulary, the tokens it takes."""
+    """What a door has to know of a service: its stages, the numbers in a row that it answers (its vocabulary,
+    or a vector's), the tokens it takes."""
 
     service: bytes
     stages: int
@@ -33,11 +35,18 @@ class Wish:
     """It begins from what sessions of the same owner have read, and from nobody else's."""
     is_masked: bool = False
     """Whether `Door.permit` says which tokens may come, of each anew."""
+    is_vector: bool = False
+    """Whether an encoder is asked: the prompt goes as one unit, and the row that comes is the answer."""
+
+    @property
+    def unit_tokens(self) -> int:
+        """Return how many tokens go as one unit, where they all must; else 0."""
+        return len(self.prompt) if self.is_vector else 0
 
     @property
     def best(self) -> int:
-        """How many of the best logits of a row decide; 0: all of them."""
-        return 0 if self.is_masked else self.sampling.best
+        """Return how many of the best numbers of a row are wanted; 0 for all."""
+        return 0 if self.is_masked or self.is_vector else self.sampling.best
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,14 @@ class Sampled:
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """The vector of a text that an encoder was asked for; its generation is over then."""
+
+    generation: int
+    vector: Array
 
 
 @dataclass(frozen=True)
@@ -99,4 +116,4 @@ class ComputedFor:
     tokens: int
 
 
-Event = Sampled | GenerationOver | RouteWanted | RouteTaken | Misbehaved | ComputedFor
+Event = Sampled | Embedded | GenerationOver | RouteWanted | RouteTaken | Misbehaved | ComputedFor

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from node.web.forms.completions import ChatRequest, CompletionRequest
+from node.web.forms.embeddings import EmbeddingsRequest
 from node.web.forms.messages import MessagesRequest
 from node.web.forms.responses import ResponsesRequest
 
@@ -13,6 +14,7 @@ FORMS = {
     "/v1/completions": (CompletionRequest, "Go on from a text, or from tokens."),
     "/v1/chat/completions": (ChatRequest, "Answer a conversation."),
     "/v1/responses": (ResponsesRequest, "Answer a conversation, in the form of agents; nothing is stored."),
+    "/v1/embeddings": (EmbeddingsRequest, "Give vectors of texts."),
     "/v1/messages": (MessagesRequest, "Answer a conversation, in Anthropic's form."),
 }
 LOOKS = {

@@ -37,7 +37,7 @@ async function look() {
 }
 
 const service = () => (talk.services || []).find((each) => each.service === talk.service)
-  || (talk.services || []).find((each) => each.answers) || (talk.services || [])[0];
+  || (talk.services || []).find((each) => each.answers && !each.vector) || (talk.services || [])[0];
 
 // Questions and answers take turns, as templates want it: a question that got no word of an answer is not sent again.
 function sent() {
@@ -148,7 +148,7 @@ export function Chat() {
   const chosen = service();
   if (!chosen) return html`<h1>Chat</h1><${Empty} />`;
   const text = talk.texts[chosen.service] || {}, last = talk.turns[talk.turns.length - 1];
-  const able = chosen.answers && !text.asking && chosen.text !== "";
+  const able = chosen.answers && !text.asking && chosen.text !== "" && !chosen.vector;
   const submit = (event) => { event.preventDefault(); say(talk.draft); place.current.focus(); };
   const keys = (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) submit(event);
@@ -183,6 +183,7 @@ function Hint({ of, text }) {
   const missing = of.stages.findIndex((rows) => !rows.length);
   if (missing >= 0) return html`<${Notice} kind="warn">Nobody answers for stage ${missing + 1} of ${of.name}. It is taken as soon as a node has a free slot: <code>${elsewhere} --join
     ${" "}${store.node.join_address || "ADDRESS"}</code><//>`;
+  if (of.vector) return html`<${Notice} kind="warn">${of.name} gives vectors of texts, and says nothing: programs ask <code>/v1/embeddings</code><//>`;
   if (of.text === "") return html`<${Notice} kind="warn">${of.name} takes tokens, and no text. Serve it with its tokenizer: <code>${program} serve MODEL --tokenizer FILE</code><//>`;
   if (text.asking) return html`<p class="quiet" role="status">Fetching its tokenizer...</p>`;
   return text.has_template ? "" : html`<p class="quiet">${of.name} has no chat template: it goes on from each of your texts as it is, and knows nothing of those before.</p>`;

@@ -27,6 +27,7 @@ def serving_events(at: float, first: PeerId, second: PeerId) -> list[events.Even
             first_seconds=0.25,
             tokens_per_second=12.34,
             route=(first, second),
+            prompt_tokens=7,
         ),
         events.ServiceChanged(at=at, service="ab", name="gpt", stage=1, is_held=False, detail="it leaves"),
     ]

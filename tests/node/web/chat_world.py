@@ -50,7 +50,6 @@ class ChatServing(SaidServing):
         self.pause_seconds = 0.3
         self.is_there = True
         self.holders: dict[int, list[int]] = {0: [1], 1: [2, 3]}
-        self.generations = SimpleNamespace(newest={})
         self.seams = SimpleNamespace(entropy=bytes, clock=SimpleNamespace(monotonic=trio.current_time))
         vars(self.service).update(id=b"x", text=SERVICE, publisher=peer(1))
         vars(self.service.manifest).update(

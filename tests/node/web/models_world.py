@@ -114,9 +114,17 @@ class SaidServing:
         self.finder = self
         self.seams = SimpleNamespace(entropy=bytes)
         self.texts = self
+        self.generations = SimpleNamespace(newest={})
+        self.hosting = SimpleNamespace(own=list)
         self.service = SimpleNamespace(
             manifest=SimpleNamespace(
-                name=NAME, text="bytes", vocabulary=256, context=CONTEXT, stops=(), at_milliseconds=1
+                name=NAME,
+                text="bytes",
+                vocabulary=256,
+                context=CONTEXT,
+                stops=(),
+                at_milliseconds=1,
+                vector=0,
             )
         )
 

@@ -2,14 +2,18 @@
 
 import json
 import re
+from types import SimpleNamespace
 
+import msgspec
 import trio
 import trio.lowlevel
 from prometheus_client.parser import text_string_to_metric_families
 
 from node import events
-from node.web import metrics
+from node.web import metrics, model_metrics
 from tests.node.serving.told import serving_events
+from tests.node.web.models_world import NAME, models
+from tests.node.web.test_models_door import ASKED, post
 from tests.node.web.world import STARTED, Told, joined, peer, run_events, served, started
 from tests.source import ROOT
 
@@ -25,6 +29,9 @@ def told() -> Told:
 
 async def scraped(node: Told) -> dict[tuple[str, ...], float]:
     async with served(node) as page:
+        page.page.live.tick()
+        page.page.live.metrics.models.between("gpt", 0.01)
+        page.page.live.metrics.models.queued("gpt", 0.01)
         status, headers, body = await page.ask("/metrics")
     assert status == 200
     assert headers["content-type"].startswith("text/plain")
@@ -51,18 +58,57 @@ async def test_it_counts_what_happened() -> None:
     assert found["peerloom_stage_utilisation_ratio", "0"] == 0.8
 
 
-async def test_it_counts_answers_of_models() -> None:
-    node = told()
+def answered(node: Told) -> Told:
+    """The same with an answer of a model, whose stage is held here, in each way that it is counted."""
     for event in serving_events(STARTED, peer(1), peer(2)):
         node.publish(event)
-    found = await scraped(node)
-    assert found["peerloom_answers_total", "length"] == 1
-    assert found["peerloom_answer_tokens_total",] == 40
-    assert found["peerloom_answer_moves_total",] == 1
-    assert found["peerloom_answer_first_token_seconds_bucket", "0.25"] == 1
+    listing = SimpleNamespace(sessions=2, tokens=300, tokens_max=4_096)
+    node.serving.hosting.own = lambda: [(SimpleNamespace(manifest=SimpleNamespace(name="gpt")), listing)]
+    return node
+
+
+async def test_it_counts_answers_of_models() -> None:
+    found = await scraped(answered(told()))
+    assert found["peerloom_answers_total", "gpt", "length"] == 1
+    assert found["peerloom_answers_total", "gpt", "failed"] == 0
+    assert found["peerloom_answer_tokens_total", "gpt"] == 40
+    assert found["peerloom_answer_prompt_tokens_total", "gpt"] == 7
+    assert found["peerloom_answer_moves_total", "gpt"] == 1
+    assert found["peerloom_answer_first_token_seconds_bucket", "0.25", "gpt"] == 1
     assert found["peerloom_answer_token_seconds_bucket", "0.1"] == 1
     assert found["peerloom_answer_token_seconds_bucket", "0.05"] == 0
     assert found["peerloom_model_requests_waiting",] == 0
+    assert found["peerloom_model_sessions", "gpt"] == 2
+    assert found["peerloom_model_cache_tokens", "gpt"] == 300
+    assert found["peerloom_model_cache_tokens_max", "gpt"] == 4_096
+
+
+async def test_requests_over_http_are_counted_by_their_model() -> None:
+    async with models(text="bytes") as (page, _, key):
+        page.page.live.metrics.models.between(NAME, 0.004)
+        await post(page, key, ASKED)
+        await post(page, key, {**ASKED, "model": "mistyped"})
+        _, _, body = await page.ask("/metrics")
+    assert b'peerloom_answer_queue_seconds_count{model="words"} 1.0' in body
+    assert b'peerloom_answer_queue_seconds_count{model="other"} 1.0' in body
+    assert b'peerloom_answer_between_tokens_seconds_bucket{le="0.005",model="words"} 1.0' in body
+    assert b"mistyped" not in body
+
+
+def test_more_models_than_a_dashboard_has_are_counted_together() -> None:
+    counted = model_metrics.ModelMetrics()
+    (ended,) = (
+        each for each in serving_events(STARTED, peer(1), peer(2)) if isinstance(each, events.GenerationEnded)
+    )
+    for number in range(model_metrics.MODELS_MAX + 5):
+        counted.ended(msgspec.structs.replace(ended, name=f"m{number}"))
+    (answers, *_) = counted.families(())
+    assert len({sample.labels["model"] for sample in answers.samples}) == model_metrics.MODELS_MAX
+    (first, *_) = (each.collect() for each in counted.histograms)
+    sums = {
+        each.labels["model"]: each.value for each in next(iter(first)).samples if each.name.endswith("_count")
+    }
+    assert sums[model_metrics.OTHER] == 5
 
 
 async def test_no_peer_and_no_run_is_a_label() -> None:
@@ -101,7 +147,7 @@ def names_of(expression: str) -> set[str]:
 
 
 async def test_what_is_deployed_asks_only_for_what_exists() -> None:
-    known = {name for name, *_ in await scraped(told())}
+    known = {name for name, *_ in await scraped(answered(told()))}
     dashboard = json.loads((ROOT / "deploy/grafana.json").read_text())
     asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     asked += [

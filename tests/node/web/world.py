@@ -146,7 +146,11 @@ class Told:
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     runs: Any = field(default_factory=lambda: SimpleNamespace(members={}))
     measurements: Any = None
-    serving: Any = field(default_factory=lambda: SimpleNamespace(finder=None))
+    serving: Any = field(
+        default_factory=lambda: SimpleNamespace(
+            finder=None, generations=SimpleNamespace(newest={}), hosting=SimpleNamespace(own=list)
+        )
+    )
 
     def publish(self, event: events.Event) -> None:
         self.state = apply(self.state, event)

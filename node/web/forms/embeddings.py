@@ -1,0 +1,64 @@
+"""`/v1/embeddings`: texts, or tokens, to vectors of length one."""
+
+from base64 import b64encode
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+
+from node.web.forms.asking import NAME_LENGTH_MAX, PROMPT_TOKENS_MAX, FormProblem
+from partition.codecs.base import Array
+
+TEXTS_MAX = 2_048
+"""In one request, as in OpenAI's API."""
+TOKENS_TOTAL_MAX = 300_000
+"""All its texts together, as there."""
+
+_Ids = Annotated[
+    tuple[Annotated[int, msgspec.Meta(ge=0)], ...],
+    msgspec.Meta(min_length=1, max_length=PROMPT_TOKENS_MAX),
+]
+_Texts = Annotated[tuple[str, ...], msgspec.Meta(min_length=1, max_length=TEXTS_MAX)]
+_ManyIds = Annotated[tuple[_Ids, ...], msgspec.Meta(min_length=1, max_length=TEXTS_MAX)]
+
+
+class EmbeddingsRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client asks. `input` is a text, several, tokens, or several rows of them."""
+
+    model: Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_LENGTH_MAX)]
+    input: str | list[str | int | list[int]]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, msgspec.Meta(ge=1)] | None = None
+
+    @property
+    def texts(self) -> tuple[str | tuple[int, ...], ...]:
+        """Return each text, or its tokens. Raises FormProblem."""
+        if isinstance(self.input, str):
+            return (self.input,)
+        for form in (_Texts, _ManyIds):
+            try:
+                found: tuple[str | tuple[int, ...], ...] = msgspec.convert(self.input, form)
+                return found
+            except msgspec.ValidationError:
+                pass
+        try:
+            return (msgspec.convert(self.input, _Ids),)
+        except msgspec.ValidationError:
+            raise FormProblem(
+                f"input: want a text, tokens, or 1 to {TEXTS_MAX:,} of either", field="input"
+            ) from None
+
+
+def embeddings_document(request: EmbeddingsRequest, vectors: Sequence[Array], tokens: int) -> bytes:
+    """Return the answer. Each vector is cut to the dimensions that are wanted, and made one long."""
+    rows = []
+    for index, vector in enumerate(vectors):
+        wanted = vector[: request.dimensions]
+        long = float(np.linalg.norm(wanted))
+        unit = (wanted / long if long else wanted).astype("<f4")
+        is_text = request.encoding_format == "base64"
+        found = b64encode(unit.tobytes()).decode() if is_text else unit.tolist()
+        rows.append({"object": "embedding", "index": index, "embedding": found})
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return msgspec.json.encode({"object": "list", "data": rows, "model": request.model, "usage": usage})
