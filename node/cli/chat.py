@@ -1,14 +1,17 @@
 """`peerloom chat SERVICE`: a conversation with a served model, by the chat template of its folder.
 
-What was said is kept in this process and nowhere else, and goes to the node with each message. Ctrl-C stops
-the answer that is being given, which stays in the conversation as far as it came; Ctrl-D, or the end of the
-input, ends the chat.
+What was said is kept in this process and nowhere else, and goes to the node with each message; `/save`
+writes it down. Ctrl-C stops the answer that is being given, which stays in the conversation as far as it
+came. So does one that breaks off; the next line, or `/retry`, goes on. Ctrl-D, or the end of the input,
+ends the chat.
 """
 
 import json
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,12 +20,22 @@ import typer
 from node.cli.client import ask, peer_names, request
 from node.cli.options import DataDir, find_data_dir
 from node.cli.render import show
-from node.cli.serve import MinP, Temperature, TopK, TopP, answer_lines, read_seed, write_piece
-from node.errors import UsageError
+from node.cli.serve import MinP, Temperature, TopK, TopP, answer_lines, read_seed, service_lines, write_piece
+from node.errors import EXIT_DONE, PeerloomError, UsageError
+from node.suggest import did_you_mean
 
 HISTORY_BYTES_MAX = 1 << 20
 """Messages that go with a question: less than the control channel takes. The oldest are left out beyond."""
 PROMPT = "> "
+HELP = (
+    "/retry           answer the last message again",
+    "/system [TEXT]   what the model is told before all; without TEXT nothing",
+    "/models          the services that answer now, and who holds them",
+    "/clear           forget the conversation",
+    "/save FILE       write the conversation down as JSON",
+    "/quit            end (so does Ctrl-D)",
+    "//...            a message that begins with /",
+)
 
 Message = dict[str, str]
 
@@ -43,7 +56,7 @@ def chat(
     seed: Annotated[str, typer.Option("--seed", metavar="N", help="Draw the same again.")] = "",
     data_dir: DataDir = "",
 ) -> None:
-    """Talk with a served model; Ctrl-C stops an answer, Ctrl-D ends."""
+    """Talk with a served model; /help lists commands, Ctrl-C stops an answer, Ctrl-D ends."""
     folder = find_data_dir(context, data_dir)
     found: dict[str, Any] = ask(folder, "services.text", {"service": service}, seconds=None)
     name = found["name"]
@@ -62,12 +75,138 @@ def chat(
     }
     is_terminal = sys.stdin.isatty()
     if is_terminal:
-        show([f"{name}: Ctrl-C stops an answer, Ctrl-D ends"], sys.stderr)
-    history: list[Message] = [{"role": "system", "content": system}] if system else []
+        show([f"{name}: Ctrl-C stops an answer, Ctrl-D ends, /help lists commands"], sys.stderr)
+    talk = _Talk(folder, found["service"], settings, system)
     for said in _said(is_terminal=is_terminal):
-        history.append({"role": "user", "content": said})
-        answer = _answer(folder, found["service"], settings | {"messages": fitting(history)})
-        history.append({"role": "assistant", "content": answer})
+        if not talk.take(said):
+            break
+    if talk.exit_code and not is_terminal:
+        raise typer.Exit(talk.exit_code)  # whoever pipes into this looks at nothing else
+
+
+@dataclass
+class _Talk:
+    """A conversation. `turns` are what was said and answered, in turn; a message without a word of an answer
+    is not sent again."""
+
+    folder: Path
+    service: str
+    settings: dict[str, Any]
+    system: str
+    turns: list[Message] = field(default_factory=list)
+    exit_code: int = EXIT_DONE
+    """Why the newest answer failed, 0 where it did not."""
+
+    def take(self, said: str) -> bool:
+        """Take a line of a person; return whether the chat goes on."""
+        if not said.startswith("/") or said.startswith("//"):
+            self._ask(said.removeprefix("/") if said.startswith("//") else said)
+            return True
+        name, _, rest = said[1:].partition(" ")
+        if name in ("quit", "exit"):
+            return False
+        commands: dict[str, Callable[[str], object]] = {
+            "help": lambda _: show([*HELP], sys.stderr),
+            "retry": self._retry,
+            "system": self._tell,
+            "models": self._list,
+            "clear": self._clear,
+            "save": self._save,
+        }
+        if name in commands:
+            self._attempt(lambda: commands[name](rest.strip()))
+        else:
+            near = did_you_mean(name, [*commands, "quit"])
+            show([f"/{name[:40]}: no such command{near}; /help lists them"], sys.stderr)
+        return True
+
+    def _attempt(self, work: Callable[[], object]) -> None:
+        """Do something; say what kept it from being done."""
+        self.exit_code = EXIT_DONE
+        try:
+            work()
+        except PeerloomError as error:
+            self.exit_code = error.exit_code
+            show([f"error: {error.what}", *([f"  do: {error.do}"] if error.do else [])], sys.stderr)
+
+    def _ask(self, said: str) -> None:
+        self.turns += [{"role": "user", "content": said}, {"role": "assistant", "content": ""}]
+        self._attempt(self._answer)
+
+    def _retry(self, _: str) -> None:
+        if not self.turns:
+            raise UsageError("there is no message that could be answered again")
+        self.turns[-1] = {"role": "assistant", "content": ""}
+        self._answer()
+
+    def _tell(self, text: str) -> None:
+        self.system = text
+        show([f"(told before all: {text})" if text else "(told nothing before all)"], sys.stderr)
+
+    def _list(self, _: str) -> None:
+        names = peer_names(self.folder)
+        rows = ask(self.folder, "services", seconds=None)["services"]
+        show([line for row in rows for line in service_lines(row, names)], sys.stderr)
+
+    def _clear(self, _: str) -> None:
+        self.turns.clear()
+        show(["(forgotten)"], sys.stderr)
+
+    def _save(self, name: str) -> None:
+        if not name:
+            raise UsageError("/save wants the name of a file")
+        path = Path(name).expanduser()
+        data = json.dumps(self._messages(), ensure_ascii=False, indent=1)
+        try:
+            # Nobody else's to read, and no file of before is written over.
+            with open(
+                path, "x", encoding="utf-8", opener=lambda at, flags: os.open(at, flags, 0o600)
+            ) as file:
+                file.write(data + "\n")
+        except OSError as error:
+            raise UsageError(f"{name}: {(error.strerror or str(error)).lower()}") from None
+        show([f"({len(self.turns) // 2} messages with their answers are in {path})"], sys.stderr)
+
+    def _messages(self) -> list[Message]:
+        """Return what is sent: the last message, and those before it that were answered."""
+        head = [{"role": "system", "content": self.system}] if self.system else []
+        pairs = [self.turns[at : at + 2] for at in range(0, len(self.turns), 2)]
+        return head + [each for pair in pairs if pair[1]["content"] for each in pair]
+
+    def _answer(self) -> None:
+        """Show an answer to the last message as it comes; what of it came is kept. Raises PeerloomError."""
+        pieces: list[str] = []
+        result: dict[str, Any] = {}
+        messages = [*self._messages(), self.turns[-2]]
+        question = self.settings | {"messages": fitting(messages)}
+        replies = request(self.folder, "generate", {"service": self.service, "question": question})
+        try:
+            with closing(replies):  # type: ignore[type-var]  # a generator
+                for reply in replies:
+                    event = reply.get("event", {})
+                    if "notice" in event:
+                        show([event["notice"]], sys.stderr)
+                    elif "piece" in event:
+                        pieces.append(event["piece"])
+                        write_piece(event["piece"])
+                    result = reply.get("result", result)
+        except KeyboardInterrupt:
+            write_piece("\n")
+            show(["(stopped)"], sys.stderr)
+            return
+        except PeerloomError:
+            if pieces:
+                write_piece("\n")
+            raise
+        finally:
+            self.turns[-1]["content"] = "".join(pieces)
+        write_piece("\n")
+        if result.get("forgotten"):
+            show(
+                [f"({result['forgotten']} of the oldest messages were left out: the chat is too long)"],
+                sys.stderr,
+            )
+        show([f"({line})" for line in answer_lines(result, peer_names(self.folder))], sys.stderr)
 
 
 def _said(*, is_terminal: bool) -> Iterator[str]:
@@ -89,45 +228,19 @@ def _said(*, is_terminal: bool) -> Iterator[str]:
             yield text
 
 
-def _answer(folder: Path, service: str, question: dict[str, Any]) -> str:
-    """Show an answer as it comes; return what of it came."""
-    pieces: list[str] = []
-    result: dict[str, Any] = {}
-    replies = request(folder, "generate", {"service": service, "question": question})
-    try:
-        with closing(replies):  # type: ignore[type-var]  # a generator
-            for reply in replies:
-                event = reply.get("event", {})
-                if "notice" in event:
-                    show([event["notice"]], sys.stderr)
-                elif "piece" in event:
-                    pieces.append(event["piece"])
-                    write_piece(event["piece"])
-                result = reply.get("result", result)
-    except KeyboardInterrupt:
-        write_piece("\n")
-        show(["(stopped)"], sys.stderr)
-        return "".join(pieces)
-    write_piece("\n")
-    if result.get("forgotten"):
-        show(
-            [f"({result['forgotten']} of the oldest messages were left out: the chat is too long)"],
-            sys.stderr,
-        )
-    show([f"({line})" for line in answer_lines(result, peer_names(folder))], sys.stderr)
-    return "".join(pieces)
-
-
 def fitting(history: list[Message], bytes_max: int = HISTORY_BYTES_MAX) -> list[Message]:
     """Return a conversation without its oldest messages, but for the system's, if it is long. Raises
     UsageError: its last message alone is too long."""
     head = [each for each in history[:1] if each["role"] == "system"]
     rest = history[len(head) :]
-    while len(rest) > 1 and _bytes(head + rest) > bytes_max:
-        rest = rest[2:]
-    if _bytes(head + rest) > bytes_max:
+    sizes = [_bytes([each]) for each in rest]
+    size, first = _bytes(head) + sum(sizes), 0
+    while size > bytes_max and len(rest) - first > 1:
+        size -= sum(sizes[first : first + 2])
+        first += 2
+    if size > bytes_max:
         raise UsageError(f"a message is longer than {bytes_max >> 10} KiB", "say it in fewer words")
-    return head + rest
+    return head + rest[first:]
 
 
 def _bytes(messages: list[Message]) -> int:

@@ -136,18 +136,22 @@ async def _prompt(manifest: ServiceManifest, question: Question, text: FencedTex
 async def _rendered(
     manifest: ServiceManifest, messages: Sequence[dict[str, str]], text: FencedText
 ) -> Prompt:
-    """The tokens of a chat, without its oldest messages where it is longer than the model takes."""
+    """Return the tokens of a chat, without its oldest messages where it is longer than the model takes. What
+    is left out is found by bisection: to render a long chat anew for each message would take minutes."""
     head = [each for each in messages[:1] if each["role"] == SYSTEM]
     rest = list(messages[len(head) :])
-    forgotten = 0
-    while True:
-        tokens = await text.render([*head, *rest])
-        if len(tokens) < manifest.context or len(rest) <= 1:
-            return Prompt(tuple(tokens), forgotten)
-        # What was asked and what was answered go together: templates want them in turns.
-        fewer = rest[2:] if len(rest) > 2 else rest[1:]
-        forgotten += len(rest) - len(fewer)
-        rest = fewer
+    tokens = await text.render([*head, *rest])
+    if len(tokens) < manifest.context or len(rest) <= 1:
+        return Prompt(tuple(tokens))
+    # What was asked and what was answered go together: templates want them in turns.
+    cuts = [*range(2, len(rest), 2), *([len(rest) - 1] if len(rest) % 2 == 0 else [])]
+    low, high, found = 0, len(cuts) - 1, dict[int, list[int]]()
+    while low < high:
+        middle = (low + high) // 2
+        found[middle] = await text.render([*head, *rest[cuts[middle] :]])
+        low, high = (low, middle) if len(found[middle]) < manifest.context else (middle + 1, high)
+    tokens = found.get(low) or await text.render([*head, *rest[cuts[low] :]])
+    return Prompt(tuple(tokens), cuts[low])
 
 
 def make_sampling(question: Question, facts: TextFacts | None, entropy: Callable[[int], bytes]) -> Sampling:
