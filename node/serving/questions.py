@@ -74,14 +74,14 @@ async def make_door_wish(
     prompt = await _prompt(manifest, question, text)
     if not prompt.tokens:
         raise UsageError("prompt: want a text that is not empty")
-    if any(not 0 <= token < manifest.vocabulary for token in prompt.tokens):
-        raise UsageError(
-            f"prompt: a token that {manifest.name} does not have; it has {manifest.vocabulary:,}"
-        )
     if len(prompt.tokens) >= manifest.context:
         raise UsageError(
             f"prompt: {len(prompt.tokens):,} tokens; {manifest.name} takes {manifest.context - 1:,}",
             "a shorter prompt",
+        )
+    if any(not 0 <= token < manifest.vocabulary for token in prompt.tokens):
+        raise UsageError(
+            f"prompt: a token that {manifest.name} does not have; it has {manifest.vocabulary:,}"
         )
     sampling = make_sampling(question, text.facts if text is not None else None, entropy)
     wish = Wish(prompt.tokens, question.tokens_max, sampling, frozenset(manifest.stops), question.exact)

@@ -67,7 +67,7 @@ Event = TextPiece | CallPiece | AnswerEnd
 class PromptTokens:
     """A prompt as the model takes it; `is_reasoning` where it ends with the beginning of its reasoning."""
 
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     is_reasoning: bool = False
     chat: Chat | None = None
 
@@ -101,7 +101,7 @@ class ServiceText:
         try:
             if isinstance(prompt, str):
                 data = prompt.encode("utf-8", "replace")
-                return PromptTokens(tuple(data if fenced is None else await fenced.encode(prompt)))
+                return PromptTokens(data if fenced is None else await fenced.encode(prompt))
             if fenced is None or not fenced.facts.has_template:
                 raise FormProblem(
                     f"{name} has no chat template, by which a conversation becomes one text: "
@@ -112,7 +112,7 @@ class ServiceText:
             found = await fenced.render_chat(prompt.turns, prompt.tools, prompt.options)
             marks = REASONING[fenced.facts.reasoning] if fenced.facts.reasoning >= 0 else None
             is_reasoning = marks is not None and found.tail.rstrip().endswith(marks[0])
-            return PromptTokens(tuple(found.tokens), is_reasoning, prompt)
+            return PromptTokens(found.tokens, is_reasoning, prompt)
         except UsageError as error:
             raise FormProblem(error.what) from None
         except TextLost as error:
@@ -205,7 +205,7 @@ class ServiceAnswers:
         prompts = await self._prompts(service, text, request)
         entropy = self._serving.seams.entropy
         wishes = [
-            (prompt, _wish(service, request, prompt.tokens, choice, entropy, owner))
+            (prompt, _wish(service, request, tuple(prompt.tokens), choice, entropy, owner))
             for prompt in prompts
             for choice in range(request.choices)
         ]
@@ -242,29 +242,33 @@ class ServiceAnswers:
         self, service: Service, text: ServiceText | None, request: AnswerRequest
     ) -> list[PromptTokens]:
         manifest = service.manifest
-        found = [await self._tokens(manifest.name, text, prompt) for prompt in request.prompts]
+        found = [await self._tokens(service, text, prompt) for prompt in request.prompts]
         for each in found:
             tokens = each.tokens
             if not tokens:
                 raise FormProblem("prompt: want one that is not empty", field="prompt")
-            if any(not 0 <= token < manifest.vocabulary for token in tokens):
+            if min(tokens) < 0 or max(tokens) >= manifest.vocabulary:
                 raise FormProblem(
                     f"prompt: a token that {manifest.name} does not have; it has {manifest.vocabulary:,}",
                     field="prompt",
                 )
-            if len(tokens) >= manifest.context:
-                raise FormProblem(
-                    f"{len(tokens):,} tokens, and {manifest.name} takes at most {manifest.context - 1:,}",
-                    code="context_length_exceeded",
-                )
         return found
 
-    async def _tokens(self, name: str, text: ServiceText | None, prompt: Prompt) -> PromptTokens:
+    async def _tokens(self, service: Service, text: ServiceText | None, prompt: Prompt) -> PromptTokens:
+        manifest = service.manifest
         if isinstance(prompt, tuple):
-            return PromptTokens(prompt)
-        if text is None:
-            raise FormProblem(f"{name} takes tokens, and no text of its own", field="model")
-        return await text.tokens(name, prompt)
+            found = PromptTokens(prompt)
+        elif text is None:
+            raise FormProblem(f"{manifest.name} takes tokens, and no text of its own", field="model")
+        else:
+            found = await text.tokens(manifest.name, prompt)
+        # Before anything looks at each token: millions would hold up all streams.
+        if len(found.tokens) >= manifest.context:
+            raise FormProblem(
+                f"{len(found.tokens):,} tokens, and {manifest.name} takes at most {manifest.context - 1:,}",
+                code="context_length_exceeded",
+            )
+        return replace(found, tokens=tuple(found.tokens))
 
 
 @dataclass
