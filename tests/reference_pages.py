@@ -25,7 +25,7 @@ from node.protocols.data_table import DataTable
 from node.protocols.manifest import RunFile
 from node.web.metrics import Metrics
 from sim.cli import app as simulator
-from tests.node.web.test_metrics import told
+from tests.node.web.test_metrics import answered, told
 from tests.source import ROOT, sources
 
 FOLDER = ROOT / "docs" / "reference"
@@ -225,7 +225,13 @@ def event_kinds() -> str:
 
 
 def metrics() -> str:
-    text = Metrics().text(told().state, {}, {"page_watchers": 0.0}, "1").decode()
+    counted, node = Metrics(), answered(told())
+    for _, event in node.history.after(0):
+        counted.take(event)
+    counted.models.between("gpt", 0.1)
+    counted.models.queued("gpt", 0.1)
+    held = node.serving.hosting.own()
+    text = counted.text(node.state, {}, {"page_watchers": 0.0}, "1", held).decode()
     kinds = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
     labels: dict[str, dict[str, None]] = {name: {} for name in kinds}
     for name, inside in re.findall(r"^(\w+)\{([^}]*)\}", text, re.MULTILINE):

@@ -6,6 +6,7 @@ import json
 import random
 import sys
 from contextlib import suppress
+from functools import partial
 
 import trio
 
@@ -46,14 +47,15 @@ async def main(port: int, key: str, readers: int, senders: int, bodies: int, sil
             await trio.sleep(0.2)
 
     async with trio.open_nursery() as nursery:
+        begin = nursery.start_soon
         for _ in range(readers):
-            nursery.start_soon(lambda: each(streamed, pause=0, reads=False))
+            begin(partial(each, streamed, pause=0, reads=False))
         for _ in range(senders):
-            nursery.start_soon(lambda: each(short, pause=rng.uniform(0.01, 0.1), reads=True))
+            begin(partial(each, short, pause=rng.uniform(0.01, 0.1), reads=True))
         for number in range(bodies):
-            nursery.start_soon(lambda data=huge[number % 2]: each(data, pause=0, reads=True))  # type: ignore[misc]
+            begin(partial(each, huge[number % 2], pause=0, reads=True))
         for _ in range(silent):
-            nursery.start_soon(lambda: each(b"", pause=0, reads=False))
+            begin(partial(each, b"", pause=0, reads=False))
         await trio.sleep(0.5)
         print("ready", flush=True)  # noqa: T201 - its protocol
 
