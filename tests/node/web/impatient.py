@@ -61,5 +61,4 @@ async def main(port: int, key: str, readers: int, senders: int, bodies: int, sil
 
 
 if __name__ == "__main__":
-    numbers = list(map(int, sys.argv[3:]))
-    trio.run(main, int(sys.argv[1]), sys.argv[2], *numbers)
+    trio.run(partial(main, int(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])))
