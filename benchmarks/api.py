@@ -1,0 +1,144 @@
+"""Time what the HTTP door of models costs over the library in the same node: tokens per second of 32 streams,
+and the first token of one.
+
+    python benchmarks/api.py [--quick] [--json]
+
+One node on loopback serves a small model, whose stage is a process of its own. The library's streams are
+tasks of the node's process; those over HTTP are connections of another one, which reads events as they come
+and does nothing else. Both ask the same and take turns; of several rounds the medians count.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import trio
+from _api_client import NAME, figures, prompt_of
+from _figures import Goal, arguments, leave, report
+
+from node.config import resolve
+from node.runtime import Node
+from node.serving.asking import Asking, ServeWish
+from node.serving.questions import Question
+from node.web.page import Page
+from partition.capture.models.model_spec import capture_built_in
+
+STREAMS, CONTEXT = 32, 256
+RATE_SHARE, FIRST_SECONDS = 0.97, 0.005
+
+
+async def ask_library(asking: Asking, streams: int, tokens: int) -> dict[str, float]:
+    """Return the same figures of the library."""
+    marks: list[list[float]] = [[] for _ in range(streams)]
+
+    async def one(number: int) -> None:
+        marks[number].append(time.perf_counter())
+        question = Question(prompt_of(number), tokens_max=tokens, temperature=0.0)
+        async with asking.answering(NAME, question) as answer:
+            async for _ in answer:
+                marks[number].append(time.perf_counter())
+
+    async with trio.open_nursery() as nursery:
+        for number in range(streams):
+            nursery.start_soon(one, number)
+    return figures(marks, streams * tokens)
+
+
+async def measure(folder: Path, *, quick: bool) -> dict[str, float]:
+    model = folder / f"{NAME}.peerloom"
+    options = {"layers": 6, "heads": 4, "width": 256}
+    model.write_bytes(capture_built_in("gpt", (CONTEXT,), 256, options=options).data)
+    environment = {
+        "PEERLOOM_LISTEN": "127.0.0.1:0",
+        "PEERLOOM_DATA_DIR": str(folder / "node"),
+        "PEERLOOM_WEB": "127.0.0.1:0",
+        "PEERLOOM_CALIBRATE": "false",
+    }
+    environment |= {"PEERLOOM_LAN": "false", "PEERLOOM_CORES": "1", "PEERLOOM_ALLOW_UNFENCED": "true"}
+    settings = resolve({}, environment)
+    async with Node(settings) as node, trio.open_nursery() as nursery:
+        page = Page(node)
+        await nursery.start(page.run)
+        asking = Asking(node.serving)
+        await asking.serve(str(model), ServeWish(name=NAME))
+        made: Any = await page.models.keys.handlers["keys.new"]({"in_flight": 64}, _ignore)
+        assert node.state.page is not None
+        port = node.state.page.address.rpartition(":")[2]
+        client = Path(__file__).with_name("_api_client.py")
+        command = [sys.executable, str(client), port, made["key"]]
+        process = await trio.lowlevel.open_process(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        found = await _rounds(asking, process, quick=quick)
+        process.terminate()
+        await process.wait()
+        nursery.cancel_scope.cancel()
+    return found
+
+
+async def _rounds(asking: Asking, process: trio.Process, *, quick: bool) -> dict[str, float]:
+    assert process.stdin is not None
+    assert process.stdout is not None
+
+    async def ask_client(streams: int, tokens: int) -> dict[str, float]:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        await process.stdin.send_all(f"{streams} {tokens}\n".encode())
+        line = b""
+        while not line.endswith(b"\n"):
+            line += await process.stdout.receive_some()
+        found: dict[str, float] = json.loads(line)
+        return found
+
+    rates: dict[str, list[float]] = {"library": [], "http": []}
+    firsts: dict[str, list[float]] = {"library": [], "http": []}
+    ways: dict[str, Callable[[int, int], Awaitable[dict[str, float]]]] = {
+        "library": partial(ask_library, asking),
+        "http": ask_client,
+    }
+    tokens, rounds, singles = (48, 5, 20) if quick else (128, 12, 100)
+    for way in ways.values():
+        await way(STREAMS, 8)  # warm
+    for _ in range(rounds):
+        for name, way in ways.items():
+            rates[name].append((await way(STREAMS, tokens))["rate"])
+    for _ in range(singles):
+        for name, way in ways.items():
+            firsts[name].append((await way(1, 2))["first"])
+    rate = {name: statistics.median(row) for name, row in rates.items()}
+    first = {name: statistics.median(row) for name, row in firsts.items()}
+    return {
+        "library_tokens_per_second": rate["library"],
+        "http_tokens_per_second": rate["http"],
+        "share": rate["http"] / rate["library"],
+        "library_first_ms": first["library"] * 1e3,
+        "http_first_ms": first["http"] * 1e3,
+        "first_more_ms": (first["http"] - first["library"]) * 1e3,
+    }
+
+
+async def _ignore(_event: object) -> None:
+    return
+
+
+def main() -> int:
+    options = arguments("Time the HTTP door of models against the library.")
+    with tempfile.TemporaryDirectory() as folder:
+        found = trio.run(partial(measure, Path(folder), quick=options.quick))
+    goals = [
+        Goal("32 streams over HTTP, of the library's tokens a second", found["share"], ">=", RATE_SHARE),
+        Goal("first token over HTTP, seconds more", found["first_more_ms"] / 1e3, "<=", FIRST_SECONDS),
+    ]
+    row = {name: round(value, 3) for name, value in found.items()}
+    return report("api", [row], goals, as_json=options.json)
+
+
+if __name__ == "__main__":
+    leave(main())
