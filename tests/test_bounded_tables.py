@@ -52,7 +52,7 @@ ROOM_MADE = {
     ("node/runs/server.py", "RUNS_MAX"): "each holds a slot of this node or a plan names it; both lapse",
     ("node/runs/traces.py", "SPANS_ANSWERED_MAX"): "the length of one answer",
     ("node/state.py", "RESULTS_SHOWN_MAX"): OWN,
-    ("node/content/fenced_text.py", "STREAMS_MAX"): OWN,
+    ("node/content/masks.py", "RULES_MAX"): OWN,
     ("node/serving/texts.py", "READERS_MAX"): OWN,
     ("node/services/autonat.py", "SERVED_KEPT_MAX"): "kept for seconds, few of them for one host",
     ("node/services/bootstrap.py", "HEARD_MAX"): "emptied as they are tried",

@@ -12,8 +12,8 @@ from node.content.calls.rules import AnswerRule, ModelMarks, grammar_of
 from node.errors import UsageError
 from node.invocation import install_command
 
-RULES_MAX = 64
-"""Answers with a rule at once in one process: as many as a node answers."""
+RULES_MAX = 512
+"""Answers with a rule at once in one process: of 64 requests that a node answers at once, 8 each."""
 _GBNF = "::="
 
 
@@ -83,8 +83,8 @@ class Masks:
         self._check(matcher)
         if tokens and not matcher.consume_tokens(tokens):
             raise UsageError("tokens that the rule does not allow")
-        while len(self._rules) >= RULES_MAX:
-            del self._rules[next(iter(self._rules))]
+        if len(self._rules) >= RULES_MAX:
+            raise UsageError(f"{RULES_MAX} answers follow a rule here already; ask again")
         self._rules[number] = matcher
         return self._mask(matcher)
 
