@@ -326,6 +326,8 @@ class Door:
         """Return whether another generation reads much of what this one would have to: this one begins from
         it then."""
         generation.follows = 0
+        if generation.wish.is_vector:
+            return False
         wanted = generation.tokens[:-1]
         for each in self._generations.values():
             attempt = each.attempt
