@@ -57,8 +57,7 @@ class CapacityMeasured(Event, frozen=True, kw_only=True):
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
-    """How a member is now, in its own words and rounded to steps. `stages` are those that it holds, as the
-    first digits of the run and the number of the stage; of more than fit the first."""
+    """How a member says it is, in steps. `stages` it holds: first digits of the run, number; those that fit."""
 
     capabilities: tuple[str, ...] = ()
     load_percent: int = 0

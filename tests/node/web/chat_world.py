@@ -26,7 +26,7 @@ class MovingGeneration(SaidGeneration):
         super().__init__(world, wish)
         self.service = world.service
         self.route: tuple[PeerId, ...] = (peer(1), peer(2))
-        self.moves, self.lost, self.is_exact = 0, "", True
+        self.moves, self.lost, self.is_exact, self.shared = 0, "", True, 0
         self.count, self.began_at = 0, trio.current_time()
         self.first_at: float | None = None
         self._chat = world
