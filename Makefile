@@ -98,7 +98,7 @@ soak: $(READY) types-darwin docs
 	PEERLOOM_REPLAYS=20 PEERLOOM_RECORD_CHANGES=2000 $(BIN)/python -m pytest -s tests/sim/replay
 	PEERLOOM_KILLS=full $(BIN)/python -m pytest -s tests/test_kills.py tests/test_owner_back.py \
 		tests/test_processes.py
-	PEERLOOM_SERVING_KILLS=100 PEERLOOM_SERVING_SESSIONS=1000 $(BIN)/python -m pytest -s \
+	PEERLOOM_SERVING_KILLS=100 PEERLOOM_SERVING_SESSIONS=1000 PEERLOOM_SERVING_SEED=1 $(BIN)/python -m pytest -s \
 		tests/test_serving_kills.py
 	PEERLOOM_LEAVES=12 $(BIN)/python -m pytest -s tests/test_takeover.py -k takes_nothing
 	PEERLOOM_LAB=full $(BIN)/python -m pytest -s tests/lab
