@@ -60,7 +60,6 @@ ROOM_MADE = {
     ("node/services/discovery.py", "SOUGHT_MAX"): OWN,
     ("node/services/relays/ledger.py", "PLACES_MAX"): "a place lapses in minutes; a network has few of them",
     ("node/services/relays/reservations.py", "TRIED_MAX"): "the oldest",
-    ("PEERS_MAX",): "the oldest; a peer whose pause is forgotten may be tried again",
     ("node/transport/multiplexer.py", "CONTROL_MAX"): "one peer's own; with more its path ends",
     ("node/transport/address_book.py", "PEERS_MAX"): "the greediest source's oldest",
     ("node/transport/inbox.py", "_messages_max"): FLOW,

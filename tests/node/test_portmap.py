@@ -23,6 +23,7 @@ from node.transport.portmap import (
 )
 from tests.lab import router as lab_router
 from tests.lab.nat import Internet, Site, internet, named, probers
+from tests.lab.network import FULL
 from tests.lab.nodes import PORT, LabNode, swarm, wait_until
 from tests.lab.router import Router
 
@@ -122,6 +123,7 @@ def test_nonsense_changes_nothing(packets: list[bytes]) -> None:
     assert core.mapping is None
 
 
+@pytest.mark.skipif(not FULL, reason="three nodes and two routers: PEERLOOM_LAB=full")
 def test_a_node_has_its_router_map_a_port_and_takes_it_back(tmp_path: Path) -> None:
     sites = [Site("public"), named("home", "pmp", "a"), named("home", "pcp", "b"), named("home", "off", "c")]
     kinds = {"pmp": "nat-pmp", "pcp": "pcp", "off": "pcp"}
