@@ -5,7 +5,6 @@ from typing import Any
 
 import typer
 
-from crypto.contact import CIRCUIT
 from node.cli.client import ask
 from node.cli.options import AsJson, DataDir, find_data_dir
 from node.cli.render import (
@@ -50,6 +49,8 @@ BROKEN = (
     "vanished",
 )
 """Words in counters of what a network or a peer lost on its way; all others count something refused."""
+_CIRCUIT = "/p2p-circuit"
+"""As `crypto.contact.CIRCUIT`, whose module loads more than a command that only looks may take time for."""
 RUNS_SHOWN_MAX = 16
 """Runs on this screen, the newest; `runs` lists all that are known, those of earlier lives too."""
 
@@ -67,7 +68,7 @@ def status_lines(document: Mapping[str, Any]) -> list[str]:
     """The screen of a `peerloom/status/1` document."""
     up = seconds_text(document["up_seconds"])
     lines = [f"{document['name']}  {short_id(document['peer'])}   up {up}, swarm {document['swarm']}"]
-    own = [short_address(address) for address in document["addresses"] if CIRCUIT not in address]
+    own = [short_address(address) for address in document["addresses"] if _CIRCUIT not in address]
     lines += [labelled("listening", address) for address in own]
     lines += reach_lines(document, own)
     if (clock := document.get("clock")) is not None and clock["seconds"]:
