@@ -50,6 +50,8 @@ class Rounds:
         # optimizer has seen together: its next step would be a leap.
         self._moments = settings.strategy not in OUTER and part.aggregate == "mean"
         self._begun_step = self._begun_samples = 0
+        self._averaged_samples = 0
+        """Those that a mean has: what was learnt since counts in the next one, also where that comes late."""
         self._mean_step, self._means = -1, 0
         self._begun_at = 0.0
         self._is_under_way = False
@@ -135,11 +137,11 @@ class Rounds:
 
     @property
     def _samples(self) -> int:
-        """What this member's numbers count for by samples: what it has learnt from since the last round, or
-        where data stays with its owners, how many it has."""
+        """What this member's numbers count for by samples: what it has learnt from since it last was in a
+        mean, however long it was alone, or where data stays with its owners, how many it has."""
         if self._settings.is_federated:
             return len(self._trainer.shard.rows)
-        return max(1, self._trainer.samples - self._begun_samples)
+        return max(1, self._trainer.samples - self._averaged_samples)
 
     async def _hold(self, offered: Vector, weight: float, wanted: Wanted) -> None:
         life = self._life
@@ -166,6 +168,8 @@ class Rounds:
             self.failed_count, self.error = self.failed_count + 1, made.error
         else:
             await self._trainer.copy_in(taken)
+            if mean.is_included:
+                self._averaged_samples = self._begun_samples
             self.count, self.error = self.count + 1, ""
             self._means = self._means + 1 if self._mean_step == self._begun_step else 1
             self._mean_step = self._begun_step
@@ -184,3 +188,4 @@ class Rounds:
         self._strategy.load(outer)
         self._delayed = Delayed(self._strategy)
         self._restart()
+        self._averaged_samples = self._trainer.samples

@@ -1,0 +1,74 @@
+"""A member of a run in local mode that a cut leaves alone trains on, and comes back by weight."""
+
+import pytest
+import trio
+
+from node.averaging.participation import Participation
+from node.averaging.rounds import Round
+from partition.run.local_settings import LocalSettings
+from sim.worlds.scheduling import run_virtually
+from tests import stack
+from tests.local_runs import local_runs
+from tests.node.local.test_runs import ADAM, SLOW, ends
+from tests.stack import Swarm, swarm
+
+PARTED_SECONDS = 15.0
+
+
+def steps_of(group: Swarm, name: str) -> int:
+    (member,) = local_runs(group.nodes[name]).members.values()
+    return member.step
+
+
+async def mean_of_all(made: list[Round]) -> Round:
+    """Wait for a round in which all three are."""
+    del made[:]
+    with trio.fail_after(60):
+        while True:
+            for each in made:
+                if each.vector is not None and len(each.shares) == 3:
+                    return each
+            await trio.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_a_member_that_was_cut_off_merges_by_what_it_learnt_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Round] = []
+    average = Participation.average
+
+    async def watched(*arguments: object) -> Round:
+        found: Round = await average(*arguments)  # type: ignore[arg-type]  # as it was called
+        made.append(found)
+        return found
+
+    monkeypatch.setattr(Participation, "average", watched)
+
+    async def play() -> None:
+        async with swarm("abc", stage_seconds=SLOW, preset="lan") as group:
+            wanted = stack.manifest(
+                stages=1,
+                replicas=0,
+                microbatches=2,
+                test_samples=32,
+                dtype="float32",
+                optimizer=ADAM,
+                local=LocalSettings(local_steps=2, aggregate="mean"),
+                steps=60,
+                save_every=0,
+            )
+            nodes = {name: group.nodes[name].peer for name in "abc"}
+            await group.nodes["a"].runs.submit(stack.prepare(group.nodes["a"], wanted), wait_seconds=60.0)
+            usual = (await mean_of_all(made)).shares[nodes["c"]]
+            group.medium.split([nodes["c"]], [nodes["a"], nodes["b"]])
+            before = steps_of(group, "c")
+            await trio.sleep(PARTED_SECONDS)
+            alone = steps_of(group, "c") - before
+            group.medium.heal()
+            assert alone > 4, f"it trains on: {alone} steps"
+            share = (await mean_of_all(made)).shares[nodes["c"]]
+            assert usual < 0.5 < share, f"{usual}, {share} after {alone} steps"
+            found = await ends(group, "abc", 400.0)
+            assert {event.outcome for event in found} == {"done"}
+            assert len({event.weights for event in found}) == 1
+
+    run_virtually(play)
