@@ -3,6 +3,8 @@
 A frozen value, pure of trio and torch. Every fault is one `UsageError` that names where it stands
 (`--join`, `PEERLOOM_JOIN`, `node.toml:7`), what is wrong and what would be right. `RULES` is the
 only list of settings: the flags, the environment names and the file keys are all read from it.
+
+Long because there is one value for each table of the file, and one list of all settings.
 """
 
 import os

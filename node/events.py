@@ -57,7 +57,7 @@ class CapacityMeasured(Event, frozen=True, kw_only=True):
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
-    """How a member says it is, in steps. `stages` it holds: first digits of the run, number; those that fit."""
+    """How a member says it is, in steps. `stages` it holds: first digits of the run, number; what fits."""
 
     capabilities: tuple[str, ...] = ()
     load_percent: int = 0

@@ -24,6 +24,20 @@ import msgspec
 from partition.codecs.codec import Codec, Digest, Payload, Rounding
 from partition.model.graph import FLOATING, ITEM_BYTES, TRAIN, TRAINED, DataType, Parameter, StageGraph
 from partition.model.sizes import check_sizes, evaluate, shape_of
+from partition.stage_serving import BITS_BYTES as BITS_BYTES
+from partition.stage_serving import NUMBER_MAX as NUMBER_MAX
+from partition.stage_serving import SESSION_BYTES_MAX as SESSION_BYTES_MAX
+from partition.stage_serving import UNITS_MAX as UNITS_MAX
+from partition.stage_serving import BitsFound as BitsFound
+from partition.stage_serving import CopySession as CopySession
+from partition.stage_serving import EndSession as EndSession
+from partition.stage_serving import FindBits as FindBits
+from partition.stage_serving import Number as Number
+from partition.stage_serving import ReadValues as ReadValues
+from partition.stage_serving import Serve as Serve
+from partition.stage_serving import Served as Served
+from partition.stage_serving import Unit as Unit
+from partition.stage_serving import ValuesRead as ValuesRead
 
 ARENAS = ("parameters", "gradients", "totals", "moments")
 """In the order in which their file descriptors are handed to the stage's process."""
@@ -42,11 +56,6 @@ SESSIONS_MAX = 64
 GROUPS_MAX = 16
 METRICS_MAX = 16
 RUN_BYTES_MAX = 64
-SESSION_BYTES_MAX = 32
-BITS_BYTES = 16
-"""A bit class: nobody gains by finding two machines of one name that compute differently, but a liar."""
-UNITS_MAX = 256
-"""Sessions that one request of serving continues: more wait for the next."""
 SERVED_SESSIONS_MAX = 4_096
 """Sessions with keys and values in one stage; its memory ends most services long before."""
 REASON_LENGTH_MAX = 400
@@ -56,10 +65,8 @@ _OVERHEAD_BYTES = 1 << 20
 _ROW_BYTES = 256
 """What safetensors' header says of a tensor beside its name: a type, up to eight sides, two offsets."""
 
-SAMPLES_MAX = _NUMBER_MAX = 2**53
+SAMPLES_MAX = NUMBER_MAX
 """Steps and micro-batches: what every language can count exactly."""
-
-Number = Annotated[int, msgspec.Meta(ge=0, le=_NUMBER_MAX)]
 Sign = Literal[1, -1]
 """The sign of a micro-batch in the sums: 1 adds it, -1 takes one out that they hold."""
 PayloadPart = Literal["input", "labels", "gradient"]
@@ -416,7 +423,7 @@ class Apply(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """
 
     step: Number
-    samples: Annotated[int, msgspec.Meta(ge=1, le=_NUMBER_MAX)]
+    samples: Annotated[int, msgspec.Meta(ge=1, le=NUMBER_MAX)]
     squared_norm: float | None = None
     is_skipped: bool = False
     rate: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 1.0
@@ -445,95 +452,6 @@ class Ran(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The outputs, in their order."""
 
     output: Payload
-
-
-class Unit(msgspec.Struct, frozen=True, array_like=True):
-    """Some tokens of one session, in a request for many: they stand at `position` and after it.
-
-    `wanted` is how many of its last rows the last stage answers with logits, from none to all.
-
-    Raises:
-        ValueError: more rows are wanted than there are tokens.
-    """
-
-    session: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-    position: Number
-    tokens: Annotated[int, msgspec.Meta(ge=1, le=_NUMBER_MAX)]
-    wanted: Number = 0
-
-    def __post_init__(self) -> None:
-        if self.wanted > self.tokens:
-            raise ValueError(f"{self.wanted} rows wanted of {self.tokens} tokens")
-
-
-class Serve(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Continue sessions by the entry point `serve`: a batch of units of any lengths, each of another session.
-
-    `input` is flat over all units, in their order: token ids, int64 [tokens], at the first stage, elsewhere
-    the `Served.output` of the stage before, as it came. Its `sizes` do not count: the units say them.
-
-    A session begins with a unit at position 0. A unit at a lower position than the session has reached takes
-    back what stands there and after; one at a higher position is refused, and so is one that there are no
-    pages for. `Refused.session` then says which, and no session has changed.
-    """
-
-    units: Annotated[tuple[Unit, ...], msgspec.Meta(min_length=1, max_length=UNITS_MAX)]
-    input: Payload
-    codec: Codec = "raw"
-
-
-class Served(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The answer: tensors [tokens, ...] for the next stage, flat as they came.
-
-    Those of the last stage are logits [rows, vocabulary] of the wanted rows, in the order of the units; None
-    where no row is wanted.
-    """
-
-    output: Payload | None
-    busy_nanoseconds: Number = 0
-
-
-class FindBits(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Ask to which bit class the stage belongs, once it has its parameters: it serves some made-up tokens."""
-
-
-class BitsFound(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Two replicas of a stage that answer the same `bits` computed these tokens to the same bits. Empty: this
-    machine gives a session other bits when it comes in other parts, so no other equals it, nor it itself.
-    The values of the rows `packed` lie in the arena no more: `ReadValues` has them."""
-
-    bits: Annotated[bytes, msgspec.Meta(max_length=BITS_BYTES)]
-    packed: tuple[int, ...] = ()
-
-
-class ReadValues(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Ask for `length` bytes of a row's values as they are stored, from `begin` on."""
-
-    row: Number
-    begin: Number
-    length: Number
-
-
-class ValuesRead(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The answer."""
-
-    data: bytes
-
-
-class CopySession(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Begin a session with the first `tokens` of `base`, which goes on as it was: what both have they share.
-
-    Refused where `base` has fewer tokens, by the fault "position"."""
-
-    session: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-    base: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-    tokens: Annotated[int, msgspec.Meta(ge=1, le=_NUMBER_MAX)]
-
-
-class EndSession(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Forget a session: its states, its keys and values. An unknown one is none."""
-
-    session: Annotated[bytes, msgspec.Meta(min_length=1, max_length=SESSION_BYTES_MAX)]
 
 
 class Export(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -627,5 +545,5 @@ Reply = (
 def timed(reply: Reply, busy_nanoseconds: int) -> Reply:
     """A reply with how long it took, where it is one that says so."""
     if isinstance(reply, Forwarded | BackwardDone | Applied | Served):
-        return msgspec.structs.replace(reply, busy_nanoseconds=min(busy_nanoseconds, _NUMBER_MAX))
+        return msgspec.structs.replace(reply, busy_nanoseconds=min(busy_nanoseconds, NUMBER_MAX))
     return reply

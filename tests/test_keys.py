@@ -327,6 +327,7 @@ NODE_KEYS = {
     "seed_files": "seeds.txt",
     "remember": "false",
     "lan": "false",
+    "map": "false",
     "listen": "127.0.0.1:9001",
     "announce": "192.168.1.5:9747",
     "swarm": "other",

@@ -136,7 +136,9 @@ def test_members_that_came_later_keep_as_many_replicas_as_the_run_began_with() -
         await spare(world, "x")
         await replicas(world, 2)
         (newcomer,) = world.group.nodes["x"].runs.members.values()
-        assert newcomer.core._life.proposer.wanted == (3,)
+        life = newcomer.core._life
+        assert life is not None
+        assert life.proposer.wanted == (3,)
         await spare(world, "y")
         await replicas(world, 3)
 

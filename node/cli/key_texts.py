@@ -82,6 +82,9 @@ NODE_KEYS: Mapping[str, tuple[str, str]] = {
         "[]",
         "NAME=PATH: federated runs that call it so may train on it here, and see none of it",
     ),
+    "offer.peer_sessions": ("16", "sessions that one peer may have at once with the services held here"),
+    "offer.peer_tokens": ("0", "tokens a minute that are computed for one peer; 0: any number"),
+    "offer.peer_cache": ('"50%"', "of the memory for keys and values, what one peer's sessions may take"),
     "web.address": (
         '"127.0.0.1:9748"',
         "the page, and the door for clients of models, for this machine alone; off: none",
