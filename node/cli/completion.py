@@ -1,4 +1,4 @@
-"""`peerloom completion SHELL`: a script by which a shell completes commands and flags.
+"""`completion SHELL`: a script by which a shell completes commands and flags of peerloom.
 
 Made from the commands themselves, and fixed: no process of ours starts when a person presses Tab. A shell's
 own completion of files follows where there is no command to complete, and behind a flag that takes a value.
@@ -16,7 +16,7 @@ from node.errors import UsageError
 from node.suggest import did_you_mean
 
 PROGRAM = "peerloom"
-STARTS_NODES = ("peerloom autostart install",)
+STARTS_NODES = (f"{PROGRAM} autostart install",)
 """Commands that take the flags of a node too."""
 
 
@@ -33,7 +33,7 @@ def completion(
     context: typer.Context,
     shell: Annotated[str, typer.Argument(metavar="bash|zsh|fish", help="For this shell.")],
 ) -> None:
-    """Print a script that has a shell complete commands and flags: eval "$(peerloom completion bash)"."""
+    """Print a script that has a shell complete commands and flags; a shell's start file evaluates it."""
     if shell not in SCRIPTS:
         raise UsageError(f"completion {shell}{did_you_mean(shell, list(SCRIPTS))}", ", ".join(SCRIPTS))
     tree = dict(_tree(PROGRAM, context.find_root().command))

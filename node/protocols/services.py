@@ -95,6 +95,8 @@ class ServiceManifest(msgspec.Struct, frozen=True, array_like=True):
             raise ValueError("cuts that are not in their order")
         if (self.text == "tokenizer") != (len(self.tokenizer) == 32):
             raise ValueError("a tokenizer without its hash, or a hash without one")
+        if self.text == "bytes" and (self.vocabulary != 256 or self.vector):
+            raise ValueError("a model of bytes with another vocabulary")
         if (self.version == 2) != bool(self.vector):
             raise ValueError("a version of another form")
         if self.vector and self.context > UNIT_TOKENS_MAX:

@@ -75,6 +75,8 @@ class Generation:
         self.service = service
         self.prompt_tokens = prompt_tokens
         self.route: tuple[PeerId, ...] = ()
+        self.is_following = False
+        """Whether it began without a route, for another reads what both begin with."""
         self.moves = 0
         self.lost = ""
         """Why it left its last route."""
@@ -154,7 +156,9 @@ class Generations:
         self.door.learn(clock.monotonic(), service.id, routes, owner.loading(service))
         found = Generation(service, clock.monotonic(), len(wish.prompt))
         number, sends = self.door.begin(clock.monotonic(), shape, wish)
+        found.is_following = self.door.is_following(number)
         self._going[number] = found
+        self._services[service.id] = service  # the last answer of it may have ended meanwhile
         if wish.is_masked:
             found.permit = partial(self._permit, number)
         self._learn_links(service)

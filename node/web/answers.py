@@ -304,7 +304,7 @@ class _Choice:
                 first = None if constraint is None else await constraint.begin()
                 wish = replace(wish, is_masked=constraint is not None)
                 generation = await held.enter_async_context(serving.answer(self.service, wish))
-                if not generation.route:
+                if not generation.route and not generation.is_following:
                     name = self.service.manifest.name
                     raise FormProblem(
                         f"{name}: nobody answers for a stage of it now; ask again",

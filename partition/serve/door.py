@@ -139,6 +139,11 @@ class Door:
         found = self._generations.get(generation)
         return [] if found is None else self._finish(now, found, "cancelled")
 
+    def is_following(self, generation: int) -> bool:
+        """Return whether a generation waits until another has read what both begin with."""
+        found = self._generations.get(generation)
+        return found is not None and bool(found.follows)
+
     def permit(self, now: float, generation: int, allowed: Array) -> Sends:
         """These tokens may come next, a boolean for each of the vocabulary; where none may, it is over."""
         self._note(now)

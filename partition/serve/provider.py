@@ -128,6 +128,8 @@ class _Session:
     waiting: deque[Carried] = field(default_factory=deque)
     is_computing: bool = False
     is_over: bool = False
+    is_kept: bool = False
+    """Whether the stage has anything of it."""
     rests: bool = False
     kept: int = 0
     """Tokens that the stage keeps once all that waits is computed."""
@@ -317,7 +319,7 @@ class SessionProvider:
         sends += [send for each in evicted for send in self._close(each, "evicted", OTHERS)]
         self._sessions[session.id] = session
         if base is not None and message.base is not None:
-            session.kept = message.base.tokens
+            session.kept, session.is_kept = message.base.tokens, True
             self.events.append(ForkSession(session.service, session.id, base.id, session.kept))
             if is_taken_over:
                 sends += self._close(base, "evicted", OTHERS)
@@ -449,7 +451,7 @@ class SessionProvider:
             return
         units = []
         for session in chosen:
-            session.is_computing = True
+            session.is_computing = session.is_kept = True
             units.append(session.waiting.popleft())
         stage.batch += 1
         stage.computing, stage.units = tuple(chosen), tuple(units)
@@ -589,7 +591,7 @@ class SessionProvider:
         self._resting.pop(session.id, None)
         self._places.leave(session)
         session.waiting.clear()
-        if not session.is_computing and session.service in self._stages:
+        if session.is_kept and not session.is_computing and session.service in self._stages:
             self.events.append(ForgetSession(session.service, session.id))
         if not any(each.door == session.door for each in self._sessions.values()):
             self._heard_at.pop(session.door, None)

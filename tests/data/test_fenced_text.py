@@ -42,7 +42,7 @@ def test_a_strangers_template_is_bounded_in_memory_and_time(
     async def main() -> None:
         text = await FencedText.open(data, allow_unfenced=False)
         try:
-            assert text.facts == fenced_text.TextFacts((0, 2), 3, True)
+            assert text.facts == fenced_text.TextFacts((0, 2), 3, True, calls="hermes")
             assert await text.encode("hello there") == [1, 0]
             assert await text.render([{"role": "user", "content": "hello"}]) == [2, 1]
             with pytest.raises(UsageError, match="memory"):

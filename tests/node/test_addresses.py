@@ -92,7 +92,7 @@ def test_hosts_of_each_kind_may_lack_their_port() -> None:
         ("PEERLOOM_KEY_FILE=k peerloom --join a", "'PEERLOOM_KEY_FILE=k' has to be typed apart"),
         ("peerloom --join", "want HOST:PORT"),
         (" \u200b", "want HOST:PORT"),
-        ("(" * 100_000, "an address has at most 160 letters"),
+        ("(" * 100_000, "an address has at most 200 letters"),
     ],
 )
 def test_an_address_that_cannot_be_read_is_told_why(text: str, said: str) -> None:

@@ -81,3 +81,16 @@ def test_a_service_of_tokens_has_no_text() -> None:
             ]
 
     simulate(main)
+
+
+def test_two_choices_of_a_long_prompt_read_it_once_and_both_answer() -> None:
+    async def main() -> None:
+        async with serving("abc") as (group, _):
+            seen: list[bytes] = []
+            body = {"model": "tokens", "prompt": PROMPT, "max_tokens": 5, "n": 2, "temperature": 0}
+            await ask(group.nodes["c"], body, seen)
+            answer = json.loads(seen[0])
+            assert len(answer["choices"]) == 2, answer
+            assert answer["usage"]["completion_tokens"] == 10
+
+    simulate(main)

@@ -26,6 +26,7 @@ class MovingGeneration(SaidGeneration):
         super().__init__(world, wish)
         self.service = world.service
         self.route: tuple[PeerId, ...] = (peer(1), peer(2))
+        self.is_following = False
         self.moves, self.lost, self.is_exact, self.shared = 0, "", True, 0
         self.count, self.began_at = 0, trio.current_time()
         self.first_at: float | None = None
@@ -76,7 +77,7 @@ class ChatServing(SaidServing):
         return []
 
     @asynccontextmanager
-    async def reading(self, _service: Any, _holders: Any = ()) -> AsyncIterator[SaidText]:
+    async def reading(self, _service: Any, _holders: Any = (), purpose: str = "") -> AsyncIterator[SaidText]:
         await trio.lowlevel.checkpoint()
         yield SaidText()
 

@@ -47,6 +47,9 @@ class SaidText:
         lines += [str(options)] if options else []
         return RenderedChat(list("\n".join([*lines, *map(str, tools)]).encode()), self.tail)
 
+    async def render(self, turns: Sequence[Any], tools: Sequence[Any] = ()) -> list[int]:
+        return (await self.render_chat(turns, tools)).tokens
+
     async def spell(self, tokens: Sequence[int]) -> list[bytes]:
         await trio.lowlevel.checkpoint()
         return [bytes([token]) for token in tokens]
@@ -57,6 +60,7 @@ class SaidGeneration:
 
     def __init__(self, world: "SaidServing", wish: Wish) -> None:
         self.route: tuple[bytes, ...] = (b"someone",) if world.answers else ()
+        self.is_following = False
         self.finish: GenerationOver | None = None
         self._world = world
         self._wish = wish
