@@ -1,6 +1,6 @@
 # A node in a container.
 #
-#   docker build -t peerloom .                              a member, relay and door without torch, at most 150 MB
+#   docker build -t peerloom .                              a member, relay and door without torch; packages 98 MB
 #   docker build -t peerloom:compute --target compute .     with torch: it computes stages too
 #   docker run -v peerloom:/data -p 9747:9747/tcp -p 9747:9747/udp peerloom --announce HOST:9747
 #

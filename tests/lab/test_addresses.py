@@ -68,6 +68,7 @@ PLANS = {
 }
 
 
+@pytest.mark.slow
 def test_everybody_alive_finds_everybody_alive_on_six_unlike_machines(tmp_path: Path) -> None:
     play(SAMPLE, tmp_path)
 

@@ -49,6 +49,7 @@ def wait_for(nodes: LabSwarm, condition: Callable[[], bool], seconds: float = SE
     wait_until(condition, seconds, told)
 
 
+@pytest.mark.slow
 def test_two_nodes_behind_routers_speak_directly_and_without_the_relay(tmp_path: Path) -> None:
     sites = [Site("hub"), Site("second"), named("home", "a"), named("home", "b")]
     with internet(sites) as lab, swarm(lab, tmp_path) as nodes:

@@ -67,6 +67,7 @@ def test_a_node_without_torch_is_a_member_that_offers_no_stage(python: str, tmp_
     assert (process.returncode, errors) == (0, "")
 
 
+@pytest.mark.slow
 def test_what_is_captured_elsewhere_says_the_same(python: str, tmp_path: Path) -> None:
     peers = tmp_path / "peers.toml"
     peers.write_text('[[peers]]\nname = "a"\nmemory = "8GB"\nrate = "1TFLOPS"\n')

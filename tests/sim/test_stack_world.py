@@ -59,7 +59,7 @@ def play_here_and_elsewhere(scenario: Scenario, seed: int) -> Played:
 @pytest.mark.parametrize(
     ("scenario", "seed"),
     [
-        (DIGITS, 1),
+        pytest.param(DIGITS, 1, marks=pytest.mark.slow),
         pytest.param(FULL, 1, marks=pytest.mark.skipif(not FULLY, reason="PEERLOOM_STACK=full")),
     ],
     ids=["digits", "full"],

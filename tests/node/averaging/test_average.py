@@ -140,6 +140,7 @@ async def test_what_cannot_be_averaged_is_refused_by_name(
             await found[0].average(tensors, "x")
 
 
+@pytest.mark.slow
 async def test_a_node_that_dies_in_a_round_leaves_no_false_success(tmp_path: Path) -> None:
     given = [{"w": np.full(2_000_000, n, np.float32)} for n in range(3)]
     numbers: dict[str, int] = {}

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 import trio
 
 from node.averaging.participation import Participation
@@ -79,6 +80,7 @@ def test_a_peer_that_makes_one_step_and_idles_costs_others_little() -> None:
     assert slowdown("abc", [("i", STEP_SECONDS, 1)]) < SLOWDOWN_MAX
 
 
+@pytest.mark.slow
 def test_a_peer_that_trains_for_a_while_and_idles_costs_others_little() -> None:
     assert slowdown("abc", [("i", STEP_SECONDS, 20)]) < SLOWDOWN_MAX
 
