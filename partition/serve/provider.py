@@ -133,12 +133,26 @@ class _Session:
     rests: bool = False
     kept: int = 0
     """Tokens that the stage keeps once all that waits is computed."""
+    base: bytes = b""
+    shared: int = 0
+    """The first tokens, whose pages it shares with the session `base` and others that began from that."""
     newest: int = -1
     """The number of the newest unit."""
 
     @property
     def may_compute(self) -> bool:
         return bool(self.waiting) and not self.is_computing
+
+
+def _tokens_together(sessions: Sequence[_Session], session: _Session, tokens: int) -> int:
+    """Return for how many tokens these sessions have keys and values, once `session` has `tokens`: those that
+    several share count once."""
+    found = sum(max(0, (tokens if each is session else each.kept) - each.shared) for each in sessions)
+    there, shared = {each.id for each in sessions}, dict[bytes, int]()
+    for each in sessions:
+        if each.shared and each.base not in there:
+            shared[each.base] = max(shared.get(each.base, 0), each.shared)
+    return found + sum(shared.values())
 
 
 @dataclass(eq=False)
@@ -319,7 +333,8 @@ class SessionProvider:
         sends += [send for each in evicted for send in self._close(each, "evicted", OTHERS)]
         self._sessions[session.id] = session
         if base is not None and message.base is not None:
-            session.kept, session.is_kept = message.base.tokens, True
+            session.kept = session.shared = message.base.tokens
+            session.base, session.is_kept = base.id, True
             self.events.append(ForkSession(session.service, session.id, base.id, session.kept))
             if is_taken_over:
                 sends += self._close(base, "evicted", OTHERS)
@@ -366,13 +381,12 @@ class SessionProvider:
             return [], reason
         most = int(stage.room * bounds.cache_part)
         own = [e for e in self._sessions.values() if (e.door, e.service) == (session.door, session.service)]
-        kept = tokens + sum(each.kept for each in own if each is not session)
         sends: Sends = []
         for each in [e for e in self._resting.values() if e in own]:
-            if stage.room and kept > most:
-                kept -= each.kept
+            if stage.room and _tokens_together(own, session, tokens) > most:
+                own.remove(each)
                 sends += self._close(each, "evicted", OTHERS)
-        if stage.room and kept > most:
+        if stage.room and _tokens_together(own, session, tokens) > most:
             return sends, f"its owner allows each peer keys and values of {most:,} tokens here"
         return sends, ""
 

@@ -11,6 +11,7 @@ from partition.serve.messages import (
     Carried,
     LeaveSession,
     OpenSession,
+    SessionBase,
     SessionClosed,
     SessionOpened,
     Work,
@@ -319,3 +320,19 @@ def test_a_session_ends_where_its_door_has_spent_the_tokens_of_two_minutes() -> 
     assert isinstance(told, SessionClosed)
     ((_, told),) = opened(core, ALICE, 2, now=91.0)
     assert isinstance(told, SessionOpened)
+
+
+def test_tokens_that_sessions_share_count_once() -> None:
+    core = SessionProvider(bounds_of=lambda _door: PeerBounds(cache_part=0.5))
+    core.hold(SERVICE, 0, 2, 4_096, room=400)
+    opened(core, ALICE, 0)
+    core.receive(0.0, ALICE, unit(0, 128))
+    for number in range(1, 4):
+        finish(core, batches(core)[-1])
+        base = SessionBase(session(0), 128)
+        core.receive(0.0, ALICE, OpenSession(session(number), SERVICE, 0, ALICE, NEXT, base))
+        assert core.receive(0.0, ALICE, unit(number, 8, 128)) == [], "200 tokens of room, 152 used"
+    finish(core, batches(core)[-1])
+    ((_, closed),) = core.receive(0.0, ALICE, unit(3, 64, 136, 1))
+    assert isinstance(closed, SessionClosed)
+    assert "allows each peer keys and values of 200 tokens" in closed.reason
