@@ -1,11 +1,15 @@
-"""Arguments as Gemma writes them: objects with bare keys, and texts between marks of their own."""
+"""Arguments as Gemma writes them: objects with bare keys, and texts between marks of their own.
+
+A model writes them, so they may be anything: each letter is looked at a bounded number of times.
+"""
 
 import json
 import re
 from typing import Any
 
 DEPTH_MAX = 32
-_KEY = re.compile(r"\s*([^:{}\[\],]+?)\s*:")
+_SPACE = re.compile(r"\s*")
+_KEY = re.compile(r"([^:{}\[\],]+):")
 _SCALAR = re.compile(r"[^,\]}]*")
 
 
@@ -18,57 +22,69 @@ def gemma_arguments(text: str, quote: str) -> dict[str, Any] | None:
     if not text:
         return {}
     try:
-        found, rest = _value(text, quote, 0)
+        found, end = _value(text, 0, quote, 0)
     except _Unclear:
         return None
-    return found if isinstance(found, dict) and not rest.strip() else None
+    return found if isinstance(found, dict) and _skip(text, end) == len(text) else None
 
 
-def _value(text: str, quote: str, depth: int) -> tuple[Any, str]:
-    text = text.lstrip()
-    if depth > DEPTH_MAX or not text:
-        raise _Unclear
-    if text.startswith(quote):
-        inside, mark, rest = text[len(quote) :].partition(quote)
-        if not mark:
-            raise _Unclear
-        return inside, rest
-    if text[0] == "{":
-        return _table(text[1:], quote, depth)
-    if text[0] == "[":
-        return _list(text[1:], quote, depth)
-    match = _SCALAR.match(text)
+def _skip(text: str, at: int) -> int:
+    """Return where white space ends."""
+    match = _SPACE.match(text, at)
     assert match is not None
-    return _scalar(match.group().strip()), text[match.end() :]
+    return match.end()
 
 
-def _table(text: str, quote: str, depth: int) -> tuple[dict[str, Any], str]:
+def _value(text: str, at: int, quote: str, depth: int) -> tuple[Any, int]:
+    """Return the value that begins at a place, and where it ends."""
+    at = _skip(text, at)
+    if depth > DEPTH_MAX or at == len(text):
+        raise _Unclear
+    if text.startswith(quote, at):
+        begin = at + len(quote)
+        end = text.find(quote, begin)
+        if end < 0:
+            raise _Unclear
+        return text[begin:end], end + len(quote)
+    if text[at] == "{":
+        return _table(text, at + 1, quote, depth)
+    if text[at] == "[":
+        return _list(text, at + 1, quote, depth)
+    match = _SCALAR.match(text, at)
+    assert match is not None
+    return _scalar(match.group().strip()), match.end()
+
+
+def _table(text: str, at: int, quote: str, depth: int) -> tuple[dict[str, Any], int]:
     found: dict[str, Any] = {}
-    while not text.lstrip().startswith("}"):
-        match = _KEY.match(text)
-        if match is None:
+    while not text.startswith("}", at := _skip(text, at)):
+        match = _KEY.match(text, at)
+        key = "" if match is None else match.group(1).strip()
+        if match is None or not key:
             raise _Unclear
-        key = match.group(1).removeprefix(quote).removesuffix(quote)
-        found[key], text = _value(text[match.end() :], quote, depth + 1)
-        text = text.lstrip()
-        if text.startswith(","):
-            text = text[1:]
-        elif not text.startswith("}"):
-            raise _Unclear
-    return found, text.lstrip()[1:]
+        key = key.removeprefix(quote).removesuffix(quote)
+        found[key], at = _value(text, match.end(), quote, depth + 1)
+        at = _after(text, at, "}")
+    return found, at + 1
 
 
-def _list(text: str, quote: str, depth: int) -> tuple[list[Any], str]:
+def _list(text: str, at: int, quote: str, depth: int) -> tuple[list[Any], int]:
     found: list[Any] = []
-    while not text.lstrip().startswith("]"):
-        value, text = _value(text, quote, depth + 1)
+    while not text.startswith("]", at := _skip(text, at)):
+        value, at = _value(text, at, quote, depth + 1)
         found.append(value)
-        text = text.lstrip()
-        if text.startswith(","):
-            text = text[1:]
-        elif not text.startswith("]"):
-            raise _Unclear
-    return found, text.lstrip()[1:]
+        at = _after(text, at, "]")
+    return found, at + 1
+
+
+def _after(text: str, at: int, end: str) -> int:
+    """Return where the next element or the end begins."""
+    at = _skip(text, at)
+    if text.startswith(",", at):
+        return at + 1
+    if not text.startswith(end, at):
+        raise _Unclear
+    return at
 
 
 def _refuse(word: str) -> Any:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from node.content.calls.formats import adapt_turns, detect_calls, detect_reasoning
+from node.content.calls.gemma import gemma_arguments
 from node.content.calls.reading import (
     AnswerReader,
     CallArguments,
@@ -173,3 +174,14 @@ def test_reasoning_is_told_from_the_answer() -> None:
 def test_a_call_that_is_cut_off_is_never_over() -> None:
     parts = read("hermes", '<tool_call>{"name": "now", "arguments": {"a": ', [])
     assert parts == [CallBegun(0, "now"), CallArguments(0, '{"a": ')]
+
+
+def test_long_gemma_arguments_are_read_at_once() -> None:
+    blanks = " " * 20_000
+    assert gemma_arguments("{" + blanks + "}", "<q>") == {}
+    assert gemma_arguments("{" + blanks, "<q>") is None
+    assert gemma_arguments("{" + blanks + ":1}", "<q>") is None
+    assert gemma_arguments("{a" + blanks + ":" + blanks + "1" + blanks + "}", "<q>") == {"a": 1}
+    many = [{"b": 1}, "x,]"] * 20_000
+    written = ",".join("{b:1}" if isinstance(each, dict) else f"<q>{each}<q>" for each in many)
+    assert gemma_arguments("{a:[" + written + "]}", "<q>") == {"a": many}
