@@ -88,12 +88,15 @@ class ServiceText:
         if self.fenced is None:
             return {token: bytes([token]) for token in tokens}
         known = self._spelled
-        if missing := [token for token in dict.fromkeys(tokens) if token not in known]:
+        # A copy: another choice of the request may clear what is kept while this one waits.
+        found = {token: known[token] for token in tokens if token in known}
+        if missing := [token for token in dict.fromkeys(tokens) if token not in found]:
+            new = dict(zip(missing, await self.fenced.spell(missing), strict=True))
+            found.update(new)
             if len(known) > SPELLED_MAX:
                 known.clear()
-                missing = list(dict.fromkeys(tokens))
-            known.update(zip(missing, await self.fenced.spell(missing), strict=True))
-        return known
+            known.update(new)
+        return found
 
     async def tokens(self, name: str, prompt: str | Chat) -> PromptTokens:
         """Return a prompt's tokens. Raises FormProblem."""
