@@ -87,6 +87,7 @@ class AnswerReader:
         self._is_last = False
         self._parts: list[Part] = []
         self._number = 0
+        self._is_in_call = False
         self._space = ""
         """White space before the newest mark, which was left out."""
         self._tried = ""
@@ -147,6 +148,8 @@ class AnswerReader:
             self._parts.append(ReasoningPart(text))
 
     def _begin(self, name: str) -> None:
+        self._leave()
+        self._is_in_call = True
         self._parts.append(CallBegun(self._number, name))
         self._tried, self._is_trying = "", False
 
@@ -156,8 +159,13 @@ class AnswerReader:
 
     def _end(self) -> None:
         self._parts.append(CallOver(self._number))
-        self._number += 1
+        self._leave()
         self.calls += 1
+
+    def _leave(self) -> None:
+        """Count the call that has begun, also where it breaks: the next one is another."""
+        self._number += self._is_in_call
+        self._is_in_call = False
 
     # How text is taken
 
@@ -229,6 +237,7 @@ class AnswerReader:
                 self._release()
             else:
                 yield from self._group(mark)
+                self._leave()
             self._tried, self._is_trying = "", False
 
     def _opening(self) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from node.content.calls.formats import adapt_turns, detect_calls, detect_reasoning
+from node.content.calls.formats import DEEPSEEK, adapt_turns, detect_calls, detect_reasoning
 from node.content.calls.gemma import gemma_arguments
 from node.content.calls.reading import (
     AnswerReader,
@@ -185,3 +185,23 @@ def test_long_gemma_arguments_are_read_at_once() -> None:
     many = [{"b": 1}, "x,]"] * 20_000
     written = ",".join("{b:1}" if isinstance(each, dict) else f"<q>{each}<q>" for each in many)
     assert gemma_arguments("{a:[" + written + "]}", "<q>") == {"a": many}
+
+
+DEEPSEEK_CALL = f"{DEEPSEEK['calls▁begin']}{DEEPSEEK['call▁begin']}now{DEEPSEEK['sep']}"
+
+
+@pytest.mark.parametrize(
+    ("form", "broken", "whole"),
+    [
+        ("hermes", '<tool_call>{"name": "now", "arguments": {}, "x": 1}', '<tool_call>{"name": "now"}'),
+        ("granite", '<|tool_call|>[{"name": "now", "arguments": {}, "x', '<|tool_call|>{"name": "now"}'),
+        ("mistral", "[TOOL_CALLS]now[ARGS]x", "[TOOL_CALLS]now[ARGS]{}"),
+        ("deepseek", DEEPSEEK_CALL + "x", DEEPSEEK_CALL + "{}" + DEEPSEEK["call▁end"]),
+    ],
+)
+def test_a_call_after_a_broken_one_is_another(form: Any, broken: str, whole: str) -> None:
+    text = broken + ' x": ' + whole
+    parts = read(form, text, list(range(len(text))))
+    assert [part.number for part in parts if isinstance(part, CallBegun)] == [0, 1]
+    assert [part.number for part in parts if isinstance(part, CallOver)] == [1]
+    assert CallArguments(1, "{}") in parts
