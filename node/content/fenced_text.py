@@ -32,7 +32,7 @@ from node.content.calls.formats import (
 )
 from node.content.calls.rules import AnswerRule
 from node.content.chat import ChatTemplate
-from node.content.masks import Masks
+from node.content.masks import Masks, ServiceMasks
 from node.content.model_folder import CONFIG, CONFIG_BYTES_MAX, TOKENIZER, read_table, tokenizer_facts
 from node.content.text_files import GENERATION_CONFIG, read_files
 from node.content.token_bytes import special_ids, token_bytes
@@ -360,7 +360,7 @@ class _Texts:
         self._kept = {number: name for number, name in self._special.items() if name in KEPT}
         self._streams: dict[int, TextStream] = {}
         self._bytes: list[bytes] = []
-        self._masks: Masks | None = None
+        self._masks = ServiceMasks(self._new_masks)
         facts = read_facts(folder, self._known.count, has_template=bool(self._template_text))
         self.facts = msgspec.structs.replace(
             facts,
@@ -383,9 +383,7 @@ class _Texts:
             case Spell():
                 return _Said(parts=[self._spelled(token) for token in question.tokens])
             case BeginRule():
-                if self._masks is None:
-                    self._masks = self._new_masks(question.stops)
-                return _masked(self._masks.begin(question.stream, question.rule, question.tokens))
+                return _begun(self._masks, question)
             case _:
                 return _advanced(self._masks, question)
 
@@ -432,17 +430,18 @@ class _Bytes:
     """What the process knows of a model of bytes: it holds answers to rules, and no more is asked of it."""
 
     def __init__(self) -> None:
-        self._masks: Masks | None = None
+        self._masks = ServiceMasks(_byte_masks)
         self.facts = TextFacts((), BYTES, has_template=False)
 
     def answer(self, question: _Question) -> _Said:
         """Answer one. Raises UsageError."""
         if isinstance(question, BeginRule):
-            if self._masks is None:
-                tokens = [bytes([each]) for each in range(BYTES)]
-                self._masks = Masks(tokens, {}, question.stops, "", None)
-            return _masked(self._masks.begin(question.stream, question.rule, question.tokens))
+            return _begun(self._masks, question)
         return _advanced(self._masks, question)
+
+
+def _byte_masks(stops: list[int]) -> Masks:
+    return Masks([bytes([each]) for each in range(BYTES)], {}, stops, "", None)
 
 
 def _pushed(streams: dict[int, TextStream], question: Push, decode: Callable[[Sequence[int]], str]) -> _Said:
@@ -463,11 +462,15 @@ def _masked(found: tuple[bytes, bool]) -> _Said:
     return _Said(mask=mask, is_over=is_over)
 
 
-def _advanced(masks: Masks | None, question: _Question) -> _Said:
-    if masks is not None and isinstance(question, EndRule):
+def _begun(masks: ServiceMasks, question: BeginRule) -> _Said:
+    return _masked(masks.begin(question.stream, question.rule, question.tokens, question.stops))
+
+
+def _advanced(masks: ServiceMasks, question: _Question) -> _Said:
+    if isinstance(question, EndRule):
         masks.end(question.stream)
         return _Said()
-    if masks is not None and isinstance(question, AdvanceRule):
+    if isinstance(question, AdvanceRule):
         return _masked(masks.advance(question.stream, question.token))
     raise UsageError("no such rule is followed here")
 

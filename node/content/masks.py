@@ -4,6 +4,7 @@ A mask has a bit for each token, the lowest bit of a byte first. What a grammar 
 library's own limits on its size and on the work of each step, by the memory of the process, and by the time
 of an answer."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -14,6 +15,8 @@ from node.invocation import install_command
 
 RULES_MAX = 512
 """Answers with a rule at once in one process: of 64 requests that a node answers at once, 8 each."""
+STOPS_KEPT_MAX = 4
+"""Sets of ids that end answers, for each of which llguidance has tables of the whole vocabulary."""
 _GBNF = "::="
 
 
@@ -68,6 +71,11 @@ class Masks:
         )
         self._rules: dict[int, Any] = {}
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no answer follows a rule."""
+        return not self._rules
+
     def begin(self, number: int, rule: AnswerRule, tokens: list[int]) -> tuple[bytes, bool]:
         """Begin an answer, which has these tokens already; the mask of the next, and whether it is over.
         Raises UsageError: a rule that cannot be followed."""
@@ -116,6 +124,51 @@ class Masks:
     def _check(matcher: Any) -> None:
         if matcher.is_error():
             raise UsageError(_first_line(matcher.get_error()))
+
+
+class ServiceMasks:
+    """Masks of services that share a tokenizer, or are of bytes: they differ in the ids that end answers."""
+
+    def __init__(self, make: Callable[[list[int]], Masks]) -> None:
+        """`make` returns masks for the ids that end an answer."""
+        self._make = make
+        self._kept: dict[tuple[int, ...], Masks] = {}
+        self._followed: dict[int, Masks] = {}
+
+    def begin(
+        self, number: int, rule: AnswerRule, tokens: list[int], stops: Sequence[int]
+    ) -> tuple[bytes, bool]:
+        """Begin an answer that may end with `stops`; as `Masks.begin`."""
+        self.end(number)
+        key = tuple(stops)
+        masks = self._kept.pop(key, None) or self._made(key)
+        self._kept[key] = masks
+        found = masks.begin(number, rule, tokens)
+        self._followed[number] = masks
+        return found
+
+    def _made(self, stops: tuple[int, ...]) -> Masks:
+        if len(self._kept) >= STOPS_KEPT_MAX:
+            idle = [each for each, masks in self._kept.items() if masks.is_idle]
+            if not idle:
+                raise UsageError(
+                    f"{STOPS_KEPT_MAX} services with this tokenizer have rules to follow already; ask again"
+                )
+            del self._kept[idle[0]]
+        return self._make(list(stops))
+
+    def advance(self, number: int, token: int) -> tuple[bytes, bool]:
+        """As `Masks.advance`."""
+        masks = self._followed.get(number)
+        if masks is None:
+            raise UsageError("no such rule is followed here")
+        return masks.advance(number, token)
+
+    def end(self, number: int) -> None:
+        """Forget an answer."""
+        masks = self._followed.pop(number, None)
+        if masks is not None:
+            masks.end(number)
 
 
 def _first_line(text: str) -> str:

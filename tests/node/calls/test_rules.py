@@ -10,7 +10,8 @@ import tokenizers
 from node.content.calls.formats import HARMONY, REASONING, CallFormat
 from node.content.calls.reading import AnswerReader
 from node.content.calls.rules import AnswerRule, ModelMarks, RuleTool, grammar_of, written_calls
-from node.content.masks import Masks
+from node.content.fenced_text import FencedText
+from node.content.masks import STOPS_KEPT_MAX, Masks
 from node.content.token_bytes import special_ids, token_bytes
 from node.errors import UsageError
 from tests.node.calls.rule_cases import draw_answer, rule_case
@@ -162,3 +163,22 @@ def test_a_grammar_names_special_tokens_by_their_ids() -> None:
     text = grammar_of(AnswerRule("calls", "", TOOLS, "mistral"), marks)
     assert "<[7]>" in text
     assert "[TOOL_CALLS]" not in text
+
+
+async def test_services_of_one_process_end_answers_by_their_own_ids() -> None:
+    rule, more = AnswerRule("regex", "a+"), 1 << ord("a")
+    text = await FencedText.open(b"", allow_unfenced=True)
+    try:
+        for number in range(STOPS_KEPT_MAX):
+            mask = await text.begin_rule(number, rule, [ord("a")], [number])
+            assert int.from_bytes(mask.bits, "little") == more | 1 << number
+        with pytest.raises(UsageError, match="ask again"):
+            await text.begin_rule(50, rule, [], [50])
+        await text.end_rule(1)
+        mask = await text.begin_rule(50, rule, [ord("a")], [50])
+        assert int.from_bytes(mask.bits, "little") == more | 1 << 50
+        assert (await text.advance_rule(0, 0)).is_over
+        with pytest.raises(UsageError, match="no such rule"):
+            await text.advance_rule(1, 1)
+    finally:
+        await text.aclose()
