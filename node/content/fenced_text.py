@@ -169,7 +169,11 @@ class TokenMask(msgspec.Struct, frozen=True):
 
 
 class TextLost(Exception):
-    """The process has ended or was killed. The text says why."""
+    """The process has ended or was killed. The text says why; `is_own`: it was at the asker's question."""
+
+    def __init__(self, reason: str, *, is_own: bool = False) -> None:
+        super().__init__(reason)
+        self.is_own = is_own
 
 
 class FencedText:
@@ -283,7 +287,7 @@ class FencedText:
                 await self._process.send(msgspec.json.encode(question) + b"\n")
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             await self.aclose()
-            raise TextLost("it has ended") from None
+            raise TextLost("it has ended") from None  # before it had the whole question
         except trio.TooSlowError:
             await self.aclose()
             raise TextLost(_TOO_SLOW) from None
@@ -293,14 +297,15 @@ class FencedText:
         line: bytes | None = None
         with trio.move_on_after(seconds):
             line = await self._line()
+        is_own = not self.is_lost  # else somebody ended it meanwhile
         if line is None:
             await self.aclose()
-            raise TextLost(_TOO_SLOW)
+            raise TextLost(_TOO_SLOW, is_own=is_own)
         try:
             said = msgspec.json.decode(line, type=_Said)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             await self.aclose()
-            raise TextLost("it has ended, or says what cannot be understood") from None
+            raise TextLost("it has ended, or says what cannot be understood", is_own=is_own) from None
         if said.refused:
             raise UsageError(_printable(said.refused), said.do and _printable(said.do))
         return said

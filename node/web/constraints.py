@@ -19,6 +19,8 @@ from node.web.forms.asking import FormProblem
 from partition.codecs.base import Array
 
 PURPOSE = "rules"
+BEGINNINGS_MAX = 3
+"""Processes in which one token of an answer is asked for: each costs a second, and its client waits."""
 
 
 class Constraint:
@@ -44,6 +46,8 @@ class Constraint:
         except UsageError as error:
             raise FormProblem(f"{field}: {error.what}", field=field, code="invalid_grammar") from None
         except TextLost as error:
+            if not error.is_own:
+                raise self._ended(error) from None
             reason = f"{field}: it takes more than a grammar may: {error}"
             raise FormProblem(reason, field=field, code="invalid_grammar") from None
         except PeerloomError as error:
@@ -56,12 +60,27 @@ class Constraint:
         try:
             try:
                 return self._allowed(await self._fenced.advance_rule(self._number, token))
-            except TextLost:  # another answer's grammar took too much
+            except TextLost as error:
+                if error.is_own:  # another process would take as much
+                    raise
                 return self._allowed(await self._begin())
         except (PeerloomError, TextLost) as error:
-            raise FormProblem(f"{self._field}: {error}", kind="failed") from None
+            raise self._ended(error) from None
+
+    def _ended(self, error: Exception) -> FormProblem:
+        return FormProblem(f"{self._field}: {error}", kind="failed")
 
     async def _begin(self) -> TokenMask:
+        """Begin in a process that lives, and again where another answer's grammar ends it first."""
+        for tries in range(BEGINNINGS_MAX):
+            try:
+                return await self._begin_once()
+            except TextLost as error:
+                if error.is_own or tries == BEGINNINGS_MAX - 1:
+                    raise
+        raise AssertionError("the last try returns or raises")
+
+    async def _begin_once(self) -> TokenMask:
         await self._held.aclose()
         self._fenced = await self._held.enter_async_context(self._asking.reading(self._service, PURPOSE))
         stops = self._service.manifest.stops

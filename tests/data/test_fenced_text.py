@@ -48,10 +48,12 @@ def test_a_strangers_template_is_bounded_in_memory_and_time(
             with pytest.raises(UsageError, match="memory"):
                 await text.render([{"role": "user", "content": "grow"}])
             monkeypatch.setattr(fenced_text, "ANSWER_SECONDS", 0.5)
-            with pytest.raises(TextLost, match="longer than"):
+            with pytest.raises(TextLost, match="longer than") as lost:
                 await text.render([{"role": "user", "content": "loop"}])
-            with pytest.raises(TextLost):
+            assert lost.value.is_own
+            with pytest.raises(TextLost) as lost:
                 await text.encode("hello")
+            assert not lost.value.is_own
         finally:
             await text.aclose()
 
