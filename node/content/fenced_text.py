@@ -283,8 +283,12 @@ class FencedText:
         if self.is_lost:
             raise TextLost("it has ended")
         try:
+            line = msgspec.json.encode(question) + b"\n"
+        except RecursionError:
+            raise UsageError(_TOO_DEEP) from None
+        try:
             with trio.fail_after(ANSWER_SECONDS):
-                await self._process.send(msgspec.json.encode(question) + b"\n")
+                await self._process.send(line)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             await self.aclose()
             raise TextLost("it has ended") from None  # before it had the whole question
@@ -328,6 +332,7 @@ class FencedText:
             await trio.to_thread.run_sync(self._scratch.remove)
 
 
+_TOO_DEEP = "it is nested too deeply"
 _TOO_SLOW = f"it took longer than {ANSWER_SECONDS:.0f} s"
 
 
@@ -544,6 +549,8 @@ def main(arguments: list[str]) -> None:
             said = _refusal(error)
         except MemoryError:
             said = _Said(refused="it takes more memory than a prompt may")
+        except RecursionError:
+            said = _Said(refused=_TOO_DEEP)
         _say(said)
 
 

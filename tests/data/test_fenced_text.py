@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -65,6 +66,20 @@ async def test_a_chat_of_too_many_messages_is_refused_and_never_cut(tmp_path: Pa
     try:
         with pytest.raises(UsageError, match="4,097 messages"):
             await text.render([{"role": "user", "content": "a"}] * (MESSAGES_MAX + 1))
+    finally:
+        await text.aclose()
+
+
+async def test_tools_that_are_nested_too_deeply_are_refused(tmp_path: Path) -> None:
+    template = "{{ tools | tojson }}{{ messages[0]['content'] }}"
+    text = await FencedText.open(collect(write_folder(tmp_path / "model", template)), allow_unfenced=True)
+    deep: dict[str, Any] = {}
+    try:
+        for _ in range(20_000):
+            deep = {"items": deep}
+        with pytest.raises(UsageError, match="nested too deeply"):
+            await text.render([{"role": "user", "content": "hello"}], [deep])
+        assert await text.encode("hello") == [1]
     finally:
         await text.aclose()
 
