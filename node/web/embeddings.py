@@ -13,7 +13,7 @@ from node.serving.asking import Asking
 from node.serving.serving import Serving
 from node.web.answers import RETRY_SECONDS
 from node.web.forms.asking import FormProblem
-from node.web.forms.embeddings import TOKENS_TOTAL_MAX, EmbeddingsRequest, embeddings_document
+from node.web.forms.embeddings import TOKENS_TOTAL_MAX, EmbeddingsRequest, Texts, embeddings_document
 from partition.codecs.base import Array
 from partition.serve.door import Wish
 from partition.serve.sampling import Sampling
@@ -31,9 +31,8 @@ class ServiceVectors:
         self._serving = serving
         self._asking = Asking(serving)
 
-    async def embed(self, request: EmbeddingsRequest, held: AsyncExitStack) -> bytes:
-        """Return the answer to a request. Raises FormProblem."""
-        texts = request.texts
+    async def embed(self, request: EmbeddingsRequest, texts: Texts, held: AsyncExitStack) -> bytes:
+        """Return the answer to a request for its texts. Raises FormProblem."""
         service = await self._find(request)
         prompts = await self._tokens(service, texts, held)
         vectors = await self._vectors(service, prompts)
@@ -56,9 +55,7 @@ class ServiceVectors:
             raise FormProblem(f"dimensions: {name} has {vector:,}", field="dimensions")
         return service
 
-    async def _tokens(
-        self, service: Service, texts: tuple[str | tuple[int, ...], ...], held: AsyncExitStack
-    ) -> list[tuple[int, ...]]:
+    async def _tokens(self, service: Service, texts: Texts, held: AsyncExitStack) -> list[tuple[int, ...]]:
         fenced: FencedText | None = None
         manifest = service.manifest
         if any(isinstance(text, str) for text in texts):
@@ -75,8 +72,6 @@ class ServiceVectors:
             where = f"input[{number}]"
             if not tokens:
                 raise FormProblem(f"{where}: want a text that is not empty", field="input")
-            if max(tokens) >= manifest.vocabulary:
-                raise FormProblem(f"{where}: a token that {manifest.name} does not have", field="input")
             if len(tokens) > manifest.context:
                 raise FormProblem(
                     f"{where}: {len(tokens):,} tokens; {manifest.name} takes at most {manifest.context:,}",
@@ -87,6 +82,9 @@ class ServiceVectors:
                 raise FormProblem(
                     f"input: more than {TOKENS_TOTAL_MAX:,} tokens in one request", field="input"
                 )
+            # Only now is each token looked at: there are not too many.
+            if max(tokens) >= manifest.vocabulary:
+                raise FormProblem(f"{where}: a token that {manifest.name} does not have", field="input")
             found.append(tokens)
         return found
 

@@ -48,7 +48,7 @@ from node.web.forms.completions import (
     CompletionWriter,
     error_document,
 )
-from node.web.forms.embeddings import EmbeddingsRequest
+from node.web.forms.embeddings import EmbeddingsRequest, Texts, read_embeddings
 from node.web.forms.messages import MessagesRequest, MessagesWriter, message_error
 from node.web.forms.responses import ResponsesRequest, ResponsesWriter
 from node.web.guard import Refusal
@@ -94,7 +94,7 @@ class AnswerSource(Protocol):
 class VectorSource(Protocol):
     """What is needed of `node.web.embeddings.ServiceVectors`."""
 
-    async def embed(self, request: EmbeddingsRequest, held: AsyncExitStack) -> bytes: ...
+    async def embed(self, request: EmbeddingsRequest, texts: Texts, held: AsyncExitStack) -> bytes: ...
 
 
 class ModelApi:
@@ -193,13 +193,13 @@ class ModelApi:
         return Streaming(write, "text/event-stream", (NO_STORE, ("x-accel-buffering", "no")))
 
     async def _embed(self, request: Request, key: ApiKey) -> Response:
-        read = partial(read_form, request.body, EmbeddingsRequest)
+        read = partial(read_embeddings, request.body)
         is_short = len(request.body) <= READ_HERE_BYTES_MAX
-        asked = read() if is_short else await self._seams.executor.run(read)
+        asked, texts = read() if is_short else await self._seams.executor.run(read)
         if self._vectors is None:
             raise FormProblem("this door gives no embeddings", kind="missing", code="unsupported")
         await self._take_turn(request.held, key, asked.model)
-        return Response(await self._vectors.embed(asked, request.held), headers=(NO_STORE,))
+        return Response(await self._vectors.embed(asked, texts, request.held), headers=(NO_STORE,))
 
     async def _read(self, body: bytes, kind: type[AskedForm]) -> tuple[AskedForm, AnswerRequest]:
         """Return a request in its form, and what it asks; a long one is read beside the event loop. Raises

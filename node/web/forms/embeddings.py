@@ -7,13 +7,15 @@ from typing import Annotated, Literal
 import msgspec
 import numpy as np
 
-from node.web.forms.asking import NAME_LENGTH_MAX, PROMPT_TOKENS_MAX, FormProblem
+from node.web.forms.asking import NAME_LENGTH_MAX, PROMPT_TOKENS_MAX, FormProblem, read_form
 from partition.codecs.base import Array
 
 TEXTS_MAX = 2_048
 """In one request, as in OpenAI's API."""
 TOKENS_TOTAL_MAX = 300_000
 """All its texts together, as there."""
+
+Texts = tuple[str | tuple[int, ...], ...]
 
 _Ids = Annotated[
     tuple[Annotated[int, msgspec.Meta(ge=0)], ...],
@@ -31,23 +33,29 @@ class EmbeddingsRequest(msgspec.Struct, frozen=True, kw_only=True):
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
-    @property
-    def texts(self) -> tuple[str | tuple[int, ...], ...]:
-        """Return each text, or its tokens. Raises FormProblem."""
-        if isinstance(self.input, str):
-            return (self.input,)
-        for form in (_Texts, _ManyIds):
-            try:
-                found: tuple[str | tuple[int, ...], ...] = msgspec.convert(self.input, form)
-                return found
-            except msgspec.ValidationError:
-                pass
+
+def read_embeddings(data: bytes) -> tuple[EmbeddingsRequest, Texts]:
+    """Return a request, and each of its texts or its tokens: milliseconds where they are many. Raises
+    FormProblem."""
+    request = read_form(data, EmbeddingsRequest)
+    return request, _texts_of(request.input)
+
+
+def _texts_of(given: str | list[str | int | list[int]]) -> Texts:
+    if isinstance(given, str):
+        return (given,)
+    for form in (_Texts, _ManyIds):
         try:
-            return (msgspec.convert(self.input, _Ids),)
+            found: Texts = msgspec.convert(given, form)
+            return found
         except msgspec.ValidationError:
-            raise FormProblem(
-                f"input: want a text, tokens, or 1 to {TEXTS_MAX:,} of either", field="input"
-            ) from None
+            pass
+    try:
+        return (msgspec.convert(given, _Ids),)
+    except msgspec.ValidationError:
+        raise FormProblem(
+            f"input: want a text, tokens, or 1 to {TEXTS_MAX:,} of either", field="input"
+        ) from None
 
 
 def embeddings_document(request: EmbeddingsRequest, vectors: Sequence[Array], tokens: int) -> bytes:
