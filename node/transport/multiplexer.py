@@ -325,7 +325,8 @@ class Multiplexer:
         if found is None:
             return None
         self._forget(channel)
-        return ChannelClosed(channel)
+        # Whoever has closed it here as well is not told again: its end is gone.
+        return None if found.is_closing else ChannelClosed(channel)
 
     def _known(self, channel: int) -> _Channel | None:
         """Return a channel; None for one that is over. Raises RemoteProtocolError for one that never was."""

@@ -80,6 +80,18 @@ def test_what_was_written_before_a_close_comes_before_it() -> None:
     assert all(isinstance(each, ChannelData) for each in data)
 
 
+def test_a_close_that_crosses_our_own_ends_the_channel_without_a_word() -> None:
+    one, other = pair()
+    channel = opened(one, other)
+    fill(one, channel)
+    one.close(channel)
+    other.close(channel)
+    assert channel in one
+    assert pump(0.0, other, one) == []
+    assert channel not in one
+    assert pump(0.0, one, other) == []
+
+
 def test_a_reader_that_pauses_stops_its_own_channel_alone() -> None:
     one, other = pair()
     slow, quick = opened(one, other), opened(one, other)
