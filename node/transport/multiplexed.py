@@ -5,7 +5,7 @@ messages, marks, limits, pools. The path seals everything; a channel is not seal
 """
 
 import socket
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -77,7 +77,9 @@ class _End:
     """The path's end of a channel: its half of a socket pair, and what the reader has yet to take."""
 
     socket: socket.socket
-    waiting: deque[memoryview] = field(default_factory=deque)
+    waiting: bytearray = field(default_factory=bytearray)
+    """One buffer, whatever the frames: with a header for each byte a peer would fill far more than its
+    credit."""
     has_closed: bool = False
     """Whether the other side has closed it."""
     moved: trio.Event = field(default_factory=trio.Event)
@@ -201,7 +203,7 @@ class MultiplexedPath:
                 self._opened(self, self._begin(channel))
             case ChannelData(channel, data):
                 end = self._ends[channel]
-                end.waiting.append(data)
+                end.waiting += data
                 end.came.set()
             case ChannelClosed(channel):
                 end = self._ends[channel]
@@ -296,18 +298,15 @@ class MultiplexedPath:
         """From the path to the socket, until all has come."""
         while True:
             while end.waiting:
-                data = end.waiting[0]
                 try:
-                    count = end.socket.send(data)
+                    with memoryview(end.waiting) as whole, whole[:QUEUED_BYTES_MAX] as piece:
+                        count = end.socket.send(piece)
                 except BlockingIOError:
                     await trio.lowlevel.wait_writable(end.socket)
                     continue
                 except OSError:
                     return
-                if count < len(data):
-                    end.waiting[0] = data[count:]
-                else:
-                    end.waiting.popleft()
+                del end.waiting[:count]
                 self._core.taken(channel, count)
                 self._stirred.set()
                 await trio.lowlevel.checkpoint()

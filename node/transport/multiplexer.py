@@ -303,6 +303,8 @@ class Multiplexer:
         return ChannelOpened(channel)
 
     def _take(self, channel: int, data: memoryview) -> ChannelData | None:
+        if not data:
+            raise RemoteProtocolError("a frame of data without data")
         self._came += len(data)
         found = self._known(channel)
         if found is None or found.is_closing:

@@ -254,6 +254,13 @@ def test_more_than_the_credit_and_credit_without_end_end_the_path() -> None:
         one.receive(0.0, frame(Kind.CREDIT, channel, 2**32 - 1))
 
 
+def test_data_without_a_byte_ends_the_path() -> None:
+    one, other = pair()
+    channel = opened(one, other)
+    with pytest.raises(RemoteProtocolError):
+        other.receive(0.0, frame(Kind.DATA, channel))
+
+
 def test_channels_beyond_the_bound_are_closed_and_answers_do_not_pile_up() -> None:
     one, other = pair()
     channels = [opened(other, one) for _ in range(CHANNELS_MAX)]
