@@ -120,7 +120,6 @@ class MultiplexedPath:
         self._ends: dict[int, _End] = {}
         self._stirred = trio.Event()
         self._nursery: trio.Nursery | None = None
-        self._is_over = False
         connection.become_path(UNSENT_BYTES_MAX)
         connection.limit(FRAME_BYTES_MAX)
 
@@ -130,7 +129,7 @@ class MultiplexedPath:
     @property
     def stands(self) -> bool:
         """Whether a channel can be opened."""
-        return not self._is_over and self.connection.why is None
+        return self._nursery is not None and self.connection.why is None
 
     @property
     def place(self) -> Address | None:
@@ -172,7 +171,6 @@ class MultiplexedPath:
                 await self._receive_forever()
                 nursery.cancel_scope.cancel()
         finally:
-            self._is_over = True
             self._nursery = None
             self.connection.end("the path is over")
             for end in self._ends.values():
@@ -199,8 +197,7 @@ class MultiplexedPath:
         event = self._core.receive(trio.current_time(), frame)
         match event:
             case ChannelOpened(channel):
-                self._counters["channels_served"] += 1
-                self._opened(self, self._begin(channel))
+                self._serve(channel)
             case ChannelData(channel, data):
                 end = self._ends[channel]
                 end.waiting += data
@@ -213,6 +210,15 @@ class MultiplexedPath:
                 pass
         self._make_room(frame)
         self._stirred.set()
+
+    def _serve(self, channel: int) -> None:
+        try:
+            opened = self._begin(channel)
+        except StreamClosed:
+            self._counters["channels_refused"] += 1
+            return
+        self._counters["channels_served"] += 1
+        self._opened(self, opened)
 
     async def _send_forever(self) -> None:
         try:
@@ -244,7 +250,13 @@ class MultiplexedPath:
     # --- its channels --------------------------------------------------------------------------------
 
     def _begin(self, channel: int) -> socket.socket:
-        ours, theirs = socket.socketpair()
+        """Raises StreamClosed, and the channel is over: this process has no descriptors left."""
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            self._core.close(channel)
+            self._stirred.set()
+            raise StreamClosed(f"no channel can be made: {error.strerror}") from None
         for each in (ours, theirs):
             each.setblocking(False)
             keep_from_children(each)

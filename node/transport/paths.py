@@ -204,13 +204,14 @@ class Paths:
             counters=self._counters,
         )
         self._make_room(path.peer)
+        # Counted from now on: any number of them may be about to start.
+        self._paths.setdefault(path.peer, []).append(path)
         self._counters[f"paths_{way}"] += 1
         for other in self.of(path.peer):
             self._host.has_better(other)
         try:
             async with trio.open_nursery() as nursery:
                 await nursery.start(path.run)
-                self._paths.setdefault(path.peer, []).append(path)
                 self._improve(path, path.since)
                 task_status.started(path)
         finally:
@@ -273,9 +274,10 @@ class Paths:
                     self._counters["paths_not_improved"] += 1
 
     def _make_room(self, peer: PeerId) -> None:
-        own = self._paths.get(peer, [])
+        standing = [path for path in self if path.connection.why is None]
+        own = [path for path in standing if path.peer == peer]
         if len(own) >= PER_PEER_MAX:
             min(own, key=lambda path: (path.is_kept, path.used_at)).end("more paths than needed")
-        elif len(self) >= PATHS_MAX:
-            spare = [path for path in self if not path.is_kept] or list(self)
+        elif len(standing) >= PATHS_MAX:
+            spare = [path for path in standing if not path.is_kept] or standing
             min(spare, key=lambda path: (len(path) > 0, path.used_at)).end("others need the room")

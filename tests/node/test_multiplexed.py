@@ -1,11 +1,17 @@
 """The driver of a path, before a hostile peer and on a machine that has no room."""
 
+import errno
+import socket
 import tracemalloc
+from functools import partial
 
+import pytest
 import trio
 
+from node.errors import StreamClosed
 from node.transport.multiplexer import Kind
-from tests.node.nets import make_network, running, until
+from node.transport.paths import PER_PEER_MAX
+from tests.node.nets import PING, acquaint, echo, make_network, running, until
 
 
 def frame(kind: Kind, channel: int, data: bytes = b"") -> bytes:
@@ -31,3 +37,42 @@ async def test_bytes_that_come_one_by_one_take_no_more_memory_than_they_are() ->
         finally:
             tracemalloc.stop()
         assert after - before < 4 * count
+
+
+async def test_a_path_outlives_a_time_without_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = make_network("h"), make_network("o")
+    other.handle(PING, echo)
+
+    def refuse() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async with running(one, other):
+        acquaint(one, other)
+        path = await one.multiplexed.offer(other.peer)
+        with trio.fail_after(10):
+            await until(lambda: bool(other.multiplexed.of(one.peer)))
+            with monkeypatch.context() as patched:
+                patched.setattr(socket, "socketpair", refuse)
+                with pytest.raises(StreamClosed, match="Too many open files"):
+                    path.open()
+                await until(lambda: other.counters["channels_refused"] == 1)
+            path.open().close()
+            await until(lambda: other.counters["channels_served"] == 1)
+        assert path.stands
+
+
+async def test_paths_that_come_at_once_are_bounded_like_those_that_stand() -> None:
+    hostile, other = make_network("h"), make_network("o")
+    async with running(hostile, other):
+        hostile.learn(other.peer, other.addresses)
+        with trio.fail_after(10):
+            dial = hostile._connections.dial_path
+            connections = [await dial(other.peer) for _ in range(3 * PER_PEER_MAX)]
+            carry = partial(hostile.multiplexed.carry, is_first=True, way="direct", address=None)
+            async with trio.open_nursery() as nursery:
+                for connection in connections:
+                    nursery.start_soon(carry, connection)
+                await trio.lowlevel.checkpoint()
+                ended = [each.why for each in connections].count("more paths than needed")
+                nursery.cancel_scope.cancel()
+        assert ended == 2 * PER_PEER_MAX
