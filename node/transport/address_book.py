@@ -151,6 +151,12 @@ class AddressBook:
         claimed = (each for each in self._claimed(entry) if not each.kind.startswith("dns"))
         return _distinct(*entry.proved, entry.observed, *claimed)
 
+    def seen(self, peer: PeerId) -> tuple[Address, ...]:
+        """Return where the peer has answered, the latest first, and where its datagrams come from: nothing
+        that is only said of it."""
+        entry = self._entry(peer)
+        return _distinct(*entry.proved, entry.observed)
+
     def host_of(self, peer: PeerId) -> str | None:
         """Return the host where the peer was seen last; None if it was not."""
         entry = self._met.get(peer, _NOTHING)

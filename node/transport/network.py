@@ -234,6 +234,10 @@ class RealNetwork:
         """Return where the latest datagram of this peer came from."""
         return self._book.observed(peer)
 
+    def met_at(self, peer: PeerId) -> tuple[Address, ...]:
+        """Return where a peer has answered, and where its datagrams come from: no mere claim."""
+        return self._book.seen(peer)
+
     def map_to(self, address: Address | None) -> None:
         """Tell others that a router leads what comes to this address here; None: no longer."""
         self._mapped = address

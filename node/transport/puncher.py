@@ -36,8 +36,8 @@ from node.transport.punch_messages import (
     Offer,
     RoundTrip,
 )
-from node.transport.punching import TRANSPORTS, PunchBudget, SeenPlaces, Transport
-from node.transport.simultaneous import connect_from, leave_nothing
+from node.transport.punching import TRANSPORTS, ObserverRests, PunchBudget, SeenPlaces, Transport
+from node.transport.simultaneous import PUNCH_RETRIES_SECONDS, connect_from, leave_nothing
 from node.transport.streams import SecureStream
 
 ANSWER_SECONDS = 8.0
@@ -79,6 +79,7 @@ class Puncher:
         self._counters = counters
         self.budget = PunchBudget(network.admits)
         self.seen = SeenPlaces()
+        self._rests = ObserverRests()
         self._told = self._own_hosts()
         self._asked: dict[PeerId, SecureStream] = {}
         self._looking = trio.Lock()
@@ -118,20 +119,24 @@ class Puncher:
         return self._network.is_own(make_address(host, self._network.port))
 
     def _observers(self) -> list[PeerId]:
-        """Peers that were reached at addresses of the internet, one of each host, in any order. Not those to
-        which a path was punched: it has the same ports, and its router would show others."""
+        """Peers that were reached at addresses of the internet, one of each host, in any order: a peer that
+        only claims to be somewhere has nobody dialled there. Not those to which a path was punched: it has
+        the same ports, and its router would show others."""
+        now = self._clock.monotonic()
         by_host: dict[str, PeerId] = {}
         for peer in self._peers():
             place = self._place_of(peer)
             is_punched = any(path.way == "punched" for path in self._network.multiplexed.of(peer))
-            if peer != self._network.peer and place is not None and not is_punched:
+            if peer == self._network.peer or place is None or is_punched:
+                continue
+            if self._rests.may_ask(place.host, now):
                 by_host.setdefault(place.host, peer)
         found = list(by_host.values())
         return self._rng.sample(found, len(found))
 
     def _place_of(self, peer: PeerId) -> Address | None:
-        """Return an IPv4 address of the internet at which a peer was dialled."""
-        places = self._network.known_addresses(peer)
+        """Return an IPv4 address of the internet at which a peer was met."""
+        places = self._network.met_at(peer)
         return next(
             (each for each in places if each.kind == "ip4" and each.relay is None and is_global(each.host)),
             None,
@@ -151,22 +156,27 @@ class Puncher:
 
     async def _ask(self, peer: PeerId) -> None:
         """Ask one where it sees this node."""
+        place, is_reached = self._place_of(peer), peer in self._asked
         try:
             with trio.fail_after(OBSERVE_SECONDS):
                 if peer not in self._asked:
-                    self._asked[peer] = await self._reach_observer(peer)
+                    self._asked[peer] = await self._reach_observer(peer, place)
+                    is_reached = True
                 stream = self._asked[peer]
                 await stream.send(encode(Observe()))
                 observed = _read(await stream.receive())
             if not isinstance(observed, Observed):
                 raise RemoteProtocolError("no answer to what was asked")
             self._note(peer, observed)
+            if place is not None:
+                self._rests.answered(place.host)
         except (Unreachable, StreamClosed, RemoteProtocolError, trio.TooSlowError):
             self._counters["observers_failed"] += 1
             self._drop(peer)
+            if place is not None and not is_reached:
+                self._rests.failed(place.host, self._clock.monotonic())
 
-    async def _reach_observer(self, peer: PeerId) -> SecureStream:
-        place = self._place_of(peer)
+    async def _reach_observer(self, peer: PeerId, place: Address | None) -> SecureStream:
         if place is None:
             raise Unreachable("unknown", "no address of it is known")
         transport = await connect_from(self._network.listening, place)
@@ -324,7 +334,7 @@ class Puncher:
         self, peer: PeerId, address: Address, round_trip_seconds: float, is_first: bool, done: trio.Event
     ) -> None:
         try:
-            transport = await connect_from(self._network.listening, address)
+            transport = await connect_from(self._network.listening, address, PUNCH_RETRIES_SECONDS)
             is_first = is_first or not await _speaks(transport, 2 * round_trip_seconds + FLIGHT_SECONDS)
             secured = await self._shake_hands(transport, address.of(peer), is_first=is_first)
         except Unreachable:

@@ -34,6 +34,11 @@ HOSTS_MAX = 1_024
 OBSERVERS_MAX = 3
 """Peers that are asked where they see this node. Two show whether it is everywhere alike."""
 OBSERVED_SECONDS = 900.0
+REST_SECONDS, REST_SECONDS_MAX = 60.0, 3_600.0
+"""How long a host is left alone that could not be asked where it sees this node, and twice as long after each
+further time."""
+RESTS_MAX = 256
+"""Hosts of which that is remembered, the latest. Each is one where a peer was met."""
 
 
 @dataclass
@@ -99,6 +104,32 @@ class PunchBudget:
         if len(self._tries) > PEERS_MAX:
             self._tries.popitem(last=False)
         return tries
+
+
+class ObserverRests:
+    """Hosts that were dialled in vain to ask where they see this node, and are left alone for a while."""
+
+    def __init__(self) -> None:
+        self._rests: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._rests)
+
+    def failed(self, host: str, now: float) -> None:
+        """It did not answer."""
+        _, last = self._rests.pop(host, (0.0, REST_SECONDS / 2))
+        rest_seconds = min(2 * last, REST_SECONDS_MAX)
+        self._rests[host] = now + rest_seconds, rest_seconds
+        if len(self._rests) > RESTS_MAX:
+            self._rests.popitem(last=False)
+
+    def answered(self, host: str) -> None:
+        """It does what it is asked."""
+        self._rests.pop(host, None)
+
+    def may_ask(self, host: str, now: float) -> bool:
+        """Return whether it may be dialled."""
+        return now >= self._rests.get(host, (now, 0.0))[0]
 
 
 @dataclass

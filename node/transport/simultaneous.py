@@ -18,30 +18,37 @@ from node.forks import keep_from_children
 from node.transport.handshake import set_options
 from node.transport.sockets import socket_name
 
-RETRY_SECONDS = 0.1
-"""After a refusal: the router of the other side, or its kernel, has answered before it has dialled."""
+PUNCH_RETRIES_SECONDS = (0.1, 0.4)
+"""After each refusal of a punch: the router of the other side, or its kernel, has answered before it has
+dialled. With the first that makes three attempts, and no more come to a host that did not ask."""
 _OTHERS_FIRST = (errno.EADDRNOTAVAIL, errno.EADDRINUSE, errno.EISCONN)
 """The other side's connection has come in by the listening socket meanwhile: there can be no second one."""
 
 
-async def connect_from(places: Sequence[tuple[str, int]], address: Address) -> trio.SocketStream:
-    """Connect to an IP address from one of the `places` where this node listens; again and again where it is
-    refused, until cancelled.
+async def connect_from(
+    places: Sequence[tuple[str, int]], address: Address, retries_seconds: Sequence[float] = ()
+) -> trio.SocketStream:
+    """Connect to an IP address from one of the `places` where this node listens; once more after each of the
+    pauses where it is refused.
 
     Raises:
-        Unreachable: there is no way, or the other side's own connection has come in meanwhile.
+        Unreachable: it is refused, there is no way, or the other side's own connection has come in meanwhile.
     """
     family = socket.AF_INET6 if address.kind == "ip6" else socket.AF_INET
     place = next((each for each in places if (":" in each[0]) == (family == socket.AF_INET6)), None)
     if place is None:
         raise Unreachable("unknown", f"this node does not listen where it could reach {address.short}")
+    pauses = iter(retries_seconds)
     while True:
         connecting = _open(family, place)
         try:
             await connecting.connect(socket_name(address.host, address.port))
         except ConnectionRefusedError:
             connecting.close()
-            await trio.sleep(RETRY_SECONDS)
+            pause_seconds = next(pauses, None)
+            if pause_seconds is None:
+                raise Unreachable("refused", f"{address.short} refuses connections") from None
+            await trio.sleep(pause_seconds)
             continue
         except OSError as error:
             connecting.close()

@@ -1,14 +1,22 @@
-"""What is decided about punching: the core, without sockets. Real NATs: `tests/lab/test_punching.py`."""
+"""What is decided about punching, and whom it dials. Real NATs: `tests/lab/test_punching.py`."""
+
+from collections import Counter
+from random import Random
 
 import pytest
+import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
 from crypto.contact import Address, make_address
 from crypto.encoding import encode
 from crypto.identity import PeerId
+from node.errors import Unreachable
+from node.seams import RealClock
+from node.transport import simultaneous
 from node.transport.address_policy import AddressPolicy
 from node.transport.punch_messages import CANDIDATES_MAX, OFFER_BYTES_MIN
+from node.transport.puncher import Puncher
 from node.transport.punching import (
     ANSWER_PAUSE_SECONDS,
     HOST_TRIES_BURST,
@@ -16,9 +24,14 @@ from node.transport.punching import (
     OBSERVERS_MAX,
     PAUSE_SECONDS,
     PAUSE_SECONDS_MAX,
+    REST_SECONDS,
+    RESTS_MAX,
+    ObserverRests,
     PunchBudget,
     SeenPlaces,
 )
+from node.transport.simultaneous import PUNCH_RETRIES_SECONDS, connect_from
+from tests.node.nets import make_network, running, unused_address
 
 OUTSIDE, OTHER = make_address("45.1.0.2", 30_000), make_address("45.1.0.2", 30_001)
 
@@ -122,3 +135,71 @@ def test_an_offer_is_longer_than_a_third_of_what_it_has_sent() -> None:
     initiations, connections = 3 * 411, 3 * 60
     assert initiations + connections <= 3 * OFFER_BYTES_MIN
     assert len(encode(str(OUTSIDE))) < OFFER_BYTES_MIN
+
+
+# --- who is asked --------------------------------------------------------------------------------------
+
+
+async def test_nobody_is_dialled_where_a_peer_only_claims_to_be() -> None:
+    network = make_network("n")
+    puncher = Puncher(network, RealClock(), Random(1), lambda: [peer(1), peer(2)], Counter())
+    network.learn(peer(1), [OUTSIDE])
+    network.learn(peer(2), [OUTSIDE], is_hint=True)
+    assert network.known_addresses(peer(1)) == (OUTSIDE,)
+    assert puncher._observers() == []
+    network._book.prove(peer(1), OUTSIDE)
+    assert puncher._observers() == [peer(1)]
+
+
+async def test_a_host_that_does_not_answer_is_not_asked_again_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    network = make_network("n")
+    dialled: list[Address] = []
+
+    async def refuse(places: object, address: Address) -> trio.SocketStream:
+        assert places is not None
+        dialled.append(address)
+        raise Unreachable("refused", "a test")
+
+    monkeypatch.setattr("node.transport.puncher.connect_from", refuse)
+    puncher = Puncher(network, RealClock(), Random(1), lambda: [peer(1)], Counter())
+    network._book.prove(peer(1), OUTSIDE)
+    for _ in range(5):
+        await puncher._look_outside()
+    assert len(dialled) == 1
+
+
+def test_a_host_rests_twice_as_long_each_time_and_few_are_remembered() -> None:
+    rests = ObserverRests()
+    rests.failed("45.1.0.2", 0.0)
+    assert not rests.may_ask("45.1.0.2", REST_SECONDS - 1)
+    assert rests.may_ask("45.1.0.2", REST_SECONDS)
+    rests.failed("45.1.0.2", REST_SECONDS)
+    assert not rests.may_ask("45.1.0.2", 3 * REST_SECONDS - 1)
+    rests.answered("45.1.0.2")
+    assert rests.may_ask("45.1.0.2", REST_SECONDS)
+    for number in range(2 * RESTS_MAX):
+        rests.failed(str(number), 0.0)
+    assert len(rests) == RESTS_MAX
+
+
+async def test_a_refused_dial_is_repeated_twice_in_a_punch_and_never_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    network, made = make_network("n"), 0
+    original = simultaneous._open
+
+    def count(family: int, place: tuple[str, int]) -> trio.socket.SocketType:
+        nonlocal made
+        made += 1
+        return original(family, place)
+
+    monkeypatch.setattr(simultaneous, "_open", count)
+    async with running(network):
+        closed = unused_address()
+        for pauses, expected in (((), 1), (PUNCH_RETRIES_SECONDS, 3)):
+            made = 0
+            with trio.fail_after(5), pytest.raises(Unreachable, match="refuses"):
+                await connect_from(network.listening, closed, pauses)
+            assert made == expected
