@@ -310,13 +310,13 @@ class Puncher:
 
     def _admitted(self, offered: Sequence[str]) -> list[Address]:
         """Return what of an offer is dialled. Local addresses mean this network only where both are seen at
-        one address from outside."""
+        one address from outside; where the peer is seen, it says itself."""
         now = self._clock.monotonic()
         found = self.budget.admit(offered, now)
-        own, outside = self.seen.place("tcp", now), [each.host for each in found if is_global(each.host)]
-        if own is not None and outside and own.host not in outside:
-            return [each for each in found if is_global(each.host)]
-        return found
+        own, outside = self.seen.place("tcp", now), [each for each in found if is_global(each.host)]
+        if own is not None and own.host in {each.host for each in outside}:
+            return found
+        return outside
 
     def _is_reached(self, peer: PeerId) -> bool:
         return any(path.way != "relayed" for path in self._network.multiplexed.of(peer))

@@ -203,3 +203,23 @@ async def test_a_refused_dial_is_repeated_twice_in_a_punch_and_never_else(
             with trio.fail_after(5), pytest.raises(Unreachable, match="refuses"):
                 await connect_from(network.listening, closed, pauses)
             assert made == expected
+
+
+async def test_private_addresses_are_dialled_only_behind_one_router() -> None:
+    network = make_network("n")
+    network._policy.look([("192.168.1.10", 9747)], ())
+    network._policy.met("192.168.1.12")
+    near, text = make_address("192.168.1.11", 9747), "/ip4/192.168.1.11/tcp/9747"
+    elsewhere = make_address("45.2.0.2", 30_000)
+
+    puncher = Puncher(network, RealClock(), Random(1), list, Counter())
+
+    def admitted(*offered: str, own: Address | None) -> list[Address]:
+        if own is not None:
+            puncher.seen.note(trio.current_time(), peer(1), "tcp", own)
+        return puncher._admitted(offered)
+
+    assert admitted(text, own=None) == []
+    assert admitted(text, own=OUTSIDE) == []
+    assert admitted(str(elsewhere), text, own=OUTSIDE) == [elsewhere]
+    assert admitted(str(OTHER), text, own=OUTSIDE) == [OTHER, near]
