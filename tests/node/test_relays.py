@@ -4,7 +4,7 @@ import os
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import trio
@@ -15,6 +15,7 @@ from crypto.identity import PeerId
 from node.errors import StreamClosed, Unreachable
 from node.seams import RealClock, Stream, StreamLimits
 from node.services.relays.ledger import (
+    CIRCUITS_PER_PAIR_MAX,
     CIRCUITS_PER_PEER_MAX,
     HOUR_SECONDS,
     PLACE_SECONDS,
@@ -298,9 +299,9 @@ async def test_a_relay_cannot_put_another_node_at_the_end_of_a_circuit(
         ledger = world.server.ledger
         announce = ledger.announce
 
-        def announce_another(now: float, first: PeerId, target: PeerId) -> Announced:
+        def announce_another(now: float, first: PeerId, target: PeerId, source: bytes) -> Announced:
             assert target == wanted
-            return announce(now, first, real)
+            return announce(now, first, real, source)
 
         monkeypatch.setattr(ledger, "announce", announce_another)
         world.server._kept[wanted] = world.server._kept[real]
@@ -365,8 +366,12 @@ def refused(code: int) -> "pytest.RaisesExc[NoPlace]":
     return pytest.raises(NoPlace, match=str(code))
 
 
+def announce(of: RelayLedger, first: int, target: int, now: float = 0.0) -> Announced:
+    return of.announce(now, peer(first), peer(target), source(first))
+
+
 def connected(of: RelayLedger, first: int, target: int) -> Announced:
-    announced = of.announce(0.0, peer(first), peer(target))
+    announced = announce(of, first, target)
     return of.accept(0.0, peer(target), announced.token)
 
 
@@ -382,30 +387,69 @@ def test_a_network_gets_a_share_of_the_places_and_places_lapse() -> None:
 
 
 def test_all_that_others_fill_in_a_relay_is_bounded() -> None:
-    full = ledger(circuits_max=40)
+    full = ledger(circuits_max=64)
     for number in range(PLACES_MAX):
         full.reserve(0.0, peer(number), source(number))
     with refused(FULL):
         full.reserve(0.0, peer(5_000), source(5_000))
-    for _ in range(WAITING_PER_PEER_MAX):
-        full.announce(0.0, peer(400), peer(2))
+    for number in range(WAITING_PER_PEER_MAX):
+        announce(full, 1_000 * (number + 1), 2)
     with refused(BUSY):
-        full.announce(0.0, peer(401), peer(2))
-    for _ in range(CIRCUITS_PER_PEER_MAX):
-        connected(full, 402, 3)
+        announce(full, 401, 2)
+    for number in range(CIRCUITS_PER_PEER_MAX):
+        connected(full, 402, 100 + number)
     with refused(BUSY):
-        full.announce(0.0, peer(402), peer(4))
-    for number in range(24):
-        connected(full, 500 + number, 10 + number)
+        announce(full, 402, 4)
+    for number in range(64 - CIRCUITS_PER_PEER_MAX):
+        connected(full, 1_000 * (number + 1), 10 + number)
     with refused(FULL):
-        full.announce(0.0, peer(600), peer(50))
+        announce(full, 600, 200)
     assert all(size <= limit for size, limit in full.sizes.values())
+
+
+def test_nobody_takes_all_circuits_to_a_peer_or_of_a_relay() -> None:
+    full = ledger(circuits_max=64)
+    for number in range(60):
+        full.reserve(0.0, peer(number), source(number))
+
+    def ask(first: int, target: int, where: bytes) -> None:
+        announced = full.announce(0.0, peer(first), peer(target), where)
+        full.accept(0.0, peer(target), announced.token)
+
+    for _ in range(CIRCUITS_PER_PAIR_MAX):
+        ask(100, 1, source(100))
+    with refused(BUSY):
+        ask(100, 1, source(100))
+    crowd = [bytes([46, 1, 1, number]) for number in range(200)]
+    for number in range(CIRCUITS_PER_PEER_MAX // 2):
+        ask(200 + number, 2, crowd[number])
+    with refused(BUSY):
+        ask(300, 2, crowd[100])
+    ask(301, 2, source(301))
+    for number in range(64 // 4 - CIRCUITS_PER_PEER_MAX // 2):
+        ask(400 + number, 10 + number, crowd[number])
+    with refused(BUSY):
+        ask(500, 30, crowd[0])
+    ask(501, 30, source(501))
+    for number in range(20):
+        ask(600 + number, 31 + number, bytes([192, 168, 1, number]))
+
+
+def test_a_circuit_is_counted_again_when_it_is_taken() -> None:
+    one = ledger()
+    for number in range(60):
+        one.reserve(0.0, peer(number), source(number))
+    early = announce(one, 100, 1)
+    one.limits = replace(one.limits, circuits_max=4)
+    one._open = {bytes([number]): replace(early, token=bytes([number]), first=peer(7)) for number in range(2)}
+    with refused(BUSY):
+        one.accept(0.0, peer(1), early.token)
 
 
 def test_a_token_is_good_for_its_target_once() -> None:
     one = ledger()
     one.reserve(0.0, peer(2), source(2))
-    announced = one.announce(0.0, peer(3), peer(2))
+    announced = announce(one, 3, 2)
     with refused(UNKNOWN):
         one.accept(0.0, peer(4), announced.token)
     circuit = one.accept(0.0, peer(2), announced.token)
@@ -414,7 +458,7 @@ def test_a_token_is_good_for_its_target_once() -> None:
     one.closed(circuit)
     assert one.circuits == 0
     with refused(UNKNOWN):
-        one.announce(0.0, peer(3), peer(9))
+        announce(one, 3, 9)
     with refused(OFF):
         RelayLedger(Limits(), os.urandom).reserve(0.0, peer(1), source(1))
 
@@ -428,10 +472,10 @@ def test_strangers_have_a_budget_an_hour_and_those_that_gave_work_have_none() ->
     assert one.carried(0.0, strangers, STRANGER_BYTES_PER_HOUR - 1)
     assert not one.carried(0.0, strangers, 1)
     with refused(SPENT):
-        one.announce(0.0, peer(4), peer(2))
-    one.announce(0.0, peer(1), peer(2))
+        announce(one, 4, 2)
+    announce(one, 1, 2)
     one.reserve(HOUR_SECONDS, peer(2), source(2))
-    one.announce(HOUR_SECONDS, peer(4), peer(2))
+    announce(one, 4, 2, HOUR_SECONDS)
 
 
 def test_circuits_share_the_owners_rate() -> None:

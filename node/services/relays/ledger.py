@@ -6,8 +6,7 @@ share, and strangers (`is_known` says who is none: those that have given work to
 hour each besides.
 """
 
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from crypto.crowds import is_local, network_of
@@ -22,6 +21,9 @@ PLACE_SECONDS = 600
 """A place is kept for so long without being asked for again."""
 CIRCUITS_PER_PEER_MAX = 16
 """Circuits of one peer, whichever end it is."""
+CIRCUITS_PER_PAIR_MAX = 2
+"""Circuits by which one peer reaches another, those that wait to be taken among them: one that is used, and
+the next where that has gone silent."""
 WAITING_PER_PEER_MAX = 8
 """Circuits announced to one peer that it has not taken yet."""
 WAIT_SECONDS = 5.0
@@ -54,8 +56,15 @@ class Announced:
     first: PeerId
     target: PeerId
     until: float
+    network: bytes
+    """The public network from which it was asked for; empty for a local one."""
     is_strangers: bool
     """Whether neither had given this node anything by then."""
+
+    @property
+    def ends(self) -> tuple[PeerId, PeerId]:
+        """The peer that asked, and the one that is reached."""
+        return self.first, self.target
 
 
 class NoPlace(Exception):
@@ -81,8 +90,7 @@ class RelayLedger:
         self._is_known = is_known
         self._places: dict[PeerId, _Place] = {}
         self._announced: dict[bytes, Announced] = {}
-        self._circuits: Counter[PeerId] = Counter()
-        self._open = 0
+        self._open: dict[bytes, Announced] = {}
         # The one used last is the last.
         self._accounts: dict[PeerId, tuple[float, int]] = {}
         self.carried_bytes = 0
@@ -95,7 +103,7 @@ class RelayLedger:
     @property
     def circuits(self) -> int:
         """The number of open ones."""
-        return self._open
+        return len(self._open)
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
@@ -103,7 +111,7 @@ class RelayLedger:
         return {
             "places": (len(self._places), PLACES_MAX),
             "announced": (len(self._announced), PLACES_MAX * WAITING_PER_PEER_MAX),
-            "circuits": (self._open, self.limits.circuits_max),
+            "circuits": (len(self._open), self.limits.circuits_max),
             "accounts": (len(self._accounts), ACCOUNTS_MAX),
         }
 
@@ -125,26 +133,40 @@ class RelayLedger:
         """It gives up its place, or has hung up."""
         self._places.pop(peer, None)
 
-    def announce(self, now: float, first: PeerId, target: PeerId) -> Announced:
-        """Have `target` told that `first` wants to reach it. Raises NoPlace."""
+    def announce(self, now: float, first: PeerId, target: PeerId, source: bytes) -> Announced:
+        """Have `target` told that `first`, which asks from `source`, wants to reach it. Raises NoPlace."""
         if not self.limits.is_on:
             raise NoPlace(OFF)
         self._forget(now)
         if target not in self._places:
             raise NoPlace(UNKNOWN)
-        if self._open >= self.limits.circuits_max:
+        if len(self._open) >= self.limits.circuits_max:
             raise NoPlace(FULL)
         waiting = sum(target == each.target for each in self._announced.values())
         if waiting >= WAITING_PER_PEER_MAX or target == first:
             raise NoPlace(BUSY)
-        if max(self._circuits[first], self._circuits[target]) >= CIRCUITS_PER_PEER_MAX:
-            raise NoPlace(BUSY)
+        network = b"" if is_local(source) else network_of(source)
+        self._check(first, target, network, [*self._open.values(), *self._announced.values()])
         is_strangers = not (self._is_known(first) or self._is_known(target))
         if is_strangers and min(self.left_bytes(now, first), self.left_bytes(now, target)) <= 0:
             raise NoPlace(SPENT)
         token = self._entropy(TOKEN_BYTES)
-        found = self._announced[token] = Announced(token, first, target, now + WAIT_SECONDS, is_strangers)
+        until = now + WAIT_SECONDS
+        found = self._announced[token] = Announced(token, first, target, until, network, is_strangers)
         return found
+
+    def _check(self, first: PeerId, target: PeerId, network: bytes, circuits: Collection[Announced]) -> None:
+        """Raises NoPlace where one more beside `circuits` were too many for either peer, for both, or for a
+        public network: of all circuits that has a quarter, and of one target's half."""
+        of_network = [each for each in circuits if network and each.network == network]
+        if (
+            max(sum(peer in each.ends for each in circuits) for peer in (first, target))
+            >= CIRCUITS_PER_PEER_MAX
+            or sum(each.ends == (first, target) for each in circuits) >= CIRCUITS_PER_PAIR_MAX
+            or len(of_network) >= max(1, self.limits.circuits_max // 4)
+            or sum(target in each.ends for each in of_network) >= CIRCUITS_PER_PEER_MAX // 2
+        ):
+            raise NoPlace(BUSY)
 
     def withdraw(self, token: bytes) -> None:
         """Nobody waits for it any more."""
@@ -157,20 +179,15 @@ class RelayLedger:
         if found is None or found.target != peer:
             raise NoPlace(UNKNOWN)
         del self._announced[token]
-        if self._open >= self.limits.circuits_max:
+        if len(self._open) >= self.limits.circuits_max:
             raise NoPlace(FULL)
-        self._open += 1
-        self._circuits[found.first] += 1
-        self._circuits[found.target] += 1
+        self._check(found.first, found.target, found.network, self._open.values())
+        self._open[token] = found
         return found
 
     def closed(self, circuit: Announced) -> None:
         """An open circuit is over."""
-        self._open -= 1
-        for peer in (circuit.first, circuit.target):
-            self._circuits[peer] -= 1
-            if not self._circuits[peer]:
-                del self._circuits[peer]
+        del self._open[circuit.token]
 
     def carried(self, now: float, circuit: Announced, count: int) -> bool:
         """Count bytes that are carried; return False where two strangers have no budget left, of whom each

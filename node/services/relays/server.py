@@ -116,7 +116,10 @@ class RelayServer:
     async def _connect(self, stream: Stream, target: PeerId) -> None:
         """Tell the target, wait until it takes the circuit, and carry bytes until either side is done."""
         near = _bare(stream)
-        announced = self.ledger.announce(self._clock.monotonic(), stream.peer, target)
+        if stream.source is None:
+            raise NoPlace(OFF)
+        source = prefix_of(stream.source.host)
+        announced = self.ledger.announce(self._clock.monotonic(), stream.peer, target, source)
         waiting = self._waiting[announced.token] = _Waiting()
         try:
             kept = self._kept.get(target)
