@@ -5,6 +5,8 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, cast
 
 import pytest
 import trio
@@ -60,6 +62,7 @@ from tests.node.nets import (
     until,
     unused_address,
 )
+from tests.stack import simulate
 
 LARGE = 3 * 2**20
 LIMITS = StreamLimits(message_bytes_max=2**20)
@@ -492,3 +495,62 @@ def test_circuits_share_the_owners_rate() -> None:
         now += 0.001
     assert sum(sent.values()) == pytest.approx(5_000_000, rel=0.1)
     assert sent["a"] == pytest.approx(sent["b"], rel=0.1)
+
+
+PING_AT_SECONDS = 20.0
+
+
+class Bulk:
+    """A socket that always has more to read."""
+
+    async def recv_into(self, buffer: bytearray, most: int = 0) -> int:
+        await trio.lowlevel.checkpoint()
+        return most or len(buffer)
+
+
+class Ping:
+    """A socket that has something small to read, once."""
+
+    def __init__(self) -> None:
+        self._is_read = False
+
+    async def recv_into(self, buffer: bytearray, most: int = 0) -> int:
+        assert len(buffer) >= most
+        if self._is_read:
+            await trio.sleep_forever()
+        await trio.sleep(PING_AT_SECONDS)
+        self._is_read = True
+        return 100
+
+
+class Sink:
+    """A socket that notes when something is written."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    async def send(self, data: memoryview) -> int:
+        await trio.lowlevel.checkpoint()
+        self.times.append(trio.current_time())
+        return len(data)
+
+
+def test_on_a_slow_relay_no_direction_of_a_circuit_stands_still() -> None:
+    sinks, answers = [Sink() for _ in range(8)], [Sink() for _ in range(8)]
+
+    async def main() -> None:
+        one = RelayLedger(Limits(is_on=True, bytes_per_second=125_000), os.urandom, is_known=lambda _: True)
+        server = RelayServer(make_network("r"), RealClock(), one, Counter())
+        with trio.move_on_after(30.0):
+            async with trio.open_nursery() as nursery:
+                for number in range(8):
+                    circuit = Announced(bytes([number]), peer(1), peer(2), 0.0, b"", is_strangers=False)
+                    for source, target in ((Bulk(), sinks[number]), (Ping(), answers[number])):
+                        ends = cast("Any", source), cast("Any", target)
+                        nursery.start_soon(server._pump, circuit, *ends, trio.CancelScope())
+
+    simulate(main)
+    began = min(sink.times[0] for sink in sinks)
+    for sink in sinks:
+        assert max(later - earlier for earlier, later in pairwise(sink.times)) < 1.0
+    assert max(sink.times[0] - began for sink in answers) < PING_AT_SECONDS + 0.5

@@ -229,10 +229,19 @@ class SharedPace:
         """Count so many bytes for `who`; return for how many seconds to wait."""
         if not self.bytes_per_second:
             return 0.0
-        busy = sum(due > now for each, due in self._due.items() if each != who) + 1
         begin = max(self._due.get(who, now), now - BURST_SECONDS)
-        self._due[who] = begin + count * busy / self.bytes_per_second
+        self._due[who] = begin + count * self._busy(now, who) / self.bytes_per_second
         return max(0.0, self._due[who] - now)
+
+    def piece(self, now: float, who: object) -> int:
+        """Return how many bytes `who` may take at once: what its share carries in PIECE_SECONDS."""
+        if not self.bytes_per_second:
+            return PIECE_BYTES_MAX
+        share = self.bytes_per_second / self._busy(now, who)
+        return max(PIECE_BYTES_MIN, min(PIECE_BYTES_MAX, int(share * PIECE_SECONDS)))
+
+    def _busy(self, now: float, who: object) -> int:
+        return sum(due > now for each, due in self._due.items() if each != who) + 1
 
     def forget(self, who: object) -> None:
         """It uses it no more."""
@@ -241,3 +250,6 @@ class SharedPace:
 
 BURST_SECONDS = 0.05
 """What a pause saves up."""
+PIECE_SECONDS = 0.1
+"""How long one piece keeps a share busy: what comes behind it is there long before a path is called dead."""
+PIECE_BYTES_MIN, PIECE_BYTES_MAX = 2**11, 2**16

@@ -16,6 +16,7 @@ from crypto.token_buckets import prefix_of
 from node.errors import StreamClosed
 from node.seams import Clock, Network, Stream, StreamLimits
 from node.services.relays.ledger import (
+    PIECE_BYTES_MAX,
     PLACE_SECONDS,
     PLACES_MAX,
     WAIT_SECONDS,
@@ -48,8 +49,6 @@ STREAMS = StreamLimits(
     patience_seconds=PLACE_SECONDS,
 )
 """A place is silent until somebody wants to reach the node that holds it."""
-PIECE_BYTES = 2**16
-"""Carried at once, in each direction."""
 SILENT_SECONDS = 60.0
 """Without a byte for so long a circuit is over: its ends ping each other four times as often."""
 
@@ -168,27 +167,24 @@ class RelayServer:
     async def _carry(self, circuit: Announced, near: socket.socket, far: socket.socket) -> None:
         self._counters["circuits_carried"] += 1
         ends = trio.socket.from_stdlib_socket(near), trio.socket.from_stdlib_socket(far)
-        try:
-            async with trio.open_nursery() as nursery:
-                for source, target in (ends, ends[::-1]):
-                    nursery.start_soon(self._pump, circuit, source, target, nursery.cancel_scope)
-        finally:
-            self.pace.forget(circuit)
+        async with trio.open_nursery() as nursery:
+            for source, target in (ends, ends[::-1]):
+                nursery.start_soon(self._pump, circuit, source, target, nursery.cancel_scope)
 
     async def _pump(
         self, circuit: Announced, source: Socket, target: Socket, scope: trio.CancelScope
     ) -> None:
-        """One direction. The first to be over ends the other one too."""
-        buffer = bytearray(PIECE_BYTES)
+        """One direction, which has a share of its own. The first to be over ends the other one too."""
+        buffer, who = bytearray(PIECE_BYTES_MAX), object()
         view = memoryview(buffer)
         try:
             while True:
                 with trio.fail_after(SILENT_SECONDS):
-                    count = await source.recv_into(buffer)
+                    count = await source.recv_into(buffer, self.pace.piece(self._clock.monotonic(), who))
                 now = self._clock.monotonic()
                 if not count or not self.ledger.carried(now, circuit, count):
                     return
-                if seconds := self.pace.take(now, circuit, count):
+                if seconds := self.pace.take(now, who, count):
                     await trio.sleep(seconds)
                 sent = 0
                 while sent < count:
@@ -196,6 +192,7 @@ class RelayServer:
         except (OSError, trio.TooSlowError):
             pass  # either end has gone
         finally:
+            self.pace.forget(who)
             scope.cancel()
 
 
