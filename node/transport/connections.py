@@ -322,7 +322,8 @@ class Connections:
         """The peer has opened a channel: serve it as a connection that came in."""
         connection = self._make_channel(path, channel)
         place = path.address
-        source = b"" if place is None else prefix_of(place.host)
+        # A circuit may name its relay's host as its owner wrote it.
+        source = b"" if place is None or place.kind.startswith("dns") else prefix_of(place.host)
         if self._nursery is not None and self._enter(connection, source) is not None:
             self._nursery.start_soon(self._serve_entered, connection)
 

@@ -158,6 +158,8 @@ class Paths:
         assert relay is not None
         if peer is None:
             raise Unreachable("unknown", f"{circuit} does not say who is behind the relay")
+        if relay == self._credentials.identity.peer:
+            raise Unreachable("unknown", f"{circuit} leads through this node itself")
         if (coming := self._connecting.get(circuit)) is not None:
             await coming.wait()
         for path in self.of(peer):

@@ -8,7 +8,8 @@ from functools import partial
 import pytest
 import trio
 
-from node.errors import StreamClosed
+from crypto.contact import make_address
+from node.errors import StreamClosed, Unreachable
 from node.transport.multiplexer import Kind
 from node.transport.paths import PER_PEER_MAX
 from tests.node.nets import PING, acquaint, echo, make_network, running, until
@@ -59,6 +60,28 @@ async def test_a_path_outlives_a_time_without_descriptors(monkeypatch: pytest.Mo
             path.open().close()
             await until(lambda: other.counters["channels_served"] == 1)
         assert path.stands
+
+
+async def test_channels_come_by_a_relay_that_is_known_by_name() -> None:
+    one, other = make_network("h"), make_network("o")
+    async with running(one, other):
+        one.learn(other.peer, other.addresses)
+        path = await one.multiplexed.offer(other.peer)
+        with trio.fail_after(10):
+            await until(lambda: bool(other.multiplexed.of(one.peer)))
+            other.multiplexed.of(one.peer)[0].address = make_address("relay.example", 9747)
+            for served in (1, 2):
+                path.open().close()
+                await until(lambda: other.counters["channels_served"] == served)  # noqa: B023 - awaited
+        assert path.stands
+
+
+async def test_a_circuit_through_this_node_itself_is_refused() -> None:
+    one, other = make_network("h"), make_network("o")
+    async with running(one, other):
+        circuit = one.addresses[0].of(one.peer).through(other.peer)
+        with trio.fail_after(5), pytest.raises(Unreachable, match="through this node itself"):
+            await one.multiplexed.through(circuit)
 
 
 async def test_paths_that_come_at_once_are_bounded_like_those_that_stand() -> None:
