@@ -77,7 +77,9 @@ class ChatServing(SaidServing):
         return []
 
     @asynccontextmanager
-    async def reading(self, _service: Any, _holders: Any = (), purpose: str = "") -> AsyncIterator[SaidText]:
+    async def reading(  # type: ignore[override]  # it stands for the node's texts too, which take holders
+        self, _service: Any, _holders: Any = (), purpose: str = ""
+    ) -> AsyncIterator[SaidText]:
         await trio.lowlevel.checkpoint()
         yield SaidText()
 
