@@ -58,6 +58,10 @@ ROOM_MADE = {
     ("node/services/autonat.py", "SERVED_KEPT_MAX"): "kept for seconds, few of them for one host",
     ("node/services/bootstrap.py", "HEARD_MAX"): "emptied as they are tried",
     ("node/services/discovery.py", "SOUGHT_MAX"): OWN,
+    (
+        "node/services/relays/ledger.py",
+        "circuits_max",
+    ): "a silent one ends in a minute; a network has a quarter",
     ("node/services/relays/ledger.py", "PLACES_MAX"): "a place lapses in minutes; a network has few of them",
     ("node/services/relays/reservations.py", "TRIED_MAX"): "the oldest",
     ("node/transport/multiplexer.py", "CONTROL_MAX"): "one peer's own; with more its path ends",

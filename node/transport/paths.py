@@ -8,6 +8,7 @@ dialled, one that was punched, or a circuit of a relay.
 import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
@@ -74,6 +75,14 @@ class PathHost(Protocol):
         """There is another path to a peer: what rests on this one is not used again."""
 
 
+@dataclass(eq=False)
+class _Coming:
+    """A circuit that somebody is asking for; others that want it wait, and ask where that one gives up."""
+
+    over: trio.Event = field(default_factory=trio.Event)
+    has_failed: bool = False
+
+
 class Paths:
     """All of one node."""
 
@@ -83,7 +92,7 @@ class Paths:
         self._counters = counters
         # The oldest first.
         self._paths: dict[PeerId, list[MultiplexedPath]] = {}
-        self._connecting: dict[Address, trio.Event] = {}
+        self._connecting: dict[Address, _Coming] = {}
         self._improved: dict[PeerId, float] = {}
         self.punch: Callable[[PeerId], Awaitable[None]] | None = None
         """Tries to reach a peer through both routers; set by who can (`puncher`)."""
@@ -160,23 +169,31 @@ class Paths:
             raise Unreachable("unknown", f"{circuit} does not say who is behind the relay")
         if relay == self._credentials.identity.peer:
             raise Unreachable("unknown", f"{circuit} leads through this node itself")
-        if (coming := self._connecting.get(circuit)) is not None:
-            await coming.wait()
-        for path in self.of(peer):
-            if path.relay == relay:
-                return path
-        if coming is not None:
-            raise Unreachable("refused", f"{short_peer(relay)} did not connect it with {short_peer(peer)}")
-        self._connecting[circuit] = trio.Event()
+        while True:
+            for path in self.of(peer):
+                if path.relay == relay:
+                    return path
+            if (before := self._connecting.get(circuit)) is None:
+                break
+            await before.over.wait()
+            if before.has_failed:
+                raise Unreachable(
+                    "refused", f"{short_peer(relay)} did not connect it with {short_peer(peer)}"
+                )
+        coming = self._connecting[circuit] = _Coming()
         try:
             with trio.move_on_after(CIRCUIT_SECONDS):
                 stream = await self._host.open_bare(relay, RELAY_PROTOCOL, circuit.of_relay)
                 transport, session = await ask_circuit(stream, self._credentials, peer)
                 secured = SecuredTransport(circuit, transport, session)
                 return await self.adopt(secured, is_first=True, way="relayed")
+            raise Unreachable("timeout", f"{short_peer(peer)} did not answer through {short_peer(relay)}")
+        except Unreachable:
+            coming.has_failed = True
+            raise
         finally:
-            self._connecting.pop(circuit).set()
-        raise Unreachable("timeout", f"{short_peer(peer)} did not answer through {short_peer(relay)}")
+            del self._connecting[circuit]
+            coming.over.set()
 
     async def accept(self, relay: PeerId, at: Address, token: bytes, peer: PeerId) -> MultiplexedPath:
         """Let `peer` reach this node through the relay that has announced it. Raises Unreachable."""

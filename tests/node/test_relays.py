@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 import trio
+import trio.testing
 
 from crypto.contact import make_address, parse_address
 from crypto.encoding import decode, encode
@@ -237,6 +238,32 @@ async def test_a_hidden_node_is_reached_through_its_relay_which_reads_nothing() 
             await world.guest.identify(world.hidden.circuits[0])
         # The relay reaches it too.
         assert await ask(world.relay, world.hidden.peer) == b"there?"
+
+
+async def test_who_waits_for_a_circuit_gets_it_though_its_opener_gives_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with behind_a_relay() as world:
+        await until(lambda: bool(world.hidden.circuits))
+        circuit, paths = world.hidden.circuits[0].of(world.hidden.peer), world.guest.multiplexed
+        opener = trio.CancelScope()
+
+        async def wait(*_: object) -> None:
+            await trio.sleep_forever()
+
+        async def open_in_vain() -> None:
+            with opener, monkeypatch.context() as patched:
+                patched.setattr(paths._host, "open_bare", wait)
+                await paths.through(circuit)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(open_in_vain)
+            await until(lambda: circuit in paths._connecting)
+            nursery.start_soon(paths.through, circuit)
+            nursery.start_soon(paths.through, circuit)
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            opener.cancel()
+        assert len(paths.of(world.hidden.peer)) == 1
 
 
 async def test_a_guest_that_can_be_dialled_is_dialled_instead() -> None:
