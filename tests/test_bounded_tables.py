@@ -39,6 +39,7 @@ ROOM_MADE = {
     ("gossip/roster.py", "_participants_max"): "the farthest by hash; who is silent for eight intervals",
     ("node/averaging/early_streams.py", "STREAMS_MAX"): "the stream of lowest rank; each waits some seconds",
     ("node/checkpoints/replication.py", "KEEPS_MAX"): "members of runs alone; each ends when its stage came",
+    ("node/content/masks.py", "STOPS_KEPT_MAX"): "the oldest that no answer follows",
     ("node/content/blobs.py", "IN_FLIGHT_MAX"): OWN,
     ("node/content/data_cache.py", "SETS_MAX"): "the one unused for longest",
     ("node/content/exchange.py", "QUEUE_MAX"): "one peer's own; with more it counts as lost",
