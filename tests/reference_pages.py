@@ -255,7 +255,7 @@ def metrics() -> str:
 
 
 def errors() -> str:
-    codes = {kind.__name__: kind.exit_code for kind in _kinds(PeerloomError)}
+    codes = exit_codes()
     rows = {
         (_shown(call.args[0]), str(codes[call.func.id]), _shown(_remedy(call)))
         for source in sources("crypto", "dht", "gossip", "partition", "node", "sim")
@@ -270,10 +270,28 @@ def errors() -> str:
     )
 
 
-def _kinds(kind: type[PeerloomError]) -> Iterator[type[PeerloomError]]:
-    yield kind
-    for each in kind.__subclasses__():
-        yield from _kinds(each)
+def exit_codes() -> dict[str, int]:
+    """Return the exit code of each error of the program, by the name of its class."""
+    found = {PeerloomError.__name__: PeerloomError.exit_code}
+    kinds = [
+        kind
+        for source in sources("crypto", "dht", "gossip", "partition", "node", "sim")
+        for kind in source.each(ast.ClassDef)
+    ]
+    while True:
+        before = len(found)
+        for kind in kinds:
+            above = [base.id for base in kind.bases if isinstance(base, ast.Name) and base.id in found]
+            if above and kind.name not in found:
+                own = [
+                    each.value.value
+                    for each in kind.body
+                    if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == "exit_code"
+                    if isinstance(each.value, ast.Constant) and isinstance(each.value.value, int)
+                ]
+                found[kind.name] = own[0] if own else found[above[0]]
+        if len(found) == before:
+            return found
 
 
 def _remedy(call: ast.Call) -> ast.expr:
