@@ -8,12 +8,14 @@ address, which it dials, and to one behind a symmetric router, through a relay w
 
 import json
 import subprocess
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from _figures import Goal, arguments, leave, report
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.lab.nat import Internet, internet, named
 from tests.lab.network import python
 
