@@ -108,6 +108,10 @@ async def main(*words: str) -> None:
     network.handle(PROBE, echo)
     async with trio.open_nursery() as nursery:
         await nursery.start(network.run)
+        with trio.fail_after(10):  # a cable that was just plugged in takes a moment to carry
+            while all(each.host == "127.0.0.1" for each in network.addresses):
+                await trio.sleep(0.1)
+                network.look()
         if role == "relay":
             RelayServer(network, RealClock(), RelayLedger(Limits(True, 64, 0), os.urandom), counters)
             say(addresses=[str(each) for each in network.addresses])
