@@ -85,23 +85,16 @@ def prove_folder_served(model: nn.Module, graph: Graph) -> ServingProof:
     Raises:
         CaptureRefused: the graph is not the model.
     """
-    held: dict[str, Tensor] = dict(model.named_buffers(remove_duplicate=False))
-    held |= dict(model.named_parameters(remove_duplicate=False))
-    parameters = {number: held[row.names[0]].detach() for number, row in enumerate(graph.parameters)}
-    runner: Any = model
 
-    def reference(ids: Tensor) -> Tensor:
-        try:
-            logits: Tensor = runner(input_ids=ids.unsqueeze(0), use_cache=False).logits[0]
-        except Exception as error:  # whatever a library's model raises
-            told = " ".join(str(error).split())[:300]
-            raise CaptureRefused(f"the model itself fails: {type(error).__name__}: {told}") from error
-        return logits
+    def logits(ids: Tensor) -> Tensor:
+        runner: Any = model
+        found: Tensor = runner(input_ids=ids.unsqueeze(0), use_cache=False).logits[0]
+        return found
 
     was_training = model.training
     model.eval()
     try:
-        return _prove(graph, parameters, reference, (2, TOKENS_MOST))
+        return _prove(graph, _held(model, graph), _tried(logits), (2, TOKENS_MOST))
     finally:
         model.train(was_training)
 
@@ -113,22 +106,35 @@ def prove_encoder_served(model: nn.Module, graph: Graph, pool: Callable[[Tensor]
     Raises:
         CaptureRefused: the graph is not the model.
     """
-    held: dict[str, Tensor] = dict(model.named_buffers(remove_duplicate=False))
-    held |= dict(model.named_parameters(remove_duplicate=False))
-    parameters = {number: held[row.names[0]].detach() for number, row in enumerate(graph.parameters)}
-    runner: Any = model
 
-    def reference(ids: Tensor) -> Tensor:
-        try:
-            hidden: Tensor = runner(input_ids=ids.unsqueeze(0)).last_hidden_state[0]
-        except Exception as error:  # whatever a library's model raises
-            told = " ".join(str(error).split())[:300]
-            raise CaptureRefused(f"the model itself fails: {type(error).__name__}: {told}") from error
-        return pool(hidden).expand(len(ids), -1)
+    def vectors(ids: Tensor) -> Tensor:
+        runner: Any = model
+        return pool(runner(input_ids=ids.unsqueeze(0)).last_hidden_state[0]).expand(len(ids), -1)
 
     # Some models count the places of what is no padding, of which a text has none.
     padding = getattr(getattr(model, "config", None), "pad_token_id", None)
-    return _prove(graph, parameters, reference, (2, TOKENS_MOST), -1 if padding is None else int(padding))
+    without = -1 if padding is None else int(padding)
+    return _prove(graph, _held(model, graph), _tried(vectors), (2, TOKENS_MOST), without)
+
+
+def _held(model: nn.Module, graph: Graph) -> dict[int, Tensor]:
+    """Return the module's values by the graph's rows."""
+    held: dict[str, Tensor] = dict(model.named_buffers(remove_duplicate=False))
+    held |= dict(model.named_parameters(remove_duplicate=False))
+    return {number: held[row.names[0]].detach() for number, row in enumerate(graph.parameters)}
+
+
+def _tried(run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return the same, where what the model raises is a reason to refuse it."""
+
+    def reference(ids: Tensor) -> Tensor:
+        try:
+            return run(ids)
+        except Exception as error:  # whatever a library's model raises
+            told = " ".join(str(error).split())[:300]
+            raise CaptureRefused(f"the model itself fails: {type(error).__name__}: {told}") from error
+
+    return reference
 
 
 def prove_graph_served(served: Graph, captured: Graph) -> ServingProof:

@@ -44,6 +44,7 @@ from partition.serve.messages import (
     SessionOpened,
     Work,
 )
+from partition.serve.served_session import ServedSession, tokens_together
 from partition.serve.timeouts import ALIVE_SECONDS, DOOR_SILENCE_SECONDS_MAX, STALL_SECONDS
 
 SESSIONS_MAX = 64
@@ -53,6 +54,9 @@ PATIENCE_SECONDS = 5.0
 PLACES = Budget(SESSIONS_MAX, SESSIONS_PER_DOOR_MAX, SESSIONS_MAX // 2, PATIENCE_SECONDS)
 RESTS_PER_DOOR_MAX = 8
 """Sessions of one door that rest: half of what it may have."""
+IDLE_FORKS_MAX = 32
+"""Sessions that one door began from another and ended without a unit, since its last: each is two calls of
+the stage, for which others wait."""
 REST_ALIVE_SECONDS = 3.0
 """How often a node says that it runs where a session only rests: well within what counts as a door's silence,
 and often enough that no stream is closed for being idle."""
@@ -118,51 +122,13 @@ Event = ComputeBatch | ForgetSession | ForkSession
 
 
 @dataclass(eq=False)
-class _Session:
-    id: bytes
-    service: bytes
-    door: PeerId
-    before: PeerId
-    after: PeerId
-    silent_since: float
-    waiting: deque[Carried] = field(default_factory=deque)
-    is_computing: bool = False
-    is_over: bool = False
-    is_kept: bool = False
-    """Whether the stage has anything of it."""
-    rests: bool = False
-    kept: int = 0
-    """Tokens that the stage keeps once all that waits is computed."""
-    base: bytes = b""
-    shared: int = 0
-    """The first tokens, whose pages it shares with the session `base` and others that began from that."""
-    newest: int = -1
-    """The number of the newest unit."""
-
-    @property
-    def may_compute(self) -> bool:
-        return bool(self.waiting) and not self.is_computing
-
-
-def _tokens_together(sessions: Sequence[_Session], session: _Session, tokens: int) -> int:
-    """Return for how many tokens these sessions have keys and values, once `session` has `tokens`: those that
-    several share count once."""
-    found = sum(max(0, (tokens if each is session else each.kept) - each.shared) for each in sessions)
-    there, shared = {each.id for each in sessions}, dict[bytes, int]()
-    for each in sessions:
-        if each.shared and each.base not in there:
-            shared[each.base] = max(shared.get(each.base, 0), each.shared)
-    return found + sum(shared.values())
-
-
-@dataclass(eq=False)
 class _Stage:
     number: int
     count: int
     context: int
     room: int = 0
     batch: int = 0
-    computing: tuple[_Session, ...] = ()
+    computing: tuple[ServedSession, ...] = ()
     units: tuple[Carried, ...] = ()
     alone: deque[bytes] = field(default_factory=deque)
     """Sessions whose next unit is computed by itself, since a batch with it failed."""
@@ -190,13 +156,14 @@ class SessionProvider:
         self._weight_of = weight_of
         self._bounds_of = bounds_of
         self._stages: dict[bytes, _Stage] = {}
-        self._sessions: dict[bytes, _Session] = {}
-        self._resting: dict[bytes, _Session] = {}
+        self._sessions: dict[bytes, ServedSession] = {}
+        self._resting: dict[bytes, ServedSession] = {}
         """Those that rest, the least used first."""
-        self._places: Register[_Session] = Register(PLACES)
+        self._places: Register[ServedSession] = Register(PLACES)
         self._served: dict[PeerId, float] = {}
         """Tokens computed for each door that has a session, for its weight and from a common beginning."""
         self._weights: dict[PeerId, float] = {}
+        self._idle_forks = Counter[PeerId]()
         self._spent = TokensSpent()
         self._now = -inf
         self._heard_at: dict[PeerId, float] = {}
@@ -310,13 +277,15 @@ class SessionProvider:
 
         if (refused := self._refusal(door, message)) is not None:
             return refuse(*refused)
+        if message.base is not None and self._idle_forks[door] >= IDLE_FORKS_MAX:
+            return refuse("busy", "too many sessions that began from another, and asked nothing")
         stage = self._stages[message.service]
         is_first, is_last = stage.number == 0, stage.number == stage.count - 1
         if (is_first and message.before != door) or (is_last and message.after != door):
             raise RemoteProtocolError("a session whose first or last stage does not speak to its door")
         base = self._base_of(door, message)
         before, after = PeerId(message.before), PeerId(message.after)
-        session = _Session(message.session, message.service, door, before, after, now)
+        session = ServedSession(message.session, message.service, door, before, after, now)
         sends = self._make_place(door, base)
         # One that rests makes room for what begins from it, where nothing else does.
         self._hide(base)
@@ -358,7 +327,7 @@ class SessionProvider:
         reason = self._has_enough(door)
         return ("busy", reason) if reason else None
 
-    def _base_of(self, door: PeerId, message: OpenSession) -> _Session | None:
+    def _base_of(self, door: PeerId, message: OpenSession) -> ServedSession | None:
         """Return the session of the same door that a new one begins from; None where it is not here."""
         found = None if message.base is None else self._sessions.get(message.base.session)
         if found is None or message.base is None or found.kept < message.base.tokens:
@@ -373,7 +342,7 @@ class SessionProvider:
             return f"{counted(used, 'session')} of this peer here already, as many as its owner allows"
         return self._spent.refusal(self._now, door, bounds.tokens_per_minute)
 
-    def _find_room(self, session: _Session, tokens: int) -> tuple[Sends, str]:
+    def _find_room(self, session: ServedSession, tokens: int) -> tuple[Sends, str]:
         """Return why a session may not have `tokens` in all, empty where it may; sessions of its door that
         rest make room for it."""
         bounds, stage = self._bounds_of(session.door), self._stages[session.service]
@@ -383,20 +352,20 @@ class SessionProvider:
         own = [e for e in self._sessions.values() if (e.door, e.service) == (session.door, session.service)]
         sends: Sends = []
         for each in [e for e in self._resting.values() if e in own]:
-            if stage.room and _tokens_together(own, session, tokens) > most:
+            if stage.room and tokens_together(own, session, tokens) > most:
                 own.remove(each)
                 sends += self._close(each, "evicted", OTHERS)
-        if stage.room and _tokens_together(own, session, tokens) > most:
+        if stage.room and tokens_together(own, session, tokens) > most:
             return sends, f"its owner allows each peer keys and values of {most:,} tokens here"
         return sends, ""
 
     @staticmethod
-    def _hide(base: _Session | None, *, is_over: bool = False) -> None:
+    def _hide(base: ServedSession | None, *, is_over: bool = False) -> None:
         """Have the register pass over a session that rests while another is admitted that begins from it."""
         if base is not None and base.rests:
             base.silent_since = -inf if is_over else inf
 
-    def _make_place(self, door: PeerId, base: _Session | None) -> Sends:
+    def _make_place(self, door: PeerId, base: ServedSession | None) -> Sends:
         """Have a session that rests make room for a new one, before any that is in use would have to."""
         resting = [each for each in self._resting.values() if each is not base]
         if self._places.count(door) >= SESSIONS_PER_DOOR_MAX:
@@ -405,7 +374,7 @@ class SessionProvider:
             return []
         return [send for each in resting[:1] for send in self._close(each, "evicted", OTHERS)]
 
-    def _rest(self, session: _Session) -> Sends:
+    def _rest(self, session: ServedSession) -> Sends:
         """Keep a session for others to begin from; the least used of its door makes room."""
         session.rests, session.silent_since = True, -inf
         session.waiting.clear()
@@ -446,7 +415,7 @@ class SessionProvider:
         self._compute(session.service)
         return sends
 
-    def _has_room(self, session: _Session, size_bytes: int) -> bool:
+    def _has_room(self, session: ServedSession, size_bytes: int) -> bool:
         waits = {True: 0, False: 0}
         for each in self._sessions.values():
             waits[each.door == session.door] += sum(unit.size_bytes for unit in each.waiting)
@@ -466,6 +435,7 @@ class SessionProvider:
         units = []
         for session in chosen:
             session.is_computing = session.is_kept = True
+            self._idle_forks.pop(session.door, None)
             units.append(session.waiting.popleft())
         stage.batch += 1
         stage.computing, stage.units = tuple(chosen), tuple(units)
@@ -476,17 +446,17 @@ class SessionProvider:
         )
         self.events.append(ComputeBatch(service, stage.batch, rows))
 
-    def _choose(self, service: bytes, stage: _Stage) -> list[_Session]:
+    def _choose(self, service: bytes, stage: _Stage) -> list[ServedSession]:
         """Return the sessions whose next units are computed together, of the least served doors first."""
         while stage.alone:
             session = self._sessions.get(stage.alone.popleft())
             if session is not None and session.may_compute:
                 return [session]
-        ready: dict[PeerId, deque[_Session]] = {}
+        ready: dict[PeerId, deque[ServedSession]] = {}
         for each in self._sessions.values():
             if each.service == service and each.may_compute:
                 ready.setdefault(each.door, deque()).append(each)
-        chosen: list[_Session] = []
+        chosen: list[ServedSession] = []
         left, rows_left = BATCH_TOKENS_MAX, BATCH_ROWS_MAX
         wanting = {
             each.door
@@ -580,7 +550,7 @@ class SessionProvider:
         self._compute(service)
         return sends
 
-    def _finish(self, service: bytes, batch: int) -> list[tuple[_Session, Carried]] | None:
+    def _finish(self, service: bytes, batch: int) -> list[tuple[ServedSession, Carried]] | None:
         """Take what was computed out of the stage's hands; None: the stage is held no more."""
         stage = self._stages.get(service)
         if stage is None or stage.batch != batch or not stage.computing:
@@ -593,14 +563,15 @@ class SessionProvider:
 
     # The end of sessions
 
-    def _close(self, session: _Session, code: CloseCode, reason: str) -> Sends:
+    def _close(self, session: ServedSession, code: CloseCode, reason: str) -> Sends:
         self._forget(session)
         return [(session.door, SessionClosed(session.id, code, reason))]
 
-    def _forget(self, session: _Session) -> None:
+    def _forget(self, session: ServedSession) -> None:
         if session.is_over:
             return
         session.is_over = True
+        self._idle_forks[session.door] += session.shared > 0 and session.newest < 0
         self._sessions.pop(session.id, None)
         self._resting.pop(session.id, None)
         self._places.leave(session)
@@ -611,6 +582,7 @@ class SessionProvider:
             self._heard_at.pop(session.door, None)
             self._served.pop(session.door, None)
             self._weights.pop(session.door, None)
+            self._idle_forks.pop(session.door, None)
 
     def _note(self, now: float) -> None:
         """Where this node itself was asleep, nobody was silent."""

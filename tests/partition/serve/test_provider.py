@@ -18,6 +18,7 @@ from partition.serve.messages import (
 )
 from partition.serve.provider import (
     BATCH_TOKENS_MAX,
+    IDLE_FORKS_MAX,
     PATIENCE_SECONDS,
     SESSIONS_MAX,
     SESSIONS_PER_DOOR_MAX,
@@ -336,3 +337,21 @@ def test_tokens_that_sessions_share_count_once() -> None:
     ((_, closed),) = core.receive(0.0, ALICE, unit(3, 64, 136, 1))
     assert isinstance(closed, SessionClosed)
     assert "allows each peer keys and values of 200 tokens" in closed.reason
+
+
+def test_a_door_that_forks_sessions_and_asks_nothing_is_refused() -> None:
+    core = provider()
+    opened(core, ALICE, 0)
+    core.receive(0.0, ALICE, unit(0, 128))
+    finish(core, batches(core)[-1])
+    base = SessionBase(session(0), 128)
+
+    def fork(number: int) -> type[object]:
+        told = core.receive(0.0, ALICE, OpenSession(session(number), SERVICE, 0, ALICE, NEXT, base))
+        core.receive(0.0, ALICE, LeaveSession(session(number)))
+        return type(told[0][1])
+
+    assert {fork(number) for number in range(1, IDLE_FORKS_MAX + 1)} == {SessionOpened}
+    assert fork(100) is SessionClosed
+    core.receive(0.0, ALICE, unit(0, 1, 128, 1))
+    assert fork(101) is SessionOpened, "it asks something again"
