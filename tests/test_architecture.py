@@ -40,6 +40,7 @@ FLOORS = (
         "settings",
         "containment",
         "seams",
+        "waker",
         "locks",
         "forks",
         "suggest",

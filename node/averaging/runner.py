@@ -22,6 +22,7 @@ from gossip.averaging.messages import CHUNK_BYTES_MAX, PROTOCOL, AttemptMessage,
 from gossip.averaging.outcome import Averaged, Failed, Reason
 from node.errors import StreamClosed, StreamEnded, Unreachable
 from node.seams import Clock, Executor, Network, Stream
+from node.waker import Waker
 
 MESSAGE_BYTES_MAX = 64 * 1024
 """Without the data of a chunk, which is a payload: a have-set of a full group takes under 4 KiB."""
@@ -83,8 +84,7 @@ class Runner:
         }
         self._changed: dict[PeerId, trio.Event] = {peer: trio.Event() for peer in self._queues}
         self._reading: dict[PeerId, trio.Lock] = {peer: trio.Lock() for peer in self._queues}
-        self._moved = trio.Event()
-        self._due = inf
+        self._waker = Waker(clock, lambda: attempt.deadline)
         self._finished = trio.Event()
         self._closed = trio.Event()
 
@@ -192,19 +192,13 @@ class Runner:
             self._closed.set()
             for event in self._changed.values():
                 event.set()
-        if self.attempt.deadline < self._due:
-            self._moved.set()
+        self._waker.hasten()
 
     async def _wake(self) -> None:
         while True:
-            self._moved, self._due = trio.Event(), self.attempt.deadline
-            due = self._due
-            pause = due - self._clock.monotonic()
-            with trio.move_on_after(max(0.0, pause) if pause < inf else inf) as waiting:
-                await self._moved.wait()
-            # Whatever the clock rounds to, the time has come where nothing else woke this task.
-            if waiting.cancelled_caught or self.attempt.deadline <= self._clock.monotonic():
-                await self._call(self.attempt.wake, not_before=due if waiting.cancelled_caught else 0.0)
+            now = await self._waker.wait()
+            if now is not None:
+                await self._call(self.attempt.wake, not_before=now)
 
     async def _send_to(self, peer: PeerId) -> None:
         """Send what there is, on one stream. Once there is a result, a stream with nothing to do is closed,

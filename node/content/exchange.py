@@ -21,8 +21,9 @@ from gossip.pieces.messages import DATA_PROTOCOL, MESSAGE_BYTES_MAX, Ask, Have, 
 from gossip.pieces.swarm import PeerDropped, PieceArrived, PieceSwarm, Sends, UploadDue
 from node.containment import contain
 from node.errors import StreamClosed, Unreachable
-from node.seams import Seams, Stream, StreamLimits, own_rng
+from node.seams import Clock, Seams, Stream, StreamLimits, own_rng
 from node.storage.blobs import Blobs
+from node.waker import Waker
 
 STREAMS = StreamLimits(message_bytes_max=MESSAGE_BYTES_MAX, streams_per_peer_max=4)
 EXCHANGES_MAX = 16
@@ -98,7 +99,7 @@ class DataExchange:
             here = [number for number, name in enumerate(hashes) if name and self._blobs.has(name)]
             rng = own_rng(self._seams.rng)
             core = self._seams.core(PieceSwarm, self._seams.network.peer, data, len(hashes), here, rng)
-            found = Exchange(self, core, list(hashes))
+            found = Exchange(self, core, list(hashes), self._seams.clock)
             self._start_task(found.run)
         else:
             found.learn(hashes)
@@ -123,7 +124,7 @@ class DataExchange:
                 if isinstance(message, Have) and message.is_question:
                     await self._await_link(peer)
                 if exchange is not None:
-                    exchange.act(exchange.core.receive(trio.current_time(), peer, message))
+                    exchange.act(exchange.core.receive(self._seams.clock.monotonic(), peer, message))
                 elif isinstance(message, Have) and message.is_question:
                     self.send([(peer, Unknown(message.data))])
         except StreamClosed:
@@ -164,7 +165,7 @@ class DataExchange:
     def _link(self, peer: PeerId) -> "_Link | None":
         link = self._links.get(peer)
         if link is None:
-            link, now = _Link(), trio.current_time()
+            link, now = _Link(), self._seams.clock.monotonic()
             host = self._seams.network.host_of(peer)
             evicted = self._places.admit(now, link, peer, prefix_of(host) if host is not None else peer)
             if evicted is None:
@@ -235,7 +236,7 @@ class DataExchange:
 
     def _lost(self, peer: PeerId) -> None:
         for exchange in list(self._open.values()):
-            exchange.act(exchange.core.lost(trio.current_time(), peer))
+            exchange.act(exchange.core.lost(self._seams.clock.monotonic(), peer))
 
     # For exchanges
 
@@ -260,14 +261,15 @@ class DataExchange:
 class Exchange:
     """One data set's: the core, and who waits for its pieces."""
 
-    def __init__(self, owner: DataExchange, core: PieceSwarm, hashes: list[bytes]) -> None:
+    def __init__(self, owner: DataExchange, core: PieceSwarm, hashes: list[bytes], clock: Clock) -> None:
         self.core = core
         self.scope = trio.CancelScope()
         self.waiters = 0
         self._owner = owner
         self._hashes = hashes
         self._changed = trio.Event()
-        self._woken = trio.Event()
+        self._clock = clock
+        self._waker = Waker(clock, lambda: core.deadline)
         self._arrived_at = -inf
         self._failure: OSError | None = None
 
@@ -282,12 +284,7 @@ class Exchange:
     async def run(self) -> None:
         """Wake the core at its deadlines until this is closed."""
         with self.scope:
-            while True:
-                self._woken = trio.Event()
-                with trio.move_on_at(self.core.deadline):
-                    await self._woken.wait()
-                if self.core.deadline <= trio.current_time():
-                    self.act(self.core.wake(trio.current_time()))
+            await self._waker.run(lambda now: self.act(self.core.wake(now)))
 
     def act(self, sends: Sends) -> None:
         """Do what the core wants done."""
@@ -302,7 +299,7 @@ class Exchange:
                 case PeerDropped():
                     self._owner.refuse(event)
         self._owner.send(sends)
-        self._woken.set()
+        self._waker.stir()
 
     async def _keep(self, arrived: PieceArrived) -> None:
         name, number = self._hashes[arrived.number], arrived.number
@@ -311,13 +308,13 @@ class Exchange:
         except OSError as error:
             self._failure = error
             self._tell()
-            self.act(self.core.not_stored(trio.current_time(), number))
+            self.act(self.core.not_stored(self._clock.monotonic(), number))
             return
         if is_right:
-            self._arrived_at = trio.current_time()
+            self._arrived_at = self._clock.monotonic()
             self._owner.downloaded_bytes += len(arrived.body)
             self._owner.came(self.core.data, arrived.sender, len(arrived.body))
-        self.act(self.core.stored(trio.current_time(), arrived.sender, number, is_right=bool(is_right)))
+        self.act(self.core.stored(self._clock.monotonic(), arrived.sender, number, is_right=bool(is_right)))
         self._tell()
 
     def _tell(self) -> None:
@@ -331,15 +328,15 @@ class Exchange:
 
     def on_uploaded(self, peer: PeerId, number: int, *, was_sent: bool) -> None:
         """A queued piece has gone out, or is not here."""
-        self.act(self.core.uploaded(trio.current_time(), peer, number, was_sent=was_sent))
+        self.act(self.core.uploaded(self._clock.monotonic(), peer, number, was_sent=was_sent))
 
     def want(self, numbers: Sequence[int], urgency: int) -> None:
         """Fetch these in the background."""
-        self.act(self.core.want(trio.current_time(), numbers, urgency))
+        self.act(self.core.want(self._clock.monotonic(), numbers, urgency))
 
     def meet(self, peers: Sequence[PeerId]) -> None:
         """These may have the data, or want it."""
-        self.act(self.core.meet(trio.current_time(), peers))
+        self.act(self.core.meet(self._clock.monotonic(), peers))
 
     def recheck(self, numbers: Sequence[int]) -> None:
         """Some of these seem not to be here: look again."""
@@ -358,7 +355,7 @@ class Exchange:
         self.waiters += 1
         try:
             self.want(numbers, urgency)
-            began = sourceless_since = trio.current_time()
+            began = sourceless_since = self._clock.monotonic()
             while self.core.lacks(numbers):
                 self._failure = None
                 self.meet(holders())
@@ -367,7 +364,7 @@ class Exchange:
                     await changed.wait()
                 if self._failure is not None:
                     raise self._failure
-                now = trio.current_time()
+                now = self._clock.monotonic()
                 if not self.core.is_sourceless(numbers):
                     sourceless_since = now
                 if now - sourceless_since > NO_SOURCE_SECONDS:

@@ -19,6 +19,7 @@ from node.events import ReplicaDropped, RunEvaluated, RunResumed, StepCommitted
 from node.protocols.manifest import CORRECT, Run
 from node.protocols.notices import RunEvent
 from node.seams import Seams
+from node.waker import Waker
 from partition.plan.plan import Plan
 from partition.run.failures import Failures
 from partition.run.timeouts import START_SECONDS_MAX
@@ -125,7 +126,7 @@ class CommitterShell:
         self.saving = SaveInterval(manifest.save_every)
         self._moved: Counter[PeerId] = Counter()
         self._events: deque[Any] = deque()
-        self._more = trio.Event()
+        self._waker = Waker(clock, lambda: self.core.deadline)
         self._step_started = clock.monotonic()
 
     async def run(self) -> str | None:
@@ -154,13 +155,9 @@ class CommitterShell:
             if self._to_vouch:
                 await self._vouch(*self._to_vouch.popleft())
                 continue
-            self._more = trio.Event()
-            due = self.core.deadline
-            with trio.move_on_at(due):
-                await self._more.wait()
-            if not self._more.is_set():
-                # Whatever the clock rounds to, the time has come.
-                self._pass_on(self.core.wake(max(self._clock.monotonic(), due)))
+            now = await self._waker.wait()
+            if now is not None:
+                self._pass_on(self.core.wake(now))
 
     async def _vouch(self, sender: PeerId, message: BadFrame) -> None:
         """A number in a frame is of no use: is it in this node's own data too?"""
@@ -209,7 +206,7 @@ class CommitterShell:
             check_signed(self._signer, message.frame)
             if message.of_values and len(self._to_vouch) < VOUCHES_MAX:
                 self._to_vouch.append((sender, message))
-                self._more.set()
+                self._waker.stir()
                 return
         self._pass_on(self.core.receive(now, sender, message))
 
@@ -263,7 +260,7 @@ class CommitterShell:
                 self._best.found(event.step)
         self._events.extend(self.core.events)
         self.core.events.clear()
-        self._more.set()
+        self._waker.stir()
         for peer, message in sends:
             if isinstance(message, Open):
                 self._witness.opened(self._clock.monotonic(), message)

@@ -5,12 +5,11 @@ is to come. One task takes what comes in, strictly in order.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
 import msgspec
-import trio
 from msgspec.structs import replace
 
 from crypto.encoding import decode, encode
@@ -19,6 +18,7 @@ from crypto.identity import PeerId
 from node.protocols.manifest import Run
 from node.runs.context import Service
 from node.seams import Storage, own_rng
+from node.waker import Waker
 from partition.plan.change import CHANGE_BYTES_MAX, Change, encode_change
 from partition.plan.history import CHANGES_MAX, HISTORY_BYTES_MAX, SEGMENTS_MAX, History, extend
 from partition.plan.paxos import PaxosChain
@@ -94,7 +94,7 @@ class ChainShell:
         self._on_event = on_event
         self._refuse = service.refuse
         self._waiting: deque[Callable[[float], list[tuple[PeerId, Any]]]] = deque()
-        self._more = trio.Event()
+        self._waker = Waker(seams.clock, lambda: self.core.deadline)
 
     @property
     def head(self) -> Plan:
@@ -169,25 +169,20 @@ class ChainShell:
         while True:
             while self._waiting:
                 await self._take(self._waiting.popleft())
-            self._more = trio.Event()
-            due = self.core.deadline
-            with trio.move_on_at(due):
-                await self._more.wait()
-            if not self._more.is_set():
-                # Whatever the clock rounds to, the time has come.
-                await self._take(partial(self._wake, due))
-
-    def _wake(self, due: float, now: float) -> list[tuple[PeerId, Any]]:
-        return list(self.core.wake(max(now, due)))
+            now = await self._waker.wait()
+            if now is not None:
+                await self._take(self.core.wake, not_before=now)
 
     def _do(self, call: Callable[[float], list[tuple[PeerId, Any]]]) -> None:
         if len(self._waiting) < QUEUE_MAX:
             self._waiting.append(call)
-            self._more.set()
+            self._waker.stir()
 
-    async def _take(self, call: Callable[[float], list[tuple[PeerId, Any]]]) -> None:
+    async def _take(
+        self, call: Callable[[float], Sequence[tuple[PeerId, Any]]], *, not_before: float = 0.0
+    ) -> None:
         try:
-            sends = call(self._seams.clock.monotonic())
+            sends = call(max(self._seams.clock.monotonic(), not_before))
         except RemoteProtocolError:
             sends = []  # a wish of our own that does not fit any more
         if self.core.unsaved:

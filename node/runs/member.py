@@ -31,6 +31,7 @@ from node.runs.stage import Hosting
 from node.runs.standbys import Standbys
 from node.runs.steering import Steering
 from node.runs.trainer import Training, keep_data
+from node.waker import Waker
 from partition.plan import paxos
 from partition.plan.change import Change, standby_trainers
 from partition.plan.history import first_plan
@@ -112,7 +113,8 @@ class RunMember:
         self.prepare, self.unprepare = self.hosting.prepare, self.hosting.unprepare
         self.planner_lost = self.hosting.planner_lost
         self.keep, self.close_stage = self.hosting.keep, self.hosting.end
-        self._decided, self._again = trio.Event(), trio.Event()
+        self._decided = trio.Event()
+        self._waker = Waker(service.seams.clock, lambda: self.core.deadline)
         self._is_acting, self._is_driven = False, True
 
     # What the core asks of its roles
@@ -241,11 +243,8 @@ class RunMember:
 
     async def _wake(self) -> None:
         while True:
-            self._again, due = trio.Event(), self.core.deadline
-            with trio.move_on_at(due):
-                await self._again.wait()
-            # Whatever the clock rounds to, the time has come where nothing else woke this task.
-            self.core.wake(self._now if self._again.is_set() else max(self._now, due))
+            now = await self._waker.wait()
+            self.core.wake(self._now if now is None else now)
             self._act()
 
     def _on_chain_event(self, event: paxos.Event) -> None:
@@ -273,7 +272,7 @@ class RunMember:
                 self._on_event(member.events.pop(0))
         finally:
             self._is_acting = False
-            self._again.set()
+            self._waker.stir()
 
     def _on_event(self, event: events.Event) -> None:
         service, chain = self._service, self._chain

@@ -41,6 +41,7 @@ from node.serving.stage import HeldStage, Refusal
 from node.serving.tensors import read_tensors, tensor_bytes, tensor_headers
 from node.serving.texts import Texts
 from node.storage.blobs import Blobs
+from node.waker import Waker
 from partition.plan.observed import Knowledge
 from partition.serve.bounds import PeerBounds
 from partition.serve.door import Wish
@@ -157,7 +158,7 @@ class Serving:
             queue_bytes_max=QUEUE_BYTES_MAX,
         )
         self._nursery: trio.Nursery | None = None
-        self._woken = trio.Event()
+        self._waker = Waker(seams.clock, self._next_deadline)
         self._partners: dict[PeerId, float] = {}
         """Until when a peer may send tensors."""
         self._published: set[bytes] = set()
@@ -340,23 +341,19 @@ class Serving:
                     self.start_task(self._work, member)
         self.hosting.act()
         self.generations.act()
-        self._woken.set()
+        self._waker.stir()
 
     async def _keep_awake(self) -> None:
         """Wake the cores at their deadlines."""
-        clock = self.seams.clock
+        door = self.generations.door
         while True:
-            self._woken = trio.Event()
-            door = self.generations.door
-            deadline = min(self.provider.deadline, door.deadline, self.hosting.deadline)
-            with trio.move_on_at(deadline) as waiting:
-                await self._woken.wait()
-            if not waiting.cancelled_caught:
-                continue
-            now = max(clock.monotonic(), deadline)  # a clock may show less than what was waited for
-            self.send([*self.provider.wake(now), *door.wake(now), *self.hosting.wake(now)])
-            self.act()
-            await trio.lowlevel.checkpoint()
+            now = await self._waker.wait()
+            if now is not None:
+                self.send([*self.provider.wake(now), *door.wake(now), *self.hosting.wake(now)])
+                self.act()
+
+    def _next_deadline(self) -> float:
+        return min(self.provider.deadline, self.generations.door.deadline, self.hosting.deadline)
 
     async def _work(self, member: Membership) -> None:
         """Have a stage do what is asked, one after the other, until nothing is left."""

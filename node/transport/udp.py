@@ -5,7 +5,6 @@ What is refused goes to the counters. Which address a peer has is not decided he
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from math import inf
 
 import trio
 
@@ -16,6 +15,7 @@ from crypto.sessions.packets import DATAGRAM_BYTES_MAX, Datagram, DatagramRefuse
 from node.containment import contain, note
 from node.seams import Clock
 from node.transport.sockets import Route, UdpSockets, address_of
+from node.waker import Waker
 
 FAILED_SECONDS = 1.0
 """The pause before sessions are woken again after a failure, since their deadline stays where it is."""
@@ -45,8 +45,7 @@ class Datagrams:
         self._heard = heard
         self._arrived = arrived
         self._unanswered = unanswered
-        self._sleep = trio.CancelScope()
-        self._wakes_at = inf
+        self._waker = Waker(clock, lambda: sessions.deadline)
 
     def send(
         self, now: float, peer: PeerId, protocol: str, payload: bytes, addresses: Sequence[Address]
@@ -59,7 +58,7 @@ class Datagrams:
         for packet in self._sessions.send(now, peer, protocol, payload):
             for route in routes:
                 self._sockets.send(packet, route)
-        self._wake_in_time()
+        self._waker.hasten()
         return True
 
     def knock(self, now: float, peer: PeerId, addresses: Sequence[Address], *, anew: bool = False) -> None:
@@ -68,7 +67,7 @@ class Datagrams:
         for packet in self._sessions.knock(now, peer, anew=anew) if routes else ():
             for route in routes:
                 self._sockets.send(packet, route)
-        self._wake_in_time()
+        self._waker.hasten()
 
     def doubt(self) -> None:
         """Begin anew with each peer."""
@@ -76,15 +75,14 @@ class Datagrams:
 
     async def receive_forever(self) -> None:
         """Until cancelled."""
-        await self._sockets.receive_forever(DATAGRAM_BYTES_MAX, self._take, self._wake_in_time)
+        await self._sockets.receive_forever(DATAGRAM_BYTES_MAX, self._take, self._waker.hasten)
 
     async def wake_forever(self) -> None:
         """Send what is due, until cancelled."""
         while True:
-            self._wakes_at = self._sessions.deadline
-            with trio.CancelScope(deadline=self._wakes_at) as self._sleep:
-                await trio.sleep_forever()
-            now = self._clock.monotonic()
+            now = await self._waker.wait()
+            if now is None:
+                continue
             with contain("sessions: their deadline") as part:
                 for peer, packet in self._sessions.wake(now):
                     for route in self._routes(self._where(peer, now)):
@@ -120,11 +118,6 @@ class Datagrams:
             self._counters["datagrams_received"] += 1
             self._arrived(received.datagram)
         return received.peer is not None
-
-    def _wake_in_time(self) -> None:
-        deadline = self._sessions.deadline
-        if deadline < self._wakes_at:
-            self._wakes_at = self._sleep.deadline = deadline
 
     def _routes(self, addresses: Sequence[Address]) -> list[Route]:
         return [route for address in addresses if (route := self._sockets.route(address)) is not None]

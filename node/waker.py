@@ -1,0 +1,56 @@
+"""Waits for a core's deadline on behalf of the task that drives the core.
+
+`node.services.driver` waits for datagrams as well, so it waits at its inbox. Every other driver waits here.
+"""
+
+from collections.abc import Callable
+from math import inf
+from typing import NoReturn
+
+import trio
+
+from node.seams import Clock
+
+
+class Waker:
+    """One task waits. `deadline` returns when the core wants to be woken, in monotonic seconds; inf for
+    never."""
+
+    def __init__(self, clock: Clock, deadline: Callable[[], float]) -> None:
+        self._clock = clock
+        self._deadline = deadline
+        self._sleep = trio.CancelScope()
+        self._until = inf
+        self._is_stirred = False
+
+    def stir(self) -> None:
+        """End the wait: the core was called, or the task has other work. It has no effect while nobody waits,
+        so a task looks at its queues before it waits."""
+        self._is_stirred = True
+        self._sleep.cancel()
+
+    def hasten(self) -> None:
+        """Shorten the wait where the deadline has become earlier. Cheaper than `stir`."""
+        deadline = self._deadline()
+        if deadline < self._until:
+            self._until = self._sleep.deadline = deadline
+
+    async def wait(self) -> float | None:
+        """Wait for the deadline. Return the time to wake the core with, or None if `stir` came first.
+
+        The clock may round to a time before the deadline; the time that is returned never lies before it.
+        """
+        self._is_stirred, self._until = False, self._deadline()
+        with trio.CancelScope(deadline=self._until) as self._sleep:
+            await trio.sleep_forever()
+        now = self._clock.monotonic()
+        if not self._is_stirred:
+            return max(now, self._until)
+        return now if self._deadline() <= now else None
+
+    async def run(self, wake: Callable[[float], None]) -> NoReturn:
+        """Call `wake(now)` at each deadline, until cancelled."""
+        while True:
+            now = await self.wait()
+            if now is not None:
+                wake(now)
