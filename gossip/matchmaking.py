@@ -276,7 +276,7 @@ class Wish:
         if self.group is not None or self.is_over:
             return []
         if now >= self._give_up_at:
-            self._end("nobody else was ready" if not self._ready else "nobody proposed a group")
+            self._end("nobody proposed a group" if self._candidates() else "nobody else was ready")
             return []
         sends: Sends = []
         if now >= self._tell_at:
@@ -355,8 +355,7 @@ class Wish:
         """Propose a group where it is this peer's turn to."""
         if self.group is not None or self.is_over:
             return []
-        ready = self._admitted(self._ready)  # tickets expire while a wish waits
-        ready = [peer for peer in ready if self._leaves_out is None or not self._leaves_out(peer)]
+        ready = self._candidates()
         if not self._is_open:
             # Alone it is not known who comes: the first to come must not shut out those right behind it.
             is_whole = self._is_whole(now) and bool(ready)
@@ -381,6 +380,11 @@ class Wish:
             return []
         self._form(group, self._peer)
         return [(PeerId(member.peer), Propose(self.key, group)) for member in members if member != self._me]
+
+    def _candidates(self) -> list[PeerId]:
+        """Return the ready peers that may be in a group."""
+        ready = self._admitted(self._ready)  # tickets expire while a wish waits
+        return [peer for peer in ready if self._leaves_out is None or not self._leaves_out(peer)]
 
     def _is_whole(self, now: float) -> bool:
         """Return whether all are ready that are awaited, and note until when one that is not is awaited."""

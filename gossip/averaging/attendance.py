@@ -46,18 +46,22 @@ HABIT_SECONDS_MIN = 0.03
 """A peer that is usually late by less is punctual: it takes as long for its message to arrive."""
 COST_SECONDS_MIN = 0.05
 """A round that begins so much later than all are ready that this peer waits for has waited for another."""
+ABSENT_ROUNDS_MIN = 10
+"""Completed rounds in a row without a peer that show that it does something else: a slow one misses a few."""
 RECORDS_MAX = 2_048
 """Peers that are remembered: twice as many as a roster lists."""
 
 
 @dataclass
 class _Record:
-    """What one peer did. `misses` count since it last came in time while it was waited for."""
+    """What one peer did. `misses` count since it last came in time while it was waited for, `rounds_without`
+    the rounds that were completed here since it contributed to one."""
 
     has_completed: bool = False
     is_known: bool = False
     excused_at: float = -inf
     failures: int = 0
+    rounds_without: float = inf
     withdrawals: int = 0
     left_out_until: float = -inf
     try_from: float = -inf
@@ -107,6 +111,8 @@ class Attendance:
         self._records: dict[PeerId, _Record] = {}
         self._newcomers = _Record()
         """Peers that have not come yet, together: a new id costs nothing, so they share one back-off."""
+        self._rounds = 0
+        """Completed here."""
         self.middle = Lateness()
         """How long after this peer the median of those that it waits for is ready."""
 
@@ -114,8 +120,12 @@ class Attendance:
 
     def completed(self, peers: Iterable[PeerId]) -> None:
         """These contributed to a round that was completed here."""
+        self._rounds += 1
+        for record in self._records.values():
+            record.rounds_without += 1
         for peer in peers:
             record = self._record(peer)
+            record.rounds_without = 0
             record.has_completed = record.is_known = True
             record.failures = record.withdrawals = 0
             record.left_out_until = -inf
@@ -240,6 +250,16 @@ class Attendance:
         """Return whether this peer was ever in a round that was completed here."""
         record = self._records.get(peer)
         return record is not None and record.is_known
+
+    def absent(self, peers: Collection[PeerId], *, is_strict: bool) -> frozenset[PeerId]:
+        """Return which of these peers are listed and do not average here. Once rounds have been completed, or
+        where that is to be told more strictly, all but those that contributed to one lately; before, and
+        where none of these did, those by whose silence an attempt failed."""
+        records = {peer: self._records[peer] for peer in peers if peer in self._records}
+        partners = {p for p, record in records.items() if record.rounds_without < ABSENT_ROUNDS_MIN}
+        if partners and (is_strict or self._rounds >= ROUNDS_MIN):
+            return frozenset(peers) - partners
+        return frozenset(p for p, record in records.items() if record.failures and not record.is_known)
 
     def is_passed_over(self, peer: PeerId) -> bool:
         """Return whether this peer failed to propose a group when it last was its turn."""

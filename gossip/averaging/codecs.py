@@ -21,6 +21,8 @@ TOP_BLOCK_ITEMS = 4_096
 TOPS = (64, 128, 256, 512, 1_024)
 """Numbers of a block that are sent: 1.56 %, as SparseLoCo does, to 25 % for very small models."""
 PLACE_BITS = 12
+SAMPLE_ITEMS = 1 << 14
+"""A codec's rounding error is estimated from this many numbers."""
 CHUNK_ITEMS = 1 << 18
 """Numbers in one chunk: a MiB of float32. Its frame costs nothing, and chunks to several peers interleave."""
 
@@ -254,6 +256,15 @@ def roundtrip(codec: Codec, vector: Vector) -> Vector:
         values = vector[begin : begin + CHUNK_ITEMS]
         decoded[begin : begin + CHUNK_ITEMS] = codec.decode(codec.encode(values), len(values))
     return decoded
+
+
+def rounding_of(codec: Codec, vector: Vector) -> float:
+    """Return the relative error that a codec adds to a vector, estimated from the first of its numbers."""
+    if codec.is_exact or not vector.size:
+        return 0.0
+    sample = vector[:SAMPLE_ITEMS]
+    coded = roundtrip(codec, sample)
+    return float(np.linalg.norm(coded - sample) / max(float(np.linalg.norm(sample)), 1e-30))
 
 
 def coded_bytes(codec: Codec, items: int) -> int:

@@ -46,6 +46,8 @@ class Expectations:
         self._clock = clock
         self.attendance = Attendance()
         self._unawaited: frozenset[PeerId] = frozenset()
+        self._absent: frozenset[PeerId] = frozenset()
+        self._is_strict = False
         self._ended: list[bytes] = []
         self._waited_until: float | None = None
         self._intervals: deque[float] = deque(maxlen=INTERVALS_MAX)
@@ -55,8 +57,21 @@ class Expectations:
         """The participants that no group waits for, as of the last round; to be read in any thread."""
         return self._unawaited
 
+    @property
+    def absent(self) -> frozenset[PeerId]:
+        """The participants that are listed and do not average here, as of the last round; to be read in any
+        thread."""
+        return self._absent
+
+    def missed_state(self) -> None:
+        """No state of others could be had: until a round is completed here, count on those alone with which
+        this peer has averaged. One that only claims to hold a state would keep it from that of the others."""
+        self._is_strict = True
+        self._refresh()
+
     def _refresh(self) -> None:
         listed = self._roster.reports
+        self._absent = self.attendance.absent(listed, is_strict=self._is_strict)
         self._unawaited = frozenset(listed).difference(self.of(listed))
 
     # What follows from experience
@@ -168,6 +183,12 @@ class Expectations:
             self.attendance.came(event.peer)
             self._refresh()
 
+    def gave_up(self, attempt: Attempt, seconds: float) -> None:
+        """An attempt was cancelled here after so long: learn who had sent nothing until then."""
+        if not attempt.has_stood_still:
+            self.attendance.failed(self._clock.monotonic(), attempt.unsent, seconds)
+            self._refresh()
+
     def attempted(self, attempt: Attempt, result: Averaged | Failed, seconds: float) -> bool:
         """An attempt is over. Return whether its length says what time the others need. It does not where it
         was lengthened by members that sent nothing, or that are left out already: whoever sends one chunk and
@@ -180,6 +201,7 @@ class Expectations:
         slow.discard(self._me)
         needs_time = not slow or any(attempt.has_begun(p) and not self.leaves_out(p) for p in slow)
         if isinstance(result, Averaged):
+            self._is_strict = False
             self.attendance.failed(now, unsent, seconds)
             self.attendance.completed(peer for peer in result.shares if peer != self._me)
             if seconds >= DISPUTED_SECONDS and not attempt.has_stood_still:

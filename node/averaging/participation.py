@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-import numpy as np
 import trio
 from blake3 import blake3
 
@@ -18,7 +17,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, short_peer
 from gossip.averaging.arrivals import UploadRate
 from gossip.averaging.attempt import Attempt
-from gossip.averaging.codecs import codec_of, roundtrip
+from gossip.averaging.codecs import codec_of, rounding_of
 from gossip.averaging.grid import GROUP_SIZE_MIN
 from gossip.averaging.group import GROUP_MEMBERS_MAX, NONCE_BYTES, Aggregate, Group, Member, Terms
 from gossip.averaging.outcome import Averaged, Failed, Reason
@@ -60,8 +59,6 @@ UNAWAITED_SECONDS = 0.25
 SPOT_SECONDS = 1.0
 """Beyond its window, how long a peer waits in its cell of the grid for anybody."""
 FOR_WANT_OF_TIME = (Reason.NO_HAVE_SETS, Reason.INCOMPLETE, Reason.TOO_FEW)
-SAMPLE_ITEMS = 1 << 14
-"""A codec's rounding error is estimated from this many numbers."""
 
 T = TypeVar("T")
 Dtype = Literal["float32", "float64"]
@@ -104,15 +101,15 @@ class Participation:
         self.upload = UploadRate()
         """What others measured that this peer sends."""
         self.walk = GridWalk(key, service.seams.network.peer)
-        self._looked_seconds = 0.0
+        self._looked_seconds = self._begun_at = 0.0
         self._pace = Pace(floor_seconds=PACE_FLOOR_SECONDS)
         self._undeclared: tuple[PeerId, ...] = ()
         self._last_attempt: weakref.ref[Attempt] | None = None
         self.stepped_at = service.seams.clock.monotonic()
         """When the last step was made here; at first, since when this peer takes part."""
         self.status = ""
-        self.is_looking = False
-        """Whether it looks for the group of a round, which can be left at no cost to others."""
+        self.look_seconds: float | None = None
+        """How long after the beginning of a round it looks for a group at most; None where it does not."""
         self.is_receiving = False
         """Whether a state of others is on its way here."""
         self._state_step: int | None = None
@@ -157,6 +154,7 @@ class Participation:
             stranger_signatures=self.roster.stranger_signatures,
             reports=reports,
             awaited={peer: known[peer] for peer in known.keys() - self.expectations.unawaited},
+            voices=[known[peer] for peer in known.keys() - self.expectations.absent],
         )
 
     def entered(self, peer: PeerId) -> None:
@@ -244,7 +242,7 @@ class Participation:
         """Find a group and average with it; where that fails, once more with those that are left. The vector
         must not change before this returns."""
         clock = self._service.seams.clock
-        begun = clock.monotonic()
+        begun = self._begun_at = clock.monotonic()
         members = sent = received = 0
         error, self._looked_seconds = "", 0.0
         self.expectations.begin()
@@ -322,6 +320,7 @@ class Participation:
         except trio.Cancelled:
             with trio.CancelScope(shield=True):
                 await runner.cancel()
+            self.expectations.gave_up(attempt, seams.clock.monotonic() - begun)
             raise
         self.upload.measured(attempt.upload_rate)
         seconds = seams.clock.monotonic() - begun
@@ -336,15 +335,11 @@ class Participation:
         return attempt, result
 
     async def _rounding(self, vector: Vector | None, wanted: Wanted) -> float:
-        """The relative error that the codec added to what this peer sent, from a sample of it."""
-        if vector is None or not vector.size:
+        """The relative error that the codec added to what this peer sent."""
+        if vector is None:
             return 0.0
         codec = codec_of(wanted.codec, str(vector.dtype), wanted.codecs)
-        if codec.is_exact:
-            return 0.0
-        sample = vector[:SAMPLE_ITEMS]
-        coded = await self._service.seams.executor.run(partial(roundtrip, codec, sample))
-        return float(np.linalg.norm(coded - sample) / max(float(np.linalg.norm(sample)), 1e-30))
+        return 0.0 if codec.is_exact else await self.compute(partial(rounding_of, codec, vector))
 
     def _told(self, made: Round) -> Round:
         """Tell of a round on screens, and count it."""
@@ -432,7 +427,8 @@ class Participation:
         )
         formed = self._formed[key] = trio.Event()
         self._outcomes.pop(key, None)
-        self.status, self.is_looking = f"a group of {len(self.roster.reports) + 1} peers", True
+        self.status = f"a group of {len(self.roster.reports) + 1} peers"
+        self.look_seconds = now - self._begun_at + patience
         try:
             service.match(lambda now: service.matches.begin(now, wish))
             async with trio.open_nursery() as nursery:
@@ -444,7 +440,7 @@ class Participation:
                 await formed.wait()
                 nursery.cancel_scope.cancel()
         finally:
-            self.is_looking = False
+            self.look_seconds = None
             self._looked_seconds += service.seams.clock.monotonic() - now
             if self._formed.get(key) is formed:
                 del self._formed[key]
@@ -560,6 +556,7 @@ class Participation:
             try:
                 found = await self._fetch(step, step_max, bytes_max, useless, likely)
             except Unreachable as failure:
+                self.expectations.missed_state()
                 raise Unreachable(failure.reason, error or failure.detail) from None
             error = await self.compute(partial(check, found))
             if not error:
@@ -587,6 +584,10 @@ class Participation:
 
         reports = self.roster.reports
         donors = [peer for peer in sorted(reports) if is_donor(reports[peer]) and peer not in passed_over]
+        if (
+            likely is not None and not likely.is_nearest
+        ):  # of states that differ, each helps to judge the others
+            donors = [peer for peer in donors if peer not in self.expectations.absent] or donors
         if not donors:
             raise Unreachable("unknown", "no peer of the run has a state to hand on")
         seams = self._service.seams

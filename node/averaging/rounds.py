@@ -30,6 +30,8 @@ class RunView:
     reports: Sequence[Report] = field(default=(), repr=False)
     awaited: Mapping[PeerId, Report] = field(default_factory=dict, repr=False)
     """Those of them that rounds wait for."""
+    voices: Sequence[Report] = field(default=(), repr=False)
+    """Those of `reports` whose word on where the run is counts: not of members that do not average here."""
 
 
 @dataclass(frozen=True)

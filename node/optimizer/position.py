@@ -118,8 +118,11 @@ class RunPosition:
         """Return of how many rounds a state is that says `claimed`."""
         return min(claimed, lower_median([report.rounds for report in others]) + SLACK_STEPS)
 
-    def state_to_take(self, step: int, lineage: bytes, others: Sequence[Report]) -> LikelySteps | None:
-        """Return which state a peer at `step` takes in place of its own; None where its own is right."""
+    def state_to_take(
+        self, step: int, lineage: bytes, others: Sequence[Report], voices: Sequence[Report]
+    ) -> LikelySteps | None:
+        """Return which state a peer at `step` takes in place of its own; None where its own is right. The
+        `voices` among `others`, which average with it or may, say where the run is if it has progress."""
         if not others:
             return None
         steps = [report.step for report in others]
@@ -139,8 +142,13 @@ class RunPosition:
         alone = rejoined_step(step, [(report.step, report.lineage) for report in others])
         if alone is not None:
             return LikelySteps(max(0, alone - SLACK_STEPS), alone + SLACK_STEPS, VOICES_MIN, VOICES_MIN)
-        if is_apart or self.is_passed(step, others):
-            return self._steps.likely_steps(time.time(), step, steps)
+        behind = sum(not report.step.reaches(step - SLACK_STEPS) for report in voices)
+        if behind < VOICES_MIN:  # one that paused long ago does not say where the others are now
+            voices = [report for report in voices if report.step.reaches(step - SLACK_STEPS)]
+        if not voices:
+            return None
+        if self._is_apart(step, lineage, voices) or self.is_passed(step, voices):
+            return self._steps.likely_steps(time.time(), step, [report.step for report in voices])
         return None
 
     def local_state(self, others: Sequence[Report]) -> LikelySteps:

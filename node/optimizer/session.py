@@ -68,9 +68,10 @@ class Session:
         return self.error or self._run.status
 
     @property
-    def is_looking(self) -> bool:
-        """Return whether the node looks for the group of a round, which can be left at no cost to others."""
-        return self._run.is_looking
+    def look_seconds(self) -> float | None:
+        """How long after the beginning of a round the node looks for its group at most, which can be left at
+        no cost to others; None while it does not look."""
+        return self._run.look_seconds
 
     @property
     def is_receiving(self) -> bool:

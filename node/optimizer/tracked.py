@@ -54,6 +54,12 @@ class TrackedOptimizer(JoinedOptimizer):
         assert self._session is not None
         return self._position.others(self._session.view.reports)
 
+    @property
+    def _voices(self) -> list[Report]:
+        """What those of them say that average with this peer, or may."""
+        assert self._session is not None
+        return self._position.others(self._session.view.voices)
+
     def _alone_or_not(self) -> str:
         if self._session is None or self._session.error:
             return "alone: " + (self._session.error if self._session is not None else "not in a run")

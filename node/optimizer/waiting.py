@@ -1,4 +1,5 @@
-"""What a call that waits for others says meanwhile: in `status` all the time, in the log once it takes long.
+"""What a call that waits for others says meanwhile: in `status` all the time, in the log once it takes long;
+and when it is in vain.
 
 A training loop stands still in such a call, so nobody reads `status` then but from another thread.
 """
@@ -11,6 +12,9 @@ LOGGED_SECONDS_MIN = 1.0
 """A wait that is shorter is told in `status` alone: steps of a small model take less than a millisecond."""
 PAUSE_SECONDS = 10.0
 """Between two lines of one optimizer: who waits at each step is told so now and then."""
+PASSED_SECONDS = 2.0
+"""How long an exchange goes on here once others say that they have made its step: its result may be on its
+way, and their state, which would be fetched instead, is larger."""
 
 
 class Waits:
@@ -29,3 +33,19 @@ class Waits:
             self._logged_at = now + PAUSE_SECONDS
             log.warning("run %r: %s", self._run_id, status)
         return status
+
+
+class Overtaken:
+    """Whether one round of this peer is given up since the others have made its step already."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def ends_round(self, waited: float, is_passed: bool, *, is_looking: bool) -> bool:
+        """Return whether to give up the round, which was waited for so long. `is_passed`: the others have
+        made its step. Nobody comes to its group then, but an exchange may be a moment from its end."""
+        if not is_passed:
+            self._since = None
+            return False
+        self._since = waited if self._since is None else self._since
+        return is_looking or waited - self._since > PASSED_SECONDS

@@ -51,7 +51,7 @@ from node.optimizer.status import StatusLine
 from node.optimizer.takeover import Takeover
 from node.optimizer.tracked import TrackedOptimizer
 from node.optimizer.trained import TrainedTensors
-from node.optimizer.waiting import Waits
+from node.optimizer.waiting import Overtaken, Waits
 
 log = logging.getLogger("peerloom")
 WINDOW_STEPS = 3.0
@@ -295,7 +295,7 @@ class PeerOptimizer(TrackedOptimizer):
         """Return which state of others this peer takes now; None where it takes none."""
         if self._session is None or time.perf_counter() < self._catch_up_at:
             return None
-        return self._position.state_to_take(self.global_step, self._lineage, self._others)
+        return self._position.state_to_take(self.global_step, self._lineage, self._others, self._voices)
 
     def _catch_up_if_behind(self) -> bool:
         """Load the state of others where they are further or went another way. Whether this peer is behind:
@@ -316,7 +316,8 @@ class PeerOptimizer(TrackedOptimizer):
             return True
         if isinstance(found, str):
             self._status = f"behind the run: {found}"
-            pauses = CATCH_UP_PAUSES
+            # The first time it asks again at once, those alone that it knows (`Expectations.missed_state`).
+            pauses = CATCH_UP_PAUSES if self._catch_ups_failed else 0.0
             if not self._position.has_progress(self.global_step):
                 self._position.missed(likely)
                 pauses = CATCH_UP_PAUSES_NEW
@@ -501,18 +502,18 @@ class PeerOptimizer(TrackedOptimizer):
         wanted = self._wanted(self.global_step)
         pending = self._session.average(mean, weight, wanted)
         begun = time.perf_counter()
+        longest, overtaken = self.settings.round_seconds_max, Overtaken()
         while not pending.wait(POLL_SECONDS):
-            waited = time.perf_counter() - begun
-            is_looking = self._session.is_looking
-            limit = wanted.window_seconds if is_looking else self.settings.round_seconds_max
+            waited, look = time.perf_counter() - begun, self._session.look_seconds
+            limit = longest if look is None else min(look, longest)
             end = f"after {limit:.0f} s at most it goes on without those that are missing"
             self._say_waiting(f"step {self.global_step}", self._session.status or "a group", waited, end)
             self._share()  # others may need this state to come to the round
-            if waited > self.settings.round_seconds_max:
+            if waited > longest:
                 pending.cancel()
                 return f"the round was not over after {waited:.0f} s"
-            # In a group the others may be done a moment before this peer is.
-            if (is_looking or waited > wanted.window_seconds) and self._state_to_take() is not None:
+            is_passed = self._state_to_take() is not None
+            if overtaken.ends_round(waited, is_passed, is_looking=look is not None):
                 pending.cancel()
                 return "the others have made this step already, or began with another state"
         made = pending.outcome()

@@ -176,6 +176,16 @@ def test_alone_there_is_no_group_and_no_pretence_of_one() -> None:
     assert world.reasons() == ["nobody else was ready"]
 
 
+def test_a_ready_peer_that_is_left_out_counts_as_nobody() -> None:
+    """Otherwise its wish alone would keep a peer from a step of its own, round after round."""
+    world = World(2)
+    silent = peer_of(1)
+    world.wish(0, patience_seconds=5.0, leaves_out=lambda peer: peer == silent)
+    world.wish(1, patience_seconds=9.0, size_min=3)  # so it proposes nothing
+    world.engine.run(6.0)
+    assert world.reasons() == ["nobody else was ready"]
+
+
 def test_no_group_is_smaller_than_was_asked_for() -> None:
     world = World(4)
     for number in range(2):

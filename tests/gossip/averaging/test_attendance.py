@@ -2,6 +2,7 @@
 
 from crypto.identity import PeerId
 from gossip.averaging.attendance import (
+    ABSENT_ROUNDS_MIN,
     BACKOFF_SECONDS_MAX,
     EXCUSE_SECONDS,
     LEFT_OUT_SECONDS_MIN,
@@ -9,7 +10,7 @@ from gossip.averaging.attendance import (
     WITHDRAWALS_MAX,
     Attendance,
 )
-from gossip.averaging.lateness import RoundWaits
+from gossip.averaging.lateness import ROUNDS_MIN, RoundWaits
 from tests.gossip.swarm import peer_of
 
 SILENT, PUNCTUAL, SLOW = peer_of(1), peer_of(2), peer_of(3)
@@ -172,3 +173,43 @@ def test_a_round_waits_for_each_from_the_median_on() -> None:
     assert (waits.until(PUNCTUAL), waits.until(SLOW), waits.until(SILENT)) == (16.0, 17.0, 15.5)
     waits.came(12.0, PUNCTUAL)
     assert waits.until(SLOW) == 14.0
+
+
+def absent(attendance: Attendance, *peers: PeerId, is_strict: bool = False) -> set[PeerId]:
+    return set(attendance.absent(peers, is_strict=is_strict))
+
+
+def test_a_listed_peer_that_never_averages_is_absent_after_some_rounds() -> None:
+    attendance = Attendance()
+    for _ in range(ROUNDS_MIN):
+        assert absent(attendance, PUNCTUAL, SILENT) == set(), "it may be a moment late"
+        attendance.completed([PUNCTUAL])
+    assert absent(attendance, PUNCTUAL, SILENT) == {SILENT}
+    assert absent(attendance, SILENT) == set(), "where no other is listed it is the run"
+
+
+def test_a_peer_by_whose_silence_an_attempt_failed_is_absent_until_it_averages() -> None:
+    attendance = Attendance()
+    attendance.failed(0.0, [SILENT], 4.0)
+    assert absent(attendance, PUNCTUAL, SILENT) == {SILENT}
+    attendance.completed([SILENT])
+    attendance.failed(100.0, [SILENT], 4.0)
+    assert absent(attendance, PUNCTUAL, SILENT) == set(), "it has averaged, so it may have stalled"
+
+
+def test_a_peer_that_averaged_is_absent_after_many_rounds_without_it() -> None:
+    attendance = Attendance()
+    attendance.completed([PUNCTUAL, SLOW])
+    for _ in range(ABSENT_ROUNDS_MIN):
+        assert absent(attendance, PUNCTUAL, SLOW) == set()
+        attendance.completed([PUNCTUAL])
+    assert absent(attendance, PUNCTUAL, SLOW) == {SLOW}
+    attendance.completed([PUNCTUAL, SLOW])
+    assert absent(attendance, PUNCTUAL, SLOW) == set()
+
+
+def test_more_strictly_only_those_that_averaged_here_are_there() -> None:
+    attendance = Attendance()
+    assert absent(attendance, PUNCTUAL, SILENT, is_strict=True) == set(), "a newcomer knows nobody"
+    attendance.completed([PUNCTUAL])
+    assert absent(attendance, PUNCTUAL, SILENT, is_strict=True) == {SILENT}

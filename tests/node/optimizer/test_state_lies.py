@@ -149,7 +149,7 @@ def test_no_lie_about_states_brings_a_peer_elsewhere_than_to_honest_members(
         reports = heard(at, lie)
         others = place.others(reports)
         assert len(reports) <= 1 + len(MEMBERS), f"{name}: names are nobody's word for another"
-        taken = place.state_to_take(at.step, at.lineage, others)
+        taken = place.state_to_take(at.step, at.lineage, others, others)
         if at.step == at.others and at.lineage == HONEST:
             assert taken is None, f"{name}: a peer that is right keeps its state"
             continue
