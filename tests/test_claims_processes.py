@@ -43,7 +43,7 @@ def typed(swarm: SwarmProcesses, capfd: pytest.CaptureFixture[str]) -> Command:
     return command
 
 
-def eventually(holds: Callable[[], bool], seconds: float = 20.0) -> None:
+def eventually(holds: Callable[[], bool], seconds: float = 60.0) -> None:
     begun = time.monotonic()
     while not holds():
         assert time.monotonic() - begun < seconds

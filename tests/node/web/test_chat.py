@@ -102,9 +102,7 @@ async def test_a_window_that_is_closed_ends_its_answer() -> None:
         await until(lambda: said.going == 1)
         assert await stream.receive_some(100)
         await stream.aclose()
-        began = trio.current_time()
-        await until(lambda: said.going == 0)
-        assert trio.current_time() - began < 0.1
+        await until(lambda: said.going == 0)  # all of it would take 80 s
 
 
 async def test_no_word_of_a_chat_is_in_events_or_metrics() -> None:

@@ -82,9 +82,7 @@ async def test_an_answer_ends_when_its_client_hangs_up(is_streamed: bool) -> Non
         if is_streamed:
             assert await stream.receive_some(100)
         await stream.aclose()
-        began = trio.current_time()
-        await until(lambda: said.going == 0)
-        assert trio.current_time() - began < 0.1
+        await until(lambda: said.going == 0)  # all of it would take 80 s
 
 
 async def test_requests_beyond_a_keys_limit_wait_and_then_are_refused(
