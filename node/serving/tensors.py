@@ -13,7 +13,8 @@ from partition.codecs.base import ON_WIRE, Array
 from partition.codecs.codec import TensorHeader, Typed, check_length
 from partition.model.graph import DataType
 from partition.serve.messages import Answer, Work
-from partition.serve.sampling import best_logits, log_sum
+from partition.serve.sampling import log_sum
+from partition.serve.selection import best_logits
 
 
 def tensor_headers(arrays: Sequence[Typed]) -> tuple[TensorHeader, ...]:

@@ -62,7 +62,7 @@ from partition.serve.prefixes import (
 )
 from partition.serve.provider import REST_ALIVE_SECONDS, Sends
 from partition.serve.routes import StageReplica as StageReplica
-from partition.serve.sampling import choose, read_row
+from partition.serve.sampling import LogitRow, choose, read_row
 from partition.serve.timeouts import (
     ALIVE_SECONDS,
     ANSWER_SECONDS_MAX,
@@ -510,12 +510,11 @@ class Door:
         attempt.computed += work.tokens
         attempt.moved_at = now
         sends = self._note_read(now, generation, attempt)
-        if not work.wanted:
+        if row is None:
             return sends + self._send_units(now, generation, attempt)
         generation.attempts, generation.reason, generation.waits_since = 0, "", now
         if generation.wish.is_vector:
-            ids, logits, _ = row
-            self.events.append(Embedded(generation.number, logits[np.argsort(ids)]))
+            self.events.append(Embedded(generation.number, row.logits))
             return sends + self._finish(now, generation, "stop")
         attempt.row = row
         if generation.wish.is_masked and generation.allowed is None:
@@ -525,21 +524,16 @@ class Door:
     def _sample(self, now: float, generation: OpenGeneration, attempt: RouteAttempt) -> Sends:
         """Choose the next token of the row that came."""
         assert attempt.row is not None
-        ids, logits, total = attempt.row
-        wish, position = generation.wish, len(generation.tokens)
+        row, wish, position = attempt.row, generation.wish, len(generation.tokens)
         answer_tokens = [] if wish.sampling.is_plain else generation.tokens[len(wish.prompt) :]
         allowed = generation.allowed
-        token = choose(
-            ids, logits, wish.sampling, position, answer_tokens, prompt=wish.prompt, allowed=allowed
-        )
+        token = choose(row, wish.sampling, position, answer_tokens, prompt=wish.prompt, allowed=allowed)
         attempt.row = generation.allowed = None
         if token in wish.stops:
             return self._finish(now, generation, "stop")
-        place = int(np.flatnonzero(ids == token)[0])
         generation.tokens.append(token)
         generation.bits = attempt.bits
-        logprob, count = float(logits[place]) - total, wish.sampling.top
-        top = tuple((int(each), float(logits[at]) - total) for at, each in enumerate(ids[:count]))
+        logprob, top = row.logprob(token), row.likeliest(wish.sampling.top)
         self.events.append(Sampled(generation.number, position, token, logprob, top))
         made = len(generation.tokens) - len(wish.prompt)
         if made >= wish.tokens_max or len(generation.tokens) >= generation.shape.context:
@@ -557,8 +551,8 @@ class Door:
 
     def _read(
         self, sender: PeerId, generation: OpenGeneration, attempt: RouteAttempt, carried: Carried
-    ) -> tuple[Array, Array, float]:
-        """Return the ids and logits of the row that is wanted. Raises RemoteProtocolError: it is not the
+    ) -> LogitRow | None:
+        """Return the row that is wanted, if one is. Raises RemoteProtocolError: it is not the
         answer to the oldest unit in flight."""
         answer = carried.message
         assert isinstance(answer, Answer)

@@ -9,6 +9,7 @@ from partition.codecs.base import Array
 from partition.serve.events import Shape, Wish
 from partition.serve.messages import Work
 from partition.serve.prefixes import PrefixKey
+from partition.serve.sampling import LogitRow
 
 
 @dataclass(eq=False)
@@ -33,7 +34,7 @@ class RouteAttempt:
     flying: deque[Work] = field(default_factory=deque)
     moved_at: float = inf
     """When the oldest unit in flight became that."""
-    row: tuple[Array, Array, float] | None = None
+    row: LogitRow | None = None
     """A row that waits to be told which tokens may come."""
 
     @property

@@ -23,7 +23,8 @@ from partition.serve.door import (
 )
 from partition.serve.messages import MESSAGE_BYTES_MAX, Answer, Carried, Message
 from partition.serve.provider import ComputeBatch, ForgetSession, ForkSession, Sends, SessionProvider
-from partition.serve.sampling import Sampling, best_logits, choose, log_sum
+from partition.serve.sampling import LogitRow, Sampling, choose, log_sum
+from partition.serve.selection import best_logits
 
 VOCABULARY = 50
 CONTEXT = 600
@@ -47,8 +48,7 @@ def reference(wish: Wish) -> list[int]:
     """The tokens of an undisturbed generation."""
     tokens = list(wish.prompt)
     while len(tokens) < min(len(wish.prompt) + wish.tokens_max, CONTEXT):
-        ids, logits = best_logits(logits_after(tuple(tokens)), VOCABULARY)
-        token = choose(ids, logits, wish.sampling, len(tokens))
+        token = choose(LogitRow(logits_after(tuple(tokens))), wish.sampling, len(tokens))
         if token in wish.stops:
             break
         tokens.append(token)

@@ -1,0 +1,91 @@
+"""The largest logits of a row, and the one that a draw falls on, found without sorting the row.
+
+A draw at temperature T falls on the first logit, counted from the largest, at which the sum of exponentials
+passes a part of the whole sum. Logits are put in buckets by their size, the sums of whole buckets say in
+which of them it falls, and only that one is sorted: quickselect by weight. Sums that are added in another
+order differ in their last bits; a draw that falls so close to the edge of a logit that this could matter is
+left to a full sort.
+"""
+
+import numpy as np
+
+from partition.codecs.base import Array
+
+_BUCKETS = 4_096
+"""A flat row of 150,000 leaves some hundred logits in each."""
+_DEPTH = 50.0
+"""Below the largest logit, of all that a bucket of their own is given to: all others together weigh less than
+what rounding leaves open."""
+_SPAN_MIN = 1e-6
+"""Logits that lie closer together share a bucket."""
+
+
+def best_logits(row: Array, count: int) -> tuple[Array, Array]:
+    """Return the ids and values of the `count` largest logits, the largest first; of equal ones the lowest id
+    is the larger."""
+    count = min(count, len(row))
+    if count == 1:
+        first = int(np.argmax(row))
+        return np.array([first], np.int64), row[first : first + 1]
+    edge = np.partition(row, len(row) - count)[len(row) - count]
+    above, at = np.flatnonzero(row > edge), np.flatnonzero(row == edge)
+    ids = np.concatenate([above, at[: count - len(above)]])
+    ids = ids[np.lexsort((ids, -row[ids].astype(np.float64)))]
+    return ids.astype(np.int64), row[ids]
+
+
+def find_drawn(row: Array, temperature: float, top_p: float, min_p: float, drawn: float) -> int | None:
+    """Return where in a row the logit stands that a number from 0 to below 1 falls on, as a full sort would
+    find it; None where that is too close to tell. `temperature` is above 0."""
+    with np.errstate(over="ignore"):
+        scaled = row.astype(np.float64) / temperature
+        if not np.isfinite(scaled.max()):
+            return None
+        buckets = _Buckets(row, scaled)
+    kept = buckets.total
+    if top_p < 1:
+        found = buckets.find(top_p * buckets.total)
+        if found is None:
+            return None
+        kept = found[1]
+    if min_p > 0:
+        weights = buckets.weights
+        if (np.abs(weights - min_p) <= buckets.doubt * min_p).any():
+            return None
+        kept = min(kept, float(weights[weights > min_p].sum()))
+    found = buckets.find(drawn * kept)
+    return None if found is None else found[0]
+
+
+class _Buckets:
+    """A row's logits by size. `weights` are their exponentials, of the largest 1."""
+
+    def __init__(self, row: Array, scaled: Array) -> None:
+        below = float(scaled.max()) - scaled
+        self.weights = np.exp(-below)
+        self.total = float(self.weights.sum())
+        self.doubt = 4 * np.finfo(np.float64).eps * (len(row) + 8)
+        """What sums may differ by, of the total: each of so many additions rounds once."""
+        self._row = row
+        span = min(max(float(below.max()), _SPAN_MIN), _DEPTH)
+        self._places = np.minimum(below * (_BUCKETS / span), _BUCKETS - 1).astype(np.int32)
+        self._ends = np.cumsum(np.bincount(self._places, weights=self.weights, minlength=_BUCKETS))
+
+    def find(self, sought: float) -> tuple[int, float] | None:
+        """Return the first logit from the largest at which the sum of weights passes `sought`, and that sum;
+        None where the sum comes too close to it before or there."""
+        doubt = self.doubt * self.total
+        bucket = int(np.searchsorted(self._ends, sought))
+        if bucket == _BUCKETS:
+            return None
+        ids = np.flatnonzero(self._places == bucket)
+        ids = ids[np.argsort(-self._row[ids].astype(np.float64), kind="stable")]
+        begin = float(self._ends[bucket - 1]) if bucket else 0.0
+        ends = begin + np.cumsum(self.weights[ids])
+        at = int(np.searchsorted(ends, sought))
+        if at == len(ids):
+            return None
+        before = float(ends[at - 1]) if at else begin
+        if (before > 0 and sought - before <= doubt) or float(ends[at]) - sought <= doubt:
+            return None
+        return int(ids[at]), float(ends[at])
