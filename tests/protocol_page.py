@@ -62,7 +62,12 @@ def bounds(kind: Any, unit: str = "") -> str:
     """Return the limits of a number, or of a length, as ` 0..9`; nothing where there are none."""
     if isinstance(kind, types.IntType | types.FloatType):
         limits = ((">=", kind.ge), (">", kind.gt), ("<=", kind.le), ("<", kind.lt))
-        return "".join(f" {sign} {limit:,}" for sign, limit in limits if limit is not None)
+        # typing takes 10 and 10.0 for one, and keeps whichever a process has read first.
+        return "".join(
+            f" {sign} {int(limit) if limit == int(limit) else limit:,}"
+            for sign, limit in limits
+            if limit is not None
+        )
     if kind.min_length == kind.max_length and kind.max_length is not None:
         return f" of {kind.max_length:,}{unit}"
     low = f" >= {kind.min_length:,}{unit}" if kind.min_length else ""

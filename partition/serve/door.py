@@ -106,6 +106,8 @@ class Door:
         self._asked_at: dict[bytes, float] = {}
         """When routes of a service were asked for."""
         self._prefixes = Prefixes()
+        self._shares: dict[str, int] = {}
+        """The number of each owner whose generations are not over."""
         self._alive_at = inf
         self._rest_at = inf
         self._seen_at = -inf
@@ -319,13 +321,23 @@ class Door:
             RouteTaken(generation.number, attempt.route, has, generation.reason, is_exact, shared)
         )
         begins = SessionBase(base, shared) if shared else None
+        share = self._share_of(wish.owner)
         sends: Sends = []
         for stage, peer in enumerate(route):
             self._heard_at.setdefault(peer, now)
             before = route[stage - 1] if stage else self._me
             after = route[stage + 1] if stage + 1 < shape.stages else self._me
-            sends.append((peer, OpenSession(attempt.session, shape.service, stage, before, after, begins)))
+            opened = OpenSession(attempt.session, shape.service, stage, before, after, begins, share)
+            sends.append((peer, opened))
         return sends
+
+    def _share_of(self, owner: str) -> int:
+        """Return the number by which providers tell an owner's sessions from others'; owners that ask nothing
+        any more free theirs."""
+        owners = {each.wish.owner for each in self._generations.values()}
+        self._shares = {name: number for name, number in self._shares.items() if name in owners}
+        taken = set(self._shares.values())
+        return self._shares.setdefault(owner, next(n for n in range(len(taken) + 1) if n not in taken))
 
     def _waits_for_another(self, now: float, generation: OpenGeneration, shared: int) -> bool:
         """Return whether another generation reads much of what this one would have to: this one begins from

@@ -45,6 +45,8 @@ ROLL_ROWS_MAX = 64
 """Members of one service that a member tells of."""
 TENSORS_MAX = 16
 """Tensors of one boundary."""
+SHARES_MAX = 1 << 16
+"""Numbers that a door may give its shares; the sessions of one bound how many it has."""
 UNITS_MAX = 1 << 31
 """Units of one session are numbered in the order of sending."""
 
@@ -75,7 +77,8 @@ class SessionBase(msgspec.Struct, frozen=True, array_like=True):
 class OpenSession(msgspec.Struct, frozen=True, array_like=True, tag="open"):
     """Serve this session of mine with your stage of a service: `before` sends you its units (the door itself
     at the first stage), and you pass them on to `after` (the door itself at the last). It begins with the
-    first tokens of another of my sessions, if there is a `base`."""
+    first tokens of another of my sessions, if there is a `base`. My sessions with another `share` are for
+    somebody else, and have turns of their own among mine."""
 
     session: Session
     service: Hash
@@ -83,6 +86,7 @@ class OpenSession(msgspec.Struct, frozen=True, array_like=True, tag="open"):
     before: Peer
     after: Peer
     base: SessionBase | None = None
+    share: Annotated[int, msgspec.Meta(ge=0, lt=SHARES_MAX)] = 0
 
 
 class SessionOpened(msgspec.Struct, frozen=True, array_like=True, tag="opened"):

@@ -6,8 +6,8 @@ stage answers.
 Sessions are bounded in all, for each door and for each network (`crypto.registers`): a session whose door
 moves nothing makes room for another, and its door is told. What waits is computed together, one unit of a
 session at a time, as many tokens as a batch takes. Doors take turns by the tokens that were computed for
-them, for what each gave itself, and where several want the stage, a call has a few sessions of each: so a
-door with a long prompt does not hold up another's next token, nor does one with many.
+them, for what each gave itself (`partition.serve.turns`), and where several want the stage, a call has a few
+sessions of each: so a door with a long prompt does not hold up another's next token, nor does one with many.
 
 The node's owner bounds what a door may have (`PeerBounds`): sessions, tokens a minute, and a part of the
 memory for keys and values. It is told which bound it has met.
@@ -28,7 +28,6 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from crypto.registers import Budget, Register
 from partition.codecs.codec import Typed
-from partition.model.serving import ROWS_MAX
 from partition.serve.bounds import MINUTES_MAX, NO_BOUNDS, PeerBounds, TokensSpent, counted
 from partition.serve.bounds import SESSIONS_PER_DOOR_MAX as SESSIONS_PER_DOOR_MAX
 from partition.serve.messages import (
@@ -46,6 +45,9 @@ from partition.serve.messages import (
 )
 from partition.serve.served_session import ServedSession, tokens_together
 from partition.serve.timeouts import ALIVE_SECONDS, DOOR_SILENCE_SECONDS_MAX, STALL_SECONDS
+from partition.serve.turns import BATCH_ROWS_MAX as BATCH_ROWS_MAX
+from partition.serve.turns import BATCH_TOKENS_MAX as BATCH_TOKENS_MAX
+from partition.serve.turns import StageTurns, wait_until
 
 SESSIONS_MAX = 64
 """All doors together have so many at one node."""
@@ -60,19 +62,7 @@ the stage, for which others wait."""
 REST_ALIVE_SECONDS = 3.0
 """How often a node says that it runs where a session only rests: well within what counts as a door's silence,
 and often enough that no stream is closed for being idle."""
-BATCH_TOKENS_MAX = 1_024
-"""Tokens of one call to the stage: two of the largest chunks, or one and what all sessions decode."""
-UNITS_BESIDE_MAX = 4
-"""Units of one door in a call, where others' sessions want the stage too: a single session waits for the call
-that runs, and for its own, and four at once take less than twice as long as one."""
-TOKENS_BESIDE_MAX = 128
-"""Tokens for each door in such a call, of which one may take all: one chunk of a prompt."""
-WANTED_SECONDS = 1.0
-"""A session that asked for something so long ago still wants the stage: its door is at its next token."""
-BATCH_ROWS_MAX = ROWS_MAX
-"""Rows of logits that one call answers."""
 OTHERS = "others wanted the place"
-WEIGHT_MIN = 1e-3
 WAITING_UNITS_MAX = 16
 """Units of one session that wait: a door has fewer in flight."""
 WAITING_BYTES_MAX = 256 << 20
@@ -132,6 +122,11 @@ class _Stage:
     units: tuple[Carried, ...] = ()
     alone: deque[bytes] = field(default_factory=deque)
     """Sessions whose next unit is computed by itself, since a batch with it failed."""
+    began_at: float = 0.0
+    call_seconds: float = 0.0
+    """When the last call began, and how long the last took that was answered."""
+    waits_until: float = -inf
+    """Until when it waits for a unit that is on its way."""
 
 
 class SessionProvider:
@@ -153,16 +148,13 @@ class SessionProvider:
         self.events: list[Event] = []
         self._source_of = source_of
         self._refuses = refuses
-        self._weight_of = weight_of
         self._bounds_of = bounds_of
         self._stages: dict[bytes, _Stage] = {}
         self._sessions: dict[bytes, ServedSession] = {}
         self._resting: dict[bytes, ServedSession] = {}
         """Those that rest, the least used first."""
         self._places: Register[ServedSession] = Register(PLACES)
-        self._served: dict[PeerId, float] = {}
-        """Tokens computed for each door that has a session, for its weight and from a common beginning."""
-        self._weights: dict[PeerId, float] = {}
+        self._turns = StageTurns(weight_of)
         self._idle_forks = Counter[PeerId]()
         self._spent = TokensSpent()
         self._now = -inf
@@ -220,11 +212,15 @@ class SessionProvider:
     @property
     def deadline(self) -> float:
         """When `wake` wants to be called."""
-        return self._alive_at
+        waits = (each.waits_until for each in self._stages.values() if each.waits_until > self._now)
+        return min(self._alive_at, min(waits, default=inf))
 
     def wake(self, now: float) -> Sends:
         """Say that this node runs, and let go of the sessions of doors that are silent."""
         self._note(now)
+        for service, stage in self._stages.items():
+            if stage.waits_until > -inf:
+                self._compute(service)
         if now < self._alive_at:
             return []
         doors = {each.door for each in self._sessions.values()}
@@ -285,7 +281,7 @@ class SessionProvider:
             raise RemoteProtocolError("a session whose first or last stage does not speak to its door")
         base = self._base_of(door, message)
         before, after = PeerId(message.before), PeerId(message.after)
-        session = ServedSession(message.session, message.service, door, before, after, now)
+        session = ServedSession(message.session, message.service, door, before, after, now, message.share)
         sends = self._make_place(door, base)
         # One that rests makes room for what begins from it, where nothing else does.
         self._hide(base)
@@ -310,8 +306,7 @@ class SessionProvider:
             elif base.rests:
                 self._resting[base.id] = self._resting.pop(base.id)
         self._heard_at[door] = now
-        self._served.setdefault(door, self._begin())
-        self._weights[door] = max(WEIGHT_MIN, self._weight_of(door))
+        self._turns.enter(session)
         self._alive_at = min(self._alive_at, now + ALIVE_SECONDS)
         return [*sends, (door, SessionOpened(session.id))]
 
@@ -383,10 +378,6 @@ class SessionProvider:
         gone = own[: max(0, len(own) - RESTS_PER_DOOR_MAX)]
         return [send for each in gone for send in self._close(each, "evicted", "others rest")]
 
-    def _begin(self) -> float:
-        """Return where the count of a new door begins: it is not owed what others had before it came."""
-        return min(self._served.values(), default=0.0)
-
     def _take(self, sender: PeerId, carried: Carried) -> Sends:
         work = carried.message
         assert isinstance(work, Work)
@@ -411,6 +402,8 @@ class SessionProvider:
             return sends + self._close(session, "busy", reason)
         session.kept = work.position + work.tokens
         session.waiting.append(carried)
+        if session.silent_since < inf:
+            session.pause_seconds = self._now - session.silent_since
         session.silent_since = inf
         self._compute(session.service)
         return sends
@@ -429,7 +422,11 @@ class SessionProvider:
         stage = self._stages[service]
         if stage.computing:
             return
-        chosen = self._choose(service, stage)
+        own = [each for each in self._sessions.values() if each.service == service]
+        stage.waits_until = wait_until(self._now, own, stage.call_seconds)
+        if stage.waits_until > self._now:
+            return
+        chosen = self._choose(stage, own)
         if not chosen:
             return
         units = []
@@ -438,6 +435,7 @@ class SessionProvider:
             self._idle_forks.pop(session.door, None)
             units.append(session.waiting.popleft())
         stage.batch += 1
+        stage.began_at = self._now
         stage.computing, stage.units = tuple(chosen), tuple(units)
         rows = tuple(
             BatchUnit(session.id, unit.message, unit.arrays)
@@ -446,43 +444,16 @@ class SessionProvider:
         )
         self.events.append(ComputeBatch(service, stage.batch, rows))
 
-    def _choose(self, service: bytes, stage: _Stage) -> list[ServedSession]:
+    def _choose(self, stage: _Stage, own: Sequence[ServedSession]) -> list[ServedSession]:
         """Return the sessions whose next units are computed together, of the least served doors first."""
         while stage.alone:
             session = self._sessions.get(stage.alone.popleft())
             if session is not None and session.may_compute:
                 return [session]
-        ready: dict[PeerId, deque[ServedSession]] = {}
-        for each in self._sessions.values():
-            if each.service == service and each.may_compute:
-                ready.setdefault(each.door, deque()).append(each)
-        chosen: list[ServedSession] = []
-        left, rows_left = BATCH_TOKENS_MAX, BATCH_ROWS_MAX
-        wanting = {
-            each.door
-            for each in self._sessions.values()
-            if each.service == service and not each.rests and each.silent_since > self._now - WANTED_SECONDS
-        }
-        least = min((self._weights[door] for door in wanting), default=1.0)
-        units: Counter[PeerId] = Counter()
-        if len(wanting) > 1:
-            left = min(left, int(TOKENS_BESIDE_MAX * sum(self._weights[door] for door in ready) / least))
-        while ready:
-            door = min(ready, key=lambda peer: (self._served[peer], peer))
-            session = ready[door].popleft()
-            work = session.waiting[0].message
-            assert isinstance(work, Work)
-            if chosen and (work.tokens > left or work.wanted > rows_left):
-                break  # it is the next to have its turn
-            left -= work.tokens
-            rows_left -= work.wanted
-            self._served[door] += work.tokens / self._weights[door]
-            self._spent.spend(self._now, door, work.tokens, self._bounds_of(door).tokens_per_minute)
-            chosen.append(session)
-            units[door] += 1
-            has_enough = units[door] * least >= UNITS_BESIDE_MAX * self._weights[door]
-            if not ready[door] or (len(wanting) > 1 and has_enough):
-                del ready[door]
+        chosen = self._turns.choose(self._now, own)
+        for session in chosen:
+            rate = self._bounds_of(session.door).tokens_per_minute
+            self._spent.spend(self._now, session.door, session.waiting[0].message.tokens, rate)  # type: ignore[union-attr]  # only units wait
         for session in chosen:  # the next time others of the same door come first
             self._sessions[session.id] = self._sessions.pop(session.id)
         return chosen
@@ -500,6 +471,7 @@ class SessionProvider:
         found = self._finish(service, batch)
         if found is None:
             return []
+        self._stages[service].call_seconds = now - self._stages[service].began_at
         sends: Sends = []
         for (session, unit), (answer, arrays) in zip(found, answers, strict=True):
             if session.is_over:
@@ -578,10 +550,10 @@ class SessionProvider:
         session.waiting.clear()
         if session.is_kept and not session.is_computing and session.service in self._stages:
             self.events.append(ForgetSession(session.service, session.id))
-        if not any(each.door == session.door for each in self._sessions.values()):
+        left = [each for each in self._sessions.values() if each.door == session.door]
+        self._turns.leave(session, left)
+        if not left:
             self._heard_at.pop(session.door, None)
-            self._served.pop(session.door, None)
-            self._weights.pop(session.door, None)
             self._idle_forks.pop(session.door, None)
 
     def _note(self, now: float) -> None:

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from crypto.identity import PeerId
 from partition.serve.messages import Carried
@@ -18,6 +19,7 @@ class ServedSession:
     before: PeerId
     after: PeerId
     silent_since: float
+    share: int = 0
     waiting: deque[Carried] = field(default_factory=deque)
     is_computing: bool = False
     is_over: bool = False
@@ -29,6 +31,8 @@ class ServedSession:
     base: bytes = b""
     shared: int = 0
     """The first tokens, whose pages it shares with the session `base` and others that began from that."""
+    pause_seconds: float = inf
+    """From its last answer to the unit that came then."""
     newest: int = -1
     """The number of the newest unit."""
 

@@ -147,6 +147,18 @@ def test_another_owner_or_door_reads_its_own() -> None:
     assert world.routes[-1].shared == 0
 
 
+def test_sessions_of_each_owner_have_a_share_of_their_own() -> None:
+    world = World()
+    door = world.doors[DOOR]
+    shares = []
+    for owner in ("one", "two", "one", "three"):
+        key = world.begin(DOOR, replace(wish(70, 2), owner=owner))
+        shares.append(door._shares[owner])
+        if owner == "two":
+            door.cancel(world.now, key[1])
+    assert shares == [0, 1, 0, 1], "the number of an owner that has nothing left is another's"
+
+
 def test_many_answers_to_one_prompt_read_it_once() -> None:
     world = World()
     wishes = [replace(wish(400, 3, temperature=0.8), sampling=wish(seed=n).sampling) for n in range(8)]

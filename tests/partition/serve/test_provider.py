@@ -275,37 +275,6 @@ def test_a_door_that_the_owner_does_not_serve_is_told_so() -> None:
     assert opened(core, EVE, 1) == [(EVE, SessionClosed(session(1), "refused", "for listed peers only"))]
 
 
-def pace_beside(others: int, *, prompts: bool = False) -> float:
-    """Seconds a token of Bob's one session beside others of Alice's. A call of n tokens takes n ** 0.5."""
-    core = provider()
-    now, places, asked_at = 0.0, dict.fromkeys(range(others + 1), 0), dict.fromkeys(range(others + 1), 0)
-    for number in places:
-        opened(core, ALICE if number < others else BOB, number)
-    times: list[float] = []
-    for number in places:
-        core.receive(now, ALICE if number < others else BOB, unit(number, 1))
-    while len(times) < 40:
-        (asked,) = batches(core)
-        now += sum(each.work.tokens for each in asked.units) ** 0.5
-        core.computed(now, SERVICE, asked.batch, [(None, each.arrays) for each in asked.units])
-        for each in asked.units:
-            number = int.from_bytes(each.session)
-            places[number] = (each.work.position + each.work.tokens) % 4_000
-            asked_at[number] += 1
-            tokens = 128 if prompts and number < others else 1
-            door = ALICE if number < others else BOB
-            core.receive(now, door, unit(number, tokens, places[number], asked_at[number]))
-            if door == BOB:
-                times.append(now)
-    return (times[-1] - times[4]) / (len(times) - 5)
-
-
-def test_a_door_with_many_sessions_leaves_another_its_share_of_the_stage() -> None:
-    alone = pace_beside(0)
-    assert pace_beside(SESSIONS_PER_DOOR_MAX) <= 2.3 * 2 * alone, "of two doors each has half"
-    assert pace_beside(SESSIONS_PER_DOOR_MAX, prompts=True) <= 2 * 129**0.5 * alone, "one chunk, and no more"
-
-
 def test_a_session_ends_where_its_door_has_spent_the_tokens_of_two_minutes() -> None:
     core = provider(bounds_of=lambda _door: PeerBounds(tokens_per_minute=60))
     opened(core, ALICE, 1)

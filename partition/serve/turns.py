@@ -1,0 +1,132 @@
+"""The order in which a stage computes units: doors take turns by the tokens that were computed for them, and
+within a door its shares do.
+
+Deficit round robin at two levels. A door counts as one whatever its sessions are, for its weight; a share is
+what a door says belongs together, for instance all sessions of one API key, so a door that claims many shares
+divides its own turns alone. Where several want the stage, a call has few units of each.
+
+A session whose next unit is on its way would miss the call that begins just before it comes, and pay for that
+call and its own. So a stage waits for it, for a small part of a call, where it came in time after its last
+answer (anticipatory scheduling, Iyer and Druschel, 2001).
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable
+from math import inf
+
+from crypto.identity import PeerId
+from partition.model.serving import ROWS_MAX
+from partition.serve.messages import Work
+from partition.serve.served_session import ServedSession
+
+BATCH_TOKENS_MAX = 1_024
+"""Tokens of one call to the stage: two of the largest chunks, or one and what all sessions decode."""
+BATCH_ROWS_MAX = ROWS_MAX
+"""Rows of logits that one call answers."""
+UNITS_BESIDE_MAX = 4
+"""Units of one door in a call, where others' sessions want the stage too: four at once take less than twice
+as long as one."""
+TOKENS_BESIDE_MAX = 128
+"""Tokens for each door in such a call, of which one may take all: one chunk of a prompt."""
+WANTED_SECONDS = 1.0
+"""A session that asked for something so long ago still wants the stage: its door is at its next token."""
+WAIT_PART = 0.25
+"""Part of the last call's time for which a stage waits for a unit: what that costs where it does not come. A
+session that came later than that is not waited for."""
+WEIGHT_MIN = 1e-3
+
+Share = tuple[PeerId, int]
+
+
+class StageTurns:
+    """The turns of all doors at one node. `weight_of` tells how large a door's part is."""
+
+    def __init__(self, weight_of: Callable[[PeerId], float]) -> None:
+        self._weight_of = weight_of
+        self._weights: dict[PeerId, float] = {}
+        self._served: dict[PeerId, float] = {}
+        """Tokens computed for each door that has a session, for its weight and from a common beginning."""
+        self._shares: dict[Share, float] = {}
+
+    def enter(self, session: ServedSession) -> None:
+        """A session was opened. A new door or share is not owed what others had before it came."""
+        door = session.door
+        self._served.setdefault(door, min(self._served.values(), default=0.0))
+        self._weights[door] = max(WEIGHT_MIN, self._weight_of(door))
+        beside = [count for (each, _), count in self._shares.items() if each == door]
+        self._shares.setdefault((door, session.share), min(beside, default=0.0))
+
+    def leave(self, session: ServedSession, left: Iterable[ServedSession]) -> None:
+        """A session is over; `left` are those of its door that are not."""
+        shares = {each.share for each in left}
+        if session.share not in shares:
+            self._shares.pop((session.door, session.share), None)
+        if not shares:
+            self._served.pop(session.door, None)
+            self._weights.pop(session.door, None)
+
+    def choose(self, now: float, sessions: Collection[ServedSession]) -> list[ServedSession]:
+        """Return those of a stage's sessions whose next units are computed together, of the least served
+        first."""
+        ready: dict[PeerId, dict[int, deque[ServedSession]]] = {}
+        for each in sessions:
+            if each.may_compute:
+                ready.setdefault(each.door, {}).setdefault(each.share, deque()).append(each)
+        wanting = _wanting(now, sessions)
+        doors = {door for door, _ in wanting}
+        least = min((self._weights[door] for door in doors), default=1.0)
+        left, rows_left = BATCH_TOKENS_MAX, BATCH_ROWS_MAX
+        if len(doors) > 1:
+            left = min(left, int(TOKENS_BESIDE_MAX * sum(self._weights[door] for door in ready) / least))
+        elif len(wanting) > 1:
+            left = min(left, TOKENS_BESIDE_MAX * sum(map(len, ready.values())))
+        chosen: list[ServedSession] = []
+        units: Counter[PeerId | Share] = Counter()
+        while ready:
+            door = min(ready, key=lambda peer: (self._served[peer], peer))
+            share = min(ready[door], key=lambda number: (self._shares[door, number], number))
+            session = ready[door][share].popleft()
+            work = session.waiting[0].message
+            assert isinstance(work, Work)
+            if chosen and (work.tokens > left or work.wanted > rows_left):
+                break  # it is the next to have its turn
+            left -= work.tokens
+            rows_left -= work.wanted
+            self._served[door] += work.tokens / self._weights[door]
+            self._shares[door, share] += work.tokens
+            chosen.append(session)
+            units.update((door, (door, share)))
+            has_enough = len(doors) == 1 < len(wanting) and units[door, share] >= UNITS_BESIDE_MAX
+            if has_enough or not ready[door][share]:
+                del ready[door][share]
+            has_enough = len(doors) > 1 and units[door] * least >= UNITS_BESIDE_MAX * self._weights[door]
+            if has_enough or not ready[door]:
+                del ready[door]
+        return chosen
+
+
+def wait_until(now: float, sessions: Collection[ServedSession], call_seconds: float) -> float:
+    """Return until when a stage waits for somebody whose next unit is on its way, -inf where for nobody. Its
+    last call took `call_seconds`."""
+    wait = WAIT_PART * call_seconds
+    ready = {(each.door, each.share) for each in sessions if each.may_compute}
+    return max(
+        (
+            each.silent_since + wait
+            for each in sessions
+            if (each.door, each.share) not in ready
+            and not each.rests
+            and each.pause_seconds <= wait
+            and now - wait < each.silent_since < inf
+        ),
+        default=-inf,
+    )
+
+
+def _wanting(now: float, sessions: Collection[ServedSession]) -> set[Share]:
+    """Return who wants the stage: units wait, or came lately."""
+    return {
+        (each.door, each.share)
+        for each in sessions
+        if not each.rests and each.silent_since > now - WANTED_SECONDS
+    }
