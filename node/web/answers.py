@@ -27,7 +27,7 @@ from node.content.calls.reading import (
     TextPart,
     Tools,
 )
-from node.content.calls.rules import AnswerRule, written_calls
+from node.content.calls.rules import AnswerRule, held_calls
 from node.content.fenced_text import FencedText, TextFacts, TextLost
 from node.errors import PeerloomError, UsageError
 from node.protocols.services import Service
@@ -135,12 +135,23 @@ class RunningAnswers:
     made: dict[int, int] = field(default_factory=dict)
     reasoned: int = 0
     """Tokens that are reasoning."""
+    generations: dict[int, Generation] = field(default_factory=dict)
+    prompts: tuple[range, ...] = ()
+    """The choices that answer each prompt."""
     _problem: FormProblem | None = None
 
     @property
     def usage(self) -> TokenUsage:
         """Return the tokens that were read and made so far."""
-        return TokenUsage(self.prompt_tokens, sum(self.made.values()), self.reasoned)
+        return TokenUsage(self.prompt_tokens, sum(self.made.values()), self.reasoned, self._cached)
+
+    @property
+    def _cached(self) -> int:
+        """Return the tokens of the prompts that had been read before: of several answers to one prompt, all
+        but the first begin from what that one reads."""
+        rows = [[self.generations[choice].shared for choice in row if choice in self.generations]
+                for row in self.prompts]  # fmt: skip
+        return sum(min(row) for row in rows if row)
 
     async def next(self) -> Event | None:
         """Return the next event, None after the last. Raises FormProblem: an answer cannot go on."""
@@ -213,7 +224,10 @@ class ServiceAnswers:
             for choice in range(request.choices)
         ]
         send, receive = trio.open_memory_channel[Event | FormProblem](WAITING_EVENTS_MAX)
-        found = RunningAnswers(sum(len(prompt.tokens) for prompt in prompts), receive, len(wishes))
+        count = request.choices
+        rows = tuple(range(first * count, (first + 1) * count) for first in range(len(prompts)))
+        read = sum(len(prompt.tokens) for prompt in prompts)
+        found = RunningAnswers(read, receive, len(wishes), prompts=rows)
         nursery = await held.enter_async_context(trio.open_nursery())
         held.callback(nursery.cancel_scope.cancel)
         for choice, (prompt, wish) in enumerate(wishes):
@@ -315,6 +329,7 @@ class _Choice:
                         retry_seconds=RETRY_SECONDS,
                     )
                 is_open = True
+                self.whole.generations[self.number] = generation
                 task_status.started(None)
                 if first is not None:
                     generation.permit(first)
@@ -338,6 +353,8 @@ class _Choice:
         facts = None if self.text is None else self.text.facts
         if facts is not None and self.prompt.chat is not None:
             rule = _rule_for(rule, facts, self.prompt)
+        if rule is None:
+            return None
         number = serving.texts.next_stream()
         found = Constraint(asking, self.service, rule, number, self.request.rule_field)
         held.push_async_callback(found.aclose)
@@ -415,8 +432,8 @@ def _reader_of(prompt: PromptTokens, text: ServiceText | None, request: AnswerRe
     if facts is None or chat is None:
         return None
     calls = facts.calls
-    if request.rule is not None and request.rule.tools:
-        calls = written_calls(calls)
+    if request.rule is not None:
+        calls = held_calls(request.rule, calls) or calls
     if not chat.tools and facts.reasoning < 0 and calls != "harmony":
         return None
     return AnswerReader(calls, facts.reasoning, is_reasoning=prompt.is_reasoning, tools=_schemas(chat.tools))
@@ -426,9 +443,12 @@ def _schemas(tools: Sequence[Mapping[str, Any]]) -> Tools:
     return {str(tool["function"].get("name")): tool["function"].get("parameters") or {} for tool in tools}
 
 
-def _rule_for(rule: AnswerRule, facts: TextFacts, prompt: PromptTokens) -> AnswerRule:
-    """Return a rule for a model's chats: with its format of calls, and its reasoning before the answer."""
-    calls = written_calls(facts.calls) if rule.tools else facts.calls
+def _rule_for(rule: AnswerRule, facts: TextFacts, prompt: PromptTokens) -> AnswerRule | None:
+    """Return a rule for a model's chats: with its format of calls, and its reasoning before the answer; None
+    where its calls cannot be held to it."""
+    calls = held_calls(rule, facts.calls)
+    if calls is None:
+        return None
     return msgspec.structs.replace(
         rule, calls=calls, reasoning=facts.reasoning, is_reasoning=prompt.is_reasoning
     )

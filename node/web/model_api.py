@@ -183,7 +183,9 @@ class ModelApi:
         await self._take_turn(request.held, key, asked.model)
         answers = await self._answers.open(asked, request.held, key.id)
         created = int(self._seams.clock.wall())
-        writer = writer_of(AnswerFrame(request.id, created, form.model, answers.prompt_tokens), form)
+        writer = writer_of(
+            AnswerFrame(request.id, created, form.model, answers.prompt_tokens, answers.usage.cached), form
+        )
         if not form.is_streamed:
             return await _whole(writer, answers)
 

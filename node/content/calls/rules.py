@@ -1,11 +1,13 @@
 """What an answer has to be, as a grammar for `llguidance`: a JSON schema, an expression, a grammar of the
-client's, or calls of tools in the format of the model's family. Reasoning may come before it.
+client's, calls of tools in the format of the model's family, or any text in which nothing but such a call
+begins as one does. Reasoning may come before it.
 
 Nothing here compiles a grammar: that happens behind a fence (`node.content.masks`). Schemas are never
 fetched: a `$ref` that leaves its own schema is refused there.
 """
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -23,7 +25,15 @@ WHITE_SPACE = r"[ \n]{1,32}"
 SCHEMA_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": WHITE_SPACE}
 _TEXT = r"/(.|\n)*/"
 
-RuleKind = Literal["schema", "regex", "grammar", "choice", "calls"]
+RuleKind = Literal["schema", "regex", "grammar", "choice", "calls", "text"]
+_OPENINGS: dict[CallFormat, tuple[str, ...]] = {
+    "hermes": ("<tool_call>",),
+    "llama": ("<|python_tag|>",),
+    "mistral": ("[TOOL_CALLS]",),
+    "deepseek": (DEEPSEEK["calls▁begin"],),
+    "granite": ("<|tool_call|>", "<tool_call>"),
+}
+"""What begins calls; the first is what a model is held to."""
 
 
 class RuleTool(msgspec.Struct, frozen=True):
@@ -35,7 +45,8 @@ class RuleTool(msgspec.Struct, frozen=True):
 
 class AnswerRule(msgspec.Struct, frozen=True):
     """A rule for one answer. `text` is the schema, the expression or the grammar (Lark as llguidance reads
-    it, or GBNF), or a list of choices. With `tools` besides another kind the answer may be calls instead."""
+    it, or GBNF), or a list of choices. With `tools` besides another kind the answer may be calls instead; of
+    the kind "text" it is any text, behind which calls may come."""
 
     kind: RuleKind
     text: Annotated[str, msgspec.Meta(max_length=RULE_LENGTH_MAX)] = ""
@@ -63,11 +74,21 @@ def written_calls(calls: CallFormat) -> CallFormat:
     return "json" if calls in ("", "gemma") else calls
 
 
+def held_calls(rule: AnswerRule, calls: CallFormat) -> CallFormat | None:
+    """Return the format of calls in an answer under a rule, by a model of the format `calls`; None where the
+    rule does not hold it to one: a call that may come behind any text needs marks of its family, and JSON."""
+    if rule.kind == "text":
+        return calls if calls in _OPENINGS or calls == "harmony" else None
+    return written_calls(calls) if rule.tools else calls
+
+
 def grammar_of(rule: AnswerRule, marks: ModelMarks) -> str:
     """Return a rule as llguidance takes it. Raises ValueError: it is none."""
     grammars: list[dict[str, Any]] = [{"name": "answer"}]
     options: list[str] = []
-    if rule.kind != "calls":
+    if rule.kind == "text":
+        options.append(f"{_harmony_head('final', marks)} TEXT" if rule.calls == "harmony" else "PLAIN")
+    elif rule.kind != "calls":
         grammars.append({"name": "body"} | _body(rule))
         options.append(f"{_harmony_head('final', marks)} @body" if rule.calls == "harmony" else "@body")
     rules: list[str] = []
@@ -78,6 +99,8 @@ def grammar_of(rule: AnswerRule, marks: ModelMarks) -> str:
         rules += _calls(rule, marks)
     lines = [f"start: {_reasoning(rule, marks)} ({' | '.join(options)})", *rules, f"TEXT: {_TEXT}"]
     lines.append(r"SPACE: /\n{0,2}/")
+    if rule.kind == "text" and rule.calls != "harmony":
+        lines.append(f"PLAIN: {_plain(rule.calls)}")
     if rule.reasoning >= 0:
         lines.append(f"reasoning[suffix={_quoted(REASONING[rule.reasoning][1])}]: {_TEXT}")
     grammars[0]["lark_grammar"] = "\n".join(lines)
@@ -160,7 +183,38 @@ def _calls(rule: AnswerRule, marks: ModelMarks) -> list[str]:
     begin, between, end = _around(rule, marks)
     more = "" if rule.is_single or not between else f" ({between} call)*"
     lines.append(f"calls: {begin} call{more} {end}")
+    if rule.kind == "text":
+        lines[-1] = f"calls: opening call{more} {end}"
+        lines += _opening(rule, marks, begin)
     return lines
+
+
+def _opening(rule: AnswerRule, marks: ModelMarks, begin: str) -> list[str]:
+    """Return what comes before the first call of an answer that may begin with text."""
+    if rule.calls == "harmony":
+        said = f"{_harmony_head('commentary', marks)} TEXT {_mark('<|end|>', marks)}"
+        return [f'opening: ({said} {_mark("<|start|>", marks)} "assistant")?']
+    mark, rest = _OPENINGS[rule.calls][0], begin.partition(" ")[2]
+    opening = f"PLAIN {_mark(mark, marks)}" if marks.special(mark) >= 0 else "head"
+    lines = [f"opening: {opening} {rest}" + (" | SPACE" if rule.calls == "llama" else "")]
+    if opening == "head":
+        lines.append(f"head[lazy]: /{_before(rule.calls)}{_escaped(mark)}/")
+    return lines
+
+
+def _plain(calls: CallFormat) -> str:
+    """Return text in which no call begins."""
+    begun = [f"~/(.|\\n)*{_escaped(mark)}(.|\\n)*/" for mark in _OPENINGS[calls]]
+    return " & ".join([f"/{_before(calls)}/", *begun])
+
+
+def _before(calls: CallFormat) -> str:
+    """Return the expression of what may come before a mark: Llama's calls need none at the beginning."""
+    return r"[ \t\r\n]*([^{ \t\r\n](.|\n)*)?" if calls == "llama" else r"(.|\n)*"
+
+
+def _escaped(mark: str) -> str:
+    return re.sub(r"([\[\]|])", r"\\\1", mark)
 
 
 def _call(number: int, name: str, rule: AnswerRule, marks: ModelMarks) -> str:
@@ -170,10 +224,9 @@ def _call(number: int, name: str, rule: AnswerRule, marks: ModelMarks) -> str:
     written = f'{head} {arguments} "}}"'
     match rule.calls:
         case "hermes":
-            begin, end = _mark("<tool_call>", marks), _mark("</tool_call>", marks)
-            return f'{begin} "\\n" {written} "\\n" {end}'
+            return f'"\\n" {written} "\\n"'
         case "mistral" if marks.special("[ARGS]") >= 0:
-            return f"{_mark('[TOOL_CALLS]', marks)} {_quoted(name)} {_mark('[ARGS]', marks)} {arguments}"
+            return f"{_quoted(name)} {_mark('[ARGS]', marks)} {arguments}"
         case "deepseek":
             begin, end = _mark(DEEPSEEK["call▁begin"], marks), _mark(DEEPSEEK["call▁end"], marks)
             sep = _mark(DEEPSEEK["sep"], marks)
@@ -193,9 +246,10 @@ def _around(rule: AnswerRule, marks: ModelMarks) -> tuple[str, str, str]:
     """What begins all calls, what stands between two (nothing: there is only one), and what ends them."""
     match rule.calls:
         case "hermes":
-            return "", '"\\n"', ""
+            begin, end = _mark("<tool_call>", marks), _mark("</tool_call>", marks)
+            return begin, f'{end} "\\n" {begin}', end
         case "mistral" if marks.special("[ARGS]") >= 0:
-            return "", '""', ""
+            return _mark("[TOOL_CALLS]", marks), _mark("[TOOL_CALLS]", marks), ""
         case "mistral":
             return f'{_mark("[TOOL_CALLS]", marks)} "["', '", "', '"]"'
         case "granite":

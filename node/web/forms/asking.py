@@ -176,11 +176,13 @@ class AnswerEnd:
 
 @dataclass(frozen=True)
 class TokenUsage:
-    """Tokens read and made; of the latter those that are reasoning."""
+    """Tokens of prompts and made; of the latter those that are reasoning, of the former those that had been
+    read for an earlier answer."""
 
     prompt: int = 0
     made: int = 0
     reasoning: int = 0
+    cached: int = 0
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,7 @@ class AnswerFrame:
     created: int
     model: str
     prompt_tokens: int = 0
+    cached_tokens: int = 0
 
 
 class AskedForm(Protocol):

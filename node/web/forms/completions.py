@@ -243,7 +243,10 @@ class ChatRequest(SampledRequest, frozen=True, kw_only=True):
         tokens_max = self.max_completion_tokens or self.max_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         asked = self.asked((chat,), tokens_max, logprobs)
-        rule, field = rule_of_answer(tools, choice, asked.rule, asked.rule_field)
+        strict = frozenset(
+            tool["function"]["name"] for tool in tools if tool["function"].get("strict") is True
+        )
+        rule, field = rule_of_answer(tools, choice, asked.rule, asked.rule_field, strict)
         return replace(asked, rule=rule, rule_field=field, calls_max=1 if choice.is_single else None)
 
 
@@ -463,6 +466,7 @@ def usage_document(usage: TokenUsage) -> dict[str, Any]:
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.made,
         "total_tokens": usage.prompt + usage.made,
+        "prompt_tokens_details": {"cached_tokens": usage.cached},
         "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
     }
 

@@ -99,6 +99,7 @@ class MessageTool(msgspec.Struct, frozen=True):
     name: ShortText
     description: str = ""
     input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class OutputConfig(msgspec.Struct, frozen=True):
@@ -138,7 +139,8 @@ class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
         tools = chosen_tools(function_tools(self._tools()), choice)
         asked = self.output_format or (self.output_config and self.output_config.format)
         name = "output_format" if self.output_format else "output_config.format"
-        rule, field = rule_of_answer(tools, choice, rule_of_format(asked or None, name), name)
+        strict = frozenset(tool.name for tool in self.tools or () if tool.strict)
+        rule, field = rule_of_answer(tools, choice, rule_of_format(asked or None, name), name, strict)
         turns = [turn for message in self.messages for turn in message.turns()]
         system = self.system
         if system is not None and not isinstance(system, str):
@@ -219,7 +221,7 @@ class MessagesWriter:
         self._ending: AnswerEnd | None = None
 
     def begin(self) -> bytes:
-        usage = TokenUsage(self._frame.prompt_tokens)
+        usage = TokenUsage(self._frame.prompt_tokens, cached=self._frame.cached_tokens)
         started = {"type": "message_start", "message": self._message([], usage)}
         return self._event(started) + self._event({"type": "ping"})
 
@@ -337,9 +339,10 @@ def message_error(problem: FormProblem) -> dict[str, Any]:
 
 
 def _usage(usage: TokenUsage) -> dict[str, int]:
+    """Return what was used, as Anthropic counts it: `input_tokens` had not been read before."""
     return {
-        "input_tokens": usage.prompt,
+        "input_tokens": usage.prompt - usage.cached,
         "output_tokens": usage.made,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached,
     }

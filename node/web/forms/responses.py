@@ -37,6 +37,7 @@ from node.web.forms.completions import (
     text_of,
     token_document,
 )
+from node.web.forms.custom_tools import TextArgument, custom_function, is_held
 from node.web.forms.rules import (
     ResponseFormat,
     StructuredOutputs,
@@ -140,7 +141,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
         refuse_field(self.background, "background", keeps_nothing)
         choice = choice_of(self.tool_choice, is_single=self.parallel_tool_calls is False)
         tools = chosen_tools(function_tools(self._functions()), choice)
-        rule, field = rule_of_answer(tools, choice, *self._rule())
+        rule, field = rule_of_answer(tools, choice, *self._rule(), self._strict())
         turns: list[dict[str, Any]] = []
         if self.instructions:
             turns.append({"role": "system", "content": self.instructions})
@@ -176,9 +177,24 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
         kept = ("name", "description", "parameters")
         return tuple(
             {"type": "function", "function": {key: tool[key] for key in kept if key in tool}}
-            for tool in self.tools or ()
             if tool.get("type") == "function"
+            else custom_function(tool)
+            for tool in self.tools or ()
+            if tool.get("type") in ("function", "custom")
         )
+
+    def _strict(self) -> frozenset[str]:
+        """Return the names of the tools whose calls must follow their schema."""
+        return frozenset(
+            str(tool.get("name"))
+            for tool in self.tools or ()
+            if (tool.get("type") == "function" and tool.get("strict") is True)
+            or (tool.get("type") == "custom" and is_held(tool))
+        )
+
+    def custom_names(self) -> frozenset[str]:
+        """Return the names of the tools that take a text as it is."""
+        return frozenset(str(tool.get("name")) for tool in self.tools or () if tool.get("type") == "custom")
 
 
 def joined_calls(turns: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
@@ -210,6 +226,12 @@ class _Item:
     text: str = ""
     status: str = "in_progress"
     tokens: list[TokenSaid] = field(default_factory=list)
+    argument: TextArgument = field(default_factory=TextArgument)
+    """For a tool that takes a text."""
+
+    @property
+    def is_call(self) -> bool:
+        return self.kind in CALL_KINDS
 
 
 class ResponsesWriter:
@@ -221,6 +243,7 @@ class ResponsesWriter:
         self._items: list[_Item] = []
         self._ending: AnswerEnd | None = None
         self._number = 0
+        self._custom = request.custom_names()
 
     def begin(self) -> bytes:
         response = self._response("in_progress", [], None)
@@ -239,11 +262,16 @@ class ResponsesWriter:
         return told + self._part_event("response.output_text.delta", delta=piece.text, logprobs=rows)
 
     def call(self, piece: CallPiece) -> bytes:
-        told = self._opened("function_call", piece) if piece.name else b""
+        kind = "custom_tool_call" if piece.name in self._custom else "function_call"
+        told = self._opened(kind, piece) if piece.name else b""
         item = self._items[-1]
-        item.text += piece.arguments
-        if piece.arguments:
-            told += self._item_event("response.function_call_arguments.delta", delta=piece.arguments)
+        more, name = piece.arguments, "response.function_call_arguments.delta"
+        if item.kind == "custom_tool_call":
+            more, name = item.argument.push(more), "response.custom_tool_call_input.delta"
+            more += item.argument.finish() if piece.is_over else ""
+        item.text += more
+        if more:
+            told += self._item_event(name, delta=more)
         return told + (self._closed() if piece.is_over else b"")
 
     def ending(self, ending: AnswerEnd) -> bytes:
@@ -276,14 +304,15 @@ class ResponsesWriter:
         if newest is not None and newest.kind == kind and newest.status == "in_progress" and call is None:
             return b""
         told = self._closed()
-        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
+        prefixes = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
+        prefix = prefixes[kind]
         count = len(self._items)
         item = _Item(kind, f"{prefix}_{self._frame.id}" + (f"_{count}" if count else ""))
         if call is not None:
             item.name, item.call_id = call.name, call.id
         self._items.append(item)
         told += self._event("response.output_item.added", output_index=count, item=self._item(item))
-        if kind != "function_call":
+        if not item.is_call:
             told += self._part_event("response.content_part.added", part=self._part(item))
         return told
 
@@ -300,10 +329,12 @@ class ResponsesWriter:
                 told = self._part_event("response.output_text.done", text=item.text, logprobs=logprobs)
             case "reasoning":
                 told = self._part_event("response.reasoning_text.done", text=item.text)
+            case "custom_tool_call":
+                told = self._item_event("response.custom_tool_call_input.done", input=item.text)
             case _:
                 done = "response.function_call_arguments.done"
                 told = self._item_event(done, arguments=item.text)
-        if item.kind != "function_call":
+        if not item.is_call:
             told += self._part_event("response.content_part.done", part=part)
         index = len(self._items) - 1
         return told + self._event("response.output_item.done", output_index=index, item=self._item(item))
@@ -322,8 +353,9 @@ class ResponsesWriter:
 
     def _item(self, item: _Item) -> dict[str, Any]:
         found: dict[str, Any] = {"id": item.id, "type": item.kind, "status": item.status}
-        if item.kind == "function_call":
-            return found | {"call_id": item.call_id, "name": item.name, "arguments": item.text}
+        if item.is_call:
+            key = "input" if item.kind == "custom_tool_call" else "arguments"
+            return found | {"call_id": item.call_id, "name": item.name, key: item.text}
         content = [self._part(item)] if item.text or item.status != "in_progress" else []
         if item.kind == "reasoning":
             return found | {"summary": [], "content": content}
@@ -380,7 +412,7 @@ class ResponsesWriter:
 def _usage(usage: TokenUsage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt,
-        "input_tokens_details": {"cached_tokens": 0},
+        "input_tokens_details": {"cached_tokens": usage.cached},
         "output_tokens": usage.made,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning},
         "total_tokens": usage.prompt + usage.made,

@@ -125,7 +125,7 @@ def choice_of(choice: str | dict[str, Any] | None, *, is_single: bool) -> ToolCh
     if isinstance(choice, dict):
         function = choice.get("function")
         named = function if isinstance(function, dict) else choice
-        if choice.get("type") == "function" and isinstance(named.get("name"), str):
+        if choice.get("type") in ("function", "custom") and isinstance(named.get("name"), str):
             return ToolChoice((named["name"],), is_forced=True, is_single=True)
         if choice.get("type") == "allowed_tools":
             inner = choice.get("allowed_tools")
@@ -164,13 +164,23 @@ def chosen_tools(tools: tuple[dict[str, Any], ...], choice: ToolChoice) -> tuple
 
 
 def rule_of_answer(
-    tools: tuple[dict[str, Any], ...], choice: ToolChoice, asked: AnswerRule | None, field: str
+    tools: tuple[dict[str, Any], ...],
+    choice: ToolChoice,
+    asked: AnswerRule | None,
+    field: str,
+    strict: frozenset[str] = frozenset(),
 ) -> tuple[AnswerRule | None, str]:
-    """Return the rule of an answer that may have to be calls, and the field that it came with. Raises
-    FormProblem."""
+    """Return the rule of an answer that may have to be calls, and the field that it came with. Calls of tools
+    that are `strict` follow their schemas where a model may choose to make none, too. Raises FormProblem."""
     if not choice.is_forced:
         if asked is not None and tools:
             asked = msgspec.structs.replace(asked, tools=_rule_tools(tools), is_single=choice.is_single)
+        elif not strict.isdisjoint(tool["function"]["name"] for tool in tools):
+            held = tuple(
+                each if each.name in strict else RuleTool(each.name, ANY_OBJECT)
+                for each in _rule_tools(tools)
+            )
+            return AnswerRule("text", "", held, is_single=choice.is_single), "tools"
         return asked, field
     return AnswerRule("calls", "", _rule_tools(tools), is_single=choice.is_single), "tools"
 

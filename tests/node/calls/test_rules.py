@@ -9,7 +9,14 @@ import tokenizers
 
 from node.content.calls.formats import HARMONY, REASONING, CallFormat
 from node.content.calls.reading import AnswerReader
-from node.content.calls.rules import AnswerRule, ModelMarks, RuleTool, grammar_of, written_calls
+from node.content.calls.rules import (
+    AnswerRule,
+    ModelMarks,
+    RuleTool,
+    grammar_of,
+    held_calls,
+    written_calls,
+)
 from node.content.fenced_text import FencedText
 from node.content.masks import STOPS_KEPT_MAX, Masks
 from node.content.token_bytes import special_ids, token_bytes
@@ -92,6 +99,50 @@ def test_forced_calls_are_read_as_they_were_held_to(calls: CallFormat) -> None:
         assert len(found) == 1 or not is_single
         for name, arguments in found:
             assert set(arguments) == ({"at"} if name == "look" else set()), text
+
+
+@pytest.mark.parametrize(
+    ("calls", "has_marks"),
+    [(each, True) for each in ("hermes", "llama", "mistral", "deepseek", "granite", "harmony")]
+    + [(each, False) for each in ("hermes", "llama", "mistral", "deepseek", "granite")],
+)
+def test_calls_behind_any_text_follow_their_schema(calls: CallFormat, has_marks: bool) -> None:
+    known, tokens = trained()
+    masks, table = of_bytes(), BYTES
+    if has_marks:
+        special = special_ids(known)
+        masks, table = Masks(list(tokens), special, [0], "", known), list(tokens)
+        table = [
+            own or special.get(number, "").encode() if number else b"" for number, own in enumerate(table)
+        ]
+
+    def allows(text: str) -> bool:
+        written = known.encode(text, add_special_tokens=False).ids if has_marks else list(text.encode())
+        try:
+            bits, is_over = masks.begin(1, AnswerRule("text", "", TOOLS[:1], calls), list(written))
+        except UsageError:
+            return False
+        return is_over or bool(bits[0] & 1 if has_marks else masks._rules[1].is_accepting())
+
+    lead = {"harmony": "", "llama": "I {look}. <|python_tag|>"}.get(calls, "I look [1] <tool {. ")
+    said = "<|channel|>final<|message|>" if calls == "harmony" else ""
+    assert allows(f"{said}No <tool_cal {{call.")
+    for seed in (1, 3):
+        call = draw_answer(masks, table, AnswerRule("calls", "", TOOLS[:1], calls), seed)
+        assert allows(call)
+        assert allows(lead + call)
+        assert not allows(call.replace('"at"', '"ut"'))
+        assert not allows(lead + call.replace('"at"', '"ut"'))
+        assert not allows(lead + call[: call.index('"at"')]), "a call that breaks off"
+        reader = AnswerReader(calls, tools=SCHEMAS)
+        assert calls_of(joined(reader.push(lead + call) + reader.finish()))
+
+
+def test_families_without_json_are_not_held_to_strict_calls() -> None:
+    rule = AnswerRule("text", "", TOOLS)
+    assert [held_calls(rule, calls) for calls in ("gemma", "", "hermes")] == [None, None, "hermes"]
+    assert held_calls(AnswerRule("calls", "", TOOLS), "gemma") == "json"
+    assert held_calls(AnswerRule("schema"), "gemma") == "gemma"
 
 
 def test_reasoning_comes_before_what_is_held_to_a_rule() -> None:

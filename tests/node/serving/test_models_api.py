@@ -22,11 +22,14 @@ FREE_SECONDS_MAX = 0.1
 PROMPT = [number % VOCABULARY for number in range(CONTEXT - 40)]
 
 
-async def ask(node: Node, body: dict[str, Any], seen: list[bytes] | None = None) -> None:
-    """One request, as the HTTP server has it answered: what it holds is let go at its end."""
+async def ask(node: Node, body: dict[str, Any], seen: list[bytes] | None = None, key: str = "") -> str:
+    """One request with a key, else a new one, as the HTTP server has it answered: what it holds is let go at
+    its end."""
     api = ModelApi(node.seams, ServiceAnswers(node.serving))
-    made: Any = await api.keys.handlers["keys.new"]({}, keep)
-    headers = {"x-api-key": made["key"]}
+    if not key:
+        made: Any = await api.keys.handlers["keys.new"]({}, keep)
+        key = made["key"]
+    headers = {"x-api-key": key}
     async with AsyncExitStack() as held:
         request = Request("POST", "/v1/completions", {}, headers, json.dumps(body).encode(), "1", held)
         answer = await api.answer(request)
@@ -41,6 +44,7 @@ async def ask(node: Node, body: dict[str, Any], seen: list[bytes] | None = None)
         else:
             assert isinstance(answer, Response)
             await send(answer.body)
+    return key
 
 
 async def keep(_event: object) -> None:
@@ -88,9 +92,16 @@ def test_two_choices_of_a_long_prompt_read_it_once_and_both_answer() -> None:
         async with serving("abc") as (group, _):
             seen: list[bytes] = []
             body = {"model": "tokens", "prompt": PROMPT, "max_tokens": 5, "n": 2, "temperature": 0}
-            await ask(group.nodes["c"], body, seen)
+            key = await ask(group.nodes["c"], body, seen)
             answer = json.loads(seen[0])
             assert len(answer["choices"]) == 2, answer
             assert answer["usage"]["completion_tokens"] == 10
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+            await ask(group.nodes["c"], body, seen, key)
+            await ask(group.nodes["c"], body, seen)
+            again, stranger = (json.loads(data)["usage"] for data in seen[1:])
+            assert again["prompt_tokens"] == stranger["prompt_tokens"] == len(PROMPT)
+            assert again["prompt_tokens_details"]["cached_tokens"] == len(PROMPT) - 1
+            assert stranger["prompt_tokens_details"]["cached_tokens"] == 0
 
     simulate(main)

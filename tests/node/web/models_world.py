@@ -60,11 +60,12 @@ class SaidGeneration:
 
     def __init__(self, world: "SaidServing", wish: Wish) -> None:
         self.route: tuple[bytes, ...] = (b"someone",) if world.answers else ()
-        self.is_following = False
+        self.is_following, self.shared = False, world.shared
         self.finish: GenerationOver | None = None
         self._world = world
         self._wish = wish
         self._made = 0
+        self._is_free = True
         self._allowed: Any = ()
         self._random = random.Random(wish.sampling.seed)
 
@@ -96,6 +97,14 @@ class SaidGeneration:
         if not allowed:
             self.finish = GenerationOver(1, "stop")
             raise StopAsyncIteration
+        says = self._world.says
+        if says and self._is_free:
+            if self._made > len(says):
+                self.finish = GenerationOver(1, "stop")
+                raise StopAsyncIteration
+            if says[self._made - 1] in allowed:
+                return Token(says[self._made - 1], -0.5)
+            self._is_free = False  # what it wants to say is not allowed: it says anything that is
         closing = [token for token in allowed if token in b'"}]0123456789']
         return Token(self._random.choice(closing or allowed), -0.5)
 
@@ -113,6 +122,8 @@ class SaidServing:
         self.facts = SaidText.facts
         self.tail = ""
         self.answers = True
+        self.shared = 0
+        """Tokens of prompts that had been read before."""
         self.going = 0
         self.wishes: list[Wish] = []
         self.finder = self
