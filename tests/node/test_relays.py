@@ -281,7 +281,7 @@ async def test_a_guest_that_can_be_dialled_is_dialled_instead() -> None:
 
 
 async def test_a_lost_relay_is_told_at_once_and_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("node.services.relays.reservations.LOST_SECONDS", 0.1)
+    monkeypatch.setattr("node.services.relays.places.LOST_SECONDS", 0.1)
     async with behind_a_relay() as world:
         await until(lambda: bool(world.hidden.circuits))
         for path in world.relay.multiplexed:

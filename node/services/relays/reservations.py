@@ -16,7 +16,8 @@ from crypto.identity import PeerId
 from node.containment import contain
 from node.errors import StreamClosed, Unreachable
 from node.seams import Clock
-from node.transport.network import CIRCUITS_TOLD_MAX, RealNetwork
+from node.services.relays.places import ANSWER_SECONDS, PlaceLease, PlaceSearch
+from node.transport.network import RealNetwork
 from node.transport.relay_messages import (
     MESSAGE_BYTES_MAX,
     PROTOCOL,
@@ -28,21 +29,10 @@ from node.transport.relay_messages import (
 )
 from node.transport.streams import SecureStream
 
-WANTED = CIRCUITS_TOLD_MAX
-"""Relays at once: one may vanish."""
-RENEW_SECONDS = 60.0
-"""Between two times that a place is asked for; a place lasts ten times as long."""
-ANSWER_SECONDS = 10.0
-"""For the answer to that."""
 LOOK_SECONDS = 0.5
 """How often it is looked whether there are enough."""
-REFUSED_SECONDS = 60.0
-"""How long a relay that refused, or failed, is left alone; where it was lost a shorter while."""
-LOST_SECONDS = 2.0
 TAKING_MAX = 16
 """Circuits that are taken at once of those that one relay announces; it holds that many for one node too."""
-TRIED_MAX = 256
-"""Relays that are left alone: as many as a swarm has members in view that are worth a try."""
 
 
 class Reservations:
@@ -67,7 +57,7 @@ class Reservations:
         self._counters = counters
         self._circuits: dict[PeerId, Address] = {}
         self._asking: dict[PeerId, trio.CancelScope] = {}
-        self._left_alone: dict[PeerId, float] = {}
+        self._search = PlaceSearch()
         self._taking: Counter[PeerId] = Counter()
 
     @property
@@ -79,34 +69,28 @@ class Reservations:
         """Keep places as long as they are wanted, until cancelled."""
         async with trio.open_nursery() as nursery:
             while True:
-                now = self._clock.monotonic()
-                self._left_alone = {peer: until for peer, until in self._left_alone.items() if until > now}
                 if not self._is_wanted():
                     for scope in self._asking.values():
                         scope.cancel()
-                elif len(self._asking) < WANTED:
-                    for relay in self._candidates():
-                        if relay not in self._asking and relay not in self._left_alone:
-                            self._asking[relay] = trio.CancelScope()
-                            nursery.start_soon(self._keep, relay)
-                            break
+                else:
+                    relay = self._search.next(self._clock.monotonic(), self._candidates())
+                    if relay is not None:
+                        self._asking[relay] = trio.CancelScope()
+                        nursery.start_soon(self._keep, relay)
                 await trio.sleep(LOOK_SECONDS)
 
     async def _keep(self, relay: PeerId) -> None:
-        seconds = REFUSED_SECONDS
         try:
             with self._asking[relay], contain("a place at a relay"):
                 try:
                     await self._stay(relay)
                 except* (Unreachable, StreamClosed, RemoteProtocolError, trio.TooSlowError):
                     self._counters["relays_failed"] += 1
-                    seconds = LOST_SECONDS if relay in self._circuits else REFUSED_SECONDS
         finally:
             del self._asking[relay]
-            if len(self._left_alone) >= TRIED_MAX:
-                del self._left_alone[next(iter(self._left_alone))]
-            self._left_alone[relay] = self._clock.monotonic() + seconds
-            if self._circuits.pop(relay, None) is not None:
+            was_kept = self._circuits.pop(relay, None) is not None
+            self._search.ended(self._clock.monotonic(), relay, was_kept=was_kept)
+            if was_kept:
                 self._tell()
 
     async def _stay(self, relay: PeerId) -> None:
@@ -128,15 +112,15 @@ class Reservations:
                 stream.close()
 
     async def _converse(self, stream: SecureStream, at: Address, nursery: trio.Nursery) -> None:
+        lease = PlaceLease(self._clock.monotonic())
         await stream.send(encode(KeepPlace()))
-        due, is_answered = self._clock.monotonic() + ANSWER_SECONDS, False
         while True:
             reply: Reply | None = None
-            with trio.move_on_at(due):
+            with trio.move_on_at(lease.deadline):
                 reply = decode(await stream.receive(), Reply, bytes_max=MESSAGE_BYTES_MAX)
             match reply:
                 case PlaceKept():
-                    is_answered, due = True, self._clock.monotonic() + RENEW_SECONDS
+                    lease.kept(self._clock.monotonic())
                     if stream.peer not in self._circuits:
                         self._counters["places_at_relays"] += 1
                         self._circuits[stream.peer] = at.through(None)
@@ -147,9 +131,8 @@ class Reservations:
                         nursery.start_soon(self._accept, stream.peer, at, token, PeerId(peer))
                     else:
                         self._counters["circuits_not_taken"] += 1
-                case None if is_answered:
+                case None if lease.wake(self._clock.monotonic()):
                     await stream.send(encode(KeepPlace()))
-                    is_answered, due = False, self._clock.monotonic() + ANSWER_SECONDS
                 case None:
                     raise trio.TooSlowError
                 case RelayRefused():

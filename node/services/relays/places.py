@@ -1,0 +1,79 @@
+"""Places of this node at relays: which relay is asked, and when a place is asked for again. Cores without I/O.
+
+`PlaceSearch` chooses relays, `PlaceLease` renews a place at one of them. `now` is monotonic seconds. The
+conversation itself and its connections are in `reservations`, and in the simulator.
+"""
+
+from collections.abc import Sequence
+
+from crypto.identity import PeerId
+from node.transport.network import CIRCUITS_TOLD_MAX
+
+WANTED = CIRCUITS_TOLD_MAX
+"""Relays at once: one may vanish."""
+RENEW_SECONDS = 60.0
+"""Between two times that a place is asked for; a place lasts ten times as long."""
+ANSWER_SECONDS = 10.0
+"""For the answer to that."""
+REFUSED_SECONDS = 60.0
+"""How long a relay that refused, or failed, is left alone; where it was lost a shorter while."""
+LOST_SECONDS = 2.0
+TRIED_MAX = 256
+"""Relays that are left alone: as many as a swarm has members in view that are worth a try."""
+
+
+class PlaceSearch:
+    """The relays of one node: those that are asked or kept, and those that are left alone for a while."""
+
+    def __init__(self) -> None:
+        self._asked: dict[PeerId, None] = {}
+        self._left_alone: dict[PeerId, float] = {}
+
+    @property
+    def asked(self) -> tuple[PeerId, ...]:
+        """Relays that are asked for a place, or keep one."""
+        return tuple(self._asked)
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """What others could make grow here: how much it is, and its limit."""
+        return {"asked": (len(self._asked), WANTED), "left alone": (len(self._left_alone), TRIED_MAX)}
+
+    def next(self, now: float, candidates: Sequence[PeerId]) -> PeerId | None:
+        """Return the relay to ask now, and note that it is asked; None where there are enough, or no other.
+        `candidates` are sorted, the best first."""
+        self._left_alone = {peer: until for peer, until in self._left_alone.items() if until > now}
+        if len(self._asked) >= WANTED:
+            return None
+        for relay in candidates:
+            if relay not in self._asked and relay not in self._left_alone:
+                self._asked[relay] = None
+                return relay
+        return None
+
+    def ended(self, now: float, relay: PeerId, *, was_kept: bool) -> None:
+        """A relay refused or failed, or, where it `was_kept`, a place at it was lost."""
+        self._asked.pop(relay, None)
+        if len(self._left_alone) >= TRIED_MAX:
+            del self._left_alone[next(iter(self._left_alone))]
+        self._left_alone[relay] = now + (LOST_SECONDS if was_kept else REFUSED_SECONDS)
+
+
+class PlaceLease:
+    """A place at one relay, from the first time that it is asked for. The first request leaves at once."""
+
+    def __init__(self, now: float) -> None:
+        self._is_answered = False
+        self.deadline = now + ANSWER_SECONDS
+        """When to call `wake`."""
+
+    def kept(self, now: float) -> None:
+        """The relay keeps the place."""
+        self._is_answered, self.deadline = True, now + RENEW_SECONDS
+
+    def wake(self, now: float) -> bool:
+        """Return whether to ask again now; False where the relay did not answer the last time: it is lost."""
+        if not self._is_answered:
+            return False
+        self._is_answered, self.deadline = False, now + ANSWER_SECONDS
+        return True

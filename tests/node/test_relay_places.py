@@ -1,0 +1,51 @@
+"""Which relays a node asks for a place, and when it asks again."""
+
+from node.services.relays.places import (
+    ANSWER_SECONDS,
+    LOST_SECONDS,
+    REFUSED_SECONDS,
+    RENEW_SECONDS,
+    TRIED_MAX,
+    WANTED,
+    PlaceLease,
+    PlaceSearch,
+)
+from tests.node.test_transport_parts import peer_ids
+
+RELAYS = peer_ids(TRIED_MAX + 10)
+
+
+def test_the_best_relays_are_asked_until_there_are_enough() -> None:
+    search = PlaceSearch()
+    asked = [search.next(0.0, RELAYS) for _ in range(WANTED + 1)]
+    assert asked == [*RELAYS[:WANTED], None]
+    assert search.asked == tuple(RELAYS[:WANTED])
+
+
+def test_a_relay_that_refused_is_left_alone_longer_than_a_lost_one() -> None:
+    search = PlaceSearch()
+    assert search.next(0.0, RELAYS[:1]) == RELAYS[0]
+    search.ended(1.0, RELAYS[0], was_kept=False)
+    assert search.next(REFUSED_SECONDS, RELAYS[:1]) is None
+    assert search.next(1.0 + REFUSED_SECONDS, RELAYS[:1]) == RELAYS[0]
+    search.ended(100.0, RELAYS[0], was_kept=True)
+    assert search.next(100.0 + LOST_SECONDS, RELAYS[:1]) == RELAYS[0]
+
+
+def test_relays_left_alone_are_bounded() -> None:
+    search = PlaceSearch()
+    for relay in RELAYS:
+        assert search.next(0.0, [relay]) == relay
+        search.ended(0.0, relay, was_kept=False)
+    held, most = search.sizes["left alone"]
+    assert held == most == TRIED_MAX
+
+
+def test_a_kept_place_is_renewed_and_a_silent_relay_is_lost() -> None:
+    lease = PlaceLease(0.0)
+    assert lease.deadline == ANSWER_SECONDS
+    lease.kept(1.0)
+    assert lease.deadline == 1.0 + RENEW_SECONDS
+    assert lease.wake(61.0)
+    assert lease.deadline == 61.0 + ANSWER_SECONDS
+    assert not lease.wake(71.0)
