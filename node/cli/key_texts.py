@@ -20,7 +20,7 @@ NODE_KEYS: Mapping[str, tuple[str, str]] = {
         "exactly these, or an error; `--port N` takes the next free one of eleven instead",
     ),
     "listen.announce": ("[]", "what others are told in place of the addresses of this machine's interfaces"),
-    "listen.map": ("true", "ask the router for a port, by PCP or NAT-PMP"),
+    "listen.map": ("true", "ask the router for a port, by PCP, NAT-PMP or UPnP"),
     "swarm.name": ('"default"', "which swarm; nodes of another name do not connect"),
     "swarm.preset": (
         '"lan"',

@@ -167,7 +167,10 @@ class Inbound:
         """Return whether a place at a relay is wanted. It costs little, so it is as soon as one who tried
         could not dial this node and nobody could, or where this machine has local addresses alone: then a
         router is between it and the members that have others."""
-        if self._verdict is True or self._node.stopping.is_set():
+        # Those that have IPv4 alone get through by IPv4 alone.
+        now = self._clock.monotonic()
+        is_reached = self._verdict is True and self._node.reach.families.verdict(4, now) is not False
+        if is_reached or self._node.stopping.is_set():
             return False
         own = [each for each in self._node.network.addresses if each.relay is None]
         return self._asked > 0 or (bool(own) and not any(is_global(each.host) for each in own))

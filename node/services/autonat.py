@@ -22,7 +22,14 @@ from crypto.identity import PeerId
 from node.errors import StreamClosed, Unreachable
 from node.protocols.calls import conversation
 from node.seams import Clock, Network, Stream
-from node.services.autonat_core import ADDRESSES_MAX, Reachability, Report, count_networks
+from node.services.autonat_core import (
+    ADDRESSES_MAX,
+    FamilyVerdicts,
+    Reachability,
+    Report,
+    count_networks,
+)
+from node.transport.address_policy import is_global
 
 PROTOCOL = "/peerloom/reach/1"
 MESSAGE_BYTES_MAX = 1_536
@@ -74,15 +81,15 @@ class Echo(msgspec.Struct, frozen=True, array_like=True):
     filling: Annotated[bytes, msgspec.Meta(max_length=ECHO_BYTES_MAX)] = b""
 
 
-async def ask_dial_back(network: Network, clock: Clock, peer: PeerId) -> Report:
-    """Have `peer` dial this node back.
+async def ask_dial_back(network: Network, clock: Clock, peer: PeerId, at: Address | None = None) -> Report:
+    """Have `peer` dial this node back, asked at its address `at` if that is given: by the family of that.
 
     Raises:
         Unreachable, StreamClosed: it could not be asked. RemoteProtocolError: nonsense came back.
     """
     own = [address for address in network.addresses if address.relay is None]
     ports = tuple(dict.fromkeys(address.port for address in own))[:ADDRESSES_MAX]
-    async with conversation(network, peer, PROTOCOL, seconds=ASK_SECONDS) as stream:
+    async with conversation(network, peer, PROTOCOL, seconds=ASK_SECONDS, at=at) as stream:
         await stream.send(encode(DialBack(ports)))
         dialled: Dialled = decode(await stream.receive(), Dialled, bytes_max=MESSAGE_BYTES_MAX)
         there = stream.source
@@ -105,6 +112,13 @@ def _outcomes(dialled: Dialled) -> tuple[tuple[Address, str], ...]:
     return tuple(found)
 
 
+def family_of(address: Address) -> int | None:
+    """Return 4, or 6 of a global address; None for others."""
+    if address.kind == "ip4":
+        return 4
+    return 6 if address.kind == "ip6" and is_global(address.host) else None
+
+
 class Reach:
     """The service. It dials others back from the start; `run` also finds out about this node, `echo` sends
     datagrams back."""
@@ -113,6 +127,8 @@ class Reach:
         self._network = network
         self._clock = clock
         self._counters = counters
+        self.families = FamilyVerdicts()
+        """What is known of each family of IP by itself."""
         self._served: OrderedDict[PeerId, tuple[float, str]] = OrderedDict()
         self._serving = 0
         self._echoes = (0.0, 0)
@@ -136,6 +152,7 @@ class Reach:
                 await self._moved.wait()
                 self._moved = trio.Event()
                 core = Reachability(rng, self._clock.monotonic())
+                self.families = FamilyVerdicts()
                 continue
             others = [peer for peer in peers() if peer != self._network.peer]
             # A clock of whole microseconds may show a little less than what was waited for.
@@ -152,15 +169,29 @@ class Reach:
 
     async def _ask(self, core: Reachability, peer: PeerId) -> bool:
         """Return whether it tried."""
+        families = {family: address for address in self._known(peer) if (family := family_of(address))}
+        family = self.families.next(self.own_families(), families)
+        at = None if family is None else families[family]
         try:
-            report = await ask_dial_back(self._network, self._clock, peer)
+            report = await ask_dial_back(self._network, self._clock, peer, at)
         except (Unreachable, StreamClosed, RemoteProtocolError):
             report = Report(self._clock.monotonic(), None, ())
+        self.families.note(report.at, peer, report)
         if report.outcomes:
             core.answered(report.at, peer, report)
         else:
             core.failed(report.at, peer)
         return bool(report.outcomes)
+
+    def own_families(self) -> set[int]:
+        """Return the families of IP at which others may try to reach this node."""
+        own = [each for each in self._network.addresses if each.relay is None]
+        return {family for each in own if (family := family_of(each))}
+
+    def _known(self, peer: PeerId) -> list[Address]:
+        """Return where a peer is on the internet, the best address last."""
+        known = [each for each in self._network.known_addresses(peer) if each.relay is None]
+        return [each for each in reversed(known) if is_global(each.host)]
 
     # Answering.
 

@@ -13,8 +13,9 @@ wrong address.
 
 import ipaddress
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 from random import Random
 
 from crypto.contact import Address
@@ -22,6 +23,8 @@ from crypto.identity import PeerId
 
 OTHERS = 3
 """The number of other peers that decide. Two may share a broken link; more only cost handshakes."""
+FAMILY_OTHERS = 2
+"""The same of each family of IP by itself, of which less depends."""
 REPORTS_MAX = 16
 """Kept, the newest; more than are asked within an hour."""
 BELIEVED_SECONDS = 3_600.0
@@ -156,6 +159,61 @@ class Reachability:
             del self._reports[peer]
         for peer in [peer for peer, since in self._unasked.items() if since + UNASKED_SECONDS < now]:
             del self._unasked[peer]
+
+
+class FamilyVerdicts:
+    """Whether hosts to which this node has not written get through to it by TCP, by family of IP: of IPv6
+    nothing is translated, and a firewall may let in answers alone."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, OrderedDict[PeerId, tuple[float, bool]]] = {}
+
+    def note(self, now: float, peer: PeerId, report: Report) -> None:
+        """A peer has said what came of it, or not tried."""
+        for family, kind in ((4, "ip4"), (6, "ip6")):
+            tried = [reason for address, reason in report.outcomes if address.kind == kind]
+            if tried:
+                found = self._found.setdefault(family, OrderedDict())
+                found.pop(peer, None)
+                found[peer] = now, not all(tried)
+                while len(found) > FAMILY_OTHERS:
+                    found.popitem(last=False)
+
+    def verdict(self, family: int, now: float) -> bool | None:
+        """Return whether they get through; None while too few have tried."""
+        reports = self._found.get(family, OrderedDict())
+        found = [worked for at, worked in reports.values() if now - at <= BELIEVED_SECONDS]
+        if any(found):
+            return True
+        return False if len(found) >= FAMILY_OTHERS else None
+
+    def next(self, own: Collection[int], theirs: Collection[int]) -> int | None:
+        """Return by which family to ask next, of those that both have: the one asked longest ago. None where
+        there is no choice."""
+        both = sorted(set(own) & set(theirs))
+        if len(set(own)) < 2 or not both:
+            return None
+        return min(both, key=self._asked_at)
+
+    def _asked_at(self, family: int) -> float:
+        return max((at for at, _ in self._found.get(family, {}).values()), default=-inf)
+
+    def text(self, own: Collection[int], now: float) -> str:
+        """Return what is known, for a person, of a node that has both families; else empty."""
+        if len(set(own)) < 2:
+            return ""
+        parts = []
+        for family in sorted(set(own)):
+            verdict = self.verdict(family, now)
+            if verdict is not None:
+                parts.append(f"IPv{family} {_FAMILY_TEXTS[verdict]}")
+        return ", ".join(parts)
+
+
+_FAMILY_TEXTS = {
+    True: "lets new hosts in",
+    False: "lets in only hosts that this node wrote to",
+}
 
 
 def count_networks(hosts: Iterable[str | None]) -> int:

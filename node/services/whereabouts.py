@@ -126,10 +126,13 @@ class Whereabouts:
                 of=OTHERS,
                 addresses=tuple(address.short for address in self._network.addresses),
                 relays=tuple(each.relay for each in circuits if each.relay is not None),
-                nat=self._translation.kind,
+                nat="; ".join(filter(None, (self._translation.kind, self._families_text()))),
                 mapping=self._translation.mapping,
             )
         )
+
+    def _families_text(self) -> str:
+        return self._reach.families.text(self._reach.own_families(), self._clock.monotonic())
 
     def _tell_addresses(self) -> None:
         if self._network.addresses != self._told and not self._is_leaving():

@@ -53,7 +53,7 @@ class PortMapping:
     host: str
     port: int
     has_udp: bool
-    protocol: Literal["pcp", "nat-pmp"]
+    protocol: Literal["pcp", "nat-pmp", "upnp"]
 
 
 @dataclass

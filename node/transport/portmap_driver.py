@@ -1,4 +1,5 @@
-"""Has the router of this machine's network lead a port to this node, as long as it runs: drives `portmap`.
+"""Has the router of this machine's network lead a port to this node, as long as it runs: drives `portmap`,
+and `upnp_driver` where the router speaks neither of its protocols.
 
 Only where this node listens on a private IPv4 address towards its router: others reach it without. A router
 that is behind another one grants a port at an address that nobody can dial; it is shown, and not told.
@@ -16,7 +17,10 @@ from node.seams import Clock
 from node.transport.address_policy import is_global
 from node.transport.network import RealNetwork
 from node.transport.portmap import ANSWER_BYTES_MAX, ROUTER_PORT, PortMapper, PortMapping
+from node.transport.upnp_driver import UpnpMapper
 
+END_SECONDS = 2.0
+"""For taking back what was granted, when the node leaves."""
 LOOK_SECONDS = 5.0
 """How often it is looked whether this machine is in another network."""
 _ROUTES = "/proc/net/route"
@@ -52,7 +56,7 @@ class PortMappingState:
         if self.outcome == "refused":
             return f"{self.router} maps no port: {self.reason}"
         if self.outcome == "no answer":
-            return f"{self.router} answers neither PCP nor NAT-PMP"
+            return f"{self.router} answers neither PCP nor NAT-PMP nor UPnP"
         return ""
 
 
@@ -67,6 +71,15 @@ def find_router() -> str | None:
             if target == "00000000" and int(flags, 16) & _UP_GATEWAY == _UP_GATEWAY:
                 return socket.inet_ntoa(int(router, 16).to_bytes(4, "little"))
     return None
+
+
+def _state(router: str, core: PortMapper, upnp: UpnpMapper) -> PortMappingState:
+    """Return what came of both: what maps, else what refuses."""
+    asked: tuple[PortMapper | UpnpMapper, ...] = (core, upnp)
+    is_upnp = upnp.outcome in ("mapped", "refused") or core.outcome == "no answer"
+    if core.outcome != "mapped" and is_upnp:
+        asked = (upnp,)
+    return PortMappingState(router, asked[0].outcome, asked[0].mapping, asked[0].reason)
 
 
 class PortMappingDriver:
@@ -103,14 +116,19 @@ class PortMappingDriver:
             if not listening or is_global(host):
                 return
             core = PortMapper(host, listening[0].port, self._entropy, self._clock.monotonic())
+            upnp = UpnpMapper(router, host, listening[0].port, self._clock)
             try:
                 while find_router() == router:
                     await self._send(asking, core.wake(self._clock.monotonic()))
                     await self._receive(asking, core)
-                    self._tell(PortMappingState(router, core.outcome, core.mapping, core.reason))
+                    is_due = upnp.deadline <= self._clock.monotonic() and not is_global(router)
+                    if is_due and core.outcome in ("no answer", "refused"):
+                        await upnp.act()
+                    self._tell(_state(router, core, upnp))
             finally:
-                with trio.CancelScope(shield=True, deadline=trio.current_time() + 1.0):
+                with trio.CancelScope(shield=True, deadline=trio.current_time() + END_SECONDS):
                     await self._send(asking, core.end())
+                    await upnp.end()
 
     async def _send(self, asking: trio.socket.SocketType, packets: list[bytes]) -> None:
         for packet in packets:

@@ -61,6 +61,10 @@ ASK_SECONDS = 20.0
 a mapping without traffic for 50 s or more."""
 
 
+Observer = tuple[PeerId, int]
+"""A peer that is asked where it sees this node, and by which family of IP: 4 or 6."""
+
+
 class Puncher:
     """The service of one node. `peers` are those that may be asked where they see it."""
 
@@ -81,7 +85,7 @@ class Puncher:
         self.seen = SeenPlaces()
         self._rests = ObserverRests()
         self._told = self._own_hosts()
-        self._asked: dict[PeerId, SecureStream] = {}
+        self._asked: dict[Observer, SecureStream] = {}
         self._looking = trio.Lock()
         network.handle(PROTOCOL, self._serve)
         network.multiplexed.punch = self.punch
@@ -102,7 +106,8 @@ class Puncher:
                     self.seen.forget()
                 await self._look_outside()
                 self._tell()
-                pause_seconds = LOOK_SECONDS if len(self._asked) < OBSERVERS else ASK_SECONDS
+                seen = [sum(each == family for _, each in self._asked) for family in self._families()]
+                pause_seconds = LOOK_SECONDS if not seen or max(seen) < OBSERVERS else ASK_SECONDS
         finally:
             self._drop(*self._asked)
 
@@ -118,14 +123,20 @@ class Puncher:
     def _is_own(self, host: str) -> bool:
         return self._network.is_own(make_address(host, self._network.port))
 
-    def _observers(self) -> list[PeerId]:
+    def _families(self) -> tuple[int, ...]:
+        """Return the families of IP in which this node may be seen from outside."""
+        own = [each for each in self._network.addresses if each.relay is None]
+        has_ipv6 = any(each.kind == "ip6" and is_global(each.host) for each in own)
+        return (4, 6) if has_ipv6 else (4,)
+
+    def _observers(self, family: int = 4) -> list[PeerId]:
         """Peers that were reached at addresses of the internet, one of each host, in any order: a peer that
         only claims to be somewhere has nobody dialled there. Not those to which a path was punched: it has
         the same ports, and its router would show others."""
         now = self._clock.monotonic()
         by_host: dict[str, PeerId] = {}
         for peer in self._peers():
-            place = self._place_of(peer)
+            place = self._place_of(peer, family)
             is_punched = any(path.way == "punched" for path in self._network.multiplexed.of(peer))
             if peer == self._network.peer or place is None or is_punched:
                 continue
@@ -134,35 +145,37 @@ class Puncher:
         found = list(by_host.values())
         return self._rng.sample(found, len(found))
 
-    def _place_of(self, peer: PeerId) -> Address | None:
-        """Return an IPv4 address of the internet at which a peer was met."""
-        places = self._network.met_at(peer)
-        return next(
-            (each for each in places if each.kind == "ip4" and each.relay is None and is_global(each.host)),
-            None,
-        )
+    def _place_of(self, peer: PeerId, family: int) -> Address | None:
+        """Return an address of the internet, of this family, at which a peer was met. Of IPv6 it may be one
+        that it only claims, once it was met anywhere: to be asked at both is what a peer with both is for."""
+        met = self._network.met_at(peer)
+        places = (*met, *self._network.known_addresses(peer)) if family == 6 and met else met
+        usual = [each for each in places if each.kind == f"ip{family}" and each.relay is None]
+        return next((each for each in usual if is_global(each.host)), None)
 
     async def _look_outside(self) -> None:
         """Ask those that were asked before again, and others where they are gone."""
         async with self._looking:
             async with trio.open_nursery() as nursery:
-                for peer in self._asked:
-                    nursery.start_soon(self._ask, peer)
-            missing = OBSERVERS - len(self._asked)
-            chosen = [peer for peer in self._observers() if peer not in self._asked][: max(0, missing)]
+                for observer in self._asked:
+                    nursery.start_soon(self._ask, observer)
             async with trio.open_nursery() as nursery:
-                for peer in chosen:
-                    nursery.start_soon(self._ask, peer)
+                for family in self._families():
+                    asked = [peer for peer, each in self._asked if each == family]
+                    others = [peer for peer in self._observers(family) if peer not in asked]
+                    for peer in others[: max(0, OBSERVERS - len(asked))]:
+                        nursery.start_soon(self._ask, (peer, family))
 
-    async def _ask(self, peer: PeerId) -> None:
+    async def _ask(self, observer: Observer) -> None:
         """Ask one where it sees this node."""
-        place, is_reached = self._place_of(peer), peer in self._asked
+        peer, family = observer
+        place, is_reached = self._place_of(peer, family), observer in self._asked
         try:
             with trio.fail_after(OBSERVE_SECONDS):
-                if peer not in self._asked:
-                    self._asked[peer] = await self._reach_observer(peer, place)
+                if observer not in self._asked:
+                    self._asked[observer] = await self._reach_observer(peer, place)
                     is_reached = True
-                stream = self._asked[peer]
+                stream = self._asked[observer]
                 await stream.send(encode(Observe()))
                 observed = _read(await stream.receive())
             if not isinstance(observed, Observed):
@@ -172,7 +185,7 @@ class Puncher:
                 self._rests.answered(place.host)
         except (Unreachable, StreamClosed, RemoteProtocolError, trio.TooSlowError):
             self._counters["observers_failed"] += 1
-            self._drop(peer)
+            self._drop(observer)
             if place is not None and not is_reached:
                 self._rests.failed(place.host, self._clock.monotonic())
 
@@ -184,9 +197,9 @@ class Puncher:
         secured = await self._shake_hands(transport, place.of(peer), is_first=True)
         return await self._network.multiplexed.open_on(secured, PROTOCOL)
 
-    def _drop(self, *peers: PeerId) -> None:
-        for peer in peers:
-            stream = self._asked.pop(peer, None)
+    def _drop(self, *observers: Observer) -> None:
+        for observer in observers:
+            stream = self._asked.pop(observer, None)
             if stream is not None:
                 stream.connection.end("it is not asked any more where this node is seen")
 

@@ -168,9 +168,13 @@ class SeenPlaces:
 
     def text(self, now: float, own: Callable[[str], bool]) -> str:
         """Return what is known, for a person; empty while nothing is."""
+        found = self._family_text(now, own, 4), self._family_text(now, own, 6)
+        return "; IPv6: ".join(found) if all(found) else found[0] or (found[1] and f"IPv6: {found[1]}")
+
+    def _family_text(self, now: float, own: Callable[[str], bool], family: int) -> str:
         found: dict[Kind, list[str]] = {}
         for transport in TRANSPORTS:
-            found.setdefault(self.kind(transport, now, own), []).append(transport.upper())
+            found.setdefault(self.kind(transport, now, own, family), []).append(transport.upper())
         parts = [f"{' and '.join(found[kind])} {_TEXTS[kind]}" for kind in _TEXTS if kind in found]
         return ", ".join(parts)
 

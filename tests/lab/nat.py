@@ -139,8 +139,9 @@ class Internet(Lab):
         return self.run(f"ip netns exec {self.router(site)} sh -ec '{script}'")
 
     def start_router(self, site: str, protocol: str) -> "subprocess.Popen[bytes]":
-        """Have a site's router answer who ask it for a port: see `tests.lab.router`."""
-        program = [python(), "-m", "tests.lab.router", protocol, self._routers(self.sites[site])[-1][2]]
+        """Have a site's router answer who ask it for a port: see `tests.lab.router` and `upnp_router`."""
+        module = ["tests.lab.upnp_router"] if protocol == "upnp" else ["tests.lab.router", protocol]
+        program = [python(), "-m", *module, self._routers(self.sites[site])[-1][2]]
         return subprocess.Popen([*self.enter, "ip", "netns", "exec", self.router(site), *program])
 
     def reboot(self, site: str) -> None:

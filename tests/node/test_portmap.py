@@ -123,10 +123,11 @@ def test_nonsense_changes_nothing(packets: list[bytes]) -> None:
     assert core.mapping is None
 
 
-@pytest.mark.skipif(not FULL, reason="three nodes and two routers: PEERLOOM_LAB=full")
+@pytest.mark.skipif(not FULL, reason="four nodes and four routers: PEERLOOM_LAB=full")
 def test_a_node_has_its_router_map_a_port_and_takes_it_back(tmp_path: Path) -> None:
     sites = [Site("public"), named("home", "pmp", "a"), named("home", "pcp", "b"), named("home", "off", "c")]
-    kinds = {"pmp": "nat-pmp", "pcp": "pcp", "off": "pcp"}
+    sites.append(named("home", "upnp", "d"))
+    kinds = {"pmp": "nat-pmp", "pcp": "pcp", "off": "pcp", "upnp": "upnp"}
     with (
         internet(sites) as lab,
         swarm(lab, tmp_path) as nodes,
@@ -138,9 +139,9 @@ def test_a_node_has_its_router_map_a_port_and_takes_it_back(tmp_path: Path) -> N
             ends.callback(router.wait)
             ends.callback(router.kill)
         nodes["c"].start(MAP="false")
-        nodes.start(["a", "b"])
+        nodes.start(["a", "b", "d"])
         nodes["c"].ready()
-        for node, site in ((nodes["a"], "pmp"), (nodes["b"], "pcp")):
+        for node, site in ((nodes["a"], "pmp"), (nodes["b"], "pcp"), (nodes["d"], "upnp")):
             there = f"{lab.public(site)}:{PORT}"
             wait_for(node, partial(has_address, there))
             assert at["public"]("connect", port=0, to=(lab.public(site), PORT), greets=False)
@@ -149,7 +150,7 @@ def test_a_node_has_its_router_map_a_port_and_takes_it_back(tmp_path: Path) -> N
             )
         assert not mapped(lab, "off")
         assert not any(text.startswith("45.") for text in nodes["c"].status["addresses"])
-        for node, site in ((nodes["a"], "pmp"), (nodes["b"], "pcp")):
+        for node, site in ((nodes["a"], "pmp"), (nodes["b"], "pcp"), (nodes["d"], "upnp")):
             assert mapped(lab, site)
             node.leave()
             assert not mapped(lab, site)

@@ -131,6 +131,19 @@ def test_two_observers_tell_how_a_router_maps() -> None:
     assert seen.kind("tcp", 2.0, own) == "alike"
 
 
+def test_each_family_is_told_by_itself() -> None:
+    outside6 = make_address("2a0f:1::2", 9747)
+    seen = SeenPlaces()
+    for number in (1, 2):
+        seen.note(0.0, peer(number), "tcp", OUTSIDE)
+        seen.note(0.0, peer(number), "tcp", outside6)
+    text = seen.text(0.0, lambda host: host == outside6.host)
+    assert text == (
+        "TCP translated alike for all peers: two such routers can be punched; IPv6: TCP not translated"
+    )
+    assert seen.place("tcp", 0.0, 6) == outside6
+
+
 def test_an_offer_is_longer_than_a_third_of_what_it_has_sent() -> None:
     initiations, connections = 3 * 411, 3 * 60
     assert initiations + connections <= 3 * OFFER_BYTES_MIN

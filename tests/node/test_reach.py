@@ -32,9 +32,11 @@ from node.services.autonat import (
 from node.services.autonat_core import (
     BELIEVED_SECONDS,
     DOUBT_SECONDS,
+    FAMILY_OTHERS,
     LATER_SECONDS,
     OTHERS,
     SOON_SECONDS,
+    FamilyVerdicts,
     Reachability,
     Report,
 )
@@ -383,3 +385,35 @@ def test_a_node_behind_a_translator_finds_out_and_stands_in_no_table_if_it_must(
             assert all(hidden.peer in each.membership.live for each in public)
 
     trio.run(scenario, clock=MockClock(autojump_threshold=0))
+
+
+# --- by family ----------------------------------------------------------------------------------------
+
+
+def family_report(at: float, kind: str, reason: str) -> Report:
+    host = "45.1.0.2" if kind == "ip4" else "2a0f:1::2"
+    return Report(at, None, ((make_address(host, 9747), reason),))
+
+
+def test_each_family_is_judged_by_itself() -> None:
+    verdicts = FamilyVerdicts()
+    assert verdicts.verdict(6, 0.0) is None
+    for number in range(FAMILY_OTHERS):
+        verdicts.note(1.0, peer(number), family_report(1.0, "ip6", "timeout"))
+    verdicts.note(1.0, peer(0), family_report(1.0, "ip4", ""))
+    assert (verdicts.verdict(4, 2.0), verdicts.verdict(6, 2.0)) == (True, False)
+    text = "IPv4 lets new hosts in, IPv6 lets in only hosts that this node wrote to"
+    assert verdicts.text({4, 6}, 2.0) == text
+    assert verdicts.text({4}, 2.0) == ""
+    assert verdicts.verdict(6, 2.0 + BELIEVED_SECONDS) is None
+
+
+def test_the_family_asked_longest_ago_is_next() -> None:
+    verdicts = FamilyVerdicts()
+    assert verdicts.next({4}, {4, 6}) is None
+    assert verdicts.next({4, 6}, set()) is None
+    assert verdicts.next({4, 6}, {6}) == 6
+    verdicts.note(1.0, peer(0), family_report(1.0, "ip4", ""))
+    assert verdicts.next({4, 6}, {4, 6}) == 6
+    verdicts.note(2.0, peer(0), family_report(2.0, "ip6", ""))
+    assert verdicts.next({4, 6}, {4, 6}) == 4

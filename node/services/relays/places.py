@@ -1,4 +1,4 @@
-"""Places of this node at relays: which relay is asked, and when a place is asked for again. Cores without I/O.
+"""Places of this node at relays: which relay is asked, and when a place is asked for again. Pure cores.
 
 `PlaceSearch` chooses relays, `PlaceLease` renews a place at one of them. `now` is monotonic seconds. The
 conversation itself and its connections are in `reservations`, and in the simulator.

@@ -1,0 +1,235 @@
+"""Asks one router for a port by UPnP: sockets around `upnp`, and when it is asked again.
+
+It speaks to the router alone, at the address that it was given, and follows no redirect. Each exchange has an
+end in time and in bytes. A mapping lasts ten minutes where the router knows such, is asked for again every
+minute, as with the other protocols (`portmap`), and is taken back at the end.
+"""
+
+import ipaddress
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+
+import h11
+import trio
+
+from node.seams import Clock
+from node.transport.portmap import (
+    EXTERNAL_PORT_MIN,
+    LATER_SECONDS,
+    LIFETIME_SECONDS,
+    REFRESH_SECONDS,
+    Outcome,
+    PortMapping,
+)
+from node.transport.upnp import (
+    ANSWER_BYTES_MAX,
+    CONFLICT,
+    DESCRIPTION_BYTES_MAX,
+    HEAD_BYTES_MAX,
+    PERMANENT_ONLY,
+    SEARCH_BYTES_MAX,
+    SSDP_GROUP,
+    SSDP_PORT,
+    ControlPoint,
+    UpnpFault,
+    answer,
+    call,
+    control_point,
+    external_host,
+    location,
+    mapping_arguments,
+    search,
+    unmapping_arguments,
+)
+
+SEARCH_SECONDS = 2.5
+"""For an answer to a search: routers answer within one second, as the question wants it, or two."""
+SEARCHES = 2
+"""Questions in that time: datagrams are lost."""
+EXCHANGE_SECONDS = 5.0
+"""For one call."""
+ANSWERS_MAX = 16
+"""Answers to a search that are looked at: a network may have many devices."""
+PORTS_TRIED = 3
+"""Ports that are asked for where other machines have the first."""
+_CHUNK_BYTES = 2**14
+
+
+@dataclass(frozen=True)
+class _Granted:
+    port: int
+    transports: tuple[str, ...]
+
+
+class UpnpMapper:
+    """The mapping of one port. `act` at `deadline`; `host` is this machine's address towards the router."""
+
+    def __init__(self, router: str, host: str, port: int, clock: Clock, ssdp_port: int = SSDP_PORT) -> None:
+        self._router = router
+        self._host = host
+        self._port = port
+        self._clock = clock
+        self._ssdp_port = ssdp_port
+        self._point: ControlPoint | None = None
+        self._granted: _Granted | None = None
+        self._is_for_ever = False
+        self.mapping: PortMapping | None = None
+        self.outcome: Outcome = "asking"
+        self.reason = ""
+        """Why the router refused, for a person."""
+        self.deadline = clock.monotonic()
+
+    async def act(self) -> None:
+        """Ask, or ask again."""
+        try:
+            if self._point is None:
+                self._point = await self._find()
+            if self._point is None:
+                self._fail("no answer", "")
+                return
+            await self._map(self._point)
+        except UpnpFault as fault:
+            self._fail("refused", str(fault))
+        except (OSError, h11.ProtocolError, trio.TooSlowError, trio.BrokenResourceError):
+            self._fail("refused", "it broke off a call by UPnP")
+
+    async def end(self) -> None:
+        """Take back what was granted."""
+        granted, self._granted = self._granted, None
+        if granted is not None and self._point is not None:
+            for transport in granted.transports:
+                with suppress(
+                    UpnpFault, OSError, h11.ProtocolError, trio.TooSlowError, trio.BrokenResourceError
+                ):
+                    arguments = unmapping_arguments(transport, granted.port)
+                    await self._call(self._point, "DeletePortMapping", arguments)
+
+    def _fail(self, outcome: Outcome, reason: str) -> None:
+        self._point, self.mapping = None, None
+        self.outcome, self.reason = outcome, reason
+        self.deadline = self._clock.monotonic() + LATER_SECONDS
+
+    # --- what is asked -------------------------------------------------------------------------------
+
+    async def _find(self) -> ControlPoint | None:
+        """Return where the router takes calls; None where it speaks no UPnP. Raises UpnpFault."""
+        with trio.socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+            await asking.bind((self._host, 0))
+            asking.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_TTL, 2)
+            found: tuple[int, str] | None = None
+            for _ in range(SEARCHES):
+                targets = [self._router]
+                if not ipaddress.IPv4Address(self._router).is_loopback:
+                    targets.append(SSDP_GROUP)
+                for target in targets:
+                    with suppress(OSError):
+                        await asking.sendto(search(), (target, self._ssdp_port))
+                with trio.move_on_after(SEARCH_SECONDS / SEARCHES):
+                    found = await self._answered(asking)
+                if found is not None:
+                    break
+        if found is None:
+            return None
+        port, path = found
+        status, document = await self._exchange(port, "GET", path, DESCRIPTION_BYTES_MAX)
+        if status != 200:
+            raise UpnpFault(f"HTTP status {status}")
+        return control_point(document, self._router, port, path)
+
+    async def _answered(self, asking: trio.socket.SocketType) -> tuple[int, str] | None:
+        """Wait for an answer of the router; those of others say nothing. Raises UpnpFault."""
+        for _ in range(ANSWERS_MAX):
+            with suppress(ConnectionRefusedError):
+                data, source = await asking.recvfrom(SEARCH_BYTES_MAX + 1)
+                if source[0] == self._router:
+                    return location(data, self._router)
+        return None
+
+    async def _map(self, point: ControlPoint) -> None:
+        texts = await self._call(point, "GetExternalIPAddress", ())
+        host = external_host(texts)
+        port = await self._add(point, "tcp", self._granted.port if self._granted else self._port)
+        transports = ["tcp"]
+        self._granted = _Granted(port, ("tcp",))
+        with suppress(UpnpFault):
+            if await self._add(point, "udp", port, tries=1) == port:
+                transports.append("udp")
+        self._granted = _Granted(port, tuple(transports))
+        self.mapping = PortMapping(host, port, "udp" in transports, "upnp")
+        self.outcome, self.reason = "mapped", ""
+        self.deadline = self._clock.monotonic() + REFRESH_SECONDS
+
+    async def _add(self, point: ControlPoint, transport: str, port: int, tries: int = PORTS_TRIED) -> int:
+        """Have a port mapped, or the next where another machine has it. Raises UpnpFault."""
+        for outer in range(max(port, EXTERNAL_PORT_MIN), max(port, EXTERNAL_PORT_MIN) + tries):
+            seconds = 0 if self._is_for_ever else LIFETIME_SECONDS
+            try:
+                await self._add_one(point, transport, outer, seconds)
+            except UpnpFault as fault:
+                if fault.code == PERMANENT_ONLY and seconds:
+                    self._is_for_ever = True
+                    await self._add_one(point, transport, outer, 0)
+                elif fault.code == CONFLICT and outer - port < tries - 1:
+                    continue
+                else:
+                    raise
+            return outer
+        raise UpnpFault("other machines have the ports", CONFLICT)
+
+    async def _add_one(self, point: ControlPoint, transport: str, outer: int, seconds: int) -> None:
+        arguments = mapping_arguments(transport, outer, self._port, self._host, seconds)
+        await self._call(point, "AddPortMapping", arguments)
+
+    # --- how -----------------------------------------------------------------------------------------
+
+    async def _call(
+        self, point: ControlPoint, action: str, arguments: tuple[tuple[str, object], ...]
+    ) -> dict[str, str]:
+        """Raises UpnpFault."""
+        body = call(point, action, arguments)
+        headers = [
+            ("Content-Type", 'text/xml; charset="utf-8"'),
+            ("Content-Length", str(len(body))),
+            ("SOAPAction", f'"{point.service}#{action}"'),
+        ]
+        status, document = await self._exchange(
+            point.port, "POST", point.path, ANSWER_BYTES_MAX, headers, body
+        )
+        return answer(status, document)
+
+    async def _exchange(
+        self,
+        port: int,
+        method: str,
+        path: str,
+        bytes_max: int,
+        headers: list[tuple[str, str]] | None = None,
+        body: bytes = b"",
+    ) -> tuple[int, bytes]:
+        """One request to the router and its answer. Raises UpnpFault, OSError, h11.ProtocolError,
+        trio.TooSlowError, trio.BrokenResourceError."""
+        talk = h11.Connection(h11.CLIENT, max_incomplete_event_size=HEAD_BYTES_MAX)
+        common = [("Host", f"{self._router}:{port}"), ("Connection", "close"), ("User-Agent", "peerloom")]
+        request = h11.Request(method=method, target=path, headers=[*common, *(headers or ())])
+        with trio.fail_after(EXCHANGE_SECONDS), trio.socket.socket() as link:
+            await link.bind((self._host, 0))
+            await link.connect((self._router, port))
+            stream = trio.SocketStream(link)
+            await stream.send_all(talk.send(request) + (talk.send(h11.Data(data=body)) if body else b""))
+            await stream.send_all(talk.send(h11.EndOfMessage()))
+            status, document = 0, bytearray()
+            while True:
+                event = talk.next_event()
+                if event is h11.NEED_DATA:
+                    talk.receive_data(await stream.receive_some(_CHUNK_BYTES))
+                elif isinstance(event, h11.Response):
+                    status = event.status_code
+                elif isinstance(event, h11.Data):
+                    document += event.data
+                    if len(document) > bytes_max:
+                        raise UpnpFault(f"it sent more than {bytes_max >> 10} KiB")
+                elif isinstance(event, h11.EndOfMessage):
+                    return status, bytes(document)
+                elif isinstance(event, h11.ConnectionClosed):
+                    raise UpnpFault("it broke off a call by UPnP")

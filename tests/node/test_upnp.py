@@ -1,0 +1,184 @@
+"""Asking a router for a port by UPnP, against a real one on loopback, and what a hostile one gets from it."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+import trio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node.transport.portmap import LATER_SECONDS, LIFETIME_SECONDS, REFRESH_SECONDS
+from node.transport.portmap_driver import PortMappingState
+from node.transport.upnp import (
+    DESCRIPTION_BYTES_MAX,
+    ELEMENTS_MAX,
+    UpnpFault,
+    answer,
+    control_point,
+    location,
+)
+from node.transport.upnp_driver import UpnpMapper
+from tests.lab.upnp_router import UpnpRouter
+
+NOW = 1_000.0
+HOST, EXTERNAL, PORT = "127.0.0.1", "45.1.0.2", 9747
+
+
+class Clock:
+    """One that stands still."""
+
+    def monotonic(self) -> float:
+        return NOW
+
+    def wall(self) -> float:
+        return NOW
+
+
+@pytest.fixture
+def router() -> Iterator[UpnpRouter]:
+    with UpnpRouter(HOST, EXTERNAL) as made:
+        yield made
+
+
+def mapper(router: UpnpRouter, port: int = PORT) -> UpnpMapper:
+    return UpnpMapper(HOST, HOST, port, Clock(), ssdp_port=router.ssdp_port)
+
+
+def asked(router: UpnpRouter, times: int = 1) -> UpnpMapper:
+    made = mapper(router)
+    for _ in range(times):
+        trio.run(made.act)
+    return made
+
+
+def state(made: UpnpMapper) -> PortMappingState:
+    return PortMappingState(HOST, made.outcome, made.mapping, made.reason)
+
+
+def test_a_router_maps_a_port_again_and_takes_it_back(router: UpnpRouter) -> None:
+    made = asked(router, 2)
+    assert router.granted == {
+        (transport, PORT): (HOST, PORT, LIFETIME_SECONDS) for transport in ("tcp", "udp")
+    }
+    assert state(made).text == f"{HOST} maps {EXTERNAL}:{PORT} to this node (UPNP)"
+    assert str(state(made).address) == f"/ip4/{EXTERNAL}/tcp/{PORT}"
+    assert made.deadline <= NOW + REFRESH_SECONDS
+    trio.run(made.end)
+    assert not router.granted
+
+
+def test_a_port_of_another_machine_is_replaced_by_the_next(router: UpnpRouter) -> None:
+    router.taken = {("tcp", PORT), ("udp", PORT + 1)}
+    made = asked(router)
+    assert made.mapping is not None
+    assert (made.mapping.port, made.mapping.has_udp) == (PORT + 1, False)
+    trio.run(made.end)
+    assert not router.granted
+
+
+def test_a_router_that_maps_for_ever_alone_is_asked_so(router: UpnpRouter) -> None:
+    router.permanent_only = True
+    assert asked(router).outcome == "mapped"
+    assert {seconds for _, _, seconds in router.granted.values()} == {0}
+
+
+def test_a_refusal_is_told_and_asked_again_later(router: UpnpRouter) -> None:
+    router.refuses = True
+    made = asked(router)
+    assert state(made).text == f"{HOST} maps no port: not authorised"
+    assert made.deadline > NOW + LATER_SECONDS / 2
+    router.refuses = False
+    trio.run(made.act)
+    assert made.outcome == "mapped"
+
+
+def test_a_router_behind_another_one_is_shown_and_not_told(router: UpnpRouter) -> None:
+    router.external = "100.64.0.2"
+    made = asked(router)
+    assert state(made).address is None
+    assert "behind another router" in state(made).text
+
+
+@pytest.mark.parametrize("external", ["", "not-an-address", "::1", "1.2.3.4.5"])
+def test_an_external_address_that_is_none_maps_nothing(router: UpnpRouter, external: str) -> None:
+    router.external = external
+    assert asked(router).outcome == "refused"
+    assert not router.granted
+
+
+@pytest.fixture
+def victim() -> Iterator[tuple[int, list[bytes]]]:
+    """A port of another machine, and what came there."""
+    came: list[bytes] = []
+    with closing(socket.create_server(("127.0.0.2", 0))) as listening:
+
+        def accept() -> None:
+            while True:
+                try:
+                    link, _ = listening.accept()
+                except OSError:
+                    return
+                came.append(b"connected")
+                link.close()
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield listening.getsockname()[1], came
+
+
+@pytest.mark.parametrize("how", ["location", "control", "redirect"])
+def test_no_other_machine_is_dialled_for_a_router(
+    router: UpnpRouter, victim: tuple[int, list[bytes]], how: str
+) -> None:
+    port, came = victim
+    setattr(router, how, f"http://127.0.0.2:{port}/elsewhere")
+    assert asked(router).outcome == "refused"
+    assert not came
+
+
+BOMB = b"""<?xml version="1.0"?><!DOCTYPE a [<!ENTITY b "bbbbbbbb"><!ENTITY c "&b;&b;&b;&b;">]>
+<a><serviceType>&c;&c;&c;</serviceType></a>"""
+HUGE = {
+    "long": b"<root>" + b" " * DESCRIPTION_BYTES_MAX + b"</root>",
+    "deep": b"<a>" * 1_000 + b"</a>" * 1_000,
+    "wide": b"<root>" + b"<a/>" * (ELEMENTS_MAX + 1) + b"</root>",
+    "entities": BOMB,
+    "none": b"",
+    "no xml": b"{}",
+    "no service": b"<root><device/></root>",
+}
+
+
+@pytest.mark.parametrize("kind", HUGE)
+def test_a_hostile_description_is_refused(router: UpnpRouter, kind: str) -> None:
+    router.description = HUGE[kind]
+    made = asked(router)
+    assert made.outcome == "refused"
+    assert made.reason
+    assert router.calls == []
+
+
+def test_a_machine_without_upnp_is_asked_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.transport.upnp_driver.SEARCH_SECONDS", 0.1)
+    with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as silent:
+        silent.bind((HOST, 0))
+        made = UpnpMapper(HOST, HOST, PORT, Clock(), ssdp_port=silent.getsockname()[1])
+        trio.run(made.act)
+    assert made.outcome == "no answer"
+    assert made.deadline > NOW + LATER_SECONDS / 2
+
+
+@given(st.binary(max_size=200))
+def test_nonsense_is_refused_and_nothing_else_is_raised(data: bytes) -> None:
+    for read in (
+        lambda: location(b"HTTP/1.1 200 OK\r\nLOCATION: http://" + data + b"\r\n", HOST),
+        lambda: location(data, HOST),
+        lambda: control_point(data, HOST, 80, "/"),
+        lambda: control_point(b"<a>" + data + b"</a>", HOST, 80, "/"),
+        lambda: answer(500, data),
+        lambda: answer(500, b"<errorCode>" + data + b"</errorCode>"),
+    ):
+        with pytest.raises(UpnpFault):
+            read()
