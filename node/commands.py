@@ -375,7 +375,7 @@ class Commands:
                 digest, holders = await self._holders(run, view.weights if view is not None else "")
                 size = await fetch_weights(node.seams, run, holders, digest, partial(draft_beside, out))
         except Unreachable as error:
-            raise RunFailed(f"nobody handed over the weights of run {run[:8]}: {error.detail}") from None
+            raise _not_fetched(run, "" if view is None else view.status, error) from None
         except OSError as error:
             raise UsageError(f"--out {out}: {(error.strerror or str(error)).lower()}") from None
         return {"run": run, "out": str(out), "size_bytes": size}
@@ -454,6 +454,16 @@ class Commands:
             digest = max(sorted(named), key=lambda value: named[value])
         holders = [record.publisher for record in records if record.value.hex() == digest]
         return digest, [peer for peer in holders if peer != node.peer]
+
+
+def _not_fetched(run: str, status: str, error: Unreachable) -> RunFailed:
+    if status not in ("stopped", "failed"):
+        return RunFailed(f"nobody handed over the weights of run {run[:8]}: {error.detail}")
+    word = "was stopped" if status == "stopped" else "failed"
+    return RunFailed(
+        f"run {run[:8]} {word}, so it has no result",
+        f"if it saved a checkpoint: `peerloom checkpoint export {run[:8]} --out FILE`",
+    )
 
 
 def _copy_out(storage: Storage, run: str, out: Path) -> int | None:

@@ -24,7 +24,7 @@ KEEPS_SPANS = "_PEERLOOM_KEEPS_SPANS"
 SPAN_BEGINS = f"`{SCRIPT}"
 PROGRAM_GIVEN = "_PEERLOOM_PROGRAM"
 """`program()` of a command, in the environment of the nodes that it starts: a person sees their pages."""
-_SPAN = re.compile(rf"`{SCRIPT}((?: [^`]*)?)`")
+SPAN = re.compile(rf"`{SCRIPT}((?: [^`]*)?)`")
 _started_by_script: list[str] = []
 
 
@@ -89,7 +89,7 @@ def shown(text: str, form: Callable[[], str] = program) -> str:
             return simulator() + span[1].removeprefix(" sim")
         return form() + span[1]
 
-    return _SPAN.sub(written, text)
+    return SPAN.sub(written, text)
 
 
 def shown_values(document: Any, form: Callable[[], str] = program) -> Any:

@@ -36,6 +36,7 @@ def status_document(state: State, now: float, counters: Mapping[str, int]) -> di
         "peer": peer_text(started.peer) if started else "",
         "name": started.name if started else "",
         "swarm": started.swarm if started else "",
+        "is_private": started.is_private if started else False,
         "addresses": list(started.addresses) if started else [],
         "data_dir": started.data_dir if started else "",
         "started": rfc3339(started.at) if started else None,

@@ -1,5 +1,6 @@
 """Numbers and tables as plain text: what screens and pictures share, without a terminal."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,35 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in (header, *rows)
     ]
+
+
+_GAP = re.compile(r"(?<=\S) {2,}(?=\S)")
+_INDENT_SHARE_MAX = 0.5
+"""Share of the width. Text that is folded deeper would stand in a narrow column at the right edge."""
+_INDENT = 2
+"""Spaces before folded text that stands behind no label."""
+
+
+def fold(line: str, width: int) -> list[str]:
+    """Return a line as lines of at most `width` columns, broken at spaces.
+
+    What does not fit goes below the text behind the line's last label, as behind `  listening   `.
+    A word that is wider than that, such as a link, stays whole.
+    """
+    if len(line) <= width:
+        return [line]
+    begins = [0, *(gap.end() for gap in _GAP.finditer(line))]
+    leading = len(line) - len(line.lstrip())
+    indent = max((column for column in begins if column <= width * _INDENT_SHARE_MAX), default=0)
+    indent = indent or (leading + _INDENT)
+    lines, rest = [], line
+    while len(rest) > width:
+        cut = rest.rfind(" ", indent + 1, width + 1)
+        if cut < 0 and (cut := rest.find(" ", width)) < 0:
+            break
+        lines.append(rest[:cut].rstrip())
+        rest = " " * indent + rest[cut:].lstrip()
+    return [*lines, rest]
 
 
 def admit_text(admit: str, *, is_private: bool) -> str:
@@ -56,6 +86,11 @@ def seconds_text(seconds: float) -> str:
         return f"{minutes} min {rest} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} days"
+
+
+def layers_text(first: int, end: int) -> str:
+    """`layer 3`, or `layers 0-2`, of the layers from `first` to the one before `end`."""
+    return f"layers {first}-{end - 1}" if end - 1 > first else f"layer {first}"
 
 
 def clock_text(seconds: float, peers: int) -> str:

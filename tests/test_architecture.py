@@ -28,6 +28,7 @@ FLOORS = (
     (
         "shadowing",
         "invocation",
+        "counter_names",
         "errors",
         "events",
         "eventlog",

@@ -298,7 +298,7 @@ def test_the_screen_of_a_node() -> None:
           swarm       default; joining through 2 addresses
           On another machine:  python -m node --join 192.168.1.20:9747
           On this machine:     python -m node status --data-dir /data/lab-1
-          dashboard   http://127.0.0.1:40500   (port 9748 was taken)
+          page        http://127.0.0.1:40500   (port 9748 was taken)
           models at   https://192.168.1.20:9748/v1
         20:10:20   run fedcba98 ended with another result, efefefefefef, for ...2NASuq
         20:10:20   3 others could not reach this node: it takes none of their stages; python -m node doctor
@@ -315,7 +315,7 @@ def test_the_screen_of_a_node() -> None:
         21:06:40   e?[2J is degraded, late: 5 of 8 late
         21:06:50   e?[2J answers in time again
         22:11:40   run 01234567 accepted: simple-cnn on digits, 200 steps, from lab-2
-        22:11:41   run 01234567 planned: plan fedcba98, height 0
+        22:11:41   run 01234567 planned: plan fedcba98
           stage 1   layers 0-2   lab-1, lab-2 (standby)
           stage 2   layer 3   e?[2J
           trainer   lab-1
@@ -373,7 +373,7 @@ def test_the_screen_of_status() -> None:
           serves      nobody else: on battery
           fences      incomplete: takes no stages but of its own runs
                       missing: files: no landlock
-          members     0 alive of 2 known
+          members     0 others alive of 2 known
           dht         123 contacts of about 980 nodes, 9 records held, 2 own; 1 store kept by too few
           join        refused  old-box:9747  10.0.0.6 is up, but no node listens on port 9747
           run         fedcba9876543210  gpt on digits  done  step 100 of 100  loss 0.2500
@@ -398,9 +398,12 @@ def test_the_screen_of_status_says_where_all_fences_stand() -> None:
 def test_the_screen_of_peers() -> None:
     assert shown(peers_lines(peers_document(state(), NOW))) == snapshot(
         """
-        NAME   PEER       STATUS        SINCE   FOUND THROUGH  ADDRESS      COMPUTE
-        lab-2  ...2NASuq  left          0 s     join           10.0.0.2:97  cpu x2, 21.3 GB free, 118 GFLOP/s
-        e?[2J  ...3ANaba  dead: no ack  42.0 s  lab-2          [::3]:9747   -
+        NAME   PEER       STATUS  SINCE   ADDRESS
+        lab-2  ...2NASuq  left    0 s     10.0.0.2:97
+               cpu, 2 cores, 21.3 GB free, 118 GFLOP/s; found through join
+        e?[2J  ...3ANaba  dead    42.0 s  [::3]:9747
+               no ack
+               found through lab-2
         """
     )
     assert "no other member yet" in peers_lines(peers_document(State(), NOW))[0]
@@ -420,7 +423,7 @@ def test_a_peers_place_is_shown_as_it_counts(
 ) -> None:
     document = peers_document(state(), NOW)
     document["peers"][0]["place"] = {"claimed": claimed, "location": location, "is_doubted": is_doubted}
-    assert peers_lines(document)[1].endswith(told)
+    assert peers_lines(document)[2].endswith(f"{told}; found through join")
 
 
 def test_a_degraded_member_shows_what_ails_it_until_it_is_dead() -> None:
@@ -436,7 +439,8 @@ def test_a_degraded_member_shows_what_ails_it_until_it_is_dead() -> None:
         "seconds": 0.5,
         "reason": "others reach it",
     }
-    assert "alive, no path: others reach it" in peers_lines(document)[1]
+    assert "alive" in peers_lines(document)[1]
+    assert "no path: others reach it" in peers_lines(document)[2]
     held = apply(held, events.MemberLost(at=NOW, peer=peer(2), reason="no ack"))
     assert peers_document(held, NOW)["peers"][0]["degraded"] is None
 
@@ -445,9 +449,11 @@ def test_the_screen_of_runs() -> None:
     document = status_document(state(), NOW, {})
     assert shown(runs_lines(document)) == snapshot(
         """
-        RUN               MODEL       DATA    STATUS       STEP        LOSS    ACCURACY  RESULT     REQUESTER
-        fedcba9876543210  gpt         digits  done, split  100 of 100  0.2500  -         elsewhere  ...SUKPH5
-        0123456789abcdef  simple-cnn  digits  done         12 of 200   0.1917  0.975     here       ...2NASuq
+        RUN       MODEL       STATUS       STEP        LOSS    ACCURACY  RESULT
+        fedcba98  gpt         done, split  100 of 100  0.2500  -         elsewhere
+                  on digits, asked for by ...SUKPH5
+        01234567  simple-cnn  done         12 of 200   0.1917  0.975     here
+                  on digits, asked for by ...2NASuq
         """
     )
 
@@ -494,22 +500,6 @@ def test_a_private_swarm_is_called_so_and_its_join_line_asks_for_the_key() -> No
 def test_an_error_has_at_most_three_lines() -> None:
     assert error_lines(UsageError("a\n\nb", "c")) == ["error: a b", "  do: c"]
     assert error_lines(UsageError("a")) == ["error: a"]
-
-
-def test_a_terminal_gets_colours_and_no_color_takes_them_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    coloured, plain = Terminal(), Terminal()
-    show(["error: [red]x[/red] \x1b[2J"], coloured)
-    monkeypatch.setenv("NO_COLOR", "1")
-    show(["error: x \x1b[2J"], plain)
-    assert "\x1b[31merror:\x1b[0m" in coloured.getvalue()
-    assert "[red]x[/red] ?[2J" in coloured.getvalue()
-    assert plain.getvalue() == "error: x ?[2J\n"
 
 
 def test_small_words() -> None:
@@ -572,11 +562,17 @@ def test_a_result_counts_what_the_loss_counts(counted: int, what: str) -> None:
     assert screen.lines(event_document(result)) == [f"accuracy 0.500 on 360 unseen {what}"]
 
 
-def test_connections_used_again_are_traffic_and_broken_streams_no_refusals() -> None:
-    counters = {"connections_used_again": 2, "streams_broken": 3, "streams_refused_busy": 4}
+def test_direct_paths_are_traffic_and_broken_streams_no_refusals() -> None:
+    counters = {
+        "paths_direct": 1,
+        "links_measured": 1,
+        "streams_opened": 2,
+        "streams_broken": 3,
+        "streams_refused_busy": 4,
+    }
     lines = status_lines(status_document(state(), NOW, counters))
     assert " ".join(" ".join(lines[-3:]).split()) == (
-        "traffic connections used again 2 broken streams broken 3 refused streams refused busy 4"
+        "traffic streams opened 2 broken streams broken 3 refused streams refused busy 4"
     )
 
 

@@ -14,7 +14,7 @@ import typer
 from node.cli.client import ask, is_running
 from node.cli.options import VALUES_SUFFIX, AsJson, DataDir, find_data_dir
 from node.cli.outputs import output_path
-from node.cli.render import bytes_text, show, show_json, table
+from node.cli.render import bytes_text, minute_text, show, show_json, table
 from node.errors import RunFailed, UsageError
 from node.paths import short_path
 
@@ -116,22 +116,19 @@ def checkpoint_lines(found: Sequence[Mapping[str, Any]]) -> list[str]:
     """The screen of a list of checkpoint documents."""
     if not found:
         return ["no checkpoint here; bring one: `peerloom checkpoint fetch RUN`"]
-    return table(
-        ("RUN", "MODEL", "STEP", "SAMPLES", "SIZE", "HERE", "COPIES", "MADE"), [_row(each) for each in found]
-    )
+    return table(("RUN", "MODEL", "STEP", "SIZE", "HERE", "COPIES", "MADE"), [_row(each) for each in found])
 
 
 def _row(found: Mapping[str, Any]) -> tuple[str, ...]:
     here = len(found["stages_here"])
     return (
-        found["run"],
+        found["run"][:_WIDTH],
         found["model"],
         f"{found['step']} of {found['steps']}",
-        str(found["samples"]),
         bytes_text(found["size_bytes"]),
-        "all" if here == found["stages"] else f"{here} of {found['stages']} stages",
+        "all" if here == found["stages"] else f"{here} of {found['stages']}",
         str(found["copies"]) if found["copies"] is not None else "-",
-        found["created"],
+        minute_text(found["created"]),
     )
 
 

@@ -108,9 +108,17 @@ def _parsing_error(error: Any, program: str, keys: Keys) -> UsageError:
     if option is not None and message.startswith("No such option"):
         command = context.command if context is not None else None
         message = f"unknown flag {option}" + _meant(option, command, keys)
+    elif context is not None and (names := _commands_of(error, message, context)):
+        message = f"{path.removeprefix(program).strip()}: want a command: {', '.join(names)}"
     else:
         message = message[:1].lower() + message[1:].rstrip(".").replace(". Did you", "; did you")
     return UsageError(message, f"{path} --help")
+
+
+def _commands_of(error: Any, message: str, context: Any) -> list[str]:
+    """Return the commands of a group that was typed alone, for which typer gives its whole help."""
+    is_alone = type(error).__name__ == "NoArgsIsHelpError" or message.startswith("Missing command")
+    return context.command.list_commands(context) if is_alone else []
 
 
 def _meant(option: str, command: Any, keys: Keys) -> str:

@@ -8,6 +8,7 @@ import typer
 from node.cli.client import ask
 from node.cli.options import AsJson, DataDir, find_data_dir
 from node.cli.render import bytes_text, seconds_text, short_address, short_id, show, show_json, table
+from node.text import counted
 
 
 def peers(context: typer.Context, data_dir: DataDir = "", as_json: AsJson = False) -> None:
@@ -23,21 +24,34 @@ def peers_lines(document: Mapping[str, Any]) -> list[str]:
     """The screen of a `peerloom/peers/1` document."""
     if not document["peers"]:
         return ["no other member yet; the screen of the node says what to type on another machine"]
-    header = ("NAME", "PEER", "STATUS", "SINCE", "FOUND THROUGH", "ADDRESS", "COMPUTE")
-    return table(header, [_row(member) for member in document["peers"]])
+    header = ("NAME", "PEER", "STATUS", "SINCE", "ADDRESS")
+    first, *rows = table(header, [_row(member) for member in document["peers"]])
+    below = " " * (first.index("PEER"))
+    return [first] + [
+        line
+        for row, member in zip(rows, document["peers"], strict=True)
+        for line in (row, *(below + told for told in _more(member)))
+    ]
 
 
 def _row(member: Mapping[str, Any]) -> tuple[str, ...]:
-    status, reason, capacity = member["status"], member["reason"], member["capacity"]
+    status = member["status"]
     return (
         member["name"] or "-",
         short_id(member["peer"]),
-        _status(status, reason, member.get("degraded")) + _sparing(status, member.get("standing")),
+        status + _sparing(status, member.get("standing")),
         seconds_text(member["since_seconds"]),
-        member["found_through"] or "-",
         (short_address(member["addresses"][0]) if member["addresses"] else "-") + _path(member.get("path")),
-        _brief(capacity) + _place(member.get("place")) if capacity is not None else "-",
     )
+
+
+def _more(member: Mapping[str, Any]) -> list[str]:
+    """Return the lines below a member's row: why it is not simply alive, what it offers, how it was found."""
+    why = _why(member["status"], member["reason"], member.get("degraded"))
+    capacity, found = member["capacity"], member["found_through"]
+    offers = _brief(capacity) + _place(member.get("place")) if capacity is not None else ""
+    through = f"found through {found}" if found not in ("", "itself") else ""
+    return list(filter(None, (why, "; ".join(filter(None, (offers, through))))))
 
 
 def _place(place: Mapping[str, Any] | None) -> str:
@@ -56,11 +70,11 @@ def _path(path: Mapping[str, Any] | None) -> str:
     return ", punched" if path["way"] == "punched" else f", through {short_id(path['relay'])}"
 
 
-def _status(status: str, reason: str, degraded: Mapping[str, Any] | None) -> str:
-    """What is held of a member, and why it is not simply alive."""
+def _why(status: str, reason: str, degraded: Mapping[str, Any] | None) -> str:
+    """Return why a member is not simply alive; empty where its status says all."""
     if degraded is not None:
-        return f"{status}, {degraded['condition']}: {degraded['reason']}"
-    return f"{status}: {reason}" if reason not in ("", status) else status
+        return f"{degraded['condition']}: {degraded['reason']}"
+    return reason if reason != status else ""
 
 
 def _sparing(status: str, standing: Mapping[str, Any] | None) -> str:
@@ -69,7 +83,6 @@ def _sparing(status: str, standing: Mapping[str, Any] | None) -> str:
 
 
 def _brief(capacity: Mapping[str, Any]) -> str:
+    cores = counted(capacity["cores"], "core")
     speed = f", {capacity['flops_per_second'] / 1e9:.0f} GFLOP/s" if capacity["flops_per_second"] else ""
-    return (
-        f"{capacity['device']} x{capacity['cores']}, {bytes_text(capacity['memory_free_bytes'])} free{speed}"
-    )
+    return f"{capacity['device']}, {cores}, {bytes_text(capacity['memory_free_bytes'])} free{speed}"

@@ -7,8 +7,8 @@ import typer
 
 from node.cli.client import ask
 from node.cli.options import AsJson, DataDir, find_data_dir
-from node.cli.render import flops_text, short_id, show, show_json, table
-from node.text import bytes_text
+from node.cli.render import flops_text, minute_text, short_id, show, show_json, table
+from node.text import bytes_text, counted
 
 WEIGHTS_SHOWN_MAX = 32
 AMOUNTS = ("given_flops", "vouched_flops", "witnessed_flops", "averaged_flops")
@@ -29,8 +29,11 @@ def receipts_lines(document: Mapping[str, Any]) -> list[str]:
     rows += [_row("measured here", row) for row in document["issued"]]
     if not rows:
         return ["no receipt yet: they come of runs in which this node works for others, or others for it"]
-    header = ("RECEIPT", "RUN", "PROVIDER", "WORK", "MICRO-BATCHES", "REQUESTER", "MEASURED BY", "AT")
-    lines = table(header, rows)
+    first, *lines = table(("RECEIPT", "RUN", "PROVIDER", "WORK", "AT"), rows)
+    below = " " * first.index("RUN")
+    given = (*document["earned"], *document["issued"])
+    lines = [line for row, each in zip(lines, given, strict=True) for line in (row, below + _whose(each))]
+    lines = [first, *lines]
     weights = sorted(document["peers"], key=lambda row: -row["share_weight"])[:WEIGHTS_SHOWN_MAX]
     if weights:
         columns = ("PEER", "GAVE THIS NODE", "VOUCHED FOR", "WITNESSED", "AVERAGED", "SHARE HERE")
@@ -52,11 +55,14 @@ def _row(kind: str, row: Mapping[str, Any]) -> tuple[str, ...]:
         row["run"][:8],
         short_id(row["provider"]),
         work_text(row),
-        str(row["microbatches"]) if row["kind"] == "compute" else "-",
-        short_id(row["requester"]),
-        short_id(row["measurer"]),
-        row["at"],
+        minute_text(row["at"]),
     )
+
+
+def _whose(row: Mapping[str, Any]) -> str:
+    count = counted(row["microbatches"], "micro-batch", "micro-batches") + ", "
+    what = count if row["kind"] == "compute" else ""
+    return f"{what}asked for by {short_id(row['requester'])}, measured by {short_id(row['measurer'])}"
 
 
 def _weight(row: Mapping[str, Any]) -> tuple[str, ...]:

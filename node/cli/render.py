@@ -9,17 +9,27 @@ import csv
 import io
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from typing import Any, TextIO
 
 from node.errors import PeerloomError
-from node.invocation import SPAN_BEGINS, shown, shown_values
+from node.invocation import SPAN, SPAN_BEGINS, shown, shown_values
 from node.text import bytes_text as bytes_text
+from node.text import fold
 from node.text import seconds_text as seconds_text
 from node.text import table as table
 
 _LABEL_WIDTH = 12
+WIDTH = 80
+"""Columns that tables are made for, and of a terminal that does not say how wide it is."""
+WIDTH_MIN = 40
+"""Below this, folding leaves no room for words behind a label."""
+_NO_BREAK = "\N{NO-BREAK SPACE}"
+PASTED = ("  do: ", "  look: ", "  On another machine:", "  On this machine:")
+"""Lines with something to type. The terminal itself wraps these, so that they are copied as one line."""
 DATA_HASH_LENGTH = 64
 """Hex digits of a BLAKE3 hash."""
 
@@ -37,7 +47,12 @@ _COLOURS = {"good": "green", "bad": "red", "doubt": "yellow", "dim": "dim"}
 def show(lines: Iterable[str], stream: TextIO | None = None) -> None:
     """Write lines to `stream` (stdout): plain without a terminal or with NO_COLOR, else coloured."""
     target = stream if stream is not None else sys.stdout
-    clean = [_printable(shown(line)) for line in lines]
+    given = list(lines)
+    if target.isatty():
+        width = max(WIDTH_MIN, shutil.get_terminal_size((WIDTH, 0)).columns)
+        clean = [_printable(part) for line in given for part in folded(line, width)]
+    else:
+        clean = [_printable(shown(line)) for line in given]
     if not clean:
         return
     if not target.isatty() or os.environ.get("NO_COLOR"):
@@ -45,6 +60,14 @@ def show(lines: Iterable[str], stream: TextIO | None = None) -> None:
     else:
         _show_coloured(clean, target)
     target.flush()
+
+
+def folded(line: str, width: int) -> list[str]:
+    """Return a line as a terminal of `width` columns shows it; commands stay whole and can be pasted."""
+    if line.startswith(PASTED):
+        return [shown(line)]
+    whole = SPAN.sub(lambda span: shown(span[0]).replace(" ", _NO_BREAK), line)
+    return [part.replace(_NO_BREAK, " ") for part in fold(whole, width)]
 
 
 def progress(text: str) -> None:
@@ -124,6 +147,11 @@ def short_address(text: str) -> str:
     if len(parts) < 5 or parts[0]:
         return text
     return f"[{parts[2]}]:{parts[4]}" if parts[1] == "ip6" else f"{parts[2]}:{parts[4]}"
+
+
+def minute_text(at: str) -> str:
+    """An RFC 3339 time as a person reads it, in local time: `2026-11-28 15:07`."""
+    return f"{datetime.fromisoformat(at).astimezone():%Y-%m-%d %H:%M}"
 
 
 def flops_text(flops: float) -> str:

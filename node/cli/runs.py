@@ -31,7 +31,7 @@ from node.cli.screen import EventScreen, name_and_id, with_names
 from node.cli.trace import chrome_trace, send_otlp
 from node.errors import UsageError
 from node.quantities import read_duration
-from node.text import counted, cover_text
+from node.text import counted, cover_text, layers_text
 
 TRACE_SECONDS_MAX = 30.0
 AUDIT_SECONDS_MAX = 600.0
@@ -156,7 +156,7 @@ def stop(context: typer.Context, run: Run, data_dir: DataDir = "", as_json: AsJs
         show_json({"schema": "peerloom/stop/1", **result})
         return
     left = f"; {result['left']} have still to hear of it" if result["left"] else ""
-    show([f"run {result['run'][:8]} stopped; {result['told']} other members know{left}"])
+    show([f"run {result['run'][:8]} stopped; {_told(result)}{left}"])
 
 
 @app.command()
@@ -344,7 +344,11 @@ def _revise(context: typer.Context, data_dir: str, arguments: dict[str, Any], *,
     word = "paused" if result["is_paused"] else "goes on"
     left = f"; {result['left']} have still to hear of it" if result["left"] else ""
     said = f"{word}: {counted(result['steps'], 'step')}, priority {result['priority']}{rate}"
-    show([f"run {result['run'][:8]} {said}; {result['told']} other members know{left}"])
+    show([f"run {result['run'][:8]} {said}; {_told(result)}{left}"])
+
+
+def _told(result: Mapping[str, Any]) -> str:
+    return counted(result["told"], "other member knows", "other members know")
 
 
 def fetch_weights(data_dir: Path, run: str, out: str, model: str = "") -> dict[str, Any]:
@@ -365,27 +369,32 @@ def runs_lines(document: Mapping[str, Any], names: Mapping[str, str] = MappingPr
     """The screen of a `peerloom/runs/1` document; `names` are of peers."""
     if not document["runs"]:
         return ["no run yet; start one: `peerloom train RUN.toml`"]
-    header = ("RUN", "MODEL", "DATA", "STATUS", "STEP", "LOSS", "ACCURACY", "RESULT", "REQUESTER")
-    return table(header, [_row(run, names) for run in document["runs"]])
+    header = ("RUN", "MODEL", "STATUS", "STEP", "LOSS", "ACCURACY", "RESULT")
+    first, *rows = table(header, [_row(run) for run in document["runs"]])
+    below = " " * first.index("MODEL")
+    return [first] + [
+        line
+        for row, run in zip(rows, document["runs"], strict=True)
+        for line in (row, *(below + told for told in _more(run, names)))
+    ]
 
 
-def _row(run: Mapping[str, Any], names: Mapping[str, str]) -> tuple[str, ...]:
+def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
     return (
-        run["run"],
+        run["run"][:8],
         run["model"],
-        data_text(run["data"]),
-        _status_text(run),
+        run["status"] + (", split" if run.get("other_results") else ""),
         step_text(run),
         f"{run['loss']:.4f}" if run["loss"] is not None else "-",
         f"{run['accuracy']:.3f}" if run["accuracy"] is not None else "-",
         run["result"] or "-",
-        name_and_id(names, run["requester"]),
     )
 
 
-def _status_text(run: Mapping[str, Any]) -> str:
-    detail = f": {run['detail']}" if run["detail"] else ""
-    return f"{run['status']}{detail}{', split' if run.get('other_results') else ''}"
+def _more(run: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
+    """Return the lines below a run's row: on what data, whose it is, and how it came to its status."""
+    whose = f"on {data_text(run['data'])}, asked for by {name_and_id(names, run['requester'])}"
+    return [whose, *([run["detail"]] if run["detail"] else [])]
 
 
 def _since_text(run: Mapping[str, Any]) -> str:
@@ -437,7 +446,7 @@ def run_lines(run: Mapping[str, Any]) -> list[str]:
         )
     plan = run.get("plan")
     for number, stage in enumerate(plan["stages"] if plan else (), 1):
-        layers = f"layers {stage['layers'][0]}-{stage['layers'][1] - 1}"
+        layers = layers_text(*stage["layers"])
         who = [
             called(peer) + (" (standby)" if peer in stage["standbys"] else "") for peer in stage["replicas"]
         ]

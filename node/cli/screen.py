@@ -23,7 +23,7 @@ from node.cli.render import (
 )
 from node.invocation import command_span, elsewhere, program_from_anywhere, shown
 from node.paths import is_default_data_dir, short_path
-from node.text import CLOCK_REMEDY, admit_text, clock_text, counted, cover_text
+from node.text import CLOCK_REMEDY, admit_text, clock_text, counted, cover_text, layers_text
 
 Event = Mapping[str, Any]
 LIES = {
@@ -73,6 +73,7 @@ class EventScreen:
         self._capacity: Event | None = None
         self._fences: list[str] = []
         self._has_started = False
+        self._offer = ""
         self._reachable: bool | None = None
 
     def lines(self, event: Event) -> list[str]:
@@ -96,9 +97,9 @@ class EventScreen:
             note = f"   (port {wanted[port]} was taken)" if port in wanted else ""
             lines.append(labelled("listening", address + note))
         if event["is_open"]:
-            private = "members of the swarm" if event["is_private"] else "anybody"
-            text = f"open to the network: {private} may connect from any machine that reaches this one"
-            lines.append(labelled("", f"{text} (only this machine: --listen 127.0.0.1:9747)"))
+            who = "members of the swarm" if event["is_private"] else "anybody"
+            lines.append(labelled("", f"open to the network: {who} may connect who reaches this machine"))
+            lines.append(labelled("", "(for this machine alone: --listen 127.0.0.1:9747)"))
         if self._capacity is not None:
             lines += compute_lines(self._capacity)
         lines += self._fences
@@ -134,11 +135,14 @@ class EventScreen:
         note = f"   (port {wanted} was taken)" if wanted not in (0, int(port)) else ""
         models = event.get("models") or event["address"]
         told = [labelled("models at", f"{models}/v1")] if models != event["address"] else []
-        return [labelled("dashboard", (event.get("link") or event["address"]) + note), *told]
+        return [labelled("page", (event.get("link") or event["address"]) + note), *told]
 
     def _measured(self, event: Event) -> list[str]:
-        self._capacity = event
-        return compute_lines(event) if self._has_started else []
+        before, self._capacity = self._capacity, event
+        if not self._has_started or (before is not None and compute_lines(before) == compute_lines(event)):
+            return []
+        now, *rest = compute_lines(event)
+        return [_at(event, f"measured again: {now.split(maxsplit=1)[1]}"), *rest]
 
     def _fences_tried(self, event: Event) -> list[str]:
         # That they all stand is what everybody expects.
@@ -229,7 +233,7 @@ class EventScreen:
         return [_at(event, f"run {event['run'][:8]} accepted: {what}, from {self._name(event['requester'])}")]
 
     def _planned(self, event: Event) -> list[str]:
-        plan = f"plan {event['plan'][:8]}, height {event['height']}"
+        plan = f"plan {event['plan'][:8]}" + (f", height {event['height']}" if event["height"] else "")
         before = self._layers_of.get(event["run"])
         self._layers_of[event["run"]] = layers = tuple(map(tuple, event["layers"]))
         if event["restored_step"] is not None and before not in (None, layers):
@@ -241,7 +245,7 @@ class EventScreen:
             names = ", ".join(
                 self._name(peer) + (" (standby)" if peer in event["standbys"] else "") for peer in replicas
             )
-            lines.append(f"  stage {stage + 1}   {_layers(layers)}   {names}")
+            lines.append(f"  stage {stage + 1}   {layers_text(*layers)}   {names}")
         lines.append(f"  trainer   {', '.join(self._name(peer) for peer in event['trainers'])}")
         if event["witnesses"]:
             lines.append(f"  witness   {', '.join(self._name(peer) for peer in event['witnesses'])}")
@@ -285,7 +289,8 @@ class EventScreen:
         size = bytes_text(event["size_bytes"])
         copies = counted(event["copies"], "peer")
         line = f"run {event['run'][:8]} checkpoint of step {event['step']}: {size} on {copies}"
-        if event["next_steps"]:
+        left = self._steps.get(event["run"], inf) - event["step"]
+        if 0 < event["next_steps"] <= left:
             again = seconds_text(event["next_seconds"]) if event["next_seconds"] else ""
             line += f"; a lost stage costs up to {counted(event['next_steps'], 'step')}" + (
                 again and f", {again}"
@@ -392,7 +397,8 @@ class EventScreen:
 
     def _offer_changed(self, event: Event) -> list[str]:
         said = "serves others" if event["may_serve"] else f"serves no others now: {event['reason']}"
-        lines = [_at(event, said)]
+        before, self._offer = self._offer, said
+        lines = [_at(event, said)] if said != before else []
         if event["sends_less"]:
             lines.append(_at(event, f"sends less now: {event['sends_less']}"))
         if event["unread"]:
@@ -512,8 +518,3 @@ def with_names(text: str, names: Mapping[str, str]) -> str:
     for peer in names:
         text = text.replace(short_id(peer), name_and_id(names, peer))
     return text
-
-
-def _layers(layers: tuple[int, int]) -> str:
-    first, end = layers
-    return f"layers {first}-{end - 1}" if end - 1 > first else f"layer {first}"

@@ -18,23 +18,11 @@ from node.cli.render import (
     show_json,
 )
 from node.cli.runs import run_text
+from node.counter_names import TRAFFIC
 from node.text import bytes_text, clock_text, counted, open_ports_text
 
-TRAFFIC = (
-    "datagrams_sent",
-    "packets_sent",
-    "initiations_sent",
-    "sessions_begun",
-    "datagrams_received",
-    "messages_by_stream",
-    "streams_opened",
-    "streams_served",
-    "connections_used_again",
-    "beacons_sent",
-    "beacons_heard",
-    "dial_backs",
-)
-"""Counters of what went well."""
+TRAFFIC_SHOWN = ("datagrams_sent", "datagrams_received", "streams_opened", "streams_served")
+"""On this screen, which is for people; `--json` and `/metrics` have all."""
 BROKEN = (
     "broken",
     "cut_short",
@@ -67,7 +55,10 @@ def status(context: typer.Context, data_dir: DataDir = "", as_json: AsJson = Fal
 def status_lines(document: Mapping[str, Any]) -> list[str]:
     """The screen of a `peerloom/status/1` document."""
     up = seconds_text(document["up_seconds"])
-    lines = [f"{document['name']}  {short_id(document['peer'])}   up {up}, swarm {document['swarm']}"]
+    private = ", private" if document.get("is_private") else ""
+    lines = [
+        f"{document['name']}  {short_id(document['peer'])}   up {up}, swarm {document['swarm']}{private}"
+    ]
     own = [short_address(address) for address in document["addresses"] if _CIRCUIT not in address]
     lines += [labelled("listening", address) for address in own]
     lines += reach_lines(document, own)
@@ -85,7 +76,8 @@ def status_lines(document: Mapping[str, Any]) -> list[str]:
     if document.get("fences") is not None:
         lines += fence_lines(document["fences"])
     alive, known = document["members_alive"], document["members_known"]
-    lines.append(labelled("members", f"{alive} alive" + (f" of {known} known" if known > alive else "")))
+    others = counted(alive, "other") + " alive"
+    lines.append(labelled("members", others + (f" of {known} known" if known > alive else "")))
     if document.get("dht") is not None:
         lines.append(labelled("dht", table_text(document["dht"])))
     if (given := document.get("contribution")) and (given["earned_receipts"] or given["issued_receipts"]):
@@ -97,7 +89,7 @@ def status_lines(document: Mapping[str, Any]) -> list[str]:
             )
     lines += [labelled("run", run_text(run)) for run in document["runs"][-RUNS_SHOWN_MAX:]]
     counters = {reason: count for reason, count in document["counters"].items() if count}
-    lines += _counted("traffic", {name: counters[name] for name in TRAFFIC if name in counters})
+    lines += _counted("traffic", {name: counters[name] for name in TRAFFIC_SHOWN if name in counters})
     others = [name for name in counters if name not in TRAFFIC]
     broken = [name for name in others if any(word in name for word in BROKEN)]
     lines += _counted("broken", {name: counters[name] for name in broken})
@@ -180,9 +172,11 @@ def table_text(document: Mapping[str, Any]) -> str:
 def contribution_text(document: Mapping[str, Any]) -> str:
     """Return the text for `contribution` in a status document: what this node computed for others, and they
     for it."""
-    text = f"{flops_text(document['earned_flops'])} for others"
-    text += f" and {bytes_text(document['earned_bytes'])}" if document["earned_bytes"] else ""
-    text += f", by {counted(document['earned_receipts'], 'receipt')}"
+    text = "nothing for others yet"
+    if document["earned_receipts"]:
+        text = f"{flops_text(document['earned_flops'])} for others"
+        text += f" and {bytes_text(document['earned_bytes'])}" if document["earned_bytes"] else ""
+        text += f", by {counted(document['earned_receipts'], 'receipt')}"
     if document["issued_receipts"]:
         text += f"; measured of others: {flops_text(document['issued_flops'])}"
         text += f" and {bytes_text(document['issued_bytes'])}" if document["issued_bytes"] else ""

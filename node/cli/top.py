@@ -13,10 +13,20 @@ import typer
 
 from node.cli.client import ask, request
 from node.cli.options import AsJson, DataDir, find_data_dir
-from node.cli.render import bytes_text, capacity_text, seconds_text, short_id, show, show_json, table
+from node.cli.render import (
+    bytes_text,
+    capacity_text,
+    data_text,
+    seconds_text,
+    short_id,
+    show,
+    show_json,
+    table,
+)
 from node.cli.screen import EventScreen, rate_text
 from node.errors import UsageError
 from node.quantities import read_duration
+from node.text import layers_text
 
 RUNS_SHOWN_MAX = 4
 EVENT_LINES_MAX = 8
@@ -120,7 +130,7 @@ def _run_lines(
     step, last = f"step {run['step']} of {run['steps']}", run["last_step"]
     rate = f"  {rate_text(last)}" if last and last["seconds"] else ""
     bubble = f"  bubble {last['bubble']:.0%}" if last else ""
-    title = f"run {run['run'][:8]}  {run['model']} on {run['data'][:16]}  {run['status']}"
+    title = f"run {run['run'][:8]}  {run['model']} on {data_text(run['data'])}  {run['status']}"
     lines = [f"{title}  {step}  loss {loss}{rate}{bubble}"]
     if len(curve) > 1:
         lines.append(f"  loss {sparkline(curve, max(10, width - 10))}")
@@ -132,9 +142,7 @@ def _run_lines(
         )
         used = last["utilisation"][number] if last and number < len(last["utilisation"]) else None
         busy = "" if used is None else f"  busy {used:4.0%} {'#' * round(20 * min(1.0, used))}"
-        lines.append(
-            f"  stage {number + 1}  layers {stage['layers'][0]}-{stage['layers'][1] - 1}  {who}{busy}"
-        )
+        lines.append(f"  stage {number + 1}  {layers_text(*stage['layers'])}  {who}{busy}")
     return lines
 
 

@@ -35,7 +35,7 @@ LAST_LINES = 8
 """How many lines of a node's output are shown when it fails."""
 _REAP_SECONDS_MAX = 2.0
 """A killed process is gone at once; only a stuck kernel call takes longer."""
-_SOURCE_ROOT = str(Path(__file__).parents[3])
+_SOURCE_ROOT = str(Path(__file__).parents[2])
 
 _UNFENCED = {f"{ENVIRONMENT_PREFIX}ALLOW_UNFENCED": "true"}
 """Its nodes compute only what this person asks for, so they do without the fences that a system lacks."""

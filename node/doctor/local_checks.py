@@ -36,6 +36,8 @@ from node.text import CLOCK_REMEDY, clock_text, counted, open_ports_text
 from node.transport.listen import bind_all, dialable
 from node.transport.multicast import BEACON_PORT, GROUP_4, GROUP_6, Multicast, interfaces_of
 
+_NO_NODE = "no node runs here"
+
 DISK_FREE_BYTES_MIN = 2**30
 """Blobs and checkpoints of a small model; below it a node starts, and does not keep them for long."""
 MEMORY_FREE_BYTES_MIN = 2**30
@@ -279,8 +281,10 @@ async def _reachable(scene: Scene) -> str:
     """Whether other nodes get through to the running one, as they have said."""
     await trio.lowlevel.checkpoint()
     found = None if scene.status is None else scene.status.get("reachability")
-    if scene.status is None or found is None or (found["reachable"] is None and not found.get("relays")):
-        raise Skipped("no node runs here, or nobody has tried to reach it yet")
+    if scene.status is None:
+        raise Skipped(_NO_NODE)
+    if found is None or (found["reachable"] is None and not found.get("relays")):
+        raise Skipped("nobody has tried to reach the running node yet")
     if found["reachable"]:
         return "other nodes get through to this one"
     own = [parse_address(text) for text in scene.status["addresses"]]
@@ -300,7 +304,7 @@ async def _router(scene: Scene) -> str:
     found = None if scene.status is None else scene.status.get("reachability")
     texts = [] if found is None else [text for text in (found["mapping"], found["nat"]) if text]
     if not texts:
-        raise Skipped("no node runs here, or there is no router before it that it knows of")
+        raise Skipped(_NO_NODE if scene.status is None else "the running node knows of none before it")
     return "; ".join(texts)
 
 
@@ -308,10 +312,10 @@ async def _datagrams(scene: Scene) -> str:
     """Whether datagrams of the running node get through to its peers."""
     await trio.lowlevel.checkpoint()
     if scene.status is None:
-        raise Skipped("no node runs here")
+        raise Skipped(_NO_NODE)
     found = scene.status.get("datagrams")
     if found is None or not found["blocked"]:
-        return "the running node lacks no peer's"
+        return "they get through to all peers of the running node"
     blocked, of = len(found["blocked"]), found["of"]
     ports = {parse_address(text).port for text in scene.status["addresses"]}
     port = ", ".join(map(str, sorted(ports)))

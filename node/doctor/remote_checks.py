@@ -27,6 +27,7 @@ from node.seams import RealClock
 from node.services.autonat import MESSAGE_BYTES_MAX, PROTOCOL, Echo, ask_dial_back
 from node.storage.folder import IDENTITY_NAME
 from node.storage.keys import STATIC_BYTES, STATIC_NAME
+from node.transport.handshake import error_reason
 from node.transport.network import RealNetwork
 
 CONNECT_SECONDS = 5.0
@@ -47,6 +48,7 @@ class RemoteChecks:
     hosts: list[str] = field(default_factory=list)
     peer: PeerId | None = None
     echoes: int = 0
+    is_connected: bool = False
     has_datagrams: bool = False
 
     def met(self) -> PeerId:
@@ -119,6 +121,7 @@ async def _connect(visit: RemoteChecks) -> str:
         except OSError as error:
             raise _not_connected(visit, error) from None
         await stream.aclose()
+        visit.is_connected = True
         return f"TCP port {port} answers after {(trio.current_time() - begun) * 1000:.1f} ms"
     raise Failed(
         f"nothing comes back from port {port} within {CONNECT_SECONDS:g} s",
@@ -133,13 +136,16 @@ def _not_connected(visit: RemoteChecks, error: OSError) -> Failed:
     if any(isinstance(each, ConnectionRefusedError) for each in causes):
         what = f"{visit.hosts[0]} is up, but nothing listens on port {visit.address.port}"
         return Failed(what, "start a node there, and look at the port that it says")
-    reason = getattr(causes[0], "strerror", None) or "no way there"
     return Failed(
-        f"no way there: {reason.lower()}", "are both machines on one network, or both on the internet?"
+        f"no way there: {error_reason(causes[0])}",
+        "are both machines on one network, or both on the internet?",
     )
 
 
 async def _handshake(visit: RemoteChecks) -> str:
+    if not visit.is_connected:
+        await trio.lowlevel.checkpoint()
+        raise Skipped("no connection")
     begun = trio.current_time()
     try:
         visit.peer = await visit.network.identify(visit.address.of(None))

@@ -52,6 +52,7 @@ from node.optimizer.takeover import Takeover
 from node.optimizer.tracked import TrackedOptimizer
 from node.optimizer.trained import TrainedTensors
 from node.optimizer.waiting import Overtaken, Waits
+from node.text import counted
 
 log = logging.getLogger("peerloom")
 WINDOW_STEPS = 3.0
@@ -616,4 +617,5 @@ class PeerOptimizer(TrackedOptimizer):
     def _progress_text(self) -> str:
         target = self.settings.target_batch_size
         peers = 0 if self._session is None else self._session.view.peers
-        return f"step {self.global_step}: {self._total_samples()} of {target} samples, {peers} peers"
+        others = counted(peers, "other peer")
+        return f"step {self.global_step}: {self._total_samples()} of {target} samples, {others}"

@@ -5,7 +5,10 @@ from typing import Any
 
 from node.text import bytes_text, seconds_text, table
 
-BAR_WIDTH = 15
+BAR_WIDTH = 5
+WIDTH = 80
+"""Columns of the screen. Names that do not fit beside the rest of their row stand below one another."""
+PEERS_WIDTH_MIN = 8
 PEERS_SHOWN_MAX = 4
 
 
@@ -14,11 +17,16 @@ def plan_lines(document: Mapping[str, Any], *, explain: bool = False) -> list[st
     stages = document["stages"]
     longest = max((stage["seconds"] for stage in stages), default=0.0) or 1.0
     rows = [_stage_row(stage, longest, document["slowest"]) for stage in stages]
+    header = ("STAGE", "LAYERS", "PEERS", "TIME/MICROBATCH", "MEMORY", "SENDS")
+    beside = table(header, [(*row[:2], "", *row[3:]) for row in rows])
+    room = max(PEERS_WIDTH_MIN, WIDTH - max(map(len, beside)) + len("PEERS"))
+    rows = [part for row in rows for part in _spread(row, room)]
+    left_out = len(rows) + 1
     rows += [("-", "-", row["peer"], "", "", "") for row in document["left_out"]]
-    lines = table(("STAGE", "LAYERS", "PEERS", "TIME/MICROBATCH", "MEMORY", "SENDS"), rows)
+    lines = table(header, rows)
     # A reason runs over the columns behind, which are empty.
     column = lines[0].index("TIME/")
-    for number, row in enumerate(document["left_out"], len(stages) + 1):
+    for number, row in enumerate(document["left_out"], left_out):
         lines[number] = f"{lines[number].ljust(column)}no stage: {row['reason']}"
     lines.append(summary(document))
     if (change := document["help"]) is not None:
@@ -31,6 +39,19 @@ def plan_lines(document: Mapping[str, Any], *, explain: bool = False) -> list[st
         lines += ["", "why", *(f"  {reason}" for reason in document["reasons"])]
         lines += _timeline(document)
     return lines
+
+
+def _spread(row: tuple[str, ...], room: int) -> list[tuple[str, ...]]:
+    """Return a row with its peers in a column of `room`: those that do not fit are in rows below it."""
+    lines: list[str] = []
+    for name in row[2].split(", "):
+        if lines and len(lines[-1]) + len(name) + 3 <= room:
+            lines[-1] += f", {name}"
+        else:
+            lines.append(name)
+    *before, last = lines
+    first, *more = [*(f"{line}," for line in before), last]
+    return [(*row[:2], first, *row[3:]), *(("", "", names, "", "", "") for names in more)]
 
 
 def _stage_row(stage: Mapping[str, Any], longest: float, slowest: Mapping[str, Any]) -> tuple[str, ...]:
@@ -48,7 +69,7 @@ def _stage_row(stage: Mapping[str, Any], longest: float, slowest: Mapping[str, A
         f"{first}-{last}" if last > first else str(first),
         shown,
         f"{seconds_text(stage['seconds'])} {bar}{computes}",
-        f"{stage['memory_bytes'] / 1e9:.1f} of {stage['memory_offered_bytes'] / 1e9:.1f} GB",
+        f"{stage['memory_bytes'] / 1e9:.1f}/{stage['memory_offered_bytes'] / 1e9:.1f} GB",
         f"{bytes_text(stage['sent_bytes'])} in {seconds_text(stage['sent_seconds'])}{sends}"
         if stage["sent_bytes"]
         else "-",
@@ -82,7 +103,7 @@ def _rate(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _timeline(document: Mapping[str, Any], width: int = 72) -> list[str]:
+def _timeline(document: Mapping[str, Any], width: int = WIDTH - 21) -> list[str]:
     """A step, a line for each peer: forward as the micro-batch's last digit, backward as a letter."""
     bars = document["timeline"]
     end = max((bar["end_seconds"] for bar in bars), default=0.0)

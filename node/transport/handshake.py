@@ -5,6 +5,7 @@ deadline. Who has connected and not yet begun as a peer does is in `strangers`; 
 is `tcp`'s.
 """
 
+import os
 import re
 import socket
 from collections.abc import Callable
@@ -225,8 +226,13 @@ def _no_connection(address: Address, error: OSError) -> Unreachable:
     causes = cause.exceptions if isinstance(cause, BaseExceptionGroup) else (cause or error,)
     if any(isinstance(each, ConnectionRefusedError) for each in causes):
         return NotListening(f"{address.host} is up, but no node listens on port {address.port}")
-    reason = getattr(causes[0], "strerror", None) or "no way there"
-    return Unreachable("timeout", f"{address.short} cannot be reached: {reason}")
+    return Unreachable("timeout", f"{address.short} cannot be reached: {error_reason(causes[0])}")
+
+
+def error_reason(error: BaseException) -> str:
+    """Return why the system made no connection. trio's own text repeats the address, as Python writes it."""
+    number = getattr(error, "errno", None)
+    return os.strerror(number).lower() if number else "no way there"
 
 
 def set_options(transport: trio.SocketStream) -> None:

@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 
 from node import events
 from node.alerts.rules import KINDS
+from node.counter_names import TRAFFIC
 from node.protocols.services import Listing, Service
 from node.services.energy import EnergyMeter
 from node.state import State
@@ -26,14 +27,6 @@ STEP_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 STAGES_MAX = 64
 MEMBER_STATUSES = ("alive", "suspect", "dead", "left")
-TRAFFIC = frozenset(
-    {
-        "beacons_heard", "beacons_sent", "connections_used_again", "cookies_sent", "cookies_shown",
-        "datagrams_received", "datagrams_sent", "dial_backs", "initiations_sent", "messages_by_stream",
-        "packets_sent", "sessions_begun", "streams_opened", "streams_served",
-    }
-)  # fmt: skip
-"""Counters of what went well; all others count something refused, dropped or broken."""
 
 
 class Metrics:

@@ -63,7 +63,7 @@ def test_a_batch_that_is_not_full_says_what_it_waits_for(me: SyncNode) -> None:
     optimizer = me.optimizer(adamw(model), "waits", target_batch_size=100)
     backward(model, batch_of(0))
     optimizer.step()
-    wanted = r"step 0: 32 of 100 samples, 0 peers, for \d+ s; the step is made once they are there"
+    wanted = r"step 0: 32 of 100 samples, 0 other peers, for \d+ s; the step is made once they are there"
     assert re.fullmatch(wanted, optimizer.status)
 
 
