@@ -71,10 +71,12 @@ class FindBits(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class BitsFound(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Two replicas of a stage that answer the same `bits` computed these tokens to the same bits. Empty: this
     machine gives a session other bits when it comes in other parts, so no other equals it, nor it itself.
-    The values of the rows `packed` lie in the arena no more: `ReadValues` has them."""
+    The values of the rows `packed` lie in the arena no more: `ReadValues` has them. The stage needs at most
+    `needed_bytes` of the memory that it was given."""
 
     bits: Annotated[bytes, msgspec.Meta(max_length=BITS_BYTES)]
     packed: tuple[int, ...] = ()
+    needed_bytes: Number = 0
 
 
 class ReadValues(msgspec.Struct, frozen=True, tag=True, array_like=True):

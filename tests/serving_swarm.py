@@ -42,11 +42,14 @@ def until(
 class Ground:
     """Nodes of one swarm, the first of which is the door. Use `close` in the end."""
 
-    def __init__(self, folder: Path, nodes: Mapping[str, tuple[int, int]]) -> None:
-        """`nodes` has the slots and the cores of each node by its name."""
+    def __init__(
+        self, folder: Path, nodes: Mapping[str, tuple[int, int]], observers: Sequence[str] = ()
+    ) -> None:
+        """`nodes` has the slots and the cores of each node by its name; observers take no stages."""
         self.folder = folder
         self.sizes = nodes
         self.names = list(nodes)
+        self.observers = observers
         self.swarm = SwarmProcesses(folder, "serving", time.sleep, calibrate=False)
         self.dead: set[str] = set()
 
@@ -63,7 +66,8 @@ class Ground:
         self.swarm.launch([name], {"PEERLOOM_SLOTS": str(self.sizes[name][0])})
 
     def _flags(self, name: str) -> list[str]:
-        return ["--cores", str(self.sizes[name][1]), "--log", "json"]
+        watches = ["--observer"] if name in self.observers else []
+        return ["--cores", str(self.sizes[name][1]), "--log", "json", *watches]
 
     def meet(self) -> None:
         living = [name for name in self.names if name not in self.dead]
@@ -135,8 +139,13 @@ class Ground:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
 
+    def leave_node(self, name: str) -> None:
+        """Have a node leave: it hands over what it holds, then its process ends."""
+        self.dead.add(name)
+        self.swarm.leave(name)
+
     def restart(self, name: str) -> None:
-        """Start a node that was killed once more, on its folder."""
+        """Start a node that was killed, or has left, once more, on its folder."""
         self._launch(name)
         self.swarm.start(name, self.swarm.nodes[self.names[0]].address, self._flags(name))
         self.dead.discard(name)

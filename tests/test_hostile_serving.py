@@ -66,11 +66,13 @@ def learn_serving(group: Swarm, bad: Hostile, service: Service) -> None:
         if name == NAME:
             continue
         for session in node.serving.provider._sessions.values():
-            bad.known.learn(OpenSession(session.id, service.id, 0, session.before, session.after), "session")
-            bad.known.learn(Work(session.id, session.newest + 1, session.kept, 1, 1, 1))
-            bad.known.learn(Answer(session.id, max(0, session.newest), 1, (0.0,)))
-            for kind in (SessionOpened, LeaveSession):
-                bad.known.learn(kind(session.id))
+            for part in session.parts.values():
+                ends = part.before, part.after
+                bad.known.learn(OpenSession(session.id, service.id, part.stage, *ends), "session")
+                bad.known.learn(Work(session.id, part.newest + 1, part.kept, 1, 1, 1, stage=part.stage))
+                bad.known.learn(Answer(session.id, max(0, part.newest), 1, (0.0,)))
+                bad.known.learn(SessionOpened(session.id, part.stage))
+            bad.known.learn(LeaveSession(session.id))
             bad.known.learn(SessionClosed(session.id, "failed", ""))
         for member in node.serving.hosting.members.values():
             bad.known.learn(Roll(service.id, member.number, True, False, member.upkeep.rows()))
@@ -167,8 +169,10 @@ def spoken(bad: Hostile, group: Swarm, service: Service) -> list[Callable[[bytes
     """What takes another's session, said outright: extend it, roll it back, end it, answer it, close it."""
     peer = bad.node.peer
     return [
-        lambda session, each: Work(session, each.newest + 1, each.kept, 1, 1, 1),
-        lambda session, each: Work(session, each.newest + 1, 0, 1, 1, 1),
+        lambda session, each: Work(session, each.newest + 1, each.kept, 1, 1, 1, stage=each.stage),
+        lambda session, each: Work(session, each.newest + 1, 0, 1, 1, 1, stage=each.stage),
+        lambda session, each: Work(session, each.newest + 1, 0, 1, 1, 1, stage=1 - each.stage),
+        lambda session, each: OpenSession(session, service.id, 1 - each.stage, peer, peer),
         lambda session, _: LeaveSession(session),
         lambda session, _: OpenSession(session, service.id, 0, peer, peer),
         lambda session, _: SessionClosed(session, "failed", ""),
@@ -192,7 +196,10 @@ def test_no_stranger_takes_the_session_of_another() -> None:
                     for make in spoken(bad, group, service):
                         for node in (*members, door):
                             sessions = [
-                                (s.id, s) for m in members for s in m.serving.provider._sessions.values()
+                                (part.session.id, part)
+                                for member in members
+                                for each in member.serving.provider._sessions.values()
+                                for part in each.parts.values()
                             ]
                             try:
                                 stream = await bad.insider._open(node.peer, SERVE)

@@ -1,6 +1,7 @@
 """`peerloom serve MODEL`, `generate SERVICE "prompt"` and `services`: a model that is split over peers."""
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -186,6 +187,10 @@ def service_lines(document: Mapping[str, Any], names: Mapping[str, str]) -> list
         rate = document.get("tokens_per_second")
         told = f", {rate:.1f} tokens a second" if rate is not None else ""
         lines.append(f"  the last answer here: the first token after {document['first_seconds']:.2f} s{told}")
+    held = Counter(each["peer"] for replicas in document["stages"] for each in replicas)
+    for peer, count in held.items():
+        if count > 1:
+            lines.append(f"  {_named(peer, names)} holds {count} stages until another node takes over")
     if any(len(replicas) < document["replicas"] for replicas in document["stages"]):
         wished = counted(document["replicas"], "replica is", "replicas are")
         lines.append(f"  {wished} wished for each stage, and not all are here")

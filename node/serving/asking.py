@@ -213,8 +213,8 @@ class Asking:
                 {
                     "peer": peer_text(each.peer),
                     "sessions": each.sessions,
-                    "tokens": usage.get(each.peer, unknown).tokens,
-                    "tokens_max": usage.get(each.peer, unknown).tokens_max,
+                    "tokens": usage.get((each.peer, stage), unknown).tokens,
+                    "tokens_max": usage.get((each.peer, stage), unknown).tokens_max,
                 }
                 for each in routes.get(stage, ())
             ]

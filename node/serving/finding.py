@@ -32,6 +32,8 @@ from node.suggest import did_you_mean
 from partition.serve.door import StageReplica
 
 Routes = dict[int, list[StageReplica]]
+Held = tuple[PeerId, int]
+"""A member, and a stage that it holds."""
 
 ASKED_MAX = 16
 """Members of one service that are asked who answers."""
@@ -78,16 +80,17 @@ class Finder:
     def __init__(self, owner: FinderOwner) -> None:
         self._owner = owner
         self._members: dict[bytes, dict[PeerId, None]] = {}
-        self._usage: dict[bytes, dict[PeerId, CacheUse]] = {}
+        self._usage: dict[bytes, dict[Held, CacheUse]] = {}
         """As members said when they were asked last; of the services whose members are known."""
         self._loading: dict[bytes, frozenset[int]] = {}
 
-    def usage(self, service: bytes) -> Mapping[PeerId, "CacheUse"]:
+    def usage(self, service: bytes) -> Mapping["Held", "CacheUse"]:
         """Return what members of a service, this node too, said of their memory."""
         found = dict(self._usage.get(service, {}))
         for each, listing in self._owner.hosting.own():
             if each.id == service:
-                found[self._owner.signer.peer] = CacheUse(listing.tokens, listing.tokens_max)
+                held = self._owner.signer.peer, listing.rows[0].stage
+                found[held] = CacheUse(listing.tokens, listing.tokens_max)
         return found
 
     def note(self, service: Service, members: Sequence[PeerId]) -> None:
@@ -157,29 +160,34 @@ class Finder:
     async def _ask_members(self, service: Service) -> Routes:
         owner = self._owner
         me = owner.signer.peer
-        said: dict[PeerId, tuple[int, Listing | None]] = {}
+        said: dict[Held, Listing | None] = {}
         silent: set[PeerId] = set()
         asked: set[PeerId] = {me}
-        own = {each.id: listing for each, listing in owner.hosting.own()}.get(service.id)
-        loading = {row.stage for row in (own.rows if own is not None else ()) if not row.is_ready}
+        own = {
+            listing.rows[0].stage: listing for each, listing in owner.hosting.own() if each.id == service.id
+        }
+        loading = {row.stage for listing in own.values() for row in listing.rows if not row.is_ready}
         for stage, peers in enumerate(owner.hosting.ready_of(service.id)):
-            said |= dict.fromkeys(peers, (stage, own if me in peers else None))
+            said |= {(peer, stage): own.get(stage) if peer == me else None for peer in peers}
             # What bit class they are of they say themselves.
             self.note(service, [peer for peer in peers if peer != me])
 
         async def ask(peer: PeerId) -> None:
-            listing = await self._listing(peer, service)
-            if listing is None:
+            listings = await self._listings(peer, service)
+            if not listings:
                 silent.add(peer)
-                return
-            self._usage.setdefault(service.id, {})[peer] = CacheUse(listing.tokens, listing.tokens_max)
-            others = [PeerId(row.peer) for row in listing.rows if row.peer != peer]
-            self.note(service, [peer, *others])
-            own = next((row for row in listing.rows if row.peer == peer), None)
-            if own is not None and own.is_ready and own.stage < service.manifest.stages:
-                said[peer] = own.stage, listing
-            elif own is not None:
-                loading.add(own.stage)
+            for listing in listings:
+                others = [PeerId(row.peer) for row in listing.rows if row.peer != peer]
+                self.note(service, [peer, *others])
+                row = next((row for row in listing.rows if row.peer == peer), None)
+                if row is None or row.stage >= service.manifest.stages:
+                    continue
+                use = CacheUse(listing.tokens, listing.tokens_max)
+                self._usage.setdefault(service.id, {})[peer, row.stage] = use
+                if row.is_ready:
+                    said[peer, row.stage] = listing
+                else:
+                    loading.add(row.stage)
 
         # Those that members name are asked in turn: two rounds reach all of them.
         for _ in range(2):
@@ -189,24 +197,24 @@ class Finder:
                 for peer in new:
                     nursery.start_soon(ask, peer)
         for peer in silent:
-            said.pop(peer, None)
             self._members.get(service.id, {}).pop(peer, None)
+        said = {held: listing for held, listing in said.items() if held[0] not in silent}
         self._note_said(service, said.keys(), loading)
         return self._routes_of(service, said)
 
-    def _note_said(self, service: Service, said: Collection[PeerId], loading: Collection[int]) -> None:
+    def _note_said(self, service: Service, said: Collection[Held], loading: Collection[int]) -> None:
         if (told_of := self._usage.pop(service.id, None)) is not None and service.id in self._members:
-            self._usage[service.id] = {peer: use for peer, use in told_of.items() if peer in said}
+            self._usage[service.id] = {held: use for held, use in told_of.items() if held in said}
         if loading and service.id in self._members:
             self._loading[service.id] = frozenset(loading)
         else:
             self._loading.pop(service.id, None)
 
-    def _routes_of(self, service: Service, said: Mapping[PeerId, tuple[int, Listing | None]]) -> Routes:
+    def _routes_of(self, service: Service, said: Mapping[Held, Listing | None]) -> Routes:
         owner, me = self._owner, self._owner.signer.peer
-        links = owner.link_seconds(list(said))
+        links = owner.link_seconds({peer for peer, _ in said})
         routes: Routes = {}
-        for peer, (stage, told) in said.items():
+        for (peer, stage), told in said.items():
             if not service.manifest.may_hold(peer):
                 continue  # it calls itself a member
             seconds = 0.0 if peer == me else owner.round_trip_seconds(peer)
@@ -218,19 +226,21 @@ class Finder:
             routes.setdefault(stage, []).append(row)
         return routes
 
-    async def _listing(self, peer: PeerId, service: Service) -> Listing | None:
+    async def _listings(self, peer: PeerId, service: Service) -> list[Listing]:
+        """Return what a member says of a service, once for each stage that it holds."""
         reply: Reply | None = None
         with trio.move_on_after(ANSWER_SECONDS_MAX), suppress(Unreachable):
             reply = await self._owner.hosting.ask(peer, Find(service.id))
         if not isinstance(reply, ServicesFound):
-            return None
+            return []
+        found = []
         for listing in reply.listings:
             try:
                 if check_service(self._owner.signer, listing.manifest).id == service.id:
-                    return listing
+                    found.append(listing)
             except RemoteProtocolError as error:
                 self._owner.refuse(peer, error)
-        return None
+        return found
 
 
 def _after(links: Mapping[tuple[PeerId, PeerId], float], peer: PeerId) -> dict[PeerId, float]:

@@ -1,17 +1,21 @@
 """The stages of services that this node holds: taken on, loaded, kept at their number, let go.
 
-A stage takes a slot as a run's does, and the owner's rules say whose it may be. What a member hears of the
-others is `partition.serve.upkeep`'s; here the node that is to take a missing stage is found and asked.
+A stage takes a slot as a run's does, and the owner's rules say whose it may be. A further stage of a service
+that is here already takes a slot of its own, or where none is free what is left of the first one's, whose
+stages compute in turn. What a member hears of the others is `partition.serve.upkeep`'s; here the node that is
+to take a missing stage is found and asked.
 """
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import Protocol
 
 import trio
+from blake3 import blake3
 
 from crypto.encoding import encode
 from crypto.errors import RemoteProtocolError
@@ -49,7 +53,7 @@ from partition.serve.messages import CloseCode, Roll, Row
 from partition.serve.provider import Event as ProviderEvent
 from partition.serve.provider import Sends, SessionProvider
 from partition.serve.routes import StagePace
-from partition.serve.upkeep import Recruit, RosterChanged, ServiceUpkeep
+from partition.serve.upkeep import STAGES_PER_PEER_MAX, Recruit, Relieved, RosterChanged, ServiceUpkeep
 
 ASK_SECONDS_MAX = 5.0
 """For a node to say whether it takes a stage: it has nothing to fetch before."""
@@ -89,11 +93,27 @@ class HostingOwner(Protocol):
 
 
 class Membership:
-    """This node's part in one service."""
+    """One stage of a service that this node holds. `beside` is another one whose slot it shares."""
 
-    def __init__(self, owner: HostingOwner, service: Service, number: int, rows: Sequence[Row]) -> None:
+    def __init__(
+        self,
+        owner: HostingOwner,
+        service: Service,
+        number: int,
+        rows: Sequence[Row],
+        *,
+        slot: bytes,
+        machine: Machine,
+        beside: "Membership | None" = None,
+        is_stopgap: bool = False,
+    ) -> None:
         self.service = service
         self.number = number
+        self.slot = slot
+        """The name under which its slot is taken."""
+        self.machine = machine
+        self.turn: trio.Lock = trio.Lock() if beside is None else beside.turn
+        """Stages that share a slot compute one at a time: the owner gave it so many threads."""
         self.stage: HeldStage | None = None
         self.scope = trio.CancelScope()
         self.ready = trio.Event()
@@ -107,8 +127,9 @@ class Membership:
         now = owner.seams.clock.monotonic()
         manifest = service.manifest
         self.upkeep = ServiceUpkeep(
-            now, owner.signer.peer, service.id, manifest.stages, manifest.replicas, number, rows
-        )
+            now, owner.signer.peer, service.id, manifest.stages, manifest.replicas, number, rows,
+            is_stopgap=is_stopgap,
+        )  # fmt: skip
 
 
 class Hosting:
@@ -116,7 +137,13 @@ class Hosting:
 
     def __init__(self, owner: HostingOwner) -> None:
         self._owner = owner
-        self.members: dict[bytes, Membership] = {}
+        self.members: dict[tuple[bytes, int], Membership] = {}
+        """By the service and the number of the stage."""
+
+    def of(self, service: bytes) -> list[Membership]:
+        """Return the stages of a service that are here, the one that is held for good first."""
+        found = [member for member in self.members.values() if member.service.id == service]
+        return sorted(found, key=lambda member: member.upkeep.is_stopgap)
 
     # Taking a stage on
 
@@ -125,24 +152,55 @@ class Hosting:
         owner = self._owner
         if number >= service.manifest.stages:
             return "the service has no such stage"
-        if (known := self.members.get(service.id)) is not None:
-            if asker == service.publisher or known.upkeep.has(asker):
-                known.upkeep.introduce(owner.seams.clock.monotonic(), rows)
-            return None if known.number == number else "another stage of this service is here"
+        here = self.of(service.id)
+        is_by_member = asker in (service.publisher, owner.signer.peer)
+        is_by_member = is_by_member or any(each.upkeep.has(asker) for each in here)
+        for each in here if is_by_member else ():
+            each.upkeep.introduce(owner.seams.clock.monotonic(), rows)
+        if (service.id, number) in self.members:
+            return None
+        if here and not is_by_member:
+            return "another stage of this service is here"
         if not service.manifest.may_hold(owner.signer.peer):
             return "the service is restricted to other peers"
         if (reason := owner.accepts(service)) is not None:
             return reason
         if service.manifest.threads > owner.machine.threads:
             return f"it computes with {service.manifest.threads} threads, a slot here has fewer"
-        if not owner.slots.is_free_for(service.id):
-            return "no free slot"
-        member = Membership(owner, service, number, rows)
-        self.members[service.id] = member
+        member = self._further(service, number, rows, here) if here else None
+        if isinstance(member, str):
+            return member
+        if member is None:
+            if not owner.slots.is_free_for(service.id):
+                return "no free slot"
+            member = Membership(owner, service, number, rows, slot=service.id, machine=owner.machine)
+        self.members[service.id, number] = member
         owner.receipts.begun(service.id)
         owner.expect_stage()  # its process loads while the graph travels
         owner.start_task(self._hold, member)
         return None
+
+    def _further(
+        self, service: Service, number: int, rows: Sequence[Row], here: Sequence[Membership]
+    ) -> Membership | str:
+        """Return what is to hold a stage beside others of the same service, or why it has no place."""
+        owner = self._owner
+        if len(here) >= STAGES_PER_PEER_MAX:
+            return f"{len(here)} stages of this service are here"
+        own = blake3(service.id + number.to_bytes(2)).digest()
+        if owner.slots.is_free_for(own):
+            return Membership(owner, service, number, rows, slot=own, machine=owner.machine, is_stopgap=True)
+        beside = here[0]
+        sharers = [each for each in here if each.slot == beside.slot]
+        if any(each.stage is None for each in sharers):
+            return "the stage that is here is being loaded"
+        needed = sum(each.stage.needed_bytes for each in sharers if each.stage is not None)
+        if (left := owner.machine.memory_bytes - needed) <= 0:
+            return "no memory is left beside the stage that is here"
+        return Membership(
+            owner, service, number, rows, slot=beside.slot, beside=beside, is_stopgap=True,
+            machine=replace(owner.machine, memory_bytes=left),
+        )  # fmt: skip
 
     async def _hold(self, member: Membership) -> None:
         """Load a stage and answer by it, until it is let go or its process ends."""
@@ -153,7 +211,7 @@ class Hosting:
                     owner.seams,
                     service,
                     member.number,
-                    owner.machine,
+                    member.machine,
                     owner.models,
                     partial(self.holders, member),
                     owner.signer.peer,
@@ -161,7 +219,7 @@ class Hosting:
             except StageFailed as error:
                 await self.let_go(member, "failed", str(error))
                 return
-        if member.scope.cancelled_caught or self.members.get(service.id) is not member:
+        if member.scope.cancelled_caught or self.members.get((service.id, member.number)) is not member:
             if member.stage is not None:
                 await member.stage.aclose()
             return
@@ -184,7 +242,9 @@ class Hosting:
         """Return who may have what a stage is made of: its members, those of the same stage first, and the
         publisher."""
         rows = sorted(member.upkeep.rows(), key=lambda row: row.stage != member.number)
-        found = [PeerId(row.peer) for row in rows if row.peer != self._owner.signer.peer]
+        me = self._owner.signer.peer
+        others = [row for each in self.of(member.service.id) for row in each.upkeep.rows()]
+        found = [PeerId(row.peer) for row in (*rows, *others) if row.peer != me]
         return list(dict.fromkeys([*found, member.service.publisher]))
 
     async def _advertise(self, service: Service, value: bytes, seconds: float | None) -> None:
@@ -196,12 +256,15 @@ class Hosting:
     async def let_go(self, member: Membership, code: CloseCode, reason: str) -> None:
         """Serve a stage no more; doors and members are told."""
         owner, service = self._owner, member.service
-        if self.members.get(service.id) is not member:
+        if self.members.get((service.id, member.number)) is not member:
             return
-        del self.members[service.id]
+        del self.members[service.id, member.number]
         member.scope.cancel()
-        owner.send(owner.provider.release(service.id, code, reason))
+        owner.send(owner.provider.release(service.id, member.number, code, reason))
         owner.send(list(member.upkeep.leave()))
+        left = self.of(service.id)
+        if left and left[0].upkeep.is_stopgap:
+            left[0].upkeep.stay(owner.seams.clock.monotonic())
         owner.publish(
             ServiceChanged(
                 at=owner.seams.clock.wall(),
@@ -215,7 +278,8 @@ class Hosting:
         owner.act()
         if member.stage is not None:
             await member.stage.aclose()
-        owner.start_task(self._advertise, service, b"", GONE_RECORD_SECONDS)
+        if not left:
+            owner.start_task(self._advertise, service, b"", GONE_RECORD_SECONDS)
 
     async def leave(self) -> None:
         """Let go of all stages: sessions go on elsewhere before this node is gone."""
@@ -230,6 +294,9 @@ class Hosting:
             with trio.move_on_after(LEAVE_SECONDS_MAX):
                 rows = member.upkeep.rows()
                 peer, _ = await self.place(service, number, rows, {row.peer for row in rows})
+                if peer is None:
+                    others = [PeerId(row.peer) for row in rows if row.peer != owner.signer.peer]
+                    peer = await self._double_up(service, number, rows, others)
                 if peer is not None:
                     row = Row(peer, number, False)
                     member.upkeep.introduce(owner.seams.clock.monotonic(), (row,))
@@ -260,8 +327,8 @@ class Hosting:
 
     def receive(self, now: float, sender: PeerId, message: Roll) -> Sends:
         """Take what a member tells; of a service that is not here it is passed over."""
-        member = self.members.get(message.service)
-        return [] if member is None else list(member.upkeep.receive(now, sender, message))
+        members = self.of(message.service)
+        return [send for member in members for send in member.upkeep.receive(now, sender, message)]
 
     def lost(self, now: float, peer: PeerId) -> Sends:
         return [send for member in self.members.values() for send in member.upkeep.lost(now, peer)]
@@ -279,6 +346,8 @@ class Hosting:
                 match event:
                     case Recruit():
                         owner.start_task(self._recruit, member, event)
+                    case Relieved():
+                        owner.start_task(self.let_go, member, "leaving", "another node holds the stage again")
                     case RosterChanged():
                         member.roster = event.ready
                         owner.publish(
@@ -297,10 +366,25 @@ class Hosting:
         try:
             member.offering = self._offering()
             taken = {row.peer for row in member.upkeep.rows()} | set(wanted.members)
-            found, _ = await self.place(member.service, wanted.stage, member.upkeep.rows(), taken)
+            rows = member.upkeep.rows()
+            found, _ = await self.place(member.service, wanted.stage, rows, taken)
+            if found is None and wanted.is_empty:
+                me = self._owner.signer.peer
+                others = [PeerId(peer) for peer in taken if peer != me]
+                found = await self._double_up(member.service, wanted.stage, rows, [me, *others])
         finally:
             member.upkeep.recruited(self._owner.seams.clock.monotonic(), wanted.stage, found)
             self._owner.act()
+
+    async def _double_up(
+        self, service: Service, number: int, rows: Sequence[Row], members: Iterable[PeerId]
+    ) -> PeerId | None:
+        """Have one of these members hold a stage beside its own; return which does, None where none can."""
+        free = {each.peer for each in self._owner.offers() if each.has_slot}
+        for peer in sorted(dict.fromkeys(members), key=lambda peer: peer not in free):
+            if await self.ask_to_host(peer, service, number, rows) is None:
+                return peer
+        return None
 
     # Asking others
 
@@ -367,13 +451,13 @@ class Hosting:
         return reply
 
     def own(self) -> list[tuple[Service, Listing]]:
-        """Return the services that this node is a member of."""
+        """Return the services that this node is a member of, once for each stage."""
         return [(member.service, self.listing(member)) for member in self.members.values()]
 
     def ready_of(self, service: bytes) -> tuple[tuple[PeerId, ...], ...]:
         """Return who answers for each stage, as this node knows it as a member."""
-        member = self.members.get(service)
-        return () if member is None else member.roster
+        members = self.of(service)
+        return members[0].roster if members else ()
 
     def listing(self, member: Membership) -> Listing:
         """Return what this node says of a service that it is a member of."""
@@ -383,7 +467,7 @@ class Hosting:
             member.service.fact,
             member.upkeep.rows(),
             provider.sessions_of(name),
-            provider.tokens_of(name),
+            provider.tokens_of(name, member.number),
             room,
             b"" if member.stage is None else member.stage.bits,
             int(member.pace.decode_seconds * 1e6),

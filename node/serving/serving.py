@@ -181,6 +181,7 @@ class Serving:
                 task_status.started()
                 await trio.sleep_forever()
         finally:
+            self._nursery = None  # streams that break from now on begin nothing
             with trio.CancelScope(shield=True):
                 await self.texts.aclose()
                 for member in self.hosting.members.values():
@@ -230,8 +231,8 @@ class Serving:
         return found
 
     def hosted(self) -> dict[bytes, bytes]:
-        """Return the services that have a slot here, and the graph of each."""
-        return {name: member.service.manifest.graph for name, member in self.hosting.members.items()}
+        """Return what has a slot here, a service or a further stage of one, and the graph of each."""
+        return {member.slot: member.service.manifest.graph for member in self.hosting.members.values()}
 
     async def leave(self) -> None:
         """Let go of all stages: their sessions go on elsewhere before this node is gone."""
@@ -308,10 +309,12 @@ class Serving:
         self.act()
 
     def _take_unit(self, now: float, sender: PeerId, work: Work, payload: memoryview) -> Sends:
-        service = self.provider.stage_of(work.session)
-        member = None if service is None else self.hosting.members.get(service)
-        if member is None or member.stage is None:
+        service = self.provider.service_of(work.session)
+        if service is None:
             return []
+        member = self.hosting.members.get((service, work.stage))
+        if member is None or member.stage is None:
+            raise RemoteProtocolError("a unit of a session for a stage that does not serve it")
         try:
             arrays = read_tensors(work.tensors, payload)
             member.stage.check(work, arrays)
@@ -334,7 +337,7 @@ class Serving:
         """Do what the cores want done, and look at their deadlines anew."""
         events, self.provider.events = self.provider.events, []
         for event in events:
-            if (member := self.hosting.members.get(event.service)) is not None:
+            if (member := self.hosting.members.get((event.service, event.stage))) is not None:
                 member.asked.append(event)
                 if not member.is_working:
                     member.is_working = True
@@ -369,7 +372,8 @@ class Serving:
         """Raises StageFailed: its process is gone."""
         match asked:
             case ComputeBatch():
-                await self._compute(member, stage, asked)
+                async with member.turn:
+                    await self._compute(member, stage, asked)
             case ForgetSession():
                 await stage.forget(asked.session)
             case ForkSession():
@@ -424,15 +428,16 @@ class Serving:
 
     def _stopped(self, stop: Fact) -> wire.Reply:
         name, author = wire.check_stop(self.signer, stop)
-        member = self.hosting.members.get(name)
-        if member is None:
+        members = self.hosting.of(name)
+        if not members:
             return wire.Done()
-        if author != member.service.publisher:
+        if author != members[0].service.publisher:
             raise RemoteProtocolError("the end of a service by somebody else than its publisher")
         self._over[name] = None
         while len(self._over) > wire.ENDED_MAX:
             del self._over[next(iter(self._over))]
-        self.start_task(self.hosting.let_go, member, "leaving", "its publisher ended the service")
+        for member in members:
+            self.start_task(self.hosting.let_go, member, "leaving", "its publisher ended the service")
         return wire.Done()
 
     # What this node wants
@@ -511,7 +516,7 @@ class Serving:
         """Have the stages of this node's own service held again where all of its members are gone."""
         while service.id in self._published:
             await trio.sleep(KEEP_SECONDS)
-            if service.id in self.hosting.members or service.id not in self._published:
+            if self.hosting.of(service.id) or service.id not in self._published:
                 continue
             await self.routes(service)
             rows: list[Row] = []

@@ -96,6 +96,8 @@ class HeldStage:
         self.specification = wanted
         self.bits = b""
         """The bit class of its process: see `partition.execute.bit_class`."""
+        self.needed_bytes = wanted.memory_bytes_max
+        """What it needs at most of the memory that it was given."""
         self._stage = stage
         self._packed: frozenset[int] = frozenset()
         """Rows whose values only the process has."""
@@ -135,6 +137,7 @@ class HeldStage:
             probed = await stage.call(api.FindBits())
             if isinstance(probed, api.BitsFound):
                 held.bits, held._packed = probed.bits, frozenset(probed.packed)
+                held.needed_bytes = probed.needed_bytes
             return held
         except BaseException as error:
             with trio.CancelScope(shield=True):

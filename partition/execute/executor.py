@@ -122,6 +122,7 @@ class StageExecutor:
         self._graph = graph
         self._device = torch.device(specification.device)
         self._boundary = Boundary(specification, self._device)
+        self._needed_bytes = max(0, specification.memory_bytes_max - room_bytes)
         self._programs: dict[tuple[str, bool], Program] = {}
         dtype = DTYPES[specification.dtype]
         self._arenas = {name: arenas[name] for name in ARENAS}
@@ -456,7 +457,7 @@ class StageExecutor:
             raise RemoteProtocolError(f"the stage has no entry point '{SERVE}'")
         program = self._program(SERVE, False)
         bits = bit_class(self._specification, self._served, program, self._parameters, self._constants)
-        return BitsFound(bits, self._weights.released)
+        return BitsFound(bits, self._weights.released, self._needed_bytes)
 
     def _serve(self, request: Serve) -> Served:
         if self._served is None:

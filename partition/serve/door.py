@@ -247,11 +247,11 @@ class Door:
         found: dict[PeerId, str] = {}
         for each in self._generations.values():
             attempt = each.attempt
-            for peer in attempt.route if attempt is not None else ():
+            for stage, peer in enumerate(attempt.route) if attempt is not None else ():
                 assert attempt is not None
-                if peer not in attempt.opened and now - attempt.began_at >= OPEN_SECONDS_MAX:
+                if stage not in attempt.opened and now - attempt.began_at >= OPEN_SECONDS_MAX:
                     found[peer] = "it did not answer"
-                elif peer in attempt.opened and now - self._heard_at.get(peer, now) >= SILENCE_SECONDS_MAX:
+                elif stage in attempt.opened and now - self._heard_at.get(peer, now) >= SILENCE_SECONDS_MAX:
                     found[peer] = "its node is silent"
         return list(found.items())
 
@@ -303,9 +303,6 @@ class Door:
             sessions=lambda peer: len(self._using(peer)),
             doubts=generation.doubts,
         )
-        if not route:
-            generation.missing = "one peer answers for several stages, and nobody else for them"
-            return self._ask_for_routes(now, shape.service)
         if self._waits_for_another(now, generation, shared):
             return []
         generation.missing = ""
@@ -368,7 +365,12 @@ class Door:
 
     def _let_go(self, gone: Sequence[KeptPrefix], besides: PeerId | None = None) -> Sends:
         """Have all stages forget sessions that rested."""
-        return [(peer, LeaveSession(each.session)) for each in gone for peer in each.route if peer != besides]
+        return [
+            (peer, LeaveSession(each.session))
+            for each in gone
+            for peer in dict.fromkeys(each.route)
+            if peer != besides
+        ]
 
     def _forget_rest(self, session: bytes, besides: PeerId | None = None) -> Sends:
         """Nobody begins from a session any more; where it rested, its stages forget it."""
@@ -418,11 +420,12 @@ class Door:
         rests = rests_at is not None and not generation.wish.is_vector
         if rests_at is None or not rests or not attempt.is_open or attempt.known < PREFIX_TOKENS_MIN:
             self._prefixes.drop(attempt.session)
-            return [(peer, LeaveSession(attempt.session)) for peer in attempt.route]
+            return [(peer, LeaveSession(attempt.session)) for peer in dict.fromkeys(attempt.route)]
         kept = KeptPrefix(attempt.session, generation.key, attempt.route)
         gone = self._prefixes.rest(rests_at, kept, generation.tokens[: attempt.known])
         self._rest_at = min(self._rest_at, rests_at + REST_ALIVE_SECONDS)
-        return [(peer, RestSession(attempt.session)) for peer in attempt.route] + self._let_go(gone)
+        rests_at_peers = dict.fromkeys(attempt.route)
+        return [(peer, RestSession(attempt.session)) for peer in rests_at_peers] + self._let_go(gone)
 
     def _finish(
         self, now: float, generation: OpenGeneration, reason: FinishReason, detail: str = ""
@@ -455,7 +458,9 @@ class Door:
         if found is None:
             return []
         generation, attempt = found
-        attempt.opened.add(sender)
+        if message.stage >= len(attempt.route) or attempt.route[message.stage] != sender:
+            raise RemoteProtocolError("a stage that others were asked for")
+        attempt.opened.add(message.stage)
         self._heard_at[sender] = now
         return self._send_units(now, generation, attempt)
 
@@ -476,10 +481,13 @@ class Door:
             generation.avoided[sender] = now + pause
         if message.code == "failed":
             # The stage itself, or what the one before gave it: nobody says which, and either may lie.
-            stage = attempt.route.index(sender)
-            generation.doubts.update(attempt.route[max(0, stage - 1) : stage + 1])
+            own = [stage for stage, peer in enumerate(attempt.route) if peer == sender]
+            generation.doubts.update(set(attempt.route[max(0, own[0] - 1) : own[-1] + 1]))
         reason = message.reason or message.code
-        return self._leave_route(now, generation, sender, reason)
+        # Where it was asked for several stages, it has closed those before this word alone.
+        ends = attempt.route.count(sender) > 1
+        left: Sends = [(sender, LeaveSession(attempt.session))] if ends else []
+        return left + self._leave_route(now, generation, sender, reason)
 
     def _send_units(self, now: float, generation: OpenGeneration, attempt: RouteAttempt) -> Sends:
         """Send what of the tokens has not been sent, as far as the window goes."""

@@ -26,7 +26,8 @@ class RouteAttempt:
     """The session that it begins from."""
     shared: int = 0
     """Tokens that it has from there."""
-    opened: set[PeerId] = field(default_factory=set)
+    opened: set[int] = field(default_factory=set)
+    """Stages that have said that they serve it."""
     sent: int = 0
     units: int = 0
     computed: int = 0

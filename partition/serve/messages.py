@@ -1,4 +1,4 @@
-"""`/peerloom/serve/2`: what the door and the providers of a service say to each other.
+"""`/peerloom/serve/3`: what the door and the providers of a service say to each other.
 
     door -> every stage       OpenSession(session, ...)            SessionOpened | SessionClosed
     door -> first stage       Work(session, position, ...)  with token ids
@@ -17,6 +17,9 @@ position at or below what is kept are allowed, so that chunks, rollback and veri
 A session may begin with the first tokens of another one of the same door (`OpenSession.base`), which every
 stage of both has computed: its first unit then stands behind them.
 
+A peer may hold several stages of one service. The door opens the session there for each of them, and the peer
+sends itself the units between two that follow one another. A close, a rest and an end are for all of them.
+
 Not here: how a service is found and a stage is asked to be held (`node.protocols.services`).
 """
 
@@ -30,9 +33,9 @@ from partition.codecs.codec import TensorHeader, Typed
 from partition.model.serving import ROWS_MAX
 from partition.plan.plan import STAGES_MAX
 
-SERVE_PROTOCOL = "/peerloom/serve/2"
+SERVE_PROTOCOL = "/peerloom/serve/3"
 MESSAGE_BYTES_MAX = 4_096
-"""A Roll with all its rows takes 2.5 KB. Tensors travel beside messages, as payloads."""
+"""A Roll with all its rows takes 2.6 KB. Tensors travel beside messages, as payloads."""
 SESSION_BYTES = 16
 UNIT_TOKENS_MAX = 512
 """Tokens of one unit: a chunk of a prompt. A longer one would make others wait."""
@@ -90,9 +93,10 @@ class OpenSession(msgspec.Struct, frozen=True, array_like=True, tag="open"):
 
 
 class SessionOpened(msgspec.Struct, frozen=True, array_like=True, tag="opened"):
-    """I do."""
+    """I do, with this stage."""
 
     session: Session
+    stage: StageNumber
 
 
 class SessionClosed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
@@ -104,8 +108,9 @@ class SessionClosed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
 
 
 class Work(msgspec.Struct, frozen=True, array_like=True, tag="work"):
-    """A unit. The stage keeps `position` tokens of the session, rolling back to that if it has more. The last
-    stage answers the `wanted` last rows, of each the `best` logits (0: all). The tensors' bytes follow."""
+    """A unit for one stage. It keeps `position` tokens of the session, rolling back to that if it has more.
+    The last stage answers the `wanted` last rows, of each the `best` logits (0: all). The tensors' bytes
+    follow."""
 
     session: Session
     number: UnitNumber
@@ -114,6 +119,7 @@ class Work(msgspec.Struct, frozen=True, array_like=True, tag="work"):
     wanted: Rows
     best: Best
     tensors: Tensors = ()
+    stage: StageNumber = 0
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
@@ -146,22 +152,25 @@ class Alive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
-    """A member of a service: its stage, and whether that answers."""
+    """A member of a service: its stage, and whether that answers. A peer that holds several has a row for
+    each; `is_stopgap` as in Roll."""
 
     peer: Peer
     stage: StageNumber
     is_ready: bool
+    is_stopgap: bool = False
 
 
 class Roll(msgspec.Struct, frozen=True, array_like=True, tag="roll"):
-    """I hold this stage of a service, or am loading it, or leave (`is_leaving`); `rows` are the members that
-    I know."""
+    """I hold this stage of a service, or am loading it, or leave it (`is_leaving`); `rows` are the members
+    that I know. With `is_stopgap` I hold another stage too, and this one only until somebody else does."""
 
     service: Hash
     stage: StageNumber
     is_ready: bool
     is_leaving: bool = False
     rows: Annotated[tuple[Row, ...], msgspec.Meta(max_length=ROLL_ROWS_MAX)] = ()
+    is_stopgap: bool = False
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,9 @@ nobody needs its place or its pages: the least used goes first.
 
 A unit that the stage refuses ends its session alone: where a batch fails, its units are computed again one by
 one, which changes nothing, for a unit rolls its session back to where it begins.
+
+A node may hold several stages of a service. A session that several of them serve is one session, with a part
+in each: it has one place, and where one part ends all do.
 """
 
 from collections import Counter, deque
@@ -24,12 +27,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
+from msgspec.structs import replace
+
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from crypto.registers import Budget, Register
 from partition.codecs.codec import Typed
 from partition.serve.bounds import MINUTES_MAX, NO_BOUNDS, PeerBounds, TokensSpent, counted
 from partition.serve.bounds import SESSIONS_PER_DOOR_MAX as SESSIONS_PER_DOOR_MAX
+from partition.serve.computing import BatchUnit as BatchUnit
+from partition.serve.computing import ComputeBatch as ComputeBatch
+from partition.serve.computing import Event as Event
+from partition.serve.computing import ForgetSession as ForgetSession
+from partition.serve.computing import ForkSession as ForkSession
 from partition.serve.messages import (
     Alive,
     Answer,
@@ -43,7 +53,7 @@ from partition.serve.messages import (
     SessionOpened,
     Work,
 )
-from partition.serve.served_session import ServedSession, tokens_together
+from partition.serve.served_session import ServedSession, SessionPart, tokens_together
 from partition.serve.timeouts import ALIVE_SECONDS, DOOR_SILENCE_SECONDS_MAX, STALL_SECONDS
 from partition.serve.turns import BATCH_ROWS_MAX as BATCH_ROWS_MAX
 from partition.serve.turns import BATCH_TOKENS_MAX as BATCH_TOKENS_MAX
@@ -72,53 +82,19 @@ WAITING_BYTES_PER_DOOR_MAX = 64 << 20
 Sends = list[tuple[PeerId, Message | Carried]]
 
 
-@dataclass(frozen=True)
-class BatchUnit:
-    """A unit as the stage is to compute it."""
-
-    session: bytes
-    work: Work
-    arrays: tuple[Typed, ...]
-
-
-@dataclass(frozen=True)
-class ComputeBatch:
-    """Have the stage of a service compute these units together, and say what came of it by `batch`."""
-
-    service: bytes
-    batch: int
-    units: tuple[BatchUnit, ...]
-
-
-@dataclass(frozen=True)
-class ForgetSession:
-    """Have the stage forget a session."""
-
-    service: bytes
-    session: bytes
-
-
-@dataclass(frozen=True)
-class ForkSession:
-    """Have the stage begin a session with the first tokens of another, before what comes after this."""
-
-    service: bytes
-    session: bytes
-    base: bytes
-    tokens: int
-
-
-Event = ComputeBatch | ForgetSession | ForkSession
+StageKey = tuple[bytes, int]
+"""A service, and the number of its stage."""
 
 
 @dataclass(eq=False)
 class _Stage:
+    service: bytes
     number: int
     count: int
     context: int
     room: int = 0
     batch: int = 0
-    computing: tuple[ServedSession, ...] = ()
+    computing: tuple[SessionPart, ...] = ()
     units: tuple[Carried, ...] = ()
     alone: deque[bytes] = field(default_factory=deque)
     """Sessions whose next unit is computed by itself, since a batch with it failed."""
@@ -149,7 +125,8 @@ class SessionProvider:
         self._source_of = source_of
         self._refuses = refuses
         self._bounds_of = bounds_of
-        self._stages: dict[bytes, _Stage] = {}
+        self._stages: dict[StageKey, _Stage] = {}
+        self._batches = 0
         self._sessions: dict[bytes, ServedSession] = {}
         self._resting: dict[bytes, ServedSession] = {}
         """Those that rest, the least used first."""
@@ -167,7 +144,7 @@ class SessionProvider:
     @property
     def services(self) -> tuple[bytes, ...]:
         """The services of which a stage answers here."""
-        return tuple(self._stages)
+        return tuple(dict.fromkeys(service for service, _ in self._stages))
 
     @property
     def sessions(self) -> int:
@@ -178,34 +155,39 @@ class SessionProvider:
         """Return how many of a service are in use."""
         return sum(each.service == service and not each.rests for each in self._sessions.values())
 
-    def tokens_of(self, service: bytes) -> int:
-        """Return how many tokens the sessions of a service have here."""
-        return sum(each.kept for each in self._sessions.values() if each.service == service)
+    def tokens_of(self, service: bytes, stage: int) -> int:
+        """Return how many tokens the sessions of a service have in a stage here."""
+        return sum(each.kept(stage) for each in self._sessions.values() if each.service == service)
 
     def hold(self, service: bytes, number: int, count: int, context: int, room: int = 0) -> None:
         """Serve this stage, of `count`, from now on: sessions of at most `context` tokens. Keys and values
         have room for `room` tokens of all sessions; 0: it keeps none."""
-        self._stages[service] = _Stage(number, count, context, room)
+        self._stages[service, number] = _Stage(service, number, count, context, room)
 
-    def release(self, service: bytes, code: CloseCode, reason: str) -> Sends:
-        """Serve it no more; its doors are told why."""
-        self._stages.pop(service, None)
-        gone = [each for each in self._sessions.values() if each.service == service]
+    def release(self, service: bytes, number: int, code: CloseCode, reason: str) -> Sends:
+        """Serve a stage no more; its doors are told why."""
+        self._stages.pop((service, number), None)
+        gone = [e for e in self._sessions.values() if e.service == service and number in e.parts]
         return [send for each in gone for send in self._close(each, code, reason)]
 
-    def stage_of(self, session: bytes) -> bytes | None:
+    def service_of(self, session: bytes) -> bytes | None:
         """Return the service of a session that is open; None: there is no such session."""
         found = self._sessions.get(session)
         return None if found is None else found.service
 
     def knows(self, peer: PeerId) -> bool:
         """Return whether a peer has a session here, or sends units of one."""
-        return any(peer in (each.door, each.before) for each in self._sessions.values())
+        return any(
+            peer == each.door or any(peer == part.before for part in each.parts.values())
+            for each in self._sessions.values()
+        )
 
     def reject(self, sender: PeerId, session: bytes, reason: str) -> Sends:
         """What came as a unit of this session cannot be one; a stranger's ends nothing."""
         found = self._sessions.get(session)
-        return self._close(found, "failed", reason) if found is not None and found.before == sender else []
+        if found is None or all(part.before != sender for part in found.parts.values()):
+            return []
+        return self._close(found, "failed", reason)
 
     # What others say
 
@@ -218,9 +200,9 @@ class SessionProvider:
     def wake(self, now: float) -> Sends:
         """Say that this node runs, and let go of the sessions of doors that are silent."""
         self._note(now)
-        for service, stage in self._stages.items():
+        for stage in self._stages.values():
             if stage.waits_until > -inf:
-                self._compute(service)
+                self._compute(stage)
         if now < self._alive_at:
             return []
         doors = {each.door for each in self._sessions.values()}
@@ -264,24 +246,22 @@ class SessionProvider:
             self._forget(session)
 
     def _open(self, now: float, door: PeerId, message: OpenSession) -> Sends:
-        known = self._sessions.get(message.session)
-        if known is not None:
-            raise RemoteProtocolError("a session that is open already")
-
         def refuse(code: CloseCode, reason: str) -> Sends:
             return [(door, SessionClosed(message.session, code, reason))]
 
-        if (refused := self._refusal(door, message)) is not None:
+        known = self._sessions.get(message.session)
+        if known is not None and not self._is_further_part(door, known, message):
+            raise RemoteProtocolError("a session that is open already")
+        if (refused := self._refusal(door, message, known)) is not None:
             return refuse(*refused)
         if message.base is not None and self._idle_forks[door] >= IDLE_FORKS_MAX:
             return refuse("busy", "too many sessions that began from another, and asked nothing")
-        stage = self._stages[message.service]
-        is_first, is_last = stage.number == 0, stage.number == stage.count - 1
-        if (is_first and message.before != door) or (is_last and message.after != door):
-            raise RemoteProtocolError("a session whose first or last stage does not speak to its door")
+        self._check_ends(door, message)
+        if known is not None:
+            self._add_part(known, message)
+            return [(door, SessionOpened(known.id, message.stage))]
         base = self._base_of(door, message)
-        before, after = PeerId(message.before), PeerId(message.after)
-        session = ServedSession(message.session, message.service, door, before, after, now, message.share)
+        session = ServedSession(message.session, message.service, door, now, message.share)
         sends = self._make_place(door, base)
         # One that rests makes room for what begins from it, where nothing else does.
         self._hide(base)
@@ -297,10 +277,8 @@ class SessionProvider:
             return sends + refuse("busy", "too many sessions")
         sends += [send for each in evicted for send in self._close(each, "evicted", OTHERS)]
         self._sessions[session.id] = session
-        if base is not None and message.base is not None:
-            session.kept = session.shared = message.base.tokens
-            session.base, session.is_kept = base.id, True
-            self.events.append(ForkSession(session.service, session.id, base.id, session.kept))
+        self._add_part(session, message)
+        if base is not None:
             if is_taken_over:
                 sends += self._close(base, "evicted", OTHERS)
             elif base.rests:
@@ -308,24 +286,49 @@ class SessionProvider:
         self._heard_at[door] = now
         self._turns.enter(session)
         self._alive_at = min(self._alive_at, now + ALIVE_SECONDS)
-        return [*sends, (door, SessionOpened(session.id))]
+        return [*sends, (door, SessionOpened(session.id, message.stage))]
 
-    def _refusal(self, door: PeerId, message: OpenSession) -> tuple[CloseCode, str] | None:
-        """Return why a session is not served, None where it may be."""
-        stage = self._stages.get(message.service)
-        if stage is None or stage.number != message.stage:
+    def _is_further_part(self, door: PeerId, known: ServedSession, message: OpenSession) -> bool:
+        """Return whether another stage here is to serve a session that is open, and has asked nothing yet."""
+        base = message.base
+        begins = (known.base, known.shared) == ((base.session, base.tokens) if base is not None else (b"", 0))
+        is_same = (known.door, known.service) == (door, message.service) and begins
+        return is_same and message.stage not in known.parts and not known.rests and not known.has_asked
+
+    def _check_ends(self, door: PeerId, message: OpenSession) -> None:
+        stage = self._stages[message.service, message.stage]
+        is_first, is_last = stage.number == 0, stage.number == stage.count - 1
+        if (is_first and message.before != door) or (is_last and message.after != door):
+            raise RemoteProtocolError("a session whose first or last stage does not speak to its door")
+
+    def _add_part(self, session: ServedSession, message: OpenSession) -> None:
+        part = SessionPart(session, message.stage, PeerId(message.before), PeerId(message.after))
+        part.silent_since = self._now
+        session.parts[part.stage] = part
+        if message.base is not None:
+            base, part.kept, part.is_kept = message.base, message.base.tokens, True
+            session.base, session.shared = base.session, base.tokens
+            self.events.append(
+                ForkSession(session.service, part.stage, session.id, base.session, base.tokens)
+            )
+
+    def _refusal(
+        self, door: PeerId, message: OpenSession, known: ServedSession | None
+    ) -> tuple[CloseCode, str] | None:
+        """Return why a session is not served, None where it may be; `known` where another stage here does."""
+        if (message.service, message.stage) not in self._stages:
             return "unknown", "this stage is not here"
         if reason := self._refuses(message.service, door):
             return "refused", reason
         if message.base is not None and self._base_of(door, message) is None:
             return "position", "the session that this one begins from is not here"
-        reason = self._has_enough(door)
+        reason = self._has_enough(door) if known is None else ""
         return ("busy", reason) if reason else None
 
     def _base_of(self, door: PeerId, message: OpenSession) -> ServedSession | None:
         """Return the session of the same door that a new one begins from; None where it is not here."""
         found = None if message.base is None else self._sessions.get(message.base.session)
-        if found is None or message.base is None or found.kept < message.base.tokens:
+        if found is None or message.base is None or found.kept(message.stage) < message.base.tokens:
             return None
         return found if (found.door, found.service) == (door, message.service) else None
 
@@ -337,20 +340,24 @@ class SessionProvider:
             return f"{counted(used, 'session')} of this peer here already, as many as its owner allows"
         return self._spent.refusal(self._now, door, bounds.tokens_per_minute)
 
-    def _find_room(self, session: ServedSession, tokens: int) -> tuple[Sends, str]:
-        """Return why a session may not have `tokens` in all, empty where it may; sessions of its door that
-        rest make room for it."""
-        bounds, stage = self._bounds_of(session.door), self._stages[session.service]
+    def _find_room(self, session: ServedSession, stage: _Stage, tokens: int) -> tuple[Sends, str]:
+        """Return why a session may not have `tokens` in all in a stage, empty where it may; sessions of its
+        door that rest make room for it."""
+        bounds, number = self._bounds_of(session.door), stage.number
         if reason := self._spent.refusal(self._now, session.door, bounds.tokens_per_minute, MINUTES_MAX):
             return [], reason
         most = int(stage.room * bounds.cache_part)
-        own = [e for e in self._sessions.values() if (e.door, e.service) == (session.door, session.service)]
+        own = [
+            each
+            for each in self._sessions.values()
+            if (each.door, each.service) == (session.door, session.service) and number in each.parts
+        ]
         sends: Sends = []
         for each in [e for e in self._resting.values() if e in own]:
-            if stage.room and tokens_together(own, session, tokens) > most:
+            if stage.room and tokens_together(own, session, number, tokens) > most:
                 own.remove(each)
                 sends += self._close(each, "evicted", OTHERS)
-        if stage.room and tokens_together(own, session, tokens) > most:
+        if stage.room and tokens_together(own, session, number, tokens) > most:
             return sends, f"its owner allows each peer keys and values of {most:,} tokens here"
         return sends, ""
 
@@ -372,7 +379,8 @@ class SessionProvider:
     def _rest(self, session: ServedSession) -> Sends:
         """Keep a session for others to begin from; the least used of its door makes room."""
         session.rests, session.silent_since = True, -inf
-        session.waiting.clear()
+        for part in session.parts.values():
+            part.waiting.clear()
         self._resting[session.id] = session
         own = [each for each in self._resting.values() if each.door == session.door]
         gone = own[: max(0, len(own) - RESTS_PER_DOOR_MAX)]
@@ -382,47 +390,54 @@ class SessionProvider:
         work = carried.message
         assert isinstance(work, Work)
         session = self._sessions.get(work.session)
-        if session is None or (session.rests and session.before == sender):
-            # It ended here; its door knows, or learns it by its own silence. Others' words are not answered.
-            return []
-        if session.before != sender:
+        if session is None:
+            return []  # it ended here; its door knows, or learns it by its own silence
+        part = session.parts.get(work.stage)
+        if part is None or part.before != sender:
             raise RemoteProtocolError("a unit of another's session")
-        if work.number <= session.newest or work.wanted > work.tokens:
+        if session.rests:
+            return []
+        if work.number <= part.newest or work.wanted > work.tokens:
             raise RemoteProtocolError("a unit out of order, or that wants more rows than it has")
-        session.newest = work.number
-        stage = self._stages[session.service]
-        if work.position > session.kept:
-            return self._close(session, "position", f"{session.kept} tokens are kept")
+        part.newest = work.number
+        stage = self._stages[session.service, part.stage]
+        if work.position > part.kept:
+            return self._close(session, "position", f"{part.kept} tokens are kept")
         if work.position + work.tokens > stage.context:
             return self._close(session, "length", f"the model takes {stage.context} tokens")
-        if len(session.waiting) >= WAITING_UNITS_MAX or not self._has_room(session, carried.size_bytes):
+        if len(part.waiting) >= WAITING_UNITS_MAX or not self._has_room(session, carried.size_bytes):
             return self._close(session, "busy", "too much waits to be computed")
-        sends, reason = self._find_room(session, work.position + work.tokens)
+        sends, reason = self._find_room(session, stage, work.position + work.tokens)
         if reason:
             return sends + self._close(session, "busy", reason)
-        session.kept = work.position + work.tokens
-        session.waiting.append(carried)
-        if session.silent_since < inf:
-            session.pause_seconds = self._now - session.silent_since
+        part.kept = work.position + work.tokens
+        part.waiting.append(carried)
+        if part.silent_since < inf:
+            part.pause_seconds = self._now - part.silent_since
+        part.silent_since = inf
         session.silent_since = inf
-        self._compute(session.service)
+        self._compute(stage)
         return sends
 
     def _has_room(self, session: ServedSession, size_bytes: int) -> bool:
         waits = {True: 0, False: 0}
         for each in self._sessions.values():
-            waits[each.door == session.door] += sum(unit.size_bytes for unit in each.waiting)
+            units = [unit for part in each.parts.values() for unit in part.waiting]
+            waits[each.door == session.door] += sum(unit.size_bytes for unit in units)
         own = waits[True] + size_bytes
         return own <= WAITING_BYTES_PER_DOOR_MAX and own + waits[False] <= WAITING_BYTES_MAX
 
     # What the stage computes
 
-    def _compute(self, service: bytes) -> None:
-        """Have the stage compute what waits, if it is idle."""
-        stage = self._stages[service]
+    def _compute(self, stage: _Stage) -> None:
+        """Have a stage compute what waits, if it is idle."""
         if stage.computing:
             return
-        own = [each for each in self._sessions.values() if each.service == service]
+        own = [
+            each.parts[stage.number]
+            for each in self._sessions.values()
+            if each.service == stage.service and stage.number in each.parts
+        ]
         stage.waits_until = wait_until(self._now, own, stage.call_seconds)
         if stage.waits_until > self._now:
             return
@@ -430,32 +445,34 @@ class SessionProvider:
         if not chosen:
             return
         units = []
-        for session in chosen:
-            session.is_computing = session.is_kept = True
-            self._idle_forks.pop(session.door, None)
-            units.append(session.waiting.popleft())
-        stage.batch += 1
-        stage.began_at = self._now
+        for part in chosen:
+            part.is_computing = part.is_kept = True
+            self._idle_forks.pop(part.door, None)
+            units.append(part.waiting.popleft())
+        self._batches += 1
+        stage.batch, stage.began_at = self._batches, self._now
         stage.computing, stage.units = tuple(chosen), tuple(units)
         rows = tuple(
-            BatchUnit(session.id, unit.message, unit.arrays)
-            for session, unit in zip(chosen, units, strict=True)
+            BatchUnit(part.session.id, unit.message, unit.arrays)
+            for part, unit in zip(chosen, units, strict=True)
             if isinstance(unit.message, Work)
         )
-        self.events.append(ComputeBatch(service, stage.batch, rows))
+        self.events.append(ComputeBatch(stage.service, stage.number, stage.batch, rows))
 
-    def _choose(self, stage: _Stage, own: Sequence[ServedSession]) -> list[ServedSession]:
+    def _choose(self, stage: _Stage, own: Sequence[SessionPart]) -> list[SessionPart]:
         """Return the sessions whose next units are computed together, of the least served doors first."""
         while stage.alone:
-            session = self._sessions.get(stage.alone.popleft())
-            if session is not None and session.may_compute:
-                return [session]
+            name = stage.alone.popleft()
+            found = next((part for part in own if part.session.id == name and part.may_compute), None)
+            if found is not None:
+                return [found]
         chosen = self._turns.choose(self._now, own)
-        for session in chosen:
-            rate = self._bounds_of(session.door).tokens_per_minute
-            self._spent.spend(self._now, session.door, session.waiting[0].message.tokens, rate)  # type: ignore[union-attr]  # only units wait
-        for session in chosen:  # the next time others of the same door come first
-            self._sessions[session.id] = self._sessions.pop(session.id)
+        for part in chosen:
+            if part.stage == min(part.session.parts):  # a token counts once, however many stages are here
+                rate = self._bounds_of(part.door).tokens_per_minute
+                self._spent.spend(self._now, part.door, part.waiting[0].message.tokens, rate)  # type: ignore[union-attr]  # only units wait
+        for part in chosen:  # the next time others of the same door come first
+            self._sessions[part.session.id] = self._sessions.pop(part.session.id)
         return chosen
 
     def computed(
@@ -468,26 +485,30 @@ class SessionProvider:
         """The stage has computed a batch: for each unit what goes on to the next stage, or the answer of the
         last one, which the driver has made of the logits."""
         self._note(now)
-        found = self._finish(service, batch)
-        if found is None:
+        stage = self._finish(service, batch)
+        if stage is None:
             return []
-        self._stages[service].call_seconds = now - self._stages[service].began_at
+        stage.call_seconds = now - stage.began_at
         sends: Sends = []
-        for (session, unit), (answer, arrays) in zip(found, answers, strict=True):
+        found, stage.computing, stage.units = zip(stage.computing, stage.units, strict=True), (), ()
+        for (part, unit), (answer, arrays) in zip(found, answers, strict=True):
+            session = part.session
             if session.is_over:
-                self.events.append(ForgetSession(service, session.id))
+                self.events.append(ForgetSession(service, part.stage, session.id))
                 continue
             work = unit.message
             assert isinstance(work, Work)
             self._places.credit(session)
             if session.rests:
                 continue
-            session.silent_since = now if not session.waiting else inf
+            part.silent_since = inf if part.waiting else now
+            is_busy = any(each.waiting or each.is_computing for each in session.parts.values())
+            session.silent_since = inf if is_busy else now
             if answer is None:
-                sends.append((session.after, Carried(work, arrays)))
+                sends.append((part.after, Carried(replace(work, stage=part.stage + 1), arrays)))
             else:
                 sends.append((session.door, Carried(answer, arrays)))
-        self._compute(service)
+        self._compute(stage)
         return sends
 
     def failed(
@@ -496,42 +517,42 @@ class SessionProvider:
         """The stage has refused a batch, and goes on. The `session` at which it failed ends, or the one whose
         unit was alone; where that is not known, each is computed by itself."""
         self._note(now)
-        found = self._finish(service, batch)
-        if found is None:
+        stage = self._finish(service, batch)
+        if stage is None:
             return []
         sends: Sends = []
-        stage = self._stages[service]
+        found, stage.computing, stage.units = list(zip(stage.computing, stage.units, strict=True)), (), ()
         # Where there is no page left, those that rest give theirs, and all is computed again.
-        resting = [each for each in self._resting.values() if each.service == service]
+        number = stage.number
+        resting = [e for e in self._resting.values() if e.service == service and number in e.parts]
         is_again = code == "busy" and bool(resting)
         if is_again:
             sends += self._close(resting[0], "evicted", OTHERS)
-        for each, unit in found:
+        for part, unit in found:
+            each = part.session
             if each.is_over:
-                self.events.append(ForgetSession(service, each.id))
+                self.events.append(ForgetSession(service, number, each.id))
             elif each.rests:
                 continue
             elif is_again:
-                each.waiting.appendleft(unit)
+                part.waiting.appendleft(unit)
             elif len(found) == 1 or each.id == session:
                 sends += self._close(each, code, reason)
             else:
-                each.waiting.appendleft(unit)
+                part.waiting.appendleft(unit)
                 if not session:
                     stage.alone.append(each.id)
-        self._compute(service)
+        self._compute(stage)
         return sends
 
-    def _finish(self, service: bytes, batch: int) -> list[tuple[ServedSession, Carried]] | None:
-        """Take what was computed out of the stage's hands; None: the stage is held no more."""
-        stage = self._stages.get(service)
-        if stage is None or stage.batch != batch or not stage.computing:
-            return None
-        found = list(zip(stage.computing, stage.units, strict=True))
-        stage.computing, stage.units = (), ()
-        for session, _ in found:
-            session.is_computing = False
-        return found
+    def _finish(self, service: bytes, batch: int) -> _Stage | None:
+        """Return the stage that has computed a batch; None: it is held no more."""
+        for stage in self._stages.values():
+            if (stage.service, stage.batch) == (service, batch) and stage.computing:
+                for part in stage.computing:
+                    part.is_computing = False
+                return stage
+        return None
 
     # The end of sessions
 
@@ -543,13 +564,15 @@ class SessionProvider:
         if session.is_over:
             return
         session.is_over = True
-        self._idle_forks[session.door] += session.shared > 0 and session.newest < 0
+        self._idle_forks[session.door] += session.shared > 0 and not session.has_asked
         self._sessions.pop(session.id, None)
         self._resting.pop(session.id, None)
         self._places.leave(session)
-        session.waiting.clear()
-        if session.is_kept and not session.is_computing and session.service in self._stages:
-            self.events.append(ForgetSession(session.service, session.id))
+        for part in session.parts.values():
+            part.waiting.clear()
+            is_here = (session.service, part.stage) in self._stages
+            if part.is_kept and not part.is_computing and is_here:
+                self.events.append(ForgetSession(session.service, part.stage, session.id))
         left = [each for each in self._sessions.values() if each.door == session.door]
         self._turns.leave(session, left)
         if not left:

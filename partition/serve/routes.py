@@ -77,7 +77,7 @@ def price_route(
     doubts: Mapping[PeerId, int] | None = None,
     spared: int = 0,
 ) -> Way | None:
-    """Return one peer of each stage, each once: the least doubted, and of these the quickest for so many
+    """Return one peer of each stage: the least doubted, and of these the quickest for so many
     tokens to be read and to be made. `sessions` is how many the door itself has at a peer, of which `spared`
     do not count. None where there is no such route."""
     doubted = doubts or {}
@@ -103,16 +103,21 @@ def price_route(
             ways = [
                 (
                     way[0] + doubt,
-                    way[1] + seconds + decode_tokens * (before.links.get(each.peer) or link),
+                    way[1] + seconds + decode_tokens * _hop(before, each, link),
                     (*way[2], each.peer),
                 )
                 for before in before_it
-                if (way := best.get(before.peer)) is not None and each.peer not in way[2]
+                if (way := best.get(before.peer)) is not None
             ]
             if ways:
                 found[each.peer] = min(ways)
         best = found
     return min(best.values(), default=None)
+
+
+def _hop(before: StageReplica, after: StageReplica, usual: float) -> float:
+    """Return how long a message takes to the next stage, which one peer may hold both of."""
+    return 0.0 if before.peer == after.peer else before.links.get(after.peer) or usual
 
 
 def _least(values: Iterable[float]) -> float:

@@ -11,40 +11,75 @@ from partition.serve.messages import Carried
 
 @dataclass(eq=False)
 class ServedSession:
-    """What a provider keeps of one session of a door."""
+    """What a provider keeps of one session of a door: it has one place, however many stages here serve it."""
 
     id: bytes
     service: bytes
     door: PeerId
-    before: PeerId
-    after: PeerId
     silent_since: float
     share: int = 0
-    waiting: deque[Carried] = field(default_factory=deque)
-    is_computing: bool = False
+    parts: dict[int, "SessionPart"] = field(default_factory=dict)
+    """By the stages that serve it here."""
     is_over: bool = False
-    is_kept: bool = False
-    """Whether the stage has anything of it."""
     rests: bool = False
-    kept: int = 0
-    """Tokens that the stage keeps once all that waits is computed."""
     base: bytes = b""
     shared: int = 0
     """The first tokens, whose pages it shares with the session `base` and others that began from that."""
+
+    @property
+    def has_asked(self) -> bool:
+        """Whether a unit has come."""
+        return any(part.newest >= 0 for part in self.parts.values())
+
+    def kept(self, stage: int) -> int:
+        """Return how many tokens a stage keeps, 0 where it does not serve this session."""
+        return self.parts[stage].kept if stage in self.parts else 0
+
+
+@dataclass(eq=False)
+class SessionPart:
+    """What one stage has of a session."""
+
+    session: ServedSession
+    stage: int
+    before: PeerId
+    after: PeerId
+    waiting: deque[Carried] = field(default_factory=deque)
+    is_computing: bool = False
+    is_kept: bool = False
+    """Whether the stage has anything of it."""
+    kept: int = 0
+    """Tokens that the stage keeps once all that waits is computed."""
+    silent_since: float = -inf
+    """Since when it waits for the next unit; inf while it has one."""
     pause_seconds: float = inf
     """From its last answer to the unit that came then."""
     newest: int = -1
     """The number of the newest unit."""
 
     @property
+    def door(self) -> PeerId:
+        return self.session.door
+
+    @property
+    def share(self) -> int:
+        return self.session.share
+
+    @property
+    def rests(self) -> bool:
+        return self.session.rests
+
+    @property
     def may_compute(self) -> bool:
         return bool(self.waiting) and not self.is_computing
 
 
-def tokens_together(sessions: Sequence[ServedSession], session: ServedSession, tokens: int) -> int:
-    """Return for how many tokens these sessions have keys and values, once `session` has `tokens`: those that
-    several share count once."""
-    found = sum(max(0, (tokens if each is session else each.kept) - each.shared) for each in sessions)
+def tokens_together(
+    sessions: Sequence[ServedSession], session: ServedSession, stage: int, tokens: int
+) -> int:
+    """Return for how many tokens these sessions have keys and values in a stage, once `session` has `tokens`:
+    those that several share count once."""
+    found = sum(max(0, (tokens if each is session else each.kept(stage)) - each.shared) for each in sessions)
     there, shared = {each.id for each in sessions}, dict[bytes, int]()
     for each in sessions:
         if each.shared and each.base not in there:

@@ -17,7 +17,7 @@ from math import inf
 from crypto.identity import PeerId
 from partition.model.serving import ROWS_MAX
 from partition.serve.messages import Work
-from partition.serve.served_session import ServedSession
+from partition.serve.served_session import ServedSession, SessionPart
 
 BATCH_TOKENS_MAX = 1_024
 """Tokens of one call to the stage: two of the largest chunks, or one and what all sessions decode."""
@@ -65,10 +65,10 @@ class StageTurns:
             self._served.pop(session.door, None)
             self._weights.pop(session.door, None)
 
-    def choose(self, now: float, sessions: Collection[ServedSession]) -> list[ServedSession]:
+    def choose(self, now: float, sessions: Collection[SessionPart]) -> list[SessionPart]:
         """Return those of a stage's sessions whose next units are computed together, of the least served
         first."""
-        ready: dict[PeerId, dict[int, deque[ServedSession]]] = {}
+        ready: dict[PeerId, dict[int, deque[SessionPart]]] = {}
         for each in sessions:
             if each.may_compute:
                 ready.setdefault(each.door, {}).setdefault(each.share, deque()).append(each)
@@ -80,7 +80,7 @@ class StageTurns:
             left = min(left, int(TOKENS_BESIDE_MAX * sum(self._weights[door] for door in ready) / least))
         elif len(wanting) > 1:
             left = min(left, TOKENS_BESIDE_MAX * sum(map(len, ready.values())))
-        chosen: list[ServedSession] = []
+        chosen: list[SessionPart] = []
         units: Counter[PeerId | Share] = Counter()
         while ready:
             door = min(ready, key=lambda peer: (self._served[peer], peer))
@@ -105,7 +105,7 @@ class StageTurns:
         return chosen
 
 
-def wait_until(now: float, sessions: Collection[ServedSession], call_seconds: float) -> float:
+def wait_until(now: float, sessions: Collection[SessionPart], call_seconds: float) -> float:
     """Return until when a stage waits for somebody whose next unit is on its way, -inf where for nobody. Its
     last call took `call_seconds`."""
     wait = WAIT_PART * call_seconds
@@ -123,7 +123,7 @@ def wait_until(now: float, sessions: Collection[ServedSession], call_seconds: fl
     )
 
 
-def _wanting(now: float, sessions: Collection[ServedSession]) -> set[Share]:
+def _wanting(now: float, sessions: Collection[SessionPart]) -> set[Share]:
     """Return who wants the stage: units wait, or came lately."""
     return {
         (each.door, each.share)

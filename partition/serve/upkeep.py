@@ -1,10 +1,15 @@
-"""How a service keeps its number of replicas without a coordinator: one member's view, a sans-IO core.
+"""How a service keeps its number of replicas without a coordinator: the view of one stage of a member, a
+sans-IO core.
 
 Every member tells all others which stage it holds, and whom it knows. A member that leaves says so; one that
 was silent for some seconds, or whose stream broke, counts no more until it tells again. Where a stage has
 fewer members than wished, the members act in the order of a hash of theirs and of the stage: the first at
 once, the others only where it is still missing some seconds later, so that a dead first hinders nobody. Two
 that act at once make a replica too many, which serves like any other.
+
+Where nobody is left who holds a stage, and no other node takes it, a member takes it too, as a stopgap: it
+answers, but is no replica, so another node is looked for all the same. Once one has answered beside it for a
+while, it lets go. A member has a `ServiceUpkeep` for each of its stages; that of a stopgap finds no others.
 
 A member is who was introduced: by the publisher, by the member that had it hold its stage, and then by those
 that know it. What a stranger tells is passed over, so nobody makes a service look complete.
@@ -33,16 +38,24 @@ TURN_SECONDS = 2.0
 """How much later the next member acts where a replica is missing."""
 PAUSE_SECONDS_MIN, PAUSE_SECONDS_MAX = 1.0, 20.0
 """Between two attempts where nobody took the stage: a swarm without a free slot is not asked without end."""
+RELIEF_SECONDS = 10.0
+"""How long another has to answer for a stage before its stopgap lets go: one that is about to leave has the
+stopgap take over, and one that comes and goes moves no session twice."""
 MEMBERS_MAX = ROLL_ROWS_MAX
+STAGES_PER_PEER_MAX = 8
+"""Stages of one service that a peer may say it holds: a liar fills no table. What was cut into more does not
+fit one machine either."""
 
 
 @dataclass(frozen=True)
 class Recruit:
-    """Have another node hold this stage, none of `members`."""
+    """Have another node hold this stage, none of `members`; where it `is_empty` and no other does, one of
+    them, as a stopgap."""
 
     service: bytes
     stage: int
     members: tuple[PeerId, ...]
+    is_empty: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,7 +67,15 @@ class RosterChanged:
     wished: int
 
 
-Event = Recruit | RosterChanged
+@dataclass(frozen=True)
+class Relieved:
+    """Let go of this stage: another member answers for it, and this one holds another stage."""
+
+    service: bytes
+    stage: int
+
+
+Event = Recruit | RosterChanged | Relieved
 Sends = list[tuple[PeerId, Roll]]
 
 
@@ -64,6 +85,7 @@ class _Member:
     is_ready: bool
     heard_at: float
     is_hearsay: bool = False
+    is_stopgap: bool = False
 
 
 class ServiceUpkeep:
@@ -78,16 +100,22 @@ class ServiceUpkeep:
         wished: int,
         stage: int,
         known: Collection[Row],
+        *,
+        is_stopgap: bool = False,
     ) -> None:
         self.events: list[Event] = []
         self.is_ready = False
+        self.is_stopgap = is_stopgap
+        """Whether this member has another stage that it holds for good."""
         self.deadline = now
         self._me = me
         self._service = service
         self._stages = stages
         self._wished = wished
         self._stage = stage
-        self._members: dict[PeerId, _Member] = {}
+        self._members: dict[tuple[PeerId, int], _Member] = {}
+        """Others, and this one by its other stages."""
+        self._relief_since = inf
         self._former: dict[PeerId, None] = {}
         self._missing_since: dict[int, float] = {}
         self._recruiting: set[int] = set()
@@ -105,11 +133,11 @@ class ServiceUpkeep:
     def rows(self) -> tuple[Row, ...]:
         """All members, this one first."""
         others = [
-            Row(peer, each.stage, each.is_ready)
-            for peer, each in self._members.items()
+            Row(peer, stage, each.is_ready, each.is_stopgap)
+            for (peer, stage), each in self._members.items()
             if not each.is_hearsay
         ]
-        return (Row(self._me, self._stage, self.is_ready), *others)[:ROLL_ROWS_MAX]
+        return (Row(self._me, self._stage, self.is_ready, self.is_stopgap), *others)[:ROLL_ROWS_MAX]
 
     def ready(self, now: float) -> Sends:
         """This member's stage answers now."""
@@ -117,21 +145,26 @@ class ServiceUpkeep:
         return self._tell(now)
 
     def leave(self) -> Sends:
-        """Tell all others that this member goes."""
+        """Tell all others that this member lets go of the stage."""
         roll = Roll(self._service, self._stage, False, True)
-        return [(peer, roll) for peer in sorted(self._members)]
+        return [(peer, roll) for peer in self._peers()]
 
     def receive(self, now: float, sender: PeerId, message: Roll) -> Sends:
         """Take what a member tells. Raises RemoteProtocolError."""
         if message.service != self._service or message.stage >= self._stages:
             raise RemoteProtocolError("a roll of another service, or of a stage that it has not")
-        known = self._members.get(sender)
-        if known is None and sender not in self._former:
+        key = sender, message.stage
+        if key == (self._me, self._stage):
+            return []
+        known, held = self._members.get(key), self._stages_of(sender)
+        if not held and sender not in self._former and sender != self._me:
             return []  # no member has named it
         if message.is_leaving:
-            self._members.pop(sender, None)
-        elif known is not None or len(self._members) < MEMBERS_MAX or self._make_room():
-            self._members[sender] = _Member(message.stage, message.is_ready, now)
+            self._members.pop(key, None)
+        elif known is not None or (
+            len(held) < STAGES_PER_PEER_MAX and (len(self._members) < MEMBERS_MAX or self._make_room())
+        ):
+            self._members[key] = _Member(message.stage, message.is_ready, now, is_stopgap=message.is_stopgap)
             self._learn(now, message.rows)
             if known is None or known.is_hearsay:
                 self.deadline = min(self.deadline, now + TELL_SECONDS / 4)
@@ -145,24 +178,30 @@ class ServiceUpkeep:
 
     def has(self, peer: PeerId) -> bool:
         """Return whether a peer is a member whom this one has heard."""
-        return peer in self._members and not self._members[peer].is_hearsay
+        return any(not self._members[peer, stage].is_hearsay for stage in self._stages_of(peer))
 
     def lost(self, now: float, peer: PeerId) -> Sends:
         """The stream from a member broke: it counts no more until it tells again."""
-        if self._members.pop(peer, None) is not None:
+        if held := self._stages_of(peer):
+            for stage in held:
+                del self._members[peer, stage]
             self._remember(peer)
             self._look(now)
         return []
+
+    def stay(self, now: float) -> None:
+        """This stage is held for good from now on: the member has let go of the one that it had before."""
+        self.is_stopgap, self.deadline = False, min(self.deadline, now)
 
     def wake(self, now: float) -> Sends:
         """Tell the others, forget the silent, and see what is missing."""
         if now < self.deadline:
             return []
-        for peer, each in list(self._members.items()):
+        for key, each in list(self._members.items()):
             if now - each.heard_at >= (HEARSAY_SECONDS if each.is_hearsay else FORGET_SECONDS):
-                del self._members[peer]
+                del self._members[key]
                 if not each.is_hearsay:
-                    self._remember(peer)
+                    self._remember(key[0])
         self._look(now)
         return self._tell(now)
 
@@ -171,7 +210,9 @@ class ServiceUpkeep:
         self._recruiting.discard(stage)
         if peer is not None:
             self._pauses.pop(stage, None)
-            self._members.setdefault(peer, _Member(stage, False, now))
+            if (peer, stage) != (self._me, self._stage):
+                is_stopgap = peer == self._me or bool(self._stages_of(peer))
+                self._members.setdefault((peer, stage), _Member(stage, False, now, is_stopgap=is_stopgap))
             self._look(now)
             return
         _, pause = self._pauses.get(stage, (now, PAUSE_SECONDS_MIN))
@@ -189,16 +230,23 @@ class ServiceUpkeep:
 
     def _tell(self, now: float) -> Sends:
         self.deadline = now + TELL_SECONDS
-        roll = Roll(self._service, self._stage, self.is_ready, False, self.rows())
-        return [(peer, roll) for peer in sorted(self._members)]
+        roll = Roll(self._service, self._stage, self.is_ready, False, self.rows(), self.is_stopgap)
+        return [(peer, roll) for peer in self._peers()]
+
+    def _peers(self) -> list[PeerId]:
+        return sorted({peer for peer, _ in self._members})
+
+    def _stages_of(self, peer: PeerId) -> list[int]:
+        return [stage for who, stage in self._members if who == peer]
 
     def _learn(self, now: float, rows: Collection[Row]) -> None:
         for row in rows:
             peer = PeerId(row.peer)
-            if peer == self._me or peer in self._members or row.stage >= self._stages:
+            if peer == self._me or (peer, row.stage) in self._members or row.stage >= self._stages:
                 continue
-            if len(self._members) < MEMBERS_MAX:
-                self._members[peer] = _Member(row.stage, row.is_ready, now, is_hearsay=True)
+            # What a member holds beside a stage, it says itself.
+            if len(self._members) < MEMBERS_MAX and not self._stages_of(peer):
+                self._members[peer, row.stage] = _Member(row.stage, row.is_ready, now, is_hearsay=True)
 
     def _remember(self, peer: PeerId) -> None:
         """Keep in mind that this was a member: its word counts again once it comes back."""
@@ -209,7 +257,7 @@ class ServiceUpkeep:
 
     def _make_room(self) -> bool:
         """ForgetSession one that others only speak of; whether there was one."""
-        found = next((peer for peer, each in self._members.items() if each.is_hearsay), None)
+        found = next((key for key, each in self._members.items() if each.is_hearsay), None)
         if found is not None:
             del self._members[found]
         return found is not None
@@ -218,17 +266,28 @@ class ServiceUpkeep:
         """See who answers, and whether this member is to find another."""
         held: list[list[PeerId]] = [[] for _ in range(self._stages)]
         ready: list[list[PeerId]] = [[] for _ in range(self._stages)]
-        me = _Member(self._stage, self.is_ready, now)
-        for peer, each in (*self._members.items(), (self._me, me)):
-            if not each.is_hearsay:
-                held[each.stage].append(peer)
-                if each.is_ready:
-                    ready[each.stage].append(peer)
+        members: dict[PeerId, None] = {}
+        covered: set[int] = set()
+        relief = False
+        me = _Member(self._stage, self.is_ready, now, is_stopgap=self.is_stopgap)
+        for (peer, stage), each in (*self._members.items(), ((self._me, self._stage), me)):
+            if each.is_hearsay:
+                continue
+            members[peer] = None
+            if each.is_ready:
+                ready[stage].append(peer)
+                relief |= stage == self._stage and not each.is_stopgap
+            if each.is_stopgap:
+                covered.add(stage)
+            else:
+                held[stage].append(peer)
         told = tuple(tuple(sorted(rows)) for rows in ready)
         if told != self._told:
             self._told = told
             self.events.append(RosterChanged(self._service, told, self._wished))
-        members = [peer for rows in held for peer in rows]
+        if self.is_stopgap:
+            self._look_for_relief(now, relief)
+            return
         for stage, rows in enumerate(held):
             if len(rows) >= self._wished:
                 self._missing_since.pop(stage, None)
@@ -239,7 +298,15 @@ class ServiceUpkeep:
             if stage in self._recruiting or now < max(since + turn * TURN_SECONDS, again_at):
                 continue
             self._recruiting.add(stage)
-            self.events.append(Recruit(self._service, stage, tuple(members)))
+            is_empty = not rows and stage not in covered
+            self.events.append(Recruit(self._service, stage, tuple(members), is_empty))
+
+    def _look_for_relief(self, now: float, is_answered: bool) -> None:
+        """See whether another has answered for this stopgap's stage for long enough."""
+        self._relief_since = min(self._relief_since, now) if is_answered else inf
+        if now - self._relief_since >= RELIEF_SECONDS:
+            self._relief_since = inf
+            self.events.append(Relieved(self._service, self._stage))
 
     def _rank(self, stage: int, peer: PeerId) -> bytes:
         return blake3(self._service + stage.to_bytes(2) + peer).digest(8)

@@ -31,6 +31,7 @@ class TokensServed:
     seconds = STAGE_SECONDS
     load_seconds = 0.5
     tokens_max = 10_000
+    needed_bytes = 1_000
     bits = b"x"
     broken: set[PeerId] = set()  # noqa: RUF012 - as above
 
@@ -39,6 +40,7 @@ class TokensServed:
         self.number = number
         self.me = me
         self.stage = StageOfTokens(number == service.manifest.stages - 1)
+        self.is_closed = False
 
     @classmethod
     async def open(cls, _seams: Any, service: Service, number: int, *others: Any) -> "TokensServed":
@@ -56,15 +58,18 @@ class TokensServed:
 
     async def compute(self, asked: ComputeBatch, _executor: Any) -> Outcome:
         await trio.sleep(self.seconds)
+        if self.is_closed:
+            raise StageFailed("its process was ended")
         return self.stage.compute(asked)
 
     async def fork(self, session: bytes, base: bytes, tokens: int) -> None:
-        self.stage.obey(ForkSession(self.service.id, session, base, tokens))
+        self.stage.obey(ForkSession(self.service.id, self.number, session, base, tokens))
 
     async def forget(self, session: bytes) -> None:
         self.stage.kept.pop(session, None)
 
     async def aclose(self) -> None:
+        self.is_closed = True
         self.stage.kept.clear()
 
 

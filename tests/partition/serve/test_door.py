@@ -171,9 +171,9 @@ def test_a_move_prefers_its_bit_class_to_the_least_loaded() -> None:
 
 def test_a_provider_that_refuses_each_time_ends_a_generation() -> None:
     world = World()
-    for peers in PROVIDERS.values():
+    for stage, peers in PROVIDERS.items():
         for peer in peers:
-            world.providers[peer].release(SERVICE, "leaving", "")
+            world.providers[peer].release(SERVICE, stage, "leaving", "")
     key = world.begin(DOOR, wish())
     began = world.now
     while key not in world.finished:
@@ -236,12 +236,12 @@ def test_nobody_but_its_providers_answers_a_generation() -> None:
     world, _ = begun()
     session = next(iter(world.doors[DOOR]._sessions))
     with pytest.raises(RemoteProtocolError):
-        world.doors[DOOR].receive(world.now, OTHER, SessionOpened(session))
+        world.doors[DOOR].receive(world.now, OTHER, SessionOpened(session, 1))
     with pytest.raises(RemoteProtocolError):
         world.doors[DOOR].receive(world.now, OTHER, SessionClosed(session, "busy"))
     with pytest.raises(RemoteProtocolError):
         world.doors[DOOR].receive(world.now, OTHER, Carried(Answer(session, 0)))
-    assert not world.doors[DOOR].receive(world.now, OTHER, SessionOpened(bytes(16)))
+    assert not world.doors[DOOR].receive(world.now, OTHER, SessionOpened(bytes(16), 1))
 
 
 def test_a_prompt_goes_in_chunks_of_which_some_are_in_flight() -> None:

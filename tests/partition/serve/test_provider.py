@@ -8,9 +8,11 @@ from crypto.identity import Identity, PeerId
 from partition.serve.bounds import PeerBounds
 from partition.serve.messages import (
     UNIT_TOKENS_MAX,
+    Answer,
     Carried,
     LeaveSession,
     OpenSession,
+    RestSession,
     SessionBase,
     SessionClosed,
     SessionOpened,
@@ -25,6 +27,7 @@ from partition.serve.provider import (
     WAITING_BYTES_PER_DOOR_MAX,
     ComputeBatch,
     ForgetSession,
+    ForkSession,
     Sends,
     SessionProvider,
 )
@@ -38,7 +41,7 @@ def peer(number: int) -> PeerId:
     return Identity(number.to_bytes(32)).peer
 
 
-ALICE, BOB, EVE = peer(101), peer(102), peer(103)
+ALICE, BOB, EVE, ME = peer(101), peer(102), peer(103), peer(104)
 
 
 def provider(**more: object) -> SessionProvider:
@@ -56,9 +59,9 @@ def opened(core: SessionProvider, door: PeerId, number: int, now: float = 0.0) -
     return core.receive(now, door, OpenSession(session(number), SERVICE, 0, door, NEXT))
 
 
-def unit(number: int, tokens: int, position: int = 0, order: int = 0) -> Carried:
+def unit(number: int, tokens: int, position: int = 0, order: int = 0, stage: int = 0) -> Carried:
     ids = np.zeros(tokens, np.int64)
-    return Carried(Work(session(number), order, position, tokens, 0, 0), (("int64", ids),))
+    return Carried(Work(session(number), order, position, tokens, 0, 0, stage=stage), (("int64", ids),))
 
 
 def batches(core: SessionProvider) -> list[ComputeBatch]:
@@ -109,7 +112,7 @@ def test_doors_have_turns_by_what_they_gave_and_not_by_their_sessions(weight: fl
     for _ in range(40):
         for number in orders:
             door = BOB if number >= 8 else ALICE
-            while len(core._sessions[session(number)].waiting) < 2:
+            while len(core._sessions[session(number)].parts[0].waiting) < 2:
                 core.receive(0.0, door, unit(number, 400, 0, orders[number]))
                 orders[number] += 1
         for asked in batches(core):
@@ -167,8 +170,8 @@ def test_units_of_a_later_stage_come_from_the_named_peer_alone() -> None:
     core.hold(SERVICE, 1, 2, 4_096)
     core.receive(0.0, ALICE, OpenSession(session(1), SERVICE, 1, NEXT, ALICE))
     with pytest.raises(RemoteProtocolError):
-        core.receive(0.0, ALICE, unit(1, 1))
-    core.receive(0.0, NEXT, unit(1, 1))
+        core.receive(0.0, ALICE, unit(1, 1, stage=1))
+    core.receive(0.0, NEXT, unit(1, 1, stage=1))
     assert batches(core)
 
 
@@ -258,13 +261,13 @@ def test_a_session_that_ends_while_it_is_computed_is_forgotten_afterwards() -> N
     core.receive(0.0, ALICE, LeaveSession(session(1)))
     assert not core.events
     assert finish(core, asked) == []
-    assert core.events == [ForgetSession(SERVICE, session(1))]
+    assert core.events == [ForgetSession(SERVICE, 0, session(1))]
 
 
 def test_a_stage_that_is_gone_closes_its_sessions_with_the_reason() -> None:
     core = provider()
     opened(core, ALICE, 1)
-    assert core.release(SERVICE, "leaving", "it leaves") == [
+    assert core.release(SERVICE, 0, "leaving", "it leaves") == [
         (ALICE, SessionClosed(session(1), "leaving", "it leaves"))
     ]
     assert [message.code for _, message in opened(core, ALICE, 2)] == ["unknown"]  # type: ignore[union-attr]  # by how it was made
@@ -306,6 +309,56 @@ def test_tokens_that_sessions_share_count_once() -> None:
     ((_, closed),) = core.receive(0.0, ALICE, unit(3, 64, 136, 1))
     assert isinstance(closed, SessionClosed)
     assert "allows each peer keys and values of 200 tokens" in closed.reason
+
+
+def both(number: int, base: SessionBase | None = None) -> list[OpenSession]:
+    """A session at a node that holds both stages."""
+    return [
+        OpenSession(session(number), SERVICE, 0, ALICE, ME, base),
+        OpenSession(session(number), SERVICE, 1, ME, ALICE, base),
+    ]
+
+
+def test_a_session_over_two_stages_of_one_node_has_one_place() -> None:
+    core = provider(bounds_of=lambda _door: PeerBounds(sessions=1))
+    core.hold(SERVICE, 1, 2, 4_096)
+    told = [core.receive(0.0, ALICE, each) for each in both(1)]
+    assert told == [[(ALICE, SessionOpened(session(1), stage))] for stage in (0, 1)]
+    assert core.sessions == 1
+    core.receive(0.0, ALICE, unit(1, 5))
+    (asked,) = batches(core)
+    ((to, passed),) = finish(core, asked)
+    assert isinstance(passed, Carried)
+    assert isinstance(passed.message, Work)
+    assert (to, passed.message.stage) == (ME, 1)
+    assert core.receive(0.0, ME, passed) == []
+    (asked,) = batches(core)
+    assert asked.stage == 1
+    answer = Answer(session(1), 0)
+    assert core.computed(0.0, SERVICE, asked.batch, [(answer, ())]) == [(ALICE, Carried(answer))]
+    assert (core.tokens_of(SERVICE, 0), core.tokens_of(SERVICE, 1)) == (5, 5)
+    # It begins others in both, and ends in both.
+    core.receive(0.0, ALICE, RestSession(session(1)))
+    for each in both(2, SessionBase(session(1), 3)):
+        core.receive(0.0, ALICE, each)
+    assert core.events == [ForkSession(SERVICE, stage, session(2), session(1), 3) for stage in (0, 1)]
+    core.events.clear()
+    core.receive(0.0, ALICE, LeaveSession(session(2)))
+    assert core.events == [ForgetSession(SERVICE, stage, session(2)) for stage in (0, 1)]
+
+
+def test_a_stage_that_is_released_ends_its_sessions_in_the_others() -> None:
+    core = provider()
+    core.hold(SERVICE, 1, 2, 4_096)
+    for each in both(1):
+        core.receive(0.0, ALICE, each)
+    core.receive(0.0, ALICE, unit(1, 5))
+    finish(core, batches(core)[0])
+    assert core.release(SERVICE, 1, "leaving", "") == [(ALICE, SessionClosed(session(1), "leaving"))]
+    assert core.events == [ForgetSession(SERVICE, 0, session(1))]
+    core.receive(0.0, ALICE, both(2)[0])
+    with pytest.raises(RemoteProtocolError):
+        core.receive(0.0, BOB, both(2)[1])
 
 
 def test_a_door_that_forks_sessions_and_asks_nothing_is_refused() -> None:

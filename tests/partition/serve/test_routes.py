@@ -68,9 +68,13 @@ def test_doubted_peers_come_last_however_quick() -> None:
     assert best_route([stages[0][:1]], 1, 1, doubts={A: 1}) == (A,)
 
 
-def test_a_peer_that_is_named_for_two_stages_has_one_of_them() -> None:
-    assert best_route([[StageReplica(A)], [StageReplica(A), StageReplica(B)]], 1, 1) == (A, B)
-    assert best_route([[StageReplica(A)], [StageReplica(A)]], 1, 1) == ()
+def test_a_peer_that_holds_two_stages_sends_itself_nothing_over_a_link() -> None:
+    assert best_route([[StageReplica(A)], [StageReplica(A)]], 1, 1) == (A, A)
+    near, far = {B: 0.001}, {B: 0.1}
+    slow = StageReplica(A, decode_seconds=0.05)
+    others = StageReplica(B, decode_seconds=0.01)
+    assert best_route([[StageReplica(A, links=near)], [slow, others]], 1, 10) == (A, B)
+    assert best_route([[StageReplica(A, links=far)], [slow, others]], 1, 10) == (A, A)
 
 
 def test_reading_and_decoding_are_measured_apart() -> None:

@@ -63,6 +63,18 @@ class ServingMachine(RuleBasedStateMachine):
         if place[1] not in self.world.providers:
             self.world.start(*place)  # type: ignore[arg-type]  # a peer
 
+    @rule(place=st.sampled_from(PLACES))
+    def double_up(self, place: tuple[int, object]) -> None:
+        stage, peer = place
+        if peer in self.world.providers and (peer, 1 - stage) not in self.world.stopgaps:
+            self.world.double_up(peer, 1 - stage)  # type: ignore[arg-type]  # a peer
+
+    @rule(place=st.sampled_from(PLACES))
+    def relieve(self, place: tuple[int, object]) -> None:
+        stage, peer = place
+        if (peer, 1 - stage) in self.world.stopgaps:
+            self.world.relieve(peer, 1 - stage)  # type: ignore[arg-type]  # a peer
+
     @rule(seconds=st.floats(0.05, 2))
     def pass_time(self, seconds: float) -> None:
         self.world.pass_time(seconds)
@@ -106,7 +118,7 @@ class ServingMachine(RuleBasedStateMachine):
             while world.step():
                 pass
         assert not any(provider.sessions for provider in world.providers.values())
-        assert not any(stage.kept for stage in world.stages.values())
+        assert not any(stage.kept for stage in (*world.stages.values(), *world.stopgaps.values()))
 
 
 ServingMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)

@@ -104,8 +104,10 @@ class World:
         self.doors = {peer: Door(peer, self.rng.randbytes) for peer in DOORS}
         self.providers: dict[PeerId, SessionProvider] = {}
         self.stages: dict[PeerId, StageOfTokens] = {}
+        self.stopgaps: dict[tuple[PeerId, int], StageOfTokens] = {}
+        """Stages that a provider holds beside its own."""
         self.computing: deque[tuple[PeerId, ComputeBatch]] = deque()
-        self.later: dict[PeerId, list[ForkSession | ForgetSession]] = {}
+        self.later: dict[tuple[PeerId, int], list[ForkSession | ForgetSession]] = {}
         """What a stage is to do once it has computed."""
         self.queues: dict[tuple[PeerId, PeerId], deque[Message | Carried]] = {}
         self.tokens: dict[tuple[PeerId, int], list[int]] = {}
@@ -123,12 +125,32 @@ class World:
         self.stages[peer] = StageOfTokens(stage == STAGES - 1)
         provider.hold(SERVICE, stage, STAGES, CONTEXT)
 
+    def double_up(self, peer: PeerId, stage: int) -> None:
+        """A provider takes another stage too."""
+        self.stopgaps[peer, stage] = StageOfTokens(stage == STAGES - 1)
+        self.providers[peer].hold(SERVICE, stage, STAGES, CONTEXT)
+
+    def relieve(self, peer: PeerId, stage: int) -> None:
+        """A provider lets go of such a stage."""
+        del self.stopgaps[peer, stage]
+        self.forget_work(peer, stage)
+        self.put(peer, self.providers[peer].release(SERVICE, stage, "leaving", "another holds it again"))
+        self.drain()
+
+    def forget_work(self, peer: PeerId, stage: int) -> None:
+        self.computing = deque(row for row in self.computing if (row[0], row[1].stage) != (peer, stage))
+        self.later.pop((peer, stage), None)
+
+    def held(self, peer: PeerId, stage: int) -> StageOfTokens:
+        return self.stopgaps.get((peer, stage)) or self.stages[peer]
+
     def kill(self, peer: PeerId, *, breaks: bool = True) -> None:
         """A provider is gone, with what was on its way; all streams break, or it is silent."""
         self.providers.pop(peer, None)
         self.stages.pop(peer, None)
-        self.computing = deque(row for row in self.computing if row[0] != peer)
-        self.later.pop(peer, None)
+        for stage in range(STAGES):
+            self.forget_work(peer, stage)
+            self.stopgaps.pop((peer, stage), None)
         for pair in [pair for pair in self.queues if peer in pair]:
             del self.queues[pair]
         if breaks:
@@ -142,7 +164,7 @@ class World:
         return {
             stage: [
                 StageReplica(peer, self.providers[peer].sessions, bits=self.bits.get(peer, b"x"))
-                for peer in peers
+                for peer in (*peers, *(who for who, number in self.stopgaps if number == stage))
                 if peer in self.providers
             ]
             for stage, peers in PROVIDERS.items()
@@ -182,10 +204,10 @@ class World:
             for event in provider.events:
                 if isinstance(event, ComputeBatch):
                     self.computing.append((peer, event))
-                elif any(busy == peer for busy, _ in self.computing):
-                    self.later.setdefault(peer, []).append(event)
+                elif any((busy, asked.stage) == (peer, event.stage) for busy, asked in self.computing):
+                    self.later.setdefault((peer, event.stage), []).append(event)
                 else:
-                    self.stages[peer].obey(event)
+                    self.held(peer, event.stage).obey(event)
             provider.events.clear()
         for peer, door in self.doors.items():
             said, door.events = door.events, []
@@ -210,9 +232,10 @@ class World:
     def compute(self) -> None:
         """The stage that was asked first has computed."""
         peer, asked = self.computing.popleft()
-        answers = self.stages[peer].compute(asked)
-        for event in self.later.pop(peer, ()):
-            self.stages[peer].obey(event)
+        stage = self.held(peer, asked.stage)
+        answers = stage.compute(asked)
+        for event in self.later.pop((peer, asked.stage), ()):
+            stage.obey(event)
         self.put(peer, self.providers[peer].computed(self.now, SERVICE, asked.batch, answers))
         self.drain()
 

@@ -1,0 +1,48 @@
+"""What a provider's core has its stages do: its driver does it in this order, one thing after the other."""
+
+from dataclasses import dataclass
+
+from partition.codecs.codec import Typed
+from partition.serve.messages import Work
+
+
+@dataclass(frozen=True)
+class BatchUnit:
+    """A unit as the stage is to compute it."""
+
+    session: bytes
+    work: Work
+    arrays: tuple[Typed, ...]
+
+
+@dataclass(frozen=True)
+class ComputeBatch:
+    """Have a stage of a service compute these units together, and say what came of it by `batch`."""
+
+    service: bytes
+    stage: int
+    batch: int
+    units: tuple[BatchUnit, ...]
+
+
+@dataclass(frozen=True)
+class ForgetSession:
+    """Have a stage forget a session."""
+
+    service: bytes
+    stage: int
+    session: bytes
+
+
+@dataclass(frozen=True)
+class ForkSession:
+    """Have a stage begin a session with the first tokens of another, before what comes after this."""
+
+    service: bytes
+    stage: int
+    session: bytes
+    base: bytes
+    tokens: int
+
+
+Event = ComputeBatch | ForgetSession | ForkSession

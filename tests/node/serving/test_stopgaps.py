@@ -1,0 +1,130 @@
+"""A node that is left alone with a stage takes the missing one too, in virtual time: answers go on."""
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import trio
+
+from node.errors import RunFailed
+from node.events import GenerationMoved
+from node.offering import Offering
+from node.protocols.services import Service
+from node.serving.hosting import Membership
+from partition.serve.upkeep import RELIEF_SECONDS
+from tests.node.serving.scene import TokensServed, ask, manifest, serving, until
+from tests.partition.serve.world import reference, wish
+from tests.stack import Swarm, simulate
+
+pytestmark = pytest.mark.usefixtures("_tokens_served")
+TOKENS = 60
+
+
+def held(group: Swarm, service: Service) -> dict[str, list[Membership]]:
+    """The stages of a service that each living node holds, the one held for good first."""
+    return {
+        name: node.serving.hosting.of(service.id)
+        for name, node in group.nodes.items()
+        if not group.scopes[name].cancel_called
+    }
+
+
+def stages(group: Swarm, service: Service) -> dict[str, list[int]]:
+    return {name: [each.number for each in found] for name, found in held(group, service).items() if found}
+
+
+async def disturbed(
+    group: Swarm, service: Service, disturb: Callable[[], object], tokens: int = TOKENS
+) -> float:
+    """An answer at node a in the middle of which something happens: it is the same, and all moves are exact;
+    the longest pause."""
+    times: list[float] = []
+    seen: list[int] = []
+    async with group.nodes["a"].serving.answer(service, wish(tokens=tokens)) as generation:
+        async for token in generation:
+            seen.append(token.token)
+            times.append(trio.current_time())
+            if len(seen) == 5:
+                disturb()
+        assert generation.is_exact
+    assert seen == reference(wish(tokens=tokens))
+    return max(after - before for before, after in pairwise(times))
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_an_answer_goes_on_at_the_one_node_that_is_left(slots: int) -> None:
+    async def main() -> None:
+        async with serving("ab", offer=Offering(slots=slots)) as (group, service):
+            first = stages(group, service)["a"]
+            pause = await disturbed(group, service, lambda: group.kill("b"))
+            assert pause < TokensServed.load_seconds + 3
+            assert stages(group, service) == {"a": [*first, 1 - first[0]]}
+            main_stage, other = held(group, service)["a"]
+            assert (main_stage.turn is other.turn) is (slots == 1), "in one slot they compute in turn"
+            assert (main_stage.slot == other.slot) is (slots == 1)
+            assert len(group.nodes["a"].serving.hosted()) == slots
+            assert other.machine.memory_bytes <= main_stage.machine.memory_bytes
+            # New answers begin there, and the document says who holds what.
+            assert await ask(group.nodes["a"], service, wish(seed=3)) == reference(wish(seed=3))
+            rows = (await group.nodes["a"].serving.finder.routes(service)).values()
+            assert [[each.peer for each in row] for row in rows] == [[group.nodes["a"].peer]] * 2
+            await trio.sleep(2)
+            assert group.nodes["a"].serving.provider.sessions_of(service.id) == 0
+
+    simulate(main)
+
+
+def test_a_node_without_memory_for_it_takes_no_second_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TokensServed, "needed_bytes", 1 << 60)
+
+    async def main() -> None:
+        async with serving("ab") as (group, service):
+            group.kill("b")
+            with pytest.raises(RunFailed, match="nobody answers for stage"):
+                await ask(group.nodes["a"], service, wish())
+            assert list(map(len, stages(group, service).values())) == [1]
+
+    simulate(main)
+
+
+def test_a_node_that_leaves_has_the_other_take_its_stage_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TokensServed, "load_seconds", 3.0)
+
+    async def main() -> None:
+        async with serving("ab") as (group, service), trio.open_nursery() as nursery:
+            pause = await disturbed(
+                group, service, lambda: nursery.start_soon(group.nodes["b"].leave), tokens=150
+            )
+            assert pause < 2.0
+            await until(lambda: "b" not in stages(group, service))
+            assert sorted(stages(group, service)["a"]) == [0, 1]
+
+    simulate(main)
+
+
+def test_a_stopgap_lets_go_once_another_node_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with serving("abc") as (group, service):
+            (free,) = {"a", "b", "c"} - stages(group, service).keys()
+            other = await group.nodes[free].serving.begin(
+                manifest(name="other", cuts=()), [group.nodes[free].peer]
+            )
+            await group.nodes[free].serving.await_ready(other)
+            victim = next(name for name in stages(group, service) if name != "a")
+            first = dict(stages(group, service))
+            pause = await disturbed(group, service, lambda: group.kill(victim))
+            assert pause < TokensServed.load_seconds + 3
+            holder = next(name for name in first if name != victim)
+            assert stages(group, service) == {holder: [*first[holder], *first[victim]]}
+            # The other node is free again: it takes the stage, and a running answer moves there.
+            await group.nodes[free].serving.stop(other)
+            await until(lambda: free in stages(group, service))
+            began = trio.current_time()
+            await disturbed(group, service, lambda: None, tokens=int(RELIEF_SECONDS / 0.1) + 60)
+            assert trio.current_time() - began > RELIEF_SECONDS
+            await until(lambda: stages(group, service) == {holder: first[holder], free: first[victim]})
+            moves = [each for each in group.events["a"] if isinstance(each, GenerationMoved)]
+            assert len(moves) == 2
+            assert all(each.is_exact for each in moves)
+
+    simulate(main)

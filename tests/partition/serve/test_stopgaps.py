@@ -1,0 +1,139 @@
+"""A stage that nobody holds any more is taken by a member beside its own, until another node takes it."""
+
+from crypto.identity import Identity, PeerId
+from partition.serve.messages import Roll, Row
+from partition.serve.upkeep import (
+    FORGET_SECONDS,
+    RELIEF_SECONDS,
+    STAGES_PER_PEER_MAX,
+    Recruit,
+    Relieved,
+    RosterChanged,
+    ServiceUpkeep,
+)
+
+SERVICE = bytes(32)
+A, B, C, D = (Identity(bytes([1 + number]) * 32).peer for number in range(4))
+
+
+class Swarm:
+    """Members that may hold several stages, and nodes that are free."""
+
+    def __init__(self, members: dict[PeerId, int], stages: int, room: int = 2) -> None:
+        self.now = 0.0
+        self.stages, self.room = stages, room
+        self.free: list[PeerId] = []
+        self.cores: dict[tuple[PeerId, int], ServiceUpkeep] = {}
+        rows = [Row(peer, stage, True) for peer, stage in members.items()]
+        for peer, stage in members.items():
+            self.join(peer, stage, rows)
+
+    def join(self, peer: PeerId, stage: int, rows: list[Row] | tuple[Row, ...]) -> None:
+        is_stopgap = bool(self.held(peer))
+        core = ServiceUpkeep(self.now, peer, SERVICE, self.stages, 1, stage, rows, is_stopgap=is_stopgap)
+        self.cores[peer, stage] = core
+        self.send(peer, core.ready(self.now))
+
+    def held(self, peer: PeerId) -> list[int]:
+        return sorted(stage for who, stage in self.cores if who == peer)
+
+    def send(self, sender: PeerId, sends: list[tuple[PeerId, Roll]]) -> None:
+        for receiver, message in sends:
+            for (who, _), core in list(self.cores.items()):
+                if who == receiver:
+                    core.receive(self.now, sender, message)
+
+    def kill(self, peer: PeerId) -> None:
+        self.cores = {key: core for key, core in self.cores.items() if key[0] != peer}
+        for core in self.cores.values():
+            core.lost(self.now, peer)
+
+    def let_go(self, peer: PeerId, stage: int) -> None:
+        core = self.cores.pop((peer, stage))
+        self.send(peer, core.leave())
+        for left in self.held(peer)[:1] if not core.is_stopgap else ():
+            self.cores[peer, left].stay(self.now)
+
+    def run(self, seconds: float) -> None:
+        for _ in range(int(seconds * 4)):
+            self.now += 0.25
+            for (peer, stage), core in list(self.cores.items()):
+                self.send(peer, core.wake(self.now))
+                events, core.events = core.events, []
+                for event in events:
+                    match event:
+                        case Recruit():
+                            self.recruit(peer, core, event)
+                        case Relieved():
+                            self.let_go(peer, stage)
+                        case RosterChanged():
+                            pass
+
+    def recruit(self, peer: PeerId, core: ServiceUpkeep, event: Recruit) -> None:
+        taker = self.free.pop() if self.free else None
+        if taker is None and event.is_empty and len(self.held(peer)) < self.room:
+            taker = peer
+        if taker is not None:
+            self.join(taker, event.stage, core.rows())
+        core.recruited(self.now, event.stage, taker)
+
+
+def test_the_member_that_is_left_takes_the_missing_stage_too() -> None:
+    swarm = Swarm({A: 0, B: 1}, 2)
+    swarm.run(4)
+    swarm.kill(B)
+    swarm.run(4)
+    assert swarm.held(A) == [0, 1]
+    # It goes on to look for another node, and lets go of the stage once that has answered for a while.
+    swarm.free = [C]
+    swarm.cores[A, 0].offered(swarm.now)
+    swarm.run(RELIEF_SECONDS / 2)
+    assert (swarm.held(A), swarm.held(C)) == ([0, 1], [1])
+    swarm.run(RELIEF_SECONDS)
+    assert (swarm.held(A), swarm.held(C)) == ([0], [1])
+
+
+def test_one_member_takes_all_stages_where_it_has_room() -> None:
+    swarm = Swarm({A: 0, B: 1, C: 2}, 3, room=3)
+    swarm.run(4)
+    swarm.kill(B)
+    swarm.kill(C)
+    swarm.run(FORGET_SECONDS + 6)
+    assert swarm.held(A) == [0, 1, 2]
+    swarm.free = [B, C]
+    swarm.cores[A, 0].offered(swarm.now)
+    swarm.run(RELIEF_SECONDS + 5)
+    assert swarm.held(A) == [0]
+    assert {*swarm.held(B), *swarm.held(C)} == {1, 2}
+
+
+def test_a_stopgap_stays_while_the_node_that_leaves_still_answers() -> None:
+    swarm = Swarm({A: 0, B: 1}, 2)
+    swarm.run(4)
+    swarm.join(A, 1, swarm.cores[A, 0].rows())  # the one that leaves has asked for it
+    swarm.run(RELIEF_SECONDS - 2)
+    swarm.let_go(B, 1)
+    swarm.run(2 * RELIEF_SECONDS)
+    assert swarm.held(A) == [0, 1]
+
+
+def test_a_stopgap_is_held_for_good_once_the_first_stage_is_gone() -> None:
+    swarm = Swarm({A: 0, B: 1}, 2)
+    swarm.run(4)
+    swarm.kill(B)
+    swarm.run(4)
+    swarm.free = [C]
+    swarm.let_go(A, 0)  # its process has died
+    swarm.run(4)
+    assert (swarm.held(A), swarm.held(C)) == ([1], [0])
+    assert not swarm.cores[A, 1].is_stopgap
+
+
+def test_a_peer_that_says_it_holds_everything_fills_no_table() -> None:
+    core = ServiceUpkeep(0.0, A, SERVICE, 64, 1, 0, [Row(B, 1, True)])
+    for stage in range(64):
+        core.receive(0.0, B, Roll(SERVICE, stage, True))
+    assert sum(row.peer == B for row in core.rows()) == STAGES_PER_PEER_MAX
+    core.lost(1.0, B)
+    assert not core.has(B)
+    assert [row.peer for row in core.rows()] == [A]

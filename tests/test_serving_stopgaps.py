@@ -1,0 +1,51 @@
+"""Two real nodes that serve a model in two stages, of which one dies, comes back, and leaves: answers go on
+at the other, which holds both stages meanwhile, and no token is another.
+"""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.serving_swarm import Ground, Streams, until
+
+TOKENS = 80
+STREAMS = 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slots", [1, 2])
+def test_answers_go_on_at_the_one_of_two_nodes_that_is_left(tmp_path: Path, slots: int) -> None:
+    ground = Ground(tmp_path, dict.fromkeys("ab", (slots, 1)))
+    pauses: dict[str, float] = {}
+    try:
+        ground.start()
+        ground.serve("words", "a")
+        first = ground.holders("words")
+        assert sorted(first) == [["a"], ["b"]]
+        streams = Streams(ground.door, ("words",), STREAMS, TOKENS)
+        streams.begin()
+
+        def pause_of(what: str, since: float) -> None:
+            streams.flow()
+            pauses[what] = max(streams.pauses(since))
+
+        since = time.monotonic()
+        ground.kill_node("b")
+        pause_of("killed", since)
+        assert ground.holders("words") == [["a"], ["a"]]
+
+        since = time.monotonic()
+        ground.restart("b")
+        until(lambda: ground.holders("words") == first, what="the other node takes no stage again")
+        pause_of("back", since)
+
+        since = time.monotonic()
+        ground.leave_node("b")
+        pause_of("left", since)
+        assert ground.holders("words") == [["a"], ["a"]]
+        streams.stop()
+        assert streams.moves >= 3 * STREAMS
+        print(f"\n{slots} slots, longest pause:", pauses)  # noqa: T201 - what the soak is run for
+    finally:
+        ground.close()
