@@ -187,6 +187,13 @@ def service_lines(document: Mapping[str, Any], names: Mapping[str, str]) -> list
         rate = document.get("tokens_per_second")
         told = f", {rate:.1f} tokens a second" if rate is not None else ""
         lines.append(f"  the last answer here: the first token after {document['first_seconds']:.2f} s{told}")
+    for number, replicas in enumerate(document["stages"], 1):
+        classes = {each.get("bits", "") for each in replicas} - {""}  # where it was not said, nothing is
+        if len(classes) > 1:
+            lines.append(
+                f"  the replicas of stage {number} are of {len(classes)} bit classes: where an answer moves"
+                " between them, its text may change"
+            )
     held = Counter(each["peer"] for replicas in document["stages"] for each in replicas)
     for peer, count in held.items():
         if count > 1:

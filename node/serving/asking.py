@@ -215,6 +215,7 @@ class Asking:
                     "sessions": each.sessions,
                     "tokens": usage.get((each.peer, stage), unknown).tokens,
                     "tokens_max": usage.get((each.peer, stage), unknown).tokens_max,
+                    "bits": each.bits.hex(),
                 }
                 for each in routes.get(stage, ())
             ]

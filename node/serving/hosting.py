@@ -6,7 +6,7 @@ stages compute in turn. What a member hears of the others is `partition.serve.up
 to take a missing stage is found and asked.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -47,6 +47,7 @@ from node.seams import Seams
 from node.services.discovery import Discovery
 from node.serving.stage import HeldStage
 from node.serving.texts import Texts
+from partition.plan.observed import Knowledge
 from partition.run.messages import REASON_LENGTH_MAX
 from partition.run.timeouts import LEAVE_SECONDS_MAX
 from partition.serve.messages import CloseCode, Roll, Row
@@ -84,6 +85,8 @@ class HostingOwner(Protocol):
     publish: Callable[[Event], None]
     expect_stage: Callable[[], None]
     receipts: Receipts
+    knowledge: Callable[[], Knowledge]
+    learn: Callable[[Collection[PeerId]], Awaitable[Knowledge]]
 
     def link_seconds(self, peers: Collection[PeerId]) -> Mapping[tuple[PeerId, PeerId], float]: ...
 
@@ -231,6 +234,8 @@ class Hosting:
         owner.act()
         if manifest.text == "tokenizer":
             owner.start_task(self._keep_text, member)
+        # For the day on which another is to hold it: machines of which class there are.
+        owner.start_task(owner.learn, [each.peer for each in owner.offers()])
         await self._advertise(service, encode(service.fact), None)
 
     async def _keep_text(self, member: Membership) -> None:
@@ -396,7 +401,9 @@ class Hosting:
         taken: Collection[bytes],
         first: PeerId | None = None,
     ) -> tuple[PeerId | None, str]:
-        """Have a node that is none of `taken` hold a stage, `first` if it can; which does, or why none."""
+        """Have a node that is none of `taken` hold a stage, `first` if it can; which does, or why none.
+        Machines like those that hold it, or the stages beside it, come before others: they compute the same
+        bits, so that answers that move there stay the same."""
         owner = self._owner
         offers = [
             each
@@ -410,8 +417,21 @@ class Hosting:
             ways = [links.get((peer, offer.peer), 0.0) for peer in near]
             return sum(ways) / max(1, len(ways)) + TOKEN_FLOPS / max(1.0, offer.flops_per_second)
 
-        # What a token takes there and on the way there; of equals the one with most memory.
-        offers.sort(key=lambda each: (each.peer != first, token_seconds(each), -each.memory_bytes, each.peer))
+        kinds = {peer: (row.hardware, row.torch) for peer, row in owner.knowledge().calibrations.items()}
+        usual = usual_kind(rows, number, kinds)
+
+        def rank(offer: Offer) -> tuple[object, ...]:
+            is_other = usual is not None and kinds.get(offer.peer) != usual
+            # What a token takes there and on the way there; of equals the one with most memory.
+            return (
+                offer.peer != first,
+                is_other,
+                token_seconds(offer),
+                -offer.memory_bytes,
+                offer.peer,
+            )
+
+        offers.sort(key=rank)
         reasons = []
         for each in offers:
             reason = await self.ask_to_host(each.peer, service, number, rows)
@@ -473,6 +493,21 @@ class Hosting:
             int(member.pace.decode_seconds * 1e6),
             int(member.pace.read_seconds * 1e9),
         )
+
+
+MachineKind = tuple[str, str]
+"""A processor and a build of torch. What bits a stage has is found out once it is loaded; of equal kinds and
+with equal threads, which the service says, they are the same."""
+
+
+def usual_kind(rows: Sequence[Row], number: int, kinds: Mapping[PeerId, MachineKind]) -> MachineKind | None:
+    """Return the kind of machine that most have who hold a stage; where none of these is known, most of the
+    service's members; None where that is not known either."""
+    for among in ([row for row in rows if row.stage == number], rows):
+        known = Counter(kinds[PeerId(row.peer)] for row in among if row.peer in kinds)
+        if known:
+            return min(known, key=lambda kind: (-known[kind], kind))
+    return None
 
 
 def declined(reason: object) -> Declined:
