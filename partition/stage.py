@@ -23,6 +23,7 @@ import msgspec
 
 from partition.codecs.codec import Codec, Digest, Payload, Rounding
 from partition.model.graph import FLOATING, ITEM_BYTES, TRAIN, TRAINED, DataType, Parameter, StageGraph
+from partition.model.head import answered_kind, head_input
 from partition.model.sizes import check_sizes, evaluate, shape_of
 from partition.stage_serving import BITS_BYTES as BITS_BYTES
 from partition.stage_serving import NUMBER_MAX as NUMBER_MAX
@@ -287,6 +288,9 @@ def boundary_bytes(specification: StageSpecification) -> int:
             kinds = [graph.types[types[number]] for number in ids]
             taken = sum(prod(shape_of(kind, values)) * ITEM_BYTES[kind.dtype] for kind in kinds)
             largest = max(largest, taken)
+    if graph.is_last and (head := head_input(graph)) is not None:
+        kind = answered_kind(head[1])
+        largest = max(largest, prod(shape_of(kind, values)) * ITEM_BYTES[kind.dtype])
     return largest
 
 

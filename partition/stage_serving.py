@@ -45,12 +45,14 @@ class Serve(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     A session begins with a unit at position 0. A unit at a lower position than the session has reached takes
     back what stands there and after; one at a higher position is refused, and so is one that there are no
-    pages for. `Refused.session` then says which, and no session has changed.
+    pages for. `Refused.session` then says which, and no session has changed. With `is_hidden` the last stage
+    answers the wanted rows as they go into its head, in the place of logits.
     """
 
     units: Annotated[tuple[Unit, ...], msgspec.Meta(min_length=1, max_length=UNITS_MAX)]
     input: Payload
     codec: Codec = "raw"
+    is_hidden: bool = False
 
 
 class Served(msgspec.Struct, frozen=True, tag=True, array_like=True):

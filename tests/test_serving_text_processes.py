@@ -13,6 +13,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 import tokenizers
@@ -20,9 +21,13 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+import node
+from crypto.contact import parse_address
 from crypto.encoding import clean_text
+from node import config
 from node.cli.client import NodeRefused, ask
 from node.demo.processes import SwarmProcesses
+from node.errors import UsageError
 from node.main import run
 from partition.capture.models.gpt import GPT, GPTConfiguration
 from partition.capture.serving_proof import TOLERANCES
@@ -275,6 +280,31 @@ def test_a_finished_run_is_served_by_its_id(
     pieces = [event["piece"] for event in events if "piece" in event]
     assert pieces == wanted[len(ids) :]
     assert run(["services", "--stop", told["service"], "--data-dir", data_dir]) == 0
+
+
+def test_a_program_reads_the_hidden_states_that_transformers_has(
+    served: tuple[SwarmProcesses, Path, Any, Any], tmp_path: Path
+) -> None:
+    swarm, _, model, known = served
+    settings = config.Config(
+        name="reader",
+        data_dir=tmp_path / "reader",
+        swarm=config.Swarm(name="text", preset="host"),
+        listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
+        join=config.Join(lan=False, seeds=(parse_address(swarm.nodes[NAMES[0]].address),)),
+        resources=config.Resources(calibrate=False),
+    )
+    with node.sync(settings) as me:
+        me.wait_for_members(len(NAMES))
+        rows = me.hidden("tiny", PROMPT)
+        assert np.array_equal(rows, me.hidden("tiny", known(PROMPT)["input_ids"]))
+        with pytest.raises(UsageError, match="no service is called"):
+            me.hidden("nothing", PROMPT)
+    with torch.no_grad():
+        states = model(torch.tensor([known(PROMPT)["input_ids"]]), output_hidden_states=True).hidden_states
+    wanted = states[-1][0].float().numpy()
+    assert rows.shape == wanted.shape
+    assert np.abs(rows - wanted).max() <= TOLERANCES[torch.bfloat16] * np.abs(wanted).max()
 
 
 def test_an_encoder_gives_vectors_as_transformers_does(

@@ -49,6 +49,7 @@ from node.services.membership import Membership
 from node.serving.asking import Asking, ServeWish
 from node.serving.questions import Question, split_prompt
 from node.serving.serving import Serving
+from partition.codecs.base import Array
 from partition.model.graph import Graph
 
 ADDRESSES_JOINED_MAX = 256
@@ -330,6 +331,17 @@ class Surface:
         async with Asking(self.serving).answering(service, question) as answer:
             async for piece in answer:
                 yield piece
+
+    async def hidden(self, service: str, prompt: str | Sequence[int] | Sequence[Mapping[str, str]]) -> Array:
+        """Return a service's final hidden states of a prompt, an array [tokens, width].
+
+        They are what the model's head makes logits of, behind its last norm: the last of the `hidden_states`
+        of transformers; float64 where the model is, else float32. Prompts are those of `generate`, and when
+        a peer of the service dies, the prompt is read again elsewhere. Raises UsageError: no such service, or
+        a model without such a head; RunFailed: it cannot answer.
+        """
+        asked, messages = split_prompt(prompt)
+        return await Asking(self.serving).hidden(service, Question(asked, messages=messages))
 
     async def plan(
         self,

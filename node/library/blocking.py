@@ -18,6 +18,7 @@ from node.history import EventHistory
 from node.planning.report import PlanReport
 from node.portal import Portal
 from node.services.broadcasts import Broadcast
+from partition.codecs.base import Array
 from partition.model.graph import Graph
 
 
@@ -403,6 +404,16 @@ class BlockingSurface:
             stops,
             exact,
         )
+
+    def hidden(self, service: str, prompt: str | Sequence[int] | Sequence[Mapping[str, str]]) -> Array:
+        """Return a service's final hidden states of a prompt, an array [tokens, width].
+
+        They are what the model's head makes logits of, behind its last norm: the last of the `hidden_states`
+        of transformers; float64 where the model is, else float32. Prompts are those of `generate`, and when
+        a peer of the service dies, the prompt is read again elsewhere. Raises UsageError: no such service, or
+        a model without such a head; RunFailed: it cannot answer.
+        """
+        return self._portal.run(self._of.hidden, service, prompt)
 
     def plan(
         self,

@@ -13,9 +13,10 @@ from typing import Any
 
 import msgspec
 
-from crypto.identity import peer_text
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId, peer_text
 from node.content.fenced_text import FencedText, TextFacts, TextLost
-from node.errors import RunFailed, UsageError
+from node.errors import RunFailed, Unreachable, UsageError
 from node.protocols.manifest import run_text
 from node.protocols.services import (
     HOLDERS_MAX,
@@ -33,7 +34,9 @@ from node.serving.questions import Question, make_door_wish
 from node.serving.serving import Serving
 from node.serving.sources import GRAPH_SUFFIX, ServedFiles, captured_files, is_run
 from node.serving.texts import TextPieces
+from partition.codecs.base import Array
 from partition.model.graph import Graph, encode_graph
+from partition.model.head import head_input, hidden_width
 from partition.model.serving import count_words, is_whole
 
 CONTEXT_USUAL = 1_024
@@ -41,6 +44,8 @@ CONTEXT_USUAL = 1_024
 THREADS_USUAL = 4
 """Threads of a service, where its publisher has as many. Stages of one bit class compute with exactly
 the service's number, so a larger one shuts smaller machines out; and decoding waits for memory, not cores."""
+HIDDEN_NUMBERS_MAX = 1 << 27
+"""Hidden states of one prompt: half a GiB of float32, or 32,768 tokens of 4,096 numbers each."""
 BYTES = 256
 """The vocabulary of a model of text byte by byte."""
 PRIVACY = (
@@ -260,6 +265,45 @@ class Asking:
             generation = await stack.enter_async_context(serving.answer(service, asked.wish))
             pieces = await stack.enter_async_context(serving.texts.pieces(text, question.stops))
             yield AnswerStream(service, generation, pieces if question.is_text else None, asked.forgotten)
+
+    async def hidden(self, name: str, question: Question) -> Array:
+        """Return the final hidden states of a prompt, float32 or float64 [tokens, width]: those of which the
+        model's head makes logits. Raises UsageError: no such service, or nothing that it can be asked;
+        RunFailed: it cannot answer."""
+        serving = self._serving
+        service = await serving.finder.find(name)
+        await serving.finder.routes(service)
+        members = [*serving.finder.members(service.id), service.publisher]
+        async with AsyncExitStack() as stack:
+            text: FencedText | None = None
+            if question.is_text and service.manifest.text == "tokenizer":
+                text = await stack.enter_async_context(self.reading(service))
+            with _told_of_tokenizer(service):
+                asked = await make_door_wish(service.manifest, question, text, serving.seams.entropy)
+            width = await self._hidden_width(service, members, len(asked.wish.prompt))
+            wish = replace(asked.wish, is_hidden=True, tokens_max=1)
+            made = await stack.enter_async_context(serving.answer(service, wish, width))
+            async for _ in made:
+                raise AssertionError("a token where hidden states were asked for")
+            assert made.hidden is not None
+            return made.hidden
+
+    async def _hidden_width(self, service: Service, members: Sequence[PeerId], tokens: int) -> int:
+        """Return how long a row of a service's hidden states is. Raises UsageError, RunFailed."""
+        called = service.manifest.name
+        try:
+            graph = await self._serving.models.get(service.manifest.graph, members)
+        except (Unreachable, RemoteProtocolError) as error:
+            raise RunFailed(f"{called}: its graph cannot be had: {error}", "ask again") from None
+        if (head := head_input(graph)) is None:
+            raise UsageError(f"{called}: its logits are not made of hidden states by one product")
+        width = hidden_width(head[1])
+        if tokens * width > HIDDEN_NUMBERS_MAX:
+            raise UsageError(
+                f"prompt: {tokens:,} tokens of {width:,} numbers each; at most {HIDDEN_NUMBERS_MAX:,} in all",
+                "a shorter prompt",
+            )
+        return width
 
     @asynccontextmanager
     async def reading(self, service: Service, purpose: str = "") -> AsyncIterator[FencedText]:

@@ -26,6 +26,7 @@ from partition.serve.door import (
     Door,
     Embedded,
     GenerationOver,
+    HiddenRead,
     Misbehaved,
     RouteTaken,
     RouteWanted,
@@ -93,6 +94,8 @@ class Generation:
         """Say which tokens may come next, where the wish is for that."""
         self.vector: Array | None = None
         """What an encoder has answered."""
+        self.hidden: Array | None = None
+        """The hidden states of the prompt, where they were asked for."""
         # Not bounded by a wait: a generation brings `tokens_max` tokens at most.
         self._send, self._receive = trio.open_memory_channel[Token](1 << 24)
 
@@ -140,16 +143,16 @@ class Generations:
         """Told of each service's name, and the seconds between two tokens of an answer."""
 
     @asynccontextmanager
-    async def generating(self, service: Service, wish: Wish) -> AsyncIterator[Generation]:
-        """A generation that lasts as long as the context; every stage forgets it at the end. Raises
-        RunFailed: too many at once."""
+    async def generating(self, service: Service, wish: Wish, width: int = 0) -> AsyncIterator[Generation]:
+        """A generation that lasts as long as the context; every stage forgets it at the end. `width` is that
+        of hidden states, where they are wished for. Raises RunFailed: too many at once."""
         owner, clock = self._owner, self._owner.seams.clock
         if self.door.generations >= GENERATIONS_MAX:
             raise RunFailed(
                 f"{GENERATIONS_MAX} answers are being given to this node already", "wait for some"
             )
         manifest = service.manifest
-        row = manifest.vector or manifest.vocabulary
+        row = width or manifest.vector or manifest.vocabulary
         shape = Shape(service.id, manifest.stages, row, manifest.context)
         self._services[service.id] = service
         routes = await owner.routes(service)
@@ -201,9 +204,8 @@ class Generations:
             match event:
                 case Sampled():
                     self._sampled(now, event)
-                case Embedded():
-                    if (found := self._going.get(event.generation)) is not None:
-                        found.vector = event.vector
+                case Embedded() | HiddenRead():
+                    self._read(event)
                 case GenerationOver():
                     self._ended(now, event)
                 case RouteTaken():
@@ -215,6 +217,13 @@ class Generations:
                     self._served(event)
                 case Misbehaved():
                     self._owner.refuse(event.peer, RemoteProtocolError(event.reason))
+
+    def _read(self, event: Embedded | HiddenRead) -> None:
+        found = self._going.get(event.generation)
+        if found is not None and isinstance(event, Embedded):
+            found.vector = event.vector
+        elif found is not None and isinstance(event, HiddenRead):
+            found.hidden = event.rows
 
     def _sampled(self, now: float, event: Sampled) -> None:
         found = self._going.get(event.generation)

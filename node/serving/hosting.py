@@ -136,7 +136,10 @@ class Membership:
 
 
 class Hosting:
-    """All of one node."""
+    """All of one node.
+
+    Long because taking on, handing over and letting go are one life of a stage, and end in each other.
+    """
 
     def __init__(self, owner: HostingOwner) -> None:
         self._owner = owner

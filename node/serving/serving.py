@@ -529,9 +529,9 @@ class Serving:
             if rows:
                 self.finder.note(service, [PeerId(row.peer) for row in rows])
 
-    def answer(self, service: Service, wish: Wish) -> AbstractAsyncContextManager[Generation]:
+    def answer(self, service: Service, wish: Wish, width: int = 0) -> AbstractAsyncContextManager[Generation]:
         """An answer of a service; see `Generations.generating`."""
-        return self.generations.generating(service, wish)
+        return self.generations.generating(service, wish, width)
 
 
 def _no_runs(name: str) -> AbstractAsyncContextManager[ServedFiles]:

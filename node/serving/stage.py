@@ -199,6 +199,17 @@ class HeldStage:
     async def compute(self, asked: ComputeBatch, executor: Executor) -> Outcome:
         """Return what a batch comes to, a row for each unit. Raises Refusal, or StageFailed: the process is
         gone."""
+        hidden = [unit for unit in asked.units if unit.work.is_hidden and self.is_last]
+        others = [unit for unit in asked.units if unit not in hidden]
+        if not (hidden and others):
+            return await self._compute(asked, executor)
+        found: dict[bytes, tuple[Answer | None, tuple[Typed, ...]]] = {}
+        for part in (others, hidden):  # what is computed twice where the second is refused changes nothing
+            outcome = await self._compute(replace(asked, units=tuple(part)), executor)
+            found |= {unit.session: row for unit, row in zip(part, outcome, strict=True)}
+        return [found[unit.session] for unit in asked.units]
+
+    async def _compute(self, asked: ComputeBatch, executor: Executor) -> Outcome:
         units = tuple(
             api.Unit(unit.session, unit.work.position, unit.work.tokens, unit.work.wanted)
             for unit in asked.units
@@ -207,7 +218,8 @@ class HeldStage:
         join = partial(_join, [unit.arrays for unit in asked.units], self._given)
         payload = join() if size <= SHORT_BYTES else await executor.run(join)
         try:
-            served = await self._stage.call(api.Serve(units, payload))
+            is_hidden = self.is_last and any(unit.work.is_hidden for unit in asked.units)
+            served = await self._stage.call(api.Serve(units, payload, is_hidden=is_hidden))
         except SessionRefused as error:
             code: CloseCode = "busy" if error.has_no_room else "position"
             raise Refusal(code, str(error), error.session) from None

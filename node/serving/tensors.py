@@ -105,11 +105,14 @@ def split(
 
 
 def answer(work: Work, logits: Array | None) -> tuple[Answer, tuple[Typed, ...]]:
-    """Return the answer to a unit of the last stage: of each row the best logits, or all of them."""
+    """Return the answer to a unit of the last stage: of each row the best logits, or all of them, or its
+    hidden state where that is wanted."""
     if logits is None or not work.wanted:
         return Answer(work.session, work.number), ()
     dtype = "float64" if logits.dtype == np.float64 else "float32"
     rows = logits.astype(dtype, copy=False)
+    if work.is_hidden:
+        return Answer(work.session, work.number), ((dtype, rows),)  # type: ignore[return-value]  # by how it was made
     sums = tuple(log_sum(row) for row in rows)
     if not work.best:
         return Answer(work.session, work.number, 0, sums), ((dtype, rows),)  # type: ignore[return-value]  # by how it was made

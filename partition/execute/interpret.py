@@ -15,7 +15,7 @@ tensors, and on subclasses.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -37,6 +37,7 @@ from partition.execute.closures import (
 from partition.execute.products import Products
 from partition.execute.seeds import seeder
 from partition.model.graph import (
+    SERVE,
     Argument,
     ConstantValue,
     DataType,
@@ -52,6 +53,7 @@ from partition.model.graph import (
     TypeName,
     Value,
 )
+from partition.model.head import read_values
 from partition.model.operators import BATCH_NORM, OPERATORS, Operator
 from partition.model.sizes import evaluate
 
@@ -100,6 +102,7 @@ class Results:
     metrics: list[torch.Tensor]
     updates: dict[int, torch.Tensor]
     statistics: list[tuple[torch.Tensor, torch.Tensor]]
+    kept: list[torch.Tensor] = field(default_factory=list)
 
 
 class LabelOutOfRange(RemoteProtocolError):
@@ -131,6 +134,7 @@ class Program:
         ]
         self._outputs = [compiler.value(number) for number in entry.outputs]
         self._metrics = [compiler.value(metric.value) for metric in entry.metrics]
+        self._kept = [compiler.value(number) for number in compiler.kept]
         self._loss = None if entry.loss is None else compiler.value(entry.loss)
         self._count = None if entry.count is None else compiler.value(entry.count)
         self._updates = [
@@ -177,6 +181,7 @@ class Program:
             [values[index] for index in self._metrics],
             {row: values[index] for row, index in self._updates},
             statistics,
+            [values[index] for index in self._kept],
         )
 
     def _walk(self, values: list[Any]) -> None:
@@ -208,7 +213,7 @@ def compile_entry(
     graph: StageGraph, entry: str, *, train: bool, device: torch.device, products: Products | None = None
 ) -> Program:
     """The entry point as a Program, for training or for evaluation. Factories make tensors on `device`, and
-    `products` compute those by a weight.
+    `products` compute those by a weight. What goes into the head of a served model comes with the results.
 
     Raises:
         RemoteProtocolError: no such entry point, or one that `partition.execute.admit` would have refused.
@@ -234,6 +239,7 @@ class _Compiler:
         products: Products | None,
     ) -> None:
         self._products = products
+        self.kept = read_values(graph) if entry.name == SERVE else ()
         self.graph = graph
         self.entry = entry
         self.template: list[Any] = [None, None]
@@ -336,7 +342,7 @@ class _Compiler:
     def living_steps(self) -> list[tuple[Step, tuple[int, ...]]]:
         """The steps, each with the places to empty after it: what it was the last to read or nobody reads."""
         entry = self.entry
-        ends = [*entry.outputs, *(number for _, number in entry.updates)]
+        ends = [*entry.outputs, *self.kept, *(number for _, number in entry.updates)]
         ends += [number for number in (entry.loss, entry.count) if number is not None]
         kept = {self.value(number) for number in (*ends, *(metric.value for metric in entry.metrics))}
         mortal = {place for _, _, writes in self._steps for place in writes}.union(self.ports) - kept

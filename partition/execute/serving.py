@@ -14,10 +14,11 @@ import torch
 
 from crypto.errors import RemoteProtocolError
 from partition.execute.attention import ROWS, Batch, padded, serving
-from partition.execute.interpret import DTYPES, LabelOutOfRange, Program
+from partition.execute.interpret import DTYPES, LabelOutOfRange, Program, Results
 from partition.execute.pages import LayerShape, Pages, shape_of_layer
 from partition.execute.tensor_io import BadPayload, Boundary, blaming
 from partition.model.graph import SERVE, Size, StageEntry, TensorType
+from partition.model.head import answered_kind, head_input
 from partition.model.serving import attention_layers, served_sizes
 from partition.model.sizes import evaluate, shape_of
 from partition.stage import Serve, Served, StageSpecification, Unit
@@ -59,6 +60,8 @@ class ServedStage:
         )
         self.given_kinds = [self._kinds[number] for number in self._given]
         self.sent_kinds = [self._kinds[number] for number in self._sent]
+        head = head_input(graph) if graph.is_last else None
+        self._hidden = None if head is None else answered_kind(head[1])
 
     def serve(
         self,
@@ -79,10 +82,19 @@ class ServedStage:
             sizes, _ = self._sizes(units)
             payload = msgspec.structs.replace(request.input, sizes=sizes)
             given = self._boundary.take(payload, self.given_kinds, sizes)
-        outputs = self.compute(units, given, program, parameters, constants)
+        kinds = self.sent_kinds
+        if request.is_hidden and self._specification.graph.is_last:
+            if self._hidden is None:
+                raise RemoteProtocolError(
+                    "the logits of this model are not made of hidden states by one product"
+                )
+            kinds = [self._hidden]
+        outputs = self.compute(
+            units, given, program, parameters, constants, is_hidden=kinds is not self.sent_kinds
+        )
         if outputs is None:
             return Served(None)
-        payload, _ = self._boundary.give(outputs, self.sent_kinds, sizes, request.codec)
+        payload, _ = self._boundary.give(outputs, kinds, sizes, request.codec)
         return Served(payload)
 
     def compute(
@@ -92,14 +104,17 @@ class ServedStage:
         program: Program,
         parameters: Mapping[int, torch.Tensor],
         constants: Mapping[int, torch.Tensor],
+        *,
+        is_hidden: bool = False,
     ) -> list[torch.Tensor] | None:
         """Continue the sessions of `units` by tensors, those of `given_kinds`; None where a last stage is to
-        answer no row. Raises as `serve`."""
+        answer no row. `is_hidden` answers the rows as they go into the head. Raises as `serve`."""
         sizes, rows = self._sizes(units)
         spans = self.pages.begin(units, self._specification.sizes_max[2])
         try:
             with torch.inference_mode(), serving(Batch(self.pages, spans)):
-                outputs = self._run(units, given, program, parameters, constants, sizes)
+                results = self._run(units, given, program, parameters, constants, sizes)
+                outputs = self._hidden_rows(results, rows) if is_hidden else self._outputs(results, sizes)
         except LabelOutOfRange as error:
             self.pages.abandon(units)
             raise BadPayload(str(error), "input", of_values=True) from None
@@ -127,7 +142,7 @@ class ServedStage:
         parameters: Mapping[int, torch.Tensor],
         constants: Mapping[int, torch.Tensor],
         sizes: tuple[int, ...],
-    ) -> list[torch.Tensor]:
+    ) -> Results:
         multiple = ROWS * self._specification.threads
         wide = (padded(sizes[0], multiple), padded(sizes[1], multiple), *sizes[2:])
         inputs = dict(zip(self._given, given, strict=True))
@@ -139,7 +154,15 @@ class ServedStage:
             kind = self._kinds.get(number)
             assert kind is not None
             ready.append(_widened(inputs[number], shape_of(kind, table)))
-        results = program.run(parameters, constants, {}, ready, [], wide)
+        return program.run(parameters, constants, {}, ready, [], wide)
+
+    def _hidden_rows(self, results: Results, rows: int) -> list[torch.Tensor]:
+        (hidden,) = results.kept
+        assert self._hidden is not None
+        return [hidden.reshape(-1, hidden.shape[-1])[:rows].to(DTYPES[self._hidden.dtype])]
+
+    def _outputs(self, results: Results, sizes: tuple[int, ...]) -> list[torch.Tensor]:
+        """Without what a batch was padded with."""
         made = dict(zip(self._entry.outputs, results.outputs, strict=True))
         shapes = self._boundary.shapes(self.sent_kinds, sizes)
         return [

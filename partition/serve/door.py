@@ -32,6 +32,7 @@ from partition.serve.events import Embedded as Embedded
 from partition.serve.events import Event as Event
 from partition.serve.events import FinishReason as FinishReason
 from partition.serve.events import GenerationOver as GenerationOver
+from partition.serve.events import HiddenRead as HiddenRead
 from partition.serve.events import Misbehaved as Misbehaved
 from partition.serve.events import RouteTaken as RouteTaken
 from partition.serve.events import RouteWanted as RouteWanted
@@ -62,7 +63,7 @@ from partition.serve.prefixes import (
 )
 from partition.serve.provider import REST_ALIVE_SECONDS, Sends
 from partition.serve.routes import StageReplica as StageReplica
-from partition.serve.sampling import LogitRow, choose, read_row
+from partition.serve.sampling import LogitRow, choose, read_hidden, read_row
 from partition.serve.timeouts import (
     ALIVE_SECONDS,
     ANSWER_SECONDS_MAX,
@@ -295,7 +296,7 @@ class Door:
         wish, has = generation.wish, len(generation.tokens)
         left = max(1, len(wish.prompt) + wish.tokens_max - has)
         route, base, shared = choose_beginning(
-            self._prefixes,
+            Prefixes() if wish.is_hidden else self._prefixes,  # rows that were read before are not to be had
             generation.key,
             generation.tokens,
             left,
@@ -340,7 +341,7 @@ class Door:
         """Return whether another generation reads much of what this one would have to: this one begins from
         it then."""
         generation.follows = 0
-        if generation.wish.is_vector:
+        if generation.wish.is_vector or generation.wish.is_hidden:
             return False
         wanted = generation.tokens[:-1]
         for each in self._generations.values():
@@ -499,6 +500,8 @@ class Door:
             begin = attempt.sent
             attempt.sent = min(begin + (generation.wish.unit_tokens or CHUNK_TOKENS), len(tokens))
             wanted = int(attempt.sent == len(tokens))
+            if generation.wish.is_hidden:
+                wanted = attempt.sent - begin
             work = Work(
                 attempt.session,
                 attempt.units,
@@ -506,6 +509,7 @@ class Door:
                 attempt.sent - begin,
                 wanted,
                 generation.wish.best if wanted else 0,
+                is_hidden=generation.wish.is_hidden,
             )
             attempt.units += 1
             attempt.flying.append(work)
@@ -530,6 +534,9 @@ class Door:
         attempt.computed += work.tokens
         attempt.moved_at = now
         sends = self._note_read(now, generation, attempt)
+        if generation.wish.is_hidden and attempt.computed == len(generation.tokens):
+            self.events.append(HiddenRead(generation.number, np.concatenate(attempt.hidden)))
+            return sends + self._finish(now, generation, "stop")
         if row is None:
             return sends + self._send_units(now, generation, attempt)
         generation.attempts, generation.reason, generation.waits_since = 0, "", now
@@ -578,6 +585,10 @@ class Door:
         assert isinstance(answer, Answer)
         if sender != attempt.route[-1] or not attempt.flying or attempt.flying[0].number != answer.number:
             raise RemoteProtocolError("an answer to a unit that is not the next")
+        if generation.wish.is_hidden:
+            rows = read_hidden(attempt.flying[0], answer, carried.arrays, generation.shape.vocabulary)
+            attempt.hidden.append(rows)
+            return None
         return read_row(attempt.flying[0], answer, carried.arrays, generation.shape.vocabulary)
 
     def _note(self, now: float) -> None:

@@ -37,6 +37,8 @@ class Wish:
     """Whether `Door.permit` says which tokens may come, of each anew."""
     is_vector: bool = False
     """Whether an encoder is asked: the prompt goes as one unit, and the row that comes is the answer."""
+    is_hidden: bool = False
+    """Whether the prompt's hidden states are the answer, a row for each token, and no token follows."""
 
     @property
     def unit_tokens(self) -> int:
@@ -46,7 +48,7 @@ class Wish:
     @property
     def best(self) -> int:
         """Return how many of the best numbers of a row are wanted; 0 for all."""
-        return 0 if self.is_masked or self.is_vector else self.sampling.best
+        return 0 if self.is_masked or self.is_vector or self.is_hidden else self.sampling.best
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,14 @@ class Embedded:
 
     generation: int
     vector: Array
+
+
+@dataclass(frozen=True)
+class HiddenRead:
+    """The hidden states of a prompt, a row for each token; its generation is over then."""
+
+    generation: int
+    rows: Array
 
 
 @dataclass(frozen=True)
@@ -116,4 +126,4 @@ class ComputedFor:
     tokens: int
 
 
-Event = Sampled | Embedded | GenerationOver | RouteWanted | RouteTaken | Misbehaved | ComputedFor
+Event = Sampled | Embedded | HiddenRead | GenerationOver | RouteWanted | RouteTaken | Misbehaved | ComputedFor

@@ -37,6 +37,8 @@ class RouteAttempt:
     """When the oldest unit in flight became that."""
     row: LogitRow | None = None
     """A row that waits to be told which tokens may come."""
+    hidden: list[Array] = field(default_factory=list)
+    """The hidden states that came, where they are wanted."""
 
     @property
     def is_open(self) -> bool:

@@ -109,8 +109,8 @@ class SessionClosed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
 
 class Work(msgspec.Struct, frozen=True, array_like=True, tag="work"):
     """A unit for one stage. It keeps `position` tokens of the session, rolling back to that if it has more.
-    The last stage answers the `wanted` last rows, of each the `best` logits (0: all). The tensors' bytes
-    follow."""
+    The last stage answers the `wanted` last rows, of each the `best` logits (0: all), or with `is_hidden` its
+    hidden state, of which the head makes logits. The tensors' bytes follow."""
 
     session: Session
     number: UnitNumber
@@ -120,12 +120,14 @@ class Work(msgspec.Struct, frozen=True, array_like=True, tag="work"):
     best: Best
     tensors: Tensors = ()
     stage: StageNumber = 0
+    is_hidden: bool = False
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     """What the last stage computed of a unit. With `best` the tensors are the ids (int64) of each row's best
     logits and the logits themselves, else all logits of the rows; none where no row was wanted. `sums` are
-    the logarithms of each row's sum of exponentials. The tensors' bytes follow."""
+    the logarithms of each row's sum of exponentials. Where hidden states were wanted, they are the tensor,
+    a row for each, without sums. The tensors' bytes follow."""
 
     session: Session
     number: UnitNumber

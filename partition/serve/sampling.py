@@ -191,6 +191,17 @@ def draw(seed: int, position: int) -> float:
     return (int.from_bytes(digest) >> (64 - _DRAW_BITS)) / (1 << _DRAW_BITS)
 
 
+def read_hidden(work: Work, answer: Answer, tensors: Sequence[Typed], width: int) -> Array:
+    """Return the hidden states of a unit, a row for each of its tokens. Raises RemoteProtocolError: they are
+    not what was wanted."""
+    arrays = [array for _, array in tensors]
+    if answer.best or answer.sums or len(arrays) != 1 or arrays[0].shape != (work.tokens, width):
+        raise RemoteProtocolError(f"not the {work.tokens} rows of {width} numbers that were wanted")
+    if arrays[0].dtype.kind != "f" or not np.isfinite(arrays[0]).all():
+        raise RemoteProtocolError("hidden states that are no finite numbers")
+    return arrays[0]
+
+
 def read_row(work: Work, answer: Answer, tensors: Sequence[Typed], vocabulary: int) -> LogitRow | None:
     """Return the one row that a unit wants; None where it wants none. Raises RemoteProtocolError: it is not
     what was wanted."""

@@ -64,12 +64,14 @@ class Chain:
             assert isinstance(stage.handle(Reload()), Done)
             self.stages.append(stage)
 
-    def ask(self, units: Sequence[Unit], tokens: Sequence[int]) -> torch.Tensor | Refused | None:
-        """Logits of the wanted rows, or the first refusal."""
+    def ask(
+        self, units: Sequence[Unit], tokens: Sequence[int], *, is_hidden: bool = False
+    ) -> torch.Tensor | Refused | None:
+        """Logits of the wanted rows, or their hidden states, or the first refusal."""
         payload = pack([("int64", np.array(tokens, dtype=np.int64))], "raw")
         answer: Served | None = None
         for stage in self.stages:
-            reply = stage.handle(Serve(tuple(units), payload))
+            reply = stage.handle(Serve(tuple(units), payload, is_hidden=is_hidden))
             if isinstance(reply, Refused):
                 return reply
             assert isinstance(reply, Served)

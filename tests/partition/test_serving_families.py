@@ -71,6 +71,15 @@ def test_split_serving_gives_the_logits_of_transformers(family: str) -> None:
         tokens = [int(ids[row, length + step]) for row, length in enumerate(lengths)]
         rows = torch.stack([wanted[row, length + step] for row, length in enumerate(lengths)])
         torch.testing.assert_close(chain.logits(units, tokens), rows, rtol=0, atol=1e-9)
+    # What the head makes logits of is the last of transformers' hidden states.
+    with torch.no_grad():
+        states = plain(input_ids=ids[:1], use_cache=False, output_hidden_states=True).hidden_states[-1][0]
+    read = [
+        chain.ask([Unit(session(9), begin, 30, 30)], ids[0, begin : begin + 30].tolist(), is_hidden=True)
+        for begin in (0, 30, 60)
+    ]
+    assert all(isinstance(each, torch.Tensor) for each in read)
+    torch.testing.assert_close(torch.cat(read), states, rtol=0, atol=1e-9)  # type: ignore[arg-type]  # tensors
 
 
 @pytest.mark.slow
@@ -102,3 +111,9 @@ def test_half_precision_is_served_as_near_to_the_model_as_the_model_is_to_its_ow
     # Neither is the right one: both round, and about as far from what float32 makes of the same values.
     far, usual = (float((each - exact).abs().max()) for each in (found, wanted))
     assert far <= 2 * usual + 1e-3 * scale
+    with torch.no_grad():
+        states = plain(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states[-1][0]
+    read = chain.ask([Unit(session(1), 0, 90, 90)], ids[0].tolist(), is_hidden=True)
+    assert isinstance(read, torch.Tensor)
+    assert read.dtype == torch.float32
+    assert float((read - states).abs().max()) <= TOLERANCES[dtype] * float(states.abs().max())

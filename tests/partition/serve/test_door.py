@@ -339,3 +339,54 @@ def test_a_masked_generation_ends_where_nothing_is_allowed() -> None:
     world.drain()
     assert world.finished[key].reason == "stop"
     assert world.doors[DOOR].permit(world.now, key[1], np.ones(VOCABULARY, np.bool_)) == []
+
+
+def hidden_of(tokens: tuple[int, ...]) -> np.ndarray[Any, np.dtype[Any]]:
+    return np.stack([logits_after(tokens[: end + 1]) for end in range(len(tokens))])
+
+
+def test_hidden_states_are_read_again_where_a_provider_dies() -> None:
+    world = World()
+    wanted = replace(wish(400, 1), is_hidden=True)
+    key = world.begin(DOOR, wanted)
+    while world.stages[SECOND].computed < 200:
+        assert world.step()
+    world.kill(SECOND)
+    world.settle()
+    assert world.finished[key].reason == "stop"
+    assert np.array_equal(world.hidden[key], hidden_of(wanted.prompt))
+    assert world.tokens[key] == []
+    # What it has read begins an answer, but no other hidden states: their rows are wanted too.
+    again = world.begin(DOOR, wanted)
+    world.settle()
+    assert np.array_equal(world.hidden[again], hidden_of(wanted.prompt))
+    assert world.routes[-1].shared == 0
+    text = world.begin(DOOR, wish(400, 2))
+    world.settle()
+    assert world.routes[-1].shared > 0
+    assert world.tokens[text] == reference(wish(400, 2))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda rows: (("float32", rows[1:]),),
+        lambda rows: (("float32", np.full_like(rows, np.inf)),),
+        lambda rows: (("int64", rows.astype(np.int64)),),
+        lambda rows: (),
+    ],
+)
+def test_rows_that_are_no_hidden_states_cost_their_provider(spoil: Any) -> None:
+    world = World()
+    wanted = replace(wish(5, 1), is_hidden=True)
+    key = world.begin(DOOR, wanted)
+    while not any(isinstance(each, Carried) for each in world.queues.get((SECOND, DOOR), ())):
+        assert world.step()
+    queue = world.queues[SECOND, DOOR]
+    place = next(n for n, each in enumerate(queue) if isinstance(each, Carried))
+    carried = queue[place]
+    assert isinstance(carried, Carried)
+    queue[place] = Carried(carried.message, spoil(carried.arrays[0][1]))
+    world.settle()
+    assert [each.peer for each in world.misbehaved] == [SECOND]
+    assert np.array_equal(world.hidden[key], hidden_of(wanted.prompt))

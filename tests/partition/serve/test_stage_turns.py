@@ -125,7 +125,7 @@ def test_many_shares_of_one_door_have_no_more_than_the_share_of_another() -> Non
     for _ in range(40):
         for number in orders:
             door = BOB if number == 8 else ALICE
-            while len(core._sessions[session(number)].waiting) < 8:
+            while len(core._sessions[session(number)].parts[0].waiting) < 8:
                 core.receive(0.0, door, unit(number, 100, 0, orders[number]))
                 orders[number] += 1
         for asked in batches(core):

@@ -13,6 +13,7 @@ from partition.codecs.codec import Typed, typed
 from partition.serve.door import (
     Door,
     GenerationOver,
+    HiddenRead,
     Misbehaved,
     RouteTaken,
     RouteWanted,
@@ -82,6 +83,9 @@ class StageOfTokens:
             kept += ids.tolist()
             if not self.is_last:
                 answers.append((None, (("int64", ids),)))
+            elif work.is_hidden:
+                rows = [logits_after(tuple(kept[: work.position + n + 1])) for n in range(work.tokens)]
+                answers.append((Answer(work.session, work.number), (typed(np.stack(rows)),)))
             elif not work.wanted:
                 answers.append((Answer(work.session, work.number), ()))
             else:
@@ -113,6 +117,7 @@ class World:
         self.tokens: dict[tuple[PeerId, int], list[int]] = {}
         self.finished: dict[tuple[PeerId, int], GenerationOver] = {}
         self.misbehaved: list[Misbehaved] = []
+        self.hidden: dict[tuple[PeerId, int], Array] = {}
         for stage, peers in PROVIDERS.items():
             for peer in peers:
                 self.start(stage, peer)
@@ -221,6 +226,8 @@ class World:
                 key = peer, event.generation
                 assert key not in self.finished
                 self.tokens[key].append(event.token)
+            case HiddenRead():
+                self.hidden[peer, event.generation] = event.rows
             case GenerationOver():
                 self.finished[peer, event.generation] = event
             case RouteWanted():

@@ -1,0 +1,55 @@
+"""Hidden states of a prompt, asked of whole nodes in virtual time."""
+
+import numpy as np
+import pytest
+import trio
+
+from node.errors import UsageError
+from node.serving.asking import Asking
+from node.serving.questions import Question
+from tests.node.serving.scene import holders, serving, until
+from tests.partition.serve.world import VOCABULARY, logits_after
+from tests.stack import simulate
+
+pytestmark = pytest.mark.usefixtures("_tokens_served")
+PROMPT = tuple(number % VOCABULARY for number in range(500))
+
+
+async def _width(*_: object) -> int:
+    return VOCABULARY
+
+
+def test_hidden_states_are_whole_though_a_node_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Asking, "_hidden_width", _width)  # its graph is none
+
+    async def main() -> None:
+        async with serving("abc") as (group, service), trio.open_nursery() as nursery:
+            door, rows = group.nodes["a"], list[np.ndarray]()
+            victim = next(name for name in holders(group) if name != "a")
+
+            async def read() -> None:
+                rows.append(await Asking(door.serving).hidden("tokens", Question(PROMPT)))
+
+            nursery.start_soon(read)
+            await until(lambda: door.serving.generations.door.generations > 0)
+            await trio.sleep(0.1)
+            group.kill(victim)
+            await until(lambda: bool(rows))
+            wanted = [logits_after(PROMPT[: end + 1]) for end in range(len(PROMPT))]
+            assert np.array_equal(rows[0], np.stack(wanted))
+            assert group.nodes["a"].serving.generations.newest[service.id].moves == 1
+
+    simulate(main)
+
+
+def test_what_is_no_prompt_has_no_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Asking, "_hidden_width", _width)
+
+    async def main() -> None:
+        async with serving("ab") as (group, _):
+            asking = Asking(group.nodes["a"].serving)
+            for prompt in ((), (VOCABULARY,), PROMPT * 2):
+                with pytest.raises(UsageError, match="prompt"):
+                    await asking.hidden("tokens", Question(prompt))
+
+    simulate(main)
