@@ -203,15 +203,20 @@ class Door:
 
     def lost(self, now: float, peer: PeerId, reason: str = "its stream broke") -> Sends:
         """A provider is gone, or cannot be reached: its generations go on elsewhere."""
+        return self._give_up(now, peer, reason, told=peer)
+
+    def _give_up(self, now: float, peer: PeerId, reason: str, told: PeerId | None = None) -> Sends:
+        """Have the generations of a provider go on elsewhere. It is told unless it is `told` already: who was
+        silent may run, and its sessions would keep their places from those that come there later."""
         self._note(now)
         self._heard_at.pop(peer, None)
         self._gone_until[peer] = now + RETRY_SECONDS
         for rows in self._routes.values():
             for replicas in rows.values():
                 replicas.pop(peer, None)  # until it is heard of again: it may be dead for good
-        sends = self._let_go(self._prefixes.drop_peer(peer), besides=peer)
+        sends = self._let_go(self._prefixes.drop_peer(peer), besides=told)
         for each in self._using(peer):
-            sends += self._leave_route(now, each, peer, reason)
+            sends += self._leave_route(now, each, told, reason)
             sends += self._ask_for_routes(now, each.shape.service)
         return sends
 
@@ -224,7 +229,7 @@ class Door:
         self._alive_at = inf
         self._gone_until = {peer: until for peer, until in self._gone_until.items() if until > now}
         for peer, reason in self._silent(now):
-            sends += self.lost(now, peer, reason)
+            sends += self._give_up(now, peer, reason)
         for each in list(self._generations.values()):
             if each.attempt is not None:
                 continue

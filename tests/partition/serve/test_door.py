@@ -390,3 +390,21 @@ def test_rows_that_are_no_hidden_states_cost_their_provider(spoil: Any) -> None:
     world.settle()
     assert [each.peer for each in world.misbehaved] == [SECOND]
     assert np.array_equal(world.hidden[key], hidden_of(wanted.prompt))
+
+
+def test_a_node_that_was_only_silent_keeps_no_session_that_went_elsewhere() -> None:
+    world, key = begun(tokens=40)
+    while len(world.tokens[key]) < 2:  # type: ignore[index]  # by how it was made
+        assert world.step()
+    for _ in range(20):  # what it says does not come, as where its machine stands still
+        world.pass_time(0.1)
+        world.queues.pop((SECOND, DOOR), None)
+        for pair in list(world.queues):
+            world.deliver(pair)
+    assert routes(world) == []
+    assert world.routes[-1].route[-1] == OTHER_SECOND
+    while world.step() and not world.queues.get((DOOR, SECOND)):
+        pass
+    assert world.providers[SECOND].sessions == 0
+    world.settle()
+    assert world.tokens[key] == reference(wish(5, 40))  # type: ignore[index]  # by how it was made
