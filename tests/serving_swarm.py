@@ -42,23 +42,23 @@ def until(
 class Ground:
     """Nodes of one swarm, the first of which is the door. Use `close` in the end."""
 
-    def __init__(
-        self, folder: Path, nodes: Mapping[str, tuple[int, int]], observers: Sequence[str] = ()
-    ) -> None:
-        """`nodes` has the slots and the cores of each node by its name; observers take no stages."""
+    def __init__(self, folder: Path, nodes: Mapping[str, tuple[int, int]]) -> None:
+        """`nodes` has the slots and the cores of each node by its name."""
         self.folder = folder
         self.sizes = nodes
         self.names = list(nodes)
-        self.observers = observers
         self.swarm = SwarmProcesses(folder, "serving", time.sleep, calibrate=False)
         self.dead: set[str] = set()
 
-    def start(self) -> None:
-        """Start all nodes, and wait until they know each other."""
-        for name in self.names:
+    def start(self, count: int = 0) -> None:
+        """Start all nodes, or the first `count`, and wait until they know each other; `restart` starts the
+        others."""
+        names = self.names[: count or None]
+        self.dead |= set(self.names) - set(names)
+        for name in names:
             self._launch(name)
-        first = self.swarm.start(self.names[0], None, self._flags(self.names[0]))
-        for name in self.names[1:]:
+        first = self.swarm.start(names[0], None, self._flags(names[0]))
+        for name in names[1:]:
             self.swarm.start(name, first.address, self._flags(name))
         self.meet()
 
@@ -66,8 +66,7 @@ class Ground:
         self.swarm.launch([name], {"PEERLOOM_SLOTS": str(self.sizes[name][0])})
 
     def _flags(self, name: str) -> list[str]:
-        watches = ["--observer"] if name in self.observers else []
-        return ["--cores", str(self.sizes[name][1]), "--log", "json", *watches]
+        return ["--cores", str(self.sizes[name][1]), "--log", "json"]
 
     def meet(self) -> None:
         living = [name for name in self.names if name not in self.dead]

@@ -98,9 +98,13 @@ def test_answers_go_on_the_same_whatever_is_killed(tmp_path: Path, threads: int,
 
 
 def test_a_service_says_that_it_cannot_answer_and_answers_once_a_node_is_there(tmp_path: Path) -> None:
-    ground = Ground(tmp_path, dict.fromkeys("abc", (1, 1)), observers="a")
+    ground = Ground(tmp_path, dict.fromkeys("abc", (1, 1)))
     try:
-        ground.start()
+        ground.start(1)
+        ground.serve("other", "a", stages=1)  # so that it has no slot for the next
+        for name in "bc":
+            ground.restart(name)
+        ground.meet()
         ground.serve("words", "a", replicas=1)
         expected: list[int] = []
         Question("words", 1, 0.0, TOKENS).ask(ground.door, expected.append)
