@@ -109,9 +109,13 @@ class ModelMetrics:
             )
         ]
         sums: Counter[tuple[str, int]] = Counter()
+        known: set[bytes] = set()
         for service, listing in held:
             model = self._label(service.manifest.name)
-            for row, count in enumerate((listing.sessions, listing.tokens, listing.tokens_max)):
+            # A session has keys and values in each stage that is here, and is one session.
+            sessions = 0 if service.id in known else listing.sessions
+            known.add(service.id)
+            for row, count in enumerate((sessions, listing.tokens, listing.tokens_max)):
                 sums[model, row] += count
         for row, family in enumerate(families):
             for model in dict.fromkeys(name for name, _ in sums):

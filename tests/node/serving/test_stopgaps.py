@@ -6,10 +6,12 @@ from itertools import pairwise
 import pytest
 import trio
 
+from node.cli.serve import service_lines
 from node.errors import RunFailed
 from node.events import GenerationMoved
 from node.offering import Offering
 from node.protocols.services import Service
+from node.serving.asking import Asking
 from node.serving.hosting import Membership
 from partition.serve.upkeep import RELIEF_SECONDS
 from tests.node.serving.scene import TokensServed, ask, manifest, serving, until
@@ -68,6 +70,8 @@ def test_an_answer_goes_on_at_the_one_node_that_is_left(slots: int) -> None:
             assert await ask(group.nodes["a"], service, wish(seed=3)) == reference(wish(seed=3))
             rows = (await group.nodes["a"].serving.finder.routes(service)).values()
             assert [[each.peer for each in row] for row in rows] == [[group.nodes["a"].peer]] * 2
+            told = service_lines(await Asking(group.nodes["a"].serving).document(service), {})
+            assert any(line.endswith("holds 2 stages until another node takes over") for line in told)
             await trio.sleep(2)
             assert group.nodes["a"].serving.provider.sessions_of(service.id) == 0
 

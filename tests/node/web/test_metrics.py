@@ -58,13 +58,20 @@ async def test_it_counts_what_happened() -> None:
     assert found["peerloom_stage_utilisation_ratio", "0"] == 0.8
 
 
-def answered(node: Told) -> Told:
-    """The same with an answer of a model, whose stage is held here, in each way that it is counted."""
+def answered(node: Told, stages: int = 1) -> Told:
+    """The same with an answer of a model, whose stages are held here, in each way that it is counted."""
     for event in serving_events(STARTED, peer(1), peer(2)):
         node.publish(event)
     listing = SimpleNamespace(sessions=2, tokens=300, tokens_max=4_096)
-    node.serving.hosting.own = lambda: [(SimpleNamespace(manifest=SimpleNamespace(name="gpt")), listing)]
+    service = SimpleNamespace(id=b"gpt", manifest=SimpleNamespace(name="gpt"))
+    node.serving.hosting.own = lambda: [(service, listing)] * stages
     return node
+
+
+async def test_a_session_over_two_stages_of_this_node_is_one() -> None:
+    found = await scraped(answered(told(), 2))
+    assert found["peerloom_model_sessions", "gpt"] == 2
+    assert found["peerloom_model_cache_tokens", "gpt"] == 600
 
 
 async def test_it_counts_answers_of_models() -> None:
