@@ -21,8 +21,8 @@ def test_answers_go_on_at_the_one_of_two_nodes_that_is_left(tmp_path: Path, slot
     try:
         ground.start()
         ground.serve("words", "a")
+        until(lambda: sorted(ground.holders("words")) == [["a"], ["b"]])
         first = ground.holders("words")
-        assert sorted(first) == [["a"], ["b"]]
         streams = Streams(ground.door, ("words",), STREAMS, TOKENS)
         streams.begin()
 
