@@ -22,6 +22,7 @@ NAMES = "abcde"
 """The last one has the page, and no slot."""
 CONTEXT = 4_096
 TOKENS = 400
+CODE = "So:\n\n```\nx = 1\n```\nThat is it."
 QUESTION = "What does an assignment statement evaluate?"
 
 
@@ -76,6 +77,13 @@ def test_a_conversation_by_keyboard_on_a_narrow_screen() -> None:
         assert prompt.startswith("user: hello\nthere\nassistant: Grüße, 世界! ")
         assert prompt.endswith("\nuser: and?")
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        chain = "document.querySelector('.chain').parentElement"
+        assert page.evaluate(f"{chain}.scrollWidth <= {chain}.clientWidth"), "a stage is cut off"
+        said.says = CODE.encode()
+        page.click("button:text-is('Regenerate')")
+        page.wait_for_function(f"document.querySelector('li:last-child .text').textContent === {CODE!r}")
+        code = page.evaluate("[...document.querySelectorAll('.block')].map((each) => each.textContent)")
+        assert code == ["```\nx = 1\n```\n"]
         assert faults(page) == []
         assert not is_kept(page)
         page.click("summary")

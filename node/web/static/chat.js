@@ -194,7 +194,7 @@ function Stages({ of }) {
   const now = Date.now() / 1000, here = new Set(of.stages.flat().map((row) => row.peer));
   const lost = talk.lost.filter((each) => now - each.at < LOST_SHOWN && !here.has(each.key));
   const going = talk.going && talk.service === of.service;
-  return html`<div class="scroll" tabindex="0" role="region" aria-label="Who holds which layers"><ol class="strip">
+  return html`<div class="scroll" tabindex="0" role="region" aria-label="Who holds which layers"><ol class="strip chain">
     ${of.stages.map((rows, index) => { const [first, end] = of.layers[index]; return html`${index ? html`<li class="arrow" aria-hidden="true">${"→"}</li>` : ""}
       <li class=${`stage ${rows.length ? "" : "bad"}`}><strong>stage ${index + 1}</strong> <span class="quiet">${end == null ? first ? `layers ${first} to the last` : "all layers" : `layers ${first}-${end}`}</span>
         <ul>${rows.map((row) => html`<li key=${row.peer} class=${going && talk.route[index] === row.peer ? "on" : ""}>${nameOf(row.peer)}${row.peer === store.node.key ? " (this node)" : ""}
@@ -207,9 +207,24 @@ function Stages({ of }) {
 function Turn({ turn, going }) {
   const mine = turn.role === "user", over = turn.over || {};
   return html`<li class=${mine ? "mine" : "theirs"}><strong class="quiet">${mine ? "You" : "Model"}</strong>
-    <div class="text">${turn.content}${going ? html`<span class="caret" aria-hidden="true"></span>` : ""}</div>
+    <div class="text">${mine ? turn.content : blocks(turn.content)}${going ? html`<span class="caret" aria-hidden="true"></span>` : ""}</div>
     ${(turn.lines || []).map((line) => html`<p class=${`line ${line.kind}`} role="status">${typed(line.text)}${line.more ? ` ${typed(line.more)}` : ""}</p>`)}
     ${mine ? "" : html`<p class="quiet line">${pace(turn, over, going)}</p>`}</li>`;
+}
+
+// Code between fences stands in a font of its own, which scrolls by itself; no letter is left out.
+function blocks(content) {
+  const found = [];
+  let code = false, text = "";
+  const put = () => { if (text) found.push(code ? html`<code class="block" tabindex="0">${text}</code>` : text); text = ""; };
+  for (const line of content.split(/(?<=\n)/)) {
+    const fence = /^ {0,3}```/.test(line);
+    if (fence && !code) { put(); code = true; text = line; continue; }
+    text += line;
+    if (fence) { put(); code = false; }
+  }
+  put();
+  return found;
 }
 
 function pace(turn, over, going) {
