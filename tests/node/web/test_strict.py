@@ -18,7 +18,7 @@ SCHEMA = {
 }
 WRONG = 'I look.\n<tool_call>\n{"name": "look", "arguments": {"ut": "x"}}\n</tool_call>'
 PLAIN = "Nothing <tool to look at."
-PATCH = '*** Begin Patch\n+a "ü" \\ 😀\n*** End Patch'
+PATCH = '*** Begin Patch\n+a "ü" \\ \U0001f600\n*** End Patch'
 
 
 def saying(said: SaidServing, text: str) -> None:
@@ -98,7 +98,7 @@ async def test_a_tool_that_takes_a_text_is_called_with_it() -> None:
     ("written", "text"),
     [
         (json.dumps({"input": PATCH}), PATCH),
-        ('{ "input" :\n"a\\ud83d\\ude00\\n"}', "a😀\n"),
+        ('{ "input" :\n"a\\ud83d\\ude00\\n"}', "a\U0001f600\n"),
         ('{"input": "\\udc00x"}', "?x"),
         ('{"other": 1}', '{"other": 1}'),
         ('{"input": 3}', '{"input": 3}'),
