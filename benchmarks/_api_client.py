@@ -1,6 +1,7 @@
 """The client of benchmarks/api.py, in a process that loads nothing else: `_api_client.py PORT KEY`."""
 
 import json
+import re
 import sys
 import time
 
@@ -8,6 +9,9 @@ import trio
 
 NAME = "words"
 PROMPT = 64
+SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99_999_999}, "minItems": 400}
+"""Of answers that are held to one: longer than any that is asked for."""
+MADE = re.compile(rb'"completion_tokens":([0-9]+)')
 
 
 def prompt_of(number: int) -> str:
@@ -15,15 +19,20 @@ def prompt_of(number: int) -> str:
     return f"{number:04d} once upon a time, far away from every network, a node ".ljust(PROMPT)[:PROMPT]
 
 
-async def read_stream(port: int, key: str, number: int, tokens: int, marks: list[float]) -> None:
-    """Ask for a stream; note when it was asked, and when each event came."""
-    asked = {
+async def read_stream(
+    port: int, key: str, number: int, tokens: int, marks: list[float], *, is_held: bool = False
+) -> int:
+    """Ask for a stream; note when it was asked, and when each event came. Return its tokens."""
+    asked: dict[str, object] = {
         "model": NAME,
         "prompt": prompt_of(number),
         "max_tokens": tokens,
         "temperature": 0,
         "stream": True,
+        "stream_options": {"include_usage": True},
     }
+    if is_held:
+        asked["structured_outputs"] = {"json": SCHEMA}
     body = json.dumps(asked).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\nauthorization: Bearer {key}\r\n"
     stream = await trio.open_tcp_stream("127.0.0.1", port)
@@ -36,23 +45,32 @@ async def read_stream(port: int, key: str, number: int, tokens: int, marks: list
             marks.extend([time.perf_counter()] * chunk.count(b'"text":"'))
     assert received.startswith(b"HTTP/1.1 200"), received[:300]
     assert b"data: [DONE]" in received, received[-300:]
+    return int(MADE.findall(received)[-1])
 
 
-async def ask_over_http(port: int, key: str, streams: int, tokens: int) -> list[list[float]]:
-    """Return the marks of so many streams at once."""
+async def ask_over_http(
+    port: int, key: str, streams: int, tokens: int, is_held: bool
+) -> tuple[list[list[float]], int]:
+    """Return the marks of so many streams at once, and the tokens of all."""
     marks: list[list[float]] = [[] for _ in range(streams)]
+    made: list[int] = []
+
+    async def read(number: int) -> None:
+        made.append(await read_stream(port, key, number, tokens, marks[number], is_held=is_held))
+
     async with trio.open_nursery() as nursery:
-        for number, row in enumerate(marks):
-            nursery.start_soon(read_stream, port, key, number, tokens, row)
-    return marks
+        for number in range(streams):
+            nursery.start_soon(read, number)
+    return marks, sum(made)
 
 
 def client(port: int, key: str) -> None:
-    """Answer each line of the input, `streams tokens`, by the figures of one round."""
+    """Answer each line of the input, `streams tokens` and `held` where a schema is followed, by the figures
+    of one round."""
     for line in sys.stdin:
-        streams, tokens = map(int, line.split())
-        marks = trio.run(ask_over_http, port, key, streams, tokens)
-        print(json.dumps(figures(marks, streams * tokens)), flush=True)
+        streams, tokens, *held = line.split()
+        marks, made = trio.run(ask_over_http, port, key, int(streams), int(tokens), bool(held))
+        print(json.dumps(figures(marks, made)), flush=True)
 
 
 def figures(marks: list[list[float]], tokens: int) -> dict[str, float]:

@@ -1,5 +1,5 @@
 """Time what the HTTP door of models costs over the library in the same node: tokens per second of 32 streams,
-and the first token of one.
+and the first token of one; and what a JSON schema costs where a vocabulary has 32,768 tokens.
 
     python benchmarks/api.py [--quick] [--json]
 
@@ -14,7 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from _api_client import NAME, figures, prompt_of
 from _figures import Goal, arguments, leave, report
 
 from node.config import resolve
+from node.content.token_bytes import byte_letters
 from node.runtime import Node
 from node.serving.asking import Asking, ServeWish
 from node.serving.questions import Question
@@ -33,6 +35,7 @@ from node.web.page import Page
 from partition.capture.models.model_spec import capture_built_in
 
 STREAMS, CONTEXT = 32, 256
+HELD_STREAMS, VOCABULARY = 8, 32_768
 RATE_SHARE, FIRST_SECONDS = 0.97, 0.005
 
 
@@ -53,10 +56,14 @@ async def ask_library(asking: Asking, streams: int, tokens: int) -> dict[str, fl
     return figures(marks, streams * tokens)
 
 
-async def measure(folder: Path, *, quick: bool) -> dict[str, float]:
+@asynccontextmanager
+async def serving(
+    folder: Path, vocabulary: int, wish: ServeWish
+) -> AsyncIterator[tuple[Asking, trio.Process]]:
+    """A node that serves a small model, and a client of its door."""
     model = folder / f"{NAME}.peerloom"
     options = {"layers": 6, "heads": 4, "width": 256}
-    model.write_bytes(capture_built_in("gpt", (CONTEXT,), 256, options=options).data)
+    model.write_bytes(capture_built_in("gpt", (CONTEXT,), vocabulary, options=options).data)
     environment = {
         "PEERLOOM_LISTEN": "127.0.0.1:0",
         "PEERLOOM_DATA_DIR": str(folder / "node"),
@@ -69,39 +76,73 @@ async def measure(folder: Path, *, quick: bool) -> dict[str, float]:
         page = Page(node)
         await nursery.start(page.run)
         asking = Asking(node.serving)
-        await asking.serve(str(model), ServeWish(name=NAME))
+        await asking.serve(str(model), wish)
         made: Any = await page.models.keys.handlers["keys.new"]({"in_flight": 64}, _ignore)
         assert node.state.page is not None
         port = node.state.page.address.rpartition(":")[2]
         client = Path(__file__).with_name("_api_client.py")
         command = [sys.executable, str(client), port, made["key"]]
         process = await trio.lowlevel.open_process(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        found = await _rounds(asking, process, quick=quick)
+        yield asking, process
         process.terminate()
         await process.wait()
         nursery.cancel_scope.cancel()
+
+
+async def ask_client(process: trio.Process, streams: int, tokens: int, *, held: str = "") -> dict[str, float]:
+    """Return the figures of a round over HTTP."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    await process.stdin.send_all(f"{streams} {tokens} {held}\n".encode())
+    line = b""
+    while not line.endswith(b"\n"):
+        line += await process.stdout.receive_some()
+    found: dict[str, float] = json.loads(line)
     return found
 
 
+async def measure(folders: tuple[Path, Path], *, quick: bool) -> dict[str, float]:
+    async with serving(folders[0], 256, ServeWish(name=NAME)) as (asking, process):
+        found = await _rounds(asking, process, quick=quick)
+    text = folders[1] / "tokenizer.json"
+    text.write_text(json.dumps(pairs_of_letters(VOCABULARY)))
+    wish = ServeWish(name=NAME, text=str(text))
+    async with serving(folders[1], VOCABULARY, wish) as (_, process):
+        return found | await _held_rounds(process, quick=quick)
+
+
+def pairs_of_letters(count: int) -> dict[str, Any]:
+    """Return a tokenizer of letters, and of so many pairs of them that it has `count` tokens."""
+    letters = sorted(byte_letters())
+    pairs = [(first, second) for first in letters for second in letters][: count - len(letters)]
+    words = {word: number for number, word in enumerate([*letters, *map("".join, pairs)])}
+    kind = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": kind,
+        "decoder": kind,
+        "model": {"type": "BPE", "vocab": words, "merges": [" ".join(pair) for pair in pairs]},
+    }
+
+
+async def _held_rounds(process: trio.Process, *, quick: bool) -> dict[str, float]:
+    """Return tokens a second of answers that follow a schema, and of such that follow none."""
+    rates: dict[str, list[float]] = {"": [], "held": []}
+    for number in range(1 + (4 if quick else 12)):
+        for held, row in rates.items():
+            found = await ask_client(process, HELD_STREAMS, 32 if quick else 96, held=held)
+            row += [found["rate"]] if number else []  # the first warms
+    free, held = (statistics.median(row) for row in rates.values())
+    return {"free_tokens_per_second": free, "held_tokens_per_second": held, "held_share": held / free}
+
+
 async def _rounds(asking: Asking, process: trio.Process, *, quick: bool) -> dict[str, float]:
-    assert process.stdin is not None
-    assert process.stdout is not None
-
-    async def ask_client(streams: int, tokens: int) -> dict[str, float]:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        await process.stdin.send_all(f"{streams} {tokens}\n".encode())
-        line = b""
-        while not line.endswith(b"\n"):
-            line += await process.stdout.receive_some()
-        found: dict[str, float] = json.loads(line)
-        return found
-
     rates: dict[str, list[float]] = {"library": [], "http": []}
     firsts: dict[str, list[float]] = {"library": [], "http": []}
     ways: dict[str, Callable[[int, int], Awaitable[dict[str, float]]]] = {
         "library": partial(ask_library, asking),
-        "http": ask_client,
+        "http": partial(ask_client, process),
     }
     tokens, rounds, singles = (48, 5, 20) if quick else (128, 12, 100)
     for way in ways.values():
@@ -130,8 +171,8 @@ async def _ignore(_event: object) -> None:
 
 def main() -> int:
     options = arguments("Time the HTTP door of models against the library.")
-    with tempfile.TemporaryDirectory() as folder:
-        found = trio.run(partial(measure, Path(folder), quick=options.quick))
+    with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
+        found = trio.run(partial(measure, (Path(first), Path(second)), quick=options.quick))
     goals = [
         Goal("32 streams over HTTP, of the library's tokens a second", found["share"], ">=", RATE_SHARE),
         Goal("first token over HTTP, seconds more", found["first_more_ms"] / 1e3, "<=", FIRST_SECONDS),
