@@ -133,8 +133,8 @@ async def _held_rounds(process: trio.Process, *, quick: bool) -> dict[str, float
         for held, row in rates.items():
             found = await ask_client(process, HELD_STREAMS, 32 if quick else 96, held=held)
             row += [found["rate"]] if number else []  # the first warms
-    free, held = (statistics.median(row) for row in rates.values())
-    return {"free_tokens_per_second": free, "held_tokens_per_second": held, "held_share": held / free}
+    free, kept = (statistics.median(row) for row in rates.values())
+    return {"free_tokens_per_second": free, "held_tokens_per_second": kept, "held_share": kept / free}
 
 
 async def _rounds(asking: Asking, process: trio.Process, *, quick: bool) -> dict[str, float]:
