@@ -26,8 +26,6 @@ DEPTH_MAX = 32
 ELEMENTS_MAX = 4_096
 """Elements of a document: a description has some hundred."""
 URL_MAX = 1_024
-PORT_MIN = 1_024
-"""No port below is mapped: see `portmap.EXTERNAL_PORT_MIN`."""
 SERVICES = (
     "urn:schemas-upnp-org:service:WANIPConnection:2",
     "urn:schemas-upnp-org:service:WANIPConnection:1",

@@ -58,6 +58,8 @@ class Site:
     """Global addresses; behind a router a firewall lets in only what answers."""
     rate: str = ""
     """As `tc` reads it, both ways: `100mbit`."""
+    delay_seconds: float = 0.0
+    """One way, from the rest of the internet: see `tests.lab.long_line`."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -76,9 +78,9 @@ PRESETS = {
 }
 
 
-def named(preset: str, name: str, *machines: str, rate: str = "") -> Site:
+def named(preset: str, name: str, *machines: str, rate: str = "", delay_seconds: float = 0.0) -> Site:
     """Return a site like the preset with another name."""
-    return replace(PRESETS[preset], name=name, machines=machines, rate=rate)
+    return replace(PRESETS[preset], name=name, machines=machines, rate=rate, delay_seconds=delay_seconds)
 
 
 def can_be_direct(one: Site, other: Site, transport: Literal["tcp", "udp"]) -> bool:
@@ -170,7 +172,10 @@ class Internet(Lab):
         for name in (*(name for name, _, _ in self._routers(site)), *site.names):
             lines += _namespace_lines(name, has_ipv6=site.has_ipv6)
         wan = "eth0" if site.nat is None else "wan"
-        lines += _cable_lines("core", wire, first, wan)
+        if site.delay_seconds:
+            lines += self._long_line("core", wire, first, wan, site.delay_seconds)
+        else:
+            lines += _cable_lines("core", wire, first, wan)
         lines += _address_lines("core", wire, f"45.{number}.0.1/24", f"2a0f:{number:x}::1/64")
         lines += _address_lines(first, wan, f"45.{number}.0.2/24", site.has_ipv6 and f"2a0f:{number:x}::2/64")
         lines.append(f"ip -n {first} route add default via 45.{number}.0.1")
@@ -197,6 +202,13 @@ class Internet(Lab):
         for name, nat, outer in self._routers(site):
             lines += _rule_lines(name, nat, outer, PORT_BASE)
         return lines
+
+    def _long_line(self, one: str, interface: str, other: str, end: str, seconds: float) -> list[str]:
+        program = f"{python()} -m tests.lab.long_line {self._holder.pid} {seconds}"
+        return [
+            f"setsid {program} {one} {interface} {other} {end} > /dev/null 2>&1 < /dev/null &",
+            f"until ip -n {other} link show {end} > /dev/null 2>&1; do sleep 0.05; done",
+        ]
 
     def _lan_lines(self, site: Site) -> list[str]:
         """The router's switch, and the machines on it."""
