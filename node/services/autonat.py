@@ -179,6 +179,8 @@ class Reach:
         self.families.note(report.at, peer, report)
         if report.outcomes:
             core.answered(report.at, peer, report)
+            if len(self.own_families()) > 1 and not self.families.is_known(self.own_families(), report.at):
+                core.hurry(report.at)
         else:
             core.failed(report.at, peer)
         return bool(report.outcomes)

@@ -127,6 +127,10 @@ class Reachability:
         if self.verdict is not None and self.asked >= OTHERS:
             self.deadline = now + self._patience_seconds
 
+    def hurry(self, now: float) -> None:
+        """Ask the next soon: less is known than the verdict says."""
+        self.deadline = min(self.deadline, now + self._pause)
+
     def failed(self, now: float, peer: PeerId) -> None:
         """`peer` could not be asked, or did not try."""
         self._unasked[peer] = now
@@ -186,6 +190,10 @@ class FamilyVerdicts:
         if any(found):
             return True
         return False if len(found) >= FAMILY_OTHERS else None
+
+    def is_known(self, own: Collection[int], now: float) -> bool:
+        """Return whether there is a verdict on each family."""
+        return all(self.verdict(family, now) is not None for family in own)
 
     def next(self, own: Collection[int], theirs: Collection[int]) -> int | None:
         """Return by which family to ask next, of those that both have: the one asked longest ago. None where
