@@ -29,6 +29,11 @@ from node.transport.tcp import Connection
 IDLE_SECONDS = 60.0
 """How long a path without a channel is kept: a neighbour is asked again within this, and a relay's place is
 for those that use it."""
+RELAYED_IDLE_SECONDS = 15.0
+"""The same of one through a relay, which carries a bounded number: in a swarm of a hundred members
+behind routers each asks another one every few seconds, and the next time is long after."""
+REPLACED_IDLE_SECONDS = 2.0
+"""The same of a relayed one where there is a better one: nothing more is opened on it."""
 IMPROVE_SECONDS = 60.0
 """From one attempt to find a better way than a relay to the next."""
 PER_PEER_MAX = 4
@@ -39,6 +44,14 @@ CIRCUIT_SECONDS = 10.0
 """To the relay, to the peer, and a handshake through both."""
 _WAYS: tuple[Way, ...] = ("direct", "punched", "relayed")
 """The best first."""
+
+
+def idle_seconds(way: Way, *, has_better: bool) -> float:
+    """Return how long a path without a channel is kept; `has_better`: another one leads to the same peer
+    without a relay."""
+    if way != "relayed":
+        return IDLE_SECONDS
+    return REPLACED_IDLE_SECONDS if has_better else RELAYED_IDLE_SECONDS
 
 
 class PathHost(Protocol):
@@ -265,7 +278,9 @@ class Paths:
     def look(self, now: float) -> None:
         """Give up those that nobody uses, and look for better ways than those that a relay carries."""
         for path in self:
-            if not len(path) and not path.is_kept and path.used_at + IDLE_SECONDS <= now:
+            has_better = any(each.way != "relayed" for each in self.of(path.peer))
+            idle_until = path.used_at + idle_seconds(path.way, has_better=has_better)
+            if not len(path) and not path.is_kept and idle_until <= now:
                 path.end("idle for too long")
         self._improved = {peer: at for peer, at in self._improved.items() if at + IMPROVE_SECONDS > now}
         for path in self:

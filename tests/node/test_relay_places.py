@@ -10,6 +10,7 @@ from node.services.relays.places import (
     PlaceLease,
     PlaceSearch,
 )
+from node.transport.paths import idle_seconds
 from tests.node.test_transport_parts import peer_ids
 
 RELAYS = peer_ids(TRIED_MAX + 10)
@@ -49,3 +50,9 @@ def test_a_kept_place_is_renewed_and_a_silent_relay_is_lost() -> None:
     assert lease.wake(61.0)
     assert lease.deadline == 61.0 + ANSWER_SECONDS
     assert not lease.wake(71.0)
+
+
+def test_an_idle_relayed_path_makes_room_sooner_and_at_once_where_it_is_replaced() -> None:
+    assert idle_seconds("relayed", has_better=True) < idle_seconds("relayed", has_better=False)
+    assert idle_seconds("relayed", has_better=False) < idle_seconds("punched", has_better=False)
+    assert idle_seconds("direct", has_better=True) == idle_seconds("direct", has_better=False)
