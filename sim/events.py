@@ -110,6 +110,33 @@ class BranchLeft:
 
 
 @dataclass(frozen=True)
+class PathOpened:
+    """The peer has a path to another one: direct, punched, or relayed."""
+
+    peer: PeerId
+    way: str
+
+
+@dataclass(frozen=True)
+class PlaceFound:
+    """A relay keeps a place for the peer: others reach it there."""
+
+    relay: PeerId
+
+
+@dataclass(frozen=True)
+class PlaceLost:
+    """The place at a relay is lost."""
+
+    relay: PeerId
+
+
+@dataclass(frozen=True)
+class RouterRebooted:
+    """The router before the peer has forgotten every mapping."""
+
+
+@dataclass(frozen=True)
 class SamplesCounted:
     """In its copy of this stage the peer applied the committed step; its sums held these micro-batches."""
 

@@ -399,7 +399,13 @@ def test_what_must_start_fast_does_not_load_what_is_slow(module: str, unwanted: 
 
 
 WHOLE_NODES = {"sim/worlds/stack.py", "sim/worlds/stages.py", "sim/worlds/submit.py"}
-REPEATS = {"sim/worlds/autonat.py", "sim/worlds/cores.py", "sim/worlds/joining.py", "sim/worlds/records.py"}
+REPEATS = {
+    "sim/worlds/autonat.py",
+    "sim/worlds/cores.py",
+    "sim/worlds/joining.py",
+    "sim/worlds/records.py",
+    "sim/worlds/routed.py",
+}
 """Worlds of bare cores that say which glue of a node they repeat; none of it is of a run."""
 
 

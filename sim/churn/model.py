@@ -60,7 +60,7 @@ class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `lasts_seconds` (a flash crowd). freeze: they stand still for
     `lasts_seconds`. slow: computing takes `factor` times as long for `lasts_seconds`. restart: as crash, and
     back at once under `version`, if it is given only those that do not run it yet. loss: this share of their
-    messages is lost for `lasts_seconds`.
+    messages is lost for `lasts_seconds`. reboot: the routers before them forget every mapping.
     """
 
     at_seconds: Seconds
@@ -75,6 +75,7 @@ class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "slow",
         "restart",
         "loss",
+        "reboot",
     ]
     share: Share = 0.5
     regions: tuple[str, ...] = ()

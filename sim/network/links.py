@@ -12,12 +12,14 @@ import struct
 from collections import Counter
 from collections.abc import Collection
 from hashlib import blake2b
+from typing import Protocol
 
 from crypto.errors import LocalProtocolError
 from crypto.identity import PeerId
 from node.transport.datagram_paths import ANSWER_SECONDS
 from sim.network.clocks import LocalClock
 from sim.network.instants import TICKS_PER_SECOND, ticks
+from sim.network.machines import Internet
 from sim.network.model import NetworkModel
 from sim.network.places import Place
 from sim.seeds import draw
@@ -38,6 +40,14 @@ _BITS = 32
 half."""
 
 
+class Ways(Protocol):
+    """How messages get past routers (`sim.worlds.routed`)."""
+
+    def trips(self, own: Place, receiver: Place, tick: int, *, by_stream: bool) -> tuple[int, ...] | None:
+        """Return how long a message travels, in ticks, none where it is lost; None where it goes as between
+        two public addresses."""
+
+
 class Links:
     """Under one model and seed. `counters` says what became of messages on the way: lost (by chance), cut (a
     split or a block lay between), duplicated (copies that were made), filtered (by a translator)."""
@@ -47,6 +57,9 @@ class Links:
         self.counters: Counter[str] = Counter()
         self.is_limited = model.is_limited
         self.has_translators = any(access.nat != "none" for access in model.access)
+        self.ways: Ways | None = None
+        """What peers do about the routers before them, where there are any."""
+        self._internet = Internet() if model.has_routers else None
         self._seed = seed
         self._base, self._span = _distances(model)
         self._jitter_ticks = ticks(model.jitter_seconds) if model.jitter_seconds > 0 else 0
@@ -70,7 +83,7 @@ class Links:
         # What arrives by a stream at a peer behind a translator, or from one.
         self._by_stream: set[tuple[PeerId, PeerId, int]] = set()
         self._is_parted = False
-        self.is_even = not self._fates_differ and not self.has_translators
+        self.is_even = not self._fates_differ and not self.has_translators and self._internet is None
 
     @property
     def has_answers(self) -> bool:
@@ -84,7 +97,12 @@ class Links:
         it. A peer that was never placed has those of its name."""
         if peer in self._places:
             raise LocalProtocolError("this peer has a place already")
-        self._settle(peer, number)
+        place = self._settle(peer, number)
+        if self._internet is not None:
+            # The first of all has to let others in.
+            access = place.access
+            router = access.router if number else "none"
+            place.machine = self._internet.machine(peer, number, router, access.behind_one)
 
     def at(self, peer: PeerId) -> Place:
         """The place of a peer."""
@@ -191,7 +209,10 @@ class Links:
     def may_open(self, other: PeerId, now: float) -> bool:
         """Return whether streams may be opened to `other`: always to one with a public address, by
         anybody."""
-        nat = self.at(other).nat
+        place = self.at(other)
+        if place.machine is not None and (card := place.machine.cards[4]).site is not None:
+            return card.site.lets_in("tcp", card.inner, now)
+        nat = place.nat
         return nat is None or nat.lets_streams_in(now)
 
     def lets_in(self, one: PeerId, other: PeerId, now: float) -> bool:
@@ -287,7 +308,8 @@ class Links:
 
     def _look(self) -> None:
         self._is_parted = bool(self._splits or self._blocked or self._deaf or self._mute)
-        self.is_even = not (self._fates_differ or self.has_translators or self._is_parted or self._lossy)
+        is_plain = not (self.has_translators or self._internet is not None)
+        self.is_even = is_plain and not (self._fates_differ or self._is_parted or self._lossy)
 
 
 class Sender:
@@ -309,6 +331,10 @@ class Sender:
         """One message leaves for `receiver` at the instant of this tick, as a datagram or `by_stream`: how
         long each copy of it travels, in ticks. None of them, if it never arrives."""
         links, own = self._links, self.place
+        if links.ways is not None:
+            found = links.ways.trips(own, receiver, tick, by_stream=by_stream)
+            if found is not None:
+                return found
         if by_stream:
             trips = links.by_stream(own, receiver, tick)
             for trip in () if own.has_datagrams and receiver.has_datagrams else trips:

@@ -9,6 +9,9 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from sim.network.machines import BEHIND_ONE_MAX
+from sim.network.routers import Preset
+
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Mbit = Annotated[float, msgspec.Meta(gt=0)]
@@ -34,6 +37,10 @@ class Access(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Both directions are a queue with a rate. A datagram that would wait for more than `queue_seconds` is lost;
     streams wait. `loss`: of what this peer sends and of what is sent to it.
+
+    `nat` filters the messages of peers that do nothing about it. `router` is one of the laboratory's, and
+    peers behind it do what nodes do: they keep places at relays, punch, and speak on paths
+    (`sim.network.routers`); `behind_one` peers share each. A network has one of the two.
     """
 
     share: Share
@@ -41,6 +48,8 @@ class Access(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     down_mbit_per_second: Mbit = float("inf")
     queue_seconds: Seconds = 0.25
     nat: Nat = "none"
+    router: Preset = "none"
+    behind_one: Annotated[int, msgspec.Meta(ge=1, le=BEHIND_ONE_MAX)] = 1
     loss: Share = 0.0
 
 
@@ -86,6 +95,13 @@ class NetworkModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"between_seconds wants {count} rows of {count} figures, one a region")
         if sum(access.share for access in self.access) > 1 + _SHARES_NOISE:
             raise ValueError("the shares of access sum up to more than 1")
+        if any(access.nat != "none" for access in self.access) and self.has_routers:
+            raise ValueError("access with nat beside access with router: use one of them")
+
+    @property
+    def has_routers(self) -> bool:
+        """Whether anybody is behind one, and does something about it."""
+        return any(access.router != "none" for access in self.access)
 
     @property
     def is_limited(self) -> bool:

@@ -7,6 +7,7 @@ from itertools import accumulate
 
 from crypto.identity import PeerId
 from sim.network.clocks import LocalClock
+from sim.network.machines import RoutedMachine
 from sim.network.model import Access, NetworkModel
 from sim.network.nat import Translator
 from sim.network.queues import Fifo, Uplink
@@ -27,8 +28,8 @@ class Place:
     that is on; `kept_share` the share of messages that its own connection does not lose."""
 
     __slots__ = (
-        "access", "clock", "deaf", "down", "has_datagrams", "kept_share", "key", "nat", "peer", "region",
-        "sides", "up",
+        "access", "clock", "deaf", "down", "has_datagrams", "kept_share", "key", "machine", "nat", "peer",
+        "region", "sides", "up",
     )  # fmt: skip
 
     def __init__(self, peer: PeerId, model: NetworkModel, seed: int, who: int | bytes) -> None:
@@ -47,6 +48,7 @@ class Place:
         self.deaf = False
         self.has_datagrams = True
         self.nat = None if access.nat == "none" else Translator(access.nat)
+        self.machine: RoutedMachine | None = None
         up, down = access.up_mbit_per_second, access.down_mbit_per_second
         wait = access.queue_seconds
         self.up = Uplink(up * BYTES_PER_MBIT, wait) if up < math.inf else None

@@ -21,7 +21,7 @@ from node.suggest import did_you_mean
 from sim.scenario.model import Scenario
 from sim.scenario.rules import faults
 
-BUILT_IN = ("lan", "wan", "churn", "partition", "flapping", "spot", "serving")
+BUILT_IN = ("lan", "wan", "churn", "partition", "flapping", "spot", "serving", "nat")
 """The scenarios that come with the simulator."""
 
 

@@ -44,6 +44,11 @@ def _sizes(scenario: Scenario) -> Iterator[Fault]:
         )
     if scenario.start.acquainted:
         yield from _acquainted(scenario)
+    if scenario.network.has_routers and scenario.fidelity == "stack":
+        yield (
+            ("network", "access"),
+            'router of network.access: what nodes do about one is modelled with fidelity = "cores"',
+        )
     if scenario.membership.scope == "all" and nodes > MEMBERS_MAX:
         yield (
             ("nodes",),
@@ -64,7 +69,7 @@ def _acquainted(scenario: Scenario) -> Iterator[Fault]:
         yield at, 'start.acquainted: whole nodes find each other; it takes fidelity = "cores"'
     if scenario.start.spread_seconds:
         yield at, "start.acquainted: all start at once then, so it takes start.spread_seconds = 0"
-    if any(access.nat != "none" for access in scenario.network.access):
+    if any(access.nat != "none" or access.router != "none" for access in scenario.network.access):
         yield at, "start.acquainted: who is behind a translator has to find that out first"
     for index, event in enumerate(scenario.events):
         if event.kind in ("freeze", "join") and not event.at_seconds:
@@ -127,13 +132,15 @@ def _events(scenario: Scenario) -> Iterator[Fault]:
                 if name not in known:
                     hint = did_you_mean(name, known) or f"; known: {', '.join(known) or 'none'}"
                     yield (*at, f"{kind}s"), f"no {kind} is called '{name}'{hint}"
-        if not event.lasts_seconds and event.kind not in ("crash", "leave", "join", "restart"):
+        if not event.lasts_seconds and event.kind not in ("crash", "leave", "join", "restart", "reboot"):
             yield (
                 (*at, "lasts_seconds"),
                 f"lasts_seconds = 0 of an event of kind {event.kind}: nothing happens",
             )
         if event.version and event.kind != "restart":
             yield (*at, "version"), f"only a restart brings a version, not an event of kind {event.kind}"
+        if event.kind == "reboot" and not scenario.network.has_routers:
+            yield (*at, "kind"), "nobody is behind a router that an event of kind reboot could hit"
         if event.kind == "join" and not scenario.start.late_share:
             yield (*at, "kind"), "nobody is kept back for an event of kind join: set start.late_share"
 

@@ -32,7 +32,8 @@ class Reaching:
 
     def _started(self, life: Life, event: PeerStarted) -> None:
         del event
-        if self._ground.links.at(life.peer).nat is not None:
+        place = self._ground.links.at(life.peer)
+        if place.nat is not None or (place.machine is not None and place.machine.site is not None):
             rng = seeded_rng(self._ground.seed, "reach", life.peer, life.serial)
             judge = Reachability(rng, self._ground.now)
             self._ground.at(judge.deadline, self._ask, life, judge)

@@ -33,7 +33,15 @@ from node.seams import own_rng
 from node.services.driver import Sends
 from node.services.membership import LEAVE_SECONDS
 from sim.engine import Engine, Order, Wire
-from sim.events import NetworkHealed, NetworkSplit, PeerFrozen, PeerSlowed, PeerStarted, PeerStopped
+from sim.events import (
+    NetworkHealed,
+    NetworkSplit,
+    PeerFrozen,
+    PeerSlowed,
+    PeerStarted,
+    PeerStopped,
+    RouterRebooted,
+)
 from sim.network.instants import after
 from sim.network.links import Links
 from sim.observers import Observed
@@ -47,6 +55,7 @@ from sim.worlds.life import Life
 from sim.worlds.neighbours import Neighbours
 from sim.worlds.records import RecordsWork
 from sim.worlds.roster import Roster
+from sim.worlds.routed import RoutedPeers
 from sim.worlds.script import Direction
 from sim.worlds.served import ServedModels
 from sim.worlds.timers import Agenda
@@ -101,7 +110,8 @@ class CoresWorld:
         self._place = node_number if scenario.membership.scope == "neighbourhood" else None
         if self._place is not None:
             Neighbours(self)
-        if self.links.has_translators:
+        self._routed = RoutedPeers(self) if scenario.network.has_routers else None
+        if self._routed is not None or self.links.has_translators:
             Reaching(self)
         if scenario.records.enabled:
             RecordsWork(self)
@@ -174,6 +184,7 @@ class CoresWorld:
             **self.engine.counters,
             **self.training.counters,
             **self.served.counters,
+            **({} if self._routed is None else self._routed.counters),
         }
         for protocol, sent in self.engine.traffic().items():
             counters[f"messages {protocol}"] = sent.messages
@@ -255,6 +266,12 @@ class CoresWorld:
 
     def lose(self, number: int, loss: float) -> None:
         self.links.disturb(self.peers[number], loss)
+
+    def reboot(self, number: int) -> None:
+        life = self.lives.get(self.peers[number])
+        if self._routed is not None and life is not None:
+            self._routed.reboot(life.peer)
+            self.tell(life, RouterRebooted())
 
     def freeze(self, number: int, seconds: float) -> None:
         self.engine.freeze(self.peers[number], self.now, seconds)

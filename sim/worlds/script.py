@@ -46,6 +46,9 @@ class Directed(Protocol):
     def lose(self, number: int, loss: float) -> None:
         """From now on so large a share of this peer's messages is lost besides."""
 
+    def reboot(self, number: int) -> None:
+        """The router before this peer forgets every mapping."""
+
     def freeze(self, number: int, seconds: float) -> None: ...
     def slow(self, number: int, factor: float) -> None: ...
 
@@ -140,6 +143,9 @@ class Direction:
                 self._cuts[disturbance] = None
                 self._cut()
                 self._world.at(disturbance.ends, self._mend, disturbance)
+            case "reboot":
+                for number in running:
+                    self._world.reboot(number)
             case "freeze":
                 for number in running:
                     self._world.freeze(number, disturbance.ends - disturbance.begins)

@@ -333,6 +333,9 @@ class StackWorld:
     def lose(self, number: int, loss: float) -> None:
         self.links.disturb(self.peers[number], loss)
 
+    def reboot(self, number: int) -> None:
+        """Do nothing: whole nodes are behind no such routers (`sim.scenario.rules`)."""
+
     def freeze(self, number: int, seconds: float) -> None:
         self.medium.freeze(self.peers[number], seconds)
         self.tell(self.lives[self.peers[number]], PeerFrozen(seconds))

@@ -1,0 +1,142 @@
+"""Machines on a simulated internet with routers: who gets a packet to whom, and connections of TCP. Pure."""
+
+from dataclasses import dataclass
+
+from crypto.identity import PeerId
+from sim.network.routers import FIREWALL, PRESETS, Endpoint, Preset, RoutedSite, Transport
+
+PORT = 9_747
+"""Where all listen."""
+HAS_IPV6: tuple[Preset, ...] = ("none", "firewall6")
+"""Machines with a global address of IPv6: those with public addresses, and those behind a firewall of it."""
+BEHIND_ONE_MAX = 200
+"""Machines behind one router."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """One address of a machine, and the site that it is in; none where it is on the internet itself."""
+
+    inner: Endpoint
+    site: RoutedSite | None = None
+
+
+class RoutedMachine:
+    """A peer's, with one address of each family that it has."""
+
+    __slots__ = ("cards", "is_up", "peer")
+
+    def __init__(self, peer: PeerId, cards: dict[int, Card]) -> None:
+        self.peer = peer
+        self.cards = cards
+        self.is_up = False
+
+    @property
+    def site(self) -> RoutedSite | None:
+        """Where it is by IPv4."""
+        return self.cards[4].site
+
+    def family(self, other: "RoutedMachine") -> int:
+        """Return the family by which the two reach each other best: no firewall of IPv6 gives other ports."""
+        return 6 if 6 in self.cards and 6 in other.cards else 4
+
+    def lets_in(self, other: "RoutedMachine", now: float) -> bool:
+        """Return whether it can be dialled by `other`."""
+        card = self.cards[self.family(other)]
+        return card.site is None or card.site is other.cards[self.family(other)].site or (
+            card.site.lets_in("tcp", card.inner, now)
+        )  # fmt: skip
+
+    def place_for(self, other: "RoutedMachine", transport: Transport, now: float) -> Endpoint | None:
+        """Return where `other` sends a packet for it: its own address, or where its router lets everybody
+        in; None where others know of no such place."""
+        family = self.family(other)
+        card = self.cards[family]
+        if card.site is None or card.site is other.cards[family].site:
+            return card.inner
+        # What others have dialled with success: nobody tells where a router sees it that drops what comes.
+        return card.site.place(transport, card.inner, now) if self.lets_in(other, now) else None
+
+
+def carry(
+    transport: Transport, one: RoutedMachine, other: RoutedMachine, to: Endpoint, now: float
+) -> Endpoint | None:
+    """A packet of `one` goes to the place `to`: return where it seems to come from if it gets to `other`,
+    else None."""
+    family = 6 if any(card.inner == to for card in (other.cards.get(6),) if card) else 4
+    card, there = one.cards.get(family), other.cards.get(family)
+    if card is None or there is None:
+        return None
+    if card.site is not None and card.site is there.site:
+        if to == there.inner:
+            return card.inner
+        source = card.site.leave(transport, card.inner, to, now)
+        turned = card.site.turn(transport, card.inner, to, now)
+        return source if turned == there.inner else None
+    source = card.inner if card.site is None else card.site.leave(transport, card.inner, to, now)
+    if source is None:
+        return None
+    place = to if there.site is None else there.site.enter(transport, source, to, now)
+    return source if place == there.inner else None
+
+
+@dataclass(frozen=True)
+class TcpLink:
+    """A connection of TCP that `one` has opened to `other` at `to`, which sees it come from `source`."""
+
+    one: RoutedMachine
+    other: RoutedMachine
+    to: Endpoint
+    source: Endpoint
+
+    def passes(self, sender: RoutedMachine, now: float) -> bool:
+        """A packet is sent on it: whether it gets to the other end."""
+        if not (self.one.is_up and self.other.is_up):
+            return False
+        if sender is self.one:
+            return carry("tcp", self.one, self.other, self.to, now) == self.source
+        return carry("tcp", self.other, self.one, self.source, now) == self.to
+
+
+def connect(one: RoutedMachine, other: RoutedMachine, to: Endpoint | None, now: float) -> TcpLink | None:
+    """Open one from the port at which `one` listens; None where it does not come about."""
+    if to is None or not (one.is_up and other.is_up):
+        return None
+    source = carry("tcp", one, other, to, now)
+    if source is None:
+        return None
+    made = TcpLink(one, other, to, source)
+    return made if made.passes(other, now) else None
+
+
+class Internet:
+    """Gives machines their addresses: site N has the host 45.N, its machines 192.168.1.10 and so on."""
+
+    def __init__(self) -> None:
+        self._sites = 0
+        self._filling: dict[tuple[Preset, int], tuple[RoutedSite, int]] = {}
+
+    def machine(self, peer: PeerId, number: int, preset: Preset, behind_one: int) -> RoutedMachine:
+        """Return the machine of the peer of this number."""
+        has_ipv6 = preset in HAS_IPV6
+        inner6 = (f"2a0f:{number // 65_536 + 1:x}:{number % 65_536:x}::1", PORT)
+        if preset == "none":
+            place = number + 1
+            inner = (f"46.{place >> 16 & 255}.{place >> 8 & 255}.{place & 255}", PORT)
+            return RoutedMachine(peer, {4: Card(inner), 6: Card(inner6)})
+        site, count = self._filling.get((preset, behind_one), (None, 0))
+        if site is None or count >= behind_one:
+            site, count = self._site(preset), 0
+        self._filling[preset, behind_one] = site, count + 1
+        cards = {4: Card((f"192.168.1.{10 + count}", PORT), site)}
+        if has_ipv6:
+            cards[6] = Card(inner6, RoutedSite(preset, (FIREWALL,), ("",)))
+        return RoutedMachine(peer, cards)
+
+    def _site(self, preset: Preset) -> RoutedSite:
+        self._sites += 1
+        hosts = [f"45.{self._sites >> 8 & 255}.{self._sites & 255}.2"]
+        translations = PRESETS[preset]
+        if len(translations) > 1:
+            hosts.insert(0, f"100.64.{self._sites >> 8 & 255}.{self._sites & 255}")
+        return RoutedSite(preset, translations, hosts)

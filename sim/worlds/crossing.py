@@ -1,0 +1,89 @@
+"""Paths between simulated peers behind routers: connections that are kept, and what keeps them. Pure.
+
+A path is one connection, or two through a relay, with the node's own multiplexer at both ends: its pings keep
+the mappings of routers open and find out that a path is dead. What peers decide about them, and who is asked
+for them, is in `sim.worlds.routed`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from crypto.identity import PeerId
+from node.services.relays.ledger import Announced, RelayLedger
+from node.services.relays.places import PlaceLease, PlaceSearch
+from node.transport.datagram_paths import DatagramPaths
+from node.transport.multiplexed import Way
+from node.transport.multiplexer import Multiplexer
+from node.transport.punching import PunchBudget, SeenPlaces
+from sim.network.instants import after
+from sim.network.machines import RoutedMachine, TcpLink
+from sim.network.routers import Endpoint
+
+Latency = Callable[[PeerId, PeerId], float]
+
+
+class Traveller:
+    """One life of a peer: what its node's cores remember of routers, relays and peers."""
+
+    def __init__(self, machine: RoutedMachine, ledger: RelayLedger, budget: PunchBudget, number: int) -> None:
+        self.machine = machine
+        self.number = number
+        self.ledger = ledger
+        self.budget = budget
+        self.seen = SeenPlaces()
+        self.search = PlaceSearch()
+        self.datagrams = DatagramPaths()
+        self.wants_places = False
+        self.circuits: dict[PeerId, SimPath] = {}
+        """By relay: the connection on which the place is kept."""
+        self.heard: dict[PeerId, tuple[Endpoint, float]] = {}
+        """Where the last datagram of a peer came from, and when."""
+        self.observers: dict[PeerId, TcpLink] = {}
+
+    @property
+    def peer(self) -> PeerId:
+        return self.machine.peer
+
+
+@dataclass(eq=False)
+class SimPath:
+    """From `first`, which asked for it, to `other`, by one connection, or by those of both to a relay."""
+
+    first: Traveller
+    other: Traveller
+    way: Way
+    connections: tuple[TcpLink, ...]
+    ready_at: float
+    relay: Traveller | None = None
+    circuit: Announced | None = None
+    lease: PlaceLease | None = None
+    """Where a place is kept on it."""
+    used_at: float = 0.0
+    is_over: bool = False
+    cores: dict[PeerId, Multiplexer] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.used_at = self.ready_at
+        for end in (self.first, self.other):
+            self.cores[end.peer] = Multiplexer(self.ready_at, is_first=end is self.first)
+
+    @property
+    def deadline(self) -> float:
+        """When one of its ends wants to ping, or to look for the answer."""
+        return min(core.deadline for core in self.cores.values())
+
+    def end_opposite(self, end: Traveller) -> Traveller:
+        """Return the other end."""
+        return self.other if end is self.first else self.first
+
+    def arrives(self, sender: Traveller, now: float, latency: Latency) -> float | None:
+        """Something leaves one end: return when it is at the other; None where it does not get there."""
+        receiver = self.end_opposite(sender)
+        if self.relay is None:
+            if not self.connections[0].passes(sender.machine, now):
+                return None
+            return after(now, latency(sender.peer, receiver.peer))
+        near, far = self.connections if sender is self.first else self.connections[::-1]
+        if not (near.passes(sender.machine, now) and far.passes(self.relay.machine, now)):
+            return None
+        return after(now, latency(sender.peer, self.relay.peer) + latency(self.relay.peer, receiver.peer))
