@@ -3,15 +3,24 @@
     python benchmarks/_nat_node.py relay
     python benchmarks/_nat_node.py hidden RELAY_ADDRESS
     python benchmarks/_nat_node.py guest SECONDS ADDRESS...
+    python benchmarks/_nat_node.py crowd COUNT ADDRESS
+    python benchmarks/_nat_node.py puncher ADDRESS OBSERVER_ADDRESS...
 
-The relay and the hidden node print their addresses and serve until their input ends; the guest sends bulk to
-the peer of the addresses for some seconds, with a small message beside it every 20 ms.
+The relay and the hidden node print their addresses and serve until their input ends; for each line of input
+the relay says what it has used. The guest sends bulk to the peer of the addresses for some seconds, with a
+small message beside it every 20 ms. The crowd are peers of one process, each with one circuit to the peer of
+the address. A puncher opens a circuit, and says how long it took, in round trips to the peer as well, and how
+long until there was a punched path. A hidden node that is told of other peers besides its relay punches too.
 """
 
 import json
 import os
+import resource
 import sys
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
 from statistics import quantiles
 from typing import Any
 
@@ -24,6 +33,7 @@ from node.services.relays.ledger import Limits, RelayLedger
 from node.services.relays.reservations import Reservations
 from node.services.relays.server import RelayServer
 from node.transport.network import RealNetwork
+from node.transport.puncher import OBSERVERS, Puncher
 
 PORT = 9747
 BULK, PROBE = "/peerloom/bulk/1", "/peerloom/probe/1"
@@ -31,6 +41,8 @@ PIECE_BYTES = 2**20
 PROBE_SECONDS = 0.02
 IN_FLIGHT = 4
 LIMITS = StreamLimits(message_bytes_max=2**10)
+PUNCHED_SECONDS_MAX = 20.0
+LOOK_SECONDS = 0.01
 
 
 def say(**told: Any) -> None:
@@ -93,16 +105,99 @@ async def measure(network: RealNetwork, seconds: float, texts: list[str]) -> Non
     say(way=ways[0], bytes_per_second=rate, probe_p95_seconds=tail, opened_seconds=opened)
 
 
-async def main(*words: str) -> None:
-    role, *arguments = words
-    network = RealNetwork(
+def made(port: int = PORT) -> RealNetwork:
+    return RealNetwork(
         Identity(os.urandom(32)),
         os.urandom(32),
         "nat",
         clock=RealClock(),
         entropy=os.urandom,
-        listen=[("0.0.0.0", PORT)],
+        listen=[("0.0.0.0", port)],
     )
+
+
+def resident_pages() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1])
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - what the product counts sets no event of ours
+        await trio.sleep(LOOK_SECONDS)
+
+
+async def tell_usage(ledger: RelayLedger) -> None:
+    """For each line of input, say what this process has used."""
+    while await trio.to_thread.run_sync(sys.stdin.readline, abandon_on_cancel=True):
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        pages = resident_pages()
+        say(
+            cpu_seconds=used.ru_utime + used.ru_stime,
+            carried_bytes=ledger.carried_bytes,
+            circuits=ledger.circuits,
+            resident_bytes=pages * resource.getpagesize(),
+        )
+
+
+async def crowd(count: int, text: str) -> None:
+    """Open a circuit each to one peer, and keep them."""
+    address = parse_address(text)
+    assert address.peer is not None
+    async with trio.open_nursery() as nursery:
+        for number in range(count):
+            network = made(PORT + 1 + number)
+            await nursery.start(network.run)
+            network.learn(address.peer, [address])
+            stream = await network.open(address.peer, PROBE)
+            await stream.send(b"there?")
+            await stream.receive()
+        say(opened=count)
+        await until_input_ends()
+        nursery.cancel_scope.cancel()
+
+
+async def observed(network: RealNetwork, nursery: trio.Nursery, texts: list[str]) -> Puncher:
+    """Have peers with public addresses say where they see this node."""
+    addresses = [parse_address(text) for text in texts]
+    peers = [address.peer for address in addresses if address.peer is not None]
+    for address in addresses:
+        assert address.peer is not None
+        network.learn(address.peer, [address])
+        await network.identify(address)
+    puncher = Puncher(network, RealClock(), Random(1), lambda: peers, Counter())
+    nursery.start_soon(puncher.run)
+    with trio.fail_after(PUNCHED_SECONDS_MAX):
+        await until(lambda: len(puncher._asked) >= OBSERVERS)
+    return puncher
+
+
+async def punch(network: RealNetwork, text: str) -> None:
+    """Open a stream through a relay, and wait for a path without one."""
+    address = parse_address(text)
+    peer = address.peer
+    assert peer is not None
+    network.learn(peer, [address])
+    began = trio.current_time()
+    probe = await network.open(peer, PROBE)
+    opened = trio.current_time()
+    trips = []
+    for _ in range(3):
+        at = trio.current_time()
+        await probe.send(b"there?")
+        await probe.receive()
+        trips.append(trio.current_time() - at)
+    punched = None
+    with trio.move_on_after(PUNCHED_SECONDS_MAX):
+        await until(lambda: any(path.way == "punched" for path in network.multiplexed.of(peer)))
+        punched = trio.current_time() - opened
+    say(opened_seconds=opened - began, round_trip_seconds=min(trips), punched_seconds=punched)
+
+
+async def main(*words: str) -> None:
+    role, *arguments = words
+    if role == "crowd":
+        await crowd(int(arguments[0]), arguments[1])
+        return
+    network = made()
     counters: Counter[str] = Counter()
     network.handle(BULK, take_bulk, LIMITS)
     network.handle(PROBE, echo)
@@ -113,9 +208,11 @@ async def main(*words: str) -> None:
                 await trio.sleep(0.1)
                 network.look()
         if role == "relay":
-            RelayServer(network, RealClock(), RelayLedger(Limits(True, 64, 0), os.urandom), counters)
+            ledger = RelayLedger(Limits(True, 64, 0), os.urandom)
+            RelayServer(network, RealClock(), ledger, counters)
+            Puncher(network, RealClock(), Random(1), list, counters)  # says where it sees others
             say(addresses=[str(each) for each in network.addresses])
-            await until_input_ends()
+            await tell_usage(ledger)
         elif role == "hidden":
             relay = parse_address(arguments[0])
             assert relay.peer is not None
@@ -129,10 +226,15 @@ async def main(*words: str) -> None:
                 changed=told.set,
                 counters=counters,
             )
+            if arguments[1:]:
+                await observed(network, nursery, arguments)
             nursery.start_soon(places.run)
             await told.wait()
             say(addresses=[str(each.of(network.peer)) for each in network.circuits])
             await until_input_ends()
+        elif role == "puncher":
+            await observed(network, nursery, arguments[1:])
+            await punch(network, arguments[0])
         else:
             await measure(network, float(arguments[0]), list(arguments[1:]))
         nursery.cancel_scope.cancel()

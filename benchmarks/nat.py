@@ -3,10 +3,13 @@
     python benchmarks/nat.py [--json] [--quick]
 
 A laboratory of network namespaces (`tests.lab.nat`). A node behind a home router sends to one with a public
-address, which it dials, and to one behind a symmetric router, through a relay with a public address.
+address, which it dials, and to one behind a symmetric router, through a relay with a public address. What it
+costs the relay is read from its own process. Then, several times with new nodes, two behind home routers that
+are 10 ms away from the internet open a circuit, and punch.
 """
 
 import json
+import math
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -22,6 +25,15 @@ from tests.lab.network import python
 RATE = "100mbit"
 NODE = str(Path(__file__).with_name("_nat_node.py"))
 RELAYED_MIN = 0.45
+DELAY_SECONDS = 0.01
+"""One way, from a home to the rest of the internet: 40 ms from home to home and back."""
+TRIES_QUICK, TRIES = 4, 20
+CROWD = 8
+"""Circuits that peers of one public network may have to one peer."""
+CPU_SECONDS_PER_GB_MAX = 20.0
+CIRCUIT_BYTES_MAX = 2**20
+USABLE_TRIPS_MAX = 8.0
+PUNCHED_SECONDS_MAX = 2.0
 PROBE_SECONDS_MAX = 0.05
 OPENED_SECONDS_MAX = 2.0
 
@@ -40,6 +52,13 @@ class Program:
         document: dict[str, Any] = json.loads(self._process.stdout.readline())
         return document
 
+    def asked(self) -> dict[str, Any]:
+        """What it says to a line of input."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return self.said()
+
     def close(self) -> None:
         self._process.communicate(timeout=20)
 
@@ -50,20 +69,61 @@ def figures(seconds: float) -> dict[str, dict[str, Any]]:
     sites.append(named("symmetric", "hidden", rate=RATE))
     with internet(sites) as lab, ExitStack() as stack:
 
-        def begin(name: str, *words: str) -> dict[str, Any]:
+        def begin(name: str, *words: str) -> tuple[Program, dict[str, Any]]:
             program = Program(lab, name, *words)
             stack.callback(program.close)
-            return program.said()
+            return program, program.said()
 
-        (there, *_) = begin("relay", "relay")["addresses"]
-        (circuit,) = begin("hidden", "hidden", there)["addresses"]
-        direct = begin("guest", "guest", str(seconds), there)
-        return {"direct": direct, "relayed": begin("guest", "guest", str(seconds), circuit)}
+        relay, told = begin("relay", "relay")
+        there = told["addresses"][0]
+        (circuit,) = begin("hidden", "hidden", there)[1]["addresses"]
+        direct = begin("guest", "guest", str(seconds), there)[1]
+        before = relay.asked()
+        relayed = begin("guest", "guest", str(seconds), circuit)[1]
+        after = relay.asked()
+        begin("guest", "crowd", str(CROWD), circuit)
+        crowded = relay.asked()
+        carried = after["carried_bytes"] - before["carried_bytes"]
+        cost = {
+            "cpu_seconds_per_gb": (after["cpu_seconds"] - before["cpu_seconds"]) / carried * 1e9,
+            "bytes_per_circuit": (crowded["resident_bytes"] - after["resident_bytes"])
+            / (crowded["circuits"] - after["circuits"]),
+        }
+        return {"direct": direct, "relayed": relayed, "cost": cost}
+
+
+def tries(count: int) -> list[dict[str, Any]]:
+    """What two behind home routers found, each time anew."""
+    found = []
+    for _ in range(count):
+        sites = [named("public", "relay"), named("public", "other")]
+        sites += [named("home", name, delay_seconds=DELAY_SECONDS) for name in ("guest", "hidden")]
+        with internet(sites) as lab, ExitStack() as stack:
+            there = []
+            for name in ("relay", "other"):
+                program = Program(lab, name, "relay")
+                stack.callback(program.close)
+                there.append(program.said()["addresses"][0])
+            hidden = Program(lab, "hidden", "hidden", *there)
+            stack.callback(hidden.close)
+            circuit = hidden.said()["addresses"][0]
+            puncher = Program(lab, "guest", "puncher", circuit, *there)
+            stack.callback(puncher.close)
+            found.append(puncher.said())
+    return found
+
+
+def p95(ordered: list[float]) -> float:
+    return ordered[max(0, math.ceil(0.95 * len(ordered)) - 1)]
 
 
 def main() -> None:
     flags = arguments("Bulk and probes through a relay of 100 Mbit/s, beside a direct connection.")
     found = figures(4.0 if flags.quick else 15.0)
+    cost = found.pop("cost")
+    met = tries(TRIES_QUICK if flags.quick else TRIES)
+    usable = sorted(each["opened_seconds"] / each["round_trip_seconds"] for each in met)
+    punched = sorted(each["punched_seconds"] or float("inf") for each in met)
     assert found["relayed"]["way"] == "relayed", found
     rows = [
         {
@@ -74,6 +134,22 @@ def main() -> None:
         }
         for way, row in found.items()
     ]
+    rows.append(
+        {
+            "way": "relay",
+            "CPU s/GB": round(cost["cpu_seconds_per_gb"], 2),
+            "KiB/circuit": round(cost["bytes_per_circuit"] / 1024),
+        }
+    )
+    rows.append(
+        {
+            "way": f"meeting, {len(met)} times",
+            "circuit, round trips": round(usable[len(usable) // 2], 1),
+            "circuit ms": round(1e3 * max(each["opened_seconds"] for each in met)),
+            "punched s": round(punched[len(punched) // 2], 2),
+            "punched max s": round(punched[-1], 2),
+        }
+    )
     share = found["relayed"]["bytes_per_second"] / found["direct"]["bytes_per_second"]
     goals = [
         Goal("bulk through a relay, share of a direct connection", share, ">=", RELAYED_MIN),
@@ -86,6 +162,10 @@ def main() -> None:
         Goal(
             "a stream through a relay, seconds", found["relayed"]["opened_seconds"], "<=", OPENED_SECONDS_MAX
         ),
+        Goal("CPU of a relay, seconds a GB", cost["cpu_seconds_per_gb"], "<=", CPU_SECONDS_PER_GB_MAX),
+        Goal("memory of a relay, bytes a circuit", cost["bytes_per_circuit"], "<=", CIRCUIT_BYTES_MAX),
+        Goal("circuit usable, median round trips", usable[len(usable) // 2], "<=", USABLE_TRIPS_MAX),
+        Goal("punched after the first relayed byte, p95 seconds", p95(punched), "<=", PUNCHED_SECONDS_MAX),
     ]
     leave(report("nat", rows, goals, as_json=flags.json))
 
