@@ -19,11 +19,13 @@ import trio
 from crypto.contact import Address
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
-from crypto.identity import PeerId
+from crypto.identity import PeerId, short_peer
 from node.containment import contain
 from node.errors import StreamClosed, Unreachable
 from node.seams import Clock, Network, Stream, StreamLimits
+from node.transport.network import RealNetwork
 from partition.plan.link_probes import FAST_SECONDS, PROBE_BYTES, LinkProbes, ProbeLimits
+from partition.plan.observed import LINKS_MAX
 
 LINKS_PROTOCOL = "/peerloom/links/1"
 MESSAGE_BYTES_MAX = 256
@@ -36,6 +38,8 @@ SEND_SECONDS_MAX = 2.0
 """After that a burst ends early."""
 PROBE_SECONDS_MAX = 4 * BURST_SECONDS_MAX
 ANSWER_SECONDS_MAX = 3_600
+WAYS_MAX = 2 * LINKS_MAX
+"""Measured links of which it is known which way they led: those that are told, and some before them."""
 NANOSECONDS_MIN = 1_000
 """What a clock tells apart."""
 
@@ -184,6 +188,14 @@ def _ask(data: bytes) -> ProbeQuestion:
     return found
 
 
+def _way_to(network: Network, peer: PeerId) -> str:
+    """Return how a peer is spoken to, as a word: dialled, punched, or through which relay."""
+    path = network.multiplexed.best(peer) if isinstance(network, RealNetwork) else None
+    if path is None:
+        return "dialled"
+    return path.way if path.relay is None else f"{path.way} {short_peer(path.relay)}"
+
+
 class LinkMeasuring:
     """The service. It lets others measure from the start; `run` measures itself. `is_busy` says whether this
     node computes, and has no time for either."""
@@ -199,6 +211,7 @@ class LinkMeasuring:
         refuse: Callable[[PeerId, RemoteProtocolError], None],
         counters: Counter[str],
     ) -> None:
+        self._ways: dict[PeerId, str] = {}
         self._network = network
         self._clock = clock
         self._is_busy = is_busy
@@ -215,12 +228,20 @@ class LinkMeasuring:
         while True:
             await trio.sleep_until(trio.current_time() + self.core.deadline - self._clock.monotonic())
             now = max(self._clock.monotonic(), self.core.deadline)
+            self._look_at_ways(now)
             nearest = sorted(candidates(), key=lambda peer: (self._round_trip(peer) or 10.0, peer))
             peer = self.core.next(now, nearest)
             if peer is not None and not self._is_busy():
                 with contain("measuring of a link"):
                     if await self._probe(peer):
                         changed()
+
+    def _look_at_ways(self, now: float) -> None:
+        """Have the links measured anew that lead another way than when they were measured."""
+        for peer, way in list(self._ways.items()):
+            if _way_to(self._network, peer) != way:
+                del self._ways[peer]
+                self.core.rerouted(now, peer)
 
     async def _probe(self, peer: PeerId) -> bool:
         try:
@@ -236,6 +257,9 @@ class LinkMeasuring:
             self.core.failed(self._clock.monotonic(), peer)
             return False
         self.core.probed(self._clock.monotonic(), peer, sent, taken, self._round_trip(peer))
+        self._ways[peer] = _way_to(self._network, peer)
+        if len(self._ways) > WAYS_MAX:
+            del self._ways[next(iter(self._ways))]
         self._counters["links_measured"] += 1
         return True
 

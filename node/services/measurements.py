@@ -177,7 +177,8 @@ class Measurements:
         if self.calibration is not None:
             calibrations[self._me] = self.calibration
         observed[self._me] = self.observed
-        return Knowledge(self._me, calibrations, observed)
+        hidden = [member.peer for member in self._members() if member.live and is_hidden(member)]
+        return Knowledge(self._me, calibrations, observed, frozenset(hidden))
 
     async def learn(self, peers: Collection[PeerId]) -> Knowledge:
         """Return what is known once those of `peers` were looked up that tell anything; bounded in time."""
@@ -225,6 +226,11 @@ class Measurements:
                 except RemoteProtocolError as error:
                     self._refuse(peer, error)
         return None
+
+
+def is_hidden(member: Member) -> bool:
+    """Return whether others reach a member through relays."""
+    return any(each.relay is not None for each in member.addresses)
 
 
 def _is_measured(member: Member) -> bool:

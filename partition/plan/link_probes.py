@@ -106,6 +106,17 @@ class LinkProbes:
         soon = len(partner.sent) < (SAMPLES_MAX + 1) // 2
         partner.due = now + (RETRY_SECONDS_MIN if soon else AGAIN_SECONDS) * (1 + self._rng.random())
 
+    def rerouted(self, now: float, peer: PeerId) -> None:
+        """The way to a peer is another than before, such as punched and no longer relayed: what was measured
+        on the old one counts no more."""
+        partner = self._partners.get(peer)
+        if partner is not None:
+            partner.sent.clear()
+            partner.taken.clear()
+            partner.frames = None
+            partner.due = now
+            self.deadline = min(self.deadline, now + FIRST_SECONDS)
+
     def failed(self, now: float, peer: PeerId, retry_seconds: float = 0.0) -> None:
         """Note that a probe was refused, or did not get through."""
         partner = self._partners.get(peer)

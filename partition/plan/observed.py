@@ -57,6 +57,12 @@ class Observed(msgspec.Struct, frozen=True, array_like=True):
     stages: Annotated[tuple[StageRow, ...], msgspec.Meta(max_length=STAGES_MAX)] = ()
 
 
+RELAYED_BYTES_PER_SECOND = 625_000
+"""A link that nobody measured and a relay may carry is taken for so fast: half of what a relay gives all
+circuits together (`[relay] upload`)."""
+RELAYED_NANOSECONDS = 50_000_000
+
+
 def limited_rows(rows: Iterable[LinkRow], upload: int, download: int) -> tuple[LinkRow, ...]:
     """Return links as their author sees them that gives no more than these bytes a second, 0 for any."""
     most = upload or BYTES_PER_SECOND_MAX, download or BYTES_PER_SECOND_MAX
@@ -88,6 +94,8 @@ class Knowledge:
     me: PeerId | None = None
     calibrations: Mapping[PeerId, Calibration] = field(default_factory=dict)
     observed: Mapping[PeerId, Observed] = field(default_factory=dict)
+    hidden: Collection[PeerId] = ()
+    """Peers that others reach through relays: between two of these there may be one."""
 
     def flops_per_second(self, peer: PeerId, claimed: int) -> int:
         """Return the rate to plan with: what `peer` claims, or less where others found less."""
@@ -109,7 +117,8 @@ class Knowledge:
         """Return each direction between two of these peers of which anything is known.
 
         A link that neither end measured is the slower of what its ends have with others. Nothing is known of
-        one whose ends have both been measured with nobody.
+        one whose ends have both been measured with nobody. Between two that are both hidden it is taken for a
+        relayed one, until either has measured it: then it is what it is on the way that they use.
         """
         said = self._said()
         own = self._typical(said)
@@ -124,6 +133,11 @@ class Knowledge:
                     link = Link(
                         min(end.bytes_per_second for end in ends), max(end.nanoseconds for end in ends)
                     )
+                    if one in self.hidden and other in self.hidden:
+                        rate = min(link.bytes_per_second, RELAYED_BYTES_PER_SECOND)
+                        link = Link(rate, 2 * link.nanoseconds)
+                elif link is None and one in self.hidden and other in self.hidden:
+                    link = Link(RELAYED_BYTES_PER_SECOND, RELAYED_NANOSECONDS)
                 if link is not None:
                     found[one, other] = link
         return found

@@ -221,6 +221,19 @@ def test_a_plan_keeps_neighbours_apart_whose_link_was_found_to_be_slow() -> None
         assert {PeerId(peer) for stage in plan.stages for peer in stage.replicas} != set(slow)
 
 
+@pytest.mark.parametrize("is_public_slow", [False, True])
+def test_hidden_peers_are_neighbours_only_where_that_is_the_best_plan(is_public_slow: bool) -> None:
+    run = make_run(IdentitySigner(Identity(bytes(32)), "test"), manifest(stages=2, replicas=1))
+    hidden, public = PEERS[:2], PEERS[2]
+    rates = dict.fromkeys(hidden, 1e9) | {public: 1e5 if is_public_slow else 1e9}
+    offers = [Offer(peer, rate, 8 << 30, has_slot=True) for peer, rate in rates.items()]
+    rows = {public: Observed(tuple(LinkRow(peer, 10**8, 10**8, 10**6) for peer in hidden))}
+    known = Knowledge(None, {}, rows, frozenset(hidden))
+    plan = make_plan(run, simple_cnn().graph, offers, knowledge=known)
+    placed = {PeerId(peer) for stage in plan.stages for peer in stage.replicas}
+    assert (placed == set(hidden)) == is_public_slow
+
+
 def test_a_plan_keeps_layers_together_and_gives_every_stage_its_replicas() -> None:
     model = simple_cnn()
     offers = [Offer(peer, 1e10, 8 << 30, has_slot=True) for peer in PEERS[:4]]

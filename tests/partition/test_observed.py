@@ -15,12 +15,15 @@ from partition.plan.link_probes import (
     PARTNERS_MAX,
     PEER_PROBES_MAX,
     PROBES_MAX,
+    SAMPLES_MAX,
     LinkProbes,
     ProbeLimits,
 )
 from partition.plan.observed import (
     LINKS_MAX,
     OBSERVED_BYTES_MAX,
+    RELAYED_BYTES_PER_SECOND,
+    RELAYED_NANOSECONDS,
     STAGES_MAX,
     Knowledge,
     LinkRow,
@@ -188,3 +191,31 @@ def test_whatever_was_measured_makes_a_record(sent: float, taken: float) -> None
     core.framed(5.0, A, sent, is_saturated=True)
     observed = Observed(core.rows(5.0))
     assert decode_observed(encode_observed(observed), B) == observed
+
+
+# --- ways ----------------------------------------------------------------------------------------------
+
+
+def test_a_link_between_two_hidden_peers_is_taken_for_a_relayed_one_until_measured() -> None:
+    rows = {C: saw((A, 10**8, 10**8), (B, 10**8, 10**8))}
+    hidden = frozenset((A, B, D))
+    assert Knowledge(None, {}, rows).links([A, B])[A, B].bytes_per_second == 10**8
+    found = Knowledge(None, {}, rows, hidden).links([A, B, C, D])
+    assert found[A, B].bytes_per_second == RELAYED_BYTES_PER_SECOND
+    assert found[A, C].bytes_per_second == 10**8
+    assert found[A, D] == Link(RELAYED_BYTES_PER_SECOND, RELAYED_NANOSECONDS)
+    measured = rows | {A: saw((B, 5 * 10**7, 5 * 10**7))}
+    assert Knowledge(None, {}, measured, hidden).links([A, B])[A, B].bytes_per_second == 5 * 10**7
+
+
+def test_a_link_whose_way_changes_is_measured_anew() -> None:
+    probes = LinkProbes(Random(1), 0.0)
+    assert probes.next(probes.deadline, [A]) == A
+    for number in range(SAMPLES_MAX):
+        probes.probed(10.0 + number, A, 10**5, 10**5, 0.1)
+    assert probes.next(20.0, [A]) is None
+    probes.rerouted(20.0, A)
+    assert probes.rows(20.0) == ()
+    assert probes.next(20.0, [A]) == A
+    probes.probed(21.0, A, 10**8, 10**8, 0.01)
+    assert probes.sent_rate(A) == 10**8
