@@ -112,3 +112,11 @@ def cover_text(covered: Mapping[str, Any]) -> str:
     chances = ", ".join(f"stage {number} {chance:.0%}" for number, chance in enumerate(covered["stages"], 1))
     rest = "; ".join(text for text in (covered["unreliable"], covered["reason"]) if text)
     return f"{chances} if a holder dies" + (f" ({rest})" if rest else "")
+
+
+def way_text(path: Mapping[str, Any], relay: str) -> str:
+    """Return how a peer is spoken to where it is not simply dialled, and how fast that was found to be;
+    `path` is that of a peer in a `peerloom/peers/1` document, `relay` a name for who carries it."""
+    rate = path.get("bytes_per_second")
+    cost = f" at {8 * rate / 1e6:.3g} Mbit/s" if rate else ""
+    return ("punched" if path["way"] == "punched" else f"through {relay}") + cost

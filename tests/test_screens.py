@@ -410,6 +410,33 @@ def test_the_screen_of_peers() -> None:
 
 
 @pytest.mark.parametrize(
+    ("way", "is_relay_known", "rate", "told"),
+    [
+        ("direct", False, 10**8, ""),
+        ("punched", False, None, ", punched"),
+        ("punched", False, 12_500_000, ", punched at 100 Mbit/s"),
+        ("relayed", True, 1_230_000, ", through RELAY at 9.84 Mbit/s"),
+        ("relayed", False, None, ", through ...aaaaaa"),
+    ],
+)
+def test_the_way_to_a_peer_is_shown_with_its_relay_and_its_cost(
+    way: str, is_relay_known: bool, rate: int | None, told: str
+) -> None:
+    document = peers_document(state(), NOW)
+    first, other = document["peers"][:2]
+    relay = other["peer"] if is_relay_known else "1" + "a" * 51
+    first["path"] = {
+        "way": way,
+        "relay": relay if way == "relayed" else None,
+        "round_trip_seconds": 0.02,
+        "bytes_per_second": rate,
+    }
+    line = peers_lines(document)[1]
+    assert told.replace("RELAY", other["name"]) in line
+    assert told or not any(word in line for word in ("punched", "through "))
+
+
+@pytest.mark.parametrize(
     ("claimed", "location", "is_doubted", "told"),
     [
         ("eu-west", "eu-west", False, "118 GFLOP/s, in eu-west"),

@@ -1,6 +1,6 @@
 """`peerloom peers`: the members this node knows, the lost ones with their reason."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import typer
@@ -8,7 +8,7 @@ import typer
 from node.cli.client import ask
 from node.cli.options import AsJson, DataDir, find_data_dir
 from node.cli.render import bytes_text, seconds_text, short_address, short_id, show, show_json, table
-from node.text import counted
+from node.text import way_text
 
 
 def peers(context: typer.Context, data_dir: DataDir = "", as_json: AsJson = False) -> None:
@@ -24,34 +24,26 @@ def peers_lines(document: Mapping[str, Any]) -> list[str]:
     """The screen of a `peerloom/peers/1` document."""
     if not document["peers"]:
         return ["no other member yet; the screen of the node says what to type on another machine"]
-    header = ("NAME", "PEER", "STATUS", "SINCE", "ADDRESS")
-    first, *rows = table(header, [_row(member) for member in document["peers"]])
-    below = " " * (first.index("PEER"))
-    return [first] + [
-        line
-        for row, member in zip(rows, document["peers"], strict=True)
-        for line in (row, *(below + told for told in _more(member)))
-    ]
+    header = ("NAME", "PEER", "STATUS", "SINCE", "FOUND THROUGH", "ADDRESS", "COMPUTE")
+    names = {member["peer"]: member["name"] for member in document["peers"]}
+    return table(header, [_row(member, names) for member in document["peers"]])
 
 
-def _row(member: Mapping[str, Any]) -> tuple[str, ...]:
-    status = member["status"]
+def _row(member: Mapping[str, Any], names: Mapping[str, str]) -> tuple[str, ...]:
+    status, reason, capacity = member["status"], member["reason"], member["capacity"]
     return (
         member["name"] or "-",
         short_id(member["peer"]),
         status + _sparing(status, member.get("standing")),
         seconds_text(member["since_seconds"]),
-        (short_address(member["addresses"][0]) if member["addresses"] else "-") + _path(member.get("path")),
+        member["found_through"] or "-",
+        _address(member["addresses"]) + _path(member.get("path"), names),
+        _brief(capacity) + _place(member.get("place")) if capacity is not None else "-",
     )
 
 
-def _more(member: Mapping[str, Any]) -> list[str]:
-    """Return the lines below a member's row: why it is not simply alive, what it offers, how it was found."""
-    why = _why(member["status"], member["reason"], member.get("degraded"))
-    capacity, found = member["capacity"], member["found_through"]
-    offers = _brief(capacity) + _place(member.get("place")) if capacity is not None else ""
-    through = f"found through {found}" if found not in ("", "itself") else ""
-    return list(filter(None, (why, "; ".join(filter(None, (offers, through))))))
+def _address(addresses: Sequence[str]) -> str:
+    return short_address(addresses[0]) if addresses else "-"
 
 
 def _place(place: Mapping[str, Any] | None) -> str:
@@ -63,11 +55,12 @@ def _place(place: Mapping[str, Any] | None) -> str:
     return f", in {place['location']}"
 
 
-def _path(path: Mapping[str, Any] | None) -> str:
-    """By which way it is spoken to, where it cannot simply be dialled."""
+def _path(path: Mapping[str, Any] | None, names: Mapping[str, str]) -> str:
+    """By which way it is spoken to, where it cannot simply be dialled, and how fast that was found to be."""
     if path is None or path["way"] == "direct":
         return ""
-    return ", punched" if path["way"] == "punched" else f", through {short_id(path['relay'])}"
+    relay = path["relay"] or ""
+    return f", {way_text(path, names.get(relay) or short_id(relay))}"
 
 
 def _why(status: str, reason: str, degraded: Mapping[str, Any] | None) -> str:

@@ -18,6 +18,7 @@ from node.placement.provider import Provider
 from node.seams import Clock, Network, own_rng
 from node.services.autonat import Reach
 from node.services.discovery import Discovery
+from node.services.measurements import Measurements
 from node.services.membership import Membership
 from node.services.metadata import RELAY_WORD, read_metadata
 from node.services.relays.ledger import Limits, RelayLedger
@@ -26,6 +27,7 @@ from node.services.relays.server import RelayServer
 from node.services.traversal import Traversal
 from node.services.whereabouts import Whereabouts
 from node.transport.address_policy import is_global
+from node.transport.multiplexed import Way
 from node.transport.network import RealNetwork
 
 HEARD_SECONDS = 60.0
@@ -41,6 +43,7 @@ class Parts(Protocol):
     network: Network
     config: Config
     discovery: Discovery
+    measurements: Measurements
     membership: Membership
     provider: Provider
     reach: Reach
@@ -113,24 +116,28 @@ class Inbound:
 
     def told_of(self, document: dict[str, Any]) -> dict[str, Any]:
         """Return a document about peers with the `path` by which this node speaks to each: its way, the relay
-        that carries it, and its round trip where pings have measured it; None where there is none."""
+        that carries it, its round trip where pings have measured it, and its bytes a second where bursts
+        have; None where there is none."""
         for row in document["peers"]:
             peer = parse_peer(row["peer"])
-            row["path"] = path = self._path_document(peer)
+            row["path"] = path = self.path_to(peer)
             if path is not None:
                 path["datagrams"] = self._hears_datagrams(peer)
         return document
 
-    def _path_document(self, peer: PeerId) -> dict[str, Any] | None:
+    def path_to(self, peer: PeerId) -> dict[str, Any] | None:
+        """Return how a peer is spoken to, as in `told_of`."""
         network = self._node.network
+        rate = self._node.measurements.links.core.sent_rate(peer) or None
         path = network.multiplexed.best(peer) if isinstance(network, RealNetwork) else None
         if path is not None:
             relay = None if path.relay is None else peer_text(path.relay)
-            return {"way": path.way, "relay": relay, "round_trip_seconds": path.round_trip_seconds}
+            seconds = path.round_trip_seconds
+            return _path_row(path.way, relay, seconds, rate)
         if network.host_of(peer) is None:
             return None
         seconds = self._node.membership.round_trip_seconds(peer)
-        return {"way": "direct", "relay": None, "round_trip_seconds": seconds}
+        return _path_row("direct", None, seconds, rate)
 
     def _hears_datagrams(self, peer: PeerId) -> bool:
         """Return whether datagrams come from a peer itself; no relay carries any."""
@@ -188,6 +195,10 @@ class Inbound:
                 seconds = self._node.membership.round_trip_seconds(member.peer)
                 ranked.append((not is_relay, FAR_SECONDS if seconds is None else seconds, member.peer))
         return [peer for _, _, peer in sorted(ranked)]
+
+
+def _path_row(way: Way, relay: str | None, seconds: float | None, rate: int | None) -> dict[str, Any]:
+    return {"way": way, "relay": relay, "round_trip_seconds": seconds, "bytes_per_second": rate}
 
 
 def _is_relay(member: Member) -> bool:

@@ -44,6 +44,7 @@ class Live:
         counters: Callable[[], Mapping[str, int]],
         limits: Callable[[], Mapping[str, Any]],
         links: Callable[[], Mapping[str, float]],
+        ways: Callable[[], Mapping[str, str]] = dict,
         wall: Callable[[], float],
     ) -> None:
         self.boot = boot
@@ -58,6 +59,8 @@ class Live:
         self._limited = limits()
         self._links = links
         self._linked: dict[str, float] = {}
+        self._ways = ways
+        self._led: dict[str, str] = {}
         self._wall = wall
         self._shown = State()
         self._seen = 0
@@ -159,6 +162,9 @@ class Live:
             linked = dict(self._links())
             if linked != self._linked:
                 delta["links"] = self._linked = linked
+            led = dict(self._ways())
+            if led != self._led:
+                delta["ways"] = self._led = led
         limited = self._limits()
         if counters != self._counted or limited != self._limited or not _same_node(before, state):
             self._counted, self._limited = counters, limited
@@ -169,6 +175,7 @@ class Live:
         state = self._shown
         self._counted = dict(self._counters())
         self._linked = dict(self._links())
+        self._led = dict(self._ways())
         events = self._history.after(self._seen - EVENTS_IN_SNAPSHOT_MAX)
         return {
             "schema": "peerloom/page/1",
@@ -179,6 +186,7 @@ class Live:
             "member_columns": views.MEMBER_COLUMNS,
             "members": [views.member_row(member) for member in state.members.values()],
             "links": self._linked,
+            "ways": self._led,
             "alerts": views.alert_rows(state),
             "point_columns": POINT_COLUMNS,
             "runs": [views.run_row(view) for view in views.shown_runs(state).values()],

@@ -29,6 +29,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 import trio
 
+from crypto.identity import parse_peer
 from node import state_documents
 from node.config import Config
 from node.content.reading import kept_reading
@@ -38,12 +39,14 @@ from node.events import Event, PageOpened
 from node.history import EventHistory
 from node.invocation import program_from_anywhere, shown
 from node.paths import short_path
+from node.placement.inbound import Inbound
 from node.runs.runs import Runs
 from node.seams import Seams
 from node.services.measurements import Measurements
 from node.serving.serving import Serving
 from node.settings import Web
 from node.state import State
+from node.text import way_text
 from node.web import limits, metrics, views, whatif
 from node.web.answers import ServiceAnswers
 from node.web.assets import Assets
@@ -76,6 +79,7 @@ class LocalNode(Protocol):
     """What the page needs of `node.runtime.Node`."""
 
     config: Config
+    inbound: Inbound
     measurements: Measurements
     seams: Seams
     serving: Serving
@@ -108,6 +112,7 @@ class Page:
             counters=lambda: node.counters,
             limits=lambda: limits.document(node.config),
             links=self._links,
+            ways=self._ways,
             wall=node.seams.clock.wall,
         )
         self._starter = Starter(lambda: node.handlers["train"])
@@ -191,6 +196,20 @@ class Page:
             for peer, member in state.members.items()
             if member.status in ("alive", "suspect") and network.host_of(peer) is not None
         }
+
+    def _ways(self) -> dict[str, str]:
+        """By member, how this node speaks to it where it is not simply dialled: punched, or through which
+        relay, and how fast that was found to be."""
+        members = self._node.state.members
+        found = {}
+        for peer, member in members.items():
+            path = self._node.inbound.path_to(peer) if member.status in ("alive", "suspect") else None
+            if path is None or path["way"] == "direct":
+                continue
+            relay = None if path["relay"] is None else members.get(parse_peer(path["relay"]))
+            name = (relay.name if relay is not None else "") or "a relay"
+            found[views.peer_key(peer)] = way_text(path, name)
+        return found
 
     async def tell(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
         """The command `page`: where it is, with the token for this user's browser."""

@@ -60,7 +60,8 @@ export function ThisNode() {
     <${Pairs} rows=${[["peer", html`<code>${node.peer}</code>`], ["swarm", `${node.swarm}${node.is_private ? " (private)" : ""}`],
       ["listening", node.addresses.join(", ") || "-"], ["data folder", html`<code>${node.data_dir}</code>`],
       ["up", node.started ? seconds(Math.max(0, store.at - node.started)) : "-"],
-      ["reachable", !reach ? "nobody was asked" : reach.relays?.length && !reach.reachable ? "through relays" : ({ true: "yes", false: "no" }[reach.reachable] || `not known yet (${reach.asked} of ${reach.of} tried)`)]]} />
+      ["reachable", !reach ? "nobody was asked" : reach.relays?.length && !reach.reachable ? "through relays" : ({ true: "yes", false: "no" }[reach.reachable] || `not known yet (${reach.asked} of ${reach.of} tried)`)],
+      ["router", [reach?.mapping, reach?.nat].filter(Boolean).join("; ") || "-"]]} />
     <h2>Gives</h2>
     ${capacity ? html`<${Cards} rows=${[["device", capacity.device], ["cores", capacity.cores], ["free memory", bytes(capacity.memory_free_bytes)],
       ["of", bytes(capacity.memory_total_bytes)], ["measured speed", flops(capacity.flops_per_second)]]} />` : html`<p class="quiet">Not measured yet.</p>`}

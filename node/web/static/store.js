@@ -6,7 +6,7 @@ export const POINTS_MAX = 4000;
 
 export const store = {
   link: "loading", at: 0, node: null, members: new Map(), runs: new Map(), courses: new Map(), events: [],
-  links: new Map(), alerts: [], number: -1, skew: 0,
+  links: new Map(), ways: new Map(), alerts: [], number: -1, skew: 0,
 };
 // How a person types our commands: in the shell of this node, and on another machine.
 export const { program, elsewhere } = document.getElementById("page").dataset;
@@ -39,6 +39,7 @@ export function reset(message) {
   store.events = message.events;
   store.node = message.node;
   store.links = new Map(Object.entries(message.links || {}));
+  store.ways = new Map(Object.entries(message.ways || {}));
   store.alerts = message.alerts || [];
   store.number = message.number;
   store.at = message.at;
@@ -55,6 +56,7 @@ export function apply(message) {
   for (const run of message.runs_gone || []) store.runs.delete(run);
   if (message.node) store.node = message.node;
   if (message.links) store.links = new Map(Object.entries(message.links));
+  if (message.ways) store.ways = new Map(Object.entries(message.ways));
   if (message.alerts) store.alerts = message.alerts;
   if (message.events) store.events = store.events.concat(message.events).slice(-EVENTS_MAX);
   for (const [run, points] of Object.entries(message.points || {})) extend(run, "points", points, message.number);

@@ -34,11 +34,11 @@ export function Swarm() {
         <option value="">all</option>${Object.keys(ORDER).map((name) => html`<option>${name}</option>`)}</select></label>
       <span class="quiet">${count(found.length)} of ${count(members.length)}</span>
     </div>
-    <${Table} caption="Members, the lost ones too" numbers=${[6, 7]}
-      heads=${["Name", "Peer", "Status", "Since", "Noticed by", "Found through", "Latency", "Offers", "Region", "Address"]}
+    <${Table} caption="Members, the lost ones too" numbers=${[7, 8]}
+      heads=${["Name", "Peer", "Status", "Since", "Noticed by", "Found through", "Way", "Latency", "Offers", "Region", "Address"]}
       rows=${found.slice(0, rows).map((member) => [member.key, member.name || "-", html`<code>${short(member.key)}</code>`,
         html`<span class=${member.status}>${member.status}${member.reason ? `: ${member.reason}` : ""}</span>`, ago(member.since),
-        member.noticed_by ? nameOf(member.noticed_by) : "-", member.found_through || "-", latency(member.key),
+        member.noticed_by ? nameOf(member.noticed_by) : "-", member.found_through || "-", store.ways.get(member.key) || (store.links.has(member.key) ? "direct" : "-"), latency(member.key),
         member.flops_per_second ? flops(member.flops_per_second) : "-", member.location || "-", html`<code>${member.address}</code>`])} />
     ${found.length > rows ? html`<button onClick=${() => setRows(rows * 4)}>Show more</button>` : ""}`;
 }

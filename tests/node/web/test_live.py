@@ -1,12 +1,14 @@
 """What open pages are told: snapshots, deltas, and where a page goes on that was away."""
 
 import json
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 import trio
 import trio.lowlevel
 
+from crypto.identity import peer_text
 from node import events
 from node.content.reading import SourceReading, kept_name
 from node.web import live, views
@@ -149,6 +151,16 @@ async def test_links_are_those_of_peers_that_were_heard() -> None:
     )
     async with served(node) as page:
         assert (await page.json("/api/view"))["links"] == {views.peer_key(peer(1)): 0.02}
+
+
+async def test_members_that_are_not_dialled_are_shown_with_their_way() -> None:
+    node = told()
+    relayed = {"way": "relayed", "relay": peer_text(peer(2)), "bytes_per_second": 1_250_000}
+    paths = {peer(1): relayed, peer(2): {"way": "direct", "relay": None, "bytes_per_second": None}}
+    node.inbound = SimpleNamespace(path_to=paths.get)
+    async with served(node) as page:
+        ways = (await page.json("/api/view"))["ways"]
+        assert ways == {views.peer_key(peer(1)): "through n2 at 10 Mbit/s"}
 
 
 async def test_events_are_found_by_number_kind_and_text() -> None:

@@ -146,6 +146,7 @@ class Told:
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     runs: Any = field(default_factory=lambda: SimpleNamespace(members={}))
     measurements: Any = None
+    inbound: Any = field(default_factory=lambda: SimpleNamespace(path_to=lambda _peer: None))
     serving: Any = field(
         default_factory=lambda: SimpleNamespace(
             finder=None, generations=SimpleNamespace(newest={}), hosting=SimpleNamespace(own=list)
