@@ -367,7 +367,7 @@ class RoutedPeers:
                 self.counters["paths silent"] += 1
                 self._close(path)
                 return
-            self._send_frames(path, end)
+            self._send_frames(path, end, now)
         if not any(self._here.get(end.peer) is end for end in (path.first, path.other)):
             self._close(path)
             return
@@ -380,17 +380,15 @@ class RoutedPeers:
         others = self._paths.get(_pair(path.first.peer, path.other.peer), ())
         return idle_seconds(path.way, has_better=any(each.way != "relayed" for each in others))
 
-    def _send_frames(self, path: SimPath, end: Traveller) -> None:
-        now = self._ground.now
-        while (frame := path.cores[end.peer].next_frame(now)) is not None:
+    def _send_frames(self, path: SimPath, end: Traveller, now: float) -> None:
+        """What an end of a path has to say gets to the other, and the answer back, each after its trip. Both
+        happen at once here: nothing else looks at a path's cores meanwhile."""
+        core, other = path.cores[end.peer], path.end_opposite(end)
+        while (frame := core.next_frame(now)) is not None:
             arrives = path.arrives(end, now, self._links.latency_seconds)
-            if arrives is not None:
-                self._ground.at(arrives, self._receive, path, path.end_opposite(end), frame)
-
-    def _receive(self, path: SimPath, end: Traveller, frame: bytes) -> None:
-        if not path.is_over and self._here.get(end.peer) is end:
-            path.cores[end.peer].receive(self._ground.now, frame)
-            self._send_frames(path, end)
+            if arrives is not None and self._here.get(other.peer) is other:
+                path.cores[other.peer].receive(arrives, frame)
+                self._send_frames(path, other, arrives)
 
     # --- better ways ---------------------------------------------------------------------------------
 

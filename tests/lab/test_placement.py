@@ -1,0 +1,89 @@
+"""Where stages go among nodes behind routers: two that only a relay joins are no neighbours without need."""
+
+import json
+import os
+import subprocess
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from node.cli.client import ask
+from tests.lab.nat import Internet, internet, named
+from tests.lab.network import FULL, python
+from tests.lab.nodes import PORT, LabNode, swarm, wait_until
+from tests.source import ROOT
+
+RATE = "40mbit"
+MEASURED_SECONDS_MAX = 240.0
+PLAN_SECONDS_MAX = 120.0
+HIDDEN = {"home", "symmetric"}
+
+
+def plan(lab: Internet, node: LabNode, *words: str) -> dict[str, Any]:
+    """What a person is told who asks there how a model would be placed."""
+    program = [
+        "ip",
+        "netns",
+        "exec",
+        node.name,
+        python(),
+        "-m",
+        "node",
+        "plan",
+        "simple-cnn",
+        "--stages",
+        "2",
+    ]
+    program += ["--replicas", "1", "--json", "--data-dir", str(node.data_dir), *words]
+    done = subprocess.run(
+        [*lab.enter, *program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PLAN_SECONDS_MAX,
+        env=os.environ,
+    )
+    assert done.returncode == 0, done.stderr
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
+
+
+def measured(node: LabNode) -> dict[frozenset[str], float]:
+    """The slower rate of each link, by the names of its ends, so far as the node knows it."""
+    names = {row["peer"]: row["name"] for row in ask(node.data_dir, "peers")["peers"]}
+    found: dict[frozenset[str], float] = {}
+    for row in ask(node.data_dir, "measurements")["links"]:
+        ends = frozenset(names.get(row[end], node.name) for end in ("sender", "receiver"))
+        found[ends] = min(row["bytes_per_second"], found.get(ends, float("inf")))
+    return found
+
+
+def knows_all(node: LabNode) -> bool:
+    """Whether it has heard of the links that hidden nodes have measured, to each other as well."""
+    found = ask(node.data_dir, "measurements")
+    return len(found["calibrations"]) == 4 and frozenset(HIDDEN) in measured(node)
+
+
+@pytest.mark.skipif(not FULL, reason="four calibrated nodes: PEERLOOM_LAB=full")
+def test_two_that_only_a_relay_joins_are_no_neighbours_without_need(tmp_path: Path) -> None:
+    sites = [named("public", name, rate=RATE) for name in ("asks", "public")]
+    sites += [named(name, name, rate=RATE) for name in sorted(HIDDEN)]
+    with internet(sites) as lab, swarm(lab, tmp_path) as nodes:
+        nodes["asks"].start(CALIBRATE="true")
+        nodes["asks"].ready()
+        others = ["public", *sorted(HIDDEN)]
+        nodes.start(others, "--join", f"{lab.public('asks')}:{PORT}", CALIBRATE="true")
+        wait_until(
+            partial(knows_all, nodes["asks"]), MEASURED_SECONDS_MAX, lambda: str(measured(nodes["asks"]))
+        )
+        paths = {row["name"]: row["path"] for row in ask(nodes["home"].data_dir, "peers")["peers"]}
+        assert paths["symmetric"]["way"] == "relayed"
+        rates = measured(nodes["asks"])
+        print(rates)  # noqa: T201
+        assert rates[frozenset(HIDDEN)] < rates[frozenset(("home", "public"))]
+        stages = plan(lab, nodes["asks"])["stages"]
+        print(stages)  # noqa: T201
+        placed = {name for stage in stages for name in stage["peers"]}
+        assert placed != HIDDEN
