@@ -119,4 +119,4 @@ def way_text(path: Mapping[str, Any], relay: str) -> str:
     `path` is that of a peer in a `peerloom/peers/1` document, `relay` a name for who carries it."""
     rate = path.get("bytes_per_second")
     cost = f" at {8 * rate / 1e6:.3g} Mbit/s" if rate else ""
-    return ("punched" if path["way"] == "punched" else f"through {relay}") + cost
+    return ("by a punched path" if path["way"] == "punched" else f"through {relay}") + cost

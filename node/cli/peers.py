@@ -1,6 +1,6 @@
 """`peerloom peers`: the members this node knows, the lost ones with their reason."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import typer
@@ -8,7 +8,7 @@ import typer
 from node.cli.client import ask
 from node.cli.options import AsJson, DataDir, find_data_dir
 from node.cli.render import bytes_text, seconds_text, short_address, short_id, show, show_json, table
-from node.text import way_text
+from node.text import counted, way_text
 
 
 def peers(context: typer.Context, data_dir: DataDir = "", as_json: AsJson = False) -> None:
@@ -24,26 +24,37 @@ def peers_lines(document: Mapping[str, Any]) -> list[str]:
     """The screen of a `peerloom/peers/1` document."""
     if not document["peers"]:
         return ["no other member yet; the screen of the node says what to type on another machine"]
-    header = ("NAME", "PEER", "STATUS", "SINCE", "FOUND THROUGH", "ADDRESS", "COMPUTE")
+    header = ("NAME", "PEER", "STATUS", "SINCE", "ADDRESS")
+    first, *rows = table(header, [_row(member) for member in document["peers"]])
+    below = " " * (first.index("PEER"))
     names = {member["peer"]: member["name"] for member in document["peers"]}
-    return table(header, [_row(member, names) for member in document["peers"]])
+    return [first] + [
+        line
+        for row, member in zip(rows, document["peers"], strict=True)
+        for line in (row, *(below + told for told in _more(member, names)))
+    ]
 
 
-def _row(member: Mapping[str, Any], names: Mapping[str, str]) -> tuple[str, ...]:
-    status, reason, capacity = member["status"], member["reason"], member["capacity"]
+def _row(member: Mapping[str, Any]) -> tuple[str, ...]:
+    status = member["status"]
     return (
         member["name"] or "-",
         short_id(member["peer"]),
         status + _sparing(status, member.get("standing")),
         seconds_text(member["since_seconds"]),
-        member["found_through"] or "-",
-        _address(member["addresses"]) + _path(member.get("path"), names),
-        _brief(capacity) + _place(member.get("place")) if capacity is not None else "-",
+        short_address(member["addresses"][0]) if member["addresses"] else "-",
     )
 
 
-def _address(addresses: Sequence[str]) -> str:
-    return short_address(addresses[0]) if addresses else "-"
+def _more(member: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
+    """Return the lines below a member's row: why it is not simply alive, which way it is spoken to, what it
+    offers, how it was found."""
+    way = _way(member.get("path"), names)
+    why = _why(member["status"], member["reason"], member.get("degraded"))
+    capacity, found = member["capacity"], member["found_through"]
+    offers = _brief(capacity) + _place(member.get("place")) if capacity is not None else ""
+    through = f"found through {found}" if found not in ("", "itself") else ""
+    return list(filter(None, (why, way, "; ".join(filter(None, (offers, through))))))
 
 
 def _place(place: Mapping[str, Any] | None) -> str:
@@ -55,12 +66,12 @@ def _place(place: Mapping[str, Any] | None) -> str:
     return f", in {place['location']}"
 
 
-def _path(path: Mapping[str, Any] | None, names: Mapping[str, str]) -> str:
-    """By which way it is spoken to, where it cannot simply be dialled, and how fast that was found to be."""
+def _way(path: Mapping[str, Any] | None, names: Mapping[str, str]) -> str:
+    """Which way it is spoken to, where it cannot simply be dialled, and how fast that was found to be."""
     if path is None or path["way"] == "direct":
         return ""
     relay = path["relay"] or ""
-    return f", {way_text(path, names.get(relay) or short_id(relay))}"
+    return f"spoken to {way_text(path, names.get(relay) or short_id(relay))}"
 
 
 def _why(status: str, reason: str, degraded: Mapping[str, Any] | None) -> str:
