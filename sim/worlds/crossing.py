@@ -27,6 +27,7 @@ class Traveller:
 
     def __init__(self, machine: RoutedMachine, ledger: RelayLedger, budget: PunchBudget, number: int) -> None:
         self.machine = machine
+        self.peer = machine.peer
         self.number = number
         self.ledger = ledger
         self.budget = budget
@@ -39,10 +40,6 @@ class Traveller:
         self.heard: dict[PeerId, tuple[Endpoint, float]] = {}
         """Where the last datagram of a peer came from, and when."""
         self.observers: dict[PeerId, TcpLink] = {}
-
-    @property
-    def peer(self) -> PeerId:
-        return self.machine.peer
 
 
 @dataclass(eq=False)

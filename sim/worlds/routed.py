@@ -15,7 +15,7 @@ from crypto.contact import make_address
 from crypto.identity import PeerId
 from crypto.token_buckets import prefix_of
 from node.services.relays.ledger import Limits, NoPlace, RelayLedger
-from node.services.relays.places import PlaceLease
+from node.services.relays.places import WANTED, PlaceLease
 from node.transport.address_policy import is_global
 from node.transport.multiplexed import Way
 from node.transport.network import HEARD_SECONDS
@@ -113,7 +113,7 @@ class RoutedPeers:
             return
         now = self._ground.now
         self._ground.at(after(now, LOOK_SECONDS), self._look, life, traveller)
-        if traveller.wants_places:
+        if traveller.wants_places and len(traveller.search.asked) < WANTED:
             relay = traveller.search.next(now, self._relays(life, traveller))
             if relay is not None:
                 self._reserve(life, traveller, relay)
@@ -193,7 +193,8 @@ class RoutedPeers:
     def _look_outside(self, life: Life, traveller: Traveller) -> None:
         """Ask two where they see it, on connections that are kept and keep the mapping."""
         now = self._ground.now
-        for peer in [*traveller.observers, *self._relays(life, traveller)]:
+        is_short = len(traveller.observers) < OBSERVERS
+        for peer in [*traveller.observers, *(self._relays(life, traveller) if is_short else ())]:
             other, made = self._here.get(peer), traveller.observers.get(peer)
             if made is not None and not (
                 other is not None and made.passes(traveller.machine, now) and made.passes(other.machine, now)
@@ -210,8 +211,6 @@ class RoutedPeers:
                 heard, at = other.heard.get(traveller.peer, (None, 0.0))
                 if heard is not None and now - at <= OBSERVED_FRESH_SECONDS:
                     traveller.seen.note(now, peer, "udp", make_address(*heard))
-            if len(traveller.observers) >= OBSERVERS:
-                return
 
     # --- messages ------------------------------------------------------------------------------------
 
