@@ -36,7 +36,14 @@ from node.transport.punch_messages import (
     Offer,
     RoundTrip,
 )
-from node.transport.punching import TRANSPORTS, ObserverRests, PunchBudget, SeenPlaces, Transport
+from node.transport.punching import (
+    RETRY_SECONDS,
+    TRANSPORTS,
+    ObserverRests,
+    PunchBudget,
+    SeenPlaces,
+    Transport,
+)
 from node.transport.simultaneous import PUNCH_RETRIES_SECONDS, connect_from, leave_nothing
 from node.transport.streams import SecureStream
 
@@ -215,8 +222,14 @@ class Puncher:
 
     async def punch(self, peer: PeerId) -> None:
         """Try to reach a peer, to which there is a path, without whoever carries that."""
-        if not self.budget.may_start(peer, self._clock.monotonic()):
-            return
+        for pause_seconds in (0.0, RETRY_SECONDS):
+            await trio.sleep(pause_seconds)
+            may_start = self.budget.may_start(peer, self._clock.monotonic())
+            if not may_start or await self._attempt(peer):
+                return
+
+    async def _attempt(self, peer: PeerId) -> bool:
+        """Return whether a path came about."""
         self._counters["punches_begun"] += 1
         worked = False
         with contain("punching"):
@@ -227,6 +240,7 @@ class Puncher:
                 self._counters["punches_broken"] += 1
         self.budget.ended(peer, worked=worked)
         self._counters["punches_worked" if worked else "punches_failed"] += 1
+        return worked
 
     async def _lead(self, peer: PeerId) -> bool:
         stream = await self._network.open(peer, PROTOCOL, message_bytes_max=MESSAGE_BYTES_MAX)

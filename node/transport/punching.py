@@ -22,11 +22,14 @@ Transport = Literal["tcp", "udp"]
 TRANSPORTS: tuple[Transport, ...] = ("tcp", "udp")
 Kind = Literal["", "none", "alike", "unlike"]
 """Whether this node is seen at one place by all: unknown, as itself, at another place, at several."""
+RETRY_SECONDS = 1.0
+"""From the first attempt with one peer to the second: where both sides were busy starting, it works."""
 PAUSE_SECONDS = 60.0
 PAUSE_SECONDS_MAX = 3_600.0
-"""Between two attempts with one peer, and twice as long after each that failed: routers do not change."""
-ANSWER_PAUSE_SECONDS = 10.0
-"""Between two offers that are taken of one peer."""
+"""To the third, and twice as long after each further one that failed: routers do not change."""
+ANSWER_PAUSE_SECONDS = 3.0
+"""Between two offers that are taken of one peer: an attempt lasts as long, and what is dialled is bounded by
+host besides."""
 PEERS_MAX = 1_024
 HOST_TRIES_PER_SECOND, HOST_TRIES_BURST = 1 / 60, 4.0
 """How often addresses at one host are dialled, whoever offers them: several peers may be behind a router."""
@@ -66,7 +69,8 @@ class PunchBudget:
         tries = self._of(peer)
         if now < tries.next_at:
             return False
-        tries.next_at = now + min(PAUSE_SECONDS * 2**tries.failed, PAUSE_SECONDS_MAX)
+        later = min(PAUSE_SECONDS * 2.0 ** (tries.failed - 1), PAUSE_SECONDS_MAX)
+        tries.next_at = now + (later if tries.failed else RETRY_SECONDS)
         return True
 
     def may_answer(self, peer: PeerId, now: float) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from node.cli.client import ask
+from partition.plan.observed import RELAYED_BYTES_PER_SECOND
 from tests.lab.nat import Internet, internet, named
 from tests.lab.network import FULL, python
 from tests.lab.nodes import PORT, LabNode, swarm, wait_until
@@ -61,9 +62,10 @@ def measured(node: LabNode) -> dict[frozenset[str], float]:
 
 
 def knows_all(node: LabNode) -> bool:
-    """Whether it has heard of the links that hidden nodes have measured, to each other as well."""
-    found = ask(node.data_dir, "measurements")
-    return len(found["calibrations"]) == 4 and frozenset(HIDDEN) in measured(node)
+    """Whether it has heard of all links, and of the one between the hidden nodes what they have measured."""
+    rates = measured(node)
+    is_calibrated = len(ask(node.data_dir, "measurements")["calibrations"]) == 4
+    return is_calibrated and len(rates) == 6 and rates[frozenset(HIDDEN)] != RELAYED_BYTES_PER_SECOND
 
 
 @pytest.mark.skipif(not FULL, reason="four calibrated nodes: PEERLOOM_LAB=full")

@@ -26,6 +26,7 @@ from node.transport.punching import (
     PAUSE_SECONDS_MAX,
     REST_SECONDS,
     RESTS_MAX,
+    RETRY_SECONDS,
     ObserverRests,
     PunchBudget,
     SeenPlaces,
@@ -80,17 +81,15 @@ def test_a_host_is_dialled_rarely_whoever_offers_it() -> None:
 
 def test_a_peer_is_tried_ever_more_rarely_while_it_fails() -> None:
     budget, now, pauses = PunchBudget(everywhere), 0.0, []
+    assert budget.may_start(peer(1), now)
     for _ in range(10):
-        assert budget.may_start(peer(1), now)
         budget.ended(peer(1), worked=False)
         began = now
         while not budget.may_start(peer(1), now):
             now += 1.0
         pauses.append(now - began)
-        budget.ended(peer(1), worked=False)
-        now += PAUSE_SECONDS_MAX
-    assert pauses[0] == PAUSE_SECONDS
-    assert max(pauses) == PAUSE_SECONDS_MAX
+    assert pauses[:4] == [RETRY_SECONDS, PAUSE_SECONDS, 2 * PAUSE_SECONDS, 4 * PAUSE_SECONDS]
+    assert pauses[-1] == PAUSE_SECONDS_MAX
 
 
 def test_offers_of_one_peer_are_taken_now_and_then() -> None:
