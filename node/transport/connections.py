@@ -36,6 +36,7 @@ from node.transport.router import Hello, Router, greet
 from node.transport.sockets import address_of
 from node.transport.streams import SecureStream
 from node.transport.tcp import STRANGERS_ASSEMBLY_BYTES_MAX, Connection, ReassemblyBudget
+from node.transport.vanished import VanishedConnections
 
 REFUSALS_MAX = 16
 """Wrong questions in a row on one connection: more than a peer of another version has protocols to try."""
@@ -98,6 +99,7 @@ class Connections:
         self._doorway = HalfOpenQueue[PendingConnection]()
         self.paths = Paths(self, credentials, counters)
         self._inbound = router.register
+        self._vanished = VanishedConnections(lambda: tuple(self._open), counters)
         self._leaving: trio.Event | None = None
         self._nursery: trio.Nursery | None = None
 
@@ -155,10 +157,7 @@ class Connections:
                 self._idle.expire(trio.current_time())
                 self._pool.look()
                 self.paths.look(trio.current_time())
-                for connection in tuple(self._open):
-                    if connection.has_vanished:
-                        self._counters["connections_vanished"] += 1
-                        connection.end("the other machine is gone")
+                self._vanished.look()
 
     # --- out ---------------------------------------------------------------------------------------
 
@@ -317,6 +316,18 @@ class Connections:
     def has_better(self, path: MultiplexedPath) -> None:
         """End what rests on a path."""
         self._idle.drop_of(path)
+
+    async def reach_again(self, peer: PeerId) -> None:
+        """Make a new path to a peer by any of its relays. Raises Unreachable."""
+        circuits = [each.of(peer) for each in self._book.circuits(peer)]
+        if not circuits:
+            raise Unreachable("unknown", f"{short_peer(peer)} has told of no relay")
+        await _first(circuits, self.paths.through)
+
+    def doubt(self) -> None:
+        """A path was lost: find out soon which connections are dead as well."""
+        if self._is_staying and self._nursery is not None:
+            self._nursery.start_soon(self._vanished.doubt)
 
     def serve_channel(self, path: MultiplexedPath, channel: socket.socket) -> None:
         """The peer has opened a channel: serve it as a connection that came in."""

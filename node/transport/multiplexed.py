@@ -34,6 +34,10 @@ from node.transport.tcp import Connection
 
 UNSENT_BYTES_MAX = 2**15
 """What the kernel takes beyond what the network does: a small message waits behind no more."""
+WATCH_SECONDS = 0.5
+"""How often a path is looked at between two pings."""
+SILENCE = "nothing came on the path any more"
+"""Why a dead path ends."""
 
 Way = Literal["direct", "punched", "relayed"]
 """How a path came about: the peer, which cannot be dialled, has dialled this node; both have dialled at once
@@ -90,7 +94,8 @@ class _End:
 class MultiplexedPath:
     """Channels to one peer. `run` must be running; it ends when the path does, and every channel with it.
 
-    `opened(socket)` is handed each channel that the other side opens.
+    `opened(socket)` is handed each channel that the other side opens; `fell_silent(path)` is called now and
+    then while the peer lets a ping wait.
     """
 
     def __init__(
@@ -101,6 +106,7 @@ class MultiplexedPath:
         way: Way,
         address: Address | None,
         opened: Callable[["MultiplexedPath", socket.socket], None],
+        fell_silent: Callable[["MultiplexedPath"], None],
         counters: Counter[str],
     ) -> None:
         self.connection = connection
@@ -113,14 +119,20 @@ class MultiplexedPath:
         """Whether this side has dialled it for the other's sake: it dials whatever else it wants there."""
         self.is_kept = False
         """Whether it is kept while it carries nothing."""
+        self.is_lost = False
+        """Whether it has ended, and not by this side's will, while it carried something."""
+        self._is_given_up = False
         self.since = self.used_at = trio.current_time()
         self._opened = opened
+        self._fell_silent = fell_silent
         self._counters = counters
         self._core = Multiplexer(self.since, is_first=is_first)
         self._ends: dict[int, _End] = {}
         self._stirred = trio.Event()
         self._nursery: trio.Nursery | None = None
         connection.become_path(UNSENT_BYTES_MAX)
+        if way == "punched":
+            connection.leave_nothing()
         connection.limit(FRAME_BYTES_MAX)
 
     def __len__(self) -> int:
@@ -146,6 +158,16 @@ class MultiplexedPath:
         """By the last ping."""
         return self._core.round_trip_seconds
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether the peer has let a ping wait for long; the path may be dead."""
+        return self._core.is_silent(trio.current_time())
+
+    def doubt(self) -> None:
+        """Ask for a sign of life, and wait less long for it: something says that the path is dead."""
+        self._core.doubt(trio.current_time())
+        self._stirred.set()
+
     def open(self) -> socket.socket:
         """Open a channel. Raises StreamClosed: the path is over, or has no room."""
         if not self.stands:
@@ -158,6 +180,7 @@ class MultiplexedPath:
 
     def end(self, why: str) -> None:
         """End it and all its channels."""
+        self._is_given_up = True
         self.connection.end(why)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -169,6 +192,7 @@ class MultiplexedPath:
                 nursery.start_soon(self._watch)
                 task_status.started()
                 await self._receive_forever()
+                self.is_lost = bool(self._ends) and not self._is_given_up
                 nursery.cancel_scope.cancel()
         finally:
             self._nursery = None
@@ -189,6 +213,7 @@ class MultiplexedPath:
                     raise RemoteProtocolError("a mark on a path")
                 self._take(received[0])
         except RemoteProtocolError as error:
+            self._is_given_up = True
             self.connection.offended(error)
         except StreamClosed:
             pass  # how a path ends
@@ -240,11 +265,13 @@ class MultiplexedPath:
 
     async def _watch(self) -> None:
         while True:
-            await trio.sleep_until(min(self._core.deadline, trio.current_time() + 1.0))
+            await trio.sleep_until(min(self._core.deadline, trio.current_time() + WATCH_SECONDS))
             if not self._core.tick(trio.current_time()):
                 self._counters["paths_silent"] += 1
-                self.connection.end("nothing came on the path any more")
+                self.connection.end(SILENCE)
                 return
+            if self.is_silent:
+                self._fell_silent(self)
             self._stirred.set()
 
     # --- its channels --------------------------------------------------------------------------------

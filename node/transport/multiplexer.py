@@ -46,13 +46,19 @@ SHORTEST_SECONDS = 20.0
 """How long a shortest round trip is believed: routes change."""
 QUEUED_BYTES_MAX = 2**16
 """Taken from one channel's writer before it has been sent."""
-PING_SECONDS = 2.5
-"""Between two pings while channels are open; a quarter of the time in which a run is to be back after its
-relay was lost."""
+PING_SECONDS = 1.0
+"""Between two pings while channels are open; a tenth of the time in which a run is to be back after its relay
+was lost, or a router was rebooted."""
 IDLE_PING_SECONDS = 15.0
 """The same while none is: often enough for a carrier's router, which forgets a connection after a minute."""
+SILENT_SECONDS = 2.0
+"""Without a byte for so long after a ping a path is silent: another one is looked for. A link that loses two
+packets in a row is silent for a second."""
+DOUBTED_SECONDS = 3.0
+"""Without a byte for so long after a ping the path is dead, where something else says so too: its peer has
+come on another one."""
 DEAD_SECONDS = 7.5
-"""Without a byte for so long after a ping the path is dead."""
+"""The same where nothing else does."""
 LATE_SECONDS = 2.0
 """A process that looks so much too late has stood still itself: it asks again before it calls a path dead."""
 CONTROL_MAX = 4 * CHANNELS_MAX
@@ -154,6 +160,7 @@ class Multiplexer:
         self._ping = 0
         self._pinged_at = now
         self._is_awaiting = False
+        self._is_doubted = False
         self.round_trip_seconds: float | None = None
         """By the last ping that was answered."""
 
@@ -178,8 +185,12 @@ class Multiplexer:
     def deadline(self) -> float:
         """When to call `tick` at the latest."""
         if self._is_awaiting:
-            return self._pinged_at + DEAD_SECONDS
+            return self._pinged_at + (DOUBTED_SECONDS if self._is_doubted else DEAD_SECONDS)
         return self._pinged_at + (PING_SECONDS if self._channels else IDLE_PING_SECONDS)
+
+    def is_silent(self, now: float) -> bool:
+        """Return whether the other side has let a ping wait for long."""
+        return self._is_awaiting and now - self._pinged_at >= SILENT_SECONDS
 
     def room(self, channel: int) -> int:
         """Return how many bytes `write` takes now."""
@@ -260,7 +271,7 @@ class Multiplexer:
 
     def receive(self, now: float, frame: bytes) -> Event | None:
         """Take a frame. Raises RemoteProtocolError, which ends the path."""
-        self._is_awaiting = False
+        self._is_awaiting = self._is_doubted = False
         if len(frame) > FRAME_BYTES_MAX or not frame or frame[0] > Kind.PONG:
             raise RemoteProtocolError("a frame that nobody knows")
         kind = Kind(frame[0])
@@ -386,11 +397,20 @@ class Multiplexer:
             return True
         if self._is_awaiting and now < self.deadline + LATE_SECONDS:
             return False
+        self._ask(now)
+        return True
+
+    def doubt(self, now: float) -> None:
+        """Something says that the path is dead: ping now, and wait less long for a sign of life."""
+        if not self._is_awaiting:
+            self._ask(now)
+        self._is_doubted = True
+
+    def _ask(self, now: float) -> None:
         self._ping = (self._ping + 1) % 2**32
         self._pinged_at = now
         self._is_awaiting = True
         self._control.append(_HEAD.pack(Kind.PING, self._ping))
-        return True
 
     def next_frame(self, now: float) -> bytes | None:
         """Return the frame that leaves next; None if there is none, until something happens."""

@@ -36,6 +36,8 @@ REPLACED_IDLE_SECONDS = 2.0
 """The same of a relayed one where there is a better one: nothing more is opened on it."""
 IMPROVE_SECONDS = 60.0
 """From one attempt to find a better way than a relay to the next."""
+REPLACE_SECONDS = 2.0
+"""From one attempt to replace a path to a peer that is dead, or seems so, to the next."""
 PER_PEER_MAX = 4
 """Paths to one peer: one by each of two relays, a punched one, and one that it has just dialled."""
 PATHS_MAX = 512
@@ -87,6 +89,12 @@ class PathHost(Protocol):
     def has_better(self, path: MultiplexedPath) -> None:
         """There is another path to a peer: what rests on this one is not used again."""
 
+    async def reach_again(self, peer: PeerId) -> None:
+        """Make a new path to a peer by any of its relays. Raises Unreachable."""
+
+    def doubt(self) -> None:
+        """A path was lost: find out soon which connections are dead as well."""
+
 
 @dataclass(eq=False)
 class _Coming:
@@ -107,6 +115,9 @@ class Paths:
         self._paths: dict[PeerId, list[MultiplexedPath]] = {}
         self._connecting: dict[Address, _Coming] = {}
         self._improved: dict[PeerId, float] = {}
+        self._replaced: set[PeerId] = set()
+        self.lost_punched: Callable[[PeerId], None] | None = None
+        """Told of each peer to which a punched path was lost."""
         self.punch: Callable[[PeerId], Awaitable[None]] | None = None
         """Tries to reach a peer through both routers; set by who can (`puncher`)."""
 
@@ -119,7 +130,7 @@ class Paths:
     def of(self, peer: PeerId) -> tuple[MultiplexedPath, ...]:
         """Return those to a peer that stand, the best first."""
         standing = [path for path in self._paths.get(peer, ()) if path.stands]
-        return tuple(sorted(standing, key=lambda path: (_WAYS.index(path.way), -path.since)))
+        return tuple(sorted(standing, key=lambda path: (path.is_silent, _WAYS.index(path.way), -path.since)))
 
     def best(self, peer: PeerId) -> MultiplexedPath | None:
         """Return the path for what is opened to a peer; None where it is dialled."""
@@ -184,7 +195,7 @@ class Paths:
             raise Unreachable("unknown", f"{circuit} leads through this node itself")
         while True:
             for path in self.of(peer):
-                if path.relay == relay:
+                if path.relay == relay and not path.is_silent:
                     return path
             if (before := self._connecting.get(circuit)) is None:
                 break
@@ -233,6 +244,7 @@ class Paths:
             way=way,
             address=address,
             opened=self._host.serve_channel,
+            fell_silent=self._fell_silent,
             counters=self._counters,
         )
         self._make_room(path.peer)
@@ -241,6 +253,8 @@ class Paths:
         self._counters[f"paths_{way}"] += 1
         for other in self.of(path.peer):
             self._host.has_better(other)
+            # A peer that comes anew may have lost the one before.
+            other.doubt()
         try:
             async with trio.open_nursery() as nursery:
                 await nursery.start(path.run)
@@ -250,6 +264,8 @@ class Paths:
             left = [each for each in self._paths.pop(path.peer, []) if each is not path]
             if left:
                 self._paths[path.peer] = left
+            if path.is_lost:
+                self._lose(path)
 
     async def _start(
         self, connection: Connection, *, is_first: bool, way: Way, address: Address | None
@@ -273,6 +289,48 @@ class Paths:
         with contain("a path"):
             await self.carry(connection, is_first=is_first, way=way, address=address, task_status=task_status)
 
+    # --- how they are replaced -----------------------------------------------------------------------
+
+    def _fell_silent(self, path: MultiplexedPath) -> None:
+        """A peer lets a ping wait: look for another way, which shows whether this one is dead."""
+        if path.is_kept:
+            path.doubt()  # whoever keeps it makes a new one
+        else:
+            self._replace_soon(path)
+
+    def _lose(self, path: MultiplexedPath) -> None:
+        self._counters["paths_lost"] += 1
+        self._host.doubt()
+        if path.way == "punched":
+            self._improved.pop(path.peer, None)
+            if self.lost_punched is not None:
+                self.lost_punched(path.peer)
+        others = self.of(path.peer)
+        for other in others:
+            self._improve(other, trio.current_time())
+        if not path.is_kept and (not others or others[0].is_silent):
+            self._replace_soon(path)
+
+    def _replace_soon(self, path: MultiplexedPath) -> None:
+        serving = self._host.serving
+        if serving is not None and path.peer not in self._replaced:
+            self._replaced.add(path.peer)
+            serving.start_soon(self._replace, path)
+
+    async def _replace(self, path: MultiplexedPath) -> None:
+        with contain("replacing a path"):
+            began = trio.current_time()
+            try:
+                if path.is_own_dial:
+                    await self.offer(path.peer)
+                else:
+                    await self._host.reach_again(path.peer)
+                self._counters["paths_replaced"] += 1
+            except Unreachable:
+                self._counters["paths_not_replaced"] += 1
+            await trio.sleep_until(began + REPLACE_SECONDS)
+            self._replaced.discard(path.peer)
+
     # --- upkeep --------------------------------------------------------------------------------------
 
     def look(self, now: float) -> None:
@@ -290,7 +348,7 @@ class Paths:
         """Dial a peer that came through a relay: it may be reachable, and just unable to dial this node. The
         side that was reached does so, since it is the one that cannot be dialled."""
         serving = self._host.serving
-        is_only = all(each.way == "relayed" for each in self.of(path.peer))
+        is_only = all(each.way == "relayed" or each.is_silent for each in self.of(path.peer))
         if serving is None or path.is_first or not is_only or path.peer in self._improved:
             return
         self._improved[path.peer] = now
@@ -311,7 +369,8 @@ class Paths:
         standing = [path for path in self if path.connection.why is None]
         own = [path for path in standing if path.peer == peer]
         if len(own) >= PER_PEER_MAX:
-            min(own, key=lambda path: (path.is_kept, path.used_at)).end("more paths than needed")
+            spare = min(own, key=lambda path: (not path.is_silent, path.is_kept, path.used_at))
+            spare.end("more paths than needed")
         elif len(standing) >= PATHS_MAX:
-            spare = [path for path in standing if not path.is_kept] or standing
-            min(spare, key=lambda path: (len(path) > 0, path.used_at)).end("others need the room")
+            unkept = [path for path in standing if not path.is_kept] or standing
+            min(unkept, key=lambda path: (len(path) > 0, path.used_at)).end("others need the room")

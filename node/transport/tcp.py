@@ -6,6 +6,7 @@ and after every call; here a call rests when it has to wait, or after so many th
 """
 
 import socket
+import struct
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable
@@ -21,6 +22,7 @@ from crypto.registers import Silence
 from node.errors import StreamClosed
 from node.forks import keep_from_children
 from node.transport.buffer_pool import Pool
+from node.transport.handshake import KEEPALIVE_SECONDS
 from node.transport.pace import BURST_SECONDS, PIECE_BYTES, Paces
 from node.transport.records import PAYLOAD_BYTES_MAX, Mark, RecordReader, RecordWriter
 from node.transport.sockets import address_of
@@ -166,6 +168,12 @@ class Connection:
         self._paces = Paces()
         with suppress(OSError, AttributeError):
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, unsent_bytes_max)
+
+    def leave_nothing(self) -> None:
+        """Leave no trace of it when it ends: else no connection between the same two ports could follow for a
+        minute. What is not sent by then is lost."""
+        with suppress(OSError):
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
     def detach(self) -> tuple[socket.socket, bytes]:
         """Hand over the socket, between two messages, and what has come of none; the connection is over."""
@@ -416,9 +424,18 @@ class Connection:
             return False
         return False
 
-    @property
-    def has_vanished(self) -> bool:
-        """Whether the kernel has repeated itself for long and heard nothing; only Linux can say."""
+    def ask_often(self, *, is_doubted: bool) -> None:
+        """Have the kernel ask every second whether the other machine is there, or as seldom as usual."""
+        if self.why is None and hasattr(socket, "TCP_KEEPIDLE"):
+            idle_seconds, pause_seconds = (
+                (1, 1) if is_doubted else (KEEPALIVE_SECONDS, KEEPALIVE_SECONDS // 3)
+            )
+            with suppress(OSError):
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause_seconds)
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_seconds)
+
+    def has_vanished(self, silent_seconds: float = VANISHED_SECONDS) -> bool:
+        """Return whether the kernel has repeated itself and heard nothing for so long; only Linux can say."""
         if self.why is not None or sys.platform != "linux":
             return False
         try:
@@ -426,8 +443,8 @@ class Connection:
         except OSError:
             return False
         repeated = max(info[_RETRANSMITS_AT], info[_PROBES_AT])
-        silent_seconds = int.from_bytes(info[_LAST_ACK_AT : _LAST_ACK_AT + 4], sys.byteorder) / 1000
-        return repeated >= REPEATED_MIN and silent_seconds >= VANISHED_SECONDS
+        waited_seconds = int.from_bytes(info[_LAST_ACK_AT : _LAST_ACK_AT + 4], sys.byteorder) / 1000
+        return repeated >= REPEATED_MIN and waited_seconds >= silent_seconds
 
     def end(self, why: str) -> StreamClosed:
         """Close the socket; the first reason stays."""

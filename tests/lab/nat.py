@@ -146,10 +146,13 @@ class Internet(Lab):
         program = [python(), "-m", *module, self._routers(self.sites[site])[-1][2]]
         return subprocess.Popen([*self.enter, "ip", "netns", "exec", self.router(site), *program])
 
-    def reboot(self, site: str) -> None:
-        """Have its routers forget every mapping, and give out other ports."""
+    def reboot(self, site: str, *, is_strict: bool = False) -> None:
+        """Have its routers forget every mapping, and give out other ports. A connection that stood gets a
+        new mapping, which the other side rejects; of a router that `is_strict` nobody hears anything."""
         for name, nat, wan in self._routers(self.sites[site]):
             self.run("\n".join(_rule_lines(name, nat, wan, PORT_BASE_REBOOTED)))
+            loose = "/proc/sys/net/netfilter/nf_conntrack_tcp_loose"
+            self.run(f"ip netns exec {name} sh -c 'echo {int(not is_strict)} > {loose}'")
         self.forget(site)
 
     def forget(self, *sites: str) -> None:

@@ -5,6 +5,8 @@ behind a home router is reached; the long one (PEERLOOM_LAB=full) trains through
 """
 
 import subprocess
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,10 @@ from tests.lab.nodes import PORT, LabNode, LabSwarm, swarm, wait_until
 from tests.stack import assert_equal
 
 FOUND_SECONDS_MAX = 90.0
-STEPS = 400
+STEPS = 500
 KILLED_AT = 60
 BACK_SECONDS_MAX = 10.0
-"""From the relay's death to the next steps."""
+"""From a router's reboot, or a relay's death, to the next steps."""
 RUN = f"""
 model = "simple-cnn"
 data = "digits"
@@ -100,8 +102,8 @@ def result(node: LabNode) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.skipif(not FULL, reason="three minutes: PEERLOOM_LAB=full")
-def test_a_run_through_relays_is_exact_and_outlives_one_of_them(tmp_path: Path) -> None:
+@pytest.mark.skipif(not FULL, reason="four minutes: PEERLOOM_LAB=full")
+def test_a_run_through_relays_is_exact_and_outlives_routers_and_a_relay(tmp_path: Path) -> None:
     public = [named("public", name) for name in ("p", "q", "alone")]
     sites = [*public, named("home", "h"), named("home", "i"), named("symmetric", "s")]
     with internet(sites) as lab, swarm(lab, tmp_path) as nodes:
@@ -112,10 +114,18 @@ def test_a_run_through_relays_is_exact_and_outlives_one_of_them(tmp_path: Path) 
         said = (tmp_path / "RUN.log").read_text
         wait_until(lambda: step(h) >= KILLED_AT, FOUND_SECONDS_MAX, said)
         assert sum(node.status["counters"].get("circuits_carried", 0) for node in (nodes["p"], q)) > 0
-        q.kill()
-        before = step(h)
-        took = wait_until(lambda: step(h) >= before + 5, BACK_SECONDS_MAX, lambda: h.said)
-        print(f"five steps {took:.1f} s after the relay's death")  # noqa: T201
+        cuts: dict[str, Callable[[], None]] = {
+            "home router rebooted": partial(lab.reboot, "h"),
+            "symmetric router rebooted": partial(lab.reboot, "s"),
+            "home router rebooted that drops what it does not know": partial(lab.reboot, "i", is_strict=True),
+            "relay killed": q.kill,
+        }
+        for what, cut in cuts.items():
+            cut()
+            before = step(h)
+            took = wait_until(lambda: step(h) >= before + 5, BACK_SECONDS_MAX, lambda: h.said)  # noqa: B023
+            print(f"{what}: five steps {took:.1f} s later")  # noqa: T201
+            wait_until(lambda: step(h) >= before + 60, FOUND_SECONDS_MAX, lambda: h.said)  # noqa: B023
         assert training.wait(FOUND_SECONDS_MAX) == 0, said()
         nodes.start(["alone"])
         assert trained(nodes["alone"], tmp_path / "ALONE.toml", 1).wait(FOUND_SECONDS_MAX) == 0

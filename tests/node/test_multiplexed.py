@@ -9,8 +9,10 @@ import pytest
 import trio
 
 from crypto.contact import make_address
+from crypto.identity import PeerId
 from node.errors import StreamClosed, Unreachable
 from node.transport.multiplexer import Kind
+from node.transport.network import RealNetwork
 from node.transport.paths import PER_PEER_MAX
 from tests.node.nets import PING, acquaint, echo, make_network, running, until
 
@@ -95,7 +97,74 @@ async def test_paths_that_come_at_once_are_bounded_like_those_that_stand() -> No
             async with trio.open_nursery() as nursery:
                 for connection in connections:
                     nursery.start_soon(carry, connection)
-                await trio.lowlevel.checkpoint()
+                while len(hostile.multiplexed) < len(connections):
+                    await trio.lowlevel.checkpoint()
                 ended = [each.why for each in connections].count("more paths than needed")
                 nursery.cancel_scope.cancel()
         assert ended == 2 * PER_PEER_MAX
+
+
+@pytest.fixture
+def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("PING", 0.05), ("SILENT", 0.1), ("DOUBTED", 0.2)):
+        monkeypatch.setattr(f"node.transport.multiplexer.{name}_SECONDS", seconds)
+    monkeypatch.setattr("node.transport.multiplexed.WATCH_SECONDS", 0.02)
+
+
+def mute(network: RealNetwork, peer: PeerId) -> None:
+    """Have what a network says on its path to a peer get lost, as behind a router that was rebooted."""
+
+    async def lose(*_: object) -> None:
+        await trio.lowlevel.checkpoint()
+
+    (path,) = network.multiplexed.of(peer)
+    path.connection.send = lose  # type: ignore[assignment,method-assign]  # no packet is lost on this machine
+
+
+@pytest.mark.usefixtures("_hasty")
+async def test_a_silent_path_is_replaced_by_whoever_had_dialled_it() -> None:
+    one, other = make_network("h"), make_network("o")
+    one.handle(PING, echo)
+    async with running(one, other):
+        acquaint(one, other)
+        before = await one.multiplexed.offer(other.peer)
+        with trio.fail_after(20):
+            await until(lambda: bool(other.multiplexed.of(one.peer)))
+            stream = await other.open(one.peer, PING)
+            await stream.send(b"one")
+            assert await stream.receive() == b"one"
+            mute(other, one.peer)
+            with pytest.raises(StreamClosed):
+                await stream.receive()
+            assert one.counters["paths_replaced"] == 1
+            await until(lambda: not before.stands)
+            stream = await other.open(one.peer, PING)
+            await stream.send(b"two")
+            assert await stream.receive() == b"two"
+
+
+@pytest.mark.usefixtures("_hasty")
+async def test_a_path_in_use_that_is_cut_is_replaced() -> None:
+    one, other = make_network("h"), make_network("o")
+    other.handle(PING, echo)
+    async with running(one, other):
+        acquaint(one, other)
+        path = await one.multiplexed.offer(other.peer)
+        with trio.fail_after(20):
+            await until(lambda: bool(other.multiplexed.of(one.peer)))
+            channel = path.open()
+            other.multiplexed.of(one.peer)[0].connection.end("a test")
+            await until(lambda: one.counters["paths_replaced"] == 1)
+            channel.close()
+
+
+async def test_an_idle_path_that_is_cut_is_not_replaced() -> None:
+    one, other = make_network("h"), make_network("o")
+    async with running(one, other):
+        acquaint(one, other)
+        path = await one.multiplexed.offer(other.peer)
+        with trio.fail_after(20):
+            await until(lambda: bool(other.multiplexed.of(one.peer)))
+            other.multiplexed.of(one.peer)[0].connection.end("a test")
+            await until(lambda: not path.stands)
+        assert not path.is_lost

@@ -14,10 +14,12 @@ from node.transport.multiplexer import (
     CREDIT_BYTES,
     DATA_BYTES_MAX,
     DEAD_SECONDS,
+    DOUBTED_SECONDS,
     IDLE_PING_SECONDS,
     LATE_SECONDS,
     PING_SECONDS,
     QUEUE_SECONDS,
+    SILENT_SECONDS,
     WINDOW_BYTES_MIN,
     ChannelClosed,
     ChannelData,
@@ -192,6 +194,20 @@ def test_a_silent_path_is_found_dead_sooner_while_it_carries_channels() -> None:
         assert one.tick(seconds)
         assert one.deadline == seconds + DEAD_SECONDS
         assert not one.tick(seconds + DEAD_SECONDS)
+
+
+def test_a_path_in_doubt_is_asked_at_once_and_found_dead_sooner() -> None:
+    one, other = pair()
+    one.doubt(5.0)
+    assert one.deadline == 5.0 + DOUBTED_SECONDS
+    assert not one.is_silent(5.0)
+    assert one.is_silent(5.0 + SILENT_SECONDS)
+    pump(5.5, one, other)
+    pump(6.0, other, one)
+    assert not one.is_silent(5.0 + SILENT_SECONDS)
+    assert one.tick(5.0 + DOUBTED_SECONDS)
+    one.doubt(20.0)
+    assert not one.tick(20.0 + DOUBTED_SECONDS)
 
 
 def test_an_answered_ping_keeps_a_path_and_measures_its_round_trip() -> None:

@@ -11,13 +11,14 @@ from node.transport.network import CIRCUITS_TOLD_MAX
 
 WANTED = CIRCUITS_TOLD_MAX
 """Relays at once: one may vanish."""
-RENEW_SECONDS = 60.0
-"""Between two times that a place is asked for; a place lasts ten times as long."""
-ANSWER_SECONDS = 10.0
+RENEW_SECONDS = 20.0
+"""Between two times that a place is asked for, which also says whether a router still knows the connection; a
+place lasts thirty times as long."""
+ANSWER_SECONDS = 5.0
 """For the answer to that."""
 REFUSED_SECONDS = 60.0
 """How long a relay that refused, or failed, is left alone; where it was lost a shorter while."""
-LOST_SECONDS = 2.0
+LOST_SECONDS = 0.5
 TRIED_MAX = 256
 """Relays that are left alone: as many as a swarm has members in view that are worth a try."""
 

@@ -1,6 +1,6 @@
 """Places at relays for a node that nobody can dial: asked for at several, kept, and told to others.
 
-A place is asked for again every minute, which also says whether the relay is still there: relayed connections
+A place is asked for again every 20 s, which also says whether the relay is still there: relayed connections
 degrade over hours. A relay that fails is left alone for a while, and another one takes its place.
 """
 
