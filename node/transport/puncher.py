@@ -60,6 +60,8 @@ KNOCKS_SECONDS = (0.0, 0.25, 0.75)
 """When a handshake by datagram is tried, after both have begun: at most three packets to each address."""
 OBSERVED_FRESH_SECONDS = 60.0
 """A datagram's source is told to its sender for so long: routers keep a mapping as long, or nearly."""
+RECONNECT_SECONDS = 0.5
+"""From the loss of a connection to an observer to the next one from the same port."""
 OBSERVERS = 2
 """Peers that say where they see this node: they show whether it is everywhere alike."""
 LOOK_SECONDS = 2.0
@@ -96,6 +98,7 @@ class Puncher:
         self._looking = trio.Lock()
         network.handle(PROTOCOL, self._serve)
         network.multiplexed.punch = self.punch
+        network.multiplexed.lost_punched = self._lost
 
     # --- where others see this node ------------------------------------------------------------------
 
@@ -138,14 +141,16 @@ class Puncher:
 
     def _observers(self, family: int = 4) -> list[PeerId]:
         """Peers that were reached at addresses of the internet, one of each host, in any order: a peer that
-        only claims to be somewhere has nobody dialled there. Not those to which a path was punched: it has
-        the same ports, and its router would show others."""
+        only claims to be somewhere has nobody dialled there. Not those that are behind a router: a punched
+        path has the same ports."""
         now = self._clock.monotonic()
         by_host: dict[str, PeerId] = {}
         for peer in self._peers():
             place = self._place_of(peer, family)
-            is_punched = any(path.way == "punched" for path in self._network.multiplexed.of(peer))
-            if peer == self._network.peer or place is None or is_punched:
+            is_hidden = any(path.way == "punched" for path in self._network.multiplexed.of(peer)) or any(
+                each.relay is not None for each in self._network.known_addresses(peer)
+            )
+            if peer == self._network.peer or place is None or is_hidden:
                 continue
             if self._rests.may_ask(place.host, now):
                 by_host.setdefault(place.host, peer)
@@ -163,9 +168,13 @@ class Puncher:
     async def _look_outside(self) -> None:
         """Ask those that were asked before again, and others where they are gone."""
         async with self._looking:
+            before = len(self._asked)
             async with trio.open_nursery() as nursery:
                 for observer in self._asked:
                     nursery.start_soon(self._ask, observer)
+            if len(self._asked) < before:
+                # A router that was rebooted may still answer to what it does not know.
+                await trio.sleep(RECONNECT_SECONDS)
             async with trio.open_nursery() as nursery:
                 for family in self._families():
                     asked = [peer for peer, each in self._asked if each == family]
@@ -241,6 +250,9 @@ class Puncher:
         self.budget.ended(peer, worked=worked)
         self._counters["punches_worked" if worked else "punches_failed"] += 1
         return worked
+
+    def _lost(self, peer: PeerId) -> None:
+        self.budget.lost(peer, self._clock.monotonic())
 
     async def _lead(self, peer: PeerId) -> bool:
         stream = await self._network.open(peer, PROTOCOL, message_bytes_max=MESSAGE_BYTES_MAX)
@@ -322,7 +334,8 @@ class Puncher:
 
     async def _dial(self, peer: PeerId, offer: Offer, round_trip_seconds: float, *, is_first: bool) -> bool:
         """Dial as both do now; whether a path came about."""
-        tcp, udp = self._admitted(offer.tcp), self._admitted(offer.udp)
+        tcp = self._admitted(offer.tcp)
+        udp = self._admitted(offer.udp, [each.host for each in tcp])
         until = trio.current_time() + DIAL_SECONDS
         async with trio.open_nursery() as knocking:
             knocking.start_soon(self._knock, peer, udp)
@@ -335,11 +348,11 @@ class Puncher:
                 nursery.cancel_scope.cancel()
         return self._is_reached(peer)
 
-    def _admitted(self, offered: Sequence[str]) -> list[Address]:
+    def _admitted(self, offered: Sequence[str], paid: Collection[str] = ()) -> list[Address]:
         """Return what of an offer is dialled. Local addresses mean this network only where both are seen at
         one address from outside; where the peer is seen, it says itself."""
         now = self._clock.monotonic()
-        found = self.budget.admit(offered, now)
+        found = self.budget.admit(offered, now, paid)
         own, outside = self.seen.place("tcp", now), [each for each in found if is_global(each.host)]
         if own is not None and own.host in {each.host for each in outside}:
             return found

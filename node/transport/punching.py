@@ -8,7 +8,7 @@ make this node a scanner: see `admit`.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Literal
@@ -86,10 +86,17 @@ class PunchBudget:
         tries = self._of(peer)
         tries.failed = 0 if worked else min(tries.failed + 1, 10)
 
-    def admit(self, offered: Sequence[str], now: float) -> list[Address]:
+    def lost(self, peer: PeerId, now: float) -> None:
+        """A path that was punched is gone: another attempt may begin at once. Hosts keep their bounds."""
+        tries = self._of(peer)
+        if not tries.failed:
+            tries.next_at, tries.answers_at = min(tries.next_at, now), min(tries.answers_at, now)
+
+    def admit(self, offered: Sequence[str], now: float, paid: Collection[str] = ()) -> list[Address]:
         """Return what of an offer is dialled: what may be claimed at all (see `AddressPolicy.admits`: no port
         below 1024, no loopback, no private network but this node's own), one address of each host, and none
-        of a host that was dialled too often."""
+        of a host that was dialled too often. Those of `paid` are counted already: the same try dials them by
+        the other transport."""
         found: dict[str, Address] = {}
         for text in offered[:CANDIDATES_MAX]:
             try:
@@ -98,7 +105,9 @@ class PunchBudget:
                 continue
             if address.kind not in ("ip4", "ip6") or address.relay is not None or not self._admits(address):
                 continue
-            if address.host not in found and self._hosts.of(address.host, now).take(now):
+            if address.host in found:
+                continue
+            if address.host in paid or self._hosts.of(address.host, now).take(now):
                 found[address.host] = address
         return list(found.values())
 

@@ -63,6 +63,9 @@ def test_two_nodes_behind_routers_speak_directly_and_without_the_relay(tmp_path:
         wait_for(nodes, is_punched)
         text = "TCP and UDP translated alike for all peers: two such routers can be punched"
         wait_for(nodes, lambda: router_text(a) == text)
+        lab.reboot("a")
+        wait_for(nodes, lambda: not is_punched())
+        wait_for(nodes, is_punched)
         nodes["hub"].kill()
         nodes["second"].kill()
         wait_for(nodes, lambda: a.members["hub"] not in ("alive", "suspect"))

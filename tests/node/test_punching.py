@@ -79,6 +79,25 @@ def test_a_host_is_dialled_rarely_whoever_offers_it() -> None:
     assert budget.admit([str(OUTSIDE)], 60.0) == [OUTSIDE]
 
 
+def test_a_lost_path_is_punched_again_at_once_if_the_last_try_worked() -> None:
+    budget = PunchBudget(everywhere)
+    for worked in (True, False):
+        assert budget.may_start(peer(worked), 0.0)
+        budget.ended(peer(worked), worked=worked)
+        assert budget.may_answer(peer(worked), 0.0)
+        budget.lost(peer(worked), 1.0)
+        assert budget.may_start(peer(worked), 1.0) == worked
+        assert budget.may_answer(peer(worked), 1.0) == worked
+
+
+def test_both_transports_of_a_try_count_once_for_a_host() -> None:
+    budget = PunchBudget(everywhere)
+    for _ in range(int(HOST_TRIES_BURST)):
+        assert budget.admit([str(OUTSIDE)], 0.0) == [OUTSIDE]
+        assert budget.admit([str(OTHER)], 0.0, [OUTSIDE.host]) == [OTHER]
+    assert budget.admit([str(OUTSIDE)], 0.0) == []
+
+
 def test_a_peer_is_tried_ever_more_rarely_while_it_fails() -> None:
     budget, now, pauses = PunchBudget(everywhere), 0.0, []
     assert budget.may_start(peer(1), now)
