@@ -5,8 +5,10 @@ behind a home router is reached; the long one (PEERLOOM_LAB=full) trains through
 """
 
 import subprocess
+import time
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import safetensors.numpy
 from node.checkpoints.weights import weights_name
 from node.cli.client import ask
 from node.storage.folder import FolderStorage
+from partition.capture.models.model_spec import capture_built_in
 from tests.lab.nat import internet, named
 from tests.lab.network import FULL, python
 from tests.lab.nodes import PORT, LabNode, LabSwarm, swarm, wait_until
@@ -24,6 +27,7 @@ from tests.stack import assert_equal
 FOUND_SECONDS_MAX = 90.0
 STEPS = 500
 KILLED_AT = 60
+TOKENS = 200
 BACK_SECONDS_MAX = 10.0
 """From a router's reboot, or a relay's death, to the next steps."""
 RUN = f"""
@@ -52,14 +56,23 @@ def reservations(node: LabNode) -> int:
 
 def begin(nodes: LabSwarm, public: str, *others: str, relays: int = 1, **settings: str) -> None:
     """Start one with a public address, then the others through it; until they agree and are reached."""
-    first = nodes[public]
     nodes.start([public], **settings)
+    join(nodes, public, *others, **settings)
+    hidden = [nodes[name] for name in others if nodes[name].machine.hosts[4].startswith("192.168.")]
+    wait_for_places(hidden, relays)
+
+
+def join(nodes: LabSwarm, public: str, *others: str, **settings: str) -> None:
+    """Start these through one that is up; until all agree."""
     for name in others:
-        nodes[name].start("--join", f"{first.machine.hosts[4]}:{PORT}", **settings)
+        nodes[name].start("--join", f"{nodes[public].machine.hosts[4]}:{PORT}", **settings)
     for name in others:
         nodes[name].ready()
     nodes.converge(FOUND_SECONDS_MAX)
-    hidden = [nodes[name] for name in others if nodes[name].machine.hosts[4].startswith("192.168.")]
+
+
+def wait_for_places(hidden: list[LabNode], relays: int) -> None:
+    """Wait until each has a place at so many relays."""
     wait_until(
         lambda: all(reservations(node) >= relays for node in hidden),
         FOUND_SECONDS_MAX,
@@ -132,3 +145,48 @@ def test_a_run_through_relays_is_exact_and_outlives_routers_and_a_relay(tmp_path
         want = result(nodes["alone"])
         for name in ("p", "h", "i", "s"):
             assert_equal(result(nodes[name]), want, "float32")
+
+
+def answer(door: LabNode, at: int = -1, disturb: Callable[[], object] = bool) -> tuple[list[int], float]:
+    """The tokens of an answer, and the longest pause between two; `disturb` is called after `at` of them."""
+    tokens: list[int] = []
+    came: list[float] = []
+
+    def on_event(event: dict[str, Any]) -> None:
+        if "piece" in event:
+            tokens.append(event["piece"])
+            came.append(time.monotonic())
+            if len(tokens) == at:
+                disturb()
+
+    question = {"prompt": list(b"There lived a king"), "tokens_max": TOKENS, "seed": 7, "temperature": 1.0}
+    asked = {"service": "words", "question": question}
+    ask(door.data_dir, "generate", asked, on_event, seconds=FOUND_SECONDS_MAX)
+    return tokens, max((after - before for before, after in pairwise(came)), default=0.0)
+
+
+@pytest.mark.skipif(not FULL, reason="two minutes: PEERLOOM_LAB=full")
+def test_an_answer_through_relays_outlives_the_one_that_carries_it(tmp_path: Path) -> None:
+    sites = [named("public", name) for name in ("p", "q")]
+    sites += [named("home", "h"), named("symmetric", "s"), named("home", "door")]
+    with internet(sites) as lab, swarm(lab, tmp_path) as nodes:
+        nodes.start(["p"], OBSERVER="true")
+        join(nodes, "p", "q", "door", OBSERVER="true")
+        join(nodes, "p", "h", "s")
+        wait_for_places([nodes[name] for name in ("h", "s", "door")], 2)
+        model = tmp_path / "words.peerloom"
+        options = {"layers": 2, "heads": 2, "width": 32}
+        model.write_bytes(capture_built_in("gpt", (2 * TOKENS,), 256, options=options).data)
+        wish = {"name": "words", "stages": 2}
+        ask(nodes["h"].data_dir, "serve", {"model": str(model), "wish": wish}, seconds=FOUND_SECONDS_MAX)
+        door = nodes["door"]
+        want, _ = answer(door)
+        assert len(want) == TOKENS
+        relay = paths(door)["s"]["relay"]
+        (victim,) = [node for node in (nodes["p"], nodes["q"]) if node.status["peer"] == relay]
+        got, pause = answer(door, TOKENS // 2, victim.kill)
+        print(f"relay killed: the answer paused for {pause:.1f} s")  # noqa: T201
+        assert got == want
+        got, pause = answer(door, TOKENS // 2, partial(lab.reboot, "h"))
+        print(f"home router of a stage rebooted: the answer paused for {pause:.1f} s")  # noqa: T201
+        assert got == want
