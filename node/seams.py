@@ -64,6 +64,10 @@ class Stream(Protocol):
     def source(self) -> Address | None:
         """Where the other end of the connection is, seen from here; None where that is not known."""
 
+    @property
+    def has_better_path(self) -> bool:
+        """Whether another stream to the peer would be carried more directly than this one."""
+
     async def send(self, message: Data, *payload: Data) -> None:
         """The pieces of `payload` arrive as one; their memory must not change until this returns."""
 

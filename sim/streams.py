@@ -243,6 +243,7 @@ class SimStream:
         self._outgoing = outgoing
         self._count = count
         self.source: Address | None = None
+        self.has_better_path = False
         self._receiving = Turn()
         self._is_closed = False
         self.message_bytes_max = MESSAGE_BYTES_MAX

@@ -21,6 +21,7 @@ from gossip.pieces.messages import DATA_PROTOCOL, MESSAGE_BYTES_MAX, Ask, Have, 
 from gossip.pieces.swarm import PeerDropped, PieceArrived, PieceSwarm, Sends, UploadDue
 from node.containment import contain
 from node.errors import StreamClosed, Unreachable
+from node.protocols.moving import MOVE_SECONDS, move
 from node.seams import Clock, Seams, Stream, StreamLimits, own_rng
 from node.storage.blobs import Blobs
 from node.waker import Waker
@@ -196,15 +197,19 @@ class DataExchange:
     async def _drain(self, peer: PeerId, link: "_Link") -> None:
         stream: Stream | None = None
         link.is_broken = True
+        network = self._seams.network
+        open_stream = partial(network.open, peer, DATA_PROTOCOL, message_bytes_max=MESSAGE_BYTES_MAX)
         try:
             with trio.move_on_after(OPEN_SECONDS_MAX), link.silence.waiting(trio.current_time):
-                stream = await self._seams.network.open(
-                    peer, DATA_PROTOCOL, message_bytes_max=MESSAGE_BYTES_MAX
-                )
+                stream = await open_stream()
             if stream is None:
                 return
             while True:
                 while (item := link.take()) is not None:
+                    if stream.has_better_path and trio.current_time() >= link.moves_at:
+                        link.moves_at = trio.current_time() + MOVE_SECONDS
+                        with trio.fail_after(SEND_SECONDS_MAX), link.silence.waiting(trio.current_time):
+                            stream = await move(stream, open_stream)
                     exchange, number = item if isinstance(item, tuple) else (None, 0)
                     message = item if not isinstance(item, tuple) else await item[0].read(number)
                     if message is not None:
@@ -383,6 +388,7 @@ class _Link:
         self.uploads: deque[tuple[Exchange, int]] = deque()
         self.more = trio.Event()
         self.is_broken = False
+        self.moves_at = -inf
         self.scope = trio.CancelScope()
         self.silence = Silence()
         self.is_spare = False

@@ -17,6 +17,7 @@ from crypto.identity import PeerId
 from crypto.noise import Data
 from node.containment import contain
 from node.errors import NotListening, StreamClosed, Unreachable
+from node.protocols.moving import MOVE_SECONDS, move
 from node.seams import Network, Stream
 
 QUEUE_BYTES_MAX = 8 * 1024**3
@@ -158,13 +159,24 @@ class Links:
                 if link.has_lost:
                     self._on_reconnected(peer)
                 link.has_lost, link.has_failed, link.is_closed = True, False, False
-                await _drain_until_closed(link, stream)
+                while await _drain_until_closed(link, stream):
+                    stream = await self._move(peer, link, stream)
                 self._tell_broken(peer, link)
                 await trio.sleep(RETRY_SECONDS_MIN)
             finally:
                 with trio.move_on_after(1) as scope:
                     scope.shield = True
                     await stream.aclose()
+
+    async def _move(self, peer: PeerId, link: "_Link", stream: Stream) -> Stream:
+        """Return a stream by a better path, where one can be opened: all that was sent is read by then. A
+        stream that breaks meanwhile is returned closed, and mended as any other."""
+        link.moves_at = trio.current_time() + MOVE_SECONDS
+        link.stream_scope = trio.CancelScope()
+        with link.stream_scope, suppress(StreamClosed):
+            return await move(stream, partial(self._network.open, peer, self._protocol))
+        await stream.aclose()
+        return stream
 
     def _tell_broken(self, peer: PeerId, link: "_Link") -> None:
         if link.has_lost and self._on_broken is not None:
@@ -179,9 +191,15 @@ class Links:
                 await self._deliver(peer, message)
 
 
-async def _drain_until_closed(link: "_Link", stream: Stream) -> None:
+async def _drain_until_closed(link: "_Link", stream: Stream) -> bool:
     """Send until the stream breaks, also where nothing is to be sent: the far side never answers on it,
-    so a waiting `receive` ends only with the stream."""
+    so a waiting `receive` ends only with the stream. Return whether it stands, and what is left had better be
+    sent by another one."""
+
+    def is_to_move() -> bool:
+        return stream.has_better_path and trio.current_time() >= link.moves_at
+
+    stands = False
     async with trio.open_nursery() as nursery:
         link.stream_scope = nursery.cancel_scope
 
@@ -192,8 +210,10 @@ async def _drain_until_closed(link: "_Link", stream: Stream) -> None:
 
         nursery.start_soon(watch)
         with suppress(StreamClosed):
-            await link.drain(stream.send)
+            await link.drain(stream.send, is_to_move)
+            stands = True
         nursery.cancel_scope.cancel()
+    return stands
 
 
 class _Link:
@@ -205,6 +225,7 @@ class _Link:
         self.more = trio.Event()
         self.scope = trio.CancelScope()
         self.stream_scope = trio.CancelScope()
+        self.moves_at = -inf
         self.has_lost = False
         self.has_failed = self.is_closed = False
         self.bytes_measured = 0.0
@@ -227,10 +248,14 @@ class _Link:
             self.seconds_measured /= 2
             self.idle_seconds /= 2
 
-    async def drain(self, send: Callable[..., Awaitable[None]]) -> None:
-        """Send what is queued, for ever; a message leaves the queue once it was sent."""
+    async def drain(
+        self, send: Callable[..., Awaitable[None]], is_over: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Send what is queued, until it `is_over`; a message leaves the queue once it was sent."""
         while True:
             while self.queue:
+                if is_over():
+                    return
                 queued = self.queue[0]
                 began = trio.current_time()
                 await send(*queued)

@@ -7,6 +7,7 @@ The rules are cores (`partition.serve`): a door, a provider, and for each servic
 All messages between two nodes go by one stream each way (`node.pipeline.links`), whose end is heard at once.
 """
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any
@@ -21,7 +22,7 @@ from crypto.identity import PeerId
 from crypto.token_buckets import prefix_of
 from node.containment import contain, keep_running
 from node.content.graphs import Models
-from node.errors import RunFailed, StageFailed, StreamClosed, Unreachable, UsageError
+from node.errors import RunFailed, StageFailed, StreamClosed, StreamEnded, Unreachable, UsageError
 from node.events import Event
 from node.pipeline.links import Links
 from node.placement.admission import Machine
@@ -147,6 +148,7 @@ class Serving:
         )
         self.hosting = Hosting(self)
         self.generations = Generations(self, signer.peer)
+        self._serving: Counter[PeerId] = Counter()
         self._links = Links(
             seams.network,
             SERVE_PROTOCOL,
@@ -254,7 +256,10 @@ class Serving:
                 self._links.send(peer, encode(message))
 
     async def _serve(self, stream: Stream) -> None:
-        """Take what a peer sends, until its stream ends: then it is lost, until it opens another."""
+        """Take what a peer sends, until its stream ends: then it is lost, until it opens another. One that
+        moves to a better path has another by then."""
+        self._serving[stream.peer] += 1
+        is_moved = False
         try:
             while True:
                 received = None
@@ -264,10 +269,15 @@ class Serving:
                 if received is None:
                     return
                 await self._deliver(stream.peer, *received)
+        except StreamEnded:
+            is_moved = self._serving[stream.peer] > 1
         except StreamClosed:
             pass
         finally:
-            self._lost(stream.peer)
+            self._serving[stream.peer] -= 1
+            self._serving += Counter()  # drops those that have none
+            if not is_moved:
+                self._lost(stream.peer)
 
     def _is_partner(self, peer: PeerId) -> bool:
         """Return whether a peer may send tensors: it shares a session or a service with this node, or did so

@@ -432,7 +432,7 @@ class Connections:
         if connection.why is not None:
             return
         self._open[connection] = None
-        if self._is_staying:
+        if self._is_staying and not (connection.path is not None and connection.path.has_better):
             self._idle.put(connection, trio.current_time())
         else:
             connection.end("nobody keeps it")

@@ -119,6 +119,8 @@ class MultiplexedPath:
         """Whether this side has dialled it for the other's sake: it dials whatever else it wants there."""
         self.is_kept = False
         """Whether it is kept while it carries nothing."""
+        self.has_better = False
+        """Whether there is a more direct path to the peer."""
         self.is_lost = False
         """Whether it has ended, and not by this side's will, while it carried something."""
         self._is_given_up = False

@@ -258,14 +258,22 @@ class Paths:
         try:
             async with trio.open_nursery() as nursery:
                 await nursery.start(path.run)
+                self._compare(path.peer)
                 self._improve(path, path.since)
                 task_status.started(path)
         finally:
             left = [each for each in self._paths.pop(path.peer, []) if each is not path]
             if left:
                 self._paths[path.peer] = left
+            self._compare(path.peer)
             if path.is_lost:
                 self._lose(path)
+
+    def _compare(self, peer: PeerId) -> None:
+        """Note which paths to a peer are less direct than its best one."""
+        paths = self.of(peer)
+        for path in paths:
+            path.has_better = _WAYS.index(path.way) > min(_WAYS.index(each.way) for each in paths)
 
     async def _start(
         self, connection: Connection, *, is_first: bool, way: Way, address: Address | None

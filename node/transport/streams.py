@@ -64,6 +64,11 @@ class SecureStream:
         return self._connection.source
 
     @property
+    def has_better_path(self) -> bool:
+        """Whether another stream to the peer would be carried more directly than this one."""
+        return self._connection.path is not None and self._connection.path.has_better
+
+    @property
     def is_served(self) -> bool:
         """Whether the other side has opened it."""
         return self._tell_closed is None

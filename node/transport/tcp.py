@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable
 from contextlib import suppress
 from math import inf
+from typing import Protocol
 
 import trio
 
@@ -52,6 +53,15 @@ _FILL_CALLS = CALLS_WITHOUT_REST_MAX // 2
 _TCP_INFO_BYTES = 60
 _RETRANSMITS_AT, _PROBES_AT, _LAST_ACK_AT = 2, 3, 56
 """Where `struct tcp_info` of Linux has what was repeated, and the milliseconds since the last answer."""
+
+
+class Carrier(Hashable, Protocol):
+    """The path that carries a channel."""
+
+    @property
+    def has_better(self) -> bool:
+        """Whether there is a more direct path to the peer."""
+
 
 Received = tuple[bytes, memoryview] | Mark
 
@@ -98,7 +108,7 @@ class Connection:
         counters: Counter[str],
         ended: Callable[["Connection"], None],
         paces: Paces,
-        path: Hashable | None = None,
+        path: Carrier | None = None,
         place: Address | None = None,
     ) -> None:
         """A channel has the `path` that carries it, and where its peer is by that, if it is known."""

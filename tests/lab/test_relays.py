@@ -27,14 +27,16 @@ from tests.stack import assert_equal
 FOUND_SECONDS_MAX = 90.0
 STEPS = 500
 KILLED_AT = 60
+UNTIED_AT = 20
+"""Before the second attempt to punch, a minute after the first."""
 TOKENS = 200
 BACK_SECONDS_MAX = 10.0
 """From a router's reboot, or a relay's death, to the next steps."""
-RUN = f"""
+RUN = """
 model = "simple-cnn"
 data = "digits"
 [train]
-steps = {STEPS}
+steps = %d
 batch = 16
 microbatch = 8
 seed = 7
@@ -100,9 +102,9 @@ def step(node: LabNode) -> int:
     return int(runs[-1].get("step") or 0) if runs else 0
 
 
-def trained(node: LabNode, file: Path, stages: int) -> "subprocess.Popen[bytes]":
+def trained(node: LabNode, file: Path, stages: int, steps: int = STEPS) -> "subprocess.Popen[bytes]":
     """Begin a run as a person does, on this node's machine."""
-    file.write_text(RUN % stages)
+    file.write_text(RUN % (steps, stages))
     command = [python(), "-m", "node", "train", str(file), "--data-dir", str(node.data_dir)]
     return node.machine.start(command, output=file.with_suffix(".log"))
 
@@ -145,6 +147,39 @@ def test_a_run_through_relays_is_exact_and_outlives_routers_and_a_relay(tmp_path
         want = result(nodes["alone"])
         for name in ("p", "h", "i", "s"):
             assert_equal(result(nodes[name]), want, "float32")
+
+
+@pytest.mark.skipif(not FULL, reason="two minutes: PEERLOOM_LAB=full")
+def test_a_run_leaves_the_relay_once_a_direct_path_exists(tmp_path: Path) -> None:
+    """Both routers can be punched, but packets between them are dropped at first."""
+    sites = [named("public", "p"), named("home", "h"), named("home", "i")]
+    with internet(sites) as lab, swarm(lab, tmp_path) as nodes:
+        h, p = nodes["h"], nodes["p"]
+        between = f"ip saddr {lab.public('h')} ip daddr {lab.public('i')} drop"
+        rules = f"table ip apart {{ chain through {{ type filter hook forward priority 0; {between}; }}; }}"
+        lab.run(f"ip netns exec core nft '{rules}'")
+        nodes.start(["p"], OBSERVER="true")
+        join(nodes, "p", "h", "i")
+        wait_for_places([h, nodes["i"]], 1)
+        training = trained(h, tmp_path / "RUN.toml", 2, 100 * STEPS)
+        said = (tmp_path / "RUN.log").read_text
+        wait_until(lambda: step(h) >= UNTIED_AT, FOUND_SECONDS_MAX, said)
+        assert paths(h)["i"]["way"] == "relayed"
+        lab.run("ip netns exec core nft delete table ip apart")
+        took = wait_until(lambda: paths(h)["i"]["way"] == "punched", 2 * FOUND_SECONDS_MAX, lambda: h.said)
+        at_punch = step(h)
+        wait_until(lambda: step(h) >= at_punch + 5, FOUND_SECONDS_MAX, said)
+        before, carried = step(h), relayed_bytes(p)
+        wait_until(lambda: step(h) >= before + 100, FOUND_SECONDS_MAX, said)
+        more = relayed_bytes(p) - carried
+        print(f"punched after {took:.0f} s; relay: {carried} bytes by then, {more} in 100 steps more")  # noqa: T201
+        assert more < carried // 100
+        training.terminate()
+        training.wait()
+
+
+def relayed_bytes(relay: LabNode) -> int:
+    return int(relay.status["counters"]["relayed_bytes"])
 
 
 def answer(door: LabNode, at: int = -1, disturb: Callable[[], object] = bool) -> tuple[list[int], float]:

@@ -6,7 +6,8 @@ import trio
 from crypto.identity import PeerId
 from node.pipeline.links import Links
 from node.seams import Stream
-from tests.node.nets import BULK, acquaint, make_network, running
+from tests.node.nets import BULK, acquaint, make_network, running, until
+from tests.node.test_relays import behind_a_relay
 
 Arrived = tuple[PeerId, bytes, bytes]
 
@@ -39,4 +40,41 @@ async def test_a_link_carries_messages_and_payloads_in_order_to_others_and_to_it
                 (alice.peer, b"one piece", tensor.tobytes()),
                 (alice.peer, b"two pieces", b"two pieces"),
             ]
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_link_moves_to_a_direct_path_and_loses_and_reorders_nothing() -> None:
+    count, reconnected = 400, list[PeerId]()
+    arrived = list[int]()
+
+    async def serve(stream: Stream) -> None:
+        while True:
+            message, payload = await stream.receive_with_payload(10**5)
+            assert len(payload) == 10**4
+            arrived.append(int(message))
+
+    async def deliver(*_: object) -> None:
+        raise AssertionError
+
+    async with behind_a_relay() as world, trio.open_nursery() as nursery:
+        world.hidden.handle("/peerloom/moving/1", serve)
+        links = Links(
+            world.guest,
+            "/peerloom/moving/1",
+            deliver=deliver,
+            on_reconnected=reconnected.append,
+            on_stuck=reconnected.append,
+        )
+        await nursery.start(links.run)
+        await until(lambda: bool(world.hidden.circuits))
+        for number in range(count):
+            links.send(world.hidden.peer, str(number).encode(), bytes(10**4))
+            await trio.sleep(0.001)
+            if number == count // 4:
+                world.hidden.learn(world.guest.peer, world.guest.addresses)
+                await world.hidden.multiplexed.offer(world.guest.peer)
+        await until(lambda: len(arrived) == count)
+        assert arrived == list(range(count))
+        assert not reconnected
+        assert world.server.ledger.carried_bytes < count // 2 * 10**4
         nursery.cancel_scope.cancel()

@@ -182,6 +182,7 @@ class RelayServer:
                 with trio.fail_after(SILENT_SECONDS):
                     count = await source.recv_into(buffer, self.pace.piece(self._clock.monotonic(), who))
                 now = self._clock.monotonic()
+                self._counters["relayed_bytes"] += count
                 if not count or not self.ledger.carried(now, circuit, count):
                     return
                 if seconds := self.pace.take(now, who, count):
