@@ -256,7 +256,8 @@ class Connections:
         except OSError:
             raise Unreachable("unknown", f"no machine is known by the name {name.host}") from None
         addresses = dict.fromkeys(address_of(each[4]) for each in found)
-        return [each for each in addresses if self._book.policy.admits(each)]
+        admitted = [each for each in addresses if self._book.policy.admits(each)]
+        return admitted if name.relay is None else [each.of(name.relay).through(None) for each in admitted]
 
     async def _dial(
         self, address: Address, hello: Hello, message_bytes_max: int = 0
@@ -332,9 +333,8 @@ class Connections:
     def serve_channel(self, path: MultiplexedPath, channel: socket.socket) -> None:
         """The peer has opened a channel: serve it as a connection that came in."""
         connection = self._make_channel(path, channel)
-        place = path.address
-        # A circuit may name its relay's host as its owner wrote it.
-        source = b"" if place is None or place.kind.startswith("dns") else prefix_of(place.host)
+        # Peers behind one relay have nothing in common but the relay; how many there are `paths` bounds.
+        source = path.peer if path.way == "relayed" or path.address is None else prefix_of(path.address.host)
         if self._nursery is not None and self._enter(connection, source) is not None:
             self._nursery.start_soon(self._serve_entered, connection)
 

@@ -42,6 +42,8 @@ PER_PEER_MAX = 4
 """Paths to one peer: one by each of two relays, a punched one, and one that it has just dialled."""
 PATHS_MAX = 512
 """As many as connections that come in (`handlers.INBOUND_MAX`). The one unused for longest makes room."""
+PER_RELAY_MAX = PATHS_MAX // 4
+"""Paths that one relay carries: it can make up peers behind it, each of which counts for itself."""
 CIRCUIT_SECONDS = 10.0
 """To the relay, to the peer, and a handshake through both."""
 _WAYS: tuple[Way, ...] = ("direct", "punched", "relayed")
@@ -247,7 +249,7 @@ class Paths:
             fell_silent=self._fell_silent,
             counters=self._counters,
         )
-        self._make_room(path.peer)
+        self._make_room(path.peer, path.relay)
         # Counted from now on: any number of them may be about to start.
         self._paths.setdefault(path.peer, []).append(path)
         self._counters[f"paths_{way}"] += 1
@@ -373,12 +375,16 @@ class Paths:
                 except Unreachable:
                     self._counters["paths_not_improved"] += 1
 
-    def _make_room(self, peer: PeerId) -> None:
+    def _make_room(self, peer: PeerId, relay: PeerId | None) -> None:
         standing = [path for path in self if path.connection.why is None]
         own = [path for path in standing if path.peer == peer]
         if len(own) >= PER_PEER_MAX:
             spare = min(own, key=lambda path: (not path.is_silent, path.is_kept, path.used_at))
             spare.end("more paths than needed")
+            return
+        carried = [path for path in standing if path.relay == relay] if relay is not None else []
+        if len(carried) >= PER_RELAY_MAX:
+            min(carried, key=lambda path: (len(path) > 0, path.used_at)).end("others need the room")
         elif len(standing) >= PATHS_MAX:
             unkept = [path for path in standing if not path.is_kept] or standing
             min(unkept, key=lambda path: (len(path) > 0, path.used_at)).end("others need the room")

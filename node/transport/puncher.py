@@ -15,9 +15,11 @@ from random import Random
 import trio
 
 from crypto.contact import Address, make_address, parse_address
+from crypto.crowds import network_of
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
+from crypto.token_buckets import prefix_of
 from node.containment import contain
 from node.errors import StreamClosed, Unreachable
 from node.seams import Clock, Stream
@@ -37,6 +39,7 @@ from node.transport.punch_messages import (
     RoundTrip,
 )
 from node.transport.punching import (
+    OBSERVERS_MAX,
     RETRY_SECONDS,
     TRANSPORTS,
     ObserverRests,
@@ -179,7 +182,9 @@ class Puncher:
                 for family in self._families():
                     asked = [peer for peer, each in self._asked if each == family]
                     others = [peer for peer in self._observers(family) if peer not in asked]
-                    for peer in others[: max(0, OBSERVERS - len(asked))]:
+                    is_settled = self.seen.is_settled(self._clock.monotonic(), family)
+                    wanted = OBSERVERS if is_settled else OBSERVERS_MAX
+                    for peer in others[: max(0, wanted - len(asked))]:
                         nursery.start_soon(self._ask, (peer, family))
 
     async def _ask(self, observer: Observer) -> None:
@@ -196,7 +201,7 @@ class Puncher:
                 observed = _read(await stream.receive())
             if not isinstance(observed, Observed):
                 raise RemoteProtocolError("no answer to what was asked")
-            self._note(peer, observed)
+            self._note(peer, observed, b"" if place is None else network_of(prefix_of(place.host)))
             if place is not None:
                 self._rests.answered(place.host)
         except (Unreachable, StreamClosed, RemoteProtocolError, trio.TooSlowError):
@@ -219,13 +224,13 @@ class Puncher:
             if stream is not None:
                 stream.connection.end("it is not asked any more where this node is seen")
 
-    def _note(self, peer: PeerId, observed: Observed) -> None:
+    def _note(self, peer: PeerId, observed: Observed, network: bytes) -> None:
         """RemoteProtocolError for what is no place."""
         transports: tuple[tuple[Transport, str], ...] = (("tcp", observed.tcp), ("udp", observed.udp))
         for transport, text in transports:
             if text:
                 address = _address(text)
-                self.seen.note(self._clock.monotonic(), peer, transport, address)
+                self.seen.note(self._clock.monotonic(), peer, transport, address, network)
 
     # --- punching ------------------------------------------------------------------------------------
 
@@ -350,10 +355,10 @@ class Puncher:
 
     def _admitted(self, offered: Sequence[str], paid: Collection[str] = ()) -> list[Address]:
         """Return what of an offer is dialled. Local addresses mean this network only where both are seen at
-        one address from outside; where the peer is seen, it says itself."""
+        one address from outside: this node by several observers, and the peer says itself where it is."""
         now = self._clock.monotonic()
         found = self.budget.admit(offered, now, paid)
-        own, outside = self.seen.place("tcp", now), [each for each in found if is_global(each.host)]
+        own, outside = self.seen.agreed_place("tcp", now), [each for each in found if is_global(each.host)]
         if own is not None and own.host in {each.host for each in outside}:
             return found
         return outside

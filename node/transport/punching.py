@@ -15,7 +15,7 @@ from typing import Literal
 
 from crypto.contact import Address, parse_address
 from crypto.identity import PeerId
-from crypto.token_buckets import Buckets
+from crypto.token_buckets import Bucket, Buckets
 from node.transport.punch_messages import CANDIDATES_MAX
 
 Transport = Literal["tcp", "udp"]
@@ -34,6 +34,9 @@ PEERS_MAX = 1_024
 HOST_TRIES_PER_SECOND, HOST_TRIES_BURST = 1 / 60, 4.0
 """How often addresses at one host are dialled, whoever offers them: several peers may be behind a router."""
 HOSTS_MAX = 1_024
+ALL_TRIES_PER_SECOND, ALL_TRIES_BURST = 1.0, 64.0
+"""How often hosts are dialled in all: a node that joins a swarm meets some tens of peers behind routers at
+once, and later one now and then. Peers with many names and addresses have no more dialled."""
 OBSERVERS_MAX = 3
 """Peers that are asked where they see this node. Two show whether it is everywhere alike."""
 OBSERVED_SECONDS = 900.0
@@ -58,6 +61,7 @@ class PunchBudget:
         self._admits = admits
         self._tries: OrderedDict[PeerId, _Tries] = OrderedDict()
         self._hosts = Buckets[str](HOST_TRIES_PER_SECOND, HOST_TRIES_BURST, HOSTS_MAX)
+        self._all = Bucket(ALL_TRIES_PER_SECOND, ALL_TRIES_BURST, ALL_TRIES_BURST, -inf)
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
@@ -107,9 +111,12 @@ class PunchBudget:
                 continue
             if address.host in found:
                 continue
-            if address.host in paid or self._hosts.of(address.host, now).take(now):
+            if address.host in paid or self._may_dial(address.host, now):
                 found[address.host] = address
         return list(found.values())
+
+    def _may_dial(self, host: str, now: float) -> bool:
+        return self._all.left(now) >= 1.0 and self._hosts.of(host, now).take(now) and self._all.take(now)
 
     def _of(self, peer: PeerId) -> _Tries:
         tries = self._tries.setdefault(peer, _Tries())
@@ -149,15 +156,17 @@ class ObserverRests:
 class SeenPlaces:
     """Where others see this node, by transport and family: the latest of each that was asked."""
 
-    _seen: dict[tuple[Transport, int], OrderedDict[PeerId, tuple[float, Address]]] = field(
+    _seen: dict[tuple[Transport, int], OrderedDict[PeerId, tuple[float, Address, bytes]]] = field(
         default_factory=dict
     )
 
-    def note(self, now: float, observer: PeerId, transport: Transport, address: Address) -> None:
-        """An observer sees this node there."""
+    def note(
+        self, now: float, observer: PeerId, transport: Transport, address: Address, network: bytes
+    ) -> None:
+        """An observer, which is in this network, sees this node there."""
         kept = self._seen.setdefault((transport, _family(address)), OrderedDict())
         kept.pop(observer, None)
-        kept[observer] = now, address.of(None)
+        kept[observer] = now, address.of(None), network
         while len(kept) > OBSERVERS_MAX:
             kept.popitem(last=False)
 
@@ -166,18 +175,30 @@ class SeenPlaces:
         self._seen.clear()
 
     def place(self, transport: Transport, now: float, family: int = 4) -> Address | None:
-        """Return where it was seen last."""
-        latest = self._latest(transport, family, now)
-        return latest[-1] if latest else None
+        """Return where it is seen; None where observers contradict each other."""
+        seen = self._by_network(transport, family, now)
+        return next(iter(seen.values())) if len(seen) == 1 else self.agreed_place(transport, now, family)
+
+    def agreed_place(self, transport: Transport, now: float, family: int = 4) -> Address | None:
+        """Return where it is seen from several networks, at the port that was seen last unless most say the
+        same; None where they do not agree."""
+        agreed = self._agreed(transport, family, now)
+        return max(reversed(agreed), key=agreed.count) if agreed else None
 
     def kind(self, transport: Transport, now: float, own: Callable[[str], bool], family: int = 4) -> Kind:
-        """Return how its router maps; `own` says whether a host is this machine."""
-        latest = self._latest(transport, family, now)
-        if any(own(address.host) for address in latest):
-            return "none"
-        if len(latest) < 2:
+        """Return how its router maps; `own` says whether a host is this machine. One observer alone can say
+        nothing, and of three one that lies changes nothing."""
+        agreed = self._agreed(transport, family, now)
+        if not agreed:
             return ""
-        return "alike" if len(set(latest)) == 1 else "unlike"
+        if own(agreed[0].host):
+            return "none"
+        return "alike" if len(set(agreed)) < len(agreed) else "unlike"
+
+    def is_settled(self, now: float, family: int = 4) -> bool:
+        """Return whether observers have said the same of TCP; else one more is worth asking."""
+        agreed = self._agreed("tcp", family, now)
+        return len(set(agreed)) < len(agreed)
 
     def text(self, now: float, own: Callable[[str], bool]) -> str:
         """Return what is known, for a person; empty while nothing is."""
@@ -191,11 +212,21 @@ class SeenPlaces:
         parts = [f"{' and '.join(found[kind])} {_TEXTS[kind]}" for kind in _TEXTS if kind in found]
         return ", ".join(parts)
 
-    def _latest(self, transport: Transport, family: int, now: float) -> list[Address]:
-        kept = self._seen.get((transport, family))
-        if kept is None:
-            return []
-        return [address for at, address in kept.values() if now - at <= OBSERVED_SECONDS]
+    def _agreed(self, transport: Transport, family: int, now: float) -> list[Address]:
+        """Return what observers in different networks say, as far as they name the same host; empty where no
+        two do."""
+        seen = list(self._by_network(transport, family, now).values())
+        hosts = [address.host for address in seen]
+        return [address for address in seen if hosts.count(address.host) > 1]
+
+    def _by_network(self, transport: Transport, family: int, now: float) -> dict[bytes, Address]:
+        """Return the latest word from each network, the oldest first."""
+        found: dict[bytes, Address] = {}
+        for at, address, network in self._seen.get((transport, family), OrderedDict()).values():
+            if now - at <= OBSERVED_SECONDS:
+                found.pop(network, None)
+                found[network] = address
+        return found
 
 
 _TEXTS: dict[Kind, str] = {

@@ -15,6 +15,7 @@ from node.transport.multiplexer import Kind
 from node.transport.network import RealNetwork
 from node.transport.paths import PER_PEER_MAX
 from tests.node.nets import PING, acquaint, echo, make_network, running, until
+from tests.node.test_relays import ask, behind_a_relay
 
 
 def frame(kind: Kind, channel: int, data: bytes = b"") -> bytes:
@@ -71,7 +72,8 @@ async def test_channels_come_by_a_relay_that_is_known_by_name() -> None:
         path = await one.multiplexed.offer(other.peer)
         with trio.fail_after(10):
             await until(lambda: bool(other.multiplexed.of(one.peer)))
-            other.multiplexed.of(one.peer)[0].address = make_address("relay.example", 9747)
+            theirs = other.multiplexed.of(one.peer)[0]
+            theirs.way, theirs.address = "relayed", make_address("relay.example", 9747)
             for served in (1, 2):
                 path.open().close()
                 await until(lambda: other.counters["channels_served"] == served)  # noqa: B023 - awaited
@@ -168,3 +170,46 @@ async def test_an_idle_path_that_is_cut_is_not_replaced() -> None:
             other.multiplexed.of(one.peer)[0].connection.end("a test")
             await until(lambda: not path.stands)
         assert not path.is_lost
+
+
+async def test_peers_behind_one_relay_count_each_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.transport.paths.PER_RELAY_MAX", 2)
+    guests = [make_network(letter) for letter in "xyz"]
+    async with behind_a_relay() as world, running(*guests):
+        await until(lambda: bool(world.hidden.circuits))
+        for count, guest in enumerate(guests, start=1):
+            guest.learn(world.hidden.peer, world.hidden.circuits)
+            assert await ask(guest, world.hidden.peer) == b"there?"
+            sources = world.hidden._connections._inbound._all.by_source
+            assert sources[guest.peer] == 1
+            carried = [path for path in world.hidden.multiplexed if path.way == "relayed"]
+            await until(lambda: sum(each.stands for each in carried) == min(count, 2))  # noqa: B023 - awaited
+
+
+async def test_a_circuit_of_a_relay_known_by_name_is_dialled() -> None:
+    async with behind_a_relay() as world:
+        await until(lambda: bool(world.hidden.circuits))
+        relay = make_address("localhost", world.relay.port, world.relay.peer)
+        assert relay.kind.startswith("dns")
+        other = make_network("o")
+        async with running(other):
+            other.learn(world.hidden.peer, [relay.through(None)])
+            assert await ask(other, world.hidden.peer) == b"there?"
+
+
+async def test_an_opener_of_a_circuit_that_is_cancelled_leaves_nothing_behind() -> None:
+    async with behind_a_relay() as world:
+        await until(lambda: bool(world.hidden.circuits))
+        circuit = world.hidden.circuits[0].of(world.hidden.peer)
+        paths, connections = world.guest.multiplexed, world.guest._connections
+        for tenths in range(0, 150, 5):
+            with trio.move_on_after(tenths / 10_000) as scope:
+                await paths.through(circuit)
+            if not scope.cancelled_caught:
+                for path in paths:
+                    path.end("a test")
+            await until(lambda: not len(paths) and not world.server._waiting)
+            assert not paths._connecting
+        await until(lambda: not world.server.ledger.circuits)
+        await until(lambda: len(connections._open) == len(connections._idle))
+        await until(lambda: all(path.is_kept for path in world.hidden.multiplexed))

@@ -18,6 +18,7 @@ from node.transport.address_policy import AddressPolicy
 from node.transport.punch_messages import CANDIDATES_MAX, OFFER_BYTES_MIN
 from node.transport.puncher import Puncher
 from node.transport.punching import (
+    ALL_TRIES_BURST,
     ANSWER_PAUSE_SECONDS,
     HOST_TRIES_BURST,
     OBSERVED_SECONDS,
@@ -34,6 +35,7 @@ from node.transport.punching import (
 from node.transport.simultaneous import PUNCH_RETRIES_SECONDS, connect_from
 from tests.node.nets import make_network, running, unused_address
 
+ELSEWHERE = make_address("45.2.0.2", 30_000)
 OUTSIDE, OTHER = make_address("45.1.0.2", 30_000), make_address("45.1.0.2", 30_001)
 
 
@@ -129,24 +131,64 @@ def test_whatever_is_offered_memory_is_bounded(offers: list[tuple[int, int]]) ->
     assert all(size <= limit for size, limit in budget.sizes.values())
 
 
-def test_two_observers_tell_how_a_router_maps() -> None:
-    def own(host: str) -> bool:
-        return host == "192.168.1.10"
+NET = [bytes([45, number, 0]) for number in range(10)]
 
+
+def not_own(host: str) -> bool:
+    return host == "192.168.1.10"
+
+
+def test_two_observers_tell_how_a_router_maps() -> None:
     seen = SeenPlaces()
-    assert seen.kind("tcp", 0.0, own) == ""
-    seen.note(0.0, peer(1), "tcp", OUTSIDE)
-    assert (seen.kind("tcp", 0.0, own), seen.place("tcp", 0.0)) == ("", OUTSIDE)
-    seen.note(0.0, peer(2), "tcp", OUTSIDE)
-    assert seen.kind("tcp", 0.0, own) == "alike"
-    seen.note(1.0, peer(2), "tcp", OTHER)
-    assert seen.kind("tcp", 1.0, own) == "unlike"
-    assert seen.kind("udp", 1.0, own) == ""
+    assert seen.kind("tcp", 0.0, not_own) == ""
+    seen.note(0.0, peer(1), "tcp", OUTSIDE, NET[1])
+    assert (seen.kind("tcp", 0.0, not_own), seen.place("tcp", 0.0)) == ("", OUTSIDE)
+    seen.note(0.0, peer(2), "tcp", OUTSIDE, NET[2])
+    assert seen.kind("tcp", 0.0, not_own) == "alike"
+    seen.note(1.0, peer(2), "tcp", OTHER, NET[2])
+    assert seen.kind("tcp", 1.0, not_own) == "unlike"
+    assert seen.kind("udp", 1.0, not_own) == ""
     assert seen.kind("tcp", 1.0, lambda host: host == OUTSIDE.host) == "none"
-    assert seen.kind("tcp", OBSERVED_SECONDS + 2, own) == ""
+    assert seen.kind("tcp", OBSERVED_SECONDS + 2, not_own) == ""
     for number in range(2 * OBSERVERS_MAX):
-        seen.note(2.0, peer(number), "tcp", OTHER)
-    assert seen.kind("tcp", 2.0, own) == "alike"
+        seen.note(2.0, peer(number), "tcp", OTHER, NET[number])
+    assert seen.kind("tcp", 2.0, not_own) == "alike"
+
+
+def test_observers_of_one_network_count_as_one() -> None:
+    seen = SeenPlaces()
+    for number in (1, 2, 3):
+        seen.note(0.0, peer(number), "tcp", ELSEWHERE, NET[1])
+    assert seen.kind("tcp", 0.0, not_own) == ""
+    assert seen.agreed_place("tcp", 0.0) is None
+
+
+@pytest.mark.parametrize("lie", [ELSEWHERE, OTHER], ids=["host", "port"])
+@pytest.mark.parametrize("place", [1, 2, 3])
+def test_one_lying_observer_changes_neither_place_nor_kind(lie: Address, place: int) -> None:
+    seen = SeenPlaces()
+    for number in (1, 2, 3):
+        said = lie if number == place else OUTSIDE
+        seen.note(0.0, peer(number), "tcp", said, NET[number])
+    assert seen.kind("tcp", 0.0, not_own) == "alike"
+    assert seen.place("tcp", 0.0) == seen.agreed_place("tcp", 0.0) == OUTSIDE
+    assert seen.is_settled(0.0)
+
+
+def test_observers_that_contradict_each_other_set_no_place() -> None:
+    seen = SeenPlaces()
+    seen.note(0.0, peer(1), "tcp", OUTSIDE, NET[1])
+    seen.note(0.0, peer(2), "tcp", ELSEWHERE, NET[2])
+    assert seen.place("tcp", 0.0) is None
+    assert not seen.is_settled(0.0)
+
+
+def test_all_hosts_together_are_dialled_rarely() -> None:
+    budget = PunchBudget(everywhere)
+    hosts = [make_address(f"45.{number // 200}.{number % 200}.2", 30_000) for number in range(200)]
+    dialled = sum(bool(budget.admit([str(each)], 0.0)) for each in hosts)
+    assert dialled == ALL_TRIES_BURST
+    assert budget.admit([str(hosts[-1])], 10.0) == [hosts[-1]]
 
 
 def test_each_family_is_told_by_itself() -> None:
@@ -247,7 +289,8 @@ async def test_private_addresses_are_dialled_only_behind_one_router() -> None:
 
     def admitted(*offered: str, own: Address | None) -> list[Address]:
         if own is not None:
-            puncher.seen.note(trio.current_time(), peer(1), "tcp", own)
+            for number in (1, 2):
+                puncher.seen.note(trio.current_time(), peer(number), "tcp", own, NET[number])
         return puncher._admitted(offered)
 
     assert admitted(text, own=None) == []
