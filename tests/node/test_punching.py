@@ -195,8 +195,8 @@ def test_each_family_is_told_by_itself() -> None:
     outside6 = make_address("2a0f:1::2", 9747)
     seen = SeenPlaces()
     for number in (1, 2):
-        seen.note(0.0, peer(number), "tcp", OUTSIDE)
-        seen.note(0.0, peer(number), "tcp", outside6)
+        seen.note(0.0, peer(number), "tcp", OUTSIDE, NET[number])
+        seen.note(0.0, peer(number), "tcp", outside6, NET[number])
     text = seen.text(0.0, lambda host: host == outside6.host)
     assert text == (
         "TCP translated alike for all peers: two such routers can be punched; IPv6: TCP not translated"
