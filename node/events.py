@@ -77,8 +77,8 @@ class FencesTried(Event, frozen=True, kw_only=True):
 
 class JoinTried(Event, frozen=True, kw_only=True):
     """One address was tried. `outcome`: ok, refused, timeout, wrong key, work, unknown, self, or same key, of
-    another node with this one's identity. `found_by` is empty for an address that was given or remembered,
-    "beacon" for one heard on the local network."""
+    another node with this one's identity. `found_by` is empty for an address that was given, "memory" for
+    that of a peer met before, "beacon" for one heard on the local network."""
 
     address: str
     outcome: str

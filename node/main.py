@@ -36,7 +36,7 @@ from node.cli import (
     train,
 )
 from node.cli.errors import DEBUG, dispatch
-from node.cli.options import AsJson, DataDir
+from node.cli.options import AsJson, CommandGroup, DataDir
 from node.cli.plan import plan
 from node.cli.render import show
 from node.demo.command import demo
@@ -44,7 +44,9 @@ from node.doctor.command import doctor
 from node.errors import EXIT_DONE, UsageError
 from node.invocation import command_span, program
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=CommandGroup, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+)
 app.command("demo")(demo)
 app.command("plan")(plan)
 app.command("doctor")(doctor)
@@ -101,9 +103,7 @@ def main(
     announce: Annotated[
         list[str] | None, typer.Option(metavar="ADDR", help="Tell others this address instead.")
     ] = None,
-    no_lan: Annotated[
-        bool, typer.Option("--no-lan", help="Neither look for nodes of the local network nor tell them.")
-    ] = False,
+    no_lan: Annotated[bool, typer.Option("--no-lan", help="Disable discovery on the local network.")] = False,
     name: Annotated[Text, typer.Option(metavar="NAME", help="What screens call this node.")] = None,
     data_dir: DataDir = "",
     swarm: Annotated[Text, typer.Option(metavar="NAME", help="Which swarm to join.")] = None,

@@ -443,6 +443,7 @@ class Node(Surface):
             is_member=lambda peer: peer in self.membership.live,
             counters=self._refused,
             is_other=self._lives.is_other,
+            is_remembered=self._remembered.is_remembered,
         )
 
     def _make_measurements(self) -> Measurements:

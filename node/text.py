@@ -18,7 +18,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 _GAP = re.compile(r"(?<=\S) {2,}(?=\S)")
-_INDENT_SHARE_MAX = 0.5
+_INDENT_SHARE_MAX = 0.55
 """Share of the width. Text that is folded deeper would stand in a narrow column at the right edge."""
 _INDENT = 2
 """Spaces before folded text that stands behind no label."""

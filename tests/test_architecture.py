@@ -439,7 +439,7 @@ FOR_OTHERS = {
 # Names that a library calls.
 CALLED_BY_NAME = {
     "_NoRedirect.redirect_request", "_Cooling.before_io_wait", "_Cooling.after_io_wait",
-    "LogFile.handleError",
+    "LogFile.handleError", "CommandGroup.format_commands",
     "_Context.save_for_backward", "_Context.save_for_forward", "_Context.mark_dirty",
     "_Context.mark_non_differentiable", "_Context.set_materialize_grads", "_DeferredCompiler.graph_break",
 }  # fmt: skip

@@ -192,3 +192,14 @@ def test_a_checkpoint_does_not_promise_more_steps_than_the_run_has() -> None:
     )
     assert screen.lines(event_document(kept))[0].endswith("56.1 kB on 2 peers")
     assert "up to 5 steps" in screen.lines(event_document(replace(kept, next_steps=5)))[0]
+
+
+def test_a_peer_of_an_earlier_day_is_missed_only_while_nobody_else_is_here() -> None:
+    gone = events.JoinTried(
+        at=NOW, address="/ip4/10.0.0.7/tcp/9747", outcome="refused", detail="gone", found_by="memory"
+    )
+    alone = apply(State(), gone)
+    joined = events.MemberJoined(at=NOW, peer=peer(2), name="b", addresses=(), found_through="")
+    assert "gone" in "\n".join(status_lines(status_document(alone, NOW, {})))
+    assert "gone" not in "\n".join(status_lines(status_document(apply(alone, joined), NOW, {})))
+    assert EventScreen().lines(event_document(gone))[0].endswith("gone  (met before)")

@@ -25,7 +25,7 @@ from node.cli.autostart_units import (
     systemd_unit,
 )
 from node.cli.client import is_running
-from node.cli.options import AsJson, DataDir, find_data_dir
+from node.cli.options import AsJson, CommandGroup, DataDir, find_data_dir
 from node.cli.render import labelled, show, show_json
 from node.errors import NoNode, PeerloomError, UsageError
 from node.invocation import command_span, service_words
@@ -47,7 +47,9 @@ _SHOWN = (
     "Result",
 )
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Start a node with this machine.")
+app = typer.Typer(
+    cls=CommandGroup, no_args_is_help=True, rich_markup_mode=None, help="Start a node with this machine."
+)
 
 
 @app.command("install", context_settings=_PASSED_ON)

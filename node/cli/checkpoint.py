@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from node.cli.client import ask, is_running
-from node.cli.options import VALUES_SUFFIX, AsJson, DataDir, find_data_dir
+from node.cli.options import VALUES_SUFFIX, AsJson, CommandGroup, DataDir, find_data_dir
 from node.cli.outputs import output_path
 from node.cli.render import bytes_text, minute_text, show, show_json, table
 from node.errors import RunFailed, UsageError
@@ -25,7 +25,7 @@ LIST_SECONDS_MAX = 60.0
 """The node asks others who has copies."""
 _WIDTH = 8
 
-app = typer.Typer(no_args_is_help=False, rich_markup_mode=None)
+app = typer.Typer(cls=CommandGroup, no_args_is_help=False, rich_markup_mode=None)
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, or how it begins.")]
 Step = Annotated[int | None, typer.Option("--step", metavar="N", help="That of this step; else the newest.")]

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from node.cli.options import AsJson
+from node.cli.options import AsJson, CommandGroup
 from node.cli.render import progress, show, show_json
 from node.errors import UsageError
 
-app = typer.Typer(no_args_is_help=False, rich_markup_mode=None)
+app = typer.Typer(cls=CommandGroup, no_args_is_help=False, rich_markup_mode=None)
 
 Names = list[str] | None
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from node.cli.client import ask
-from node.cli.options import AsJson, DataDir, find_data_dir
+from node.cli.options import AsJson, CommandGroup, DataDir, find_data_dir
 from node.cli.render import bytes_text, labelled, seconds_text, short_id, show, show_json, table
 from node.errors import UsageError
 from node.quantities import read_bytes, read_duration, read_flops
@@ -17,7 +17,10 @@ ASK_SECONDS_MAX = 40.0
 """A lookup of the node takes 30 s at most."""
 
 app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Read and write the swarm's record table."
+    cls=CommandGroup,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Read and write the swarm's record table.",
 )
 
 Key = Annotated[str, typer.Argument(metavar="KEY", help="The name of the key.")]

@@ -6,12 +6,15 @@ from typing import Annotated, Any
 import typer
 
 from node.cli.client import NodeRefused, ask
-from node.cli.options import AsJson, DataDir, find_data_dir
+from node.cli.options import AsJson, CommandGroup, DataDir, find_data_dir
 from node.cli.render import show, show_json
 from node.errors import PeerloomError
 
 app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Keys for programs that ask models through this node."
+    cls=CommandGroup,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Keys for programs that ask models through this node.",
 )
 
 

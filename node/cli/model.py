@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from node.cli.options import GRAPH_SUFFIX, VALUES_SUFFIX, AsJson
+from node.cli.options import GRAPH_SUFFIX, VALUES_SUFFIX, AsJson, CommandGroup
 from node.cli.outputs import output_path
 from node.cli.render import bytes_text, labelled, seconds_text, show, show_json
 from node.errors import UsageError
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from partition.capture.proof import Proof
     from partition.model.graph import Graph
 
-app = typer.Typer(no_args_is_help=False, rich_markup_mode=None)
+app = typer.Typer(cls=CommandGroup, no_args_is_help=False, rich_markup_mode=None)
 
 
 File = Annotated[str, typer.Argument(metavar="FILE", help="A captured model, FILE.peerloom.")]

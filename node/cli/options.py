@@ -1,10 +1,11 @@
-"""Which data folder a client command talks about: its flag, then as for the node itself."""
+"""What commands have in common: the data folder they talk about, `--json`, the help of a group."""
 
 import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from node.paths import ENVIRONMENT_PREFIX, default_data_dir, expand
 
@@ -14,6 +15,22 @@ VALUES_SUFFIX = ".safetensors"
 """The suffix of the file of its first values, beside it."""
 DataDir = Annotated[str, typer.Option("--data-dir", metavar="DIR", help="The node's data folder.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of lines.")]
+
+_SUMMARY_MAX = 1_000
+
+
+class CommandGroup(TyperGroup):
+    """A group whose help has each command's whole summary. typer cuts it in mid-sentence."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        found = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
+        rows = [
+            (name, command.get_short_help_str(_SUMMARY_MAX))
+            for name, command in found
+            if command is not None and not command.hidden
+        ]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
 
 
 def find_data_dir(context: typer.Context, flag: str) -> Path:

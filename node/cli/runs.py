@@ -14,7 +14,7 @@ import typer
 
 from node.cli.client import ask, peer_names, request
 from node.cli.model_folders import fetch_folder, is_folder_path
-from node.cli.options import AsJson, DataDir, find_data_dir
+from node.cli.options import AsJson, CommandGroup, DataDir, find_data_dir
 from node.cli.outputs import output_path
 from node.cli.receipts import work_text
 from node.cli.render import (
@@ -29,7 +29,7 @@ from node.cli.render import (
 )
 from node.cli.screen import EventScreen, name_and_id, with_names
 from node.cli.trace import chrome_trace, send_otlp
-from node.errors import UsageError
+from node.errors import PeerloomError, UsageError
 from node.quantities import read_duration
 from node.text import counted, cover_text, layers_text
 
@@ -45,7 +45,7 @@ POLL_SECONDS = 2.0
 """How often they are asked while a person watches."""
 _OVER = ("done", "failed", "stopped")
 
-app = typer.Typer(no_args_is_help=False, rich_markup_mode=None)
+app = typer.Typer(cls=CommandGroup, no_args_is_help=False, rich_markup_mode=None)
 
 
 @app.callback(invoke_without_command=True)
@@ -151,7 +151,13 @@ Run = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, or how it
 @app.command()
 def stop(context: typer.Context, run: Run, data_dir: DataDir = "", as_json: AsJson = False) -> None:
     """Stop a run that this node asked for, for all its members."""
-    result = ask(find_data_dir(context, data_dir), "runs.stop", {"run": run}, seconds=STOP_SECONDS_MAX)
+    folder = find_data_dir(context, data_dir)
+    try:
+        result = ask(folder, "runs.stop", {"run": run}, seconds=STOP_SECONDS_MAX)
+    except PeerloomError as error:
+        what, do = error.written
+        error.written = (with_names(what, peer_names(folder)), do)
+        raise
     if as_json or context.obj["as_json"]:
         show_json({"schema": "peerloom/stop/1", **result})
         return

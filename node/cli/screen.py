@@ -31,6 +31,7 @@ LIES = {
     "averaging-have": "two lists of what it got",
     "averaging-seal": "two results of one round",
 }
+FOUND = {"beacon": "heard on the local network", "memory": "met before"}
 FIRST_STEPS = 5
 """Every step is shown up to here, then every STEPS_APART-th: the curve stays readable."""
 PACE_STEPS = 20
@@ -141,6 +142,8 @@ class EventScreen:
         before, self._capacity = self._capacity, event
         if not self._has_started or (before is not None and compute_lines(before) == compute_lines(event)):
             return []
+        if before is None:
+            return compute_lines(event)
         now, *rest = compute_lines(event)
         return [_at(event, f"measured again: {now.split(maxsplit=1)[1]}"), *rest]
 
@@ -161,8 +164,8 @@ class EventScreen:
         detail = event["detail"]
         if event["outcome"] == "ok" and event["peer"] is not None:
             detail = f"{name_and_id(self._names, event['peer'])}  {seconds_text(event['seconds'])}"
-        if event.get("found_by") == "beacon":
-            detail += "  (heard on the local network)"
+        if (how := FOUND.get(event.get("found_by", ""))) is not None:
+            detail += f"  ({how})"
         return [f"join  {event['outcome']:<10} {short_address(event['address'])}   {detail}"]
 
     def _reachability(self, event: Event) -> list[str]:

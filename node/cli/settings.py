@@ -5,14 +5,17 @@ from typing import Annotated
 import typer
 
 from node.cli.client import ask
-from node.cli.options import AsJson, DataDir, find_data_dir
+from node.cli.options import AsJson, CommandGroup, DataDir, find_data_dir
 from node.cli.render import show, show_json
 
 SIZES = "memory", "cores", "slots"
 """Rules by which an offer may become too small to be useful."""
 
 app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Change the rules by which the node serves others."
+    cls=CommandGroup,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Change the rules by which the node serves others.",
 )
 
 

@@ -83,7 +83,9 @@ def status_lines(document: Mapping[str, Any]) -> list[str]:
     if (given := document.get("contribution")) and (given["earned_receipts"] or given["issued_receipts"]):
         lines.append(labelled("contributed", contribution_text(given)))
     for join in document["joins"]:
-        if join["outcome"] != "ok":
+        # Where others are here, it does not matter that a peer of an earlier day is not.
+        is_stale = join.get("found_by") == "memory" and alive
+        if join["outcome"] != "ok" and not is_stale:
             lines.append(
                 labelled("join", f"{join['outcome']}  {short_address(join['address'])}  {join['detail']}")
             )

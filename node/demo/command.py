@@ -72,7 +72,7 @@ def demo(
         raise RunFailed(story.missing, f"look: {short_path(folder / RESULT_NAME)}")
     took = seconds_text(document["total_seconds"])
     show(
-        [f"Done in {took}. Next: `peerloom` (this machine), `peerloom sim` (200 simulated)"],
+        [f"Done in {took}. Next: `peerloom` (this machine),", "  `peerloom sim` (200 simulated)"],
         sys.stderr if as_json else None,
     )
 

@@ -102,10 +102,9 @@ class Play:
                 raise PeerloomError(f"the nodes did not all meet within {MEETING_SECONDS_MAX:.0f} s")
             self._stop.pause(LOOK_SECONDS)
         took = seconds_text(time.monotonic() - begun)
-        shown = f"   watch: {self.page}" if self.page else ""
+        self._screen.finish(1, label, f"{' '.join(NAMES)} joined in {took}, each through another")
         if self.page:
             self._screen.link(self.page)
-        self._screen.finish(1, label, f"{' '.join(NAMES)} joined in {took}, each through another{shown}")
 
     @property
     def page(self) -> str:

@@ -3,7 +3,7 @@
 import os
 from typing import Any, TextIO
 
-from node.cli.render import show
+from node.cli.render import WIDTH, folded, show
 
 LINES = 6
 _LABEL_WIDTH = 38
@@ -34,6 +34,8 @@ class DemoScreen:
         """Show below the six, as long as they change, where the same can be seen in a browser."""
         self._footer = f"    watch: {address}"
         self._refresh()
+        if self._live is None:
+            show([self._footer], self._stream)
 
     def update(self, number: int, label: str, text: str) -> None:
         """What line `number` says for now; only a terminal shows it."""
@@ -44,12 +46,12 @@ class DemoScreen:
         """What line `number` says for good."""
         self.update(number, label, text)
         if self._live is None:
-            show([self._lines[number]], self._stream)
+            show(folded(self._lines[number], WIDTH), self._stream)
 
     def also(self, label: str, text: str) -> None:
         """A line between the six; a terminal, where the six change in their places, needs none."""
         if self._live is None:
-            show([f"    {label:<{_LABEL_WIDTH}}{text}"], self._stream)
+            show(folded(f"    {label:<{_LABEL_WIDTH}}{text}", WIDTH), self._stream)
 
     def close(self) -> None:
         """Leave the lines on the screen as they are now. May be called again."""

@@ -229,21 +229,20 @@ def _words(model: str) -> list[str]:
     if (Path(model).expanduser() / HUGGING_FACE_CONFIG).is_file():
         return [model, "--set", "values=0"]  # a plan needs no weights
     if model.endswith(".toml"):
-        raise UsageError(f"{model[:80]}: a run, not a model", _model_of_run(Path(model).expanduser()))
+        trained = shlex.quote(_model_of_run(Path(model).expanduser()))
+        raise UsageError(f"{model[:80]}: a run, not a model", f"its model: `peerloom plan {trained}`")
     raise UsageError(f"no model is called '{model[:80]}'{did_you_mean(model, sorted(MODELS))}", _ways())
 
 
 def _model_of_run(file: Path) -> str:
-    """Return what to type for the model that a run's file names."""
+    """Return the model that a run's file names, or a word for it."""
     import tomllib
 
     try:
         named = tomllib.loads(file.read_text()).get("model")
     except (OSError, ValueError):
         named = None
-    if not isinstance(named, str) or not named.isprintable():
-        return "name the model that it trains: `peerloom plan MODEL`"
-    return f"plan the model that it trains: `peerloom plan {shlex.quote(named[:80])}`"
+    return named[:80] if isinstance(named, str) and named.isprintable() and "`" not in named else "MODEL"
 
 
 def _read(file: Path) -> Graph:

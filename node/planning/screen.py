@@ -45,12 +45,11 @@ def _spread(row: tuple[str, ...], room: int) -> list[tuple[str, ...]]:
     """Return a row with its peers in a column of `room`: those that do not fit are in rows below it."""
     lines: list[str] = []
     for name in row[2].split(", "):
-        if lines and len(lines[-1]) + len(name) + 3 <= room:
+        if lines and len(lines[-1]) + len(name) + 2 <= room:
             lines[-1] += f", {name}"
         else:
             lines.append(name)
-    *before, last = lines
-    first, *more = [*(f"{line}," for line in before), last]
+    first, *more = lines
     return [(*row[:2], first, *row[3:]), *(("", "", names, "", "", "") for names in more)]
 
 

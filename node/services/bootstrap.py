@@ -26,6 +26,8 @@ HEARD_MAX = 64
 """Peers heard on the local network that wait to be dialled; one heard again comes back."""
 HEARD_ADDRESSES_MAX = 3
 """The addresses of one such peer, for nothing of it is proved."""
+BEACON, MEMORY = "beacon", "memory"
+"""How an address was found that nobody gave: see `node.events.JoinTried`."""
 
 
 class Joining:
@@ -44,9 +46,11 @@ class Joining:
         is_member: Callable[[PeerId], bool],
         counters: Counter[str],
         is_other: Callable[[], Awaitable[bool]],
+        is_remembered: Callable[[Sequence[Address]], bool] = lambda _: False,
     ) -> None:
         """`is_other` asks whether this node's id, which has just answered, is another node there."""
         self._is_other = is_other
+        self._is_remembered = is_remembered
         self._network = network
         self._clock = clock
         self._addresses = tuple(tuple(each) for each in addresses)
@@ -90,7 +94,7 @@ class Joining:
                 peer, addresses = self._heard.popitem(last=False)
                 if self._is_member(peer):
                     continue  # somebody else has told of it in the meantime
-                if await self._try(addresses, found_by="beacon") is not None:
+                if await self._try(addresses, found_by=BEACON) is not None:
                     self._found([peer])
             self._stirred = trio.Event()
             await self._stirred.wait()
@@ -104,7 +108,8 @@ class Joining:
 
         async def attempt(index: int, addresses: Sequence[Address]) -> None:
             try:
-                peer = await self._try(addresses)
+                found_by = MEMORY if self._is_remembered(addresses) else ""
+                peer = await self._try(addresses, found_by=found_by)
             finally:
                 free.release()
             if peer is not None:
@@ -154,7 +159,7 @@ class Joining:
             seconds=self._clock.monotonic() - begun,
             found_by=found_by,
         )
-        if found_by and outcome not in ("ok", "work"):
+        if found_by == BEACON and outcome not in ("ok", "work"):
             # What a stranger's beacon says is no news before somebody of this swarm answers there.
             self._counters["beacons_led_nowhere"] += 1
         else:

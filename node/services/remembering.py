@@ -47,6 +47,10 @@ class RememberedPeers:
         known = [tuple(each for each in peer if not network.is_own(each)) for peer in self._saved]
         return list(dict.fromkeys([*seeds, *filter(None, known)]))
 
+    def is_remembered(self, addresses: Sequence[Address]) -> bool:
+        """Return whether these are tried because their peer was met before, and nobody gave them."""
+        return tuple(addresses) not in {(seed,) for seed in self._join.seeds}
+
     async def run(self) -> None:
         """Save when a first peer is known, then now and then, until cancelled."""
         await self._is_met.wait()

@@ -127,6 +127,8 @@ BAD_INPUT = [
     ("--join", 2, "option '--join' requires an argument"),
     ("stats", 2, "no such command 'stats'; did you mean 'status'?"),
     ("status --jsn", 2, "unknown flag --jsn; did you mean --json?"),
+    ("config", 2, "config: want a command: set"),
+    ("model", 2, "model: want a command: capture, show, verify"),
     ("status now", 2, "got unexpected extra argument"),
     ("--name x status", 2, "--name before 'status': it belongs to starting a node"),
     ("train", 2, "missing argument 'RUN.toml'"),

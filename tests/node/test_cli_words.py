@@ -1,6 +1,7 @@
 """What commands say at their edges: stopped half way, given the wrong file, short of a reason."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,6 +45,13 @@ def test_cores_are_counted(cores: int, said: str) -> None:
 def test_a_plan_of_a_run_file_asks_for_its_model() -> None:
     with pytest.raises(UsageError, match=r"examples/digits\.toml: a run, not a model"):
         graph_of("examples/digits.toml")
+
+
+def test_a_run_file_that_was_given_for_a_model_tells_its_model(tmp_path: Path) -> None:
+    (tmp_path / "RUN.toml").write_text('model = "my_model.py:build"\n')
+    with pytest.raises(UsageError) as caught:
+        graph_of(str(tmp_path / "RUN.toml"))
+    assert "plan my_model.py:build" in str(caught.value.do)
 
 
 def test_a_note_on_a_run_is_shown_in_every_state() -> None:

@@ -3,9 +3,11 @@
 Where the kernel lacks a fence its report says so, and the tests of what only that fence holds are skipped.
 """
 
+import contextlib
 import json
 import os
 import re
+import signal
 import struct
 import subprocess
 import sys
@@ -268,6 +270,29 @@ def test_the_trial_of_the_fences_says_what_a_stage_will_find(tried: Tried, tmp_p
 def test_a_trial_that_fails_counts_as_nothing_fenced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     assert "the trial failed" in try_fences("cpu").unfenced[0]
+
+
+INTERRUPTED = """
+import signal
+from node.stages.fences import try_fences
+signal.signal(signal.SIGINT, lambda *_: None)
+print("begins", flush=True)
+print(try_fences("cpu").unfenced, flush=True)
+"""
+
+
+def test_ctrl_c_at_a_terminal_does_not_end_a_trial_of_the_fences() -> None:
+    command = [sys.executable, "-c", INTERRUPTED]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begins\n"
+        while process.poll() is None:
+            os.killpg(process.pid, signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.02)
+        assert "the trial failed" not in process.stdout.read()
 
 
 def test_the_environment_has_what_arithmetic_reads_and_no_secret() -> None:
