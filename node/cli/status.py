@@ -29,6 +29,7 @@ BROKEN = (
     "ended_early",
     "failed",
     "faulty",
+    "found_closed",
     "given_up",
     "not_sent",
     "stale",

@@ -616,6 +616,5 @@ class PeerOptimizer(TrackedOptimizer):
 
     def _progress_text(self) -> str:
         target = self.settings.target_batch_size
-        peers = 0 if self._session is None else self._session.view.peers
-        others = counted(peers, "other peer")
+        others = counted(0 if self._session is None else self._session.view.peers, "other peer")
         return f"step {self.global_step}: {self._total_samples()} of {target} samples, {others}"

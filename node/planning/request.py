@@ -230,7 +230,7 @@ def _words(model: str) -> list[str]:
         return [model, "--set", "values=0"]  # a plan needs no weights
     if model.endswith(".toml"):
         trained = shlex.quote(_model_of_run(Path(model).expanduser()))
-        raise UsageError(f"{model[:80]}: a run, not a model", f"its model: `peerloom plan {trained}`")
+        raise UsageError(f"{model[:80]}: a run, not a model", f"`peerloom plan {trained}`")
     raise UsageError(f"no model is called '{model[:80]}'{did_you_mean(model, sorted(MODELS))}", _ways())
 
 
