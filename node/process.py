@@ -114,6 +114,9 @@ async def _serve_until_told(
         nursery.start_soon(keep_running, "service supervisor", supervisor.keep_alive, lambda: _status(node))
         await node.stopping.wait()
         supervisor.tell(STOPPING=1, STATUS="leaving the swarm")
+        if sys.stderr.isatty():
+            # Handing over takes some seconds, in which a person would press Ctrl-C again, and cut it short.
+            sys.stderr.write("leaving... (Ctrl-C again: at once)\n")
         stack.enter_context(_forced_end())
         nursery.cancel_scope.cancel()
 

@@ -1,5 +1,6 @@
 """The daemon's process around a node: what holds for it before anything is served."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -46,10 +47,15 @@ process.main(config.Config(
     join=config.Join(lan=False), web=config.Web(None),
 ))
 """
-    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE) as process:
+    terminal, its_end = os.openpty()
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=its_end) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         process.send_signal(signal.SIGINT)
         assert process.stdout.readline() == b"leaving\n"
+        assert b"leaving... (Ctrl-C again: at once)" in os.read(terminal, 4096)
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == EXIT_FORCED
+    os.close(terminal)
+    os.close(its_end)
