@@ -99,7 +99,7 @@ class EventScreen:
             lines.append(labelled("listening", address + note))
         if event["is_open"]:
             who = "members of the swarm" if event["is_private"] else "anybody"
-            lines.append(labelled("", f"open to the network: {who} may connect who reaches this machine"))
+            lines.append(labelled("", f"open to the network: {who} may connect"))
             lines.append(labelled("", "(for this machine alone: --listen 127.0.0.1:9747)"))
         if self._capacity is not None:
             lines += compute_lines(self._capacity)

@@ -2,7 +2,7 @@
 // The conversation stays in this window, and goes to the node with each question; it is kept in the browser only
 // where the person ticks that.
 import { html, useEffect, useRef, useState } from "/static/vendor/htm-preact.js";
-import { Notice, clock, count, nameOf, seconds } from "/static/parts.js";
+import { Notice, clock, count, layers, nameOf, seconds } from "/static/parts.js";
 import { changed, elsewhere, get, post, program, store, typed } from "/static/store.js";
 
 const LOOK_MS = 1500, KEEP = "chat", LOST_SHOWN = 60, QUIET = 1.5;
@@ -196,7 +196,7 @@ function Stages({ of }) {
   const going = talk.going && talk.service === of.service;
   return html`<div class="scroll" tabindex="0" role="region" aria-label="Who holds which layers"><ol class="strip chain">
     ${of.stages.map((rows, index) => { const [first, end] = of.layers[index]; return html`${index ? html`<li class="arrow" aria-hidden="true">${"→"}</li>` : ""}
-      <li class=${`stage ${rows.length ? "" : "bad"}`}><strong>stage ${index + 1}</strong> <span class="quiet">${end == null ? first ? `layers ${first} to the last` : "all layers" : `layers ${first}-${end}`}</span>
+      <li class=${`stage ${rows.length ? "" : "bad"}`}><strong>stage ${index + 1}</strong> <span class="quiet">${end == null ? first ? `layers ${first} to the last` : "all layers" : layers(first, end)}</span>
         <ul>${rows.map((row) => html`<li key=${row.peer} class=${going && talk.route[index] === row.peer ? "on" : ""}>${nameOf(row.peer)}${row.peer === store.node.key ? " (this node)" : ""}
           <span class="quiet"> ${going && talk.route[index] === row.peer ? "answers you; " : ""}${count(row.sessions)} open</span>
           ${row.tokens_max ? html`<meter min="0" max=${row.tokens_max} value=${row.tokens} aria-label=${`${nameOf(row.peer)} keeps ${count(row.tokens)} of ${count(row.tokens_max)} tokens`}></meter>` : ""}</li>`)}

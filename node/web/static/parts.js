@@ -4,6 +4,8 @@ import { act, now, store, typed } from "/static/store.js";
 
 export const count = (number) => (number ?? 0).toLocaleString("en");
 
+export const layers = (first, last) => (last > first ? `layers ${first}-${last}` : `layer ${first}`);
+
 export function bytes(number) {
   if (!number) return "0 B";
   const step = Math.min(4, Math.floor(Math.log10(Math.abs(number)) / 3));

@@ -1,7 +1,7 @@
 // A run: its pipeline, its curve with everything that happened to it, and what each stage does.
 import { html, useMemo, useState } from "/static/vendor/htm-preact.js";
 import { Chart } from "/static/chart.js";
-import { Action, Cards, Notice, Table, bytes, clock, count, loss, nameOf, named, seconds, share } from "/static/parts.js";
+import { Action, Cards, Notice, Table, bytes, clock, count, layers, loss, nameOf, named, seconds, share } from "/static/parts.js";
 import { course, program, store } from "/static/store.js";
 
 const OVER = ["done", "failed", "stopped"];
@@ -50,8 +50,8 @@ function Strip({ run }) {
       html`<li>${nameOf(key)}${key === run.plan.trainer ? " (commits)" : ""}</li>`)}</ul></li>
     ${run.plan.stages.map((stage, index) => html`
       <li class="arrow" aria-hidden="true">${"→"}<br />${last.sent_bytes[index - 1] != null ? bytes(last.sent_bytes[index - 1]) : ""}<br />
-        ${last.returned_bytes[index] != null ? html`${"←"} ${bytes(last.returned_bytes[index])}` : ""}</li>
-      <li class="stage"><strong>stage ${index + 1}</strong> <span class="quiet">layers ${stage.layers[0]}-${stage.layers[1] - 1}</span>
+        ${index && last.returned_bytes[index] != null ? html`${"←"} ${bytes(last.returned_bytes[index])}` : ""}</li>
+      <li class="stage"><strong>stage ${index + 1}</strong> <span class="quiet">${layers(stage.layers[0], stage.layers[1] - 1)}</span>
         <ul>${stage.replicas.map((key) => html`<li><${Peer} id=${key} />${stage.standbys.includes(key) ? " (standby)" : ""}</li>`)}</ul>
         ${last.utilisation[index] == null ? "" : html`<meter min="0" max="1" value=${last.utilisation[index]}
           aria-label=${`stage ${index + 1} computes ${share(last.utilisation[index])} of the step`}></meter>
