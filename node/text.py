@@ -111,7 +111,7 @@ def cover_text(covered: Mapping[str, Any]) -> str:
     """Return how well stages are covered, for a person, of a `cover_document`."""
     chances = ", ".join(f"stage {number} {chance:.0%}" for number, chance in enumerate(covered["stages"], 1))
     rest = "; ".join(text for text in (covered["unreliable"], covered["reason"]) if text)
-    return f"if a holder dies, another has its newest state: {chances}" + (f" ({rest})" if rest else "")
+    return f"{chances} safe if a holder dies" + (f" ({rest})" if rest else "")
 
 
 def way_text(path: Mapping[str, Any], relay: str) -> str:

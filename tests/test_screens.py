@@ -319,7 +319,7 @@ def test_the_screen_of_a_node() -> None:
           stage 1   layers 0-2   lab-1, lab-2 (standby)
           stage 2   layer 3   e?[2J
           trainer   lab-1
-        22:11:41   run 01234567 covered: if a holder dies, another has its newest state: stage 1 99%, stage 2 45% (lab-3 was lost once)
+        22:11:41   run 01234567 covered: stage 1 99%, stage 2 45% safe if a holder dies (lab-3 was lost once)
         22:11:41   run 01234567 stage 2: e?[2J computes at 40% of what was promised
         22:11:41   leased to run 01234567: stage 1
         step     1  loss 2.3000  256 samples/s  peers 3  bubble 15 %  rounding 6.0e-03  1 min 40 s left
