@@ -14,6 +14,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -288,11 +289,17 @@ def test_ctrl_c_at_a_terminal_does_not_end_a_trial_of_the_fences() -> None:
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "begins\n"
-        while process.poll() is None:
-            os.killpg(process.pid, signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(0.02)
+        while not is_tried_by(process.pid):
+            assert process.poll() is None, "it ended before it was interrupted"
+        os.killpg(process.pid, signal.SIGINT)
         assert "the trial failed" not in process.stdout.read()
+
+
+def is_tried_by(pid: int) -> bool:
+    """Return whether a child of this process runs the trial of the fences by now."""
+    with contextlib.suppress(psutil.Error):
+        return any("node.stages.fences" in child.cmdline() for child in psutil.Process(pid).children())
+    return False
 
 
 def test_the_environment_has_what_arithmetic_reads_and_no_secret() -> None:
