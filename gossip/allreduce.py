@@ -121,8 +121,8 @@ class AllReduce:
 
     @property
     def unsummed(self) -> tuple[PeerId, ...]:
-        """Return those of the awaited whose summands of our part are missing: they hold up others too, by
-        us."""
+        """Return the awaited members whose summands of our part are missing: through us they hold up others
+        too."""
         waits = [
             any(place not in summands for summands in self._summands.values())
             for place in range(len(self._members))
@@ -169,7 +169,7 @@ class AllReduce:
         summands = self._summands.pop(begin)
         total = self._total[begin:end]
         total[:] = summands[0]
-        # What others send may overflow or be NaN; that is the caller's to judge, not a warning here.
+        # Others' numbers may overflow or be NaN; the caller judges that, without a warning here.
         with np.errstate(all="ignore"):
             for place in range(1, len(self._members)):
                 total += summands[place]

@@ -1,9 +1,9 @@
-"""What the answers of probed members say besides that they live: round trips, places, clocks, lateness.
+"""Measurements taken from the answers of probed members: round trips, places, clocks, lateness.
 
 Each ping has a number of its own, so an answer measures the ping that it answers. Only a target's own answers
-measure anything; one by a stream, which may have been opened for it, tells the time alone. The time is taken
-from members whose turn it was in a round of probes: that order is this peer's own, and nobody else can have
-many of its friends probed first.
+are measured; an answer by a stream, which may have been opened for it, yields the clock alone. Clocks are
+read only from members whose turn it was in a round of probes: that order is this peer's own, and nobody else
+can have many of its friends probed first.
 """
 
 from random import Random
@@ -21,7 +21,7 @@ from gossip.table import MemberTable
 
 
 class AnswerMeasures:
-    """The measurements of one peer; punctuality and slow members stand in its table."""
+    """The measurements of one peer; punctuality and slow members are kept in its table."""
 
     __slots__ = ("_settings", "_table", "clocks", "coordinates", "host_of")
 
@@ -33,7 +33,7 @@ class AnswerMeasures:
         self.host_of: HostOf | None = None
 
     def take(self, now: float, ack: Ack, probe: Probe, further: FurtherPing | None) -> None:
-        """The target of a probe has answered itself: its first ping, or a further one."""
+        """Measure a probe whose target has answered itself, to its first ping or a further one."""
         target, seconds = probe.target, now - (probe.sent_at if further is None else further.sent_at)
         if ack.wall is not None and probe.is_in_turn:
             host = None if self.host_of is None else self.host_of(target)
@@ -46,13 +46,13 @@ class AnswerMeasures:
             self.coordinates.learn(target, ack.here, seconds)
 
     def take_late(self, now: float, target: PeerId, seconds: float) -> None:
-        """An answer took so long, perhaps longer than its probe."""
+        """Record that an answer of `target` took `seconds`, perhaps longer than its probe lasted."""
         if self._table.is_live(target):
             self._table.trips.learn(now, target, seconds)
 
     def judge(self, now: float, sender: PeerId, probe: Probe) -> MemberDegraded | MemberRecovered | None:
-        """The first ping of a probe was answered, by its target or by a relay; the event, if that changes how
-        the target is marked."""
+        """Record that the first ping of a probe was answered, by its target or by a relay; return the event
+        if that changes how the target is marked."""
         answer = Answer.IN_TIME
         if sender != probe.target:
             answer = Answer.RELAYED

@@ -1,12 +1,12 @@
-"""What users tell all members, by topic. A newer broadcast of an author and topic invalidates the older.
+"""Messages of users to all members, by topic. A newer broadcast of an author and topic invalidates the older.
 
 They travel as facts beside membership's own, which always go first (`gossip.dissemination`). Delivery is
 epidemic and at most once: a member that joins later hears none, and of several in short time only the newest
 may arrive. In a swarm of neighbourhoods a broadcast stays within that of its author.
 
-An author tells BROADCASTS_MAX at once, then one in BROADCAST_INTERVALS; what it says faster waits, only the
-newest of each topic. Receivers hold every author to twice that. A sequence is at least the incarnation of its
-author, so none of an earlier life comes back.
+An author sends BROADCASTS_MAX at once, then one in BROADCAST_INTERVALS; faster ones wait, only the newest of
+each topic. Receivers limit every author to twice that. A sequence is at least the incarnation of its author,
+so none of an earlier life comes back.
 """
 
 from math import inf
@@ -22,18 +22,19 @@ BROADCAST_INTERVALS = 10.0
 """Each costs every member some ten sends of its size: in the `lan` preset, one author that tells 512 bytes
 without a pause costs 0.6 kB/s."""
 RECEIVER_FACTOR = 2.0
-"""A receiver allows so much more than an author takes: what waits on the way arrives in bursts."""
+"""A receiver allows this many times what an author may send: broadcasts that waited on the way arrive in
+bursts."""
 TOPICS_MAX = 16
 """Topics of one author whose last sequence is remembered. Older sequences of forgotten ones are refused."""
 DUE_SLACK_SECONDS = 0.001
 PASSED_ON_MAX = 64.0
 PASSED_ON_INTERVALS = 2.0
-"""How many broadcasts of all authors together are passed on at once, and then one in how many probe
-intervals."""
+"""Broadcasts of all authors together that are passed on at once, and then one in how many probe intervals."""
 
 
 class Broadcasts:
-    """What this peer tells, and what it has heard. `due` is when the next own one may go out."""
+    """This peer's own broadcasts, and the sequences it has heard of others. `due` is when the next own one
+    may go out."""
 
     __slots__ = ("_heard", "_own", "_passed_on", "_rates", "_sequence", "_waiting")
 
@@ -47,7 +48,7 @@ class Broadcasts:
         rate = 1 / (PASSED_ON_INTERVALS * interval_seconds)
         self._passed_on = Bucket(rate, PASSED_ON_MAX, PASSED_ON_MAX, now)
         self._sequence = incarnation
-        # Of each author the last sequence by topic, and the highest of those forgotten.
+        # Per author, the last sequence by topic, and the highest of those forgotten.
         self._heard: dict[PeerId, tuple[dict[bytes, int], int]] = {}
         self._waiting: dict[bytes, bytes] = {}
 
@@ -62,7 +63,7 @@ class Broadcasts:
         return now + max(0.0, 1.0 - self._own.left(now)) / self._own.rate + DUE_SLACK_SECONDS
 
     def put(self, topic: bytes, data: bytes) -> None:
-        """Have `data` told under `topic`, in place of what waits there. Raises LocalProtocolError."""
+        """Queue `data` under `topic`, in place of what waits there. Raises LocalProtocolError."""
         if not 0 < len(topic) <= TOPIC_BYTES_MAX:
             raise LocalProtocolError(f"a topic has 1 to {TOPIC_BYTES_MAX} bytes, not {len(topic)}")
         if len(data) > BROADCAST_BYTES_MAX:
@@ -72,7 +73,7 @@ class Broadcasts:
         self._waiting[topic] = data
 
     def take(self, now: float, incarnation: int) -> list[BroadcastBody]:
-        """Those that may go out now."""
+        """Return the broadcasts that may go out now."""
         bodies = []
         while self._waiting and self._own.take(now):
             topic = next(iter(self._waiting))
@@ -81,12 +82,13 @@ class Broadcasts:
         return bodies
 
     def is_news(self, now: float, author: PeerId, body: BroadcastBody) -> bool:
-        """Return whether to look at one: newer than what was heard of its topic, and not too many."""
+        """Return whether a broadcast is worth checking: newer than the last of its topic, and within its
+        author's rate."""
         topics, floor = self._heard.get(author, ({}, -1))
         return body.sequence > topics.get(body.topic, floor) and self._rates.left(author, now) >= 1.0
 
     def hear(self, now: float, author: PeerId, body: BroadcastBody) -> bool:
-        """Remember one whose signature holds. Returns whether to pass it on."""
+        """Record a broadcast whose signature holds; return whether to pass it on."""
         self._rates.of(author, now).take(now)
         topics, floor = self._heard.setdefault(author, ({}, -1))
         topics.pop(body.topic, None)
@@ -97,12 +99,12 @@ class Broadcasts:
         return self._passed_on.take(now)
 
     def forget(self, author: PeerId) -> None:
-        """An author is no longer listed."""
+        """Forget an author that is no longer listed."""
         self._heard.pop(author, None)
 
 
 def queue_key(author: PeerId, topic: bytes) -> PeerId:
-    """What stands for a subject in the queue of news: one author's topic, which is no peer's id."""
+    """Return the subject under which news of one author's topic is queued; it is no peer's id."""
     key = PeerId(author + topic)
     assert len(key) > PEER_ID_BYTES, "no topic is empty"
     return key

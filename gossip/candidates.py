@@ -1,8 +1,8 @@
-"""Strangers that others told of, until they have answered a ping themselves: only then are they listed.
+"""Strangers named by others, until they answer a ping themselves: only then are they listed.
 
 A signature costs its author nothing, so one message can introduce thousands who do not exist. They wait here,
-apart from the list: bounded, probed at a bounded rate, and each introducer in turn, so that one who tells of
-many only delays its own. A full table makes room at the cost of whoever told of most.
+apart from the list: bounded, and probed at a bounded rate. Introducers take turns, so that one who names many
+only delays its own. A full table drops a candidate of the introducer with the most.
 
 Not here: probes (`gossip.swim`), and what is listed (`gossip.state_table`).
 """
@@ -18,12 +18,13 @@ invented ones 70 a second go by."""
 PROBED_AT_ONCE_MAX = 8
 """Candidates first written to in one step: each may take a handshake, of 0.8 ms."""
 TRIES_MAX = 3
-"""Probes of one candidate: at 10 % loss one in 150 that live is missed, and told of again."""
+"""Probes of one candidate: at 10 % loss one live candidate in 150 is missed, and named again later."""
 
 
 @dataclass(slots=True)
 class Candidate:
-    """`said` is proved by its signature, and nothing by its existence. `passed_on`: it is news for others."""
+    """A stranger to probe. `said` is proved by its signature, `said.peer` may still not exist. `passed_on`:
+    others may be told of it."""
 
     said: AliveFact
     introducer: PeerId
@@ -57,18 +58,19 @@ class Candidates:
 
     @property
     def is_due(self) -> bool:
-        """Whether one is to be probed now."""
+        """Whether a candidate is to be probed now."""
         return bool(self._waiting) and self.probed < PROBED_MAX
 
     def get(self, peer: PeerId) -> Candidate | None:
         return self.rows.get(peer)
 
     def takes(self, introducer: PeerId) -> bool:
-        """Return whether there is room for one more of this introducer, if need be at the cost of another."""
+        """Return whether there is room for another candidate of this introducer, if necessary at the cost of
+        another."""
         return len(self.rows) < self._most or self._counts.get(introducer, 0) < max(self._counts.values())
 
     def put(self, candidate: Candidate) -> None:
-        """Add one that is not here and that `takes` allows."""
+        """Add a candidate that is not here yet and that `takes` allows."""
         if len(self.rows) >= self._most:
             greediest = max(self._counts, key=self._counts.__getitem__)
             told = [row.peer for row in self.rows.values() if row.introducer == greediest]
@@ -78,7 +80,7 @@ class Candidates:
         self._waiting.setdefault(candidate.introducer, {})[candidate.peer] = None
 
     def next(self) -> Candidate | None:
-        """The next to be probed, which is in flight from now on; None while enough are, or none waits."""
+        """Return the next candidate to probe and mark it in flight; None while enough are, or none waits."""
         if not self.is_due:
             return None
         introducer = next(iter(self._waiting))
@@ -93,7 +95,7 @@ class Candidates:
         return candidate
 
     def retry(self, peer: PeerId) -> None:
-        """One in flight has not answered: let it wait again, or drop it after TRIES_MAX."""
+        """Let an unanswered candidate wait again, or drop it after TRIES_MAX."""
         candidate = self.rows.get(peer)
         if candidate is None or not candidate.is_probed:
             return
@@ -105,7 +107,7 @@ class Candidates:
         self._waiting.setdefault(candidate.introducer, {})[peer] = None
 
     def pop(self, peer: PeerId) -> Candidate | None:
-        """Take one out."""
+        """Remove a candidate."""
         candidate = self.rows.pop(peer, None)
         if candidate is None:
             return None

@@ -1,7 +1,7 @@
-"""Counts that a peer tells of itself (steps, samples, rounds), and the evidence that bounds them: pure.
+"""Counts that peers claim of themselves (steps, samples, rounds), and the evidence that bounds them: pure.
 
-A claim has no order and no arithmetic, so that none is used before it is held against something else: what
-this peer knows itself, how fast it goes, and what other members say. Evidence, from the best down:
+A claim has no order and no arithmetic, so that none is used before it is compared with something else: this
+peer's own knowledge and pace, and the claims of other members. Evidence, from the best down:
 
 - at least two members reach the count (`agreed_count`);
 - the count lies about where the lower median of the members is (`lower_median`), for a peer that knows
@@ -25,11 +25,11 @@ from crypto.identity import PeerId
 COUNT_MAX = 2**40
 """A thousand steps a second for 34 years: nobody has counted further."""
 VOICES_MIN = 2
-"""Members that must say the same before one that has a state of its own gives it up."""
+"""Members that must claim the same before a peer that has a state of its own gives it up."""
 SLACK_STEPS = 10
-"""Members of one run may well be so many steps apart: reports take a while, and rounds fail."""
+"""Members of one run may be this many steps apart: reports take a while, and rounds fail."""
 PACE_FACTOR = 100.0
-"""The others are at most so many times faster than this peer: it may be a laptop beside a rack of GPUs."""
+"""The others are at most this many times faster than this peer: it may be a laptop beside a rack of GPUs."""
 PACE_MIN = 1.0
 """Steps a second that others may make, whatever this peer's own pace is."""
 PACE_GAIN = 0.1
@@ -42,7 +42,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=COUNT_MAX)]
 
 @dataclass(frozen=True, slots=True)
 class ClaimedCount:
-    """A count that a peer tells of itself. Comparing it with a number that is known here is all it can do."""
+    """A count that a peer claims. It can only be compared with a number that is known here."""
 
     _number: int
 
@@ -68,50 +68,51 @@ class ClaimedCount:
 
 
 def lower_median(claims: Collection[ClaimedCount]) -> int:
-    """Return the claim of which half are not below; of two the lower. 0 where there is none."""
+    """Return the claim that at least half of the claims reach; the lower one of two. 0 where there is
+    none."""
     counts = sorted(claim._number for claim in claims)
     return counts[(len(counts) - 1) // 2] if counts else 0
 
 
 def agreed_count(claims: Collection[ClaimedCount]) -> int:
-    """Return the highest count that VOICES_MIN peers reach, or the only one where no other is there."""
+    """Return the highest count that VOICES_MIN peers reach, or the only claim where there is no other."""
     counts = sorted((claim._number for claim in claims), reverse=True)
     return counts[min(VOICES_MIN, len(counts)) - 1] if counts else 0
 
 
 @dataclass(frozen=True)
 class LikelySteps:
-    """Which states may be taken, by the evidence: of the steps from `first` to `last`."""
+    """The states that the evidence allows to take: those of the steps from `first` to `last`."""
 
     first: int
     last: int
     holders_min: int = 1
-    """Held by so many."""
+    """How many peers must hold the state."""
     holders_wanted: int = 1
-    """It is worth asking again for so many."""
+    """How many holders make it worth asking again."""
     is_newest: bool = False
-    """Where no two hold the same, the newest is taken, and any if not: a liar can claim to be the newest, so
-    that is for whoever tries what it takes."""
+    """Where no two hold the same state, take the newest, or any if this is False: a liar can claim to be the
+    newest, so only a peer that tests the state it takes sets this."""
     is_nearest: bool = False
     """Honest members hold states that differ a little: of three or more that are offered, the one nearest to
     the others is taken (`gossip.nearest`)."""
     lineage: bytes | None = None
-    """Only those that came about like this."""
+    """Take only states of this lineage."""
 
 
 def newcomer_steps(claims: Collection[ClaimedCount], slack: int, *, are_equal: bool) -> LikelySteps:
-    """Return where a peer that has nothing of its own joins. `are_equal`: members at one step have the same
+    """Return where a peer without a state of its own joins. `are_equal`: members at one step have the same
     state, so that two of them vouch for it."""
     middle = lower_median(claims)
     near = sum(claim.is_near(middle, slack) for claim in claims)
     wanted = min(VOICES_MIN, near) if are_equal else 1
-    # Of more than two, two that are honest hold the same.
+    # Among more than two, two honest ones hold the same.
     needed = wanted if near > VOICES_MIN else 1
     return LikelySteps(max(0, middle - slack), middle + slack, needed, wanted, is_nearest=not are_equal)
 
 
 class CountEvidence:
-    """What one peer knows of a count that all members of a run move on, such as the global step."""
+    """One peer's evidence of a count that all members of a run advance, such as the global step."""
 
     def __init__(self, now: float, count: int = 0) -> None:
         self._count = count
@@ -120,8 +121,8 @@ class CountEvidence:
         self._pace = 0.0
 
     def made(self, now: float, count: int, *, is_known: bool) -> None:
-        """This peer has moved on to `count` by itself. `is_known`: with the others, or nobody else is there,
-        so that it knows where all are; else they may be anywhere by now."""
+        """Record that this peer advanced to `count` by itself. `is_known`: with the others, or alone in the
+        run, so it knows where all are; otherwise they may be anywhere by now."""
         seconds = max(SECONDS_MIN, now - self._made_at)
         self._made_at = now
         pace = 1.0 / seconds
@@ -130,17 +131,17 @@ class CountEvidence:
             self.accept(now, count)
 
     def accept(self, now: float, count: int) -> None:
-        """The run is here, as others have shown."""
+        """Record that the run is at `count`, as others have shown."""
         self._count, self._known_at = count, now
 
     def count_max(self, now: float) -> int:
-        """Return how far the run can be by now."""
+        """Return the furthest that the run can be by now."""
         pace = max(PACE_MIN, PACE_FACTOR * self._pace)
         return self._count + SLACK_STEPS + int(max(0.0, now - self._known_at) * pace)
 
     def furthest(self, now: float, own: int, claims: Collection[ClaimedCount]) -> int:
-        """Return the furthest count that there is evidence for: `own`, what two members reach, or one where
-        no other is near it and it can be so far."""
+        """Return the furthest count with evidence: `own`, the count that two members reach, or a lone claim
+        where no other is near it and the run can be that far."""
         count = agreed_count(claims)
         if sum(claim.is_near(count, SLACK_STEPS) for claim in claims) < VOICES_MIN:
             # Nobody stands by it: a claim of anything beyond it is no voice for it.
@@ -148,7 +149,7 @@ class CountEvidence:
         return max(own, count)
 
     def likely_steps(self, now: float, own: int, claims: Collection[ClaimedCount]) -> LikelySteps:
-        """Return which states a member may take in place of its own, where those of one step are equal."""
+        """Return the states that a member may take in place of its own, where those of one step are equal."""
         furthest = self.furthest(now, own, claims)
         near = sum(claim.is_near(furthest, SLACK_STEPS) for claim in claims)
         holders = min(VOICES_MIN, max(1, near))
@@ -156,8 +157,8 @@ class CountEvidence:
 
 
 def common_lineage(own: bytes, others: Sequence[bytes], voices: int) -> bytes:
-    """Return the lineage that the most have, this peer included, and of others' only one that so many
-    `voices` have. A tie goes to the smaller hash, so that both sides agree on who comes over."""
+    """Return the lineage of the most members, this peer included; another's lineage counts only if `voices`
+    peers have it. A tie goes to the smaller hash, so that both sides agree on who comes over."""
     lineages = Counter(others)
     lineages[own] += 1
     found = [each for each, count in lineages.items() if each == own or count >= voices]
@@ -165,17 +166,16 @@ def common_lineage(own: bytes, others: Sequence[bytes], voices: int) -> bytes:
 
 
 def beginning(own: bytes | None, others: Sequence[bytes]) -> bytes:
-    """Return the lineage with which a run begins in which nobody has made a step: the one that most have, of
-    several the smaller hash, so that all that see the same members choose the same. None has anything to
-    lose yet, so one voice is enough. `own` None: this peer is not in the run yet."""
+    """Return the lineage with which a run begins before anybody has made a step: the most common one, among
+    several the smaller hash, so that all peers that see the same members choose the same. Nobody has anything
+    to lose yet, so one voice is enough. `own` None: this peer is not in the run yet."""
     known = list(others) if own is None else [own, *others]
     return common_lineage(known[0], known[1:], 1)
 
 
 def rejoined_step(own: int, others: Sequence[tuple[ClaimedCount, bytes]]) -> int | None:
-    """Return the step of most others, which hold one state, where this peer is far beyond them and nobody is
-    near it: it went on alone, and comes back to them. None where it need not, or has made most of its steps
-    alone."""
+    """Return the step to come back to, where this peer is far beyond a majority that holds one state and
+    nobody is near it: it went on alone. None where it need not, or made most of its steps alone."""
     if any(step.is_near(own, SLACK_STEPS) for step, _ in others):
         return None
     for (step, _), count in Counter(others).items():
@@ -186,7 +186,7 @@ def rejoined_step(own: int, others: Sequence[tuple[ClaimedCount, bytes]]) -> int
 
 @dataclass(frozen=True)
 class OfferedState:
-    """A state that a peer offers: of which step it says it is, and the hash of its bytes."""
+    """A state that a peer offers: the step it claims, and the hash of its bytes."""
 
     step: ClaimedCount
     digest: bytes
@@ -195,9 +195,9 @@ class OfferedState:
 def choose_state(
     offers: Mapping[PeerId, OfferedState], likely: LikelySteps | None, rng: Random
 ) -> tuple[PeerId, ...]:
-    """Return the holders of the state to take, of a likely step where that is given: the one that the most
-    hold, the newest of those. Where no two hold the same, any, if it is not to be the newest: whoever lies
-    must not be able to arrange that its own comes first. Empty where none will do."""
+    """Return the holders of the state to take, of a likely step where that is given: the most widely held
+    one, among several the newest. Where no two hold the same, choose any at random unless the newest is
+    wanted: a liar must not be able to arrange that its own comes first. Empty where none will do."""
     if likely is not None:
         offers = {
             peer: offer for peer, offer in offers.items() if offer.step.is_between(likely.first, likely.last)

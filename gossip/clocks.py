@@ -1,14 +1,14 @@
-"""What time the clocks of peers show, as their acks say it: who is right where this machine's clock is not.
+"""The clocks of peers, as their acks report them: the reference where this machine's own clock is wrong.
 
-Each ack of a ping says the wall clock of its sender. What is kept of it is how far that clock is ahead of
-this node's *monotonic* one, which no correction of this machine's wall clock changes. The time of a swarm is
-the lower median of all clocks known, this machine's among them. A clock counts while its peer is a live
-member, and once: those who change their ids in turn are no more than they are at one time. The clocks of one
-host together count as PLACE_WEIGHT_MAX at most, so the ids that one machine makes up outvote no other ones.
+Each ack of a ping says the wall clock of its sender. It is kept as its offset from this node's *monotonic*
+clock, which no correction of this machine's wall clock changes. The time of a swarm is the lower median of
+all clocks known, this machine's among them. A clock counts once, and only while its peer is a live member:
+changing ids in turn adds no clocks. The clocks of one host together count as PLACE_WEIGHT_MAX at most, so the
+ids that one machine makes up outvote no other ones.
 
-A time outside of the years in which this release can run is none. A machine that shows such a time itself is
-wrong for certain, and goes by its peers alone. Two machines cannot tell which of them is wrong: the earlier
-time counts where they differ by a day at most, and each keeps its own where it is more.
+A time outside of the years in which this release can run is discarded. A machine that shows such a time
+itself is wrong for certain, and goes by its peers alone. Two machines cannot tell which of them is wrong: the
+earlier time counts where they differ by a day at most, and each keeps its own where it is more.
 
 Not here: which acks are taken (`gossip.answers`), and what follows (`node.services.swarm_clock`).
 """
@@ -20,14 +20,14 @@ from typing import NamedTuple
 from crypto.identity import PeerId
 
 PEERS_MIN = 3
-"""Others that have to say what time it is; in a smaller swarm all of them."""
+"""Other members whose clocks must be heard; in a smaller swarm all of them."""
 QUORUM_MAX = 32
-"""Half of the others are heard before anything is corrected, or so many: of a random sample of this size one
-in a thousand has a majority of liars where a quarter of the members lie."""
+"""Half of the others, or this many, are heard before anything is corrected: of a random sample of this size
+one in a thousand has a majority of liars where a quarter of the members lie."""
 PEERS_KEPT_MAX = 512
-"""The clocks heard last, the longest unheard go first. More do not make a median better."""
+"""The most recently heard clocks that are kept; more do not make a median better."""
 PLACE_WEIGHT_MAX = 4
-"""What the clocks of one host count together: a few nodes of one machine, or of a household."""
+"""The most that the clocks of one host together count: a few nodes of one machine, or of a household."""
 KEPT_SECONDS = 600.0
 """A clock that is off by 100 in a million has gone wrong by 0.06 s since."""
 ROUND_TRIP_SECONDS_MAX = 10.0
@@ -35,7 +35,7 @@ ROUND_TRIP_SECONDS_MAX = 10.0
 RELEASED_SECONDS = 1_767_225_600.0
 """2026-01-01, in unix seconds: before it nothing of this release ran. Raise it with a release."""
 PLAUSIBLE_SECONDS_MAX = RELEASED_SECONDS + 30 * 365.25 * 86_400.0
-"""30 years on. No machine runs this release then, and whatever is signed for that time would be for ever."""
+"""30 years on. No machine runs this release then, and a signature for that time would be valid for ever."""
 PAIR_SKEW_SECONDS_MAX = 86_400.0
 """How far one other member alone may move this node's time: a wrong time zone or day, no more."""
 
@@ -52,8 +52,7 @@ class _Heard(NamedTuple):
 
 
 class PeerClocks:
-    """`now` is monotonic seconds, `own` how far this machine's wall clock is ahead of that. The clock of a
-    peer counts while it `is_live`."""
+    """The clocks of peers, in monotonic seconds. A clock counts while its peer `is_live`."""
 
     __slots__ = ("_heard", "_is_live")
 
@@ -72,8 +71,8 @@ class PeerClocks:
         round_trip_seconds: float,
         place: Hashable = None,
     ) -> None:
-        """A ping was answered now, after so long, by a peer whose clock showed this when it did. `place`: the
-        host that the answer came from; None where that is not known."""
+        """Record an ack: the peer's clock showed `wall_milliseconds` during a round trip of
+        `round_trip_seconds`. `place`: the host that the answer came from; None where that is not known."""
         wall = wall_milliseconds / 1000
         if not 0 <= round_trip_seconds <= ROUND_TRIP_SECONDS_MAX or not is_plausible(wall):
             return
@@ -84,15 +83,16 @@ class PeerClocks:
             self._heard.popitem(last=False)
 
     def forget(self) -> None:
-        """This machine has slept, perhaps: what is known means nothing any more."""
+        """Forget all clocks: this machine may have slept, and offsets mean nothing any more."""
         self._heard.clear()
 
     def peers(self, now: float) -> list[float]:
-        """Return how far the clocks of live others are ahead, of each that was heard lately."""
+        """Return the offsets of the clocks of live peers heard lately."""
         return [heard.ahead for heard in self._known(now)]
 
     def swarm(self, now: float, own: float, others: int) -> float | None:
-        """Return how far the time of a swarm with so many `others` is ahead; None while too few are heard."""
+        """Return the swarm's offset with `others` other members; None while too few clocks are heard. `own`
+        is this machine's own."""
         known = self._known(now)
         is_own_plausible = is_plausible(now + own)
         quorum = max(PEERS_MIN, min((others + 1) // 2, QUORUM_MAX)) if is_own_plausible else PEERS_MIN
@@ -112,7 +112,7 @@ class PeerClocks:
 
 
 def _median_low(weighted: Sequence[tuple[float, float]]) -> float:
-    """Return the least value up to which lies half of the weight."""
+    """Return the least value at which half of the weight is reached."""
     ordered = sorted(weighted)
     half = sum(weight for _, weight in ordered) / 2
     passed = 0.0

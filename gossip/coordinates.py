@@ -1,9 +1,9 @@
-"""Where a peer is in a space whose distances are round trips: Vivaldi with a height, as Serf has it.
+"""Network coordinates, whose distances are round trips: Vivaldi with a height, as in Serf.
 
 Dabek, Cox, Kaashoek and Morris 2004 ("Vivaldi: A Decentralized Network Coordinate System"), sections 2.5 to
 2.7 and 5.4 (heights: what a peer's own access adds to every path). Each answered probe is a spring between
-two peers. What a peer says of itself is not proved: a sample moves us by STEP_MAX at most, and the latest
-samples of a peer count by their median. So a minority that lies shifts others a little.
+two peers. A peer's own coordinate is unproved: a sample moves us by STEP_MAX at most, and the latest samples
+of a peer count by their median. So a minority that lies shifts others a little.
 
 Pure arithmetic in seconds. On the wire a coordinate is whole tenths of a millisecond.
 """
@@ -23,10 +23,10 @@ FARTHEST = 100_000
 """In units: 10 s from the middle, further than any path on Earth."""
 ROUND_TRIP_SECONDS_MAX = 10.0
 ERROR_MAX = 1.5
-"""The relative error of one that knows nothing; nobody is believed to err by less than ERROR_MIN."""
+"""The relative error of a peer that knows nothing; no peer is believed to err by less than ERROR_MIN."""
 ERROR_MIN = 0.05
 ADJUSTMENT = 0.25
-"""The paper's c_c and c_e: what share of a spring's pull is followed."""
+"""The paper's c_c and c_e: the share of a spring's pull that is followed."""
 STEP_MAX = 0.02
 """Seconds by which one sample moves us at most."""
 HEIGHT_MIN = 1e-4
@@ -40,7 +40,7 @@ Share = Annotated[int, msgspec.Meta(ge=0, le=int(ERROR_MAX * 100))]
 
 
 class Coordinate(msgspec.Struct, frozen=True, array_like=True):
-    """A place as a peer says it: a point and a height in units, and its relative error in hundredths."""
+    """A place as a peer claims it: a point and a height in units, and its relative error in hundredths."""
 
     point: Annotated[tuple[Length, ...], msgspec.Meta(min_length=DIMENSIONS, max_length=DIMENSIONS)]
     height: Height
@@ -48,7 +48,7 @@ class Coordinate(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Coordinates:
-    """Where one peer thinks itself. `here` is what it tells others."""
+    """One peer's estimate of its own coordinate. `here` is what it tells others."""
 
     __slots__ = ("_error", "_height", "_point", "_rng", "_samples", "here")
 
@@ -61,7 +61,7 @@ class Coordinates:
         self.here = self._said()
 
     def learn(self, peer: PeerId, there: Coordinate, round_trip_seconds: float) -> None:
-        """A ping of ours was answered by `peer`, which says that it is `there`."""
+        """Learn from a ping that `peer` answered, which claims to be `there`."""
         if not 0 < round_trip_seconds <= ROUND_TRIP_SECONDS_MAX:
             return
         measured = self._median(peer, there, round_trip_seconds)
@@ -79,21 +79,21 @@ class Coordinates:
         self.here = self._said()
 
     def round_trip_seconds_to(self, peer: PeerId) -> float | None:
-        """Return what a round trip to `peer` takes: as measured, if it was asked lately; else None."""
+        """Return the round trip to `peer` as measured lately; else None."""
         kept = self._samples.get(peer)
         return None if kept is None else sorted(kept[0])[(len(kept[0]) - 1) // 2]
 
     def places(self) -> dict[PeerId, Coordinate]:
-        """Return where peers said they are that were asked lately."""
+        """Return the claimed coordinates of the peers pinged lately."""
         return {peer: place for peer, (_, place) in self._samples.items()}
 
     def round_trip_seconds(self, there: Coordinate) -> float:
-        """Return what a round trip to somebody who is `there` takes, as far as we can tell."""
+        """Estimate the round trip to a peer at `there`."""
         point = [value * UNIT_SECONDS for value in there.point]
         return math.dist(self._point, point) + self._height + there.height * UNIT_SECONDS
 
     def _move(self, point: list[float], apart: float, height: float, force: float) -> None:
-        """Go away from a point by `force`, or towards it; a share of it goes into the height."""
+        """Move away from a point by `force`, or towards it; a share of it goes into the height."""
         if apart > UNIT_SECONDS:
             way = [(mine - other) / apart for mine, other in zip(self._point, point, strict=True)]
         else:  # two at one place are pushed apart in any direction

@@ -1,4 +1,4 @@
-"""Lives of members that newer ones displaced: to be told to whichever process answers as that member.
+"""Lives of members that newer ones displaced, to be told to whichever process answers as that member.
 
 A member list holds one alive fact of each peer, the newest. Those of a few lives before are kept here, and
 told for a while: so a copy of a data folder hears of its original, and the original of the copy. A process
@@ -17,15 +17,16 @@ from gossip.table import Row
 DISPLACED_MAX = 64
 """Members of which displaced lives are kept."""
 DISPLACED_LIVES_MAX = 4
-"""Displaced lives of one member, the latest. An original displaces each copy, and so stays among them."""
+"""Displaced lives of one member, the latest. An original displaces each copy, and so remains among them."""
 TOLD_INTERVALS = 10
 """Probe intervals for which displaced lives are told: any one message may be lost, or go to the wrong
 process."""
 
 WRITTEN_MAX = 6.0
 WRITTEN_INTERVALS = 3.0
-"""Messages about lives at once, and then one in this many probe intervals: whoever changes its life with each
-word makes all others write to it. Beyond them lives are told with messages that are sent anyway."""
+"""Messages about lives sent at once, and then one in this many probe intervals: a peer that changes its life
+with each message would make all others write to it. Beyond them lives are told with messages that are sent
+anyway."""
 
 
 class DisplacedLives:
@@ -45,8 +46,8 @@ class DisplacedLives:
         self.waits = False
 
     def note(self, held: AliveFact, said: AliveFact, *, speaks: bool) -> None:
-        """A member speaks in another life than in the fact that is held of it, or in the same: to this peer
-        itself, or by others."""
+        """Note the life in which a member speaks, new or the one held: to this peer itself (`speaks`), or
+        through others."""
         before, now = read_body(held.fact), read_body(said.fact)
         if not (isinstance(before, AliveBody) and isinstance(now, AliveBody)) or before.life == now.life:
             return
@@ -67,12 +68,12 @@ class DisplacedLives:
             self.forget(next(iter(self._facts)))
 
     def of(self, peer: PeerId) -> tuple[Fact, ...]:
-        """Return all that is to be told to `peer`; nothing as a rule."""
+        """Return the facts to tell `peer`; usually none."""
         return tuple(self._facts[peer].values()) if peer in self._left else ()
 
     def next(self, held: AliveFact) -> Fact | None:
-        """Return one fact for a message to a peer of which `held` is held: each of its lives in turn, for it
-        is not known which of them will read it."""
+        """Return one fact for a message to the peer whose fact `held` is: each of its lives in turn, since it
+        is unknown which of them will read it."""
         facts = self.of(held.peer)
         if not facts:
             return None
@@ -80,7 +81,7 @@ class DisplacedLives:
         return (*facts, held.fact)[self._turn % (len(facts) + 1)]
 
     def next_interval(self, now: float, rows: Mapping[PeerId, Row]) -> list[tuple[PeerId, Gossip]]:
-        """A probe interval has begun: return what is to be sent."""
+        """Begin a probe interval; return the messages to send."""
         if not self.waits:
             return []
         self._left = {peer: left - 1 for peer, left in self._left.items() if left > 1}
@@ -91,7 +92,7 @@ class DisplacedLives:
         return [(peer, Gossip(self._message(rows[peer]))) for peer in met if self._written.take(now)]
 
     def _message(self, row: Row) -> tuple[Fact, ...]:
-        """Return what fits of the lives of a peer, the present one first."""
+        """Return as many lives of a peer as fit a message, the present one first."""
         held = row.said.fact
         facts, room = [held], FACT_BYTES_MAX - fact_bytes(held)
         for fact in reversed(self.of(row.peer)):

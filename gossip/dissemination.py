@@ -1,9 +1,9 @@
-"""The facts waiting to be passed on, each a bounded number of times (SWIM section 4.1).
+"""Facts that wait to be passed on, each a bounded number of times (SWIM section 4.1).
 
-Least passed on first, the newest first among equals, so that news overtakes what many know. A
-newer fact about a member replaces the older ones, except that several accusers' suspicions of
-one member wait side by side: they are independent confirmations (Lifeguard). What users tell takes the room
-that membership leaves.
+The least passed on go first, the newest first among equals, so that news overtakes what many know. A newer
+fact about a member replaces the older ones, except that several accusers' suspicions of one member wait side
+by side: they are independent confirmations (Lifeguard). Broadcasts of users take the room that membership
+leaves.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,31 +16,34 @@ from gossip.messages import FACTS_MAX, fact_bytes
 _SMALLEST_BYTES = 110
 """No Ed25519 fact is smaller; with less room left it is not worth looking on."""
 _MISFITS_MAX = 16
-"""After so many facts too large for the room left, a message is full enough."""
+"""After this many facts that are too large for the room left, a message is full enough."""
 
 DEAD_SENDS = 6
-"""All who held a suspicion come to its end at about the same time, each by its own probe."""
+"""Sends of a dead fact: all peers that held a suspicion reach its end at about the same time, each by its own
+probe."""
 REFUTATION_SENDS = 4
-"""A refutation need not reach all: whoever suspects us passes it on, and the others do not."""
+"""Sends of a refutation: it need not reach all, since peers that suspect us pass it on, and the others do
+not."""
 CHANGES_MAX = 2.0
 CHANGE_INTERVALS = 300.0
-"""How many changes of one member (a new profile, a return, a goodbye) are passed on at once, and then one in
-how many probe intervals: each costs everybody some sends. The rest spreads by Syncs."""
+"""Changes of one member (a new profile, a return, a goodbye) that are passed on at once, and then one in this
+many probe intervals: each costs every member some sends. The rest spreads by Syncs."""
 CHANGED_SENDS = 4
-"""Sends of a change soon after another one. Where each sends on four times, one in fifty is left to Syncs."""
+"""Sends of a change soon after another one. With four sends each, one in fifty is left to Syncs."""
 ALL_CHANGES_MAX = 4.0
 ALL_CHANGE_INTERVALS = 10.0
-"""Changes of all members together that are sent in full at once, then one in so many intervals. Of more, a
-member's first is sent CHANGED_SENDS times and its second not at all, so that a minority that changes all the
-time costs others little."""
+"""Changes of all members together that are sent in full at once, then one in this many intervals. Beyond them
+a member's first change is sent CHANGED_SENDS times and its second not at all, so that a minority that changes
+all the time costs others little."""
 SENDS_MAX = 1_000
 """More than `Settings.retransmits` can be."""
 OWN_SENDS_MIN = 12
-"""Where few are told at random, who tells us a fact says little about who knows it."""
+"""Sends that always remain our own: where few members are told at random, a fact that reaches us says little
+about who knows it."""
 
 
 class Changes:
-    """How often changes of what members say of themselves are passed on."""
+    """The rate at which changes that members make to themselves are passed on."""
 
     __slots__ = ("_all", "_of")
 
@@ -51,7 +54,7 @@ class Changes:
         self._all = Bucket(rate, ALL_CHANGES_MAX, ALL_CHANGES_MAX, now)
 
     def sends(self, member: PeerId, now: float) -> int:
-        """Return how often to send one of `member`; 0 for not at all."""
+        """Return how often to send a change of `member`; 0 for not at all."""
         bucket = self._of.of(member, now)
         is_first = bucket.left(now) >= CHANGES_MAX
         if not bucket.take(now):
@@ -62,8 +65,8 @@ class Changes:
 
 
 class _Item:
-    """A fact that waits; `size` as in a message, `sent` so often, and `heard` of those. Small, for where a
-    swarm starts all facts of all wait at all."""
+    """A waiting fact: `size` as in a message, `sent` so often, `heard` counts those sends that were others'.
+    It is small, since at the start of a swarm all facts of all members wait at all."""
 
     __slots__ = ("fact", "heard", "is_later", "sends", "sent", "size", "subject")
 
@@ -78,11 +81,12 @@ class _Item:
 
 
 class Dissemination:
-    """A queue in tiers: tier t holds the facts sent t times, oldest first. A fact goes by its signature.
-    One that others tell us is as good as sent once more: they know it, and soon everybody does. But half of
-    all times, and OWN_SENDS_MIN times, we send it ourselves, whatever one that would keep it secret tells us.
+    """A queue in tiers: tier t holds the facts sent t times, oldest first. Facts are identified by their
+    signatures. Hearing a fact from another peer counts as one send: that peer knows it, and soon everybody
+    does. But half of all sends, and at least OWN_SENDS_MIN, are our own, whatever a peer that would keep it
+    secret tells us.
 
-    `waits` says whether anything is in it.
+    `waits` says whether any fact is queued.
     """
 
     __slots__ = ("_about", "_items", "_later_tiers", "_tiers", "waits")
@@ -92,7 +96,7 @@ class Dissemination:
         self._items: dict[bytes, _Item] = {}
         self._tiers: list[dict[bytes, _Item]] = []
         self._later_tiers: list[dict[bytes, _Item]] = []
-        # What waits about each subject; bounded by members and confirmations.
+        # Items about each subject; bounded by members and confirmations.
         self._about: dict[PeerId, tuple[_Item, ...]] = {}
 
     def __len__(self) -> int:
@@ -107,8 +111,8 @@ class Dissemination:
         sends: int = SENDS_MAX,
         is_later: bool = False,
     ) -> None:
-        """Let `fact` about `subject` travel, `sends` times at most; it replaces older ones unless it stands
-        `beside` them. What `is_later` takes only the room that all else leaves."""
+        """Queue `fact` about `subject` for at most `sends` sends; it replaces older ones unless it stands
+        `beside` them. A fact that `is_later` takes only the room that all others leave."""
         if not beside:
             self.drop(subject)
         others = self._about.get(subject, ())
@@ -122,19 +126,20 @@ class Dissemination:
         self.waits = True
 
     def heard(self, fact: Fact, transmits_max: int) -> None:
-        """Another tells us what may wait here."""
+        """Count a fact heard from another peer, which may wait here."""
         item = self._items.get(fact.signature)
         if item is not None and item.heard < min(transmits_max // 2, transmits_max - OWN_SENDS_MIN):
             item.heard += 1
             self._sent(item, transmits_max)
 
     def drop(self, subject: PeerId) -> None:
-        """Pass on nothing more about `subject`."""
+        """Drop all facts about `subject`."""
         for item in self._about.get(subject, ()):
             self._remove(item)
 
     def take(self, transmits_max: int, bytes_max: int, first: Sequence[Fact] = ()) -> tuple[Fact, ...]:
-        """Facts for one message of at most `bytes_max`: `first`, then those due. Counts them as sent.
+        """Return the facts for one message of at most `bytes_max`: `first`, then those due. Count them as
+        sent.
 
         A fact sent `transmits_max` times is dropped.
         """

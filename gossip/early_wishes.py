@@ -1,6 +1,6 @@
-"""Wishes for a group that peers told before this one had its own: pure.
+"""Wishes for a group that peers announced before this one had its own: pure.
 
-They say whose answer a wish of this peer waits for a moment; `gossip.matchmaking` does that.
+They decide whose answer a wish of this peer waits for a moment; `gossip.matchmaking` does the waiting.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ V = TypeVar("V")
 
 
 class EarlyWishes:
-    """The last early wish of each peer, good for so many seconds."""
+    """The last early wish of each peer, kept for a bounded time."""
 
     def __init__(self, good_seconds: float) -> None:
         self._good_seconds = good_seconds
@@ -45,7 +45,7 @@ class EarlyWishes:
 
 
 def _keep(table: dict[PeerId, V], peer: PeerId, value: V) -> None:
-    """Put it last; the one that was put in first makes room."""
+    """Put an entry last; the oldest makes room."""
     table.pop(peer, None)
     table[peer] = value
     if len(table) > EARLY_MAX:

@@ -1,4 +1,4 @@
-"""Accusations by others, until this peer's own probe has shown what is true of them.
+"""Accusations by others, until this peer's own probe has confirmed or refuted them.
 
 An accusation is a hint: it makes its receiver probe the accused. Only when that probe fails is the accused
 suspected here, and only then is the accusation passed on. So an accusation travels as far as the accused is
@@ -21,22 +21,22 @@ from gossip.table import Row
 HINTS_MAX = 256
 """Accused members that wait for a probe; more are told of again."""
 HINTS_PROBED_MAX = 16
-"""How many of these are probed at once: a message with 32 lies costs no more."""
+"""Accused members that are probed at once: a message with 32 lies costs no more."""
 DOUBTED_MAX = 32
 """Accused members that wait for a place in the round, among HINTS_MAX."""
 DOUBTED_INTERVALS = 3
-"""One probe of the round in so many may go to one of them, so that the round goes on."""
+"""One probe of the round in this many may go to a doubted member, so that the round goes on."""
 HINT_FACTS_MAX = 9
 """Accusations of one member that wait: as many accusers as `Settings.confirmations` can ask for, and one."""
 SPARED_INTERVALS = 2.0
-"""Probe intervals in which one that has just answered a probe is not probed for another hint: the same
+"""Probe intervals during which a member that has just answered is not probed for another hint: the same
 accusation comes from several sides."""
 
 
 @dataclass(slots=True)
 class Hint:
-    """One accused member. `facts` by author; `culprits` pay if it turns out to live; `is_doubted` while each
-    of them has erred lately."""
+    """One accused member. `facts` by author; `culprits` lose credit if the accused turns out to live;
+    `is_doubted` while each of them has erred lately."""
 
     facts: dict[PeerId, Fact] = field(default_factory=dict)
     culprits: list[PeerId] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Hint:
 
 
 class Hints:
-    """The accused, in the order in which they were heard of."""
+    """The accused members, in the order in which the accusations came."""
 
     __slots__ = (
         "_credit", "_doubted", "_interval_seconds", "_pauses", "_pending", "_spared", "_spared_at",
@@ -58,7 +58,7 @@ class Hints:
         self._pauses = 0
         self._credit = credit
         self._interval_seconds = interval_seconds
-        # Accusations that wait for a verdict, by whoever pays for a false one.
+        # Accusations that wait for a verdict, by the peer that pays for a false one.
         self._pending: dict[PeerId, int] = {}
         # The peers that answered in this period of SPARED_INTERVALS, and in the one before.
         self._spared: tuple[set[PeerId], set[PeerId]] = (set(), set())
@@ -68,7 +68,7 @@ class Hints:
         return len(self.rows)
 
     def takes(self, now: float, subject: PeerId, accuser: PeerId, culprit: PeerId) -> bool:
-        """Return whether an accusation is worth a look; `culprit` pays if it is false."""
+        """Return whether an accusation is worth a probe; `culprit` loses credit if it is false."""
         self._age(now)
         hint = self.rows.get(subject)
         is_spared = subject in self._spared[0] or subject in self._spared[1]
@@ -96,7 +96,7 @@ class Hints:
         self._pending[culprit] = self._pending.get(culprit, 0) + 1
 
     def next(self) -> PeerId | None:
-        """The next accused member to be probed; None while enough are, or none waits."""
+        """Return the next accused member to probe; None while enough are, or none waits."""
         waiting = len(self._waiting) + len(self._doubted)
         if not self._waiting or len(self.rows) - waiting >= HINTS_PROBED_MAX:
             return None
@@ -119,17 +119,17 @@ class Hints:
         return None
 
     def confirm(self, subject: PeerId) -> list[Fact]:
-        """The probe has failed: take the accusations out, which were right."""
+        """Remove and return the accusations of a member whose probe has failed: they were right."""
         hint = self._pop(subject)
         return [] if hint is None else list(hint.facts.values())
 
     def about(self, subject: PeerId) -> tuple[Fact, ...]:
-        """The first accusation, for the accused itself to hear."""
+        """Return the first accusation, for the accused itself to hear."""
         hint = self.rows.get(subject)
         return () if hint is None or hint.is_doubted else tuple(hint.facts.values())[-1:]
 
     def refute(self, now: float, subject: PeerId) -> list[Fact]:
-        """The accused has answered: take the accusations out, at the cost of their culprits. Returns those
+        """Remove the accusations of a member that has answered, at the cost of their culprits. Return those
         whose authors are to be told."""
         self._age(now)
         self._spared[0].add(subject)
@@ -141,7 +141,7 @@ class Hints:
         return [] if hint.is_doubted else list(hint.facts.values())
 
     def drop(self, subject: PeerId) -> None:
-        """Forget the accusations, whatever they are worth."""
+        """Forget the accusations of a member without a verdict."""
         self._pop(subject)
 
     def _pop(self, subject: PeerId) -> Hint | None:

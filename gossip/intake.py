@@ -1,7 +1,8 @@
-"""Facts of large messages on their way in, a slice at a time: no message stops whoever drives the core.
+"""Incoming facts of large messages, taken in a slice at a time: no message blocks the loop that drives the
+core.
 
-A Sync may hold thousands of facts, and to check one signature takes 0.1 ms. What goes beyond one slice waits
-here for the next wakes; several senders take turns. Not here: what a fact means (`gossip.state_table`).
+A Sync may hold thousands of facts, and to check one signature takes 0.1 ms. Facts beyond one slice wait here
+for the next wakes; senders take turns. Not here: what a fact means (`gossip.state_table`).
 """
 
 from collections import deque
@@ -18,7 +19,7 @@ CHECK_COST = 20
 SLICE_COST_MAX = 32 * CHECK_COST
 """3.5 ms, or 10 on a machine a third as fast: well below the 50 ms that no step may take."""
 SLICE_PAUSE_SECONDS = 0.005
-"""Between two slices, so that others get more than half of the time, whatever is sent."""
+"""Between two slices, so that others get more than half of the time however much is sent."""
 JOBS_MAX = 8
 """Large messages at once, one of a sender: 13 MB of facts at most. The largest makes room."""
 
@@ -47,7 +48,7 @@ class Intake:
         return len(self.jobs)
 
     def do(self, job: Job) -> bool:
-        """Do a job, a large one for one slice only; whether it is done. Raises RemoteProtocolError."""
+        """Do a job, a large one for one slice only; return whether it is done. Raises RemoteProtocolError."""
         steps = self._begin(job)
         if _slice(steps):
             return True
@@ -59,7 +60,8 @@ class Intake:
         return False
 
     def go_on(self, now: float) -> tuple[Job | None, RemoteProtocolError | None]:
-        """Do one slice of the job whose turn it is. Returns it if it is over, and why if not in order."""
+        """Do one slice of the job whose turn it is. Return the job if it is over, and its error if it
+        failed."""
         if not self.jobs:
             return None, None
         job, steps = self.jobs.popleft()
@@ -78,7 +80,7 @@ class Intake:
 
 
 def _slice(steps: Generator[int]) -> bool:
-    """One slice; whether it was the last."""
+    """Do one slice; return whether it was the last."""
     left = SLICE_COST_MAX
     for cost in steps:
         left -= cost

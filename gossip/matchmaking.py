@@ -42,7 +42,7 @@ NEXT_SECONDS = 1.0
 WISHES_MAX = 64
 """Keys under which one node may wish at once."""
 CLOSED_VOICES = 2
-"""Peers that must say that the group was formed without this one, where more than one is known."""
+"""Peers that must report that the group was formed without this one, where more than one is known."""
 READY_MAX = 1_024
 DISTANCES_MAX = 8 * READY_MAX
 """Distances that are kept: to hash all that are ready at each message takes longer than all else of it."""
@@ -129,17 +129,19 @@ Make = Callable[[tuple[Member, ...]], Group]
 class Wish:
     """One peer's wish for a group under one key.
 
-    `expected` are the peers that should come; with all of them ready nobody waits for the window's end.
-    `others` may come, and are told too. Where it is not known who comes, but how many do, `size_hoped` is
-    their number, this peer included: with fewer ready the window runs to its end.
-    `make` makes the group of some members, and says thereby what this peer averages: a proposed group has to
-    be equal to what it makes of the same members, but for round and number. Groups of fewer than `size_min`
-    are not proposed, of more than `size_max` neither. Where `is_exclusive`, there is one group under the key,
-    and late ones get none; otherwise those that are left over form the next. Peers that `admits` does not
-    admit are passed over, and a group with one of them in it is declined. Those that `leaves_out` names are
-    not proposed, and no group of theirs is taken; one of another peer's that has them in it is, since others
-    do not know them. Of those with the lowest `rank` one convenes. `waits` says until when each
-    of the expected is awaited; it is for the whole window without.
+    `expected` are the peers that should come; once all of them are ready nobody waits for the window's end.
+    `others` may come, and are told too. Where only the number of comers is known, `size_hoped` is that
+    number, this peer included: with fewer ready the window runs to its end.
+
+    `make` makes the group of some members, and thereby states what this peer averages: a proposed group must
+    equal what it makes of the same members, but for round and number. Groups of fewer than `size_min` or more
+    than `size_max` are not proposed. Where `is_exclusive`, there is one group under the key, and late peers
+    get none; otherwise those that are left over form the next.
+
+    Peers that `admits` rejects are passed over, and a group with one of them in it is declined. Peers that
+    `leaves_out` names are not proposed, and their groups are declined; another peer's group with them in it
+    is accepted, since others do not know them. One peer of the lowest `rank` convenes. `waits` says until
+    when each expected peer is awaited; without it, that is the whole window.
     """
 
     def __init__(
@@ -222,14 +224,14 @@ class Wish:
         return tuple(self._passed_over)
 
     def heard_early(self, now: float, peer: PeerId) -> None:
-        """This peer was ready a moment before this wish was made. Its answer is awaited even where it is not
-        expected, if it has completed a round: a group without it would have it wait in vain."""
+        """Note that this peer was ready a moment before this wish was made. Its answer is awaited even where
+        it is not expected, if it has completed a round: a group without it would have it wait in vain."""
         is_proven = self._rank is None or self._rank(peer) == 0
         if is_proven and self._admitted([peer]) and not (self._leaves_out and self._leaves_out(peer)):
             self._early[peer] = now + ANSWER_SECONDS
 
     def expect(self, now: float, peers: Iterable[PeerId]) -> Sends:
-        """These should come too."""
+        """Expect these peers too."""
         new = [peer for peer in self._admitted(peers) if peer != self._peer and peer not in self._expected]
         self._expected.update(dict.fromkeys(new))
         if self.group is not None or self.is_over:
@@ -237,7 +239,7 @@ class Wish:
         return [(peer, self._wish()) for peer in new] + self._advance(now)
 
     def introduce(self, peers: Iterable[PeerId]) -> Sends:
-        """These may come too: tell them, as many as there is room for."""
+        """Tell these peers too, as many as there is room for: they may come."""
         new = [peer for peer in self._admitted(peers) if peer != self._peer and peer not in self._others]
         new = new[: max(0, OTHERS_MAX - len(self._others))]
         self._others.update(dict.fromkeys(new))
@@ -318,7 +320,8 @@ class Wish:
         return answer + self._advance(now)
 
     def _take_closed(self, sender: PeerId) -> None:
-        """In a numbered round there is no other group; but one peer's word does not end this wish."""
+        """Take a peer's report that the group is closed. One peer's word does not end this wish, though in a
+        numbered round there is no other group."""
         known = self._expected.keys() | self._others.keys()
         if self.is_exclusive and self.group is None and not self.is_over and sender in known:
             self._closed_by.add(sender)
@@ -344,8 +347,8 @@ class Wish:
         return self._declines is not None and self._declines(sender)
 
     def _is_trial_too_dear(self, sender: PeerId, group: Group) -> bool:
-        """Return whether a peer that is left out proposes a group without one that this peer would be with:
-        that one would wait for the end of the trial, and then be tried in its turn."""
+        """Return whether a left-out peer proposes a group that lacks a peer this one would be with: that peer
+        would wait for the end of the trial, and then be tried in its turn."""
         if self._leaves_out is None or not self._leaves_out(sender):
             return False
         missing = (self._expected.keys() | self._ready.keys()).difference(group.peers)
@@ -387,7 +390,7 @@ class Wish:
         return [peer for peer in ready if self._leaves_out is None or not self._leaves_out(peer)]
 
     def _is_whole(self, now: float) -> bool:
-        """Return whether all are ready that are awaited, and note until when one that is not is awaited."""
+        """Return whether all awaited peers are ready, and note until when a missing one is awaited."""
         self._held_up_until = inf
         for peer in self._expected:
             if peer in self._ready:
@@ -438,8 +441,7 @@ class Matchmaking:
         return min((wish.deadline for wish in self._wishes.values()), default=inf)
 
     def begin(self, now: float, wish: Wish) -> Sends:
-        """Wish for a group. A wish under the same key that was made before ends. Raises ValueError: too
-        many."""
+        """Begin a wish for a group. An earlier wish under the same key ends. Raises ValueError: too many."""
         if wish.key not in self._wishes and len(self._wishes) >= WISHES_MAX:
             raise ValueError(f"a node wishes for {WISHES_MAX} groups at once at most")
         self._wishes[wish.key] = wish
@@ -461,8 +463,7 @@ class Matchmaking:
         return self._wishes.get(key)
 
     def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
-        """Take one message; one under a key that nobody wishes for here is passed over, but for who is ready
-        already."""
+        """Take one message; one under a key without a wish is dropped, after noting who is ready already."""
         wish = self._wishes.get(message.key)
         if wish is None:
             if isinstance(message, Ready):
@@ -491,7 +492,7 @@ class Matchmaking:
         return sends
 
     def expect(self, now: float, key: bytes, peers: Iterable[PeerId]) -> Sends:
-        """These should come too."""
+        """Expect these peers too."""
         wish = self._wishes.get(key)
         sends = [] if wish is None else wish.expect(now, peers)
         if wish is not None:
@@ -499,12 +500,12 @@ class Matchmaking:
         return sends
 
     def introduce(self, key: bytes, peers: Iterable[PeerId]) -> Sends:
-        """These may come too."""
+        """Tell these peers too: they may come."""
         wish = self._wishes.get(key)
         return [] if wish is None else wish.introduce(peers)
 
     def lost(self, now: float, peer: PeerId) -> Sends:
-        """Membership, or the roster, calls this peer gone."""
+        """Expect a peer no longer that membership, or the roster, calls gone."""
         sends: Sends = []
         for wish in self._wishes.values():
             sends += wish.lost(now, peer)

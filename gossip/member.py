@@ -14,7 +14,7 @@ METADATA_BYTES_MAX = 300
 
 
 class Status(enum.StrEnum):
-    """What is held of a member. At one incarnation a later word here overrides an earlier one."""
+    """The status held of a member. At one incarnation a later value in this list overrides an earlier one."""
 
     ALIVE = "alive"
     SUSPECT = "suspect"
@@ -24,13 +24,12 @@ class Status(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Profile:
-    """What a member says of itself: a name (40 letters), addresses, and opaque metadata (300 bytes).
+    """A member's description of itself: a name (40 letters), addresses, and opaque metadata (300 bytes).
 
-    All travels in one signed fact of a datagram's size: where the addresses do not fit beside the
-    rest, the last are left out (about 240 bytes are always theirs: four or more). Put the best first.
+    All travels in one signed fact of a datagram's size: where the addresses do not fit beside the rest, the
+    last are left out (about 240 bytes are always theirs: four or more). Put the best first.
 
-    Raises:
-        ValueError: the name is too long or unprintable, or the metadata too large.
+    Raises ValueError: the name is too long or unprintable, or the metadata too large.
     """
 
     name: str
@@ -120,7 +119,7 @@ class MemberDown:
 
 
 class Condition(enum.StrEnum):
-    """What ails a member that lives."""
+    """Why a live member counts as degraded."""
 
     LATE = "late"
     NO_PATH = "no path"
@@ -161,16 +160,15 @@ class MemberForgotten:
 
 @dataclass(frozen=True)
 class NeighbourhoodLookupWanted:
-    """Only where peers list their neighbourhood: whoever drives this core should look up the peers nearest
-    to `key`, a DHT does that, and `join` through them.
-    """
+    """This peer may miss neighbours. Only where peers list their neighbourhood: the driver of this core
+    should look up the peers nearest to `key`, as a DHT does, and `join` through them."""
 
     key: bytes
 
 
 @dataclass(frozen=True)
 class CandidateFound:
-    """A stranger of whom a member told is to be probed, at these addresses, before it is listed."""
+    """A stranger that a member named is to be probed, at these addresses, before it is listed."""
 
     peer: PeerId
     addresses: tuple[Address, ...]
@@ -179,7 +177,7 @@ class CandidateFound:
 
 @dataclass(frozen=True)
 class FactsRefused:
-    """What `sender` told, a while ago, was forged or malformed."""
+    """Facts that `sender` passed on a while ago were forged or malformed."""
 
     sender: PeerId
     reason: str
@@ -206,17 +204,17 @@ class SelfAccused:
 
 @dataclass(frozen=True)
 class OtherLifeHeard:
-    """A fact of this peer's own key is about, of another life than this: an earlier one, or one beside it.
-    Whoever drives this core may look whether it lives at these addresses."""
+    """A fact of this peer's own key names another life than this: an earlier one, or a concurrent one. The
+    driver of this core may check whether it lives at these addresses."""
 
     addresses: tuple[Address, ...]
 
 
 @dataclass(frozen=True)
 class RivalFound:
-    """Another process lives now with the very key of this peer, as a copied data folder makes it: it has
-    named this life. `started_milliseconds` is the unix time of its start by its own clock; `is_younger` says
-    that it began later, and so has to go. Else this peer has: it says nothing of itself any more."""
+    """Another process lives with this peer's key, as a copied data folder makes it: it has named this life.
+    `started_milliseconds` is the unix time of its start by its own clock; `is_younger` says that it began
+    later, and so has to stop. Otherwise this peer has to, and announces itself no more."""
 
     started_milliseconds: int
     name: str
@@ -226,8 +224,8 @@ class RivalFound:
 
 @dataclass(frozen=True)
 class RivalOutlived:
-    """This peer announces itself beside a younger process with its key, or after it. Whoever drives this core
-    begins anew with each peer: their packets may go to the other process."""
+    """This peer announces itself beside a younger process with its key, or after it. The driver of this core
+    begins new sessions with each peer: their packets may go to the other process."""
 
 
 Event = (

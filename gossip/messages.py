@@ -1,4 +1,4 @@
-"""What members say to each other, and the signed facts inside it.
+"""Messages between members, and the signed facts inside them.
 
 Two layers. A *message* goes from one peer to the next: Ping, Ack, Nack, PingRequest (Das et al. 2002,
 section 3; the Nack is Lifeguard's), Gossip, Compare and Sync, and the two that take their place where
@@ -49,7 +49,7 @@ INCARNATION_JUMP_MAX = 2**42
 clock that may have been wrong; more would only leave no room above it."""
 TOPIC_BYTES_MAX = 64
 BROADCAST_BYTES_MAX = 512
-"""What a user tells at once; more is for a blob, whose hash is told."""
+"""The most data in one broadcast; larger data goes into a blob, and the broadcast names its hash."""
 SILENCE_MILLISECONDS_MAX = 3_600_000
 """An accuser claims an hour of silence at most; it only feeds the text of a reason."""
 
@@ -73,10 +73,10 @@ class AliveBody(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
     ]
     metadata: Annotated[bytes, msgspec.Meta(max_length=METADATA_BYTES_MAX)]
     life: Annotated[bytes, msgspec.Meta(max_length=LIFE_BYTES)] = b""
-    """In which life of it, one start of a process, the subject says so."""
+    """The life, one start of a process, in which the subject says so."""
     rival: Annotated[bytes, msgspec.Meta(max_length=LIFE_BYTES)] = b""
-    """Another life of this identity that the subject has heard of, empty for none. A life of long ago cannot
-    name one that began later, so whoever reads its own here knows that the author lives beside it."""
+    """Another life of this identity that the subject has heard of, empty for none. An earlier life cannot
+    name one that began later, so a peer that reads its own here knows that the author lives beside it."""
 
 
 class SuspectBody(msgspec.Struct, frozen=True, array_like=True, tag="suspect"):
@@ -128,16 +128,16 @@ class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
 
 
 class StreamPing(msgspec.Struct, frozen=True, array_like=True, tag="stream-ping"):
-    """A Ping that goes by a stream, for no datagram is answered. So does its Ack, if the Ping came by one
-    and from a member that does not ask more often than it probes."""
+    """A Ping by a stream, for peers that no datagram reaches. The Ack takes a stream too, if the Ping came by
+    one and from a member that does not ask more often than it probes."""
 
     number: Number
     facts: Facts = ()
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True, tag="ack"):
-    """I am there; or, from a relay: the target of your PingRequest is. `here`: where, in round trips. `wall`:
-    what my clock shows, in unix milliseconds."""
+    """I am there; or, from a relay: the target of your PingRequest is. `here`: my coordinate. `wall`: my
+    clock, in unix milliseconds."""
 
     number: Number
     facts: Facts = ()
@@ -209,8 +209,8 @@ Message = Ping | StreamPing | Ack | Nack | PingRequest | Gossip | Compare | Sync
 
 
 class ByStream(NamedTuple):
-    """In the place of a message that is to be sent: it goes by a stream, however short it is. `is_answer`:
-    only if what it answers came by one, else as a datagram."""
+    """A message to send by a stream, however short it is. `is_answer`: only if the message it answers came by
+    one, else as a datagram."""
 
     message: Message
     is_answer: bool = False
@@ -222,17 +222,17 @@ def sign_body(signer: Signer, body: Body) -> Fact:
 
 
 def check_body(signer: Signer, fact: Fact, body: Body) -> None:
-    """Check that the author signed `body`, which `read_body` gave; else RemoteProtocolError.
+    """Check that the author signed `body`, which `read_body` returned; else RemoteProtocolError.
 
-    An Ed25519 check costs 105 us: ask only where the fact would change something. Correct peers
-    pass on only what they checked, so a wrong signature is the fault of whoever sent it.
+    An Ed25519 check costs 105 us: ask only where the fact would change something. Correct peers pass on only
+    facts that they checked, so a wrong signature is the fault of the sender.
     """
     signer.check(_PURPOSES[type(body)], fact)
 
 
 @lru_cache(maxsize=READ_MAX)
 def read_body(fact: Fact) -> Body:
-    """Return what a fact claims, well-formed but unproven; else RemoteProtocolError."""
+    """Return the well-formed but unproven claim of a fact; else RemoteProtocolError."""
     if len(fact.author) != PEER_ID_BYTES:
         raise RemoteProtocolError("a fact with a malformed author")
     # A name that would have to be cleaned is refused (`read_alive`), for its author never says such a one.
@@ -241,12 +241,12 @@ def read_body(fact: Fact) -> Body:
 
 
 def subject_of(fact: Fact, body: Body) -> PeerId:
-    """Return whom a fact is about."""
+    """Return the subject of a fact."""
     return PeerId(body.subject if isinstance(body, SuspectBody | DeadBody) else fact.author)
 
 
 def life_of(started_milliseconds: int, instance: bytes) -> bytes:
-    """Return the name of a life that began at this unix time. Of two lives the greater began later."""
+    """Return the name of a life that began at this unix time. The greater of two names began later."""
     started = min(started_milliseconds, STARTED_MAX)
     return started.to_bytes(LIFE_BYTES - INSTANCE_BYTES, "big") + instance
 
@@ -267,19 +267,19 @@ def alive_body(profile: Profile, incarnation: int, life: bytes = b"", rival: byt
 
 
 class AliveFact(msgspec.Struct, frozen=True, eq=False, weakref=True):
-    """What a member says of itself, and the alive fact that proves it."""
+    """A member's profile and incarnation, and the alive fact that proves them."""
 
     peer: PeerId
     profile: Profile
     incarnation: int
     fact: Fact
     mark: bytes
-    """The peer and what it says of itself, as they count for the digest of a list. Not its incarnation: one
-    that only refuted something need not reach everybody."""
+    """The peer and its profile, as they count for the digest of a list. The incarnation is left out: a mere
+    refutation need not reach everybody."""
 
 
 def announced(fact: Fact, profile: Profile, body: AliveBody) -> AliveFact:
-    """`profile` as its author announced it by `fact`, which holds `body`."""
+    """Return `profile` as its author announced it by `fact`, which holds `body`."""
     peer = PeerId(fact.author)
     said = encode((body.name, body.addresses, body.metadata))
     return AliveFact(peer, profile, body.incarnation, fact, peer + blake3(said).digest(length=MARK_BYTES))
@@ -290,7 +290,7 @@ _announced: WeakValueDictionary[Fact, AliveFact] = WeakValueDictionary()
 
 
 def read_alive(fact: Fact, body: AliveBody) -> AliveFact:
-    """Return what an alive fact, with `body`, says of its author; else RemoteProtocolError."""
+    """Return the author's profile from an alive fact with `body`; else RemoteProtocolError."""
     said = _announced.get(fact)
     if said is None:
         # Names reach terminals and logs: no escape sequences, no line breaks.
@@ -303,12 +303,12 @@ def read_alive(fact: Fact, body: AliveBody) -> AliveFact:
 
 
 def fact_bytes(fact: Fact) -> int:
-    """Return how much of a message `fact` takes, in bytes, at most two too many."""
+    """Return how many bytes of a message `fact` takes, at most two too many."""
     return len(fact.author) + len(fact.body) + len(fact.signature) + 10
 
 
 def check_jump(body: AliveBody, held: int) -> None:
-    """Refuse an incarnation that no restart comes to from the one that is `held`: RemoteProtocolError."""
+    """Refuse an incarnation that no restart reaches from the `held` one: RemoteProtocolError."""
     if body.incarnation - held > INCARNATION_JUMP_MAX:
         raise RemoteProtocolError("an incarnation far above the last")
 
@@ -320,7 +320,7 @@ def incarnation_of(fact: Fact) -> int:
 
 
 def silence_of(fact: Fact) -> int:
-    """Return how long its author has had no ack, in milliseconds; 0 where it says nothing of it."""
+    """Return how long its author has had no ack, in milliseconds; 0 where the fact does not say."""
     body = read_body(fact)
     return body.silence_milliseconds if isinstance(body, SuspectBody | DeadBody) else 0
 

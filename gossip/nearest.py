@@ -1,9 +1,9 @@
-"""Which of several states is nearest to the others, where no two are the same: pure.
+"""The choice of the state that is nearest to the others, where no two are the same: pure.
 
 Members that train apart and are averaged now and then have states that differ a little. A state that a member
-made up differs from all of them by more. Each state is scored by its distance to the nearest others that are
-a majority together with it (after Krum: Blanchard et al. 2017), in each of its arrays. The state whose worst
-score is the lowest is taken.
+made up differs from all of them by more. In each array a state is scored by its distance to the nearest
+others that form a majority with it (after Krum: Blanchard et al. 2017). The state whose worst score is the
+lowest is taken.
 
 Where fewer than half of the members lie, every majority has an honest member in it, and the honest ones are a
 majority themselves. So with one array, the state that is taken is as near to an honest one as the honest are
@@ -30,9 +30,9 @@ Numbers = NDArray[np.float32]
 
 
 def nearest_first(states: Mapping[PeerId, Mapping[str, Numbers]]) -> list[PeerId]:
-    """Return whose states these are, the one nearest to the others first. `states` has for each the numbers
-    of arrays by name, which are the same of all and equally long. Numbers that are not finite are infinitely
-    far away."""
+    """Return the holders of the states, the one nearest to the others first. `states` has the arrays of each
+    holder by name: all have the same names and lengths. Numbers that are not finite are infinitely far
+    away."""
     owners = list(states)
     majority = len(owners) // 2
     if not majority:

@@ -1,10 +1,10 @@
-"""Other lives of this peer's own key: those before this start of it, and those beside it.
+"""Other lives of this peer's own key: earlier ones, and concurrent ones.
 
-A life is one start of a process. Its alive facts have its name (`gossip.messages.life_of`) and, once it has
-heard of another, that one's. A life of long ago cannot name one that began later: so a fact that names this
-life proves that its author lives now, as a copied data folder makes it. Of two the greater name, which began
-later, is silent from then on; whoever drives its core ends it. The elder announces itself again once the
-other has ended. How they hear of each other: `gossip.displaced_lives`.
+A life is one start of a process. Its alive facts carry its name (`gossip.messages.life_of`) and, once it has
+heard of another, that one's. An earlier life cannot name one that began later: so a fact that names this life
+proves that its author lives now, as a copied data folder makes it. The younger of two, which has the greater
+name, is silent from then on; the driver of its core ends it. The elder announces itself again once the other
+has ended. How they hear of each other: `gossip.displaced_lives`.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ AGAIN_LISTENERS_MAX = 32
 
 
 class OtherLives:
-    """What is known of them. `life` is this one. `announce(above, rival)` announces it, in an incarnation
+    """The other lives heard of. `life` is this one. `announce(above, rival)` announces it, in an incarnation
     above another and naming another life, `check` checks a signature, and `events` takes what is found."""
 
     __slots__ = (
@@ -49,9 +49,9 @@ class OtherLives:
     ) -> None:
         self.life = life
         self.is_silent = False
-        """Whether an older life of this key is beside this one, which has to go."""
+        """Whether an older life of this key is concurrent with this one, which has to stop."""
         self.again_at = inf
-        """When this life is to be announced again, as the elder of two."""
+        """When this life, as the elder of two, is to be announced again."""
         self._announce = announce
         self._check = check
         self._events = events
@@ -60,10 +60,11 @@ class OtherLives:
         self._rivals: dict[bytes, None] = {}
 
     def hear(self, now: float, fact: Fact, body: AliveBody | LeftBody, incarnation: int) -> None:
-        """Another life of ours is talked about. Name it, above its incarnation if that is as high as ours.
+        """Take a fact about another life of this key: name it, above its incarnation if that is as high as
+        ours.
 
-        An earlier life has such a one where incarnations start from a wall clock that was set back. One that
-        names ours lives beside it.
+        An earlier life has such an incarnation where its clock was set back since. One that names our life is
+        concurrent.
         """
         life = body.life if isinstance(body, AliveBody) and len(body.life) == LIFE_BYTES else b""
         is_other = bool(life) and life != self.life
@@ -99,7 +100,7 @@ class OtherLives:
             self.again_at = inf
 
     def announce_again(self, now: float) -> None:
-        """The other life should have ended."""
+        """Announce this life again: the other one should have ended."""
         self._announce(0, b"")
         self._events.append(RivalOutlived())
         self._plan(now)

@@ -1,4 +1,4 @@
-"""Facts by this peer: made, signed, and those of others checked. Nothing here decides what to say."""
+"""The facts that this peer signs, and the check of others' signatures. Nothing here decides what to say."""
 
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
@@ -31,24 +31,25 @@ class OwnFacts:
         self.rival = b""
 
     def alive(self, profile: Profile, incarnation: int) -> AliveFact:
-        """As we know it ourselves, with all the addresses that may not have fitted."""
+        """Return this peer's alive fact as it is known here, with all the addresses, which may not have
+        fitted."""
         body = alive_body(profile, incarnation, self.life, self.rival)
         return announced(sign_body(self._signer, body), profile, body)
 
     def left(self, incarnation: int) -> Fact:
-        """We go."""
+        """Return this peer's goodbye."""
         return sign_body(self._signer, LeftBody(incarnation))
 
     def suspect(self, peer: PeerId, incarnation: int, silence_seconds: float) -> Fact:
-        """`peer` has not answered us for so long."""
+        """Return the accusation that `peer` has not answered for `silence_seconds`."""
         return sign_body(self._signer, SuspectBody(peer, incarnation, milliseconds(silence_seconds)))
 
     def dead(self, peer: PeerId, incarnation: int, silence_milliseconds: int) -> Fact:
-        """`peer` has not refuted in time."""
+        """Return the verdict that `peer` has not refuted in time."""
         return sign_body(self._signer, DeadBody(peer, incarnation, silence_milliseconds))
 
     def broadcast(self, body: BroadcastBody) -> Fact:
-        """What our user tells."""
+        """Return the fact of a user's broadcast."""
         return sign_body(self._signer, body)
 
     def check(self, fact: Fact, body: Body) -> None:

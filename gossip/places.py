@@ -1,6 +1,6 @@
-"""Where peers are: what their owners call it, held against measured round trips. Pure.
+"""Locations of peers: the words of their owners, checked against measured round trips. Pure.
 
-A location is a word that owners agree on (`eu-west`); its meaning is where those stand that claim it. A claim
+A location is a word that owners agree on (`eu-west`); it means the place of the peers that claim it. A claim
 is doubted where a peer is much farther, in the space of round trips (`gossip.coordinates`), from others that
 claim the same than from those of another location; then that other one counts. Distances to a location are
 lower medians over at least two peers, so a minority that claims a wrong one moves nobody else.
@@ -17,15 +17,16 @@ ERROR_TRUSTED = 60
 """Hundredths: a coordinate that errs more says nothing yet."""
 DOUBT_FACTOR = 2.0
 DOUBT_SECONDS = 0.01
-"""A claim is doubted where it is both so many times and so much farther than another location."""
+"""A claim is doubted where the peer is this many times, and this much, farther from it than from another
+location."""
 UNCLAIMED_SECONDS = 0.025
-"""A peer without a claim is where others are so near."""
+"""A peer without a claim is put where others are this near."""
 ANCHORS_MIN = 2
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What a peer says of where it is; `coordinate` is None where it is not known."""
+    """A peer's claim of where it is; `coordinate` is None where it is not known."""
 
     location: str
     coordinate: Coordinate | None = None
@@ -33,7 +34,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Located:
-    """Where a peer counts as being; `is_doubted` where that is not what it claims."""
+    """The location a peer is taken to be in; `is_doubted` where that is not its claim."""
 
     claimed: str
     location: str

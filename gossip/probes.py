@@ -1,4 +1,4 @@
-"""What is in flight: our own probes, and the pings we relay for others (SWIM section 3.1).
+"""Pings in flight: our own probes, and the pings we relay for others (SWIM section 3.1).
 
 A probe is a ping; unanswered at `timeout_at` it goes on through relays, and unanswered at `end_at`
 it has failed. A relay that cannot reach the target says so (Lifeguard's Nack), which tells a prober
@@ -39,13 +39,13 @@ class Probe:
     copies: tuple[int, ...] = ()
     """The numbers of further pings of the same probe."""
     kind: Kind = "round"
-    """hint: others accuse the target. suspect: it is suspected here. candidate: it may not exist. dead: it is
-    held for dead, and the network may have healed."""
+    """Why the target is probed. hint: others accuse it. suspect: it is suspected here. candidate: it may not
+    exist. dead: it is held for dead, and the network may have healed."""
     is_in_turn: bool = False
-    """The target was the next of the round, which no other peer can arrange."""
+    """The target was the next of the round, an order that no other peer can arrange."""
 
     def excuse(self, seconds: float) -> None:
-        """Give back time in which this peer stalled; in all at most `excusable_seconds`."""
+        """Give back the time in which this peer stalled; in all at most `excusable_seconds`."""
         given = min(seconds, self.excusable_seconds)
         self.excusable_seconds -= given
         self.timeout_at += given
@@ -54,7 +54,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Relay:
-    """We ping `target` for `requester`, whose probe has `number`."""
+    """A ping of `target` for `requester`, whose probe has `number`."""
 
     requester: PeerId
     number: int
@@ -64,7 +64,7 @@ class Relay:
 
 @dataclass(frozen=True, slots=True)
 class FurtherPing:
-    """A further ping of the probe `number`: an answer to it says how long this one took."""
+    """A further ping of the probe `number`: an answer to it shows how long this one took."""
 
     number: int
     sent_at: float
@@ -106,27 +106,27 @@ class InFlightProbes:
         return deadline
 
     def add_probe(self, probe: Probe) -> int:
-        """Remember a probe; the number for its ping."""
+        """Add a probe; return the number for its ping."""
         number = self._next_number()
         self.probes[number] = probe
         return number
 
     def add_copy(self, number: int, now: float, *, by_stream: bool = False) -> int:
-        """Ping once more for the probe `number`; the number for that ping."""
+        """Add another ping to the probe `number`; return the number for that ping."""
         probe, again = self.probes[number], self._next_number()
         probe.copies += (again,)
         self.copies[again] = FurtherPing(number, now, by_stream)
         return again
 
     def take(self, number: int) -> Probe:
-        """A probe is over; none of its pings is awaited any more."""
+        """Remove a probe that is over; none of its pings is awaited any more."""
         probe = self.probes.pop(number)
         for again in probe.copies:
             del self.copies[again]
         return probe
 
     def fail(self, number: int) -> Probe:
-        """A probe is over, unanswered. For a while its pings are remembered."""
+        """Remove an unanswered probe. Its pings are remembered for a while."""
         copies = self.copies
         probe = self.probes[number]
         sent = [(number, probe.sent_at), *((again, copies[again].sent_at) for again in probe.copies)]
@@ -137,12 +137,12 @@ class InFlightProbes:
         return self.take(number)
 
     def clear(self) -> None:
-        """Nothing is awaited any more."""
+        """Forget all pings in flight."""
         for each in (self.probes, self.copies, self.overdue, self.relays):
             each.clear()
 
     def add_relay(self, relay: Relay) -> int | None:
-        """Remember a relayed ping; the number for it, or None with too many of them."""
+        """Add a relayed ping; return its number, or None with too many of them."""
         if len(self.relays) >= RELAYS_MAX:
             return None
         number = self._next_number()

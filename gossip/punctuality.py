@@ -1,8 +1,8 @@
-"""How members answer the probes of this peer: in time, late, or only to others. A mark is no accusation.
+"""Marks of members that answer this peer's probes late, or only through others. A mark is no accusation.
 
 A member that answers late is degraded, and one that only relays can reach has no path from here: both live,
-and nobody else is told. What is not answered at all is a matter of suspicion (`gossip.suspicion`). Nothing is
-counted while this peer doubts itself (Lifeguard's local health), for then it may be late itself.
+and nobody else is told. Unanswered probes lead to suspicion (`gossip.suspicion`). Nothing is counted while
+this peer doubts itself (Lifeguard's local health), for then it may be late itself.
 """
 
 import enum
@@ -13,10 +13,10 @@ from gossip.member import Condition, MemberDegraded, MemberRecovered
 RECENT = 8
 """Probes of a member that count: the latest."""
 LATE_MIN = 4
-"""Late answers among these that make a member degraded; it is no more when as many in a row were in time."""
+"""Late answers among these that make a member degraded; as many answers in time in a row end it."""
 RELAYED_MIN = 4
-"""Probes in a row that only relays had answered, for a path to count as lost. With 10 % loss each way chance
-makes four of a million probes so."""
+"""Successive probes that only relays had answered, for a path to count as lost. With 10 % loss each way four
+probes in a million do so by chance."""
 
 
 class Answer(enum.IntEnum):
@@ -28,7 +28,7 @@ class Answer(enum.IntEnum):
 
 
 class Punctuality:
-    """Marks of those that did not answer in time, lately; of all others nothing is kept."""
+    """Marks of the members that lately did not answer in time; nothing is kept of all others."""
 
     __slots__ = ("_recent", "marks")
 
@@ -40,7 +40,8 @@ class Punctuality:
         return len(self._recent)
 
     def note(self, peer: PeerId, answer: Answer, seconds: float) -> MemberDegraded | MemberRecovered | None:
-        """A probe was answered after so many seconds. Returns the event, if that changes its mark."""
+        """Record that a probe was answered after `seconds`. Return the event, if that changes the member's
+        mark."""
         if answer is Answer.IN_TIME and peer not in self._recent:
             return None
         recent = (*self._recent.get(peer, ())[1 - RECENT :], (answer, seconds))
@@ -56,7 +57,7 @@ class Punctuality:
         return found if mark is None or mark.condition is not found.condition else None
 
     def forget(self, peer: PeerId) -> None:
-        """It is dead, or no longer listed."""
+        """Forget a member that is dead, or no longer listed."""
         self._recent.pop(peer, None)
         self.marks.pop(peer, None)
 

@@ -1,10 +1,10 @@
 """Joining, and comparing and exchanging whole member lists: memberlist's push-pull.
 
-News travels by gossip; this is for whoever has nothing yet, or was cut off. Each sync period a digest of
-our list goes to one member, who answers with its list if its own digest differs. Where peers list only
-their neighbourhood (`gossip.view`), only what both list is compared and told, and a scope is widened or
-narrowed here. A newcomer whose seed is not of its neighbourhood is told so; then, as whenever there may
-be neighbours that we miss, `NeighbourhoodLookupWanted` asks for a search.
+News travels by gossip; this is for peers that have nothing yet, or were cut off. Each sync period a digest of
+our list goes to one member, who answers with its list if its own digest differs. Where peers list only their
+neighbourhood (`gossip.view`), only what both list is compared and told, and a scope is widened or narrowed
+here. A newcomer whose seed is not of its neighbourhood is told so. Then, and whenever we may miss neighbours,
+`NeighbourhoodLookupWanted` asks for a search.
 
 Not here: what a fact means (`gossip.state_table`), probes and the gossip timer (`gossip.swim`).
 """
@@ -28,13 +28,13 @@ SERVED_MAX = 64
 SEEDS_MAX = 16
 """Peers one join tries."""
 NEIGHBOURS_ASKED = 2
-"""How many of these at a time in a swarm of neighbourhoods: all of them would tell the same."""
+"""Seeds asked at a time in a swarm of neighbourhoods: all of them would tell the same."""
 JOIN_RETRY_INTERVALS = 5
 """Probe intervals until an unanswered join is tried again; then twice as many each time."""
 SEARCH_SYNCS_MIN = 2
 SEARCH_SYNCS_MAX = 16
-"""Sync periods after which neighbours are looked for once more, though none are known to be missing: after
-each search that shows nobody new twice as many, where hundreds of others look, and tell whom they find."""
+"""Sync periods after which neighbours are looked for once more, though none are known to be missing: twice as
+many after each search that finds nobody new, since hundreds of others look too and pass on what they find."""
 
 Sends = list[tuple[PeerId, Message | ByStream]]
 
@@ -94,7 +94,8 @@ class Exchange:
         return list(self._ask_seeds())
 
     def greet(self, sender: PeerId) -> Sends:
-        """Ask a stranger who it is, and show one held for gone all that we hold, so that it refutes."""
+        """Ask a stranger who it is; show a peer that is held for gone all that we hold of it, so that it
+        refutes."""
         if self._table.is_live(sender) or sender in self._asked or len(self._asked) >= ASKED_MAX:
             return []
         if not (self._scope.joining or self._scope.holds(sender)):
@@ -123,7 +124,7 @@ class Exchange:
         return [(sender, self._list(True, self._facts(region)))]
 
     def receive_sync(self, now: float, sender: PeerId, message: Sync | ScopedSync) -> Sends:
-        """Take in a list, and answer with what is not in it."""
+        """Take in a list, and answer with the facts that it lacks."""
         region = None
         # The list a newcomer gets, who knows at most the teller, is what the swarm knows already.
         known = len(self._table.rows) - 1 - (sender in self._table.rows)
@@ -178,14 +179,14 @@ class Exchange:
         return sends + [(peer, ByStream(asked)) for peer, asked in self._ask_seeds()]
 
     def announce_again(self, now: float) -> Sends:
-        """Say that this life goes on where another one ended, which others may hold: at once, for news of a
-        member that changes often is passed on by few."""
+        """Announce that this life goes on where another one ended that others may hold: at once, since news
+        of a member that changes often is passed on by few."""
         self._beliefs.lives.announce_again(now)
         news = Gossip((self._beliefs.me.said.fact,))
         return [(peer, news) for peer in self._table.pick(AGAIN_LISTENERS_MAX, lambda row: row.live)]
 
     def next_interval(self, now: float) -> None:
-        """A probe interval has begun."""
+        """Begin a probe interval."""
         if self._asked or self._served:
             self._asked.clear()
             self._served.clear()
@@ -194,7 +195,7 @@ class Exchange:
             self._fit(now)
 
     def narrow_if_crowded(self, now: float) -> None:
-        """To be called whenever members may have been added."""
+        """Narrow the scope if it is too full. Call it whenever members may have been added."""
         if self._scope.crowded(self._table.live) and self._table.live != self._fitted:
             self._fit(now)
 
@@ -239,10 +240,10 @@ class Exchange:
         self._seeds = self._seeds[count:] + asked
         return [(peer, self._list(True, self._table.facts())) for peer in asked]
 
-    # What only swarms of neighbourhoods do.
+    # Swarms of neighbourhoods only.
 
     def _settle(self, sender: PeerId, message: ScopedSync) -> bool:
-        """While we have no neighbourhood: take on that of `sender` if it is ours too."""
+        """Take on the neighbourhood of `sender` if it is ours too, while we have none."""
         if message.depth is None:
             # It wants to join through us, who have found nobody ourselves: a swarm begins with two such.
             self._scope.joining = not message.reply_wanted
@@ -254,7 +255,7 @@ class Exchange:
         return not self._scope.joining
 
     def _region(self, sender: PeerId, depth: int | None) -> Region | None:
-        """Return whom `sender` is to hear of: it has a scope so deep, or none yet."""
+        """Return the region that `sender` is to hear of: it has a scope so deep, or none yet."""
         if depth is not None:
             return self._scope.common(sender, depth)
         return self._scope.around(sender, self._scope.depth) if self._scope.holds(sender) else None
@@ -265,7 +266,7 @@ class Exchange:
             self._events.append(NeighbourhoodLookupWanted(key))
 
     def _fit(self, now: float) -> bool:
-        """Widen or narrow the scope if that is due. Returns whether it is right as it was."""
+        """Widen or narrow the scope if that is due. Return whether it was right as it was."""
         depth = self._scope.fit(self._table.live_peers())
         is_right = depth == self._scope.depth
         if not is_right:

@@ -1,7 +1,7 @@
-"""How often this peer takes a new incarnation for what others say of it.
+"""The rate at which this peer takes a new incarnation to refute accusations.
 
 Each new incarnation costs others a fact to check, and an accuser nothing. Beyond these bounds a peer refutes
-by its answers to probes alone. Not here: whose accusations are heard at all (`gossip.state_table`).
+by its answers to probes alone. Not here: which accusations are heard at all (`gossip.state_table`).
 """
 
 from crypto.token_buckets import Bucket
@@ -10,8 +10,8 @@ REFUTATIONS_MAX = 4.0
 REFUTATION_INTERVALS = 30.0
 """A burst of refutations, then one in this many probe intervals."""
 OUTSIDERS_REFUTED_MAX = 2
-"""In one probe interval, for accusers that we do not list, but which may list us; and for those who accuse
-too often."""
+"""Refutations in one probe interval for accusers that we do not list, but which may list us; and for those
+that accuse too often."""
 
 
 class Refutations:
@@ -25,15 +25,15 @@ class Refutations:
         self._outsiders = 0
 
     def next_interval(self) -> None:
-        """A probe interval has begun."""
+        """Begin a probe interval."""
         self._outsiders = 0
 
     def allow(self, now: float, *, is_trusted: bool) -> bool:
-        """Return whether one more accusation may be refuted, by a trusted accuser or another."""
+        """Return whether another accusation may be refuted, by a trusted accuser or another."""
         is_usual = is_trusted or self._outsiders < OUTSIDERS_REFUTED_MAX
         return is_usual and self._bucket.left(now) >= 1.0
 
     def count(self, now: float, *, is_trusted: bool) -> None:
-        """One was refuted."""
+        """Count a refutation."""
         self._bucket.take(now)
         self._outsiders += not is_trusted

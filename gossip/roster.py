@@ -1,10 +1,10 @@
-"""Participants of a named run of averaging, and how far each is: a sans-IO core.
+"""The participants of a named averaging run, and the progress of each: a sans-IO core.
 
 Each participant tells all others once a second, and at once when it has something new to say. A newcomer
-greets peers that may take part (members of the swarm, publishers of a DHT record); whoever does answers with
+greets peers that may take part (members of the swarm, publishers of a DHT record); a participant answers with
 its own report and the names of others. Nobody keeps the list for the rest, and it needs no agreement: it says
-whom to ask into a group, and how much of a global batch there is. What a report says is its author's word
-alone: its counts are claims, which `gossip.claims` bounds.
+whom to ask into a group, and how much of a global batch there is. A report is its author's word alone: its
+counts are claims, which `gossip.claims` bounds.
 
 Where more take part than a peer keeps, its list is no longer whole: it keeps those whose hashes are nearest
 to its own, names to others those nearest to them (as Kademlia does), and tells from how far its own reach how
@@ -13,11 +13,11 @@ in the DHT (`node.averaging.participation`).
 
 Long because reports, greetings and room in the list are rules about one table of participants.
 
-Where not everybody may take part, a peer that is not admitted hears a greeting, and nothing else: no reports,
-no names; and nothing that it says counts.
+Where not everybody may take part, a peer that is not admitted gets a greeting and nothing else, neither
+reports nor names, and its own messages count for nothing.
 
-Not here: agreement on a group (`gossip.matchmaking`), and liveness in the swarm (`gossip.swim`),
-which says by `lost` what it knows.
+Not here: agreement on a group (`gossip.matchmaking`), and liveness in the swarm (`gossip.swim`), which
+reports dead peers by `lost`.
 """
 
 from collections import Counter
@@ -101,7 +101,7 @@ class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
 
     @property
     def samples(self) -> ClaimedCount:
-        """What it says it has gathered for the next one."""
+        """The samples that it says it has gathered for the next step."""
         return ClaimedCount(self.claimed_samples)
 
     @property
@@ -111,7 +111,7 @@ class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
 
 
 class Names(msgspec.Struct, frozen=True, array_like=True, tag="names"):
-    """Others that take part."""
+    """Names of other participants."""
 
     run: Hash
     peers: Annotated[tuple[Subject, ...], msgspec.Meta(max_length=NAMES_MAX)]
@@ -138,8 +138,8 @@ class Entered:
 
 @dataclass(frozen=True)
 class Left:
-    """A peer takes no part any more; `reason` is for people. Where it `is_far` it does, but others are kept
-    in its place."""
+    """A peer takes no part any more; `reason` is for people. Where it `is_far` it still does, but others are
+    kept in its place."""
 
     run: bytes
     peer: PeerId
@@ -157,7 +157,7 @@ class _Participant:
     distance: int
     """From this peer, by hash."""
     network: bytes | None
-    """Where it came from; None: it counts alone."""
+    """The network it sends from; None: it counts alone."""
 
 
 class Roster:
@@ -176,8 +176,8 @@ class Roster:
         network_of: NetworkOf = lambda _peer: None,
     ) -> None:
         """`number` is above that of any report of an earlier life: the wall clock in milliseconds is. Where
-        not everybody may take part, `admits` says who does. `network_of` says from which network packets of
-        a peer come, None where it counts alone."""
+        not everybody may take part, `admits` decides. `network_of` returns the network that a peer sends
+        from, None where the peer counts alone."""
         self._admits = admits
         self._network_of = network_of
         self._networks: Counter[bytes | None] = Counter()
@@ -199,25 +199,25 @@ class Roster:
 
     @property
     def reports(self) -> Mapping[PeerId, Report]:
-        """The last word of each other participant that averages the same tensors, and is admitted."""
+        """The last report of each other participant that averages the same tensors, and is admitted."""
         return {peer: report for peer, report in self.claims.items() if self.admits(peer)}
 
     @property
     def claims(self) -> Mapping[PeerId, Report]:
-        """The last word of each other peer that averages the same tensors, admitted or not."""
+        """The last report of each other peer that averages the same tensors, admitted or not."""
         return {
             p: known.report for p, known in self._peers.items() if known.report.signature == self.signature
         }
 
     @property
     def is_whole(self) -> bool:
-        """Whether all that are known to take part fit into the list."""
+        """Whether all known participants fit into the list."""
         return not self._is_crowded
 
     @property
     def count(self) -> int:
-        """How many take part, this peer included: counted where the list is whole, else estimated by how far
-        apart those in it are."""
+        """The number of participants, this peer included: counted where the list is whole, else estimated
+        from the distances in it."""
         counted = len(self._admitted) + 1
         if not self._is_crowded or not self._peers:
             return counted
@@ -233,13 +233,13 @@ class Roster:
         return self._peers.keys() if self._admits is None else [p for p in self._peers if self._admits(p)]
 
     def admitted(self, now: float, peer: PeerId) -> Sends:
-        """This peer was admitted: tell it how far this one is, and ask for the same."""
+        """Greet a peer that was admitted: send it this one's report, and ask for its own."""
         if peer not in self._peers:
             return self.introduce(now, [peer])
         return [(peer, self._next_report(asks=True))]
 
     def expel(self, peer: PeerId, reason: str) -> Sends:
-        """This peer is admitted no more."""
+        """Remove a peer that is admitted no more."""
         self._forget(peer, reason)
         return []
 
@@ -254,18 +254,18 @@ class Roster:
 
     @property
     def strangers(self) -> int:
-        """Participants under this run's name whose tensors are others."""
+        """The number of participants under this run's name that average other tensors."""
         return len(self._peers) - len(self.claims)
 
     @property
     def stranger_signatures(self) -> list[bytes]:
-        """What those participants average, each by its hash."""
+        """Return the hashes of what those participants average."""
         signatures = (known.report.signature for known in self._peers.values())
         return [signature for signature in signatures if signature != self.signature]
 
     @property
     def own(self) -> Report:
-        """This peer's own word."""
+        """This peer's own report."""
         return self._own
 
     @property
@@ -300,8 +300,7 @@ class Roster:
         has_state: bool,
         settings: bytes = b"",
     ) -> Sends:
-        """Say how far this peer is. It is sent with the next report; at once, where others may wait for
-        it."""
+        """Update this peer's report. It is sent with the next one; at once, where others may wait for it."""
         before = self._own
         self._own = msgspec.structs.replace(
             before,
@@ -317,7 +316,7 @@ class Roster:
         return self.wake(now)
 
     def introduce(self, now: float, peers: Iterable[PeerId]) -> Sends:
-        """These may take part: greet them. Those known already are passed over."""
+        """Greet these peers, which may take part. Known ones are passed over."""
         for peer in peers:
             if peer == self._me or peer in self._peers or len(self._candidates) >= CANDIDATES_MAX:
                 continue
@@ -345,7 +344,7 @@ class Roster:
                 assert_never(message)
 
     def lost(self, peer: PeerId) -> None:
-        """Membership calls this peer dead."""
+        """Remove a peer that membership calls dead."""
         self._forget(peer, "lost")
         self._candidates.pop(peer, None)
 
@@ -418,7 +417,7 @@ class Roster:
         return sends
 
     def _names(self, asker: PeerId) -> Sends:
-        """Others that take part: any, or where these are not all, those nearest to whoever asks."""
+        """Name other participants: any, or where the list is not whole, those nearest to the asker."""
         others = [peer for peer in self._admitted if peer != asker]
         if not others:
             return []
@@ -448,7 +447,7 @@ class Roster:
         return True
 
     def _limit_claimants(self, newcomer: PeerId) -> None:
-        """Forget the peer that claims to take part for longest, where too many do that are not admitted."""
+        """Forget the oldest claimant that is not admitted, where there are too many."""
         if self._admits is None or self.admits(newcomer):
             return
         claimants = [peer for peer in self._peers if not self.admits(peer)]
@@ -456,11 +455,11 @@ class Roster:
             self._forget(claimants[0], "not admitted")
 
     def _is_near(self, peer: PeerId) -> bool:
-        """Return whether a peer belongs into the list, which is not whole."""
+        """Return whether a peer is near enough for a list that is not whole."""
         return len(self._peers) < self._participants_max or self._loser(peer) is not None
 
     def _loser(self, newcomer: PeerId) -> PeerId | None:
-        """Return who makes room in a full list for a newcomer; None: it is the newcomer who stays out."""
+        """Return the peer that makes room in a full list for a newcomer; None: the newcomer stays out."""
         network, is_nearer = self._network_of(newcomer), False
         size = self._networks[network] + 1 if network is not None else 1
         sizes = ((count, each) for each, count in self._networks.items() if each is not None)
@@ -497,7 +496,7 @@ class Roster:
 
 
 def _place(run: bytes, peer: PeerId) -> int:
-    """Return where a peer stands among the participants of a run."""
+    """Return the place of a peer among the participants of a run."""
     return int.from_bytes(blake3(run + peer).digest()[: DISTANCE_BITS // 8], "big")
 
 
@@ -512,7 +511,7 @@ class Rosters:
         participants_max: int = PARTICIPANTS_MAX,
         network_of: NetworkOf = lambda _peer: None,
     ) -> None:
-        """`participants_max` are those of one run that are kept; for `network_of` see `Roster`."""
+        """`participants_max` limits the kept participants of one run; for `network_of` see `Roster`."""
         self._me = me
         self._network_of = network_of
         self._rng = rng
@@ -570,7 +569,7 @@ class Rosters:
         return sends
 
     def lost(self, peer: PeerId) -> Sends:
-        """Membership calls this peer dead."""
+        """Remove a peer that membership calls dead from all runs."""
         for roster in self._rosters.values():
             roster.lost(peer)
             self._drain(roster)

@@ -1,4 +1,4 @@
-"""How long members take to answer, as far as it makes their probes longer: RFC 6298's mean and deviation.
+"""Round trips of slow members, which lengthen their probes: RFC 6298's mean and deviation.
 
 A member whose usual answer fits the preset's timeout is kept nowhere, so this costs nothing on a network as
 fast as its preset expects. One behind a slow link has its probes stretched, up to the preset's bound: its
@@ -6,18 +6,19 @@ ping has more time before others are asked, and these before it is suspected. A 
 since each copy of a ping has a number of its own.
 
 A member that stood still answers late as well, several pings at once, and is as near as before. So one late
-answer says nothing before a second one at another time, and one that took longer than any path does nothing.
+answer has no effect before a second one at another time, and an answer that took longer than any path has
+none at all.
 """
 
 from crypto.identity import PeerId
 from gossip.settings import Settings
 
 FIRST_DEVIATION = 0.25
-"""The deviation of a first measurement, as a share of it: with DEVIATIONS of them, twice what it took."""
+"""The deviation of a first measurement, as a share of it: with DEVIATIONS of them, twice the measurement."""
 DEVIATIONS = 4.0
 """Above the mean: where the 99th percentile of most paths lies (RFC 6298)."""
 STALL_TIMES = 2.0
-"""An answer that took so many times as long as the longest timeout says that its member stood still."""
+"""An answer that took this many times the longest timeout shows that its member stood still."""
 
 
 class RoundTrips:
@@ -35,7 +36,7 @@ class RoundTrips:
         return len(self._slow) + len(self._late)
 
     def learn(self, now: float, peer: PeerId, seconds: float) -> None:
-        """A ping was answered now by its target, after so long."""
+        """Record that a ping was answered by its target after `seconds`."""
         if seconds > STALL_TIMES * self._settings.probe_timeout_max_seconds:
             return
         known = self._slow.get(peer)
@@ -65,6 +66,6 @@ class RoundTrips:
         return min(max(known[0] + DEVIATIONS * known[1], usual), longest) / usual
 
     def forget(self, peer: PeerId) -> None:
-        """It is dead, or no longer listed."""
+        """Forget a member that is dead, or no longer listed."""
         self._slow.pop(peer, None)
         self._late.pop(peer, None)

@@ -13,7 +13,7 @@ from gossip.messages import FACT_BYTES_MAX, MEMBERS_MAX
 
 @dataclass(frozen=True)
 class Settings:
-    """All the numbers of one SWIM core. Raises ValueError where they contradict each other."""
+    """The settings of one SWIM core. Raises ValueError where they contradict each other."""
 
     probe_interval_seconds: float = 1.0
     """One member is probed each interval. Must exceed twice the timeout, so that relays can answer. 1."""
@@ -75,7 +75,7 @@ class Settings:
     fit a datagram of 1,232 bytes. 850."""
 
     members_max: int = MEMBERS_MAX
-    """Members listed, this peer and the dead included. Whoever comes beyond is not listed. 2,000."""
+    """Members listed, this peer and the dead included. Further members are not listed. 2,000."""
 
     scope_members_min: int = 200
     """In a swarm of neighbourhoods: with fewer live members than this a peer widens its scope to twice
@@ -113,9 +113,9 @@ class Settings:
     def local(cls) -> "Settings":
         """Nodes on one machine: a death is noticed in 1-2 s, a stall of 0.7 s is not a death.
 
-        Dead is who misses a probe (0.2 s) and then cannot refute for at least 1.0 s more. So a process that
-        is frozen for 3 s, by a debugger or a laptop's lid, is dead: silence is all that this preset goes by.
-        `host` survives that.
+        A member is dead once it misses a probe (0.2 s) and does not refute for at least another 1.0 s. So a
+        process that is frozen for 3 s, by a debugger or a laptop's lid, is dead: this preset decides by
+        silence alone. `host` survives that.
         """
         return cls(
             probe_interval_seconds=0.2,

@@ -1,6 +1,6 @@
-"""How much of a list that fills one source may have: its introducer, or the network a member came from.
+"""The share of a filling list that one source may have: an introducer, or the network a member came from.
 
-A member answers for itself where packets of it really come from; an address that it claims proves nothing.
+The network is the one that the member's packets really come from; a claimed address proves nothing.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,8 +22,8 @@ HostOf = Callable[[PeerId], str | None]
 
 
 class Shares:
-    """The sources of at most `most` members. `host_of` says where packets of a peer come from, None where it
-    is not known; without it, as in simulators, claims are taken."""
+    """The sources of at most `most` members. `host_of` returns the host that a peer's packets come from, None
+    where it is not known; without it, as in simulators, claims are believed."""
 
     __slots__ = ("_most", "host_of")
 

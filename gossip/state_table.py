@@ -1,4 +1,4 @@
-"""What this peer believes of every member: facts in; member list, events and news to pass on out.
+"""This peer's beliefs about every member: facts in; member list, events and news to pass on out.
 
 The order of belief is SWIM's (section 4.2): a higher incarnation overrides a lower one, and at one
 incarnation alive < suspect < dead < left. Two things come from facts being signed:
@@ -8,7 +8,7 @@ incarnation alive < suspect < dead < left. Two things come from facts being sign
 - An accusation is a hint (`gossip.hints`): we probe the accused, and suspect it, or pass that on, only when
   our own probe has failed. Then other accusers shorten the suspicion, and a dead fact brings its end nearer,
   never below the time to refute; at the end one more probe must have failed. Any answer to a probe of ours
-  ends the suspicion. So a member that lies buries nobody, whoever passes its word on.
+  ends the suspicion. So a member that lies buries nobody, however widely its word is passed on.
 
 An incarnation rises when a peer restarts (to unix milliseconds), says something new of itself, or refutes;
 one that jumps further than any clock is wrong is refused. An alive fact is passed on where it changes what is
@@ -117,11 +117,11 @@ class MembershipState:
         self.refutations = Refutations(settings.probe_interval_seconds, now)
         self.shares = Shares(settings.members_max)
         self.broadcasts = Broadcasts(settings, incarnation, now)
-        # What each member may have us pass on of its own comings, goings and changes.
+        # The rate at which we pass on each member's own comings, goings and changes.
         self._changes = news.Changes(settings.probe_interval_seconds, settings.members_max, now)
         # The last peer that sent us an accusation we had refuted before.
         self.misled: PeerId | None = None
-        # What says that we have left.
+        # The fact that says that we have left.
         self._farewell: Fact | None = None
         self.suspicion_deadline = inf
 
@@ -134,13 +134,13 @@ class MembershipState:
     def _retransmits(self) -> int:
         return self._settings.retransmits(self.table.live)
 
-    # What this peer says of itself.
+    # Facts about this peer.
 
     def announce(
         self, profile: Profile, *, above: int = 0, refutes: bool = False, rival: bytes = b""
     ) -> None:
-        """Be alive under a new incarnation, higher than that of now and than `above`. The fact `refutes` an
-        accusation and no more, and names the newest `rival`, another life of this key."""
+        """Announce this peer under a new incarnation, above the present one and `above`. One that `refutes`
+        does only that; it names the newest `rival`, another life of this key."""
         if self.lives.is_silent:
             return
         self._own.rival = rival or self._own.rival
@@ -153,7 +153,7 @@ class MembershipState:
         self.announce(self.me.profile, above=above, rival=rival)
 
     def leave(self, now: float) -> Fact:
-        """Be gone; the fact that says so."""
+        """Mark this peer as gone; return the fact that says so."""
         left = self._own.left(self.me.incarnation)
         self.table.judge(self.me, now, Verdict(Status.LEFT, self.me.incarnation, left, "left"))
         self.queue.put(self.peer, left)
@@ -163,7 +163,7 @@ class MembershipState:
         self._reckon()
         return left
 
-    # What it concludes of others.
+    # Conclusions about others.
 
     def accuse(self, now: float, row: Row, *, sent_at: float) -> None:
         """Suspect a live member for a failed probe of ours, begun at `sent_at`, or confirm a suspicion."""
@@ -184,8 +184,8 @@ class MembershipState:
         self._reckon()
 
     def clear(self, now: float, peer: PeerId, *, is_direct: bool) -> list[tuple[PeerId, Fact]]:
-        """A member has answered a probe; through a relay, that is doubted if enough others accuse. Returns
-        which accuser to tell what, for it may have no path of its own."""
+        """Clear a member that has answered a probe; through a relay, that is doubted if enough others accuse.
+        Return the facts to tell each accuser, which may have no path of its own."""
         row = self.table.rows.get(peer)
         hints = self.hints.refute(now, peer)
         if row is None:
@@ -207,7 +207,8 @@ class MembershipState:
         return told
 
     def revive(self, now: float, peer: PeerId) -> None:
-        """One held for dead has answered a probe of ours: the network has healed, or we were wrong."""
+        """Revive a member held for dead that has answered a probe of ours: the network has healed, or we were
+        wrong."""
         row = self.table.rows.get(peer)
         if row is not None and row.status is Status.DEAD:
             self.table.judge(row, now, None, found_through=peer)
@@ -216,15 +217,15 @@ class MembershipState:
             self._events.append(member_up(row.said, peer))
 
     def close(self, now: float, peer: PeerId) -> None:
-        """This machine was told that no process listens where a suspect was."""
+        """Record that no process listens where a suspect was, as its machine says."""
         suspicion = self.suspicions.get(peer)
         if suspicion is not None:
             suspicion.close(now)
             self._reckon()
 
     def bury_expired(self, now: float) -> list[tuple[Row, bool]]:
-        """Give up every suspect whose time to refute is over. Returns those to be probed once more, and
-        whether for the last time."""
+        """Bury every suspect whose time to refute is over. Return those to be probed once more, and whether
+        for the last time."""
         if self.lives.is_silent:
             self.suspicions.clear()
         probed = []
@@ -245,28 +246,28 @@ class MembershipState:
         self._reckon()
 
     def broadcast(self, now: float, topic: bytes, data: bytes) -> None:
-        """Have a user's message told to all. Raises LocalProtocolError."""
+        """Queue a user's broadcast for all members. Raises LocalProtocolError."""
         self.broadcasts.put(topic, data)
         self.tell_due(now)
 
     def tell_due(self, now: float) -> None:
-        """Let those broadcasts go out whose time has come."""
+        """Send the broadcasts that are due."""
         for body in self.broadcasts.take(now, self.me.incarnation):
             self.queue.put(queue_key(self.peer, body.topic), self._own.broadcast(body), is_later=True)
 
     def forget_gone(self, now: float) -> None:
-        """Drop those who were dead or gone for `dead_kept_seconds`."""
+        """Drop members that were dead or gone for `dead_kept_seconds`."""
         for peer in self.table.gone_before(now - self._settings.dead_kept_seconds):
             self._forget(peer)
 
-    # What it tells and is told.
+    # Facts out and in.
 
     def facts_for(self, peer: PeerId) -> tuple[Fact, ...]:
         """News for a message to `peer`, the most urgent first.
 
-        Once we have left, that. To one whose accusation of us is outdated, that we live: the fact
-        that refuted it may have been lost on every way to it. Then what is held against the
-        receiver, so that it can refute (Lifeguard's buddy system), and its other lives.
+        Our goodbye comes first, once we have left. A peer whose accusation of us is outdated gets our alive
+        fact: the refutation may have been lost on every way to it. Then come the accusations of the receiver,
+        so that it can refute them (Lifeguard's buddy system), and its other lives.
         """
         row = self.table.rows.get(peer)
         accusation = None if row is None or row.verdict is None else row.verdict.fact
@@ -298,21 +299,21 @@ class MembershipState:
     ) -> None:
         """Take in facts that `sender` passed on; RemoteProtocolError for a malformed or forged one.
 
-        In a Sync (`synced`) a dead fact may be old, of the other side of a split: a hint like any accusation.
-        What is more than one slice is left to `learn_on`.
+        In a Sync (`synced`) a dead fact may be old, of the other side of a split: it is a hint like any
+        accusation. Facts beyond one slice are left to `learn_on`.
         """
         self.misled = None
         if facts:
             self.intake.do(Job(sender, facts, synced, passed_on, now))
 
     def learn_on(self, now: float) -> None:
-        """Take in the next slice of what waits."""
+        """Take in the next slice of waiting facts."""
         job, error = self.intake.go_on(now)
         if error is not None and job is not None:
             self._events.append(FactsRefused(job.sender, str(error)))
 
     def _steps(self, job: Job) -> Generator[int]:
-        """Read all facts, then believe them; what each costs."""
+        """Read all facts, then apply them; yield the cost of each."""
         claims: list[tuple[Fact, Body]] = []
         rows, limit = self.table.rows, self._retransmits
         for fact in job.facts:
@@ -345,7 +346,7 @@ class MembershipState:
             yield READ_COST + CHECK_COST * (self._own.checks - before)
 
     def _hear(self, job: Job, fact: Fact, body: Body) -> None:
-        """Take in what is not about a life."""
+        """Take in a fact that is not about a life."""
         match body:
             case LeftBody():
                 self._hear_left(job.now, fact, body)
@@ -355,7 +356,8 @@ class MembershipState:
                 self._hear_broadcast(job.now, fact, body)
 
     def acquaint(self, now: float, teller: PeerId, facts: Sequence[Fact]) -> None:
-        """List all of whom these facts speak, at once: local code vouches for them. They are no news."""
+        """List all subjects of these facts at once: local code vouches for them. They are not passed on as
+        news."""
         for fact in facts:
             body = read_body(fact)
             if isinstance(body, AliveBody) and fact.author not in self.table.rows:
@@ -363,7 +365,7 @@ class MembershipState:
                 self._list(now, Candidate(read_alive(fact, body), teller, passed_on=False))
 
     def admit(self, now: float, peer: PeerId) -> None:
-        """A candidate has answered: list it."""
+        """List a candidate that has answered."""
         candidate = self.candidates.pop(peer)
         if candidate is not None and peer not in self.table.rows and self.scope.holds(peer):
             self._list(now, candidate)
@@ -397,7 +399,7 @@ class MembershipState:
     def _hear_of_stranger(
         self, now: float, sender: PeerId, fact: Fact, body: AliveBody, passed_on: bool
     ) -> None:
-        """List one that speaks for itself; one of whom another tells must answer a ping first."""
+        """List a stranger that speaks for itself; one that another names must answer a ping first."""
         peer = PeerId(fact.author)
         known = self.candidates.get(peer)
         if known is not None and body.incarnation <= known.said.incarnation:
@@ -419,7 +421,7 @@ class MembershipState:
             self.candidates.put(Candidate(said, sender, passed_on))
 
     def _hear_again(self, now: float, sender: PeerId, row: Row, said: AliveFact) -> bool:
-        """Take in what a listed member says of itself; whether that is news but for the incarnation."""
+        """Take in what a listed member says of itself; return whether more than the incarnation is new."""
         changed = said.profile != row.profile
         status = row.status
         if status is not Status.LEFT:
@@ -485,7 +487,7 @@ class MembershipState:
                 self._hear_of_suspect(now, row, fact, body, synced=synced)
 
     def _hear_of_me(self, now: float, fact: Fact, body: SuspectBody | DeadBody) -> None:
-        """Refute. One that accuses too often may mean it all the same, but costs no more than an outsider."""
+        """Refute an accusation of us; one that errs too often gets as few refutations as an outsider."""
         accuser = PeerId(fact.author)
         is_trusted = accuser in self.table.rows and not self._credit.is_spent(accuser, now)
         if not self.refutations.allow(now, is_trusted=is_trusted):
@@ -502,8 +504,8 @@ class MembershipState:
     def _hear_hint(
         self, now: float, sender: PeerId, row: Row, fact: Fact, body: SuspectBody | DeadBody
     ) -> None:
-        """Look for ourselves. Of another incarnation than we hold the accusation may be right and old: then
-        whoever brings it up pays if the accused answers."""
+        """Have the accused probed. If the accusation is of another incarnation than the one held, it may be
+        right and old: then the sender loses credit if the accused answers."""
         accuser = PeerId(fact.author)
         culprit = accuser if body.incarnation == row.incarnation else sender
         if self.hints.takes(now, row.peer, accuser, culprit):
@@ -529,7 +531,7 @@ class MembershipState:
             self._reckon()
 
     def _hear_broadcast(self, now: float, fact: Fact, body: BroadcastBody) -> None:
-        """Hand on what a live member's user tells, if it is new."""
+        """Hand on a broadcast of a live member's user, if it is new."""
         author = PeerId(fact.author)
         row = self.table.rows.get(author)
         if row is None or author == self.peer or not row.live or body.sequence < row.incarnation:
@@ -545,7 +547,7 @@ class MembershipState:
             self.lives.hear(now, fact, body, self.me.incarnation)
 
     def _begin_suspicion(self, now: float, row: Row, hints: Sequence[Fact]) -> Suspicion:
-        """Our probe has failed, as that of those whose accusations are `hints`."""
+        """Begin a suspicion: our probe has failed, as have those of the authors of `hints`."""
         first = next((fact for fact in hints if incarnation_of(fact) == row.incarnation), None)
         fact = first or self._accusation(now, row)
         accuser, silence = PeerId(fact.author), silence_of(fact)
@@ -572,7 +574,7 @@ class MembershipState:
         self.queue.put(peer, fact, beside=True)
 
     def _bury(self, now: float, row: Row, told: Fact | None) -> None:
-        """Hold a suspect for dead, as we were `told` by a member, or by a fact of our own."""
+        """Bury a suspect, as `told` by a member's fact, or by a fact of our own."""
         silence = milliseconds(self.table.silence_seconds(row, now))
         if told is not None and incarnation_of(told) == row.incarnation:
             fact, silence = told, silence_of(told)
@@ -600,7 +602,7 @@ class MembershipState:
             self._forget(longest)
 
     def forget_outside(self) -> None:
-        """Drop those who stand outside of our scope, which has become narrower."""
+        """Drop members outside of our scope, which has become narrower."""
         for peer in self.table.keep(self.scope.holds):
             self.suspicions.pop(peer, None)
             self.hints.drop(peer)

@@ -1,4 +1,4 @@
-"""Which pings are answered by a stream: those of members that ask for it, as often as one probes.
+"""The pings that are answered by a stream: those of members that ask for it, as often as a member probes.
 
 To open a stream costs more than to ask for one, and it goes to where the asker says that it is. So a stranger
 is answered by a datagram, and so is a member that asks more often.
@@ -14,11 +14,11 @@ BURST = 2.0
 """Answers to one member at once, one more each probe interval: it probes in its round, and again where others
 suspect us."""
 ASKERS_MAX = 512
-"""Members of which is known how often they were answered lately."""
+"""Members whose recent answers by stream are counted."""
 
 
 class StreamAnswers:
-    """The choice, of one peer; `is_live` says who is a member."""
+    """Chooses how this peer answers pings; `is_live` says who is a member."""
 
     __slots__ = ("_buckets", "_is_live")
 

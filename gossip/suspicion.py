@@ -1,4 +1,4 @@
-"""How long a suspicion lasts, and how healthy this peer thinks itself to be.
+"""The duration of suspicions, and the local health of this peer.
 
 Lifeguard (Dadgar, Phillips and Currey 2018): section IV-B for the suspicion that independent
 accusers shorten, IV-A for the local health multiplier.
@@ -12,16 +12,16 @@ from crypto.identity import PeerId
 from gossip.settings import Settings
 
 REFUTED_MAX = 3.0
-"""Refuted accusations of one accuser until it is believed no more. At 10 % loss an honest one errs once in
+"""Refuted accusations after which an accuser is believed no more. At 10 % loss an honest one errs once in
 some 3,500 probe intervals, and LEAK_INTERVALS take one back."""
 LEAK_INTERVALS = 100.0
 ACCUSERS_MAX = 256
 """Accusers whose errors are counted: more than err in one leak among 2,000 members at 10 % loss."""
 CLOSED_INTERVALS = 4.0
-"""Probe intervals a suspicion lasts at least though the host of its subject says that the process is gone:
-one that has moved or restarted tells of it meanwhile."""
+"""Probe intervals that a suspicion lasts at least although the subject's host says that the process is gone:
+one that has moved or restarted announces itself meanwhile."""
 CHECK_FRESH_INTERVALS = 2.0
-"""Nobody is given up but by a probe of this peer that began so many probe intervals ago at most."""
+"""A member is given up only by a probe of this peer that began at most this many probe intervals ago."""
 
 
 class Suspicion:
@@ -43,7 +43,7 @@ class Suspicion:
         interval_seconds: float = 1.0,
     ) -> None:
         """`interval_seconds` is the pause before the suspect is probed again, doubled each time. A member
-        that calls the suspect dead may end it so far ahead of its shortest time."""
+        that calls the suspect dead may end the suspicion at most this much ahead of its shortest time."""
         self._interval_seconds = interval_seconds
         self._pause_seconds = interval_seconds
         self._started_at = now
@@ -59,14 +59,14 @@ class Suspicion:
         self.is_probed = False
         """Whether a probe of this peer is on its way, for which the end waits."""
         self.is_silent = False
-        """Whether this peer counts as an accuser here, and has not told others so."""
+        """Whether this peer is an accuser here that has not told others so."""
         self._missed_at = -inf
         self._probe_at = now + interval_seconds
         self._closed_at = inf
 
     @property
     def accusers(self) -> tuple[PeerId, ...]:
-        """Those who stand behind it, the one who condemned the suspect among them."""
+        """The accusers, the author of a Dead fact among them."""
         condemned = () if self.condemnation is None else (PeerId(self.condemnation.author),)
         return tuple(dict.fromkeys((*self._accusers, *condemned)))
 
@@ -89,7 +89,7 @@ class Suspicion:
 
     @property
     def due(self) -> float:
-        """When something is to be done: at the next probe, at the last one, or at the end."""
+        """When something is due: the next probe, the last one, or the end."""
         if self.is_probed:
             return inf
         deadline = self.deadline
@@ -99,17 +99,16 @@ class Suspicion:
         return max(min(self._probe_at, last_at), self._probe_at - self._pause_seconds)
 
     def is_over(self, now: float) -> bool:
-        """Return whether the suspect is to be given up now: its time is over, and a last probe was in
-        vain."""
+        """Return whether to give the suspect up now: its time is over, and a last probe was in vain."""
         return self.deadline <= now and self.is_checked
 
     @property
     def confirmed_by(self) -> float:
-        """When the suspect would have been given up if all had confirmed it."""
+        """When the suspicion would have ended if all had confirmed it."""
         return self._started_at + self._shortest_seconds
 
     def wants(self, accuser: PeerId) -> bool:
-        """Return whether a confirmation by `accuser` would still change anything."""
+        """Return whether a confirmation by `accuser` would still change the deadline."""
         return not self.is_confirmed and accuser not in self._accusers
 
     def confirm(self, accuser: PeerId) -> None:
@@ -117,29 +116,29 @@ class Suspicion:
         self._accusers.append(accuser)
 
     def condemn(self, now: float, fact: Fact) -> None:
-        """A member says that the suspect is dead: it ends as if all had confirmed it, or a little earlier,
-        for that member has heard of it before us."""
+        """Take a member's fact that the suspect is dead: the suspicion ends as if all had confirmed it, or a
+        little earlier, since that member has heard of it before us."""
         self.condemnation = fact
         self._condemned_at = now
 
     def miss(self, now: float, sent_at: float) -> None:
-        """The suspect has not answered a probe of this peer that began at `sent_at`."""
+        """Record that the suspect did not answer a probe of this peer that began at `sent_at`."""
         self._missed_at = max(self._missed_at, sent_at)
         self.wait(now)
 
     def wait(self, now: float) -> None:
-        """A probe of this peer has ended, with no answer of the suspect itself."""
+        """Record that a probe of this peer has ended without an answer of the suspect itself."""
         self.is_probed = False
         self._pause_seconds *= 2
         self._probe_at = now + self._pause_seconds
 
     def close(self, now: float) -> None:
-        """Nothing listens where the suspect was, which is no longer there, then, to refute anything."""
+        """Record that nothing listens where the suspect was: nobody is left there to refute."""
         least = self._started_at + CLOSED_INTERVALS * self._interval_seconds
         self._closed_at = min(self._closed_at, max(now, least))
 
     def excuse(self, seconds: float) -> None:
-        """Give back time in which this peer itself stalled; in all at most the longest suspicion."""
+        """Give back the time in which this peer stalled; in all at most the longest suspicion."""
         self._excused_seconds = min(self._excused_seconds + seconds, self._longest_seconds)
 
     def _lasts_seconds(self) -> float:
@@ -160,8 +159,8 @@ def suspect(now: float, accuser: PeerId, settings: Settings, live: int) -> Suspi
 
 
 class Credit:
-    """Accusations that turned out to be false, by accuser: one that errs too often is believed no more for a
-    while. A leaking count for each, of the ACCUSERS_MAX that erred last."""
+    """False accusations, by accuser: one that errs too often is ignored for a while. A leaking count for each
+    of the ACCUSERS_MAX that erred last."""
 
     __slots__ = ("_counts", "_leak_seconds")
 
@@ -174,7 +173,7 @@ class Credit:
         return len(self._counts)
 
     def refuted(self, accuser: PeerId, now: float) -> None:
-        """One whom it accused lives."""
+        """Record that a member whom `accuser` accused lives."""
         count = self._count(accuser, now) + 1
         self._counts.pop(accuser, None)
         self._counts[accuser] = (min(count, REFUTED_MAX), now)
@@ -182,12 +181,12 @@ class Credit:
             del self._counts[next(iter(self._counts))]
 
     def is_spent(self, accuser: PeerId, now: float, pending: int = 0) -> bool:
-        """Return whether it has erred too often lately, if `pending` more of its accusations are false as
-        well."""
+        """Return whether the accuser has erred too often lately, if `pending` more of its accusations are
+        false as well."""
         return self._count(accuser, now) + pending > REFUTED_MAX - 1
 
     def is_doubted(self, accuser: PeerId, now: float) -> bool:
-        """Return whether it has erred at all lately."""
+        """Return whether the accuser has erred at all lately."""
         return bool(self._counts) and self._count(accuser, now) > 0.0
 
     def _count(self, accuser: PeerId, now: float) -> float:
@@ -196,7 +195,8 @@ class Credit:
 
 
 class LocalHealth:
-    """0 is well; at `score` s this peer probes 1 + s times more slowly and patiently."""
+    """Lifeguard's local health. 0 is healthy; at `score` s this peer probes 1 + s times more slowly and
+    patiently."""
 
     __slots__ = ("_score_max", "score")
 
@@ -209,10 +209,11 @@ class LocalHealth:
         return self.score + 1
 
     def worsen(self, by: int = 1) -> None:
-        """A probe failed, a relay stayed mute, or we had to refute: perhaps it is us."""
+        """Raise the score: a probe failed, a relay stayed mute, or we had to refute. The fault may be
+        ours."""
         self.score = min(self.score + by, self._score_max)
 
     def better(self) -> None:
-        """A probe was answered."""
+        """Lower the score: a probe was answered."""
         if self.score:
             self.score -= 1

@@ -1,18 +1,18 @@
 """SWIM membership with Lifeguard, as a sans-IO core: messages and timers in, messages and events out.
 
-Papers: Das, Gupta and Motivala 2002 (SWIM); Dadgar, Phillips and Currey 2018 (Lifeguard); the
-gossip timer of its own, the push-pull sync and the numbers are memberlist's. What a fact makes us
-believe stands in `gossip.state_table`, numbers in `gossip.settings`.
+Papers: Das, Gupta and Motivala 2002 (SWIM); Dadgar, Phillips and Currey 2018 (Lifeguard); the gossip timer of
+its own, the push-pull sync and the numbers are memberlist's. The meaning of a fact is in
+`gossip.state_table`, numbers in `gossip.settings`.
 
-Each probe interval one member is pinged, all in turn, in a new random order each round. Unanswered,
-it is pinged once more, once by a stream, as memberlist does, for networks that let no datagram through, and
-through relays; unanswered again, it is suspected, which gossip spreads to
-those who see the same. A suspect that answers, or refutes by a higher incarnation, is alive; else it is
-dead to all. Whoever comes as a stranger or from the dead is
-asked for its facts; one of whom others tell is pinged before it is listed (`gossip.candidates`).
+Each probe interval one member is pinged, all in turn, in a new random order each round. A member that does
+not answer is pinged once more, once by a stream, as memberlist does, for networks that let no datagram
+through, and through relays. If it is silent again it is suspected, which gossip spreads to peers that see the
+same. A suspect that answers, or refutes by a higher incarnation, is alive; else it is dead to all. A stranger
+or a dead member that sends something is asked for its facts; a stranger that others name is pinged before it
+is listed (`gossip.candidates`).
 
-Given `place`, which says where in the key space a peer stands, it lists only the neighbourhood of its own
-key, as in a public swarm: then it answers probes from outside, and passes on only what is inside.
+Given `place`, the function from peers to the key space, it lists only the neighbourhood of its own key, as in
+a public swarm: then it answers probes from outside, and passes on only what is inside.
 
 Not here: who may join (the swarm key and admission are the network's and the run's), and how lists are
 compared and exchanged (`gossip.push_pull`).
@@ -69,8 +69,8 @@ DEAD_PROBED_MAX = 32
 
 
 class Swim:
-    """One peer's membership core. `receive`, `wake`, `deadline` and `events` have the shape of every
-    core; what other methods return is likewise to be sent.
+    """One peer's membership core. `receive`, `wake`, `deadline` and `events` have the shape of every core;
+    the messages that other methods return are to be sent as well.
 
     `incarnation` must be higher than in any earlier life of this peer id (unix milliseconds do);
     where it is not, the core goes above the old one as soon as it hears of it. Together with `instance`,
@@ -146,16 +146,16 @@ class Swim:
 
     @property
     def statuses(self) -> dict[PeerId, Status]:
-        """What is held of everyone listed, this peer included: `members` at a hundredth of its cost."""
+        """The status of every listed member, this peer included: `members` at a hundredth of its cost."""
         return {row.peer: row.status for row in self._table.rows.values()}
 
     def member(self, peer: PeerId) -> Member | None:
-        """Return what is held of one, None where it is not listed."""
+        """Return the listed member, None where it is not listed."""
         row = self._table.rows.get(peer)
         return None if row is None else row.snapshot()
 
     def status(self, peer: PeerId) -> Status | None:
-        """The same, and no more than its status."""
+        """Return only the status of a member."""
         row = self._table.rows.get(peer)
         return None if row is None else row.status
 
@@ -166,7 +166,7 @@ class Swim:
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """What others could make grow here: how much it is, and its limit."""
+        """The tables that others can make grow here: the size and limit of each."""
         most = self._settings.members_max
         return {
             "members": (len(self._table.rows), most),
@@ -193,7 +193,7 @@ class Swim:
         return sends
 
     def acquaint(self, now: float, teller: PeerId, facts: Sequence[Fact]) -> None:
-        """List at once those of whom these facts speak, as if `teller` had told: local code knows that they
+        """List the subjects of these facts at once, as if `teller` had named them: local code knows that they
         are there. Raises RemoteProtocolError."""
         self._beliefs.acquaint(now, teller, facts)
         self._exchange.narrow_if_crowded(now)
@@ -208,8 +208,8 @@ class Swim:
         return []
 
     def meet_life(self, now: float, life: bytes, incarnation: int) -> Sends:
-        """Local code has met another life of this key, in this incarnation: the elder announces itself above
-        it, the younger falls silent."""
+        """Take local code's report of another life of this key, in this incarnation: the elder announces
+        itself above it, the younger falls silent."""
         self._refuse_if_left("meet_life")
         self._beliefs.lives.meet(now, life, incarnation)
         self._arm_gossip(now)
@@ -217,7 +217,8 @@ class Swim:
         return []
 
     def broadcast(self, now: float, topic: bytes, data: bytes) -> Sends:
-        """Tell all members something, in place of what was told of this topic before (`gossip.broadcasts`).
+        """Broadcast something to all members, in place of the last broadcast of this topic
+        (`gossip.broadcasts`).
 
         Raises LocalProtocolError: a topic or data too long, or too many topics wait.
         """
@@ -229,9 +230,8 @@ class Swim:
         return []
 
     def leave(self, now: float) -> Sends:
-        """Say goodbye to as many as a fact is passed on to; keep driving the core for a moment, so
-        that gossip tells the others. From here on it only answers pings.
-        """
+        """Say goodbye to as many members as a fact is passed on to; keep driving the core for a moment, so
+        that gossip tells the others. From here on it only answers pings."""
         if self._left:
             return []
         fact = self._beliefs.leave(now)
@@ -246,7 +246,7 @@ class Swim:
         return [(peer, Gossip((fact,))) for peer in listeners]
 
     def hint_suspect(self, now: float, peer: PeerId) -> Sends:
-        """A stream to `peer` broke, say: probe it at once. A hint is not a verdict."""
+        """Probe `peer` at once, for instance since a stream to it broke. A hint is not a verdict."""
         row = self._table.rows.get(peer)
         if self._left or row is None or not row.live or peer == self.peer or self._flight.probing(peer):
             return []
@@ -255,16 +255,16 @@ class Swim:
         return sends
 
     def locate(self, host_of: HostOf) -> None:
-        """From now on ask this where packets of a peer really come from."""
+        """Set the function that returns where packets of a peer really come from."""
         self._beliefs.shares.host_of = self._measures.host_of = host_of
 
     def hint_closed(self, now: float, peer: PeerId) -> None:
-        """No process listens where `peer` was, says its host: if it is suspected, that may end soon."""
+        """Note that the host of `peer` reports no process there: a suspicion of it may end soon."""
         if not self._left:
             self._beliefs.close(now, peer)
             self._plan()
 
-    # What comes from others.
+    # Messages of others.
 
     def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
         """Take one message. Raises RemoteProtocolError for what no correct peer sends."""
@@ -333,7 +333,7 @@ class Swim:
         return []
 
     def _greet(self, now: float, sender: PeerId) -> Sends:
-        """One we do not hold for alive has asked something."""
+        """Greet a peer that we do not hold for alive and that asked something."""
         if self._table.status(sender) is Status.DEAD:
             return self._probe_dead(now, 1, sender)
         return self._exchange.greet(sender)
@@ -371,7 +371,7 @@ class Swim:
         return self._receive_late(now, sender, number) if self._flight.overdue else []
 
     def _receive_late(self, now: float, sender: PeerId, number: int) -> Sends:
-        """An answer to a probe that has failed: it lives, and is as far away as that."""
+        """Take an answer to a probe that has failed: the member lives, and is that far away."""
         late = self._flight.overdue.get(number)
         if late is None or late.target != sender:
             return []
@@ -384,7 +384,7 @@ class Swim:
         return [(peer, Gossip((fact,))) for peer, fact in told]
 
     def _wall(self, now: float) -> int | None:
-        """What this machine's clock shows, in unix milliseconds."""
+        """Return this machine's wall clock, in unix milliseconds."""
         return None if self.wall_offset is None else max(0, int((now + self.wall_offset) * 1000))
 
     def _receive_ping_request(self, now: float, sender: PeerId, request: PingRequest) -> Sends:
@@ -400,7 +400,7 @@ class Swim:
         number = self._flight.add_relay(Relay(sender, request.number, target, now + patience))
         return [] if number is None else [(target, Ping(number, self._beliefs.facts_for(target)))]
 
-    # What time brings.
+    # Timers.
 
     def wake(self, now: float) -> Sends:
         """Do what has become due."""
@@ -435,7 +435,7 @@ class Swim:
         return sends
 
     def _probe_told(self, now: float) -> Sends:
-        """Look at those of whom others tell: that they are there, or that they are not."""
+        """Probe the members that others speak of: candidates and accused."""
         sends: Sends = []
         if self._candidates.rows and self._probe_at <= now:
             sends = self._probe_candidates(now)
@@ -445,7 +445,7 @@ class Swim:
         return sends
 
     def _learn_on(self, now: float) -> None:
-        """One more slice of what a large message says."""
+        """Take in one more slice of a large message."""
         self._beliefs.learn_on(now)
         self._slice_at = now + SLICE_PAUSE_SECONDS
         self._exchange.narrow_if_crowded(now)
@@ -519,8 +519,8 @@ class Swim:
         return [*told, *self._probe_dead(now, 1)]
 
     def _probe_dead(self, now: float, count: int, peer: PeerId | None = None) -> Sends:
-        """Knock at some of those held for dead, or at `peer`: the network may have healed. Where one answers
-        others may, and so they are found ever faster."""
+        """Probe some members held for dead, or `peer`: the network may have healed. Where one answers others
+        may, and so they are found ever faster."""
         sends: Sends = []
         in_flight = sum(probe.kind == "dead" for probe in self._flight.probes.values())
         for _ in range(min(count, DEAD_PROBED_MAX - in_flight)):
@@ -533,7 +533,7 @@ class Swim:
     def _probe(
         self, now: float, row: Row, kind: Kind = "round", *, relayed: bool = False, is_in_turn: bool = False
     ) -> Sends:
-        """Ping a member; `relayed`: no relays are to be asked if it does not answer."""
+        """Ping a member; `relayed`: ask no relays if it does not answer."""
         peer = row.peer
         patience = self._health.multiplier * self._table.trips.stretch(peer)
         end_seconds = self._settings.probe_interval_seconds * patience
@@ -544,7 +544,7 @@ class Swim:
         return [(peer, Ping(number, self._beliefs.facts_for(peer)))]
 
     def _probe_hints(self, now: float) -> Sends:
-        """See for ourselves what is true of what others say."""
+        """Probe accused members ourselves."""
         sends: Sends = []
         while (peer := self._beliefs.hints.next()) is not None:
             row = self._table.rows.get(peer)
@@ -555,7 +555,7 @@ class Swim:
         return sends
 
     def _probe_candidates(self, now: float) -> Sends:
-        """Ask as many as may be asked at once; each hears who asks, and so lists us without asking."""
+        """Probe as many candidates as may be at once; each hears who asks, and so lists us without asking."""
         sends: Sends = []
         for _ in range(PROBED_AT_ONCE_MAX):
             candidate = self._candidates.next()
@@ -565,7 +565,7 @@ class Swim:
             if candidate.tries == 1:
                 self.events.append(CandidateFound(peer, said.profile.addresses, candidate.introducer))
             timeout_seconds = self._settings.probe_timeout_seconds
-            # Through relays only where it does not answer: whoever told of it may have a path that we lack.
+            # Through relays only where it does not answer: its introducer may have a path that we lack.
             is_direct = candidate.tries == 1
             end_seconds = timeout_seconds if is_direct else self._settings.probe_interval_seconds
             times = now, now + timeout_seconds, now + end_seconds, end_seconds
@@ -589,7 +589,7 @@ class Swim:
             self._gossip_at = now + self._settings.gossip_interval_seconds
 
     def _plan(self) -> None:
-        """Every way out of this core ends here: the deadline is asked for far more often than it changes."""
+        """Compute the deadline, at the end of every call: it is read far more often than it changes."""
         # Compared one by one, which is several times faster than min() or a loop.
         due, exchange, beliefs, flight = self._tick_at, self._exchange, self._beliefs, self._flight
         if exchange.due < due:

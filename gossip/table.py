@@ -1,6 +1,6 @@
-"""The member list: what is held of everyone, the round of probes, and random choice among members.
+"""The member list: the state of every member, the round of probes, and random choice among members.
 
-It keeps and chooses; what a fact *means* is decided in `gossip.state_table`. All orders are defined by
+It keeps and chooses; the *meaning* of a fact is decided in `gossip.state_table`. All orders are defined by
 arrival and `rng`, so a trace repeats from its seed.
 """
 
@@ -32,10 +32,9 @@ class Verdict(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 class Row(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """All that is held of one member; another row takes its place when that changes. Small, for there are
-    many, and alike at many peers: what the member said is one object for all of them. No row is part of a
-    cycle, so the collector need not look at it.
-    """
+    """The state held of one member; another row takes its place when that changes. Rows are small, since
+    there are many, and what the member said is one object shared by all peers of a process. No row is part of
+    a cycle, so the collector need not look at it."""
 
     said: AliveFact
     since: float
@@ -64,7 +63,7 @@ class Row(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     @property
     def facts(self) -> tuple[Fact, ...]:
-        """What proves it, to be passed on."""
+        """The facts that prove the row, to be passed on."""
         return (self.said.fact,) if self.verdict is None else (self.said.fact, self.verdict.fact)
 
     def snapshot(self) -> Member:
@@ -127,15 +126,15 @@ class MemberTable:
             self._cursor += 1
 
     def renew(self, row: Row, said: AliveFact) -> Row:
-        """A member says something new of itself; its row from now on."""
+        """Take a member's new description of itself; return its row from now on."""
         self._unanswered.pop(said.peer, None)
         return self._put(Row(said, row.since, row.found_through, row.verdict))
 
     def judge(
         self, row: Row, now: float, verdict: Verdict | None, *, found_through: PeerId | None = None
     ) -> Row:
-        """Give a member another status, with what proves it and why (None is alive); its row from now on.
-        Who has come back was found anew."""
+        """Give a member another status with its proof and reason (None is alive); return its row from now on.
+        A member that came back counts as found anew."""
         if verdict is not None and verdict.status is not Status.SUSPECT:
             self.punctuality.forget(row.peer)
             self.trips.forget(row.peer)
@@ -148,7 +147,7 @@ class MemberTable:
         return row
 
     def unanswered(self, peer: PeerId, at: float) -> None:
-        """A ping that was sent to `peer` at this moment has found no answer, as perhaps earlier ones."""
+        """Record that a ping sent to `peer` at this moment got no answer, as earlier ones may have."""
         self._unanswered.setdefault(peer, at)
 
     def answered(self, peer: PeerId) -> None:
@@ -159,7 +158,7 @@ class MemberTable:
         return now - self._unanswered.get(row.peer, row.since)
 
     def next_target(self, busy: Callable[[PeerId], bool]) -> Row | None:
-        """The next live member of the round, skipping the busy; a new random order each round."""
+        """Return the next live member of the round, skipping the busy; each round has a new random order."""
         for _ in range(len(self._ring) + 1):
             if self._cursor >= len(self._ring):
                 self._ring = [peer for peer in self.rows if peer != self._me]
@@ -175,10 +174,10 @@ class MemberTable:
         return None
 
     def pick(self, count: int, fits: Callable[[Row], bool]) -> list[PeerId]:
-        """At most `count` different random members that fit, this peer never.
+        """Return at most `count` different random members that fit, never this peer.
 
-        In a large table by bounded trial, so that the cost does not grow with it; it may then
-        find fewer where few fit.
+        In a large table this tries a bounded number, so that the cost does not grow; it may then find fewer
+        where few fit.
         """
         if len(self._ring) <= 16 * count:
             candidates = [peer for peer in self._ring if peer in self.rows and fits(self.rows[peer])]
@@ -207,20 +206,21 @@ class MemberTable:
                 self._cursor -= 1
 
     def gone_before(self, moment: float) -> list[PeerId]:
-        """Return who has been dead or gone since before `moment`."""
+        """Return the members that have been dead or gone since before `moment`."""
         return [row.peer for row in self.rows.values() if not row.live and row.since < moment]
 
     def may_have_room(self, most: int) -> bool:
-        """Return whether one more may be listed among `most`, if need be in the place of one that is gone."""
+        """Return whether another member may be listed among `most`, if necessary in place of one that is
+        gone."""
         return len(self.rows) < most or self.live < len(self.rows)
 
     def longest_gone(self) -> PeerId | None:
-        """The member that has been dead or gone for longest."""
+        """Return the member that has been dead or gone for longest."""
         gone = [row for row in self.rows.values() if not row.live]
         return min(gone, key=lambda row: row.since).peer if gone else None
 
     def next_dead(self) -> Row | None:
-        """One of those held for dead, all in turn."""
+        """Return a member held for dead, all in turn."""
         while self.live < len(self.rows):
             if not self._dead:
                 # Nearly all rows have no verdict: looked at first, for this is as long as the table.
@@ -238,7 +238,7 @@ class MemberTable:
         return None
 
     def keep(self, fits: Callable[[PeerId], bool]) -> list[PeerId]:
-        """Drop everyone who does not fit, live or not; who that was. This peer always stays."""
+        """Drop everyone who does not fit, live or not; return who was dropped. This peer always stays."""
         dropped = [peer for peer in self.rows if peer != self._me and not fits(peer)]
         for peer in dropped:
             self.live -= self.rows.pop(peer).live
@@ -253,7 +253,7 @@ class MemberTable:
 
     @property
     def others(self) -> int:
-        """How many are listed as live beside this peer."""
+        """The number of other live members."""
         return self.live - self.rows[self._me].live
 
     def is_live(self, peer: PeerId) -> bool:
@@ -268,11 +268,11 @@ class MemberTable:
         return [row.peer for row in self.rows.values() if row.live]
 
     def facts(self, peers: Iterable[PeerId] | None = None) -> tuple[Fact, ...]:
-        """Everything worth telling a newcomer, of everybody or of these."""
+        """Return every fact worth telling a newcomer, about everybody or about these."""
         return tuple(fact for row in self._of(peers) for fact in row.facts)
 
     def digest(self, peers: Iterable[PeerId] | None = None) -> bytes:
-        """16 bytes that two peers have in common exactly when they hold the same members live, of
+        """Return 16 bytes that two peers have in common exactly when they hold the same members live, of
         everybody or of these.
 
         The dead are left out, for each peer forgets them at its own time.

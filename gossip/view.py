@@ -1,12 +1,12 @@
-"""Which part of a swarm one peer lists: everybody, or the neighbourhood of its own key.
+"""The part of a swarm that one peer lists: everybody, or the neighbourhood of its own key.
 
-Every peer has a key (the DHT's, whose function is handed in). A neighbourhood is all peers whose keys
-begin with the same bits as ours; how many bits, its depth, each peer chooses for itself so that a few
-hundred are in it, however large the swarm. The bounds lie wider apart than one step changes the number,
-so that the depth rests. Two peers may have different depths: then the scope of one holds all of the
-other's, and what both list is the smaller of the two.
+Every peer has a key (the DHT's, whose function is handed in). A neighbourhood is all peers whose keys begin
+with the same bits as ours; how many bits, its depth, each peer chooses for itself so that a few hundred are
+in it, however large the swarm. The bounds lie farther apart than one step changes the number, so that the
+depth settles. Two peers may have different depths: then the scope of one holds all of the other's, and what
+both list is the smaller of the two.
 
-Pure arithmetic on keys. What follows from a scope stands in `gossip.state_table` and `gossip.push_pull`.
+Pure arithmetic on keys. The consequences of a scope are in `gossip.state_table` and `gossip.push_pull`.
 """
 
 import math
@@ -22,10 +22,10 @@ DEPTH_MAX = 128
 """Bits of a prefix. No swarm is so large; a message that says more is refused while decoding."""
 
 LOPSIDED_SHARE = 8
-"""A half with less than so small a part of a scope's members has not been heard of."""
+"""A half with less than this part of a scope's members is taken to be unheard of."""
 
 Place = Callable[[PeerId], int]
-"""The key of a peer as a number of KEY_BITS bits, spread as evenly as a hash. Asked for again and again, of
+"""Returns the key of a peer as a number of KEY_BITS bits, spread as evenly as a hash. It is called often, for
 all who are listed: it should remember."""
 
 
@@ -38,7 +38,7 @@ class Region:
     depth: int
 
     def among(self, peers: Iterable[PeerId]) -> list[PeerId]:
-        """Those of `peers` that are in it."""
+        """Return those of `peers` that are in the region."""
         place, key, end = self.place, self.key, 1 << KEY_BITS - self.depth
         return [peer for peer in peers if key ^ place(peer) < end]
 
@@ -46,8 +46,8 @@ class Region:
 class Scope:
     """The scope of the peer `me`. Without `place` it is the whole swarm, for good.
 
-    `joining`: it has found nobody of its neighbourhood yet, so it lists only itself. `admits` says whose ids
-    may be listed at all, where not all may.
+    `joining`: it has found nobody of its neighbourhood yet, so it lists only itself. `admits` decides which
+    ids may be listed at all.
     """
 
     __slots__ = (
@@ -86,24 +86,25 @@ class Scope:
         return self.depth == 0 or self._shared(peer) >= self.depth
 
     def held_by(self, peer: PeerId, depth: int) -> bool:
-        """Return whether `peer` lists us, if its scope is so deep."""
+        """Return whether `peer` lists us, if its scope has this depth."""
         return self._shared(peer) >= depth
 
     def common(self, peer: PeerId, depth: int) -> Region | None:
-        """Return whom both list, we and `peer` with a scope so deep; None if there are none such."""
+        """Return the region that both list, we and `peer` with a scope of this depth; None if there is
+        none."""
         if self._shared(peer) < min(depth, self.depth):
             return None
         return self.around(peer, depth) if depth > self.depth else self.around(self._me, self.depth)
 
     def around(self, peer: PeerId, depth: int) -> Region:
-        """The neighbourhood of `peer` that is so deep."""
+        """Return the neighbourhood of `peer` at this depth."""
         return Region(self._place, self._place(peer), depth)
 
     def fit(self, live: Iterable[PeerId]) -> int:
-        """The depth for so many `live` members: deeper, as now, or one step less deep.
+        """Return the depth for these `live` members: deeper, unchanged, or one step less deep.
 
-        Deeper where they are too many; or nearly all in our own half, for then we have not heard of most
-        of the other. In both cases only if enough are left.
+        Deeper where they are too many; or nearly all in our own half, for then we have not heard of most of
+        the other. In both cases only if enough are left.
         """
         place, key = self._place, self._key
         shared = [KEY_BITS - (key ^ place(peer)).bit_length() for peer in live]
@@ -126,8 +127,8 @@ class Scope:
         return depth
 
     def lopsided(self, live: Iterable[PeerId]) -> bool:
-        """Return whether far too few of the `live` members stand in the half of the scope in which we do not:
-        by chance, one in a thousand such lists of eight, and none of two hundred."""
+        """Return whether far too few of the `live` members are in the other half of the scope: by chance, one
+        in a thousand such lists of eight, and none of two hundred."""
         shared = [KEY_BITS - (self._key ^ self._place(peer)).bit_length() for peer in live]
         inside = sum(bits >= self.depth for bits in shared)
         farther = sum(bits == self.depth for bits in shared)
@@ -140,15 +141,15 @@ class Scope:
         return self.depth > 0 and live < self._members_min
 
     def own_key(self) -> bytes:
-        """Return where our nearest neighbours stand."""
+        """Return the key whose neighbours are our nearest."""
         return _as_bytes(self._key)
 
     def key_beyond(self) -> bytes:
-        """Return where the nearest of the half of our scope stand in which we are not."""
+        """Return the nearest key in the other half of our scope."""
         return _as_bytes(self._key ^ 1 << KEY_BITS - 1 - self.depth)
 
     def random_key(self, rng: Random) -> bytes:
-        """A key anywhere in our scope."""
+        """Return a random key in our scope."""
         free = KEY_BITS - self.depth
         return _as_bytes(self._key >> free << free | rng.getrandbits(free))
 

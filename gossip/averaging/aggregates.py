@@ -1,4 +1,4 @@
-"""How an owner makes one part of several: the rules that a group may agree on, by name.
+"""The rules by which an owner reduces several parts to one, by the names that a group agrees on.
 
 | name | what | liars of n members survived |
 |---|---|---|
@@ -13,8 +13,8 @@
 f is (n - 1) // 3, and 1 of 3. An owner holds its part of every member's vector, and applies the rule to each
 chunk of it alone. That keeps what a rule promises of whole vectors: if for each chunk the squared distance of
 the result from the mean of any n - f members is at most k times their mean squared distance from it, which is
-(f, k)-robustness (Allouah et al. 2023), then the sums over all chunks are, with the same k. What an owner
-itself makes of its part nobody checks.
+(f, k)-robustness (Allouah et al. 2023), then the sums over all chunks are, with the same k. Nobody checks how
+an owner reduces its own part.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ RULES: tuple[Aggregate, ...] = get_args(Aggregate)
 MIXED = "nnm-"
 """Begins the name of a rule that is applied after nearest-neighbour mixing."""
 DEFAULT: Aggregate = "nnm-trimmed-mean"
-"""What "auto" is where strangers may join: by no common lie of `benchmarks/liars.py` does it lose more than a
+"""The meaning of "auto" where strangers may join: no common lie of `benchmarks/liars.py` costs it more than a
 point of accuracy, without liars it loses 0.3, and it has a meaning in groups of three."""
 WEIGHTED: tuple[Aggregate, ...] = (
     "mean",
@@ -50,10 +50,11 @@ WEIGHTED: tuple[Aggregate, ...] = (
 )
 """Rules by which a claimed weight counts, bounded; by the others every member counts once."""
 TRIMMED_SHARE = 3
-"""Less than one in so many members may lie, so a third of each number's values stay when as many are cut
-at either end, and honest values that differ since their data does are averaged still. By a quarter, five
-liars of 16 took a run on digits from an accuracy of 0.91 to 0.10. Of three members one may lie too: groups
-form of those that are ready, and a lie of a small group would be passed on to all. Of two nobody may."""
+"""Rules assume that less than one in this many members lies. Cutting a third at either end leaves a third of
+each number's values, so honest values that differ because their data differs are still averaged. With a
+quarter, five liars of 16 took a run on digits from an accuracy of 0.91 to 0.10. In a group of three one may
+lie too: groups form of those that are ready, and a lie of a small group would be passed on to all. In a group
+of two nobody may."""
 _RULES: Mapping[str, Rule] = {
     "median": median,
     "trimmed-mean": trimmed_mean,
@@ -65,7 +66,7 @@ _RULES: Mapping[str, Rule] = {
 
 
 def liars_max(aggregate: Aggregate, members: int) -> int:
-    """Return how many of so many members may lie without moving the result far from the honest."""
+    """Return how many of `members` may lie without moving the result far from the honest one."""
     match aggregate:
         case "mean":
             return 0
@@ -81,7 +82,7 @@ def counted_weights(aggregate: Aggregate, weights: Sequence[float]) -> tuple[flo
 
 
 def reduction_of(aggregate: Aggregate) -> Reduction:
-    """Return what reduces a part by the rule of this name."""
+    """Return the reduction of parts that follows the rule of this name."""
     return weighted_mean if aggregate == "mean" else partial(_by_chunk, aggregate)
 
 

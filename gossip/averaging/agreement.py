@@ -7,10 +7,11 @@ from crypto.errors import RemoteProtocolError
 
 
 class Agreement:
-    """What this member holds once it holds all parts, and what the others say that they hold.
+    """The result that this member holds once it holds all parts, and the results that the others say they
+    hold.
 
-    `others` are their places; nobody waits for those in `unawaited`. That a member says it holds something
-    else proves nothing: what both go by does, which they send each other.
+    `others` are their places; nobody waits for those in `unawaited`. A member's claim to hold another result
+    proves nothing; the facts it decided by do, and the two members send each other theirs.
     """
 
     def __init__(self, others: Sequence[int], unawaited: Collection[int]) -> None:
@@ -24,18 +25,18 @@ class Agreement:
         """When to wait no longer for what others say."""
 
     def declare(self, digest: bytes, until: float) -> list[int]:
-        """This member holds a result; return the places of those that said otherwise: each is to be sent what
-        this one goes by, once."""
+        """Declare this member's result; return the places of members that declared another one. Each of them
+        is to be sent, once, the facts that this member decided by."""
         self.digest, self.until = digest, until
         others = [place for place, told in self._told.items() if told != digest]
         self._answered.update(others)
         return others
 
     def take(self, place: int, digest: bytes) -> bool:
-        """Keep what a member says; return whether it is to be sent what this one goes by, which holds
-        something else.
+        """Keep a member's declared digest; return whether that member declared another result and is now to
+        be sent the facts that this one decided by.
 
-        Raises RemoteProtocolError: it said something else before.
+        Raises RemoteProtocolError: it declared something else before.
         """
         if self._told.setdefault(place, digest) != digest:
             raise RemoteProtocolError("two digests of one member's result")
@@ -45,7 +46,7 @@ class Agreement:
         return True
 
     def undeclared(self, lost: Collection[int]) -> list[int]:
-        """The members, without the lost ones, that have not said that they hold the same."""
+        """Return the members, without the lost ones, that have not declared the same result."""
         return [
             place
             for place in self._others
@@ -53,5 +54,5 @@ class Agreement:
         ]
 
     def awaited(self, lost: Collection[int]) -> list[int]:
-        """Those of them that are waited for."""
+        """Return those undeclared members that are waited for."""
         return [place for place in self.undeclared(lost) if place not in self._unawaited]

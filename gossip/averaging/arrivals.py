@@ -1,9 +1,9 @@
-"""How fast each member of an attempt uploads, as those that it sends to measure it.
+"""The upload rate of each member of an attempt, measured by the receivers of its data.
 
 An owner tells each sender how many bytes of it came, and how long after the attempt's beginning the last of
 them did (`Arrived`). So socket buffers, which take megabytes at once, measure nothing, and no peer has to be
-believed about itself. Times are those of one clock, the receiver's. The estimate takes the latencies and the
-other's computing for sending: for little data it is too low, for all members alike.
+believed about itself. Times are those of one clock, the receiver's. The estimate counts latency and the
+sender's computing as sending: for little data it is too low, for all members alike.
 """
 
 from math import exp2, log2
@@ -39,21 +39,21 @@ class Arrivals:
         return {place: size for place, (size, _) in self._came.items()}
 
     def told(self) -> dict[int, Arrived]:
-        """Return what to tell each sender."""
+        """Return the report for each sender."""
         return {
             place: Arrived(self._attempt, size, max(0, int((at - self._begun_at) * 1e6)))
             for place, (size, at) in self._came.items()
         }
 
     def take(self, place: int, message: Arrived, sent_bytes_max: int) -> None:
-        """An owner has told when this member's bytes came. More than were sent do not count."""
+        """Take an owner's report of when this member's bytes came. Bytes beyond those sent do not count."""
         if message.size_bytes <= sent_bytes_max:
             self._told.setdefault(place, message)
 
     @property
     def upload_rate(self) -> float | None:
-        """Bytes a second that this member sent; None where nobody told. Of three or more that told, the
-        slowest is passed over: it may be slow itself, or lie."""
+        """The bytes a second that this member sent; None where no owner reported. Of three or more reports
+        the slowest is passed over: its author may be slow itself, or lie."""
         seconds = sorted(each.microseconds / 1e6 for each in self._told.values())
         if not seconds:
             return None
@@ -62,7 +62,7 @@ class Arrivals:
 
 
 class UploadRate:
-    """What a peer claims to upload, from the attempts it was in."""
+    """The upload rate that a peer claims, from the attempts it was in."""
 
     def __init__(self) -> None:
         self._mean: float | None = None
@@ -76,6 +76,6 @@ class UploadRate:
         return max(RATE_UNKNOWN + 1, min(RATE_MAX, round(exp2(step))))
 
     def measured(self, rate: float | None) -> None:
-        """An attempt gave this rate, or none."""
+        """Take the rate that an attempt measured, or None."""
         if rate is not None:
             self._mean = rate if self._mean is None else self._mean + GAIN * (rate - self._mean)

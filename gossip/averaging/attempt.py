@@ -69,7 +69,7 @@ from gossip.averaging.statements import Statements
 
 Sends = list[tuple[PeerId, AttemptMessage]]
 STALL_SECONDS = 1.0
-"""A deadline that is met so much later was missed by this machine, not by others."""
+"""A wake this long after its deadline means that this machine stalled, not that others were late."""
 
 
 class Attempt:
@@ -78,8 +78,8 @@ class Attempt:
     `vector` is flat and of the group's type and size, or None for a member without tensors; it must not
     change before `result` is set. Small messages are what `start`, `receive`, `wake`, `lost` and `cancel`
     return; chunks are pulled, one a call, as fast as the stream to that peer takes them (`pull`, `ready`).
-    `codecs` are the user's own, beside those of `gossip.averaging.codecs`. Nobody waits for `silent` peers to
-    say what they hold, for they did not last time. Raises ValueError: a group or vector that does not fit.
+    `codecs` are the user's own, beside those of `gossip.averaging.codecs`. No member waits for `silent` peers
+    to declare their result: they did not last time. Raises ValueError: a group or vector that does not fit.
 
     Long because it is one state machine: every message may come in every phase, and has an answer in each.
     """
@@ -135,7 +135,7 @@ class Attempt:
         self._ask_at = self._close_at = inf
         self._arrivals = Arrivals(self.id, now)
 
-    # What the shell asks.
+    # Questions of the shell.
 
     @property
     def deadline(self) -> float:
@@ -154,7 +154,7 @@ class Attempt:
 
     @property
     def ready(self) -> tuple[PeerId, ...]:
-        """The peers for which `pull` has something."""
+        """The peers for which `pull` has a message."""
         return tuple(self._peers[place] for place, queue in self._queues.items() if queue)
 
     @property
@@ -179,12 +179,12 @@ class Attempt:
 
     @property
     def came(self) -> Mapping[PeerId, int]:
-        """How many bytes of their tensors members sent this one."""
+        """How many bytes of tensors each member sent this one."""
         return {self._peers[place]: size for place, size in self._arrivals.sizes.items()}
 
     @property
     def undeclared(self) -> tuple[PeerId, ...]:
-        """The members that have not said what they hold, of those that nobody called lost."""
+        """The members that have not declared a result, without those that were called lost."""
         return tuple(self._peers[place] for place in self._agreement.undeclared(self._lost))
 
     @property
@@ -194,7 +194,7 @@ class Attempt:
 
     @property
     def excluded(self) -> tuple[PeerId, ...]:
-        """Members with tensors whose tensors are not in the commit, once it is known."""
+        """Members with tensors that the commit leaves out, once it is known."""
         if not self._gather.commit:
             return ()
         held = [entry.place for entry in self._set]
@@ -202,19 +202,19 @@ class Attempt:
 
     @property
     def unsent(self) -> tuple[PeerId, ...]:
-        """Members with tensors that did not send this one its part in time; where it reduces nothing, those
-        that are not in the commit and did not send their commitment. What came here is the only evidence:
-        that others hold nothing of a member is their word."""
+        """Members with tensors that did not send this one its part in time; where it reduces nothing, members
+        that are not in the commit and did not send their commitment. Only what arrived here is evidence: that
+        others hold nothing of a member is their word alone."""
         return tuple(self._peers[place] for place in self._unsent)
 
     def has_begun(self, peer: PeerId) -> bool:
-        """Return whether this member sent anything of tensors."""
+        """Return whether this member sent any tensor data."""
         return self._place_of(peer) in self._begun
 
-    # What the shell tells.
+    # Input from the shell.
 
     def start(self, now: float) -> Sends:
-        """Begin to send. Called once."""
+        """Begin to send. Call it once."""
         self._now = self._progress_at = self._signs.begun_at = now
         self._arrivals = Arrivals(self.id, now)
         if self._scatter.has_tensors:
@@ -227,7 +227,7 @@ class Attempt:
         return self._advance()
 
     def pull(self, now: float, peer: PeerId) -> Sends:
-        """The next chunk for this peer, and what else there is to say now: nothing if it is not `ready`."""
+        """Return the next chunk for this peer and whatever else is due; nothing if it is not `ready`."""
         self._now = now
         queue = self._queues[self._place_of(peer)]
         if not queue:
@@ -278,13 +278,13 @@ class Attempt:
         return self._advance()
 
     def opened(self, now: float, peer: PeerId) -> Sends:
-        """This peer has opened a stream for this attempt: it is there."""
+        """Note that this peer has opened a stream for this attempt: it is there."""
         self._now = now
         self._signs.note(self._place_of(peer), now)
         return []
 
     def lost(self, now: float, peer: PeerId) -> Sends:
-        """This peer cannot be reached, is dead, or has withdrawn: wait for it no longer."""
+        """Wait no longer for a peer that cannot be reached, is dead, or has withdrawn."""
         self._now = now
         place = self._place_of(peer)
         if self.is_closed or place in self._lost:
@@ -315,7 +315,7 @@ class Attempt:
         return []
 
     def wake(self, now: float) -> Sends:
-        """Do whatever the time asks for."""
+        """Do whatever is due at `now`."""
         self._now = now
         if self.is_closed or now < self.deadline:
             return []
@@ -338,7 +338,7 @@ class Attempt:
         return self._ask() + self._advance()
 
     def _make_up_for(self, seconds: float) -> None:
-        """This machine stood still for so long. Once an attempt, or it might never end on a slow machine."""
+        """Give back the time of a stall, once an attempt: else it might never end on a slow machine."""
         self.has_stood_still = True
         self._scatter_until += seconds
         self._phase_until += seconds
@@ -359,7 +359,7 @@ class Attempt:
 
     @property
     def _is_scattering(self) -> bool:
-        """Whether this member is an owner that has not said yet what it holds."""
+        """Whether this member is an owner that has not signed its have-set yet."""
         return self._place in self._owners and self._place not in self._haves
 
     @property
@@ -377,7 +377,7 @@ class Attempt:
 
     @property
     def _overdue(self) -> list[int]:
-        """The members that hold up this one, once half of their time is over."""
+        """Return the members that hold up this one, once half of their time is over."""
         now, patience = self._now, self._patience
         found = self._signs.overdue(self._lost, now)
         if self._is_scattering:
@@ -437,7 +437,7 @@ class Attempt:
             self._ask_at = min(self._ask_at, self._now + self._patience.ask_seconds)
 
     def _advance(self) -> Sends:
-        """Do what has become possible."""
+        """Take every step that has become possible."""
         sends: Sends = []
         if self.result is None and (liars := self._contradicting()):
             return self._fail(Reason.CONTRADICTED, *liars)
@@ -457,7 +457,7 @@ class Attempt:
         return sends
 
     def _decide(self) -> Sends:
-        """All have-sets are here: compute the set S and the commit."""
+        """Compute the set S and the commit: all have-sets are here."""
         bodies = [self._haves[place] for place in self._owners]
         common = tuple(entry for entry in bodies[0].held if all(entry in body.held for body in bodies[1:]))
         if len(common) < 2:
@@ -522,7 +522,7 @@ class Attempt:
     # Agree.
 
     def _say_holding(self) -> Sends:
-        """Tell what this member holds; those that said otherwise are sent the facts that it goes by."""
+        """Declare this member's result; send those that declared another one the facts behind it."""
         if not self._gather.parts and not np.isfinite(self._gather.vector).all():
             return self._fail(Reason.NOT_FINITE)
         digest = self._gather.digest()
@@ -532,7 +532,7 @@ class Attempt:
         return sends
 
     def _contradicting(self) -> list[int]:
-        """The members that reduce and were proved to have said two things: two may hold different bytes."""
+        """Return the owners proved to have equivocated: two members may hold different bytes."""
         return [place for purpose, place in self._statements.equivocations if purpose != COMMITMENT_PURPOSE]
 
     def _succeed(self) -> Sends:
@@ -543,7 +543,7 @@ class Attempt:
         self._close_at = self._now + self._patience.linger_seconds
         return []
 
-    # What is missing.
+    # Missing chunks and facts.
 
     def _ask(self) -> Sends:
         """Ask all for facts, and for chunks of each part that is slow: its owner, then others in turn."""
@@ -563,7 +563,7 @@ class Attempt:
         return sends
 
     def _answer(self, place: int, message: Ask) -> Sends:
-        """Tell the facts that this member knows, and put the chunks that it holds in the queue."""
+        """Send the facts that this member knows, and queue the chunks that it holds."""
         part = self._gather.parts.get(message.place)
         if part is not None and part.is_whole and self._gather.commit and place not in self._gone:
             for number in message.chunks:
@@ -572,7 +572,7 @@ class Attempt:
         return self._tell_facts(place) if self._questions.may_answer(place, self._now) else []
 
     def _tell_facts(self, place: int) -> Sends:
-        """Tell a member the have-sets and seals that this one knows."""
+        """Send a member the have-sets and seals that this one knows."""
         if place in self._gone:
             return []
         kinds: dict[str, type[Have] | type[Seal]] = {HAVE_PURPOSE: Have, SEAL_PURPOSE: Seal}
@@ -605,7 +605,7 @@ class Attempt:
             tuple(self._peers[place] for place in found if place in self._gone),
         )
         if reason is Reason.INCOMPLETE:
-            # What this member holds may still help others.
+            # The parts of this member may still help others.
             self._close_at = self._now + self._patience.linger_seconds
             return []
         sends = self._to_all(Withdraw(self.id))

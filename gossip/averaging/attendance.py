@@ -1,13 +1,13 @@
-"""Which peers come to this peer's rounds of averaging in time, and which hold them up: pure.
+"""The record of which peers come to this peer's rounds in time, and which hold them up: pure.
 
-All of it is this peer's own experience. It is told to nobody, so no peer can be excluded by what others say,
-and it decides three things here:
+Everything here is this peer's own experience. It is told to nobody, so no peer can be excluded by what others
+say, and it decides three things here:
 
-- who is left out of the groups that this peer proposes: peers by whose silence an attempt failed;
-- who is waited for: peers that came in time when they were last waited for, as long as they usually take
-  (`gossip.averaging.lateness`); newcomers, and peers that get another chance, for what they are worth. The
-  others still enter a group if they are ready when it forms;
-- who is expected to propose a group: peers that completed a round first, those that failed to propose last.
+- which peers are left out of the groups that this peer proposes: those whose silence made an attempt fail; -
+which peers are waited for: those that came in time when they were last waited for, for as long as they
+usually take (`gossip.averaging.lateness`); newcomers, and peers that get another chance, for as long as their
+contribution is worth. The others still enter a group if they are ready when it forms; - which peer is
+expected to propose a group: peers that completed a round first, those that failed to propose last.
 
 Each time that a peer costs is answered by a time without it, `COST_FACTOR` times as long and doubled with
 each repetition, so what a silent or slow peer can cost is a bounded share of the time. A completed round
@@ -25,7 +25,7 @@ from crypto.identity import PeerId
 from gossip.averaging.lateness import ROUNDS_MIN, Lateness, middle_of
 
 COST_FACTOR = 8.0
-"""A peer that cost a second is not waited for, or left out, for so many."""
+"""A peer that cost a second is left out, or not waited for, for this many seconds."""
 DOUBLINGS_MAX = 6
 BACKOFF_SECONDS_MAX = 600.0
 """A peer that has recovered is in again after ten minutes, whatever it cost before."""
@@ -43,18 +43,18 @@ when its attempt has failed by somebody else's silence, and declines where it is
 LATE_SECONDS_MIN = 0.25
 """Less is no lateness: rounds of equals drift apart so far, and a busy machine takes that long."""
 HABIT_SECONDS_MIN = 0.03
-"""A peer that is usually late by less is punctual: it takes as long for its message to arrive."""
+"""A peer that is usually late by less than this is punctual: its message takes that long to arrive."""
 COST_SECONDS_MIN = 0.05
-"""A round that begins so much later than all are ready that this peer waits for has waited for another."""
+"""A round that begins this much later than the last awaited peer was ready has waited for another peer."""
 ABSENT_ROUNDS_MIN = 10
-"""Completed rounds in a row without a peer that show that it does something else: a slow one misses a few."""
+"""Completed rounds in a row without a peer that show that it is away: a slow peer misses only a few."""
 RECORDS_MAX = 2_048
 """Peers that are remembered: twice as many as a roster lists."""
 
 
 @dataclass
 class _Record:
-    """What one peer did. `misses` count since it last came in time while it was waited for, `rounds_without`
+    """One peer's record. `misses` count since it last came in time while it was waited for, `rounds_without`
     the rounds that were completed here since it contributed to one."""
 
     has_completed: bool = False
@@ -73,7 +73,7 @@ class _Record:
     lateness: Lateness = field(default_factory=Lateness)
 
     def missed(self, now: float, seconds: float) -> None:
-        """It was waited for in vain for so long, or kept the others waiting."""
+        """Record that it was waited for in vain for `seconds`, or kept the others waiting that long."""
         self.misses += 1
         self.is_back = False
         # The first time it is waited for again as soon as it comes: everybody is late once.
@@ -81,12 +81,12 @@ class _Record:
         self.wait_again_at = now + again
 
     def is_slow(self, worth_seconds: float) -> bool:
-        """Return whether it usually keeps the others waiting for longer than it is worth."""
+        """Return whether it usually keeps the others waiting for longer than its contribution is worth."""
         worth_seconds = max(HABIT_SECONDS_MIN, worth_seconds)
         return self.lateness.has_habit and self.lateness.usual_seconds > worth_seconds
 
     def cost(self, now: float, seconds: float) -> None:
-        """It kept the others waiting for so long, as it usually does."""
+        """Record that it kept the others waiting for `seconds`, as it usually does."""
         self.misses += 1
         seconds = ROUNDS_MIN * max(HABIT_SECONDS_MIN, seconds)  # so many it took to show
         self.wait_again_at = max(self.wait_again_at, now + backoff_seconds(seconds, self.misses))
@@ -96,7 +96,7 @@ class _Record:
 
 
 def backoff_seconds(cost_seconds: float, times: int) -> float:
-    """Return for how long to do without a peer that cost so much, for the `times`-th time in a row."""
+    """Return how long to do without a peer that cost `cost_seconds`, for the `times`-th time in a row."""
     return float(min(BACKOFF_SECONDS_MAX, COST_FACTOR * cost_seconds * 2 ** min(times - 1, DOUBLINGS_MAX)))
 
 
@@ -116,10 +116,10 @@ class Attendance:
         self.middle = Lateness()
         """How long after this peer the median of those that it waits for is ready."""
 
-    # What is learnt
+    # Input
 
     def completed(self, peers: Iterable[PeerId]) -> None:
-        """These contributed to a round that was completed here."""
+        """Record a completed round that these peers contributed to."""
         self._rounds += 1
         for record in self._records.values():
             record.rounds_without += 1
@@ -132,7 +132,7 @@ class Attendance:
             record.is_tried = False
 
     def failed(self, now: float, peers: Iterable[PeerId], seconds: float) -> None:
-        """An attempt that took so long failed, or took longer, for want of what these did not send."""
+        """Record an attempt of `seconds` that failed, or took longer, because these peers did not send."""
         for peer in peers:
             record = self._record(peer)
             record.withdrawals = 0
@@ -147,16 +147,16 @@ class Attendance:
             record.try_from = now + (TRIAL_SHARE * left_out_seconds if record.failures > 1 else 0.0)
 
     def disputed(self, now: float, peers: Iterable[PeerId], seconds: float) -> None:
-        """An attempt that took so long failed, or took longer, between one of these and another member, and
-        this peer cannot tell who is at fault. Those that have never completed a round are left out, each time
-        for as long as for a first failure."""
+        """Record an attempt of `seconds` that failed, or took longer, because of a dispute between one of
+        these and another member; this peer cannot tell which is at fault. Those that have never completed a
+        round are left out, each time for as long as for a first failure."""
         for peer in peers:
             record = self._record(peer)
             if not record.is_known:
                 record.left_out_until = max(record.left_out_until, now + _left_out_seconds(seconds, 1))
 
     def withdrew(self, now: float, peers: Iterable[PeerId], seconds: float) -> None:
-        """An attempt that took so long failed since these withdrew from it."""
+        """Record an attempt of `seconds` that failed because these peers withdrew from it."""
         for peer in peers:
             record = self._record(peer)
             record.withdrawals += 1
@@ -172,10 +172,13 @@ class Attendance:
         interval_seconds: float,
         worth: Mapping[PeerId, float] | None = None,
     ) -> None:
-        """This peer was ready for a group at `begun_at` and waits no longer; `ready_at` says when others were
-        ready. Rounds follow each other by about `interval_seconds`. In a numbered one members stand still
-        while they wait. Then `worth` says how many seconds of all are worth what each brings, and a peer that
-        is usually later than that is not waited for."""
+        """Record who came while this peer, ready since `begun_at`, waited for a group; `ready_at` has the
+        times at which others were ready.
+
+        Rounds follow each other by about `interval_seconds`. In a numbered round members stand still while
+        they wait. Then `worth` says how many seconds of all members each peer's contribution is worth, and a
+        peer that is usually later than that is not waited for.
+        """
         for peer in ready_at:
             self.came(peer)
         if not awaited:
@@ -208,8 +211,8 @@ class Attendance:
             self._newcomers.misses = max(0, self._newcomers.misses - 1)
 
     def _postpone(self, now: float, awaited: Collection[PeerId], ready_at: Mapping[PeerId, float]) -> None:
-        """All that this peer waited for were ready. Where the round began later than that, the member that
-        proposed it waited for one of those that have missed others: it need not be tried by each in turn."""
+        """Put off the next trial where all awaited peers were ready and the round still began later: its
+        convener waited for a peer that has missed others, so this peer need not try that one itself."""
         seconds = now - max((ready_at.get(peer, now) for peer in awaited), default=now)
         if seconds <= COST_SECONDS_MIN:
             return
@@ -222,11 +225,11 @@ class Attendance:
             self._record(peer).lateness.note(at - base)
 
     def came(self, peer: PeerId) -> None:
-        """This peer said that it is ready for a group, in time or late."""
+        """Record that this peer said it is ready for a group, in time or late."""
         self._record(peer).is_back = True
 
     def passed_over(self, peers: Iterable[PeerId]) -> None:
-        """It was the turn of these to propose a group, and they did not."""
+        """Record that these peers did not propose a group when it was their turn."""
         for peer in peers:
             self._record(peer).is_passed_over = True
 
@@ -234,7 +237,7 @@ class Attendance:
         """This peer proposed a group."""
         self._record(peer).is_passed_over = False
 
-    # What follows from it
+    # Decisions
 
     @property
     def has_completed_any(self) -> bool:
@@ -272,8 +275,9 @@ class Attendance:
         return record is not None and now < record.left_out_until
 
     def declines(self, now: float, peer: PeerId) -> bool:
-        """Return whether a group that this peer proposes is declined. One that is left out has one taken all
-        the same: it is there, and may not be at fault. Two that leave each other out would never meet."""
+        """Return whether to decline a group that this peer proposes. A left-out peer's group is still
+        accepted at times: it is there, and may not be at fault. Two peers that leave each other out would
+        never meet."""
         if not self.is_left_out(now, peer):
             return False
         record = self._record(peer)
@@ -291,7 +295,8 @@ class Attendance:
 
     def is_reliable(self, peer: PeerId) -> bool:
         """Return whether this peer has completed a round and came in time when it was last waited for; while
-        none has, any may. Once others have come to some rounds, one does not do."""
+        none has, any may. Once others have come to some rounds, a peer that completed none is not
+        reliable."""
         if not self.has_completed_any:
             return True
         record = self._records.get(peer)
@@ -302,7 +307,7 @@ class Attendance:
         )
 
     def is_usually_late(self, peer: PeerId) -> bool:
-        """Return whether this peer usually comes after the others, so that to wait for long is in vain."""
+        """Return whether this peer usually comes so long after the others that waiting for it is in vain."""
         record = self._records.get(peer)
         return record is not None and record.is_slow(0.0)
 

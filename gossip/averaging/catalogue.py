@@ -18,7 +18,7 @@ OUTER = ("diloco", "noloco", "sparseloco")
 TAKEN_IN_PART = ("average", "gossip", "asynchronous")
 """Strategies without outer steps: a peer may take a share of what a round came to (`strategies.damped`)."""
 EVERY_ROUND = ("diloco", "sparseloco")
-"""Strategies whose members hold the same phi: one that missed a round takes over the state of the others."""
+"""Strategies whose members hold the same phi: a peer that missed a round takes over the others' state."""
 
 
 def make_strategy(name: str, theta: Vector, local_steps: int, codec: str) -> strategies.Strategy:

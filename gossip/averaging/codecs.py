@@ -155,11 +155,12 @@ class Blocks:
 
 
 class TopK:
-    """The `top` largest numbers of each block of 4,096: 12 bits say where each stands, 2 what it is.
+    """The `top` largest numbers of each block of 4,096, with a 12-bit position and a 2-bit value each.
 
-    A sign, and whether it is nearer to the mean of the larger or of the smaller magnitudes of its block,
-    each a float32: 120 bytes for 16,384 (SparseLoCo, Sarfi et al. 2025: 1.56 % and 2 bit). Where many are
-    sent, a bit for each number of the block says which. What is left out is lost without error feedback.
+    The value is a sign, and whether the number is nearer to the mean of the larger or of the smaller
+    magnitudes of its block, each a float32: 120 bytes for 16,384 (SparseLoCo, Sarfi et al. 2025: 1.56 % and 2
+    bit). Where many are sent, a bitmap of the block replaces the positions. The other numbers are lost
+    without error feedback.
     """
 
     is_exact = False
@@ -248,7 +249,7 @@ def _block_bytes(top: int, size: int) -> int:
 
 
 def roundtrip(codec: Codec, vector: Vector) -> Vector:
-    """Return what others decode of a vector, chunk by chunk."""
+    """Return the vector that receivers decode, chunk by chunk."""
     if codec.is_exact:
         return vector
     decoded = np.empty_like(vector)

@@ -1,8 +1,8 @@
 """The proof that a member of an averaging attempt lied: two facts of one kind that it signed, which differ.
 
-Whoever is in the run can check it, also who was not in the attempt: the group says which run it was and names
-the attempt, and the signatures say who spoke. An honest member signs one commitment, one have-set and one
-seal in an attempt, and a process that restarts has no part in the attempts of its former life.
+Any member of the run can check it, also one that was not in the attempt: the group says which run it was and
+names the attempt, and the signatures say who spoke. An honest member signs one commitment, one have-set and
+one seal in an attempt, and a process that restarts has no part in the attempts of its former life.
 """
 
 from typing import Literal

@@ -1,11 +1,11 @@
-"""Error feedback: what a lossy codec takes of one vector is added to the next."""
+"""Error feedback: the rounding error of a lossy codec is added to the next vector."""
 
 from gossip.averaging.codecs import Codec, roundtrip
 from gossip.averaging.robust.reduction import Vector
 
 
 class ErrorFeedback:
-    """What a lossy codec took of a vector is added to the next one (Karimireddy et al. 2019).
+    """Adds what a lossy codec lost of a vector to the next one (Karimireddy et al. 2019).
 
     `decay` is SparseLoCo's: old errors fade.
     """
@@ -24,7 +24,7 @@ class ErrorFeedback:
         return self._sent
 
     def settle(self, *, is_included: bool) -> None:
-        """The round is over: this peer's vector is in the mean, or its error stays as it was."""
+        """End the round: this peer's vector is in the mean, or its error stays as it was."""
         if self._sent is not None and is_included:
             self.residual = self._sent - roundtrip(self.codec, self._sent)
         self._sent = None

@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from math import inf
 
 UNHEARD_FACTOR = 4.0
-"""Where this machine or the network is slow, a member gets so many times what most took to be heard."""
+"""Where this machine or the network is slow, a member may take this many times as long as most did."""
 
 
 class FirstSigns:
@@ -17,21 +17,21 @@ class FirstSigns:
         self.begun_at = begun_at
 
     def note(self, place: int, now: float) -> None:
-        """This member was heard."""
+        """Note that a member was heard."""
         self._heard.setdefault(place, now)
 
     def missing(self, lost: Collection[int]) -> list[int]:
-        """The members, without the lost ones, of which nothing was heard."""
+        """Return the members, without the lost ones, that were not heard yet."""
         return [place for place in self._others if place not in self._heard and place not in lost]
 
     def until(self, lost: Collection[int]) -> float:
-        """When to wait no longer for those; inf where there is none."""
+        """Return until when to wait for those; inf where there is none."""
         if not self.missing(lost):
             return inf
         return self.begun_at + self._seconds
 
     def overdue(self, lost: Collection[int], now: float) -> list[int]:
-        """Those members, once half of the time for them is over."""
+        """Return those members once half of their time is over."""
         return self.missing(lost) if now >= self.begun_at + self._seconds / 2 else []
 
     @property

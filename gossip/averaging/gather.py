@@ -39,7 +39,7 @@ class Gather:
         return tuple(place for place, part in self.parts.items() if not part.is_whole)
 
     def begin(self, commit: bytes, mine: Owner | None, sources: list[Contributed], reduce: Reduction) -> None:
-        """The commit is known, and what this member is to reduce of it."""
+        """Begin to gather: the commit is known, and so is what this member reduces."""
         self.commit = commit
         if mine is not None:
             self._sources, self._chunks = sources, reduce(sources)
@@ -59,7 +59,7 @@ class Gather:
             part.commit = commit
 
     def reduce_to(self, number: int) -> bool:
-        """Reduce this member's part up to and with a chunk; False if the mean is not finite."""
+        """Reduce this member's part up to and including a chunk; return False if the mean is not finite."""
         part = self.parts[self._place]
         while self._reduced_count <= number:
             begin, end = chunk_range(part.owner, self._reduced_count)
@@ -88,14 +88,14 @@ class Gather:
         return encode(SealBody(self._attempt, self.commit, part.root))
 
     def chunk(self, place: int, number: int) -> Chunk:
-        """A reduced chunk that this member holds, for another."""
+        """Return a reduced chunk that this member holds, for another member."""
         part = self.parts[place]
         begin, end = chunk_range(part.owner, number)
         data = self._codec.encode(self.vector[begin:end]) if self._codec.is_exact else part.coded[number]
         return Chunk(self._attempt, "gather", place, number, self.commit, part.checksums[number], data)
 
     def take_chunk(self, message: Chunk) -> int:
-        """Keep a reduced chunk; its bytes, 0 for a repeat. Raises RemoteProtocolError."""
+        """Keep a reduced chunk; return its bytes, 0 for a repeat. Raises RemoteProtocolError."""
         part = self.parts[message.place]
         begin, end = chunk_range(part.owner, message.number)
         if part.is_whole or message.number in part.checksums:
@@ -113,7 +113,7 @@ class Gather:
         return data.nbytes
 
     def check(self, body: SealBody, place: int) -> None:
-        """Raises RemoteProtocolError: what the member at `place` cannot seal."""
+        """Check a seal of the member at `place`. Raises RemoteProtocolError: it cannot seal that."""
         part = self.parts.get(place)
         if part is None or place == self._place or body.attempt != self._attempt:
             raise RemoteProtocolError("a seal of a member that reduces nothing, or of another attempt")
@@ -132,7 +132,7 @@ class Gather:
         return blake3(self.commit + b"".join(part.root or b"" for part in self.parts.values())).digest()
 
     def close(self) -> None:
-        """Let go of all memory but the result."""
+        """Release all memory but the result."""
         self._sources.clear()
         self.parts.clear()
 

@@ -1,4 +1,5 @@
-"""Which peers average together: Moshpit's grid (Ryabinin et al. 2021, algorithm 1), for any number of peers.
+"""Moshpit's grid (Ryabinin et al. 2021, algorithm 1), which decides who averages together, for any number of
+peers.
 
 Peers stand in the cells of a grid of d axes. In round t those that agree in all coordinates but that of
 axis t mod d are one group; afterwards its members change their places on that axis among themselves, so
@@ -69,8 +70,8 @@ class Grid:
     def __init__(
         self, name: bytes, epoch: int, members: Iterable[PeerId], group_size: int, count: int = 0
     ) -> None:
-        """`count` is how many there are, where `members` are not all: then nobody's cell is known but by
-        hash."""
+        """`count` is the number of participants where `members` are not all of them: then every cell is known
+        by hash only."""
         if len(name) > NAME_BYTES_MAX:
             raise ValueError(f"a name has at most {NAME_BYTES_MAX} bytes")
         self.name = name
@@ -102,7 +103,7 @@ class Grid:
         return round_number % len(self.axes)
 
     def key(self, round_number: int, coordinates: Sequence[int]) -> bytes:
-        """The name of the group of whoever has these coordinates: the same for all of its members."""
+        """The name of the group at these coordinates: the same for all of its members."""
         axis = self.axis(round_number)
         rest = [str(at) for place, at in enumerate(coordinates) if place != axis]
         text = f"{self.epoch}/{round_number}/{'x'.join(map(str, self.axes))}/{','.join(rest)}"
@@ -113,9 +114,9 @@ class Grid:
     ) -> dict[PeerId, tuple[int, ...]]:
         """The coordinates of all members after a round in this group.
 
-        `held` says where each member stood on the round's axis. They change these places among themselves, by
-        hash: so who was absent stays the only one in its cell, and a full grid stays full. Members that stood
-        in one place take free ones. A group that fills less than three quarters of its side spreads evenly.
+        `held` says where each member stood on the round's axis. They exchange these places by hash, so an
+        absent member stays alone in its cell, and a full grid stays full. Members that stood in one place
+        take free ones. A group that fills less than three quarters of its side spreads evenly.
         """
         axis = self.axis(round_number)
         side = self.axes[axis]

@@ -4,7 +4,7 @@ Every member of an attempt holds the same `Group`, to the byte: its hash names t
 disagree about anything in it never mix their numbers. A peer draws a new nonce for each attempt that it
 joins. A process that restarts has forgotten its nonce and can never answer for the attempt it was killed in.
 
-Not here: how peers agree on a group (`gossip.matchmaking`), and who is drawn into which group
+Not here: how peers agree on a group (`gossip.matchmaking`), and which peers are drawn into it
 (`gossip.averaging.grid`).
 """
 
@@ -29,11 +29,11 @@ CODEC_LENGTH_MAX = 64
 RATE_MAX = 1 << 40
 """Bytes a second: a claim beyond a terabyte is no measurement."""
 RATE_UNKNOWN = 1
-"""The claim of a peer that has not measured its bandwidth yet: it counts as having that of the middle one."""
+"""The claim of a peer that has not measured its bandwidth yet: it is treated as having the middle one."""
 GRANULE_ITEMS = 4_096
 """Parts begin at multiples of this, so that no block of a codec lies in two parts."""
 WEIGHT_MIN, WEIGHT_MAX = 1e-12, 1e12
-"""Beyond them a weight counts nothing that anybody has, and products with it may overflow or vanish."""
+"""Weights outside of these bounds count nothing real, and products with them may overflow or vanish."""
 
 Subject = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
 Hash = Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
@@ -77,8 +77,8 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Terms(msgspec.Struct, frozen=True, array_like=True):
-    """What is averaged, and how. `signature` is the hash of the tensors' names, shapes and types
-    (`gossip.averaging.tensors`), `items` and `dtype` are those of the vector."""
+    """The tensors to average, and the way to average them. `signature` is the hash of the tensors' names,
+    shapes and types (`gossip.averaging.tensors`), `items` and `dtype` are those of the vector."""
 
     mode: Mode
     codec: Annotated[str, msgspec.Meta(max_length=CODEC_LENGTH_MAX)]
@@ -133,12 +133,13 @@ def fault_of(group: Group) -> str | None:
 
 
 def is_weight(weight: float) -> bool:
-    """Return whether a number may weigh a member's tensors."""
+    """Return whether a number is a valid weight."""
     return isfinite(weight) and WEIGHT_MIN <= weight <= WEIGHT_MAX
 
 
 def owners_of(group: Group) -> tuple[Owner, ...]:
-    """Return who reduces what, in the order of members. A member with nothing to reduce is none of them."""
+    """Return which member reduces which items, in the order of members. Members with nothing to reduce are
+    left out."""
     if group.terms.mode == "exchange":
         return tuple(Owner(place, 0, group.terms.items) for place in range(len(group.members)))
     ends = _cumulated(_fractions(group), group.terms.items)

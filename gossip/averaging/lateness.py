@@ -1,10 +1,10 @@
-"""How late peers come to rounds, and how long a round waits for each: pure.
+"""The lateness of peers at rounds, and how long a round waits for each: pure.
 
 Lateness is measured against the median of those that a round waits for, so peers of one speed are at zero on
 average however their steps interleave, and a slower one is above it. The wait for a peer follows what was
 measured of it, as a retransmission timer does (RFC 6298): mean and four deviations.
 
-Not here: who is waited for at all (`gossip.averaging.attendance`).
+Not here: which peers are waited for at all (`gossip.averaging.attendance`).
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ from statistics import fmean
 from crypto.identity import PeerId
 
 ROUNDS_MIN, ROUNDS_MAX = 3, 8
-"""So few rounds show a habit, of which a wrong one costs a round's time for each; so many are remembered."""
+"""Rounds that show a habit (a wrong habit costs a round's time for each), and rounds that are remembered."""
 DEVIATIONS = 4.0
 
 
@@ -26,12 +26,12 @@ class Lateness:
         self._recent: deque[float] = deque(maxlen=ROUNDS_MAX)
 
     def note(self, seconds: float) -> None:
-        """Another round, to which it was so late."""
+        """Record the lateness at another round."""
         self._recent.append(seconds)
 
     @property
     def has_habit(self) -> bool:
-        """Whether enough rounds were measured to go by them."""
+        """Whether enough rounds were measured to show a habit."""
         return len(self._recent) >= ROUNDS_MIN
 
     @property

@@ -1,8 +1,8 @@
-"""What the members of an averaging attempt say to each other.
+"""Messages between the members of an averaging attempt.
 
-Commitments, have-sets and seals are facts, signed by their author over the exact body, since others hand
-them on and two of one kind that differ prove a liar. Chunks are not signed: a chunk counts only once the
-hashes of all chunks of its part make up the root that a signed fact names.
+Commitments, have-sets and seals are facts, signed by their author over the exact body: others hand them on,
+and two of one kind that differ prove a liar. Chunks are not signed: a chunk counts only once the hashes of
+all chunks of its part make up the root that a signed fact names.
 """
 
 from typing import Annotated, Literal
@@ -25,7 +25,7 @@ PROTOCOL = "/peerloom/averaging/3"
 CHUNK_BYTES_MAX = CHUNK_ITEMS * 8 + 4_096
 """Float64, or any codec with its scales."""
 CHUNKS_ASKED_MAX = 1_024
-"""In one Ask; who misses more asks again."""
+"""Chunks named in one Ask; a member that misses more asks again."""
 MESSAGE_BYTES_MAX = CHUNK_BYTES_MAX + 4_096
 """The largest message: a chunk. A have-set of a full group takes under 4 KiB."""
 OPENING_BYTES_MAX = 256
@@ -112,7 +112,8 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
 
 class Holding(msgspec.Struct, frozen=True, array_like=True, tag="holding"):
     """I hold all parts, and this is the digest of the commit and of their bytes. Its receiver succeeds once
-    all that it can reach hold the same; who holds something else sends the facts that it goes by."""
+    all members that it can reach hold the same; one that holds something else sends the facts that it decided
+    by."""
 
     attempt: Hash
     digest: Hash

@@ -1,4 +1,4 @@
-"""What comes of an averaging attempt, and how long its members wait for each other."""
+"""The outcome of an averaging attempt, and how long its members wait for each other."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -61,8 +61,8 @@ class Averaged:
 @dataclass(frozen=True)
 class Failed:
     """Nothing was averaged, and the old tensors stand. `suspects` are the peers to leave out of the next
-    attempts: what they had to send did not come here in time. `withdrew` are those that withdrew or could not
-    be reached any more; each may have been let down by somebody else."""
+    attempts: their data did not come here in time. `withdrew` are those that withdrew or became unreachable;
+    each may have been let down by another member."""
 
     reason: Reason
     suspects: tuple[PeerId, ...] = ()

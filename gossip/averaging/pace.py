@@ -10,12 +10,12 @@ GAIN = 1 / 8
 DEVIATION_GAIN = 1 / 4
 DEVIATIONS = 4
 FLOOR_SECONDS = 2.0
-"""Under it the start of others, not the transfer, decides."""
+"""Below this, the start of others decides, not the transfer."""
 BACKOFF_MAX = 8.0
 UNHEARD_SECONDS = 3.5
 """A member opens its streams when its group is formed: after a lost datagram half a second later, and on a
-slow link after four ways there and back. Less than a scatter's floor, or the silent would be found out only
-when it fails, and others be blamed with them."""
+slow link after four ways there and back. Shorter than a scatter's floor: otherwise silent members would be
+noticed only when it fails, and others blamed with them."""
 AGREE_SECONDS = 2.0
 """Twice the longest way from one member to another on which two honest ones never hold other bytes."""
 
@@ -31,7 +31,7 @@ class Pace:
         self._floor_seconds = floor_seconds
 
     def succeeded(self, size_bytes: int, seconds: float) -> None:
-        """An attempt on so many bytes took so long, from its start to its result."""
+        """Record an attempt on `size_bytes` that took `seconds` from its start to its result."""
         sample = seconds / max(size_bytes, 1)
         if not self._is_measured:
             # The first measurement replaces the guess.
@@ -42,11 +42,11 @@ class Pace:
         self._backoff = 1.0
 
     def failed(self) -> None:
-        """An attempt failed for want of time."""
+        """Record an attempt that failed for want of time."""
         self._backoff = min(2 * self._backoff, BACKOFF_MAX)
 
     def patience(self, size_bytes: int) -> Patience:
-        """For an attempt on vectors of so many bytes as coded."""
+        """Return the patience for an attempt on vectors of this coded size."""
         expected = size_bytes * (self._mean + DEVIATIONS * self._deviation)
         seconds = self._backoff * max(expected, self._floor_seconds)
         stall = max(seconds / 2, self._floor_seconds)

@@ -1,7 +1,5 @@
-"""Buffers of one averaging attempt.
-
-What a sender sends of its vector, what an owner holds of each sender, what a member holds of each part.
-"""
+"""Buffers of one averaging attempt: the sender's own vector, an owner's parts of each sender, a member's
+reduced parts."""
 
 from dataclasses import dataclass, field
 
@@ -56,7 +54,7 @@ class Outgoing:
         return data, checksum
 
     def values(self, owner: Owner, number: int) -> Vector:
-        """Return what a receiver of that chunk decodes."""
+        """Return the values that a receiver of that chunk decodes."""
         begin, end = chunk_range(owner, number)
         if self._codec.is_exact:
             return self._vector[begin:end]
@@ -77,7 +75,7 @@ class Outgoing:
 
 
 class Incoming:
-    """What an owner holds of one sender: the coded chunks of the owner's part."""
+    """The coded chunks of an owner's part that one sender has sent."""
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
@@ -112,7 +110,7 @@ class Incoming:
 
 @dataclass
 class Reduced:
-    """What a member holds of one owner's reduced part.
+    """One owner's reduced part, as far as this member holds it.
 
     `commit` is the commit that its chunks were sent under. Chunks that come before this member knows the
     commit wait in `early`.
@@ -134,12 +132,12 @@ class Reduced:
 
     @property
     def computed_root(self) -> bytes:
-        """The root of what is here; all chunks must be."""
+        """The root of the chunks held; all chunks must be."""
         return root_of([self.checksums[number] for number in range(chunk_count(self.owner))])
 
     def check(self) -> None:
-        """Find out whether all is there. Raises RemoteProtocolError if it is not what the owner sealed: it is
-        forgotten then."""
+        """Set `is_whole` if all chunks are here. Raises RemoteProtocolError if they are not what the owner
+        sealed: they are forgotten then."""
         if self.is_whole or self.root is None or len(self.checksums) < chunk_count(self.owner):
             return
         if self.computed_root != self.root:

@@ -2,8 +2,8 @@
 
 An identity costs nothing, so a liar could make many that each prove themselves liars, and so push its own
 proof out. Proofs therefore make room by how much their author matters here (`Standing`), and only among
-equals the oldest does: the proof against a member that completed rounds with this node is pushed out by
-nothing but as many proofs against others that did.
+equals the oldest does: only as many proofs against
+others that completed rounds with this node push out the proof against one that did.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,7 +19,7 @@ KEPT_MAX = 256
 
 
 class Standing(IntEnum):
-    """What a peer is to this node in one run."""
+    """How well this node knows a peer in one run."""
 
     UNKNOWN = 0
     LISTED = 1
@@ -36,7 +36,7 @@ class KeptProof(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ProofTable:
-    """`standing` is asked for that of a peer in the run of a key."""
+    """Kept proofs. `standing` returns a peer's standing in the run of a key."""
 
     def __init__(self, standing: Callable[[bytes, PeerId], Standing], kept_max: int = KEPT_MAX) -> None:
         self._standing = standing
@@ -52,23 +52,23 @@ class ProofTable:
 
     @property
     def kept(self) -> tuple[KeptProof, ...]:
-        """All of them, the oldest first."""
+        """All kept proofs, the oldest first."""
         return tuple(self._kept.values())
 
     def of_run(self, run: bytes) -> list[tuple[PeerId, Evidence]]:
-        """Return the liars of one run with their proofs, those first that matter most, of them the newest."""
+        """Return the proofs against liars of one run, by standing, among equals the newest first."""
         rows = [(liar, kept) for (each, liar), kept in self._kept.items() if each == run]
         rows.sort(key=lambda row: self._rank((run, row[0]), row[1]))
         return [(liar, kept.evidence) for liar, kept in reversed(rows)]
 
     def load(self, proofs: Iterable[tuple[PeerId, KeptProof]]) -> None:
-        """Take what was kept before a restart."""
+        """Load the proofs kept before a restart."""
         for liar, kept in proofs:
             self._kept[kept.evidence.group.name, liar] = kept
 
     def add(self, liar: PeerId, evidence: Evidence) -> bool:
-        """Keep a proof, if need be in the place of one whose author matters less, or matters as much and was
-        proved to lie before. Return whether it is kept."""
+        """Keep a proof, if necessary in place of one whose author has a lower standing, or the same and was
+        proved to lie earlier. Return whether it is kept."""
         run = evidence.group.name
         newest = KeptProof(evidence, self._standing(run, liar))
         if len(self._kept) >= self._kept_max and (run, liar) not in self._kept:

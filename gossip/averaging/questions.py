@@ -10,7 +10,7 @@ RELAYS_MAX = 4
 
 
 class Questions:
-    """Members are known by their places. `chunks` are those of the whole vector."""
+    """Questions among members, who are known by their places. `chunks` counts those of the whole vector."""
 
     def __init__(self, chunks: int) -> None:
         self._relays_max = RELAYS_MAX * chunks
@@ -20,11 +20,11 @@ class Questions:
         self._answered: dict[int, float] = {}
 
     def begin(self) -> None:
-        """Another turn of questions begins: it goes to the next ones."""
+        """Begin another turn of questions, which goes to the next members."""
         self._turn += 1
 
     def choose(self, place: int, candidates: Sequence[int]) -> int:
-        """Return who is asked for the part of the owner at `place` in this turn."""
+        """Return the member to ask for the part of the owner at `place` in this turn."""
         asked = candidates[self._turn % len(candidates)]
         self._asked.add((place, asked))
         return asked

@@ -1,4 +1,4 @@
-"""The first half of an attempt: what this member sends of its vector, and what it holds of others."""
+"""The first half of an attempt: the parts that this member sends, and those that it holds of others."""
 
 from collections.abc import Mapping
 
@@ -19,7 +19,7 @@ LARGEST = 1e38
 
 
 def check_vector(group: Group, place: int, codec: Codec, vector: Vector | None, weight: float) -> None:
-    """Raises ValueError: what the member at `place` cannot contribute."""
+    """Check what the member at `place` contributes. Raises ValueError."""
     if (vector is not None) != group.members[place].has_tensors:
         raise ValueError("a member with tensors averages a vector, and no other does")
     if vector is None:
@@ -81,7 +81,7 @@ class Scatter:
         return Chunk(self._attempt, "scatter", place, number, b"", checksum, data)
 
     def commit(self) -> bytes:
-        """The body of this member's commitment, which counts from now on."""
+        """Return the body of this member's commitment, which holds from now on."""
         assert self._outgoing is not None
         body = CommitmentBody(self._attempt, self._weight, self._outgoing.roots())
         data = encode(body)
@@ -89,7 +89,8 @@ class Scatter:
         return data
 
     def check(self, place: int, body: CommitmentBody) -> None:
-        """Raises RemoteProtocolError: what no member at `place` commits to."""
+        """Check a commitment of the member at `place`. Raises RemoteProtocolError: no correct member makes
+        it."""
         roots = 1 if self._is_exchange else len(self._owners)
         if place not in self.senders or body.attempt != self._attempt:
             raise RemoteProtocolError("a commitment of a member without tensors, or to another attempt")
@@ -101,7 +102,8 @@ class Scatter:
         self._commitments[place] = (body, blake3(data).digest())
 
     def take_chunk(self, place: int, message: Chunk) -> int:
-        """Keep a chunk from the member at `place`; its bytes, 0 for a repeat. Raises RemoteProtocolError."""
+        """Keep a chunk from the member at `place`; return its bytes, 0 for a repeat. Raises
+        RemoteProtocolError."""
         if self._mine is None or message.place != self._place or place not in self.senders:
             raise RemoteProtocolError("a chunk for somebody else, or from a member without tensors")
         if place in self._refused:
@@ -111,7 +113,7 @@ class Scatter:
         return data.nbytes if incoming.put(message.number, data, message.checksum, self._codec) else 0
 
     def holds(self, place: int) -> bool:
-        """Return whether this owner holds its part of a sender, and checked it."""
+        """Return whether this owner holds and has checked its part of a sender."""
         if self._mine is None or place not in self._commitments:
             return False
         if place == self._place:
@@ -124,15 +126,15 @@ class Scatter:
         return root == committed
 
     def has_begun(self, place: int) -> bool:
-        """Return whether anything of the tensors of this sender came."""
+        """Return whether any tensor data of this sender came."""
         return place in self._incoming or place in self._commitments
 
     def unsettled(self) -> list[int]:
-        """The senders of which this owner may still get its part."""
+        """Return the senders whose part this owner may still get."""
         return [p for p in self.senders if not self.holds(p) and p not in self._refused]
 
     def have(self) -> HaveBody:
-        """Return what this owner holds now."""
+        """Return the have-set of this owner as of now."""
         held = (
             Held(place, self._commitments[place][0].weight, self._commitments[place][1])
             for place in self.senders
@@ -141,8 +143,8 @@ class Scatter:
         return HaveBody(self._attempt, tuple(held))
 
     def spoilers(self, haves: Mapping[int, HaveBody]) -> list[int]:
-        """Return the owners because of which there is no common set: they name nearly nobody, or another
-        commitment of this member than it made, of which this member is sure."""
+        """Return the owners that prevent a common set: their have-sets name almost nobody, or name another
+        commitment of this member than the one it made."""
         own = self._commitments.get(self._place)
         mine = None if own is None else Held(self._place, own[0].weight, own[1])
         return [
@@ -152,7 +154,7 @@ class Scatter:
         ]
 
     def sources(self, held: tuple[Held, ...]) -> list[Contributed]:
-        """Return what this owner reduces, in the order of members; it forgets all else."""
+        """Return the parts that this owner reduces, in the order of members; the others are forgotten."""
         assert self._mine is not None
         incoming, self._incoming = self._incoming, {}
         sources = []
@@ -165,6 +167,6 @@ class Scatter:
         return sources
 
     def close(self) -> None:
-        """Let go of all memory."""
+        """Release all memory."""
         self._incoming.clear()
         self._outgoing = None

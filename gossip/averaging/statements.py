@@ -20,7 +20,7 @@ class Statements:
         """By purpose and author's place: proofs that somebody lied, one of each kind."""
 
     def make(self, purpose: str, body: bytes) -> Fact:
-        """Sign a statement of this member's."""
+        """Sign a statement as this member."""
         fact = self.facts[purpose, self._place] = self._signer.sign(purpose, body)
         return fact
 

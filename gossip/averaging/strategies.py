@@ -1,13 +1,13 @@
-"""What peers do with their numbers between two rounds of averaging: one small class for each paper.
+"""Strategies for the parameters between two rounds of averaging: one small class for each paper.
 
-A strategy turns the parameters theta after some local steps into what is to be averaged (`offer`), and what
-came of it into the parameters to go on with (`take`). All work on flat vectors of one layout; nothing here
-knows of groups, peers or torch. A failed round changes nothing: training goes on from where it is, and the
-next round offers what has gathered since. Where training went on while a round ran (delayed averaging),
+A strategy turns the parameters theta after some local steps into the vector to average (`offer`), and the
+round's result into the parameters to go on with (`take`). All work on flat vectors of one layout; nothing
+here knows of groups, peers or torch. A failed round changes nothing: training goes on from where it is, and
+the next round offers what has gathered since. Where training went on while a round ran (delayed averaging),
 `Delayed` carries the difference over.
 
-`phi` is what all members of a strategy with outer steps agree on, or nearly: a peer that joins late loads
-it from another (`state`, `load`).
+Members of a strategy with outer steps agree on `phi`, or nearly: a peer that joins late loads it from another
+(`state`, `load`).
 """
 
 from collections.abc import Mapping
@@ -26,8 +26,8 @@ Grouping = Literal["all", "moshpit", "pairs"]
 
 @dataclass(frozen=True)
 class Mean:
-    """What a round gave. `is_included` says whether this peer's own offer is in it; `stale_steps` counts the
-    local steps since the offer."""
+    """The result of a round. `is_included` says whether this peer's own offer is in it; `stale_steps` counts
+    the local steps since the offer."""
 
     vector: Vector
     is_included: bool = True
@@ -44,14 +44,14 @@ class Strategy(Protocol):
     codec: str
 
     def offer(self, theta: Vector) -> Vector:
-        """Return what to average now: a new vector of the same size."""
+        """Return the vector to average now: a new one of the same size."""
 
     def take(self, theta: Vector, mean: Mean | None) -> Vector:
         """The parameters to go on with, as a new vector. `theta` is as it was at the offer; `mean` is None
         where the round failed."""
 
     def state(self) -> dict[str, Vector]:
-        """Return what a peer that joins late needs beside theta."""
+        """Return the state that a peer joining late needs beside theta."""
 
     def load(self, state: Mapping[str, Vector]) -> None:
         """Take over such a state."""
@@ -71,7 +71,8 @@ class _Stateless:
 class ParameterMean(_Stateless):
     """The mean of parameters every H steps (local SGD, Stich 2019); in pairs, gossip (Lian et al. 2017).
 
-    What an int8 or int4 codec rounds off is sent with the next round (error feedback), so it does not add up.
+    The rounding error of an int8 or int4 codec is sent with the next round (error feedback), so errors do not
+    add up.
     """
 
     mode: Mode = "butterfly"
@@ -180,13 +181,13 @@ class NoLoCo:
 
     g = mean(theta - phi) + mean(phi) - phi_i, m <- mu m + g, phi <- phi + a (g + mu m), theta <- phi, means
     over the group. g is mean(theta) - phi_i, so averaging theta is enough: half the bytes of averaging both.
-    Where a phi is pulled too far by plain momentum of 0.9, Nesterov's form holds.
+    Plain momentum of 0.9 pulls a phi too far; Nesterov's form is stable.
 
     A peer that has made no local step since its last round takes the mean as it is: further rounds at the end
-    only pull the copies together (the tightening of Factored Gossip DiLoCo). For after one round along one
-    axis of the grid a copy still carries the noise of its own group alone. A peer that misses a round counts
-    as a group of its own: else it falls behind the momentum of the others, and their next mean, as far ahead
-    as that, goes into its own momentum. Its parameters stay as they are; what it offers next is moved.
+    only pull the copies together (the tightening of Factored Gossip DiLoCo). After one round along one axis
+    of the grid a copy still carries the noise of its own group. A peer that misses a round counts as a group
+    of its own: else it falls behind the momentum of the others, and their next mean, as far ahead as that,
+    goes into its own momentum. Its parameters stay as they are; its next offer is moved.
     """
 
     mode: Mode = "butterfly"
@@ -295,10 +296,10 @@ class SparseLoCo:
 
 
 def damped(theta: Vector, taken: Vector, damping: float) -> Vector:
-    """Return theta + damping (taken - theta): of what a round came to, this share is taken.
+    """Return theta + damping (taken - theta): take this share of a round's change.
 
-    `theta` is as it was at the offer, `taken` what `Strategy.take` made of it. For strategies without outer
-    steps: those of the others are computed from a phi that has to be theta.
+    `theta` is as it was at the offer, `taken` is the result of `Strategy.take` for it. For strategies without
+    outer steps: outer steps are computed from a phi that has to equal theta.
     """
     return taken if damping == 1 else theta + theta.dtype.type(damping) * (taken - theta)
 
@@ -315,7 +316,7 @@ class Delayed:
         self._damping = 1.0
 
     def offer(self, theta: Vector, damping: float = 1.0) -> Vector:
-        """Return what to average; of what comes of it `take` goes the share `damping`."""
+        """Return the vector to average; `take` then takes the share `damping` of the round's change."""
         self._offered = theta.copy()
         self._damping = damping
         return self.strategy.offer(theta)

@@ -1,7 +1,8 @@
-"""What is averaged: named tensors as one flat vector, and the hash that says whether two peers mean the same.
+"""The layout of named tensors in one flat vector, and the hash by which two peers check that they average the
+same.
 
 Floating tensors of one layout are laid one after another, sorted by name, so the order in which a caller
-names them says nothing. bfloat16 has no numpy type: it travels as the uint16 of its bits, declared by name.
+names them has no effect. bfloat16 has no numpy type: it travels as the uint16 of its bits, declared by name.
 Integer and boolean tensors (a counter of batches, a mask) are in the signature and never averaged: each peer
 keeps its own. Their mean has no meaning that would hold for all of them, and a codec would corrupt them.
 """

@@ -1,12 +1,12 @@
-"""One peer's walk over Moshpit's grid: where its next group forms, and where it stands afterwards.
+"""One peer's walk over Moshpit's grid: the cell of its next group, and its cell afterwards.
 
 Peers count their turns by themselves, so they drift apart: a peer that failed a round, or joined late, is
 behind. A group's `round` is its convener's turn, and its members go on from there. A key names the axis and
-not the turn, so peers a whole cycle apart still meet. When the number of peers asks for other axes, each
-peer starts anew from its cell in that grid: sizes are derived, never negotiated. A peer whose view differs
-may stand in a cell where nobody comes; it joins the next group that forms under the run's common key. Where
-more take part than a peer knows, sizes follow from estimates, which differ: then two grids take turns, whose
-sizes are rounded otherwise.
+not the turn, so peers a whole cycle apart still meet. When the number of peers asks for other axes, each peer
+starts anew from its cell in that grid: sizes are derived, never negotiated. A peer whose view differs may
+stand in a cell where nobody comes; it joins the next group that forms under the run's common key. Where more
+peers take part than a peer knows, sizes follow from estimates, which differ: then two grids with differently
+rounded sizes take turns.
 
 Not here: the grid itself (`gossip.averaging.grid`), and how those under one key meet (`gossip.matchmaking`).
 """

@@ -8,15 +8,15 @@ of them weigh alike. It bounds a share; what a member does with its share is for
 from collections.abc import Sequence
 
 WEIGHT_MEDIANS_MAX = 4.0
-"""A member weighs at most so many times the lower median of its group. That is about how much the machines of
-a run differ in what they gather between two rounds; a faster one counts for a little less than it did."""
+"""A member weighs at most this many lower medians of its group: about as much as the machines of a run differ
+in the samples they gather between two rounds. A faster machine counts for a little less than it did."""
 
 
 def bounded_weights(weights: Sequence[float]) -> tuple[float, ...]:
     """Return the weights, none above WEIGHT_MEDIANS_MAX times their lower median.
 
-    The lower median: of two members the smaller claim bounds the larger, and as long as fewer than half of a
-    group lie it is at most the largest honest weight and at least the smallest.
+    With the lower median the smaller claim of two bounds the larger. As long as fewer than half of a group
+    lie, it lies between the smallest and the largest honest weight.
     """
     most = WEIGHT_MEDIANS_MAX * sorted(weights)[(len(weights) - 1) // 2]
     return tuple(min(weight, most) for weight in weights)

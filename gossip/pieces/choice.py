@@ -1,4 +1,4 @@
-"""Which pieces to ask of a peer: those that are needed soonest, then the rarest, then one's own share.
+"""The choice of the pieces to ask of a peer: those needed soonest, then the rarest, then one's own share.
 
 Among pieces that are equally rare each peer begins with its own share: a hash of the number says whose it is.
 So peers that learn little of each other's requests seldom ask a source for the same piece.

@@ -1,6 +1,6 @@
-"""Messages of `/peerloom/data/1`: who has which pieces of a data set, and the pieces.
+"""Messages of `/peerloom/data/1`: the pieces of a data set, and who has them.
 
-A data set is named by the hash of its manifest; its pieces are numbered from 0 over all shards. Whoever
+A data set is named by the hash of its manifest; its pieces are numbered from 0 over all shards. Any peer that
 knows the hash may have the data, as with blobs.
 """
 
@@ -11,7 +11,7 @@ import msgspec
 DATA_PROTOCOL = "/peerloom/data/1"
 HASH_BYTES = 32
 PIECE_BYTES = 256 * 1024
-"""What is hashed, asked for and sent as one: a quarter of a second at 8 Mbit/s."""
+"""The unit that is hashed, asked for and sent: a quarter of a second at 8 Mbit/s."""
 PIECES_MAX = 1 << 18
 """The pieces of one data set: 64 GiB. A have-set of so many is 32 KiB."""
 HAVE_BYTES_MAX = PIECES_MAX // 8
@@ -25,8 +25,8 @@ Numbers = Annotated[tuple[Number, ...], msgspec.Meta(max_length=NUMBERS_MAX)]
 
 
 class Have(msgspec.Struct, frozen=True, tag="have", array_like=True):
-    """What the sender has of a data set, one bit a piece, the first piece the lowest bit of the first byte.
-    Answered by the receiver's own Have where `is_question`, or by Unknown."""
+    """The pieces that the sender has of a data set, one bit a piece, the first piece the lowest bit of the
+    first byte. Answered by the receiver's own Have where `is_question`, or by Unknown."""
 
     data: Hash
     pieces: Annotated[bytes, msgspec.Meta(max_length=HAVE_BYTES_MAX)]
@@ -42,7 +42,7 @@ class Unknown(msgspec.Struct, frozen=True, tag="unknown", array_like=True):
 
 
 class Got(msgspec.Struct, frozen=True, tag="got", array_like=True):
-    """The sender has these now too, verified."""
+    """The sender has verified these pieces and now has them too."""
 
     data: Hash
     numbers: Numbers
@@ -57,15 +57,15 @@ class Ask(msgspec.Struct, frozen=True, tag="ask", array_like=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel", array_like=True):
-    """They are here by now: do not send them."""
+    """Do not send these pieces: they are here by now."""
 
     data: Hash
     numbers: Numbers
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):
-    """Not now. `elsewhere`: another has been sent it, and pieces that nobody has go first; `absent`: it is
-    not here; `busy`: too much is asked for already."""
+    """The piece is not sent now. `elsewhere`: another peer was sent it, and pieces that nobody has go first;
+    `absent`: it is not here; `busy`: too much is asked for already."""
 
     data: Hash
     number: Number

@@ -1,4 +1,4 @@
-"""What a peer of an exchange is known to have, what it was asked for, and what it is to be sent."""
+"""One peer of an exchange: the pieces it has, those it was asked for, and those it is to be sent."""
 
 from collections import deque
 from math import ceil
@@ -13,7 +13,7 @@ WINDOW_MIN = 2
 WINDOW_MAX = 16
 """Pieces asked of one peer and not yet here: 4 MiB cover 100 ms at 40 MB/s."""
 WINDOW_SECONDS = 1.5
-"""How many seconds' worth of its rate a peer is asked for at once: a slow one owes little."""
+"""Seconds' worth of its rate that a peer is asked for at once: a slow one owes little."""
 UPLOADS_MAX = 2 * WINDOW_MAX
 """Pieces that one peer may wait for."""
 _SMOOTHING = 0.3
@@ -38,13 +38,13 @@ class SwarmPeer:
         self.question_at = now
         self.answered = False
         self.moved_at = now
-        """When it last said or took something new."""
+        """When the peer last sent or took something new."""
         self._rate = 0.0
         self._last_at = now
 
     @property
     def silent_since(self) -> float:
-        """See `crypto.registers.PlaceHolder`: an exchange waits for its peers all the time."""
+        """The time for `crypto.registers.PlaceHolder`: an exchange waits for its peers all the time."""
         return self.moved_at
 
     @property
@@ -69,5 +69,5 @@ class SwarmPeer:
         self._rate = rate if not self._rate else self._rate + _SMOOTHING * (rate - self._rate)
 
     def is_stuck(self, now: float, seconds: float) -> bool:
-        """Return whether nothing has come for so long while something was asked for."""
+        """Return whether nothing came for `seconds` while something was asked for."""
         return bool(self.asked) and now - max(self._last_at, min(self.asked.values())) > seconds

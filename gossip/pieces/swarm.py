@@ -1,15 +1,15 @@
 """The exchange of one data set among the peers that want or have it: a sans-IO core.
 
-Each peer says what it has and asks for what it lacks: the pieces that it needs soonest first, then the
-rarest (as BitTorrent's rarest first; Cohen 2003), of several peers at once. A piece is verified by the
-shell and offered to the others at once. A source that alone has pieces sends each once before it sends any
-twice, as super-seeding does, so that one copy of a data set is out after little more than one copy was sent.
-Who sends a piece that is not what its number says is asked for nothing more; who sends nothing is passed
-over; what one peer has owed for a while is asked of another besides, so that the last pieces do not wait
-for the slowest.
+Each peer says what it has and asks for what it lacks: the pieces that it needs soonest first, then the rarest
+(as BitTorrent's rarest first; Cohen 2003), of several peers at once. A piece is verified by the shell and
+offered to the others at once. A source that alone has pieces sends each once before it sends any twice, as
+super-seeding does, so that one copy of a data set is out after little more than one copy was sent. A peer
+that sends a wrong piece is asked for nothing more, and one that sends nothing is passed over. A piece that
+one peer has owed for a while is asked of another as well, so that the last pieces do not wait for the
+slowest.
 
-Not here: hashes, disks and streams. What was kept before is said by `have` at the start, so that an exchange
-resumes from what is on the disk.
+Not here: hashes, disks and streams. `have` lists the pieces on disk at the start, so that an exchange
+resumes.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -38,8 +38,8 @@ from gossip.pieces.messages import (
 from gossip.pieces.peer import UPLOADS_MAX, SwarmPeer
 
 PEERS_MAX = 32
-"""The peers of one exchange; who comes then takes the place of one that has moved nothing for a while, or is
-told that nothing is known here."""
+"""The peers of one exchange; a newcomer takes the place of one that has moved nothing for a while, or is told
+that nothing is known here."""
 PATIENCE_SECONDS = 60.0
 """How long a peer that has sent or taken a piece may move nothing before it makes room."""
 PLACES = Budget(PEERS_MAX, 1, PEERS_MAX, PATIENCE_SECONDS)
@@ -48,9 +48,9 @@ TICK_SECONDS = 0.5
 RETRY_SECONDS = 2.0
 """Until a piece that was refused is asked of the same peer again."""
 HEDGE_SECONDS = 3.0
-"""What one peer has owed for so long is asked of another that has nothing else to do."""
+"""A piece that one peer has owed for this long is asked of another that has nothing else to do."""
 STALL_SECONDS = 60.0
-"""A peer that sends nothing for so long is passed over: slower than 35 kbit/s for each piece."""
+"""A peer that sends nothing for this long is passed over: it is slower than 35 kbit/s for each piece."""
 PAUSE_SECONDS = 60.0
 GIVEN_SECONDS = 60.0
 """How long a peer that was sent a piece may take to say that it has it."""
@@ -96,7 +96,7 @@ Event = PieceArrived | UploadDue | PeerDropped
 
 
 class PieceSwarm:
-    """One data set of `count` pieces at one peer, which `have` is of already.
+    """One data set of `count` pieces at one peer, which has those in `have` already.
 
     Long because what is asked of one peer follows from what all others have, were asked and sent.
     """
@@ -125,10 +125,10 @@ class PieceSwarm:
         self._choice = Choice(count, rng)
         self._dropped: set[PeerId] = set()
 
-    # What the shell says
+    # Input from the shell
 
     def meet(self, now: float, peers: Iterable[PeerId]) -> Sends:
-        """These may have the data, or want it: ask them what they have."""
+        """Ask these peers what they have: they may have the data, or want it."""
         sends: Sends = []
         for peer in peers:
             if peer != self.me and peer not in self.peers and peer not in self._dropped:
@@ -151,7 +151,7 @@ class PieceSwarm:
         return sends + self._fill_all(now)
 
     def stored(self, now: float, sender: PeerId, number: int, *, is_right: bool) -> Sends:
-        """A piece that arrived was verified and kept, or is not what was asked for."""
+        """Record whether an arrived piece was verified and kept, or is wrong."""
         self._verifying.discard(number)
         if not is_right:
             return self._drop(now, sender, f"piece {number} is not what its hash says")
@@ -171,22 +171,22 @@ class PieceSwarm:
         return sends + self._fill_all(now)
 
     def not_stored(self, now: float, number: int) -> Sends:
-        """A piece that arrived could not be kept: it may be asked for again."""
+        """Record that an arrived piece could not be kept: it may be asked for again."""
         self._verifying.discard(number)
         self._schedule(now)
         return []
 
     def found(self, number: int) -> None:
-        """This piece was kept before: it is here."""
+        """Record a piece that is already kept here."""
         self.have[number] = True
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """These were found damaged or removed: they are not here any more."""
+        """Record that these pieces are damaged or removed."""
         for number in numbers:
             self.have[number] = False
 
     def uploaded(self, now: float, peer: PeerId, number: int, *, was_sent: bool) -> Sends:
-        """An UploadDue was done, or the piece turned out not to be here."""
+        """Record that an UploadDue was done, or that the piece is not here."""
         found = self.peers.get(peer)
         if found is None:
             return []
@@ -205,13 +205,13 @@ class PieceSwarm:
         return sends
 
     def lost(self, now: float, peer: PeerId) -> Sends:
-        """The peer is dead, left, or cannot be reached: what it was to deliver is everybody's again."""
+        """Remove a peer that is dead, left, or cannot be reached: its pieces are asked of others."""
         self._remove(peer)
         return self._fill_all(now)
 
     @property
     def is_complete(self) -> bool:
-        """Whether all that is wanted is here."""
+        """Whether all wanted pieces are here."""
         return not bool(np.any(self._wanted & ~self.have))
 
     def lacks(self, numbers: Sequence[int] | Bits) -> bool:
@@ -224,10 +224,10 @@ class PieceSwarm:
         mask[numbers] = True
         return bool(np.any(mask & ~self.have & (self._holders == 0)))
 
-    # What peers say
+    # Messages of peers
 
     def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
-        """A message of a peer. Raises RemoteProtocolError."""
+        """Take a message of a peer. Raises RemoteProtocolError."""
         if sender in self._dropped:
             return []
         peer = self.peers.get(sender)
@@ -254,7 +254,7 @@ class PieceSwarm:
                 assert_never(message)
 
     def wake(self, now: float) -> Sends:
-        """Give up on those that send nothing, and ask again."""
+        """Give up on peers that send nothing, and ask again."""
         sends: Sends = []
         self.deadline = inf
         for peer in list(self.peers.values()):
@@ -327,8 +327,8 @@ class PieceSwarm:
         return sends
 
     def _goes_elsewhere(self, now: float, peer: SwarmPeer, number: int) -> bool:
-        """Return whether another has this piece or is being sent it, and there are pieces that nobody was
-        sent yet."""
+        """Return whether another peer has this piece or is being sent it, while there are pieces that nobody
+        was sent yet."""
         if peer.put_off.get(number, 0) >= PUT_OFF_MAX:
             return False
         given = self._given.get(number)
@@ -338,7 +338,7 @@ class PieceSwarm:
         return bool(np.any(self.have & (self._holders == 0) & ~self._was_given))
 
     def _take_back(self, number: int) -> None:
-        """This piece is not on its way to anybody any more."""
+        """Stop counting this piece as on its way to anybody."""
         self._given.pop(number, None)
         self._was_given[number] = False
 
@@ -404,13 +404,13 @@ class PieceSwarm:
             self.events.append(UploadDue(peer.peer, peer.sending))
 
     def _release(self, peer: SwarmPeer, number: int) -> None:
-        """`peer` owes this no longer; if nobody does, it may be asked of anybody."""
+        """Record that `peer` owes this piece no longer; if nobody does, it may be asked of anybody."""
         peer.asked.pop(number, None)
         if not any(number in other.asked for other in self.peers.values()):
             self._in_flight[number] = False
 
     def _enter(self, now: float, peer: PeerId) -> Sends | None:
-        """Take one more peer in; what the one that loses its place for it is told. None: there is no room."""
+        """Enter a peer; return what to tell the one that loses its place for it. None: there is no room."""
         found = SwarmPeer(peer, self.count, now)
         evicted = self._places.admit(now, found, peer, peer)
         if evicted is None:
@@ -441,14 +441,14 @@ class PieceSwarm:
 
     def _fill_all(self, now: float) -> Sends:
         sends: Sends = []
-        # Whoever has least to do is asked first.
+        # The peer with the least to do is asked first.
         for peer in sorted(self.peers.values(), key=lambda each: len(each.asked)):
             sends += self._fill(now, peer)
         self._schedule(now)
         return sends
 
     def _fill(self, now: float, peer: SwarmPeer) -> Sends:
-        """Ask a peer for as much as its window has room for."""
+        """Ask a peer for as much as its window allows."""
         room = peer.window - len(peer.asked)
         if room <= 0 or peer.paused_until > now:
             return []
@@ -475,7 +475,7 @@ class PieceSwarm:
         return [(peer.peer, Ask(self.data, tuple(numbers)))] if numbers else []
 
     def _overdue(self, now: float, peer: SwarmPeer, open_: Bits) -> list[int]:
-        """A piece that another has owed for long, to be asked of this peer besides."""
+        """Return a piece that another peer has owed for long, to be asked of this one as well."""
         for number in map(int, np.flatnonzero(open_)):
             owing = [each.asked[number] for each in self.peers.values() if number in each.asked]
             if len(owing) == 1 and owing[0] + HEDGE_SECONDS < now and peer.retry_at.get(number, 0.0) <= now:

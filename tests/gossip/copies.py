@@ -2,8 +2,8 @@
 
 Datagrams go as `crypto.sessions` sends them: a member writes to the process with which it shook hands last,
 and takes what comes from either. A process that hears nothing shakes hands anew, and so does one whose core
-says that it has outlived a rival. A stream goes to any process that runs. What `node.services.lives` does is
-done here: a dial to where another life is said to be, after which both know each other.
+says that it has outlived a rival. A stream goes to any process that runs. This file stands in for
+`node.services.lives`: it dials the place where another life is said to be, after which both know each other.
 """
 
 import heapq
@@ -28,8 +28,8 @@ from tests.gossip.swarm import DATAGRAM_BYTES_MAX, HashSigner, peer_of
 KEY = peer_of(0)
 """The peer of which there are several."""
 UNPROVEN_LOSS = 0.7
-"""What is sent to a peer so soon after it shook hands from another place waits, or goes to either place,
-until the newer one has answered a challenge (`crypto.sessions.state`). It is lost so often here."""
+"""The share of packets that is lost soon after a peer shook hands from another place: they wait, or go to
+either place, until the newer one has answered a challenge (`crypto.sessions.state`)."""
 STARTED = 1_000_000
 """Unix milliseconds at which virtual time begins."""
 
@@ -58,7 +58,7 @@ class Machine:
         return [event for event in self.events if isinstance(event, MemberDown)]
 
     def listed(self, peer: PeerId) -> tuple[str, Status] | None:
-        """What it lists `peer` as."""
+        """Return the name and status under which it lists `peer`."""
         member = self.core.member(peer)
         return None if member is None else (member.name, member.status)
 
@@ -95,7 +95,7 @@ class Swarm:
             join = partial(self._join, machine, self.running[seed].peer)
             self._later(self.rng.uniform(0.0, 0.05), machine, join)
         for seconds in (0.7, 2.0):
-            # What a node says of itself changes once it has measured its machine.
+            # A node's profile changes once it has measured its machine.
             said = Profile(name, (address,), bytes(f"{seconds}", "ascii"))
             self._later(seconds, machine, partial(self._update, machine, said))
         return machine
@@ -206,7 +206,7 @@ class Swarm:
 
         self._push(seconds, arrive)
 
-    # What the shell of a node does.
+    # The work of a node's shell.
 
     def _heed(self, machine: Machine, event: Event) -> None:
         match event:

@@ -55,8 +55,8 @@ Arrival = tuple[PeerId, bytes, bool]
 
 
 class Swarm:
-    """Cores by number. `blocked(a, b)` says whether whatever goes from a to b is lost for certain, and
-    `without_datagrams(a, b)` whether a datagram is. What comes by a stream is answered by one."""
+    """Cores by number. `blocked(a, b)` says whether everything from a to b is lost, and `without_datagrams(a,
+    b)` whether a datagram is. A message by stream is answered by stream."""
 
     place: Place | None = None
 
@@ -120,7 +120,7 @@ class Swarm:
             target = self.numbers.get(peer)
             if target is None or self.blocked(number, target):
                 continue
-            # What does not fit a datagram goes by a stream, which does not lose.
+            # A message too large for a datagram goes by a stream, which does not lose.
             by_stream = by_stream or len(data) > DATAGRAM_BYTES_MAX
             if not by_stream and (self.without_datagrams(number, target) or self.rng.random() < self.loss):
                 continue

@@ -68,7 +68,7 @@ class Peer:
         self.answer(self.core.receive(self.now, sender.peer, Gossip(facts)))
 
     def answer(self, sends: Sends) -> None:
-        """What becomes of these pings."""
+        """Answer these pings."""
         for receiver, sent in sends:
             self.told.append((receiver, getattr(sent, "facts", ())))
             if isinstance(sent, Ping):
@@ -184,7 +184,7 @@ def test_left_overrides_dead_and_the_accuser_of_the_dead_is_named() -> None:
 
 
 @pytest.mark.parametrize("kinds", [(DeadBody,), (SuspectBody, DeadBody)], ids=["dead", "both"])
-def test_one_that_answers_this_peer_is_not_even_suspect_for_what_a_member_says(kinds: Any) -> None:
+def test_a_member_that_answers_us_is_never_suspected_on_hearsay(kinds: Any) -> None:
     peer = Peer()
     peer.answering = {ANN.peer, BOB.peer}
     peer.hear(*(say(BOB, kind(ANN.peer, 5, 1_100)) for kind in kinds))
@@ -222,7 +222,7 @@ def test_a_suspect_that_answers_is_alive_without_a_new_incarnation() -> None:
     assert MemberRefuted(ANN.peer, 5) in peer.core.events
 
 
-def test_an_accuser_that_is_refuted_too_often_is_not_believed_for_a_while() -> None:
+def test_an_accuser_refuted_too_often_is_ignored_for_a_while() -> None:
     peer = Peer()
     asked = []
     for number in range(2 * int(REFUTED_MAX)):
@@ -253,7 +253,7 @@ def test_an_accuser_that_erred_lately_costs_no_message_more() -> None:
     assert len(peer.pinged) <= 2 + 10 + 3 * DOUBTED_INTERVALS
 
 
-def test_many_accusations_at_once_cost_an_accuser_its_credit_before_they_are_looked_into() -> None:
+def test_many_accusations_at_once_exhaust_an_accusers_credit() -> None:
     peer = Peer()
     others = [Identity(bytes([number]) * 32) for number in range(40, 60)]
     for other in others:
@@ -308,14 +308,14 @@ def test_we_go_above_an_earlier_life_of_ours() -> None:
     assert peer.status(ME) is Status.ALIVE
 
 
-def test_a_dead_fact_in_a_sync_makes_us_look_and_does_not_bury() -> None:
+def test_a_dead_fact_in_a_sync_causes_a_probe_only() -> None:
     peer = Peer()
     [ping] = peer.sync(say(BOB, DeadBody(ANN.peer, 5, 0)))
     assert type(ping).__name__ == "Ping"
     assert peer.status(ANN) is Status.ALIVE
 
 
-def test_who_was_dead_before_we_came_is_no_news() -> None:
+def test_a_member_dead_before_we_came_is_not_listed() -> None:
     peer = Peer()
     peer.answering = {EVE.peer}
     peer.sync(alive(EVE, 7), say(BOB, DeadBody(EVE.peer, 7, 0)))

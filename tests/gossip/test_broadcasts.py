@@ -1,4 +1,4 @@
-"""What users tell all members: who hears it, what a newer one does, and what it may cost others."""
+"""Broadcasts of users: their delivery, replacement by newer ones, and cost to others."""
 
 from random import Random
 
@@ -49,7 +49,7 @@ def test_a_newer_broadcast_takes_the_place_of_an_older_one_everywhere() -> None:
         assert sorted(heard(swarm, number)) == [(b"other", b"x"), (b"price", b"4")]
 
 
-def test_what_is_told_too_fast_waits_and_only_the_newest_goes_out() -> None:
+def test_broadcasts_over_the_rate_wait_and_only_the_newest_is_sent() -> None:
     swarm = Swarm(3, LAN)
     swarm.run(10)
     for count in range(200):
@@ -61,7 +61,7 @@ def test_what_is_told_too_fast_waits_and_only_the_newest_goes_out() -> None:
     assert len(told) <= BROADCASTS_MAX + 20 / BROADCAST_INTERVALS + 1
 
 
-def test_what_is_too_long_is_refused_at_its_author() -> None:
+def test_a_broadcast_that_is_too_long_is_refused_locally() -> None:
     core = Swim(HashSigner(peer_of(0)), profile_of(0), LAN, Random(1), 1, 0.0)
     for topic, data in (
         (b"", b""),
@@ -94,7 +94,7 @@ def test_a_stranger_a_forger_and_an_earlier_life_are_not_heard() -> None:
     assert sum(isinstance(event, BroadcastHeard) for event in core.events) == 1
 
 
-def test_an_author_that_floods_is_cut_off_and_no_member_is_lost_by_it() -> None:
+def test_a_flooding_author_is_limited_and_no_member_is_lost() -> None:
     swarm = Swarm(8, LAN)
     swarm.run(10)
     before = swarm.sent_bytes

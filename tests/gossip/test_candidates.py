@@ -84,7 +84,7 @@ class Peer:
         return self.core.status(peer_of(number))
 
 
-def test_a_large_list_of_invented_members_is_verified_in_slices_and_lists_nobody() -> None:
+def test_invented_members_are_verified_in_slices_and_never_listed() -> None:
     peer = Peer(settings=Settings.local())
     peer.hear(LIAR, Sync(False, tuple(alive(number) for number in INVENTED)))
     peer.run(60.0)
@@ -116,7 +116,7 @@ def test_an_honest_list_of_hundreds_is_listed_within_seconds() -> None:
     assert peer.most <= CHECKS_MAX + 1
 
 
-def test_one_that_speaks_for_itself_is_listed_at_once_and_one_told_of_once_it_answered() -> None:
+def test_a_named_stranger_is_listed_only_once_it_answers() -> None:
     peer = Peer()
     peer.hear(HONEST, Gossip((alive(10), alive(11))))
     assert [peer.status(number) for number in (10, 11)] == [None, None]
@@ -150,7 +150,7 @@ def test_a_candidate_that_left_is_not_asked_again() -> None:
     assert peer.pinged.count(peer_of(10)) == 1
 
 
-def test_what_is_forged_far_down_a_list_is_refused_and_the_rest_with_it() -> None:
+def test_a_forged_fact_rejects_the_rest_of_its_list() -> None:
     facts = [alive(number) for number in range(10, 200)]
     forged = Fact(facts[100].author, facts[100].body, bytes(64))
     peer = Peer()
@@ -170,7 +170,7 @@ def test_large_lists_on_their_way_in_are_bounded_and_one_a_sender() -> None:
         assert len(peer.core._beliefs.intake) <= JOBS_MAX
 
 
-def test_one_source_has_no_more_than_its_share_of_a_list_that_fills() -> None:
+def test_one_source_gets_only_its_share_of_a_filling_list() -> None:
     told = range(10, 400)
     peer = Peer(there=(LIAR, HONEST, *told), settings=Settings(members_max=300))
     for first in range(10, 400, 30):

@@ -107,7 +107,7 @@ def test_a_member_comes_back_to_the_others_from_steps_made_alone() -> None:
     assert rejoined_step(1_500, [two[0], (ClaimedCount(0), B)]) is None, "one is no majority"
 
 
-def test_the_state_of_most_holders_is_chosen_and_a_lone_one_at_random() -> None:
+def test_the_most_widely_held_state_is_chosen_else_a_random_one() -> None:
     def choose(
         *offers: tuple[int, bytes], holders_min: int = 1, seed: int = 1, is_newest: bool = False
     ) -> set[int]:

@@ -63,7 +63,7 @@ def test_a_tenth_that_lies_about_where_it_is_shifts_others_a_little() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), coordinates, st.floats(-1, 100)), max_size=40))
-def test_whatever_is_said_a_coordinate_stays_in_its_bounds_and_moves_slowly(
+def test_a_coordinate_stays_in_its_bounds_and_moves_slowly(
     samples: list[tuple[int, Coordinate, float]],
 ) -> None:
     mine = Coordinates(Random(1))

@@ -1,4 +1,4 @@
-"""Whatever comes: nothing but RemoteProtocolError, and every table bounded."""
+"""Hostile input raises nothing but RemoteProtocolError, and every table stays bounded."""
 
 from contextlib import suppress
 from random import Random

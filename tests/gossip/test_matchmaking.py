@@ -80,7 +80,7 @@ class World:
         ]
 
 
-def test_all_that_are_expected_meet_in_one_group_without_waiting_for_the_window() -> None:
+def test_all_expected_peers_form_one_group_before_the_window_ends() -> None:
     world = World(8)
     for number in range(8):
         world.wish(number, at=0.1 * number, window_seconds=15.0)
@@ -123,7 +123,7 @@ def test_one_that_comes_late_is_told_that_the_round_is_formed() -> None:
     assert world.reasons() == ["the group of this round was formed without this peer"]
 
 
-def test_a_peer_that_is_ready_first_is_in_the_group_though_nobody_awaits_it() -> None:
+def test_an_unexpected_peer_that_is_ready_first_joins_the_group() -> None:
     for seed in range(8):
         world = World(3, seed=seed)
         world.wish(2)

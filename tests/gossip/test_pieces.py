@@ -56,7 +56,7 @@ def test_the_rarest_piece_is_asked_for_first() -> None:
     assert asked[0][0] == 19
 
 
-def test_what_is_needed_now_goes_before_what_is_rare() -> None:
+def test_urgent_pieces_go_before_rare_ones() -> None:
     possible, holders = np.ones(10, np.bool_), np.arange(10)
     urgency = np.ones(10, np.int64)
     urgency[7] = 0
@@ -80,7 +80,7 @@ def test_no_piece_is_asked_of_two_peers_until_one_is_late() -> None:
     assert late in range(3)
 
 
-def test_a_peer_that_sends_another_piece_is_dropped_and_its_pieces_go_to_others() -> None:
+def test_a_peer_that_sends_a_wrong_piece_is_dropped() -> None:
     core = fetching(4, A, B)
     number = asked_of(core, A)[0]
     core.receive(1.0, A, Piece(DATA, number, b"wrong"))
@@ -128,7 +128,7 @@ def test_a_source_sends_each_piece_once_before_any_twice() -> None:
     assert UploadDue(B, 0) in core.events
 
 
-def test_a_piece_on_its_way_to_one_who_died_may_go_to_another() -> None:
+def test_a_dead_peers_piece_may_go_to_another() -> None:
     core = PieceSwarm(ME, DATA, 3, range(3), Random(1))
     for peer in (A, B):
         core.receive(0.0, peer, Have(DATA, bits(3), is_question=True))
@@ -151,7 +151,7 @@ def test_a_piece_on_its_way_to_one_who_died_may_go_to_another() -> None:
     ],
     ids=lambda message: f"{type(message).__name__}",
 )
-def test_what_no_peer_may_say_is_refused(message: object) -> None:
+def test_invalid_messages_are_refused(message: object) -> None:
     core = fetching(20, A, has=lambda _: range(1))
     with pytest.raises(RemoteProtocolError):
         core.receive(1.0, A, message)  # type: ignore[arg-type]  # any message

@@ -16,7 +16,7 @@ LAN = Settings.lan()
 
 
 class SlowAnswers(Swarm):
-    """What `slow` answers to pings leaves `delay` seconds late."""
+    """A swarm in which `slow` answers pings `delay` seconds late."""
 
     slow = 0
     delay = 0.0
@@ -36,7 +36,7 @@ def marks(swarm: Swarm, number: int) -> list[object]:
     return [event for event in swarm.events[number] if isinstance(event, kinds)]
 
 
-def test_a_member_that_answers_late_is_degraded_with_its_rate_and_then_recovers() -> None:
+def test_a_late_member_is_degraded_with_its_rate_and_recovers() -> None:
     swarm = SlowAnswers(4, LAN)
     swarm.run(10)
     swarm.delay = 0.6

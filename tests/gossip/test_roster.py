@@ -72,7 +72,7 @@ def test_participants_find_all_others_through_any_one(loss: float) -> None:
     assert len(entered) == 20 * 19
 
 
-def test_what_one_tells_is_known_to_all_within_a_message() -> None:
+def test_a_report_reaches_all_within_one_message() -> None:
     world = World(4)
     world.engine.run(5.0)
     told = {"step": 7, "samples": 64, "rounds": 2, "lineage": LINEAGE, "has_state": True}
@@ -189,7 +189,7 @@ def test_members_of_one_network_alone_keep_the_nearest() -> None:
     assert set(own.reports) == set(sorted(peers, key=own._distance)[:40])
 
 
-def test_a_list_that_is_too_short_keeps_the_nearest_and_estimates_how_many_there_are() -> None:
+def test_a_full_list_keeps_the_nearest_and_estimates_the_total() -> None:
     count, kept = 70, 12
     world = World(count, kept=kept)
     world.engine.run(25.0)

@@ -68,7 +68,7 @@ def test_depths_rest_and_nobody_is_declared_dead_though_messages_are_lost(town: 
     assert not [event for heard in town.events.values() for event in heard if isinstance(event, MemberDown)]
 
 
-def test_who_finds_nobody_new_looks_ever_more_seldom() -> None:
+def test_searches_that_find_nobody_new_become_rarer() -> None:
     swarm = settled(40)
     period = SMALL.sync_period_seconds(MOST)
     swarm.run(3 * SEARCH_SYNCS_MAX * period)
@@ -91,7 +91,7 @@ def test_who_finds_nobody_new_looks_ever_more_seldom() -> None:
     assert swarm.right()
 
 
-def test_a_death_is_noticed_by_all_who_listed_the_dead_and_heard_of_by_nobody_else(
+def test_a_death_is_told_only_to_those_that_listed_the_member(
     town: Neighbourhoods,
 ) -> None:
     listed_by = {number for number in town.cores if 7 in town.listed(number)} - {7}
@@ -213,7 +213,7 @@ def outsider_of(core: Swim) -> int:
     return next(number for number in range(1, 400) if not core.scope.holds(peer_of(number)))
 
 
-def test_a_swarm_of_neighbourhoods_and_one_of_full_views_refuse_each_others_lists() -> None:
+def test_scoped_and_full_swarms_refuse_each_others_lists() -> None:
     full = Swim(HashSigner(peer_of(0)), profile_of(0), SMALL, Random(1), 1, 0.0)
     cases: list[tuple[Swim, Message]] = [
         (full, ScopedSync(True, 0, ())),
@@ -226,7 +226,7 @@ def test_a_swarm_of_neighbourhoods_and_one_of_full_views_refuse_each_others_list
             core.receive(0.0, peer_of(1), message)
 
 
-def test_who_is_accused_by_a_peer_outside_its_scope_refutes_but_not_for_ever() -> None:
+def test_refutations_for_accusers_outside_the_scope_are_limited() -> None:
     core = core_of(0, depth=4)
     accuser = outsider_of(core)
     for incarnation in range(1, 10):
@@ -249,7 +249,7 @@ def test_a_peer_outside_the_scope_is_answered_but_neither_listed_nor_asked() -> 
     assert [member.peer for member in core.members] == [core.peer]
 
 
-def test_whom_a_liar_made_take_a_scope_too_deep_finds_back() -> None:
+def test_a_scope_made_too_deep_by_a_liar_recovers() -> None:
     core = core_of(0)
     liar = next(peer for peer in PEERS[1:] if core.scope.held_by(peer, 3))
     core.join(0.0, [liar])
@@ -283,7 +283,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
     st.integers(0, 3),
     st.booleans(),
 )
-def test_whatever_comes_only_the_neighbourhood_is_listed(
+def test_only_the_neighbourhood_is_ever_listed(
     arrivals: list[tuple[PeerId, Message]], depth: int, joining: bool
 ) -> None:
     core = core_of(0, depth, Settings(scope_members_min=2, scope_members_max=6, members_max=6))

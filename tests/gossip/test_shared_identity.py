@@ -50,7 +50,7 @@ def run_until_stopped(swarm: Swarm, name: str) -> float:
     ],
     ids=["copy-began-later", "clock-of-copy-behind", "at-the-same-time"],
 )
-def test_of_two_with_one_key_the_younger_goes_and_the_elder_stays(
+def test_the_younger_of_two_processes_with_one_key_stops(
     first: tuple[int, bytes], second: tuple[int, bytes], goes: str
 ) -> None:
     swarm = Swarm(1, Settings.lan())

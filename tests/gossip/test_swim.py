@@ -53,7 +53,7 @@ def test_all_who_join_one_through_another_soon_hold_the_same_list(count: int, se
     assert {event.name: event.addresses[0].port for event in ups}["n1"] == 1001
 
 
-def test_a_member_is_listed_with_who_told_of_it_and_this_peer_with_nobody() -> None:
+def test_a_member_is_listed_with_its_introducer() -> None:
     swarm = settled(5)
     members = swarm.cores[4].members
     assert [member.peer for member in members] == sorted(member.peer for member in members)
@@ -74,7 +74,7 @@ def test_a_probe_without_datagrams_is_answered_by_stream_and_nobody_is_suspected
     swarm.run_until(lambda: swarm.all_see(1, Status.DEAD), at_most=60 * settings.probe_interval_seconds)
 
 
-def test_stream_pings_are_answered_by_streams_for_members_as_often_as_one_probes() -> None:
+def test_stream_pings_are_answered_by_streams_at_the_probe_rate() -> None:
     swarm = settled(2)
     core = swarm.cores[0]
 
@@ -124,7 +124,7 @@ def test_a_killed_member_of_a_lan_is_found_within_the_longest_suspicion() -> Non
     assert shortest < swarm.run_until(lambda: swarm.all_see(9, Status.DEAD), at_most=longest)
 
 
-def test_a_member_whose_machine_stalls_for_two_thirds_of_a_second_is_not_dead() -> None:
+def test_a_stall_of_two_thirds_of_a_second_is_no_death() -> None:
     swarm = settled(5)
     for number in (1, 2, 3, 1, 1, 4, 0):
         swarm.stall(number, 0.7)
@@ -144,12 +144,12 @@ def test_a_peer_that_stalled_itself_blames_nobody_for_it() -> None:
     assert [event for event in accusations if event.accuser == peer_of(2)] == []
 
 
-def test_a_refutation_lost_on_its_way_is_said_again_to_whoever_still_accuses() -> None:
+def test_a_lost_refutation_is_repeated_to_a_peer_that_still_accuses() -> None:
     swarm = settled(3)
     accuser, accused = swarm.cores[0], swarm.cores[1]
     accusation = sign_body(HashSigner(peer_of(0)), SuspectBody(peer_of(1), 1, 0))
     accused.receive(swarm.now, peer_of(0), Gossip((accusation,)))
-    # Whatever it said of itself since then reached nobody.
+    # Its later facts about itself reached nobody.
     accused._beliefs.queue.drop(peer_of(1))
     [(_, ack)] = accused.receive(swarm.now, peer_of(0), Ping(1, (accusation,)))
     assert isinstance(ack, Ack)
@@ -218,7 +218,7 @@ def test_one_who_left_only_answers_pings_and_takes_no_orders() -> None:
         core.update(swarm.now, profile_of(1))
 
 
-def test_a_dead_member_that_comes_back_with_a_higher_incarnation_is_alive_again() -> None:
+def test_a_dead_member_returns_with_a_higher_incarnation() -> None:
     swarm = settled(5)
     swarm.kill(2)
     swarm.run_until(lambda: swarm.all_see(2, Status.DEAD), at_most=3)
@@ -282,7 +282,7 @@ def test_a_member_that_calls_all_others_dead_buries_nobody(loss: float) -> None:
         liar = HashSigner(peer_of(0))
         for _ in range(60):
             for number in range(1, 8):
-                # What it says of each is of its present incarnation, to everybody.
+                # Its facts about each name the present incarnation, to everybody.
                 lies = [
                     sign_body(liar, kind(peer_of(number), swarm.view(number)[number].incarnation, 0))
                     for kind in (SuspectBody, DeadBody)
@@ -414,7 +414,7 @@ def test_the_same_seed_gives_the_same_trace_whatever_the_hash_seed() -> None:
     assert traces[0].count(b"MemberUp") > 100
 
 
-def test_one_held_for_dead_that_answers_is_alive_at_once_and_so_are_the_others() -> None:
+def test_an_answer_from_the_dead_revives_a_healed_partition_quickly() -> None:
     swarm = settled(30, Settings.lan())
     swarm.blocked = lambda a, b: (a < 15) != (b < 15)
     swarm.run(60)
@@ -423,7 +423,7 @@ def test_one_held_for_dead_that_answers_is_alive_at_once_and_so_are_the_others()
     assert swarm.run_until(swarm.converged, at_most=6) < 6
 
 
-def test_a_member_that_changes_all_the_time_is_passed_on_only_now_and_then() -> None:
+def test_constant_changes_of_one_member_are_passed_on_rarely() -> None:
     swarm = settled(40, Settings.lan())
     swarm.run(30)
     before = swarm.sent_bytes

@@ -124,7 +124,7 @@ def test_news_overtakes_what_was_sent_before() -> None:
     assert queue.take(9, 850) == (suspect(3, 9), suspect(2, 9), suspect(1, 9))
 
 
-def test_what_must_stand_first_does_and_counts_as_sent_where_it_waits_too() -> None:
+def test_facts_that_must_come_first_count_as_sent() -> None:
     queue = Dissemination()
     queue.put(peer_of(1), suspect(1, 9))
     queue.put(peer_of(2), suspect(2, 9))
@@ -154,7 +154,7 @@ def test_a_message_never_exceeds_its_bounds_and_everything_gets_its_turns(
     assert sent == {suspect(subject, 99): transmits_max for subject in subjects}
 
 
-def test_a_first_change_is_sent_in_full_and_a_crowd_of_changes_hardly() -> None:
+def test_a_first_change_is_sent_in_full_a_crowd_hardly() -> None:
     changes = Changes(1.0, 100, 0.0)
     assert [changes.sends(peer_of(1), 0.0) for _ in range(3)] == [SENDS_MAX, CHANGED_SENDS, 0]
     crowd = [changes.sends(peer_of(number), 0.0) for number in range(10, 40) for _ in range(2)]

@@ -1,7 +1,7 @@
 """A data set on its way from one peer to many, on the engine: the real exchange core, pieces without meaning.
 
-Every link is a queue with a rate each way (`sim.network.model.Access`); nothing is lost, as on streams. What
-a piece holds is its number; a liar sends another's, a mute peer says what it has and sends nothing.
+Every link is a queue with a rate each way (`sim.network.model.Access`); nothing is lost, as on streams. A
+piece holds its number; a liar sends another's, a mute peer claims what it has and sends nothing.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Trade:
-    """What came of it: how many peers have everything, and virtual seconds until the last of them."""
+    """The outcome: how many peers have everything, and virtual seconds until the last of them."""
 
     finished: int
     seconds: float

@@ -1,4 +1,4 @@
-"""Rules that make one vector of several, some of which may be lies: numpy, no clock, no randomness.
+"""Rules that reduce several vectors, some of which may be lies, to one: numpy, no clock, no randomness.
 
 Each takes `vectors` [members, numbers], their `weights` [members], and `f`, how many liars it is to survive;
 it returns one vector of the same type, or raises ValueError where the group is too small for that `f`. A

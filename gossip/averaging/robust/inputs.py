@@ -1,4 +1,4 @@
-"""What rules have in common: checked inputs, one order of members, distances in bounded memory."""
+"""Code that rules share: checked inputs, one order of members, distances in bounded memory."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +22,7 @@ nodes took twice as long for a round."""
 def usable(
     vectors: Vectors, weights: Weights, f: int, members_min: int, rule: str
 ) -> tuple[Vectors, Weights, int]:
-    """Return what a rule works on: finite vectors, their weights, and how many of them may still be lies.
+    """Return the inputs of a rule: finite vectors, their weights, and how many of them may still be lies.
 
     Raises ValueError: fewer than `members_min`, a weight that is none, or more than `f` vectors that are not
     finite.
@@ -43,7 +43,7 @@ def usable(
 
 
 def in_order(vectors: Vectors, weights: Weights) -> tuple[Vectors, Weights]:
-    """Return members in an order that follows from what they hold, so that sums round alike in any order."""
+    """Sort members by their values, so that sums round alike whatever order they came in."""
     keys = [(v.tobytes(), w) for v, w in zip(vectors, weights, strict=True)]
     order = sorted(range(len(keys)), key=keys.__getitem__)
     if order == list(range(len(order))):
@@ -71,8 +71,8 @@ def distances_from(vectors: Vectors, centre: Vector) -> Weights:
 def squared_distances(vectors: Vectors) -> NDArray[np.float64]:
     """Return the squared distance of each pair of vectors, [members, members].
 
-    In the vectors' own precision within a block. Not from products of vectors: honest ones lie near each
-    other and far from zero, and their distance would be lost in rounding.
+    In the vectors' own precision within a block. It does not use products of vectors: honest ones lie near
+    each other and far from zero, and their distance would be lost in rounding.
     """
     squares = np.zeros((len(vectors), len(vectors)))
     spare = np.empty((len(vectors), DOT_ITEMS), vectors.dtype)

@@ -22,8 +22,8 @@ def krum(vectors: Vectors, weights: Weights, f: int = 0) -> Vector:
 
 
 def multi_krum(vectors: Vectors, weights: Weights, f: int = 0) -> Vector:
-    """Return the weighted mean of the n - f - 2 vectors of the least such sums: the most for which its proof
-    holds (El Mhamdi, Guerraoui and Rouault 2018)."""
+    """Return the weighted mean of the n - f - 2 vectors with the least such sums: the most for which its
+    proof holds (El Mhamdi, Guerraoui and Rouault 2018)."""
     vectors, weights, f = usable(vectors, weights, f, krum_members_min(f), "multi-Krum")
     vectors, weights = in_order(vectors, weights)
     chosen = np.sort(np.argsort(_scores(vectors, f), kind="stable")[: len(vectors) - f - 2])

@@ -1,4 +1,4 @@
-"""The weighted mean: what every other rule is compared with, and what one liar moves anywhere."""
+"""The weighted mean: the baseline for every other rule, and moved anywhere by one liar."""
 
 from gossip.averaging.robust.inputs import Vectors, Weights, in_order, mix, usable
 from gossip.averaging.robust.reduction import Vector

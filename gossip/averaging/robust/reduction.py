@@ -17,7 +17,7 @@ Vector = NDArray[np.floating[Any]]
 
 
 class Contribution(Protocol):
-    """What one member sent of one part."""
+    """One member's contribution to one part."""
 
     @property
     def peer(self) -> PeerId: ...

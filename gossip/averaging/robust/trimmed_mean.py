@@ -9,10 +9,10 @@ from gossip.averaging.robust.sorting import sorted_rows, sorted_with
 
 
 def trimmed_mean(vectors: Vectors, weights: Weights, f: int = 0) -> Vector:
-    """Return of each number the weighted mean without the f smallest and the f largest.
+    """Return the weighted mean of each number without the f smallest and the f largest.
 
-    What is cut is counted by members, not by weight. So of f liars each number that is left lies between two
-    honest ones, and the mean of those left does too, with any weights.
+    The cut counts members, not weight. So with f liars each remaining number lies between two honest ones,
+    and so does their mean, with any weights.
     """
     vectors, weights, f = usable(vectors, weights, f, 2 * f + 1, "trimmed mean")
     are_equal = bool((weights == weights[0]).all())

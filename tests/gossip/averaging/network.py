@@ -318,7 +318,7 @@ class Play:
             self._lost.discard(sender)
             wish = self._met.get(message.key)
             if wish is None:
-                # As a wish that is told again: whoever forms a later group waits for this peer.
+                # As a wish that is told again: the convener of a later group waits for this peer.
                 self._early.setdefault(message.key, []).append((sender, message))
                 return []
             return [*wish.receive(now, sender, message), *self._advance(now)]

@@ -35,7 +35,7 @@ def world_of(count: int = 4, **network: object) -> Averaging:
 
 
 def seals_twice(sender: int, receiver: int, message: Message) -> Message:
-    """What the liar says to member 1: another reduced part than to all others, under a seal of its own."""
+    """Send member 1 another reduced part than all others, under a seal of its own."""
     if sender != LIAR or receiver != 1:
         return message
     match message:
@@ -51,7 +51,7 @@ def seals_twice(sender: int, receiver: int, message: Message) -> Message:
 
 
 def claims_two_sets(sender: int, receiver: int, message: Message) -> Message:
-    """What the liar says to member 1: that it did not get member 3's part."""
+    """Tell member 1 that the liar did not get member 3's part."""
     if (
         sender == LIAR
         and receiver == 1

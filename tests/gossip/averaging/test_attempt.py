@@ -155,7 +155,7 @@ def test_a_member_that_misses_a_part_gets_it_from_any_holder() -> None:
     lost: list[int] = []
 
     def tamper(sender: int, receiver: int, message: Message) -> Message:
-        # What owner 2 reduced never reaches member 3, and owner 2 dies when the others have it.
+        # Owner 2's reduced part never reaches member 3, and owner 2 dies when the others have it.
         if sender == 2 and receiver == 3 and world.attempts[2]._gather.commit:
             return msgspec.structs.replace(message, attempt=bytes(32))
         return message

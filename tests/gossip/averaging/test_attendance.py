@@ -1,4 +1,4 @@
-"""What one peer's experience with the others says about its next groups."""
+"""One peer's experience with the others, and its effect on the next groups."""
 
 from crypto.identity import PeerId
 from gossip.averaging.attendance import (
@@ -22,7 +22,7 @@ def wait(attendance: Attendance, now: float, ready: dict[PeerId, float], *awaite
     attendance.attended(now, now - 5.0, awaited, times, 1.0)
 
 
-def test_a_peer_that_does_not_come_is_not_waited_for_until_it_comes() -> None:
+def test_an_absent_peer_is_not_waited_for_until_it_comes() -> None:
     attendance = Attendance()
     wait(attendance, 5.0, {PUNCTUAL: 0.1}, SILENT, PUNCTUAL)
     assert attendance.is_waited_for(5.0, PUNCTUAL)

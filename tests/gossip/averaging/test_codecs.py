@@ -32,7 +32,7 @@ def test_errors_on_normal_numbers_are_small(name: str, error_max: float, ratio_m
     assert values.nbytes / coded_bytes(codec, len(values)) >= ratio_min
 
 
-def test_topk_keeps_the_largest_of_each_block_in_a_hundredth_of_the_bytes() -> None:
+def test_topk_keeps_the_largest_numbers_of_each_block() -> None:
     values = np.random.default_rng(1).standard_normal(1 << 18).astype(np.float32)
     codec = codec_of("topk64", "float32")
     decoded = roundtrip(codec, values).reshape(-1, 4_096)

@@ -47,7 +47,7 @@ FACTORS = (0.0, -1.0, 3.0, 1e3, 1e30)
 WEIGHTS = (1e-9, 16.0, 1e6, 1e12)
 
 Lie = Callable[[Any], Any]
-"""What is said instead; None for nothing."""
+"""The false message to send instead; None for nothing."""
 
 
 def signed(purpose: str, kind: Any, change: Callable[[Any], Any]) -> Lie:
@@ -215,7 +215,7 @@ def group_by_the_default() -> Group:
     return msgspec.structs.replace(group, terms=terms)
 
 
-def test_every_message_of_an_attempt_has_a_state_in_which_lies_are_told() -> None:
+def test_every_message_of_an_attempt_is_lied_about() -> None:
     assert {kind for kind, _, _ in STATES.values()} == set(get_args(AttemptMessage))
 
 

@@ -62,7 +62,7 @@ def one_by_one(parts: Sequence[_Part], number: int) -> Vector:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("count", [1, 2, MEMBERS_AT_ONCE, MEMBERS_AT_ONCE + 1, 3 * MEMBERS_AT_ONCE, 64])
-def test_the_mean_is_that_of_all_to_the_bit_with_few_chunks_at_once(count: int, dtype: str) -> None:
+def test_the_mean_is_exact_with_few_chunks_decoded_at_once(count: int, dtype: str) -> None:
     parts = parts_of(count, dtype)
     found = list(weighted_mean(parts))
     assert [chunk.dtype for chunk in found] == [np.dtype(dtype)] * len(SIZES)

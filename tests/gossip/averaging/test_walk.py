@@ -41,9 +41,7 @@ def average(walks: dict[PeerId, GridWalk], values: dict[PeerId, float], size: in
 
 
 @pytest.mark.parametrize(("count", "size", "rounds"), [(8, 2, 3), (64, 8, 2), (64, 4, 3), (512, 8, 3)])
-def test_peers_that_walk_alone_reach_the_mean_in_as_many_rounds_as_axes(
-    count: int, size: int, rounds: int
-) -> None:
+def test_peers_reach_the_mean_in_as_many_rounds_as_axes(count: int, size: int, rounds: int) -> None:
     draws = np.random.default_rng(1)
     walks = walks_of(count)
     values = {peer: float(draws.standard_normal()) for peer in walks}
@@ -53,7 +51,7 @@ def test_peers_that_walk_alone_reach_the_mean_in_as_many_rounds_as_axes(
     assert np.allclose(list(values.values()), mean, atol=1e-12)
 
 
-def test_a_peer_that_is_a_turn_behind_is_brought_along_by_its_group() -> None:
+def test_a_peer_one_turn_behind_catches_up_with_its_group() -> None:
     first, second = (walk for walk in walks_of(2).values())
     group = group_of({peer_of(0): 0, peer_of(1): 0}, 6)
     first.averaged(group, None)
