@@ -1,10 +1,9 @@
-"""A node's own adverts: under which shard they go, and when they are signed anew.
+"""A node's own adverts: the shards they go to, and when they are signed anew.
 
 A class begins at a depth where its shards are empty and climbs to where they are not: under a key with fewer
 than SHARD_ADVERTS_MIN adverts it takes one bit less, under one with more than SHARD_ADVERTS_MAX one more, in
-one direction at a time. So every class has the depth its own size asks for, without anybody counting it.
-Adverts are signed anew every `advert_renew_seconds` and expire soon after: what a dead node offered is gone
-in minutes.
+one direction at a time. So every class finds the depth for its size without a count. Adverts are signed anew
+every `advert_renew_seconds` and expire soon after: those of a dead node are gone in minutes.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,7 +35,7 @@ from dht.timers import Timer, Timers
 
 
 class Ground(Protocol):
-    """What advertising needs of the core that it is a part of."""
+    """The parts of the core that advertising uses."""
 
     peer: PeerId
     key: Key
@@ -62,7 +61,7 @@ class Ground(Protocol):
 
 
 class Advertising:
-    """The part of one core that tells what its node offers."""
+    """The part of a core that advertises the node's offer."""
 
     def __init__(self, ground: Ground) -> None:
         self._ground = ground
@@ -74,13 +73,13 @@ class Advertising:
         self._turn = 0
 
     def advertise(self, now: float, advert: Advert | None) -> None:
-        """Offer this from now on, in place of what was offered before; None: nothing any more."""
+        """Advertise this from now on, in place of the last advert; None: nothing any more."""
         self._advert = advert if advert is not None and advert.device in DEVICES else None
         self._renew(now)
 
     @property
     def depths(self) -> dict[str, int]:
-        """How many bits divide each class that this node stands in."""
+        """The depth of each class that this node stands in, in bits."""
         return dict(self._depths)
 
     def _renew(self, now: float) -> None:
@@ -123,7 +122,7 @@ class Advertising:
             self._publish(now, name, depth)
 
     def _others(self, now: float, records: Mapping[PeerId, Record]) -> int:
-        """How many of these others offer something still."""
+        """Return how many of these records are other nodes' adverts that still offer something."""
         wall, own = self._ground.wall(now), self._ground.peer
         # Not by `expired`, whose slack for wrong clocks would count the gone for ten minutes more.
         return sum(each.publisher != own and wall < each.expires for each in records.values())

@@ -1,7 +1,7 @@
 """Copies of records that lookups leave behind on their way, for a short time (Kademlia section 4.1).
 
-What lies here is no replica: nobody counts it, hands it over or stores it again. It answers lookups that pass
-by, and it is gone within minutes, so that an old sequence does not outlive a new one.
+These copies are no replicas: nobody counts them, hands them over or stores them again. They answer lookups
+that pass by, and are gone within minutes, so that an old sequence does not outlive a new one.
 """
 
 from crypto.identity import PeerId
@@ -40,7 +40,7 @@ class RecordCache:
         return (record.key, record.publisher) in self._order
 
     def get(self, now: float, wall: float, key: Key) -> list[Record]:
-        """Return the copies under `key` that still count, and drop the others."""
+        """Return the copies under `key` that are still valid, and drop the others."""
         copies = self._by_key.get(key)
         if copies is None:
             return []

@@ -1,10 +1,10 @@
-"""What nodes offer, and which keys of the DHT it is found under: adverts, classes and shards.
+"""Adverts of what nodes offer, and the DHT keys under which they are found: classes and shards.
 
 An advert is a record, signed by the node it describes and valid for minutes. It stands under a key made of a
 class (kind of device, size of memory, perhaps a region) and a shard of that class: the first bits of the
 node's own key. How many bits depends on how many adverts there are, so no key is asked by all and none holds
 more than a page or two; the size of the network, known from how dense the ids nearest to us are, says where
-to begin. Here is what both sides share; `advertising` writes adverts and `hunt` reads them.
+to begin. This file has what both sides share; `advertising` writes adverts and `hunt` reads them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,8 +25,7 @@ from dht.routing import Contact
 ADVERT_VERSION = 1
 PURPOSE = "capability"
 DEVICES = ("cpu", "cuda", "mps")
-"""Kinds of devices that are classes; a device of another kind is under "cpu" as well as nowhere: it is not
-advertised."""
+"""Kinds of devices that are classes; a device of another kind is not advertised."""
 NAME_LENGTH_MAX = 32
 COORDINATES_MAX = 9
 """Dimensions and height of a network coordinate."""
@@ -34,9 +33,10 @@ MEMORY_CLASSES_BYTES = (0, 4 * 10**9, 16 * 10**9, 64 * 10**9, 256 * 10**9)
 """The least memory of each class: four times that of the one before, so that a search looks into few."""
 
 SHARD_ADVERTS_MAX = 12
-"""More under one key, and its class is split by one more bit: three pages of replies."""
+"""A class with more adverts than this under one key is split by one more bit: three pages of replies."""
 SHARD_ADVERTS_MIN = 3
-"""Fewer, and it is merged with its neighbour. A split leaves six, so that it does not go to and fro."""
+"""A class with fewer is merged with its neighbour. A split leaves six, so that classes do not flip back and
+forth."""
 DEPTH_MAX = 24
 
 Name = Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)]
@@ -46,8 +46,8 @@ Span = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
 
 
 class Advert(msgspec.Struct, frozen=True, array_like=True):
-    """What a node says of itself. `device` is a kind (`cuda`), `region` what its owner calls the place;
-    `coordinates` is where it is in the space of round trips, in seconds, empty where that is not known."""
+    """A node's offer. `device` is a kind (`cuda`), `region` is the owner's name for the place; `coordinates`
+    is its place in the space of round trips, in seconds, empty where that is not known."""
 
     version: int
     device: Name
@@ -61,8 +61,8 @@ class Advert(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class Query:
-    """What is looked for: `count` nodes with at least so much, those nearest to us first. `near` is a region,
-    empty for anywhere; `needs_slot` leaves out those whose slots are taken."""
+    """A search for `count` nodes with at least these resources, those nearest to us first. `near` is a
+    region, empty for anywhere; `needs_slot` leaves out nodes whose slots are taken."""
 
     device: str = ""
     memory_bytes: int = 0
@@ -72,7 +72,7 @@ class Query:
     flops_per_second: float = 0.0
 
     def fits(self, advert: Advert) -> bool:
-        """Return whether an advert has what is asked for."""
+        """Return whether an advert satisfies the query."""
         return (
             (not self.device or advert.device == self.device)
             and advert.memory_bytes >= self.memory_bytes
@@ -83,7 +83,7 @@ class Query:
 
     @property
     def classes(self) -> list[str]:
-        """The classes that may hold what fits, the one with the least memory first."""
+        """Return the classes that may hold such adverts, the one with the least memory first."""
         devices = (self.device,) if self.device else DEVICES
         first = memory_class(self.memory_bytes)
         return [
@@ -95,7 +95,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Offer:
-    """A node that was found: its advert, and how long its answer to a ping took."""
+    """A node that was found: its advert, and the round trip of its ping."""
 
     peer: PeerId
     advert: Advert

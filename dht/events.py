@@ -1,4 +1,4 @@
-"""What the DHT core learns, for its shell: frozen, past tense."""
+"""Events of the DHT core for its shell: frozen, past tense."""
 
 from dataclasses import dataclass
 

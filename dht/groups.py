@@ -1,7 +1,8 @@
-"""Address groups: peers that one owner of addresses may have invented, and a choice that relies on no group.
+"""Address groups, whose peers one owner of addresses may have invented, and a choice that relies on no single
+group.
 
-Ids cost nothing, addresses do: whoever needs 20 ids next to a key grinds them in a fraction of a second, but
-has them all in one network. A group is a network as it is handed out, a /24 of IPv4 or a /48 of IPv6. It is a
+Ids cost nothing, addresses do: an attacker grinds 20 ids next to a key in a fraction of a second, but has
+them all in one network. A group is a network as it is handed out, a /24 of IPv4 or a /48 of IPv6. It is a
 preference and no ban: a swarm within one network finds only its own, and all of them count. Peers of local
 networks, where neighbours are many and honest, have no group unless the settings say so.
 """
@@ -30,7 +31,7 @@ _LOCAL = tuple(
 
 
 class Grouped(Protocol):
-    """Whatever has a group, or None: it counts alone."""
+    """Any object with a group; None: it counts alone."""
 
     @property
     def group(self) -> bytes | None: ...
@@ -41,7 +42,7 @@ Member = TypeVar("Member", bound=Grouped)
 
 @lru_cache(maxsize=HOSTS_MAX)
 def source_of(host: str | None) -> bytes:
-    """Return what one owner of addresses cannot leave; b"" for an unknown host, or one that is a name."""
+    """Return the network of a host as one owner of addresses holds it; b"" for an unknown host, or a name."""
     if host is None:
         return b""
     try:
@@ -52,7 +53,7 @@ def source_of(host: str | None) -> bytes:
 
 @lru_cache(maxsize=HOSTS_MAX)
 def is_local(host: str) -> bool:
-    """Return whether a host is of a network that means something only to those in it."""
+    """Return whether a host is in a network that is reachable only from inside it."""
     address = ipaddress.ip_address(host.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
         address = address.ipv4_mapped
@@ -80,7 +81,8 @@ def _group_of(host: str | None, groups_local: bool) -> bytes | None:
 
 @dataclass(slots=True)
 class Origins:
-    """Where peers are: `host_of` says at which host one was seen, None if it was not; then its claim counts.
+    """The addresses of peers: `host_of` returns the host at which one was seen, None if it was not; then its
+    claim counts.
 
     The shell sets it. Without one, where peers are reached by their ids alone, claims are all there is.
     """
@@ -99,7 +101,7 @@ class Origins:
 
 
 def is_crowded(members: Collection[Grouped], group_max: int) -> bool:
-    """Return whether a group has more than `group_max` of these."""
+    """Return whether a group has more than `group_max` of these members."""
     groups = [member.group for member in members if member.group is not None]
     if len(groups) <= group_max or len({*groups}) == len(groups):
         return False  # mostly so, and five times faster than to count
@@ -107,9 +109,9 @@ def is_crowded(members: Collection[Grouped], group_max: int) -> bool:
 
 
 def spread(members: Sequence[Member], count: int, group_max: int) -> list[Member]:
-    """Return the first `count` members, of each group at most `group_max`, in their order.
+    """Return the first `count` members in their order, at most `group_max` of each group.
 
-    Where they are too few, as many again of each group are taken until they are enough.
+    Where they are too few, as many again of each group are added until they are enough.
     """
     seen: Counter[bytes] = Counter()
     ranked = []
@@ -123,8 +125,8 @@ def spread(members: Sequence[Member], count: int, group_max: int) -> list[Member
 
 
 def crowding_one(members: Collection[Member], group: bytes | None, group_max: int) -> Member | None:
-    """Return the last member of the largest group, if that has more than `group_max` and stays as large as
-    that of a newcomer of `group` without it; else None."""
+    """Return the last member of the largest group, if that has more than `group_max` and would stay, without
+    it, as large as the group of a newcomer of `group`; else None."""
     groups = [member.group for member in members if member.group is not None]
     if len(groups) <= group_max or len({*groups}) == len(groups):
         return None  # as above

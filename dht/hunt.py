@@ -1,14 +1,14 @@
 """A search by capability: from a query to nodes that answer, the nearest first.
 
-1. Of a few classes that will do, one path of shards each is read, at all likely depths at once, from a random
-   prefix: so the class's depth shows itself, and askers spread over its shards.
-2. More shards of the depth that was found, some at a time, until there are twice as many as were asked for,
-   the class is exhausted or time is up; then the next class.
-3. Those estimated to be near (by coordinates, where both have some) are pinged, and who answers is the
-   result: an advert may be minutes older than its node's death.
+1. In each of a few classes that will do, one path of shards is read, at all likely depths at once, from a
+   random prefix: so the class's depth shows itself, and askers spread over its shards.
+2. More shards of the depth that was found, some at a time, until there are twice as many candidates as
+   wanted, the class is exhausted or time is up; then the next class.
+3. Candidates estimated to be near (by coordinates, where both sides have some) are pinged, and those that
+   answer are the result: an advert may be minutes older than its node's death.
 
-A pure part of the core, as `replication` is. It trusts no advert beyond its signature: what a node claims is
-for whoever places work there to check.
+A pure part of the core, as `replication` is. It trusts no advert beyond its signature: whoever places work at
+a node checks its claims.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +49,7 @@ UNLIKELY_DEPTHS = 2
 """The deepest, where only a class that most nodes stand in has any adverts; it has more above. They are
 read last, if at all."""
 HUNT_SECONDS_MAX = 2.0
-"""After this no further shard is read: what was found is pinged."""
+"""After this no further shard is read: the candidates found are pinged."""
 CANDIDATES_FACTOR = 2
 """Candidates collected per peer asked for: the spares let us choose near ones and replace dead ones."""
 HUNTS_MAX = 64
@@ -59,7 +59,7 @@ Estimate = Callable[[Sequence[float]], float | None]
 
 
 class Ground(Protocol):
-    """What a search needs of the core that it is a part of."""
+    """The parts of the core that a search uses."""
 
     peer: PeerId
     settings: Settings
@@ -170,7 +170,7 @@ class Hunt:
         return len(self._fitting) >= CANDIDATES_FACTOR * self._query.count
 
     def _go_on(self, now: float) -> None:
-        """A place is free, or the first path has been read."""
+        """Read the next shards: a place is free, or the first path has been read."""
         if self._is_probing:
             self._is_probing = False
             self._shards = self._others()
@@ -250,11 +250,11 @@ class Hunts:
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """How many there are, and their limit."""
+        """The number of searches under way, and its limit."""
         return {"searches by capability": (len(self._hunts), HUNTS_MAX)}
 
     def begin(self, now: float, query: Query) -> int:
-        """Begin a search; its number. One too many finds nothing, at once."""
+        """Begin a search; return its number. A search beyond the limit finds nothing, at once."""
         number = self._ground.new_id()
         if len(self._hunts) < HUNTS_MAX:
             self._hunts[number] = Hunt(self._ground, number, query, lambda done: self._hunts.pop(done, None))
@@ -265,6 +265,6 @@ class Hunts:
 
 
 def unknown(coordinates: Sequence[float]) -> float | None:
-    """Say that nothing is known of round trips to peers that were never asked."""
+    """Estimate no round trip to peers that were never pinged: return None."""
     del coordinates
     return None

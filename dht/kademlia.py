@@ -1,9 +1,9 @@
 """The Kademlia core: answers peers, keeps the table, runs lookups, stores and finds records.
 
-A pure state machine with the shape of every core, after Maymounkov & Mazieres 2002. What
-differs from the paper stands in the docstrings of `routing` and `lookup`. What it is not: it opens
-no session and knows no sender but by the session beneath; and it promises no consistency between
-publishers, only that of each publisher's records the highest sequence found is returned.
+A pure state machine with the shape of every core, after Maymounkov & Mazieres 2002. The docstrings of
+`routing` and `lookup` list the differences from the paper. The core opens no session and knows senders only
+by the session beneath. It promises no consistency between publishers, only that a find returns the highest
+sequence it found of each publisher.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,11 +45,11 @@ SEEDS_MAX = 32
 class Kademlia:
     """One node of the DHT.
 
-    `wall_offset` is the wall clock minus the monotonic one, in seconds; the shell sets it and may
-    correct it at any time. `own_wall_offset` is that of the machine's own clock, None where it is no use:
-    records are dropped once they are over by both. The shell sets these as it sets `origins.host_of`, and
-    `estimate`, which says how long a round trip to given coordinates takes. Events are to be drained after
-    each call, before its messages are sent: they tell the network where the receivers are.
+    `wall_offset` is the wall clock minus the monotonic one, in seconds; the shell sets it and may correct it
+    at any time. `own_wall_offset` is that of the machine's own clock, None where it is useless: records are
+    dropped once they have expired by both. The shell sets these as it sets `origins.host_of`, and `estimate`,
+    which returns the round trip to given coordinates. Events are to be drained after each call, before its
+    messages are sent: they tell the network where the receivers are.
 
     Long because each message changes the table, the lookups and the requests under way together; what stands
     alone (`routing`, `lookup`, `requests`, `records`) has files of its own.
@@ -112,7 +112,7 @@ class Kademlia:
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """What others could make grow here: how much it is, and its limit."""
+        """The tables that others can make grow here: the size and limit of each."""
         waiting = sum(len(bucket.replacement_nodes) for bucket in self.table.buckets)
         return {
             "contacts": (len(self.table) + waiting, (self.settings.k + WAITING_MAX) * KEY_BITS),
@@ -124,7 +124,7 @@ class Kademlia:
         }
 
     def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
-        """Take one message. Raises RemoteProtocolError, without effect, for what no correct peer sends."""
+        """Take one message. Raises RemoteProtocolError, without effect, if no correct peer sends it."""
         if sender == self.peer:
             raise RemoteProtocolError("a message from ourselves")
         if not has_work(sender, self.settings.work_bits):
@@ -144,11 +144,11 @@ class Kademlia:
         self.upkeep.wake(now)
         return self._drain()
 
-    # What local code asks for.
+    # Requests of local code.
 
     def appear(self, addresses: Sequence[Address], *, client: bool = False) -> None:
-        """From now on this node is at `addresses`; a `client`, whom others cannot reach, only asks: it stands
-        in no table, and keeps nothing for others."""
+        """Announce this node at `addresses` from now on. A `client`, whom others cannot reach, only asks: it
+        stands in no table, and keeps nothing for others."""
         self.is_client = client
         self.addresses = CLIENT_ADDRESSES if client else address_texts(addresses)
 
@@ -159,11 +159,11 @@ class Kademlia:
         return self._drain()
 
     def add(self, now: float, peer: PeerId, addresses: Sequence[Address]) -> Sends:
-        """Somebody else watches over `peer`, and will say `remove` if it dies or `unwatch` if it looks away.
-        It is pinged if there is room, and is a contact once it answers.
+        """Consider a peer that another part of the node watches and will `remove` if it dies or `unwatch`. It
+        is pinged if there is room, and is a contact once it answers.
 
-        Not for a place among those who wait: whoever hears of all peers would ping half of them, and have
-        them ping back, only to be ready for a loss that the next hint makes good.
+        It gets no place among waiting contacts: a node that hears of all peers would ping half of them, and
+        have them ping back, only to be ready for a loss that the next hint makes good.
         """
         if not has_work(peer, self.settings.work_bits):
             return []
@@ -181,13 +181,13 @@ class Kademlia:
         return self._drain()
 
     def unwatch(self, peer: PeerId) -> None:
-        """Nobody else watches over `peer` any more: from now on its silence is ours to notice."""
+        """Watch `peer` ourselves from now on: nobody else does any more."""
         for contact in (self.table.get(peer), self._checking.get(peer)):
             if contact is not None:
                 contact.watched = False
 
     def remove(self, now: float, peer: PeerId) -> Sends:
-        """`peer` is known to be dead: it loses its place at once, and no lookup waits for it."""
+        """Remove a dead peer: it loses its place at once, and no lookup waits for it."""
         self.unwatch(peer)
         self.upkeep.lose(now, self.table.get(peer))
         self._verify(now, self.table.remove(peer))
@@ -197,7 +197,7 @@ class Kademlia:
         return self._drain()
 
     def restore(self, now: float, contacts: Sequence[tuple[PeerId, Sequence[Address]]]) -> Sends:
-        """Ping the contacts of an earlier life (`saved`), the nearest to us first: who answers is met."""
+        """Ping the contacts of an earlier life (`saved`), the nearest to us first."""
         nearest = sorted(contacts, key=lambda each: distance(node_key(each[0]), self.key))
         for peer, addresses in nearest:
             self.add(now, peer, addresses)
@@ -206,7 +206,7 @@ class Kademlia:
 
     @property
     def saved(self) -> list[tuple[PeerId, tuple[str, ...]]]:
-        """The contacts to begin the next life with: those that answered last."""
+        """Return the contacts to begin the next life with: those that answered last."""
         return [(contact.peer, contact.addresses) for contact in self.table if contact.silence is None]
 
     def find(
@@ -246,7 +246,7 @@ class Kademlia:
             self.replication.own(now, record)
 
     def advertise(self, now: float, advert: Advert | None) -> Sends:
-        """Tell the network what this node offers, from now on and in place of what it told before."""
+        """Advertise what this node offers from now on, in place of its last advert."""
         self._advertising.advertise(now, advert)
         return self._drain()
 
@@ -256,11 +256,11 @@ class Kademlia:
 
     @property
     def network_size(self) -> float:
-        """How many nodes there are, estimated from how dense those nearest to us are."""
+        """The estimated number of nodes, from how dense those nearest to us are."""
         return estimate_nodes(self.key, self.table.nearest(self.key, self.settings.k), self.settings.k)
 
     def forget(self, key: Key) -> None:
-        """Store our own records under `key` no more; the replicas go when they expire."""
+        """Stop storing our own records under `key`; the replicas go when they expire."""
         self.replication.forget(key)
 
     def ping(self, now: float, peer: PeerId, addresses: Sequence[Address] = ()) -> tuple[int, Sends]:
@@ -280,7 +280,7 @@ class Kademlia:
     # Others.
 
     def _meet(self, now: float, sender: PeerId, texts: tuple[str, ...]) -> None:
-        """`sender` asked us something: a known contact is alive, a stranger is worth a ping, and a client
+        """Note a request of `sender`: a known contact is alive, a stranger is worth a ping, and a client
         nothing."""
         if texts == CLIENT_ADDRESSES:
             self._verify(now, self.table.remove(sender))
@@ -296,7 +296,7 @@ class Kademlia:
             self.check(now, Contact(sender, texts, group))
 
     def _take_claim(self, contact: Contact, texts: tuple[str, ...]) -> None:
-        """A verified contact says where it is."""
+        """Take a verified contact's claim of where it is."""
         if not texts:
             return
         if texts == contact.addresses:
@@ -316,7 +316,7 @@ class Kademlia:
         self.ask(now, contact, self.ping_message(), None)
 
     def _verify(self, now: float, contact: Contact | None) -> None:
-        """Ping a contact, if there is one that nothing was heard of for a while."""
+        """Ping a contact, if there is one that was silent for a while."""
         if contact is not None and contact.heard + self.settings.fresh_seconds <= now:
             self.check(now, contact)
 
@@ -331,7 +331,7 @@ class Kademlia:
         *,
         page: int = 0,
     ) -> None:
-        """Send a request, and tell `purpose` what came of it."""
+        """Send a request, and report its outcome to `purpose`."""
         if self.table.get(contact.peer) is not contact:
             texts = contact.addresses
             if isinstance(purpose, Search):
@@ -349,7 +349,7 @@ class Kademlia:
             self._advance(now, pending.purpose)
 
     def _silent(self, now: float, pending: Pending) -> None:
-        """A peer has not answered in time."""
+        """Handle a request that was not answered in time."""
         peer = pending.contact.peer
         known = self.table.get(peer)
         concerned = self.table.failed(now, peer, pending.started)
@@ -407,7 +407,7 @@ class Kademlia:
                     self._advance(now, search)
 
     def _checked(self, now: float, sender: PeerId, pending: Pending, answer: messages.Answer) -> list[Record]:
-        """The records of an answer. A bad one costs its sender its place, and the request no more time."""
+        """Return the records of an answer. A bad one costs its sender its place and ends the request."""
         if not isinstance(answer, messages.Values):
             return []
         try:
@@ -418,7 +418,7 @@ class Kademlia:
             raise
 
     def _welcome(self, now: float, contact: Contact, texts: tuple[str, ...], token: bytes) -> None:
-        """A contact answered: it may stand in the table, unless it is a client."""
+        """Enter a contact that answered into the table, unless it is a client."""
         if texts == CLIENT_ADDRESSES:
             self._verify(now, self.table.remove(contact.peer))
             return
@@ -493,7 +493,7 @@ class Kademlia:
         return search
 
     def _advance(self, now: float, search: Search) -> None:
-        """Ask whom the lookup names; end it when it is done."""
+        """Ask the contacts that the lookup names; end it when it is done."""
         if search.number not in self._searches:
             return
         lookup = search.lookup
@@ -506,7 +506,7 @@ class Kademlia:
             search.then(now, search)
 
     def _question(self, search: Search, contact: Contact) -> messages.Request:
-        """What to ask a contact in a lookup."""
+        """Return the request to send to a contact in a lookup."""
         key = search.lookup.key
         if search.lookup.values:
             return messages.FindValue(self.new_id(), self.addresses, key, b"")
@@ -531,7 +531,7 @@ class Kademlia:
         for record in records:
             if not record.expired(self.wall(now)) and self.may_publish(record.publisher):
                 lookup.show(pending.contact.peer, record)
-        # What a peer said of itself goes before what others say of it.
+        # A peer's own claim goes before what others say of it.
         hints = [self._hinted(lookup, hint) for hint in answer.hints[: self.settings.k]]
         hints = [hint for hint in hints if self._may_ask(now, hint.peer)]
         lookup.named(pending.contact.peer, hints)
@@ -593,13 +593,13 @@ class Kademlia:
         return now + self.wall_offset
 
     def next_sequence(self, now: float) -> int:
-        """The sequence of this node's next record: unix milliseconds, and above all of its earlier ones, so
-        that a clock that was set back makes no record old."""
+        """Return the sequence of this node's next record: unix milliseconds, and above all of its earlier
+        ones, so that a clock that was set back makes no record old."""
         self._sequence = max(self._sequence + 1, int(self.wall(now) * 1000))
         return self._sequence
 
     def new_id(self) -> int:
-        """The number of a request or a search."""
+        """Return the number of a new request or search."""
         return self._requests.new_id()
 
     def ping_message(self) -> messages.Ping:

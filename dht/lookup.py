@@ -1,17 +1,17 @@
 """One iterative lookup: from the nearest we know to the nearest there are (Kademlia section 2.3).
 
-A pure state machine without time: whoever runs it asks whom `next` names and reports what came.
-It differs from the paper in what fails on a real network:
-- There are no rounds. An answer frees a place at once, and so does whoever takes longer than usual:
-  for each of these one more is asked. Who stays silent is passed over, and its late answer still taken.
-- Where all the nearest that are known have been heard of lately, all are asked at once: there is nothing to
-  come nearer by.
-- When `alpha` answers in a row brought nobody nearer, all the nearest are asked at once (the paper's
-  last round).
-- Hints are hearsay. Who names peers that do not answer loses its word: the rest of what it alone
-  named is dropped, so a liar cannot keep a lookup busy with ghosts near the key.
+A pure state machine without time: its driver asks the peers that `next` names and reports the answers. It
+differs from the paper where the paper fails on a real network:
+- There are no rounds. An answer frees a place at once, and so does a peer that takes longer than usual: for
+  each of these one more is asked. A silent peer is passed over, and its late answer still taken.
+- Where all the nearest that are known have been heard of lately, all are asked at once: no step would lead
+  nearer.
+- When `alpha` answers in a row brought nobody nearer, all the nearest are asked at once (the paper's last
+  round).
+- Hints are hearsay. A peer that names others that do not answer loses its credit: the remaining hints that it
+  alone gave are dropped, so a liar cannot keep a lookup busy with ghosts near the key.
 - Requests are counted and limited, and each reply names a bounded number of peers, so memory is too.
-- Among the nearest only so many count of one address group (`groups`), while there are others: 20 ids made in
+- Among the nearest, an address group (`groups`) counts up to a limit while there are others: 20 ids made in
   one network do not surround a key.
 """
 
@@ -28,18 +28,18 @@ from dht.routing import Contact
 from dht.settings import Settings
 
 UNANSWERED_HINTS_MAX = 4
-"""Unanswering peers one may name before, and for each good one, before its word is lost. Of an
-honest peer's contacts more than half would have to be dead."""
+"""Unanswering peers that one peer may name at first, and for each good one, before its hints are dropped.
+More than half of an honest peer's contacts would have to be dead."""
 
 ADDRESSES_MAX = 4
 """Addresses kept for one candidate, of all that were named: one wrong hint must not hide a peer."""
 
 Enough = Callable[[Mapping[PeerId, Record]], bool]
-"""Whether these records, by publisher, are all that is wanted."""
+"""Returns whether these records, by publisher, are all that is wanted."""
 
 
 class Standing(Enum):
-    """How a candidate stands in this lookup."""
+    """The state of a candidate in a lookup."""
 
     HEARD = "heard"
     ASKED = "asked"
@@ -49,7 +49,7 @@ class Standing(Enum):
 
 
 class Shortlist(NodeHeap):  # type: ignore[misc]  # the package has no type hints
-    """The package's heap by distance, with a set so that "is it in?" does not walk the heap."""
+    """The package's heap by distance, with a set so that membership needs no walk over the heap."""
 
     def __init__(self, key: Key, width: int, group_max: int) -> None:
         super().__init__(Node(key), width)
@@ -63,7 +63,7 @@ class Shortlist(NodeHeap):  # type: ignore[misc]  # the package has no type hint
         return contact.id in self._ids
 
     def nearest(self, count: int) -> list[Contact]:
-        """The `count` nearest, nearest first, spread over address groups."""
+        """Return the `count` nearest, nearest first, spread over address groups."""
         if self._sorted is None:  # asked for more often than it changes
             self._sorted = [contact for _, contact in sorted(self.heap)]
             self._near = None
@@ -107,10 +107,11 @@ class Lookup:
         """`width`: how many of the nearest have to answer; unless said, `find_width` of them once there are
         records, and k before. `enough`: whether the records met so far end it. `at_once`: how many are asked
         from the beginning, where they seem to be the nearest already; at least alpha. `counts_own`: this node
-        may be one of the nearest, without being asked. `taken`: whom other paths of one lookup have asked."""
+        may be one of the nearest, without being asked. `taken`: the peers that other paths of one lookup have
+        asked."""
         self.key = key
         self.values = values
-        # What those that answered gave: a token to store with, and the records that they showed.
+        # From those that answered: a token to store with, and the records that they showed.
         self.tokens: dict[PeerId, bytes] = {}
         self.shown: dict[PeerId, dict[PeerId, Rank]] = {}
         self.requests = 0
@@ -144,7 +145,7 @@ class Lookup:
             self._push(contact)
 
     def next(self) -> list[Contact]:
-        """Return whom to ask now; each is asked once."""
+        """Return the contacts to ask now; each is asked once."""
         if self.done:
             return []
         settings = self._settings
@@ -163,7 +164,7 @@ class Lookup:
         return chosen
 
     def named(self, source: PeerId, hints: Iterable[Contact]) -> None:
-        """`source`, whom we asked, named `hints`, at most HINTS_MAX of them."""
+        """Take the `hints` of `source`, which was asked, at most HINTS_MAX of them."""
         before = self._nearest
         self._word.setdefault(source, (0, 0))
         for hint in hints:
@@ -171,7 +172,7 @@ class Lookup:
         self._barren = self._barren + 1 if self._nearest == before else 0
 
     def answered(self, contact: Contact) -> None:
-        """`contact` has answered in full; it may come late, after it was passed over."""
+        """Record a full answer; it may come late, after the contact was passed over."""
         standing = self._standing.get(contact.peer)
         if standing in (None, Standing.HEARD, Standing.ANSWERED):
             return
@@ -185,20 +186,21 @@ class Lookup:
             self._word[source] = (good + 1, ghosts)
 
     def exclude(self, peer: PeerId) -> None:
-        """Another path has asked `peer`: on this one it does not count."""
+        """Exclude a peer that another path has asked."""
         if self._standing.get(peer) is Standing.HEARD:
             self._standing[peer] = Standing.PASSED_OVER
             self._shortlist.remove([node_key(peer)])
 
     def slow(self, peer: PeerId) -> None:
-        """`peer` takes longer than usual: its answer is awaited, and another one asked meanwhile."""
+        """Record that `peer` takes longer than usual: its answer is awaited, and another one asked
+        meanwhile."""
         if self._standing.get(peer) is Standing.ASKED:
             self._leave_flight(peer)
             self._standing[peer] = Standing.SLOW
             self._slow += 1
 
     def passed_over(self, peer: PeerId) -> None:
-        """`peer` took too long, or is known to be dead."""
+        """Pass over a peer that took too long, or is known to be dead."""
         if self._standing.get(peer) in (None, Standing.ANSWERED, Standing.PASSED_OVER):
             return
         self._leave_flight(peer)
@@ -215,7 +217,7 @@ class Lookup:
         self._slow -= self._standing[peer] is Standing.SLOW
 
     def give_token(self, peer: PeerId, token: bytes) -> None:
-        """`peer` has given a token to store with."""
+        """Record the write token that `peer` gave."""
         self.tokens[peer] = token
 
     def candidate(self, peer: PeerId) -> Contact | None:
@@ -227,7 +229,7 @@ class Lookup:
         return self.addresses.get(peer)
 
     def show(self, peer: PeerId, record: Record) -> None:
-        """`peer` has handed out a record."""
+        """Record that `peer` has handed out a record."""
         self.shown.setdefault(peer, {})[record.publisher] = record.rank
         self.learn(record)
 
@@ -240,12 +242,12 @@ class Lookup:
             self.records[record.publisher] = record
 
     def stop(self) -> None:
-        """Time is up: end with what there is."""
+        """End with the results so far: time is up."""
         self._stopped = True
 
     @property
     def done(self) -> bool:
-        """Whether the nearest alive have all answered, or a limit was reached."""
+        """Whether the nearest live ones have all answered, or a limit was reached."""
         if self._stopped or (self._enough is not None and self._enough(self.records)):
             return True
         if self.requests >= self._settings.lookup_requests_max and not (self._asked or self._slow):

@@ -5,10 +5,10 @@
     FindValue -> Values     a page of records under a key, and the nearest contacts
     Store     -> Stored     kept, or the reason why not; and the nearest contacts, where that is asked
 
-Answers carry a write token (`tokens`), which a Store to that node has to show.
-Every message carries its request's id and the sender's own addresses, so that the address a node
-passes on is the one a peer claims for itself and not what somebody else said of it. Who sent a
-message is known from the session beneath, never from the message.
+Answers carry a write token (`tokens`), which a Store to that node has to show. Every message carries its
+request's id and the sender's own addresses, so that the address a node passes on is the one a peer claims for
+itself and not somebody else's word. The sender of a message is known from the session beneath, never from the
+message.
 """
 
 from collections.abc import Iterable
@@ -59,7 +59,8 @@ RequestId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class Hint(msgspec.Struct, frozen=True, array_like=True):
-    """A peer somebody has heard of, and where. Nothing is true of it before it answers itself."""
+    """A peer somebody has heard of, and its addresses. None of it is confirmed before the peer answers
+    itself."""
 
     peer: PeerBytes
     addresses: AddressTexts
@@ -92,7 +93,7 @@ class FindNode(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class Nodes(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """The nearest first; fewer than k where they did not fit."""
+    """The nearest contacts first; fewer than k where they did not fit."""
 
     id: RequestId
     addresses: AddressTexts
@@ -154,7 +155,7 @@ ANSWER_OF: dict[type[Request], type[Answer]] = {
     FindValue: Values,
     Store: Stored,
 }
-"""Which answer fits which request."""
+"""The answer to each kind of request."""
 
 Item = TypeVar("Item")
 
@@ -162,7 +163,7 @@ _HINT_HEAD_BYTES = len(encode(Hint(bytes(PEER_ID_BYTES), ()))) - len(encode(()))
 
 
 def cut_to_fit(items: Iterable[Item], room_bytes: int) -> tuple[Item, ...]:
-    """As many of `items`, from the first, as fit `room_bytes` when encoded."""
+    """Return as many of `items`, from the first, as fit `room_bytes` when encoded."""
     fitting: list[Item] = []
     for item in items:
         room_bytes -= len(encode(item))
@@ -173,7 +174,7 @@ def cut_to_fit(items: Iterable[Item], room_bytes: int) -> tuple[Item, ...]:
 
 
 def hints_to_fit(hints: Iterable[Hint], room_bytes: int) -> tuple[Hint, ...]:
-    """The same of hints, which are many: what precedes the addresses of one is always as long."""
+    """Do the same for hints, which are many: the bytes before the addresses of one are always as many."""
     fitting: list[Hint] = []
     for hint in hints:
         room_bytes -= _HINT_HEAD_BYTES + _texts_bytes(hint.addresses)
@@ -194,7 +195,7 @@ def encoded_bytes(message: Any) -> int:
 
 
 def address_texts(addresses: Iterable[Address]) -> tuple[str, ...]:
-    """Addresses as they stand in messages: `host:port` where that says all, else the multiaddr.
+    """Return addresses as they stand in messages: `host:port` where that says all, else the multiaddr.
 
     Cut to the first HINT_ADDRESSES_MAX that are short enough.
     """
@@ -215,10 +216,10 @@ def _address_texts(addresses: tuple[Address, ...]) -> tuple[str, ...]:
 
 
 def readable_addresses(texts: Iterable[str], peer: PeerId) -> tuple[Address, ...]:
-    """The addresses among `texts` that this version can read and that may be `peer`'s.
+    """Return the addresses among `texts` that this version can read and that may be `peer`'s.
 
-    Others are left out and not refused: a later version may know kinds of address that we do not, and what is
-    of one link is of none of ours.
+    Others are left out and not refused: a later version may know other kinds of address, and a link-local
+    address means nothing on our links.
     """
     return _readable_addresses(tuple(texts), peer)
 

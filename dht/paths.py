@@ -1,8 +1,8 @@
 """A lookup over disjoint paths (Baumgart & Mies 2007, S/Kademlia section 4.4).
 
 Several lookups of one key start from different contacts, and no peer is asked on two of them. A liar can lead
-astray only the path it is on, so a record is found while one path has met only honest peers. Each path goes
-all the way: what it costs is as many requests as so many lookups. It answers to `lookup.Lookup`'s methods.
+astray only the path it is on, so a record is found while one path has met only honest peers. Each path is a
+whole lookup and costs as many requests. It has the methods of `lookup.Lookup`.
 """
 
 from collections.abc import Iterable
@@ -41,7 +41,7 @@ class DisjointLookup:
         ]
 
     def next(self) -> list[Contact]:
-        """Return whom to ask now; each is asked once, on one path."""
+        """Return the contacts to ask now; each is asked once, on one path."""
         chosen: list[Contact] = []
         for path in self._paths:
             for contact in path.next():
@@ -52,27 +52,27 @@ class DisjointLookup:
         return chosen
 
     def named(self, source: PeerId, hints: Iterable[Contact]) -> None:
-        """`source` named `hints`, which count on its own path alone."""
+        """Take the `hints` of `source`, on its own path alone."""
         if (path := self._asked.get(source)) is not None:
             path.named(source, hints)
 
     def answered(self, contact: Contact) -> None:
-        """`contact` has answered in full."""
+        """Record a full answer."""
         if (path := self._asked.get(contact.peer)) is not None:
             path.answered(contact)
 
     def slow(self, peer: PeerId) -> None:
-        """`peer` takes longer than usual."""
+        """Record that `peer` takes longer than usual."""
         if (path := self._asked.get(peer)) is not None:
             path.slow(peer)
 
     def passed_over(self, peer: PeerId) -> None:
-        """`peer` took too long, or is known to be dead: for all paths that have heard of it."""
+        """Pass over a peer that took too long, or is known to be dead, on all paths that have heard of it."""
         for path in self._paths:
             path.passed_over(peer)
 
     def show(self, peer: PeerId, record: Record) -> None:
-        """`peer` has handed out a record."""
+        """Record that `peer` has handed out a record."""
         if (path := self._asked.get(peer)) is not None:
             path.show(peer, record)
 
@@ -81,7 +81,7 @@ class DisjointLookup:
         self._paths[0].learn(record)
 
     def stop(self) -> None:
-        """Time is up: end with what there is."""
+        """End with the results so far: time is up."""
         for path in self._paths:
             path.stop()
 
@@ -100,7 +100,7 @@ class DisjointLookup:
 
     @property
     def records(self) -> dict[PeerId, Record]:
-        """The newest of each publisher, of all paths."""
+        """The newest record of each publisher, of all paths."""
         newest: dict[PeerId, Record] = {}
         for path in self._paths:
             for publisher, record in path.records.items():
@@ -137,6 +137,6 @@ class DisjointLookup:
         return None if path is None else path.places(peer)
 
     def give_token(self, peer: PeerId, token: bytes) -> None:
-        """`peer` has given a token to store with."""
+        """Record the write token that `peer` gave."""
         if (path := self._asked.get(peer)) is not None:
             path.give_token(peer, token)

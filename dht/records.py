@@ -1,10 +1,9 @@
 """Records: signed, expiring, sequence-numbered values, one per publisher under each key.
 
-A record is a `crypto.facts.Fact` of purpose "dht-record", so any holder may pass it on and no
-holder can alter it. The key's publishers are its sub-keys: nobody can overwrite another's record.
-An immutable value has no publisher: its key is the hash of its value, so whoever hands it out proves it, and
-anybody may store it again, with a later expiry.
-What this is not: a place for values above 900 bytes (publish their hash), or a lock.
+A record is a `crypto.facts.Fact` of purpose "dht-record", so any holder may pass it on and no holder can
+alter it. The key's publishers are its sub-keys: nobody can overwrite another's record. An immutable value has
+no publisher: its key is the hash of its value, so any holder proves it, and anybody may store it again, with
+a later expiry. Not for values above 900 bytes (publish their hash), and not a lock.
 """
 
 from collections.abc import Iterable, Iterator
@@ -40,11 +39,12 @@ LIFETIME_SECONDS_MAX = 48 * 3600.0
 
 
 Rank = tuple[int, int, bytes]
-"""What is compared of two records of one publisher: sequence, expiry, and the bytes themselves."""
+"""The order of two records of one publisher: sequence, expiry, and the bytes themselves."""
 
 
 class RecordBody(msgspec.Struct, frozen=True, array_like=True):
-    """What the publisher signs. `expires` is in unix seconds; a higher `sequence` replaces a lower."""
+    """The body that the publisher signs. `expires` is in unix seconds; a higher `sequence` replaces a
+    lower."""
 
     key: KeyBytes
     value: Annotated[bytes, msgspec.Meta(max_length=VALUE_BYTES_MAX)]
@@ -56,16 +56,16 @@ NOBODY = PeerId(bytes(PEER_ID_BYTES))
 """The publisher of immutable values. No key pair has this public key."""
 
 OWN_SOURCE = b"own"
-"""Where our own records come from, and what passes no network."""
+"""The source of our own records, which pass no network."""
 
 EVICTION_CANDIDATES_MAX = 32
-"""How many of the oldest records are compared to find the farthest, which makes room."""
+"""The oldest records that are compared to find the farthest one, which makes room."""
 
 _ZERO = Key(bytes(KEY_BYTES))
 
 
 class Refusal(StrEnum):
-    """Why a holder does not keep a record."""
+    """The reasons for which a holder does not keep a record."""
 
     DISTANT = "too far from the key"
     UNPROVEN = "no valid token"
@@ -90,16 +90,15 @@ class Record:
 
     @property
     def rank(self) -> Rank:
-        """Return what decides between two records of one publisher: the higher rank wins, on every node
-        alike.
+        """The order between two records of one publisher: the higher rank wins, on every node alike.
 
-        Under one sequence that is the later expiry; two values under one sequence are the
-        publisher's fault, and the last element only makes all nodes choose the same.
+        Under one sequence that is the later expiry; two values under one sequence are the publisher's fault,
+        and the last element only makes all nodes choose the same.
         """
         return (self.sequence, self.expires, self.fact.body)
 
     def expired(self, wall: float) -> bool:
-        """Return whether it is over at the wall clock `wall`, with slack for clocks that differ."""
+        """Return whether it has expired at the wall clock `wall`, with slack for clocks that differ."""
         return wall > self.expires + CLOCK_SLACK_SECONDS
 
 
@@ -143,7 +142,7 @@ class RecordStore:
     """The records one node holds: bounded in all, per key, per publisher and per source.
 
     A source is the address that a record came from: publishers can be invented, and addresses cannot. Where
-    there is no room, the source with most records makes it, with one far from `own`, the node's key.
+    there is no room, the source with most records loses one that is far from `own`, the node's key.
     """
 
     def __init__(self, settings: Settings, own: Key = _ZERO) -> None:
@@ -153,14 +152,14 @@ class RecordStore:
         self._by_key: dict[Key, dict[PeerId, Record]] = {}
         self._of_publisher: dict[PeerId, int] = {}
         self._count = 0
-        # What has changed since somebody last asked, if anybody does.
+        # Changes since the last `take_changes`, once they are watched.
         self._changed: dict[tuple[Key, PeerId], None] | None = None
 
     def __len__(self) -> int:
         return self._count
 
     def holds(self, record: Record) -> bool:
-        """Return whether one of this key and publisher is kept."""
+        """Return whether a record of this key and publisher is kept."""
         return record.publisher in self._by_key.get(record.key, {})
 
     def __iter__(self) -> Iterator[Record]:
@@ -169,15 +168,15 @@ class RecordStore:
             yield from records.values()
 
     def kept(self, key: Key, publisher: PeerId) -> Record | None:
-        """Return the record of this key and publisher, be it expired."""
+        """Return the record of this key and publisher, even if it has expired."""
         return self._by_key.get(key, {}).get(publisher)
 
     def watch_changes(self) -> None:
-        """From now on remember what changes, for `take_changes`."""
+        """Remember changes from now on, for `take_changes`."""
         self._changed = {}
 
     def take_changes(self) -> dict[tuple[Key, PeerId], Record | None]:
-        """Return what has changed since the last call: the record as it is now, None where it is gone."""
+        """Return the changes since the last call: the record as it is now, None where it is gone."""
         changed, self._changed = self._changed, None if self._changed is None else {}
         return {place: self.kept(*place) for place in changed or ()}
 
@@ -190,10 +189,10 @@ class RecordStore:
         is_publisher: bool = False,
         has_quota: bool = False,
     ) -> Refusal | None:
-        """Keep `record`, or say why not. One that is kept already counts as kept.
+        """Keep `record`, or return why not. A record that is kept already counts as kept.
 
-        It came from `source`, perhaps from its publisher itself. `has_quota`: of there no more are kept than
-        `records_per_source_max`.
+        It came from `source`, perhaps from its publisher itself. `has_quota`: at most
+        `records_per_source_max` are kept of that source.
         """
         if record.expired(wall):
             return Refusal.EXPIRED
@@ -221,12 +220,12 @@ class RecordStore:
         return None
 
     def get(self, wall: float, key: Key) -> list[Record]:
-        """The live records under `key`, in the order of their publishers' ids."""
+        """Return the live records under `key`, in the order of their publishers' ids."""
         records = self._by_key.get(key, {})
         return [records[publisher] for publisher in sorted(records) if not records[publisher].expired(wall)]
 
     def expire(self, wall: float) -> int:
-        """Drop what is over; how many that were."""
+        """Drop expired records; return how many."""
         over = [
             record for records in self._by_key.values() for record in records.values() if record.expired(wall)
         ]
@@ -235,7 +234,7 @@ class RecordStore:
         return len(over)
 
     def _make_room(self, record: Record, source: bytes, *, has_quota: bool) -> Refusal | None:
-        """Drop what has to go for a new record, or say why there is no room for it."""
+        """Drop records to make room for a new one, or return why there is no room for it."""
         settings = self._settings
         # Immutable values have no publisher who could be held to a quota; where they come from has one.
         of_publisher = 0 if record.publisher == NOBODY else self._of_publisher.get(record.publisher, 0)

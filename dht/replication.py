@@ -1,17 +1,17 @@
-"""How records come to the nodes that are to hold them, and stay there while these come and go.
+"""Replication: records reach the nodes that are to hold them, and stay there while nodes come and go.
 
-- A store looks for the k nearest alive, gives each a copy with the token it has just handed out, counts who
-  keeps it, and has failed below `holders_min`. Where all the nearest that are known have been heard of within
-  minutes, and so have given tokens, the copies themselves do the looking: who keeps one names the nearest
+- A store looks for the k nearest alive, gives each a copy with the token it has just handed out, counts the
+  holders, and has failed below `holders_min`. Where all the nearest that are known have been heard of within
+  minutes, and so have given tokens, the stores themselves serve as the lookup: each holder names the nearest
   contacts too, and only where they name somebody nearer does a lookup go on. Mostly that is one round trip.
-- The publisher stores its own records again every `republish_seconds`. A holder that nobody stored a record
-  with for longer than that does it in the publisher's place, so records outlive their publishers until they
-  expire; whoever does it first spares the others the work, for they all are stored with (Kademlia 2.5).
-- A newcomer to the neighbourhood is handed, once, what it is to hold, by the one nearest to each key.
-- A find leaves its newest records with the nearest that answered without them: who is to hold them holds
-  them then, anybody else keeps them for a short time.
+- The publisher stores its own records again every `republish_seconds`. A holder with which nobody stored a
+  record for longer than that does so in the publisher's place, so records outlive their publishers until they
+  expire. The first to do so spares the others the work, since it stores with all of them (Kademlia 2.5).
+- The node nearest to each key hands a newcomer to the neighbourhood, once, the records that it is to hold.
+- A find leaves its newest records with the nearest that answered without them: future holders keep them,
+  other nodes cache them for a short time.
 
-What it is not: quotas are `records`' business, and sending `kademlia`'s.
+Not here: quotas (`records`) and sending (`kademlia`).
 """
 
 import heapq
@@ -35,19 +35,19 @@ from dht.settings import Settings
 from dht.timers import Timer, Timers
 
 HOLDERS_SLACK = 2
-"""A record is kept for others if this node knows fewer than so many times k that are nearer to its key. Its
+"""A record is kept for others if this node knows fewer than this many times k nodes nearer to its key. Its
 publisher looks for the k nearest alive; half of those that stand in a table may be dead or passed over."""
 HANDED_MAX = 1_024
 """Newcomers remembered as having been handed their share."""
 REPAIRED_RECORDS_MAX = 4
-"""A find of more publishers than this repairs nothing: its copies would be more than its answers."""
+"""A find of more publishers than this repairs nothing: it would send more copies than it got answers."""
 
 Place = tuple[Key, PeerId]
 """A record's key and publisher."""
 
 
 class Ground(Protocol):
-    """What replication needs of the core that it is a part of."""
+    """The parts of the core that replication uses."""
 
     peer: PeerId
     key: Key
@@ -82,7 +82,7 @@ class Ground(Protocol):
 
 
 class Replication:
-    """The part of one core that stores records with others."""
+    """The part of a core that stores records with others."""
 
     def __init__(self, ground: Ground) -> None:
         self._ground = ground
@@ -98,13 +98,14 @@ class Replication:
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """What others could make grow here: how much it is, and its limit."""
+        """The tables that others can make grow here: the size and limit of each."""
         return {"cached records": (len(self._cache), self._ground.settings.cache_max)}
 
     # Storing.
 
     def store(self, now: float, record: Record, *, quiet: bool = False) -> int:
-        """Store a record; the number of the request, which ends in `RecordStored` unless it is `quiet`."""
+        """Store a record; return the number of the request, which ends in `RecordStored` unless it is
+        `quiet`."""
         if record.publisher in (self._ground.peer, NOBODY):
             self.own(now, record)
         return self._ground.search(
@@ -112,13 +113,13 @@ class Replication:
         ).number
 
     def forget(self, key: Key) -> None:
-        """Store our own records under `key` no more; the replicas go when they expire."""
+        """Stop storing our own records under `key`; the replicas go when they expire."""
         for publisher in (self._ground.peer, NOBODY):
             if (key, publisher) in self._own:
                 self._own.pop((key, publisher))[1].call_off()
 
     def count(self, publication: Publication, refused: str | None) -> None:
-        """One node's answer to a store, None for silence."""
+        """Count one node's answer to a store, None for silence."""
         publication.count(refused)
         if publication.waiting == 0 and not publication.quiet:
             self._ground.events.append(
@@ -185,8 +186,8 @@ class Replication:
     # Holding.
 
     def take(self, now: float, sender: PeerId, message: messages.Store) -> tuple[Key, str]:
-        """Keep what a peer with a valid token wants stored; return its key and "", or why not. Raises
-        RemoteProtocolError."""
+        """Keep a record that a peer with a valid token wants stored; return its key and "", or why not.
+        Raises RemoteProtocolError."""
         ground = self._ground
         if not ground.may_publish(PeerId(message.record.author)):
             raise RemoteProtocolError("a record by an id without the swarm's proof of work")
@@ -199,7 +200,7 @@ class Replication:
     def keep(
         self, now: float, record: Record, sender: PeerId | None = None, texts: tuple[str, ...] = ()
     ) -> str:
-        """Keep our own record, or one that `sender` sent, who claims to be at `texts`; "", or why not."""
+        """Keep our own record, or one of `sender`, which claims to be at `texts`; return "", or why not."""
         ground = self._ground
         source, has_quota = (OWN_SOURCE, False) if sender is None else ground.origins.source(sender, texts)
         refusal = ground.records.put(
@@ -214,7 +215,7 @@ class Replication:
         return refusal or ""
 
     def copies(self, now: float, key: Key) -> list[Record]:
-        """Return what lies here under `key` for a short time, as no holder's."""
+        """Return the short-lived copies under `key`, which no holder keeps."""
         return self._cache.get(now, self._ground.wall(now), key)
 
     def _is_near(self, key: Key) -> bool:
@@ -224,7 +225,8 @@ class Replication:
         return len(nearer) < count or distance(self._ground.key, key) < distance(nearer[-1].id, key)
 
     def _sweep(self, now: float) -> None:
-        """Drop what has expired by both clocks: what others show may be wrong, and moves only one of them."""
+        """Drop records that have expired by both clocks: the swarm's may be wrong, and moves only one of
+        them."""
         wall, own_offset = self._ground.wall(now), self._ground.own_wall_offset
         self._ground.records.expire(wall if own_offset is None else min(wall, now + own_offset))
         pause = self._ground.settings.expiry_check_seconds
@@ -233,7 +235,7 @@ class Replication:
         )
 
     def _hold(self, now: float, record: Record) -> None:
-        """Somebody has just stored `record` with us, and so with the others."""
+        """Note that `record` was just stored with us, and so with the other holders."""
         if self._sweeping is None:
             pause = self._ground.settings.expiry_check_seconds
             self._sweeping = self._ground.timers.at(now + pause, self._sweep)
@@ -253,7 +255,7 @@ class Replication:
             self._timer = self._ground.timers.at(due, self._store_again)
 
     def _store_again(self, now: float) -> None:
-        """Store the one held record again whose time is longest up."""
+        """Store again the one held record that is most overdue."""
         self._timer = None
         ground = self._ground
         while self._queue and self._queue[0][0] <= now:
@@ -278,7 +280,8 @@ class Replication:
     # Handing over.
 
     def welcome(self, now: float, newcomer: Contact, token: bytes) -> None:
-        """A contact is new to the table: hand it what it is to hold and we are the nearest to, once."""
+        """Hand a contact new to the table, once, the records that it is to hold and to which we are the
+        nearest."""
         ground, settings = self._ground, self._ground.settings
         if ground.is_client or not len(ground.records) or not settings.handover_max:
             return
@@ -310,7 +313,7 @@ class Replication:
                 shares.append((place, record))
         return [record for _, record in sorted(shares, key=lambda share: share[0])]
 
-    # What a find leaves behind.
+    # Copies left by a find.
 
     def repair(self, now: float, search: Search) -> None:
         """Give the newest records of a find to the nearest that answered without them."""
@@ -334,5 +337,5 @@ class Replication:
 
 
 def _ignore(now: float, token: bytes | None, seconds: float) -> None:
-    """Nothing follows: what was lost on the way comes with the next republishing."""
+    """Do nothing: copies lost on the way come with the next republishing."""
     del now, token, seconds

@@ -1,4 +1,4 @@
-"""Replies to the four requests; what names contacts is cut to the nearest that fit one payload."""
+"""Replies to the four requests; those with contacts are cut to the nearest that fit one payload."""
 
 from typing import Protocol
 
@@ -35,7 +35,7 @@ ARRAY_HEADS_BYTES = 4
 
 
 class Ground(Protocol):
-    """What replies need of the core that gives them."""
+    """The parts of the core that replies use."""
 
     addresses: tuple[str, ...]
     is_client: bool
@@ -49,7 +49,7 @@ class Ground(Protocol):
 
 
 def reply(core: Ground, now: float, sender: PeerId, message: Request) -> Answer:
-    """Return the answer to a request. Raises RemoteProtocolError for a record that is none."""
+    """Return the answer to a request. Raises RemoteProtocolError for an invalid record."""
     ours, token = core.addresses, b"" if core.is_client else core.tokens.make(now, sender)
     match message:
         case Ping():
@@ -85,7 +85,7 @@ def reply(core: Ground, now: float, sender: PeerId, message: Request) -> Answer:
 def nearest_hints(
     key: Key, sender: PeerId, head_bytes: int, *, table: Table, settings: Settings
 ) -> tuple[Hint, ...]:
-    """Return the contacts nearest to `key` without `sender`, as many as fit behind such a head."""
+    """Return the contacts nearest to `key` without `sender`, as many as fit behind a head of `head_bytes`."""
     room = settings.payload_bytes_max - head_bytes - ARRAY_HEADS_BYTES
     contacts = table.nearest(key, settings.k, without=sender)
     return hints_to_fit((contact.hint for contact in contacts), room)
@@ -100,7 +100,7 @@ def nodes_reply(
     table: Table,
     settings: Settings,
 ) -> Nodes:
-    """The contacts nearest to the key, without `sender` itself."""
+    """Return the contacts nearest to the key, without `sender` itself."""
     empty = Nodes(message.id, addresses, (), token)
     hints = nearest_hints(Key(message.key), sender, encoded_bytes(empty), table=table, settings=settings)
     return Nodes(message.id, addresses, hints, token)
@@ -118,8 +118,8 @@ def values_reply(
     records: RecordStore,
     settings: Settings,
 ) -> Values:
-    """A page of the records under the key, with `copies` that are kept for a short time; the first page names
-    the nearest contacts too."""
+    """Return a page of the records under the key, with `copies` that are kept for a short time; the first
+    page names the nearest contacts too."""
     held = records.get(wall, Key(message.key))
     known = {record.publisher: record for record in copies}
     for record in held:

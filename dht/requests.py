@@ -1,7 +1,7 @@
-"""The requests a node has in flight: whom it asked, what for, and until when an answer is welcome.
+"""The requests a node has in flight: the peer asked, the purpose, and until when an answer is welcome.
 
-An answer is taken only for a request that was made, from the peer it was made to, and of the kind
-that fits it; everything else is refused before it can change anything.
+An answer is taken only for a request that was made, from the peer it was made to, and of the kind that fits
+it; everything else is refused before it can change anything.
 """
 
 from collections.abc import Callable, Collection
@@ -26,14 +26,14 @@ PATIENCE_SECONDS_MIN = 0.02
 PATIENCE_TRIPS = 3
 """Usual round trips after which a peer is passed over: the first request, the second, and some room."""
 SILENCE_SECONDS_MIN = 0.15
-"""Nobody is passed over sooner: a process that trains, or collects garbage, may pause for 0.1 s."""
+"""No peer is passed over sooner: a process that trains, or collects garbage, may pause for 0.1 s."""
 
 
 @dataclass(eq=False)
 class Search:
-    """A lookup and what follows when it ends: `then(now, search)`.
+    """A lookup and its continuation: `then(now, search)`.
 
-    `gives`: a record, and those that the lookup itself stores it with; `told`: what these said of it, "" for
+    `gives`: a record, and the peers with which the lookup itself stores it; `told`: their replies, "" for
     kept.
     """
 
@@ -47,7 +47,7 @@ class Search:
 
 @dataclass(eq=False)
 class Publication:
-    """The second half of a store: who still has to answer, and how many keep the record.
+    """The second half of a store: the peers that still have to answer, and the count of holders.
 
     `quiet` if it is upkeep, and nobody waits for its event; `wanted` are the holders without which it has
     failed; `rounds` are those of its lookup.
@@ -63,7 +63,7 @@ class Publication:
     refusals: tuple[Refusal, ...] = ()
 
     def count(self, refused: str | None) -> None:
-        """One node's answer: "" for kept, a reason, or None for no answer at all."""
+        """Count one node's answer: "" for kept, a reason, or None for no answer at all."""
         self.waiting -= 1
         if refused == "":
             self.acknowledged += 1
@@ -96,7 +96,7 @@ class Pending:
 def learn_trip(trip: Trip | None, seconds: float) -> Trip:
     """Return the smoothed mean and deviation of round trips after one more (RFC 6298).
 
-    Measured from the first sending even where the second was answered: too long is the safe side.
+    Measured from the first sending even where the second was answered: an overestimate is the safe side.
     """
     if trip is None:
         return seconds, seconds / 2
@@ -105,7 +105,7 @@ def learn_trip(trip: Trip | None, seconds: float) -> Trip:
 
 
 class Patience:
-    """How long an answer usually takes: of one peer where it has answered before, else of all peers."""
+    """The usual answer time: of one peer where it has answered before, else of all peers."""
 
     __slots__ = ("_settings", "_trip")
 
@@ -119,7 +119,7 @@ class Patience:
         contact.trip = learn_trip(contact.trip, seconds)
 
     def repeat_seconds(self, contact: Contact) -> float:
-        """Return after how long this peer is slower than usual, and is asked once more."""
+        """Return the time after which this peer is slower than usual, and is asked once more."""
         settings = self._settings
         if contact.trip is not None:
             return _bounded(contact.trip, settings.request_seconds_max / 2)
@@ -128,7 +128,7 @@ class Patience:
         return _bounded(self._trip, settings.request_seconds / 2)
 
     def silence_seconds(self, contact: Contact) -> float:
-        """Return after how long it is passed over: the second request has had its time as well."""
+        """Return the time after which it is passed over: the second request has had its time as well."""
         longest = (
             self._settings.request_seconds if contact.trip is None else self._settings.request_seconds_max
         )
@@ -176,7 +176,7 @@ class Requests:
         return self._last
 
     def open(self, pending: Pending) -> None:
-        """Send a request, and once more if that seems needed."""
+        """Send a request, and again if its answer takes longer than usual."""
         pending.timer = self._timers.at(
             pending.started + self._patience.repeat_seconds(pending.contact), partial(self._repeat, pending)
         )
@@ -184,7 +184,7 @@ class Requests:
         self._send(pending.contact.peer, pending.message)
 
     def answered(self, sender: PeerId, answer: messages.Answer) -> Pending | None:
-        """The request that `answer` belongs to; None if it came too late. It stays open.
+        """Return the request that `answer` belongs to; None if it came too late. It stays open.
 
         Raises:
             RemoteProtocolError: from another peer than the one asked, or of another kind.
@@ -201,14 +201,14 @@ class Requests:
         return pending
 
     def close(self, now: float, pending: Pending) -> None:
-        """Its answer was good: nothing more is awaited."""
+        """Close a request whose answer was good: nothing more is awaited."""
         self._patience.learn(pending.contact, now - pending.started)
         if pending.timer is not None:
             pending.timer.call_off()
         del self._pending[pending.message.id]
 
     def spoil(self, now: float, pending: Pending) -> None:
-        """Its answer was bad: let its time be up at the next wake, which is due at once."""
+        """End a request whose answer was bad: its time is up at the next wake, which is due at once."""
         if pending.passed_over:
             return
         if pending.timer is not None:
@@ -232,7 +232,7 @@ class Requests:
 
 
 def checked_page(signer: Signer, pending: Pending, answer: messages.Values) -> list[Record]:
-    """The records of a page, all of them good and of the key that was asked for.
+    """Return the records of a page, all of them valid and of the requested key.
 
     Raises:
         RemoteProtocolError: one of them is not, or the page is out of order.

@@ -1,15 +1,15 @@
-"""The routing table: who is where in the key space (Kademlia sections 2.2, 2.4 and 4.1).
+"""The routing table: contacts by their place in the key space (Kademlia sections 2.2, 2.4 and 4.1).
 
 Built on `KBucket` of the `kademlia` package; its RoutingTable is left aside, because it
 splits buckets that a flood of ids chose, stops a search for the nearest early and needs asyncio.
 Mended here by subclass: time comes in as an argument, and a split keeps our own kind of bucket.
 
 The rules:
-- Only a peer that answered us stands here; hearsay lives in lookups until then.
-- Only the bucket that holds our own key is split, so that k contacts per doubling of the distance
-  are all that anybody can make us hold.
-- Of a bucket, who was heard of least recently comes first. A newcomer to a full bucket waits in its
-  replacement cache, and the first is pinged: who has been up for long is likely to stay up.
+- Only peers that answered us stand here; hearsay lives in lookups until then.
+- Only the bucket that holds our own key is split, so that nobody can make us hold more than k contacts per
+  doubling of the distance.
+- In a bucket the least recently heard contact comes first. A newcomer to a full bucket waits in its
+  replacement cache, and the first is pinged: a contact that has been up for long is likely to stay up.
 - An address group (`groups`) has at most `group_max` contacts in the table and BUCKET_GROUP_MAX in a bucket,
   as in go-libp2p, once k contacts of other groups are known: a swarm within one network has only its own.
   Until then it makes room for others in a full bucket, and gives way among the nearest.
@@ -30,7 +30,7 @@ from dht.keys import KEY_MAX, Key, node_key, node_number
 from dht.messages import Hint
 
 WAITING_MAX = 8
-"""How many candidates wait for a place in a full bucket. Long-lived contacts stay, so places come free a few
+"""Candidates that wait for a place in a full bucket. Long-lived contacts stay, so places come free a few
 times an hour; each candidate costs memory, and a ping to be known."""
 BUCKET_GROUP_MAX = 2
 """Contacts of one address group that a full bucket keeps where others want their places, as in go-libp2p."""
@@ -43,13 +43,13 @@ Trip = tuple[float, float]
 class Contact:
     """A peer with its key, and where it may be reached; verified once it stands in a Table.
 
-    To the package's structures it is a Node, of which they ask `id`, `long_id` and `distance_to`; a Node
-    itself would take three times the memory, and there are hundreds at each of thousands of simulated peers.
+    To the package's structures it is a Node with `id`, `long_id` and `distance_to`; a Node itself would take
+    three times the memory, and there are hundreds at each of thousands of simulated peers.
 
-    `watched`: somebody else will say if it dies, so its silence is no reason for a ping. `silence`, if our
-    last request is unanswered: how many in a row, and when that was known of the last of them. `group`: its
-    address group, None if it counts alone. `trip`: how long it takes to answer, once it has. `token`: the
-    write token it gave last, and `answered`, when that was.
+    `watched`: another part of the node reports its death, so its silence is no reason for a ping. `silence`,
+    if our last request is unanswered: how many in a row, and when the last of them was given up. `group`: its
+    address group, None if it counts alone. `trip`: its answer time, once known. `token`: the write token it
+    gave last, and `answered`, when that was.
     """
 
     __slots__ = (
@@ -77,7 +77,7 @@ class Contact:
 
     @property
     def hint(self) -> Hint:
-        """What to tell others of it."""
+        """Return the hint that tells others of it."""
         return Hint(self.peer, self.addresses)
 
 
@@ -85,11 +85,11 @@ _HEARD = attrgetter("heard")
 
 
 class Bucket(KBucket):  # type: ignore[misc]  # the package has no type hints
-    """A k-bucket that is told the time. `last_updated` is when a key in its range was looked up, or there was
-    no need to.
+    """A k-bucket that takes the time as an argument. `last_updated` is when a key in its range was looked up,
+    or there was no need to.
 
-    Who comes first is found when that is asked, by `heard`, and of those alike who came in first: to move a
-    contact at each of its messages costs more, and twice the memory of a dict that stays as it is.
+    The first contact is searched for on demand, by `heard`, among equals the one that came in first: moving a
+    contact at each of its messages would cost more, and twice the memory of a dict that stays as it is.
     """
 
     nodes: dict[Key, Contact]
@@ -109,8 +109,8 @@ class Bucket(KBucket):  # type: ignore[misc]  # the package has no type hints
             self.last_updated = now
 
     def add_node(self, node: Contact) -> bool:
-        """As the package's; at most k or WAITING_MAX wait for a place. A group that crowds a full bucket
-        loses one for a newcomer of another."""
+        """Add a node as the package does; at most k or WAITING_MAX wait for a place. A group that crowds a
+        full bucket loses a contact to a newcomer of another group."""
         key = node.id
         if key not in self.nodes and self.full and (crowding := self.crowding(node.group)) is not None:
             del self.nodes[crowding.id]
@@ -130,13 +130,13 @@ class Bucket(KBucket):  # type: ignore[misc]  # the package has no type hints
         return crowding_one(self.nodes.values(), group, BUCKET_GROUP_MAX)
 
     def wants_to_know(self, group: bytes | None) -> bool:
-        """Return whether a full bucket with all who may wait has a place for a newcomer of `group`."""
+        """Return whether a newcomer of `group` would find a place, in the bucket or among those who wait."""
         waiting = self.replacement_nodes.values()
         return self.crowding(group) is not None or crowding_one(waiting, group, BUCKET_GROUP_MAX) is not None
 
     def remove_node(self, node: Contact) -> None:
-        """As the package's: of those who wait, the one last heard of takes the place, of another group than
-        those in the bucket if there is one."""
+        """Remove a node as the package does: the waiting contact heard of last takes its place, preferably
+        one of another group than those in the bucket."""
         key = node.id
         self.replacement_nodes.pop(key, None)
         if self.nodes.pop(key, None) is not None and self.replacement_nodes:
@@ -146,15 +146,15 @@ class Bucket(KBucket):  # type: ignore[misc]  # the package has no type hints
             self.nodes[newest.id] = self.replacement_nodes.pop(newest.id)
 
     def head(self) -> Contact:
-        """Return who was heard of least recently."""
+        """Return the least recently heard contact."""
         return min(self.nodes.values(), key=_HEARD)
 
     def get_nodes(self) -> list[Contact]:
-        """All but who waits, least recently heard first."""
+        """Return all contacts that are not waiting, least recently heard first."""
         return sorted(self.nodes.values(), key=_HEARD)
 
     def split(self) -> tuple["Bucket", "Bucket"]:
-        """Two halves; each takes from the replacements what it has room for."""
+        """Split into two halves; each takes as many replacements as it has room for."""
         lower, upper = self.range
         middle = (lower + upper) // 2
         one = Bucket(lower, middle, self.ksize, self.last_updated)
@@ -165,12 +165,12 @@ class Bucket(KBucket):  # type: ignore[misc]  # the package has no type hints
         return one, two
 
     def nearest_possible(self, target: int) -> int:
-        """The least distance to `target` that a key in this range can have."""
+        """Return the least possible distance from `target` to a key in this range."""
         lower, upper = self.range
         return (lower ^ target) & ~(upper - lower)
 
     def find(self, key: Key) -> Contact | None:
-        """The contact with this key, in the bucket or waiting to be."""
+        """Return the contact with this key, in the bucket or waiting."""
         return self.nodes.get(key) or self.replacement_nodes.get(key)
 
     @property
@@ -208,11 +208,11 @@ class Table:
             yield from bucket.get_nodes()
 
     def bucket_of(self, key: Key) -> Bucket:
-        """The one bucket whose range holds `key`."""
+        """Return the one bucket whose range holds `key`."""
         return self.buckets[bisect_left(self._ends, int.from_bytes(key, "big"))]
 
     def get(self, peer: PeerId) -> Contact | None:
-        """A verified contact, be it in a bucket or waiting to be."""
+        """Return a verified contact, in a bucket or waiting."""
         return self._bucket(peer).find(node_key(peer))
 
     def wants(self, peer: PeerId, *, waiting: bool = True, group: bytes | None = None) -> bool:
@@ -229,9 +229,9 @@ class Table:
         return bool(bucket.has_in_range(self._own)) or (self._has_groups and bucket.wants_to_know(group))
 
     def heard(self, now: float, peer: PeerId) -> Contact | None:
-        """A known contact asked us something: it is the most recently heard of its bucket.
+        """Record a request of a known contact: it is the most recently heard of its bucket.
 
-        Only an answer ends its silence: whoever asks and never answers is of no use to anybody.
+        Only an answer ends its silence: a peer that asks and never answers is useless.
         """
         key = node_key(peer)
         bucket = self._bucket(peer)
@@ -241,9 +241,9 @@ class Table:
         return contact
 
     def answered(self, now: float, contact: Contact) -> Contact | None:
-        """`contact` answered us, so it may stand here.
+        """Record an answer of `contact`, which may thereby stand here.
 
-        Returns the contact to ping, if this one has to wait for another to fail, else None.
+        Return the contact to ping, if this one has to wait for another to fail, else None.
         """
         if contact.id == self._own.id:
             return None
@@ -272,10 +272,10 @@ class Table:
         return None
 
     def failed(self, now: float, peer: PeerId, asked: float) -> Contact | None:
-        """`peer` left a request unanswered that was sent at `asked`.
+        """Record that `peer` left a request unanswered that was sent at `asked`.
 
-        Returns it if that counts and it still has its place; if not, whoever takes its place. Several
-        requests within one silence count once, or a short outage of our own would empty the table.
+        Return it if that counts and it still has its place; if not, return its replacement. Several requests
+        within one silence count once, or a short outage of our own would empty the table.
         """
         contact = self.get(peer)
         if contact is None:
@@ -289,7 +289,7 @@ class Table:
         return self.remove(peer)
 
     def remove(self, peer: PeerId) -> Contact | None:
-        """Forget a peer; the replacement that was added last takes its place, and is returned."""
+        """Forget a peer; return the replacement that takes its place, the one added last."""
         key = node_key(peer)
         bucket = self._bucket(peer)
         contact = bucket.find(key)
@@ -311,17 +311,17 @@ class Table:
         failing: bool = False,
         waiting_since: float = inf,
     ) -> list[Contact]:
-        """The `count` contacts nearest to `key`, nearest first: exactly these, over all buckets, unless too
-        many of them are of one address group.
+        """Return the `count` contacts nearest to `key`, nearest first: exactly these, over all buckets,
+        unless too many of them are of one address group.
 
-        Who left our last request unanswered is passed over unless `failing`: nobody should be sent
+        Contacts that left our last request unanswered are passed over unless `failing`: nobody should be sent
         to the dead. Contacts that wait for a place count as well if they have answered after `waiting_since`.
         """
         target = int.from_bytes(key, "big")
         wanted = count + (without is not None)
         found: list[tuple[int, Contact]] = []
         # The range of a bucket is an aligned power of two: of two buckets, all of one are nearer than any of
-        # the other. So few contacts are sorted faster than a heap of them is made.
+        # the other. Sorting these few contacts is faster than making a heap.
         for bucket in sorted(self.buckets, key=lambda bucket: bucket.nearest_possible(target)):
             if len(found) >= wanted:
                 break
@@ -348,7 +348,7 @@ class Table:
         return nearest[:count]
 
     def _admits(self, group: bytes | None, bucket: Bucket) -> bool:
-        """Return whether a newcomer of `group` may stand in this bucket at all."""
+        """Return whether this bucket accepts a newcomer of `group` at all."""
         if group is None or not self._has_groups:
             return True
         sizes = self._group_sizes
@@ -359,7 +359,7 @@ class Table:
         return of_group < self._group_max and inside < BUCKET_GROUP_MAX
 
     def _trim(self, newcomer: Contact) -> None:
-        """Drop what a group holds beyond its limit, from before others were known."""
+        """Drop contacts of the newcomer's group beyond its limit, from before other groups were known."""
         sizes = self._group_sizes
         if max(sizes.values()) <= self._group_max and None not in sizes:
             return
@@ -373,7 +373,8 @@ class Table:
 
     @property
     def _group_sizes(self) -> Counter[bytes | None]:
-        """How many contacts of each group stand in buckets; counted anew only when they have changed."""
+        """Return how many contacts of each group stand in buckets; counted anew only when they have
+        changed."""
         if self._sizes is None:
             # From a list: to count what a generator yields takes twice as long.
             self._sizes = Counter(

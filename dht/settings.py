@@ -17,8 +17,9 @@ class Settings:
     """Contacts in a bucket and replicas of a record; 1 to HINTS_MAX. 20 outlives an hour of churn."""
 
     group_max: int = 3
-    """Contacts of one address group among the nearest, while there are others; 1 or more. As in go-libp2p:
-    more helps who invents ids in one network, less who has many honest nodes there."""
+    """Contacts of one address group among the nearest, while there are others; 1 or more. As in go-libp2p: a
+    higher value helps attackers with many ids in one network, a lower one hurts honest nodes that share
+    one."""
 
     groups_local: bool = False
     """Whether loopback and private networks are address groups as well. Their nodes are many and at few
@@ -33,8 +34,8 @@ class Settings:
     More finds fresher sequences and more publishers. A find that holds none always asks `k`."""
 
     request_seconds: float = 0.5
-    """How long after it was asked a silent peer is passed over at the latest, if nothing is known of it; over
-    0. A request is sent a second time after the usual round trip, half of this at the latest."""
+    """A silent peer of which nothing is known is passed over this long after it was asked, at the latest;
+    over 0. A request is sent a second time after the usual round trip, half of this at the latest."""
 
     request_seconds_max: float = 3.0
     """The same for a peer that is known to be far or slow: up to twice its usual time, and no longer than
@@ -45,11 +46,11 @@ class Settings:
     on, and each path costs about as many requests as a lookup of its own."""
 
     work_bits: int = 0
-    """Proof of work that an id needs to be asked, met or answered (`work`), 0 for none to WORK_BITS_MAX.
-    All of a swarm need the same."""
+    """Proof of work that an id needs to be asked, met or answered (`work`), 0 for none to WORK_BITS_MAX. The
+    same in the whole swarm."""
 
     late_seconds: float = 2.0
-    """How much longer an answer is still welcome after that; 0 or more."""
+    """How long an answer is still welcome after that; 0 or more."""
 
     failures_max: int = 3
     """Requests in a row a contact may leave unanswered before it loses its place; 1 or more."""
@@ -81,13 +82,13 @@ class Settings:
 
     republish_gap_seconds: float = 0.5
     """The least time between two records that a node stores again for others; above 0. Records of a publisher
-    that is gone live on with it: any holder stores them again, whoever finds first that nobody has."""
+    that is gone survive by it: the first holder that finds them overdue stores them again."""
 
     advert_seconds: float = 900.0
-    """How long what a node offers stays valid; above `advert_renew_seconds`, for holders go as well."""
+    """How long an advert stays valid; above `advert_renew_seconds`, for holders go as well."""
 
     advert_renew_seconds: float = 300.0
-    """How often it is signed anew, up to a fifth sooner; above 0."""
+    """How often an advert is signed anew, up to a fifth sooner; above 0."""
 
     holders_min: int = 3
     """A store that reaches fewer has failed, unless the network or `k` is smaller; 1 or more."""

@@ -1,6 +1,6 @@
-"""What a core wants to do later: a heap of actions by due time, which may be called off.
+"""Actions that a core does later: a heap by due time; a timer may be cancelled.
 
-It holds no clock; whoever owns it says what time it is.
+It holds no clock; its owner passes the time.
 """
 
 import heapq
@@ -8,11 +8,11 @@ from collections.abc import Callable
 from math import inf
 
 Action = Callable[[float], None]
-"""Called with the time it is."""
+"""Called with the present time."""
 
 
 class Timer:
-    """One action to come. A timer called off stays in the heap, empty, until it reaches the top."""
+    """One future action. A cancelled timer stays in the heap, empty, until it reaches the top."""
 
     __slots__ = ("action",)
 
@@ -24,7 +24,7 @@ class Timer:
 
 
 class Timers:
-    """All actions to come, in the order of their times and, at one time, of their making."""
+    """All future actions, by due time and then in the order they were added."""
 
     __slots__ = ("_heap", "_made")
 
@@ -41,13 +41,13 @@ class Timers:
 
     @property
     def due(self) -> float:
-        """When the first action is due; inf if there is none."""
+        """Return when the first action is due; inf if there is none."""
         while self._heap and self._heap[0][2].action is None:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else inf
 
     def run(self, now: float) -> None:
-        """Do all that is due."""
+        """Do every action that is due."""
         while self.due <= now:
             timer = heapq.heappop(self._heap)[2]
             if timer.action is not None:

@@ -1,8 +1,8 @@
-"""Write tokens: proof that whoever stores has asked this node itself within the last minutes (BEP 5).
+"""Write tokens: proof that a peer that stores has asked this node itself within the last minutes (BEP 5).
 
-A token is a keyed hash of the asker and of a period of time, so nothing is kept for those who never store.
-It is no permission: what may be kept is for `records` and its quotas to say. It makes a flood of stores cost
-its sender as many answered questions, and a captured Store worthless after ten minutes.
+A token is a keyed hash of the asker and of a period of time, so nothing is kept for peers that never store.
+It is no permission: `records` and its quotas decide what is kept. A token makes each store cost its sender an
+answered question, and makes a captured Store worthless after ten minutes.
 """
 
 import hashlib
@@ -13,7 +13,8 @@ from dht.messages import TOKEN_BYTES
 PERIOD_SECONDS = 300.0
 """A token holds in the period it was made in and in the next: at least five minutes, at most ten."""
 TOKEN_SECONDS = 240.0
-"""How long after its answer a token of another node is used: less than it holds, for the way there."""
+"""A token of another node is used for this long after its answer: less than its validity, to allow for the
+way there."""
 
 SECRET_BYTES = 32
 

@@ -1,8 +1,8 @@
-"""What keeps a routing table true: refreshes, another try with the lost, and no second one with liars.
+"""Upkeep of a routing table: refreshes, more tries for lost contacts, and none for liars.
 
-A bucket in which nothing was looked up for long is looked into, and contacts of whom nothing was heard are
-pinged. A contact that fell silent is tried again for about an hour, so that a network that was split grows
-together. Who sent an answer that no correct peer sends is neither asked nor met for a while.
+A bucket in which nothing was looked up for long is refreshed by a lookup, and its silent contacts are pinged.
+A contact that fell silent is tried again for about an hour, so that a network that was split grows together.
+A peer that sent an answer that no correct peer sends is neither asked nor met for a while.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ LIAR_SECONDS = 600.0
 
 
 class Ground(Protocol):
-    """What upkeep needs of the core that it is a part of."""
+    """The parts of the core that upkeep uses."""
 
     key: Key
     settings: Settings
@@ -41,7 +41,7 @@ class Ground(Protocol):
 
 
 class Upkeep:
-    """The part of one core that looks after its table. Times are monotonic seconds."""
+    """The part of a core that looks after its table. Times are monotonic seconds."""
 
     def __init__(self, ground: Ground) -> None:
         self._ground = ground
@@ -58,7 +58,7 @@ class Upkeep:
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """What others could make grow here: how much it is, and its limit."""
+        """The tables that others can make grow here: the size and limit of each."""
         return {
             "lost contacts": (len(self._lost), self._ground.settings.lost_max),
             "liars": (len(self._liars), LIARS_MAX),
@@ -74,7 +74,7 @@ class Upkeep:
     # Liars.
 
     def distrust(self, now: float, peer: PeerId) -> None:
-        """A peer sent an answer that no correct one sends: it loses its place."""
+        """Take its place from a peer that sent an answer that no correct one sends."""
         self._ground.table.remove(peer)
         self._liars.pop(peer, None)
         self._liars[peer] = now + LIAR_SECONDS
@@ -82,17 +82,17 @@ class Upkeep:
             del self._liars[next(iter(self._liars))]
 
     def is_liar(self, now: float, peer: PeerId) -> bool:
-        """Return whether that was lately."""
+        """Return whether that happened lately."""
         return self._liars.get(peer, -inf) > now
 
     # The lost.
 
     def found(self, peer: PeerId) -> None:
-        """A peer has answered: it is lost no more."""
+        """Forget a lost contact that has answered."""
         self._lost.pop(peer, None)
 
     def lose(self, now: float, contact: Contact | None) -> None:
-        """A contact fell silent: it is tried again now and then, for a split may lie between."""
+        """Try a contact that fell silent again now and then: the network may be split."""
         if contact is None or not self._ground.settings.lost_max:
             return
         self._lost.pop(contact.peer, None)
@@ -121,12 +121,12 @@ class Upkeep:
     # Refreshes.
 
     def begin(self, now: float) -> None:
-        """Somebody has answered: from now on there is something to refresh."""
+        """Begin refreshing: somebody has answered."""
         if self._refresh_due == inf:
             self._refresh_due = now + self._ground.settings.refresh_seconds
 
     def refresh_all(self, now: float) -> None:
-        """A lookup of our own key went past the far buckets: refresh them, one after the other."""
+        """Refresh the far buckets one after the other: a lookup of our own key went past them."""
         table = self._ground.table
         for bucket in table.buckets:
             if bucket is not table.bucket_of(self._ground.key):
@@ -134,14 +134,14 @@ class Upkeep:
         self._refresh_due = now + self._ground.settings.refresh_gap_seconds
 
     def touch(self, now: float, bucket: Bucket) -> None:
-        """A bucket was looked into, or there was no need to."""
+        """Note that a bucket was looked into, or need not be."""
         # Give or take a quarter: what was filled together must not be refreshed together for ever.
         spread = self._ground.rng.uniform(-0.25, 0.25)
         bucket.touch_last_updated(now + self._ground.settings.refresh_seconds * spread)
 
     def _refresh(self, now: float) -> None:
-        """Refresh the bucket that was looked into least recently, if it is time, and ask those of its
-        contacts whether they live of whom nothing was heard for so long."""
+        """Refresh the bucket that was looked into least recently, if it is time, and ping those of its
+        contacts that were silent that long."""
         settings = self._ground.settings
         stalest = self._stalest()
         if stalest.last_updated + settings.refresh_seconds <= now:

@@ -1,8 +1,8 @@
-"""Proof of work on node ids: what it costs to make many of them (S/Kademlia section 4.1, static puzzle).
+"""Proof of work on node ids: the cost of making many of them (S/Kademlia section 4.1, static puzzle).
 
-Ids are free, so whoever wants 20 next to a key tries as many key pairs as the network has nodes, 20 times.
-With d bits of work each of these tries costs 2^d key pairs, and so does an honest node's one id, once in its
-life. `docs/dht.md` has the measured table.
+Ids are free, so an attacker that wants 20 next to a key tries as many key pairs as the network has nodes, 20
+times. With d bits of work each of these tries costs 2^d key pairs, and so does an honest node's one id, once
+in its life. `docs/dht.md` has the measured table.
 """
 
 import hashlib
@@ -20,13 +20,14 @@ _PURPOSE = b"peerloom/id-work/1"
 
 @lru_cache(maxsize=KEYS_MAX)
 def work_of(peer: PeerId) -> int:
-    """Return the bits of work in an id: leading zero bits of a hash of it that is not its place."""
+    """Return the bits of work in an id: leading zero bits of a hash of it, other than the hash that is its
+    place."""
     digest = hashlib.blake2b(peer, digest_size=16, person=_PURPOSE[:16]).digest()
     return 128 - int.from_bytes(digest, "big").bit_length()
 
 
 def has_work(peer: PeerId, bits: int) -> bool:
-    """Return whether an id has enough work in it."""
+    """Return whether an id has enough work."""
     return not bits or work_of(peer) >= bits
 
 

@@ -137,7 +137,7 @@ class Swarm:
 
 
 def token(node: Kademlia, sender: PeerId, now: float = 0.0) -> bytes:
-    """What `node` lets `sender` store with; the pings that follow are not answered."""
+    """Return the token with which `sender` may store at `node`; the pings that follow are not answered."""
     for receiver, message in node.receive(now, sender, Ping(0, ())):
         if receiver == sender and isinstance(message, Pong):
             return message.token

@@ -80,7 +80,7 @@ class Life:
 
 @dataclass
 class Figures:
-    """What was seen."""
+    """The figures of a simulated world."""
 
     found: list[Found] = field(default_factory=list)
     stores: list[tuple[float, int, int, float]] = field(default_factory=list)
@@ -200,7 +200,7 @@ class TableWorld:
                 table.answered(0.0, contact)
             self.lives[peer].core.upkeep.begin(self._rng.uniform(-self.settings.refresh_seconds, 0.0))
 
-    # What is done.
+    # Actions.
 
     def at(self, time: float, action: Callable[..., object], *arguments: Any) -> None:
         """Do something at an instant."""

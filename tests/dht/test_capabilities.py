@@ -165,9 +165,9 @@ def test_those_with_near_coordinates_are_asked_first() -> None:
     assert {offer.advert.coordinates[0] for offer in found.offers} <= {1.0, 2.0, 3.0, 4.0, 5.0}
 
 
-def test_a_search_near_a_place_asks_the_estimated_nearest_and_lists_them_by_latency() -> None:
-    """Of one region five are near and nine are far; one of those claims to be the nearest, and its answer
-    tells."""
+def test_a_search_near_a_place_lists_nodes_by_latency() -> None:
+    """Five nodes of one region are near and nine far; one of the far claims to be the nearest, and its
+    latency gives it away."""
     swarm = many(46, Settings(k=8, find_width=4))
     nodes = swarm.grow(16)
     near, liar, elsewhere = nodes[1:6], nodes[15], nodes[6]

@@ -46,7 +46,7 @@ def test_a_fifth_of_liars_forges_nothing_and_hides_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_ids_made_near_a_key_in_five_networks_do_not_hide_a_record() -> None:
+def test_ids_ground_in_five_networks_do_not_hide_a_record() -> None:
     world = TableWorld(
         60,
         3,
@@ -69,7 +69,7 @@ def test_ids_made_near_a_key_in_five_networks_do_not_hide_a_record() -> None:
     assert sum(found.is_found for found in world.figures.found) >= 19
 
 
-def test_after_a_split_the_newest_sequence_is_in_both_halves_within_one_republish() -> None:
+def test_a_healed_split_has_the_newest_sequence_within_one_republish() -> None:
     world = TableWorld(40, 4, settings=Settings(republish_seconds=300))
     peers = list(world.lives)
     for number in range(5):

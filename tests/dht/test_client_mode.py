@@ -33,7 +33,7 @@ def test_a_client_stores_and_finds_and_stands_in_no_table() -> None:
     assert swarm.refused == []
 
 
-def test_a_node_that_becomes_a_client_leaves_the_tables_of_those_it_asks_and_may_come_back() -> None:
+def test_a_node_that_becomes_a_client_leaves_tables_and_may_return() -> None:
     swarm = Swarm(2)
     nodes = swarm.grow(20)
     node, rng = nodes[7], Random(1)
@@ -62,5 +62,5 @@ def test_others_store_nothing_with_a_client_that_was_named_to_them() -> None:
     assert len(client.records) == 0
 
 
-def test_the_mark_of_a_client_is_no_address_to_a_version_that_does_not_know_it() -> None:
+def test_older_versions_read_a_clients_mark_as_no_address() -> None:
     assert readable_addresses(CLIENT_ADDRESSES, Swarm(4).start(1).peer) == ()

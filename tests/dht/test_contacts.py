@@ -106,16 +106,16 @@ def halves(*, far: int, near: int) -> tuple[Kademlia, list[PeerId], list[PeerId]
 JUST_AFTER = 1.02 * Settings().refresh_seconds
 
 
-def test_a_full_bucket_is_not_looked_into_but_its_silent_contacts_are_pinged() -> None:
+def test_a_full_bucket_is_pinged_instead_of_refreshed() -> None:
     node, far, near = halves(far=2, near=1)
     counts = asked(node, JUST_AFTER)
     assert all(counts[peer, Ping] for peer in (*far, *near))
-    # Into the bucket of its own key a lookup went, by way of whoever is known.
+    # A lookup went into the bucket of its own key, by way of all known contacts.
     assert {peer for peer, kind in counts if kind is FindNode} == {*far, *near}
     assert sum(counts[peer, FindNode] for peer in far) <= 2 * len(far)
 
 
-def test_the_bucket_of_its_own_key_is_looked_into_though_it_is_full() -> None:
+def test_the_bucket_of_its_own_key_is_refreshed_though_full() -> None:
     node, far, near = halves(far=0, near=2)
     assert sum(asked(node, JUST_AFTER)[peer, FindNode] for peer in near) > 0
     assert far == []
@@ -140,7 +140,7 @@ def test_where_all_are_watched_by_somebody_else_is_seldom_looked_into() -> None:
     assert questions[0] / 6 < questions[1] < questions[0] / 2.5
 
 
-def test_whom_somebody_else_watches_is_seldom_pinged_for_its_silence() -> None:
+def test_watched_contacts_are_seldom_pinged_for_their_silence() -> None:
     node, far, _ = halves(far=2, near=0)
     node.add(0.0, far[0], [])
     assert node.deadline == node.settings.refresh_seconds
@@ -160,7 +160,7 @@ def test_a_watched_peer_that_became_a_client_is_found_out() -> None:
     assert node.table.get(far[0]) is None
 
 
-def test_who_is_watched_no_more_before_it_answers_is_a_contact_that_is_not() -> None:
+def test_a_peer_unwatched_before_it_answers_is_an_unwatched_contact() -> None:
     for forget in (Kademlia.unwatch, lambda node, peer: node.remove(0.0, peer)):
         node = lone()
         peer = signer(1).peer
@@ -171,7 +171,7 @@ def test_who_is_watched_no_more_before_it_answers_is_a_contact_that_is_not() -> 
         assert not node.table.get(peer).watched  # type: ignore[union-attr]  # it answered
 
 
-def test_who_is_watched_from_before_its_answer_on_is_a_contact_that_is() -> None:
+def test_a_peer_watched_before_it_answers_is_a_watched_contact() -> None:
     node = lone()
     peer = signer(1).peer
     _, (_, ping) = node.receive(0.0, peer, Ping(5, ()))
@@ -180,7 +180,7 @@ def test_who_is_watched_from_before_its_answer_on_is_a_contact_that_is() -> None
     assert node.table.get(peer).watched  # type: ignore[union-attr]  # it answered
 
 
-def test_who_came_by_another_way_while_its_ping_was_out_is_watched_too() -> None:
+def test_a_contact_added_while_its_ping_is_out_is_watched_too() -> None:
     node = lone()
     peer = signer(1).peer
     ((_, ping),) = node.add(0.0, peer, [])
@@ -199,7 +199,7 @@ def test_a_member_that_moved_is_asked_where_it_is() -> None:
     assert node.add(2.0, receiver, [make_address("10.0.0.9", 99)]) == []
 
 
-def test_who_takes_the_place_of_one_that_is_lost_is_pinged() -> None:
+def test_a_replacement_of_a_lost_contact_is_pinged() -> None:
     node, far, _ = halves(far=3, near=1)
     full = node.table.bucket_of(node_key(far[0]))
     assert list(full.replacement_nodes) == [node_key(far[2])]

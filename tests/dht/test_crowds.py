@@ -144,7 +144,7 @@ def small_node() -> Kademlia:
     return Swarm(17, settings=small).start(0)
 
 
-def test_one_address_fills_a_part_of_a_store_and_a_network_gives_way() -> None:
+def test_one_address_fills_only_its_part_of_a_store() -> None:
     node = small_node()
     keys = [record_key("junk", number.to_bytes(2, "big")) for number in range(400)]
     for number, key in enumerate(keys[:100]):
@@ -160,7 +160,7 @@ def test_one_address_fills_a_part_of_a_store_and_a_network_gives_way() -> None:
     assert all(kept)
 
 
-def test_of_one_address_the_records_near_a_node_stay() -> None:
+def test_records_near_a_node_survive_the_limit_of_one_address() -> None:
     node = small_node()
     keys = [record_key("test", number.to_bytes(2, "big")) for number in range(300)]
     for number, key in enumerate(keys):
@@ -171,7 +171,7 @@ def test_of_one_address_the_records_near_a_node_stay() -> None:
     assert sum(key in nearest[:80] for key in kept) >= 30
 
 
-def test_whoever_passes_on_a_record_does_not_make_it_its_own() -> None:
+def test_passing_on_a_record_does_not_make_it_the_senders() -> None:
     node = lone()
     assert keep(node, 1, public(1), 1) == ""
     for author in range(1_000, 1_063):
@@ -197,7 +197,7 @@ def test_a_store_far_from_the_node_is_refused() -> None:
         nearer = sum(distance(node_key(peer), key) < distance(node.key, key) for peer in others)
         if nearer < node.settings.k:
             assert answer == ""
-    # What is kept already may be renewed, wherever it belongs.
+    # A record that is kept already may be renewed, wherever it belongs.
     kept = next(key for key, answer in answers.items() if answer == "")
     for peer in sorted(others, key=lambda peer: distance(node_key(peer), kept))[:100]:
         node.table.answered(1.0, Contact(peer))

@@ -90,7 +90,7 @@ def test_a_record_outlives_the_death_of_half_its_replicas() -> None:
     assert swarm.now - started < 2.0 * len(alive)
 
 
-def test_of_two_sequences_the_highest_is_found_and_publishers_stand_side_by_side() -> None:
+def test_the_highest_sequence_of_each_publisher_is_found() -> None:
     swarm = Swarm(4)
     nodes = swarm.grow(30)
     store(swarm, nodes[1], record(1, KEY, b"old", 1))
@@ -249,7 +249,7 @@ def test_a_member_known_dead_is_removed_and_not_waited_for() -> None:
 # Liars.
 
 
-def test_an_answer_counts_only_from_the_peer_that_was_asked_and_of_the_right_kind() -> None:
+def test_an_answer_counts_only_from_the_asked_peer_and_kind() -> None:
     node = lone()
     asked, other = signer(1).peer, signer(2).peer
     ((_, ping),) = node.add(0.0, asked, [])

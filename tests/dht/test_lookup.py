@@ -105,7 +105,7 @@ def test_a_slow_peer_holds_nobody_up_and_its_late_answer_is_taken() -> None:
     assert lookup.nearest[0] is slow
 
 
-def test_a_lookup_widens_to_all_of_the_nearest_when_nobody_nearer_turns_up() -> None:
+def test_a_lookup_without_progress_widens_to_all_the_nearest() -> None:
     order = nearest(PEERS)
     lookup = begin(order[:10], Settings(k=10, find_width=8))
     for contact in lookup.next():
@@ -113,7 +113,7 @@ def test_a_lookup_widens_to_all_of_the_nearest_when_nobody_nearer_turns_up() -> 
     assert len(lookup.next()) == 7
 
 
-def test_who_names_ghosts_loses_its_word_but_not_what_others_named() -> None:
+def test_a_peer_that_names_ghosts_loses_only_its_own_hints() -> None:
     order = nearest(PEERS)
     liar, honest = order[40], order[41]
     settings = Settings(k=20)

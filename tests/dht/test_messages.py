@@ -127,7 +127,7 @@ def test_addresses_beyond_the_bound_are_left_out() -> None:
     assert address_texts([long, *rest]) == ("10.0.0.1:1", "10.0.0.1:2")
 
 
-def test_an_address_of_another_peer_or_of_no_known_kind_is_passed_over() -> None:
+def test_unreadable_addresses_and_those_of_other_peers_are_skipped() -> None:
     other = str(make_address("10.0.0.1", 1, PeerId(bytes(32))))
     assert readable_addresses([other, "/quic/x", "", "[fe80::1%eth0]:2", "10.0.0.1:2"], PEER) == (
         make_address("10.0.0.1", 2, PEER),

@@ -148,7 +148,7 @@ def recall(held: list[Any], name: Any) -> float:
     return sum(shares) / len(shares)
 
 
-def test_who_was_heard_last_comes_last_and_a_moved_address_is_taken() -> None:
+def test_the_last_heard_contact_comes_last_with_its_new_address() -> None:
     async def package() -> tuple[bytes, str]:
         made = protocol()
         first, second = ids(2)
@@ -185,7 +185,7 @@ def test_a_peer_that_waits_for_a_place_is_handed_records_once() -> None:
         for each in near[:2]:
             made.welcome_if_new(Node(each, "10.0.0.1", 1))
         waiting = near[2]
-        # The full bucket is not split: whoever comes now waits, and stays new for ever.
+        # The full bucket is not split: a newcomer waits, and stays new for ever.
         places = made.router.buckets[0].replacement_nodes
         made.router.add_contact = lambda node: places.update({node.id: node})
         made.router.find_neighbors = lambda node, k=None, exclude=None: []
@@ -272,7 +272,7 @@ def test_a_malformed_reply_ends_no_lookup() -> None:
     assert [len(event.records) for event in node.events if isinstance(event, RecordsFound)] == [1]
 
 
-def test_what_others_store_has_a_limit() -> None:
+def test_records_of_others_are_limited() -> None:
     storage = ForgetfulStorage()
     for number in range(3_000):
         storage[number.to_bytes(20, "big")] = "value"
@@ -302,7 +302,7 @@ def test_a_small_packet_of_a_stranger_draws_no_large_answer() -> None:
         return len(made.transport.sent[0][0]) / len(request)
 
     assert run(package()) > 8
-    # Ours answers nobody before a session is proven: whoever claims an address gets nothing there.
+    # Ours answers nobody before a session is proven: claiming an address yields nothing there.
     entropy = Random(5).randbytes
     sessions = Sessions(Identity(bytes(32)), Name("test", ()), entropy, now=0.0, wall_milliseconds=1)
     for first in range(256):
@@ -343,7 +343,7 @@ class Bomb:
         return Path.touch, (self.path,)
 
 
-def test_what_lies_on_the_disk_runs_no_code(tmp_path: Path) -> None:
+def test_a_saved_state_runs_no_code(tmp_path: Path) -> None:
     went_off = tmp_path / "went off"
     state = pickle.dumps(Bomb(went_off))
     (tmp_path / "state").write_bytes(state)

@@ -93,7 +93,7 @@ def record_of(peer: PeerId, value: bytes = b"v") -> Fact:
 # How long an answer is awaited.
 
 
-def test_a_far_peer_is_given_its_time_and_a_near_one_is_passed_over_soon() -> None:
+def test_a_far_peer_gets_more_time_than_a_near_one() -> None:
     patience, near, far, unknown = (
         Patience(Settings()),
         Contact(PEERS[0]),
@@ -130,7 +130,7 @@ def placed(number: int, group: int) -> Contact:
     return Contact(PeerId(number.to_bytes(32, "big")), (), b"" if group < 0 else bytes([1, 2, group]))
 
 
-def test_one_network_has_three_contacts_in_a_table_and_two_in_a_bucket() -> None:
+def test_one_network_is_limited_in_a_table_and_in_a_bucket() -> None:
     table = Table(node_key(OWN), k=20, failures_max=2)
     for number in range(1, 400):
         table.answered(float(number), placed(number, 0))
@@ -148,7 +148,7 @@ def test_one_network_has_three_contacts_in_a_table_and_two_in_a_bucket() -> None
         assert max((inside.count(group) for group in inside), default=0) <= max(BUCKET_GROUP_MAX, 3)
 
 
-def test_a_stranger_of_a_network_that_has_its_share_is_not_even_pinged() -> None:
+def test_a_stranger_of_a_full_network_is_not_pinged() -> None:
     table = Table(node_key(OWN), k=8, failures_max=2)
     for number in range(1, 60):
         table.answered(float(number), placed(number, number))
@@ -176,7 +176,7 @@ def test_an_id_is_found_with_the_work_that_is_asked_for() -> None:
         Settings(work_bits=WORK_BITS_MAX + 1)
 
 
-def test_who_has_no_work_in_its_id_is_neither_answered_nor_met_nor_asked() -> None:
+def test_a_peer_without_work_is_neither_answered_nor_met_nor_asked() -> None:
     settings = Settings(work_bits=8)
     node = Swarm(30, settings=settings).start(0)
     lazy = next(peer for peer in PEERS if not has_work(peer, 8))
@@ -193,7 +193,7 @@ def test_who_has_no_work_in_its_id_is_neither_answered_nor_met_nor_asked() -> No
     assert sends == []
 
 
-def test_a_store_by_a_peer_without_work_is_refused_before_its_signature_is_read() -> None:
+def test_a_store_without_work_is_refused_before_signature_checks() -> None:
     node = Swarm(31, settings=Settings(work_bits=12)).start(0)
     lazy = next(number for number in range(1, 50) if not has_work(signer(number).peer, 12))
     with pytest.raises(RemoteProtocolError):

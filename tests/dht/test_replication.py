@@ -51,7 +51,7 @@ def order_of(swarm: Swarm, key: Key = KEY) -> list[Kademlia]:
 # Immutable values.
 
 
-def test_an_immutable_value_is_found_by_its_hash_and_outlives_who_stored_it() -> None:
+def test_an_immutable_value_outlives_the_node_that_stored_it() -> None:
     swarm = Swarm(1)
     nodes = swarm.grow(10)
     assert stored(swarm, nodes[3], make_immutable(VALUE, expires=int(WALL + 3600))).acknowledged == 10
@@ -71,7 +71,7 @@ def test_an_immutable_value_under_another_key_is_refused() -> None:
     assert len(node.records) == 0
 
 
-def test_an_immutable_value_stored_by_many_is_kept_once_until_the_last_expiry() -> None:
+def test_an_immutable_value_is_kept_once_until_its_last_expiry() -> None:
     node = lone()
     for seconds in (60, 600, 300):
         node.replication.keep(
@@ -122,7 +122,7 @@ def test_holders_keep_a_record_alive_whose_publisher_is_gone() -> None:
     assert [each.value for each in found(swarm, order_of(swarm)[-1]).records] == [b"v"]
 
 
-def test_what_one_holder_stores_again_the_others_need_not() -> None:
+def test_one_holder_republishes_for_all() -> None:
     swarm = Swarm(3, settings=Settings(republish_seconds=300))
     nodes = swarm.grow(12)
     stored(swarm, nodes[0], record(0, KEY, expires=WALL + 20_000))
@@ -179,7 +179,7 @@ def test_a_newcomer_far_from_the_key_is_handed_nothing() -> None:
     assert len(newcomer.records) == 0
 
 
-# What finds leave behind.
+# Copies left by finds.
 
 
 def test_a_find_gives_the_newest_to_a_holder_of_an_old_one() -> None:
@@ -194,7 +194,7 @@ def test_a_find_gives_the_newest_to_a_holder_of_an_old_one() -> None:
     assert [each.value for each in behind.records.get(WALL + swarm.now, KEY)] == [b"new"]
 
 
-def test_a_node_that_is_not_near_the_key_keeps_a_copy_for_a_short_time() -> None:
+def test_a_node_far_from_the_key_keeps_a_copy_briefly() -> None:
     swarm = Swarm(8, settings=Settings(k=4, find_width=2, republish_seconds=inf, cache_seconds=100))
     swarm.grow(60)
     far = next(node for node in reversed(order_of(swarm)) if len(node.table) >= 10)
@@ -265,7 +265,7 @@ def test_two_halves_that_were_split_meet_again_and_agree_on_the_newest() -> None
     stored(swarm, nodes[0], record(0, KEY, b"old", sequence=1, expires=WALL + 20_000))
     left = {node.peer: node for node in nodes[:6]}
     right = {node.peer: node for node in nodes[6:]}
-    # Each half lives while the other stands still: whoever stands still is dead to the others.
+    # Each half lives while the other stands still: a node that stands still is dead to the others.
     swarm.nodes = dict(right)
     swarm.run(900)
     swarm.nodes = dict(left)
@@ -301,7 +301,7 @@ def test_a_contact_that_asks_and_never_answers_loses_its_place() -> None:
     assert all(node.table.get(mute.peer) is None for node in nodes if node is not mute)
 
 
-def test_a_bad_answer_costs_its_sender_its_place_and_the_lookup_no_time() -> None:
+def test_a_bad_answer_costs_its_sender_its_place() -> None:
     node = met(met(lone(), signer(1).peer), signer(2).peer)
     _, sends = node.find(0.0, KEY)
     asked = dict(sends)
@@ -320,7 +320,7 @@ def test_a_bad_answer_costs_its_sender_its_place_and_the_lookup_no_time() -> Non
 
 
 def sent_by(swarm: Swarm, node: Kademlia, since: int) -> list[Message]:
-    """What a node has sent to others since so many messages."""
+    """Return the messages that a node sent after the first `since` of the trace."""
     data = [data for _, sender, _, data in swarm.trace[since:] if sender == node.peer]
     return [decode(each, Message, bytes_max=MESSAGE_BYTES_MAX) for each in data]
 

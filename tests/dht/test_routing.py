@@ -114,7 +114,7 @@ def test_a_flood_of_ids_makes_no_more_buckets_than_doublings() -> None:
     assert len(flooded) <= 20 * len(flooded.buckets)
 
 
-def test_who_is_heard_of_again_goes_to_the_end_of_its_bucket() -> None:
+def test_a_contact_heard_again_moves_to_the_end_of_its_bucket() -> None:
     contacts = table(k=20)
     for peer in PEERS[:3]:
         contacts.answered(0.0, Contact(peer))
@@ -146,7 +146,7 @@ def test_many_requests_within_one_silence_count_as_one_failure() -> None:
     assert contacts.get(PEERS[0]) is None
 
 
-def test_who_failed_to_answer_is_not_named_to_others_until_it_answers() -> None:
+def test_a_failed_contact_is_not_named_until_it_answers() -> None:
     contacts = table()
     contacts.answered(0.0, Contact(PEERS[0]))
     contacts.failed(1.0, PEERS[0], asked=0.5)
