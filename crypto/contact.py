@@ -1,4 +1,4 @@
-"""Where a peer can be reached: addresses as multiaddrs (a subset).
+"""Addresses of peers as multiaddrs (a subset).
 
 Addresses are `[/ip6zone/ZONE]/ip4|ip6|dns|dns4|dns6/HOST/tcp/PORT[/p2p/PEER]` (the multiformats multiaddr
 specification). People may type `HOST:PORT` or `[IPV6]:PORT`. One port number serves TCP and UDP.
@@ -6,8 +6,8 @@ specification). People may type `HOST:PORT` or `[IPV6]:PORT`. One port number se
 A node that nobody can dial is reached through another, its relay (libp2p's circuit relay v2): its address is
 `ADDRESS-OF-RELAY/p2p/RELAY/p2p-circuit[/p2p/PEER]`, a circuit.
 
-An IPv6 link-local address (RFC 4291, section 2.5.6) is one of its link only, and a machine may have several
-links: the zone, an interface of this machine, says which. It means nothing to anybody else.
+An IPv6 link-local address (RFC 4291, section 2.5.6) is valid on one link only, and a machine may have several
+links: the zone, an interface of this machine, names the link. It means nothing on other machines.
 """
 
 import ipaddress
@@ -25,7 +25,7 @@ ADDRESS_LENGTH_MAX = 200
 """A circuit by an IPv6 relay has 181 letters."""
 NAME_LENGTH_MAX = 40
 PARSED_MAX = 4_096
-"""Addresses whose reading is remembered: each is heard from many peers."""
+"""Addresses whose parsed form is cached: each is heard from many peers."""
 
 CIRCUIT = "/p2p-circuit"
 """Between a relay and the peer behind it."""
@@ -41,7 +41,7 @@ _ZONE = re.compile(r"[A-Za-z0-9_.-]{1,15}")
 
 @dataclass(frozen=True)
 class Address:
-    """One dialable place. `peer` is who is expected there, None for "whoever answers".
+    """One dialable place. `peer` is the peer expected there, None for any.
 
     `host` is written in one way only, so that equal places are equal; a zone stands behind a `%`. A circuit
     has the place of its `relay`.
@@ -69,21 +69,21 @@ class Address:
         return f"[{self.host}]:{self.port}" if self.kind == "ip6" else f"{self.host}:{self.port}"
 
     def of(self, peer: PeerId | None) -> "Address":
-        """The same place with another expectation of who is there."""
+        """Return the same place with another expected peer."""
         return self if self.peer == peer else replace(self, peer=peer)
 
     @property
     def of_relay(self) -> "Address":
-        """Where a circuit's relay is; an address that is none as it is."""
+        """Return the address of a circuit's relay; any other address unchanged."""
         return self if self.relay is None else Address(self.kind, self.host, self.port, self.relay)
 
     def through(self, peer: PeerId | None) -> "Address":
-        """The circuit to `peer` by the relay that is here; its `peer` must be known."""
+        """Return the circuit to `peer` by the relay at this address, whose `peer` must be known."""
         return Address(self.kind, self.host, self.port, peer, self.peer)
 
     @property
     def is_link_local(self) -> bool:
-        """Whether it is an IPv6 address of one link only, which needs a zone to be dialled."""
+        """Whether it is an IPv6 address valid on one link only, which needs a zone to be dialled."""
         return self.kind == "ip6" and _LINK_LOCAL.match(self.host) is not None
 
 
@@ -100,7 +100,7 @@ def parse_address(text: str) -> Address:
 
 
 def make_address(host: str, port: int, peer: PeerId | None = None) -> Address:
-    """An address from a bare host (IPv4, IPv6 with its zone if it has one, or DNS name) and a port."""
+    """Make an address from a bare host (IPv4, IPv6 with its zone if it has one, or DNS name) and a port."""
     try:
         ip = ipaddress.ip_address(host)
     except ValueError:
@@ -173,8 +173,8 @@ def _check_name(host: str) -> None:
 
 
 def parse_addresses(texts: tuple[str, ...], peer: PeerId) -> tuple[Address, ...]:
-    """Addresses a peer claims for itself; a claim for somebody else is refused. What is of one link is left
-    out: it says nothing of ours."""
+    """Parse the addresses that a peer claims for itself; a claim for another peer is refused. Link-local
+    addresses are left out: they mean nothing on our links."""
     addresses = []
     for text in texts:
         try:

@@ -1,7 +1,8 @@
-"""Bounded tables shared by strangers: which member makes room, so that no source can fill one by itself.
+"""Bounded tables shared by strangers: the choice of the member that makes room, so that no source fills one
+alone.
 
-The table itself is elsewhere; a `Crowd` knows the members by source and by network. A source is what
-`buckets.prefix_of` gives (an IPv4 address, 64 bits of IPv6); a network is the /24 or /48 it is in. Room is
+The table itself is elsewhere; a `Crowd` knows the members by source and by network. A source is the result of
+`token_buckets.prefix_of` (an IPv4 address, 64 bits of IPv6); a network is the /24 or /48 it is in. Room is
 made at the expense of the greediest source. Only among equal sources does the network count, because a local
 network of many honest peers looks like one owner of many addresses.
 """
@@ -12,7 +13,7 @@ from functools import lru_cache
 from typing import Generic, TypeVar
 
 SOURCES_MAX = 4_096
-"""Sources of which it is remembered whether they are local."""
+"""Sources whose locality is cached."""
 
 Member = TypeVar("Member", bound=Hashable)
 
@@ -31,7 +32,7 @@ _LOCAL = tuple(
     for text in ("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12",
                  "192.168.0.0/16", "::/64", "fc00::/7", "fe80::/10")
 )  # fmt: skip
-"""Addresses of this machine and of local networks, which nobody can hand out in numbers from outside."""
+"""Addresses of this machine and of local networks, which an outsider cannot hold in numbers."""
 
 
 @lru_cache(maxsize=SOURCES_MAX)
@@ -111,7 +112,7 @@ class Groups(Generic[Member]):
 
 
 class Crowd(Generic[Member]):
-    """The members of one bounded table. It holds no limit: its owner asks it who is to go."""
+    """The members of one bounded table. It holds no limit: its owner asks it which member is to go."""
 
     def __init__(self) -> None:
         self._sources: Groups[Member] = Groups()
@@ -138,16 +139,16 @@ class Crowd(Generic[Member]):
         return self._sources.group(member)
 
     def size(self, source: bytes) -> int:
-        """Return how many members are from there."""
+        """Return how many members are from this source."""
         return self._sources.size(source)
 
     def members(self, source: bytes) -> Collection[Member]:
-        """Return the members from there, the oldest first."""
+        """Return the members from this source, the oldest first."""
         return self._sources.members(source)
 
     def greedier(self, source: bytes) -> Collection[Member]:
-        """Return the members of the greediest source, or else network, if it takes more room than that of one
-        more member from `source` would; else none. The oldest come first."""
+        """Return the members of the greediest source, or else network, if it would have more members than
+        `source` with one more; else none. The oldest come first."""
         own = self._sources.size(source) + 1
         if self._sources.size_of_largest > own:
             return self._sources.largest()
@@ -157,8 +158,9 @@ class Crowd(Generic[Member]):
         return ()
 
     def equals(self, source: bytes) -> Collection[Member]:
-        """Return the members among whom one more from `source` has to find room where nobody is greedier:
-        its own source or network if that is the largest, else those of the largest. The oldest come first."""
+        """Return the members among whom one more from `source` has to find room when none is greedier: those
+        of its own source or network if that is the largest, else those of the largest. The oldest come
+        first."""
         for groups, group in ((self._sources, source), (self._networks, network_of(source))):
             if groups.size_of_largest > 1:
                 is_own = groups.size(group) == groups.size_of_largest

@@ -1,10 +1,10 @@
 """Messages to bytes and back: frozen `msgspec` structs in MessagePack, validated while decoding.
 
-What is signed is always the exact bytes that were sent, so nothing depends on two encoders
-agreeing. Decoding is the gate for everything hostile: wrong types, missing fields, broken
-MessagePack and oversized input all end in `RemoteProtocolError`, before any field is looked at. Text of peers
-leaves here clean: no control characters, escape sequences or marks that turn the direction of writing, so
-that wherever it goes (screens, logs, files, the environment of a command) nobody steers a terminal by it.
+Signatures always cover the exact bytes that were sent, so nothing depends on two encoders agreeing. Decoding
+is the gate for everything hostile: wrong types, missing fields, broken MessagePack and oversized input all
+end in `RemoteProtocolError`, before any field is looked at. Text of peers leaves here clean: no control
+characters, escape sequences or marks that turn the direction of writing, so that it cannot steer a terminal,
+wherever it goes (screens, logs, files, the environment of a command).
 """
 
 import unicodedata
@@ -28,7 +28,8 @@ _UNSHOWN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 
 
 def clean_text(text: str) -> str:
-    """Return a text of a peer as it may go anywhere: what is no letter is `?`, a line break a space."""
+    """Return a peer's text made safe to print: `?` for every character that is not printable, a space for a
+    line break."""
     if text.isprintable():
         return text
     return "".join(
@@ -40,8 +41,8 @@ def clean_text(text: str) -> str:
 def decode(data: bytes | memoryview, kind: type[T] | Any, *, bytes_max: int, cleans_text: bool = True) -> T:
     """Decode `data` as `kind`, a struct or a union of tagged structs.
 
-    Text that no pattern of its type holds is cleaned, unless it is this node's own, which is to come back as
-    it was (`cleans_text`).
+    Text without a pattern in its type is cleaned, unless `cleans_text` is false, for this node's own text,
+    which has to come back as it was.
 
     Raises:
         RemoteProtocolError: longer than `bytes_max`, not MessagePack, or not a valid `kind`.
@@ -65,7 +66,7 @@ def _decoder(kind: Any) -> tuple[msgspec.msgpack.Decoder[Any], bool]:
 
 
 def _holds_text(kind: inspect.Type, above: set[type]) -> bool:
-    """Return whether text may stand in it that no pattern holds; `above` are the structs that hold it."""
+    """Return whether the type may hold text without a pattern; `above` are the structs that contain it."""
     match kind:
         case inspect.Metadata(type=inner):
             return _holds_text(inner, above)
@@ -80,7 +81,7 @@ def _holds_text(kind: inspect.Type, above: set[type]) -> bool:
         case inspect.CollectionType(item_type=item):
             return _holds_text(item, above)
         case inspect.StructType(cls=struct):
-            # Of a struct within itself nothing is known yet: it is looked at each time.
+            # Nothing is known yet of a struct within itself: it is looked at each time.
             return struct in above or bool(_fields_with_text(struct, above))
         case inspect.AnyType():
             return True
@@ -98,7 +99,8 @@ def _fields_with_text(struct: type, above: set[type]) -> tuple[str, ...]:
 
 
 def _cleaned(value: Any) -> Any:
-    """Return the value with its text cleaned; structs are changed where they are, being nobody's yet."""
+    """Return the value with its text cleaned; structs are changed in place, since nobody else has them
+    yet."""
     kind = type(value)
     if kind is str:
         return clean_text(value)

@@ -1,4 +1,4 @@
-"""Signed facts: what third parties must be able to check (ARCHITECTURE law 8).
+"""Signed facts: statements that third parties must be able to check (ARCHITECTURE law 8).
 
 A fact is signed by its author over the exact body bytes, with a purpose and the swarm's name in
 front, so that a signature made for one purpose or swarm proves nothing in another. Packets and
@@ -16,7 +16,7 @@ _DOMAIN = b"peerloom/1"
 
 
 class Fact(msgspec.Struct, frozen=True, array_like=True):
-    """`body` as its author signed it. Nothing is known of it before `Signer.check`."""
+    """`body` as its author signed it. Nothing is proved before `Signer.check`."""
 
     author: bytes
     body: bytes
@@ -31,10 +31,10 @@ class Signer(Protocol):
         """The author of every fact this signer makes."""
 
     def sign(self, purpose: str, body: bytes) -> Fact:
-        """A fact by this peer."""
+        """Sign a fact by this peer."""
 
     def check(self, purpose: str, fact: Fact) -> PeerId:
-        """The author, if the signature holds; else RemoteProtocolError."""
+        """Return the author, if the signature holds; else raise RemoteProtocolError."""
 
 
 class IdentitySigner:
@@ -62,7 +62,7 @@ class IdentitySigner:
 
 
 def signed_bytes(purpose: str, swarm: str, body: bytes) -> bytes:
-    """Return what a signature covers: domain, purpose and swarm, each ended by a zero byte, then the body."""
+    """Return the signed bytes: domain, purpose and swarm, each ended by a zero byte, then the body."""
     prefix = b"\0".join((_DOMAIN, purpose.encode(), swarm.encode()))
     if prefix.count(b"\0") != 2:
         raise LocalProtocolError("a purpose or swarm name must not hold a zero byte")

@@ -29,7 +29,7 @@ _CID_LENGTH = 65
 
 
 class Identity:
-    """An Ed25519 key pair. The seed is the secret; `peer` is what others know."""
+    """An Ed25519 key pair. The seed is the secret; `peer` is public."""
 
     def __init__(self, seed: bytes) -> None:
         if len(seed) != SEED_BYTES:
@@ -40,11 +40,11 @@ class Identity:
 
     @classmethod
     def generate(cls, entropy: Callable[[int], bytes]) -> "Identity":
-        """A new identity; `entropy(n)` returns n unpredictable bytes (the entropy seam)."""
+        """Generate a new identity; `entropy(n)` returns n unpredictable bytes (the entropy seam)."""
         return cls(entropy(SEED_BYTES))
 
     def sign(self, data: bytes) -> bytes:
-        """The 64-byte Ed25519 signature (RFC 8032) of `data`."""
+        """Return the 64-byte Ed25519 signature (RFC 8032) of `data`."""
         return self._private.sign(data)
 
     def __repr__(self) -> str:
@@ -61,7 +61,7 @@ def verify(peer: PeerId, data: bytes, signature: bytes) -> bool:
 
 
 def peer_text(peer: PeerId) -> str:
-    """libp2p's text form, `12D3KooW...`."""
+    """Return libp2p's text form, `12D3KooW...`."""
     number = int.from_bytes(_MULTIHASH_PREFIX + peer, "big")
     digits = []
     while number:
@@ -105,5 +105,5 @@ def _parse_cid(text: str) -> PeerId:
 
 
 def short_peer(peer: PeerId) -> str:
-    """The last six letters, `...kVa9Qz`: what screens show beside a name."""
+    """Return the last six letters, `...kVa9Qz`, which screens show beside a name."""
     return "..." + peer_text(peer)[-6:]

@@ -2,14 +2,14 @@
 
 The public key is the Montgomery form of the same point, u = (1 + y) / (1 - y) modulo 2^255 - 19 (RFC 7748,
 section 4.1); the private one is the scalar of which RFC 8032 makes the Ed25519 key, the first half of
-SHA-512(seed). libsodium's `crypto_sign_ed25519_pk_to_curve25519` and `..._sk_to_curve25519` do the same. That
-one key pair may serve both: Thormarker, "On using the same key pair for Ed25519 and an X25519 based KEM",
-2021.
+SHA-512(seed). libsodium's `crypto_sign_ed25519_pk_to_curve25519` and `..._sk_to_curve25519` do the same. One
+key pair may serve both purposes: Thormarker, "On using the same key pair for Ed25519 and an X25519 based
+KEM", 2021.
 
 u does not say which of two points it was: y and its mirror, whose ids differ in one bit, share a u. This is
-harmless: the mirror's private scalar is the negative of the other, so whoever owns one id owns both, and
-nobody else either. The same holds for a point plus one of small order. Nor is it asked whether y is on the
-curve at all: u is then on the curve's twist, where X25519 is as strong, and such an id can sign nothing.
+harmless: the mirror's private scalar is the negative of the other, so the owner of one id owns both, and
+nobody else owns either. The same holds for a point plus one of small order. No check asks whether y is on the
+curve at all: if not, u is on the curve's twist, where X25519 is as strong, and such an id can sign nothing.
 """
 
 import hashlib
@@ -24,16 +24,17 @@ CONVERTED_MAX = 4_096
 _P = 2**255 - 19
 _EIGHTH = 325606250916557431795983626356110631294008115727848805560023387167927233504
 _SMALL = (0, 1, _P - 1, _EIGHTH, pow(_EIGHTH, -1, _P))
-"""All u of small order: a secret agreed with them is one that everybody knows."""
+"""All u of small order: a secret agreed with them is public."""
 
 
 def agreement_private(seed: bytes) -> bytes:
-    """The X25519 private key of the identity with this seed, 32 bytes."""
+    """Return the X25519 private key of the identity with this seed, 32 bytes."""
     return hashlib.sha512(seed).digest()[:32]
 
 
 def agreement_public(peer: PeerId) -> bytes:
-    """The X25519 public key of a peer, 32 bytes; RemoteProtocolError for an id that is a worthless key."""
+    """Return the X25519 public key of a peer, 32 bytes; RemoteProtocolError for an id that is a worthless
+    key."""
     converted = _convert(peer)
     if converted is None:
         raise RemoteProtocolError("a peer id that is a worthless key")

@@ -1,6 +1,6 @@
 """Names of protocols as they travel: versioned paths such as `/peerloom/swim/1`.
 
-Who speaks which protocol is not here: see `node.transport.router`.
+Not here: which handlers a node has for them (`node.transport.router`).
 """
 
 import re
@@ -10,14 +10,15 @@ from crypto.errors import LocalProtocolError
 
 PROTOCOL_BYTES_MAX = 64
 NAMES_MAX = 256
-"""Names whose reading is remembered: a node speaks a dozen."""
+"""Names whose parsed form is cached: a node speaks a dozen."""
 
 _NAME = re.compile(rb"/[!-~]{1,%d}" % (PROTOCOL_BYTES_MAX - 1))
 
 
 @lru_cache(maxsize=NAMES_MAX)
 def protocol_bytes(protocol: str) -> bytes:
-    """A protocol name as it is sent: printable ASCII behind a slash; LocalProtocolError for any other."""
+    """Return a protocol name as it is sent: printable ASCII behind a slash; LocalProtocolError for any
+    other."""
     name = protocol.encode()
     if _NAME.fullmatch(name) is None:
         raise LocalProtocolError(f"'{protocol[:80]}' is not a protocol name")
@@ -26,5 +27,5 @@ def protocol_bytes(protocol: str) -> bytes:
 
 @lru_cache(maxsize=NAMES_MAX)
 def read_protocol(name: bytes) -> str | None:
-    """The protocol that was named, None for what is no name."""
+    """Return the protocol of a name, None for an invalid name."""
     return name.decode() if _NAME.fullmatch(name) is not None else None

@@ -1,12 +1,12 @@
-"""A register of all who hold one of a bounded number of places: a connection, a stream, a link, a row of a
-queue. Pure.
+"""A register of the holders of a bounded number of places: a connection, a stream, a link, a row of a queue.
+Pure.
 
 After libp2p's resource manager there are budgets for each peer, each network and each protocol, and for all
 together. Unlike there, a full budget does not simply refuse: room is made at the expense of those that hold a
 place and move nothing. The order of eviction: strangers before peers that have completed something, the
-greediest source first, then the greediest peer, and of these the one that has been silent for longest. Where
-nobody is silent, a source or a peer with fewer places takes one of the greediest; a peer without any takes
-that of a stranger that is slow.
+greediest source first, then the greediest peer, and of its holders the one silent for longest. Where nobody
+is silent, a source or a peer with fewer places takes one of the greediest; a peer without any takes that of a
+stranger that is slow.
 
 The budget per network (/24 of IPv4, /48 of IPv6) does not count machines of a local network or this one: many
 honest peers there look like one owner of many addresses.
@@ -22,18 +22,18 @@ from typing import Generic, Protocol, TypeVar
 from crypto.crowds import Crowd, is_local, network_of
 
 STRANGER_PATIENCE_SECONDS = 1.5
-"""A peer that has completed nothing here yet may be silent for so long before it makes room: an honest call
-takes some round trips, and one that waits for this is to be answered within two seconds."""
+"""How long a peer that has completed nothing here yet may be silent before it makes room: an honest call
+takes some round trips, and a call that waits for the place is to be answered within two seconds."""
 SLOW_SECONDS = 0.3
-"""Where nobody else is to go, a stranger that has been silent for this long makes room for a peer without a
+"""Where nobody else can go, a stranger that has been silent for this long makes room for a peer without a
 place: longer than a round trip, short beside the two seconds in which a caller is to be answered."""
 KNOWN_MAX = 4_096
-"""Peers that have completed something; of more, those of the greediest source are forgotten."""
+"""Peers that have completed something; beyond that, those of the greediest source are forgotten."""
 
 
 class Silence:
-    """Since when a peer has moved nothing that this node waits for. `since` is inf while nothing is awaited:
-    what this node has to do itself is no silence of the peer's."""
+    """The time since which a peer has moved nothing that this node waits for. `since` is inf while nothing is
+    awaited: work that this node has to do itself is no silence of the peer's."""
 
     __slots__ = ("_waits", "since")
 
@@ -42,19 +42,19 @@ class Silence:
         self._waits = 0
 
     def begin(self, now: float) -> None:
-        """Wait for the peer. Several may, and each ends."""
+        """Begin a wait for the peer. Several may run at once, and each ends."""
         self._waits += 1
         if self._waits == 1:
             self.since = now
 
     def end(self, now: float) -> None:
-        """One wait is over: the peer has moved something."""
+        """End one wait: the peer has moved something."""
         self._waits -= 1
         self.since = now if self._waits else inf
 
     @contextmanager
     def waiting(self, clock: Callable[[], float]) -> Iterator[None]:
-        """Wait for the peer as long as the context lasts; `clock` is asked at its start and end."""
+        """Wait for the peer as long as the context lasts; `clock` is read at its start and end."""
         self.begin(clock())
         try:
             yield
@@ -62,7 +62,7 @@ class Silence:
             self.end(clock())
 
     def moved(self, now: float) -> None:
-        """Note that bytes went either way."""
+        """Note that bytes were moved in either direction."""
         if self._waits:
             self.since = now
 
@@ -77,9 +77,9 @@ class PlaceHolder(Protocol):
 
 @dataclass(frozen=True)
 class Budget:
-    """How many places there are: `places_max` in all. A holder that has been silent for `patience_seconds`
-    makes room where others need it; a stranger after `stranger_seconds` already, and for a peer without a
-    place after `slow_seconds`."""
+    """The number of places: `places_max` in all. A holder that has been silent for `patience_seconds` makes
+    room where others need it; a stranger after `stranger_seconds` already, and for a peer without a place
+    after `slow_seconds`."""
 
     places_max: int
     per_peer_max: int
@@ -125,12 +125,12 @@ class _Scope(Generic[H]):
             _take_one(self.by_network, row.network)
 
     def greed(self, row: _Row) -> tuple[int, int, int]:
-        """Return how much of the room is taken from where a holder is from, and by its peer."""
+        """Return how many places the holder's network, source and peer take."""
         return self.by_source[row.source], self.by_network[row.network], self.by_peer[row.peer]
 
 
 class Register(Generic[H]):
-    """All holders of one kind. Whoever is evicted is out of the register already; its owner ends it."""
+    """All holders of one kind. An evicted holder is already out of the register; its owner ends it."""
 
     def __init__(self, budget: Budget) -> None:
         self._all: _Scope[H] = _Scope(budget)
@@ -150,7 +150,7 @@ class Register(Generic[H]):
 
     @property
     def holders(self) -> Collection[H]:
-        """All who hold a place, the newest last."""
+        """All holders, the newest last."""
         return self._all.rows.keys()
 
     def budget(self, scope: str = "") -> Budget:
@@ -168,7 +168,7 @@ class Register(Generic[H]):
     # --- entering and leaving ----------------------------------------------------------------------
 
     def has_room(self, now: float, source: bytes) -> bool:
-        """Return whether a peer from there that holds nothing yet would be admitted."""
+        """Return whether a peer from this source that holds nothing yet would be admitted."""
         return self._make_room(now, self._all, _row(b"", source)) is not None
 
     def admit(self, now: float, holder: H, peer: bytes, source: bytes) -> tuple[H, ...] | None:
@@ -176,7 +176,8 @@ class Register(Generic[H]):
         return self._admit(now, holder, _row(peer, source), self._all)
 
     def enter(self, now: float, holder: H, scope: str) -> tuple[H, ...] | None:
-        """Give a holder that has a place one of a protocol too; as `admit`. It is in one protocol at once."""
+        """Give a holder that has a place one of a protocol too; return as `admit` does. It is in one protocol
+        at a time."""
         row = self._all.rows[holder]
         self.step_back(holder)
         evicted = self._admit(now, holder, row, self._scopes[scope])
@@ -185,26 +186,28 @@ class Register(Generic[H]):
         return evicted
 
     def step_back(self, holder: H) -> None:
-        """It has left its protocol, and keeps its place among all."""
+        """Take a holder out of its protocol; it keeps its place among all."""
         row = self._all.rows.get(holder)
         if row is not None and row.scope:
             self._scopes[row.scope].remove(holder)
             row.scope = ""
 
     def rename(self, holder: H, peer: bytes) -> None:
-        """It has shown whose it is: its place counts as that peer's. Its protocol's place is not affected."""
+        """Assign a holder to the peer it has proved to be: its place counts as that peer's. Its protocol's
+        place is not affected."""
         row = self._all.rows.get(holder)
         if row is not None:
             self._all.remove(holder)
             self._all.add(holder, _Row(peer, row.source, row.network, row.scope))
 
     def leave(self, holder: H) -> None:
-        """It gives up its place, or has lost it already."""
+        """Take away a holder's place, if it still has one."""
         self.step_back(holder)
         self._all.remove(holder)
 
     def credit(self, holder: H) -> None:
-        """The peer of a holder has completed something here: from now on strangers make room before it."""
+        """Credit the peer of a holder with completing something here: from now on strangers make room before
+        it."""
         row = self._all.rows.get(holder)
         if row is None or row.peer in self._known:
             return
@@ -232,7 +235,7 @@ class Register(Generic[H]):
         return evicted
 
     def _make_room(self, now: float, scope: _Scope[H], new: _Row) -> tuple[H, ...] | None:
-        """Return who is to go for one more, None where it cannot be had."""
+        """Return the holders to evict for one more, None where there is no room to be had."""
         budget = scope.budget
         if scope.by_peer[new.peer] >= budget.per_peer_max:
             # A peer knows what it has open: only what it wants nothing of makes room for itself.

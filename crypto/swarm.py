@@ -1,10 +1,10 @@
-"""What the members of one swarm have in common: its name and, if it is private, its keys.
+"""A swarm as its members share it: its name and, if it is private, its keys.
 
-The secret that handshakes mix in comes from here. In an open swarm it follows from the name alone: it keeps
-swarms apart, and keeps nobody out. In a private one it follows from the name and a key; several keys are for
-rotation: all are accepted, the first is the one used towards others.
+The secret that handshakes mix in comes from here. In an open swarm it follows from the name alone: it
+separates swarms, and keeps nobody out. In a private one it follows from the name and a key; several keys are
+for rotation: all are accepted, the first is the one used towards others.
 
-Not here: how a key gets into a file or a config (`node.config`).
+Not here: how keys are stored in a file or a config (`node.config`).
 """
 
 import hashlib
@@ -21,7 +21,7 @@ _PSK = b"peerloom/psk/1\0"
 
 @dataclass(frozen=True)
 class Swarm:
-    """`work_bits` is the proof of work that every member's id has, as its owner configured it.
+    """A swarm. `work_bits` is the proof of work that every member's id has, as its owner configured it.
 
     Raises LocalProtocolError for keys of another length, or too many of them.
     """
@@ -42,12 +42,13 @@ class Swarm:
 
     @property
     def prologue(self) -> bytes:
-        """What both sides of a datagram session mix in: those whose `work_bits` differ get none."""
+        """The prologue that both sides of a datagram session mix in: peers whose `work_bits` differ get no
+        session."""
         return self.name.encode() + (b"\0" + bytes((self.work_bits,)) if self.work_bits else b"")
 
     @property
     def secrets(self) -> tuple[bytes, ...]:
-        """32 bytes for each key, in their order; one for an open swarm."""
+        """Return 32 bytes for each key, in their order; one for an open swarm."""
         return tuple(
             hmac.digest(key or bytes(SWARM_KEY_BYTES), _PSK + self.name.encode(), hashlib.sha256)
             for key in self.keys or (b"",)

@@ -1,4 +1,4 @@
-"""Token buckets: how often something may happen, for all together and for each source of it."""
+"""Token buckets: limits on a rate, for all sources together and for each one."""
 
 import ipaddress
 from collections import OrderedDict
@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 HOSTS_MAX = 4_096
 """Hosts whose prefix is cached: computing one costs as much as accepting a connection from the kernel."""
 _PREFIX_BYTES = 8
-"""The prefix of an IPv6 address that a household is given; it can choose the rest."""
+"""The prefix of an IPv6 address that a household is given; it can choose the remaining bytes."""
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -25,11 +25,11 @@ class Bucket:
     at: float
 
     def left(self, now: float) -> float:
-        """Return how many there are."""
+        """Return the number of tokens."""
         return min(self.burst, self.tokens + max(0.0, now - self.at) * self.rate)
 
     def take(self, now: float) -> bool:
-        """Take one if there is one."""
+        """Take a token if there is one."""
         self.tokens = self.left(now)
         self.at = now
         if self.tokens < 1.0:
@@ -38,12 +38,12 @@ class Bucket:
         return True
 
     def give(self) -> None:
-        """Put one back."""
+        """Put a token back."""
         self.tokens = min(self.burst, self.tokens + 1.0)
 
 
 class Buckets(Generic[Key]):
-    """One for each source, full when it is new; of the latest `sources_max` of them."""
+    """A bucket for each source, full when it is new; for the latest `sources_max` of them."""
 
     def __init__(self, rate: float, burst: float, sources_max: int) -> None:
         self._rate = rate
@@ -55,7 +55,7 @@ class Buckets(Generic[Key]):
         return len(self._buckets)
 
     def of(self, source: Key, now: float) -> Bucket:
-        """That of this source."""
+        """Return the bucket of this source."""
         bucket = self._buckets.get(source)
         if bucket is None:
             bucket = self._buckets[source] = Bucket(self._rate, self._burst, self._burst, now)
@@ -65,15 +65,15 @@ class Buckets(Generic[Key]):
         return bucket
 
     def left(self, source: Key, now: float) -> float:
-        """Return how many it has left; that it was asked for is not remembered."""
+        """Return the tokens left for a source, without remembering the source."""
         bucket = self._buckets.get(source)
         return self._burst if bucket is None else bucket.left(now)
 
 
 @lru_cache(maxsize=HOSTS_MAX)
 def prefix_of(host: str) -> bytes:
-    """Return what one owner of addresses cannot leave: an IPv4 address, the first 64 bits of an IPv6 address;
-    IPv4 within IPv6 counts as IPv4."""
+    """Return the prefix that one owner of addresses cannot leave: an IPv4 address, the first 64 bits of an
+    IPv6 address; IPv4 within IPv6 counts as IPv4."""
     address = ipaddress.ip_address(host)
     if isinstance(address, ipaddress.IPv6Address):
         mapped = address.ipv4_mapped

@@ -1,14 +1,14 @@
 """Noise: two strangers agree on keys and prove who they are. Bytes in, bytes out.
 
     ciphers      one key, one counter
-    symmetric    what a handshake has mixed so far
+    symmetric    the state that a handshake mixes
     kem          ML-KEM-768, where this installation has it
-    handshake    any pattern of the tables; what its payloads mean is not its concern
+    handshake    any pattern of the tables; payloads are opaque to it
     identity     libp2p's signed payload: an Ed25519 key vouches for an X25519 one
-    suites       what two peers may meet in, in which order
-    offers       how they settle on one, and what binds that
-    knocks       which first flights a node of a private swarm has taken
-    peers        a stream's handshake, from the first byte to a `Session`
+    suites       ciphers and key agreements, in the order of preference
+    negotiation  how two peers settle on a suite, and the prologue that binds it
+    replay_cache the first flights that a node of a private swarm has accepted
+    peer_handshake  a stream's handshake, from the first byte to a `Session`
 
 After the Noise Protocol Framework, revision 34, and libp2p's noise specification. It is not interoperable
 with a libp2p node, whose prologue is empty and whose cipher is always ChaChaPoly. How bytes get onto a wire

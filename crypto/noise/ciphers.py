@@ -1,7 +1,7 @@
-"""One key, one counter: AES-256-GCM or ChaCha20-Poly1305 as Noise has them (revision 34, 5.1 and 12).
+"""One key, one counter: AES-256-GCM or ChaCha20-Poly1305 as Noise has them (revision 34, sections 5.1 and
 12).
 
-What is encrypted, and when the key changes, is not decided here.
+Callers decide what to encrypt, and when the key changes.
 """
 
 from typing import Protocol
@@ -14,7 +14,7 @@ from crypto.errors import LocalProtocolError, RemoteProtocolError
 KEY_BYTES = 32
 TAG_BYTES = 16
 NONCE_MAX = 2**64 - 1
-"""Reserved for rekeying (section 5.1): a cipher state that has come so far is spent."""
+"""Reserved for rekeying (section 5.1): a cipher state that has reached it is spent."""
 CIPHERS = ("AESGCM", "ChaChaPoly")
 
 _ORDERS = {"AESGCM": "big", "ChaChaPoly": "little"}
@@ -23,7 +23,7 @@ Data = bytes | bytearray | memoryview
 
 
 class _Aead(Protocol):
-    """What both AEADs of `cryptography` offer."""
+    """The interface of both AEADs of `cryptography`."""
 
     def encrypt(self, nonce: bytes, data: Data, associated_data: bytes | None) -> bytes: ...
     def encrypt_into(self, nonce: bytes, data: Data, associated_data: bytes | None, buf: Data) -> int: ...
@@ -43,7 +43,7 @@ class CipherState:
         self._counter = 0
 
     def encrypt(self, plaintext: Data, associated: bytes = b"") -> bytes:
-        """The ciphertext: `TAG_BYTES` longer than `plaintext`."""
+        """Return the ciphertext, `TAG_BYTES` longer than `plaintext`."""
         ciphertext = self._aead.encrypt(self._nonce(), plaintext, associated)
         self._counter += 1
         return ciphertext
@@ -54,7 +54,7 @@ class CipherState:
         self._counter += 1
 
     def decrypt(self, ciphertext: Data, associated: bytes = b"") -> bytes:
-        """The plaintext, or RemoteProtocolError if anybody touched it."""
+        """Return the plaintext; RemoteProtocolError if it was tampered with."""
         try:
             plaintext = self._aead.decrypt(self._nonce(), ciphertext, associated)
         except InvalidTag:
@@ -74,8 +74,8 @@ class CipherState:
         self._counter += 1
 
     def seek(self, counter: int) -> None:
-        """The next message is number `counter` (SetNonce, section 11.4): for packets that come in any order.
-        To whoever decrypts only; what was accepted before is the caller's to know."""
+        """Make the next message number `counter` (SetNonce, section 11.4): for packets that come in any
+        order. Only for decryption; the caller keeps track of the numbers it accepted."""
         self._counter = counter
 
     def _nonce(self) -> bytes:

@@ -1,6 +1,6 @@
 """One engine for every handshake pattern of Noise that we use, and for our hybrid of it with ML-KEM-768.
 
-`PATTERNS` are those of the Noise Protocol Framework, revision 34 (section numbers below are its), with
+`PATTERNS` has patterns of the Noise Protocol Framework, revision 34 (section numbers below are its), with
 25519 and SHA-256. `HYBRIDS` follow the idea of Noise's draft for hybrid forward secrecy (hfs): two more
 tokens.
 
@@ -9,12 +9,12 @@ tokens.
     ekem1    in the second, behind ee: the ciphertext (1,088 bytes) made for that key is sealed, under the key
              that came of ee, and so hashed; then its shared secret is mixed in (MixKey)
 
-So everything from the responder's static key on is sealed under X25519 and ML-KEM both: who breaks one of
-them reads nothing. Who somebody is rests on X25519 and Ed25519 alone; a quantum computer of later cannot
-change who was there today. The draft has neither ML-KEM nor a published vector, so the protocol's name,
-which is the first thing hashed, begins with `Peerloom_` where Noise's begin with `Noise_`.
+So everything from the responder's static key on is sealed under X25519 and ML-KEM both: breaking one of them
+reveals nothing. Authentication rests on X25519 and Ed25519 alone; a future quantum computer cannot forge a
+handshake of today. The draft has neither ML-KEM nor a published vector, so the protocol's name, which is
+hashed first, begins with `Peerloom_` where Noise's begin with `Noise_`.
 
-What payloads mean and how messages lie on a wire is not here: see `peers` and `node.transport`.
+Not here: the meaning of payloads (`peer_handshake`), and the framing of messages (`node.transport`).
 """
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
@@ -28,7 +28,7 @@ NOISE_BYTES_MAX = 65_535
 """The longest Noise message, tags included (section 3)."""
 
 PrivateKey = bytes | X25519PrivateKey
-"""32 bytes, or the same loaded: who needs a key often need not pay for that each time."""
+"""32 bytes, or the same key loaded: a caller that uses a key often pays for loading it once."""
 
 Tokens = tuple[str, ...]
 PATTERNS: dict[str, tuple[Tokens, ...]] = {
@@ -41,9 +41,10 @@ HYBRIDS: dict[str, tuple[Tokens, ...]] = {
     "XXhfs": (("e", "e1"), ("e", "ee", "ekem1", "s", "es"), ("s", "se")),
     "XXhfs+psk3": (("e", "e1"), ("e", "ee", "ekem1", "s", "es"), ("s", "se", "psk")),
 }
-"""Ours, see above. With a psk the key in the first message is sealed too, under what anybody can compute."""
+"""Our own patterns, see above. With a psk the key in the first message is sealed too, under a key that
+anybody can compute."""
 _KNOWING = ("IKpsk2",)
-"""The patterns whose initiator knows the responder's static key before (section 7.1)."""
+"""The patterns whose initiator knows the responder's static key beforehand (section 7.1)."""
 
 
 class Handshake:
@@ -52,10 +53,10 @@ class Handshake:
     `static` and `ephemeral` are X25519 private keys; an ephemeral key must be fresh for every handshake, and
     so must `kem_seed`, 64 bytes for the initiator of a hybrid. `psk` are 32 bytes that both sides know, for
     the patterns that take them; `remote_static` is the responder's X25519 public key, for an initiator that
-    knows it before. After a refused message the object is dead: every later call is our own bug.
+    knows it beforehand. After a refused message the object is dead: every later call is our own bug.
 
     Loading a key costs as much as agreeing on a secret. So `static` may be loaded already, and the ephemeral
-    key is loaded once it is needed: a first message that is refused costs only what was looked at.
+    key is loaded once it is needed: a first message that is refused costs only its own checks.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Handshake:
 
     @property
     def hash(self) -> bytes:
-        """The transcript's hash, the same on both sides; final once finished (channel binding)."""
+        """The hash of the transcript, the same on both sides; final once finished (channel binding)."""
         return self._symmetric.hash
 
     @property
@@ -105,7 +106,8 @@ class Handshake:
         return self._remote["s"]
 
     def write(self, payload: bytes = b"") -> bytes:
-        """The next message to send, carrying `payload` (in the clear as long as no key is mixed in)."""
+        """Return the next message to send, carrying `payload` (in the clear as long as no key is mixed
+        in)."""
         try:
             fields = [self._write_field(word) for word in self._take_turn(ours=True)]
         except RemoteProtocolError:
@@ -117,7 +119,7 @@ class Handshake:
         return message
 
     def read(self, message: bytes) -> bytes:
-        """The payload of the message that came; RemoteProtocolError if it is not a right one."""
+        """Return the payload of a received message; RemoteProtocolError if it is invalid."""
         tokens = self._take_turn(ours=False)
         try:
             if len(message) > NOISE_BYTES_MAX:
@@ -130,7 +132,7 @@ class Handshake:
             raise
 
     def split(self) -> tuple[CipherState, CipherState]:
-        """(for sending, for receiving), once finished."""
+        """Return the ciphers (for sending, for receiving), once finished."""
         if not self.finished or self._failed:
             raise LocalProtocolError("a handshake can be split only once it has finished")
         first, second = self._symmetric.split()
@@ -143,7 +145,7 @@ class Handshake:
         return self._pending.pop(0)
 
     def _write_field(self, word: str) -> bytes:
-        """Return what stands in a message for one token; nothing for those that only mix."""
+        """Return the bytes of a message for one token; none for tokens that only mix."""
         if word == "e":
             public = self._load_ephemeral().public_key().public_bytes_raw()
             self._mix_ephemeral(public)
@@ -162,7 +164,7 @@ class Handshake:
         return b""
 
     def _read_field(self, word: str, message: bytes) -> bytes:
-        """Take what stands at the beginning of `message` for one token; the rest of it."""
+        """Take the bytes for one token from the beginning of `message`; return the rest."""
         if word == "e":
             self._remote["e"], message = _cut(message, KEY_BYTES)
             self._mix_ephemeral(self._remote["e"])
@@ -192,7 +194,8 @@ class Handshake:
             self._symmetric.mix_key(public)  # section 9.2: nothing is sealed by the psk alone
 
     def _mix_shared(self, word: str) -> None:
-        """`es` and its kin: the first letter is the initiator's key, the second the responder's."""
+        """Mix in the secret of `es` and its kin: the first letter is the initiator's key, the second the
+        responder's."""
         if word == "psk":
             assert self._psk is not None
             self._symmetric.mix_key_and_hash(self._psk)
@@ -207,7 +210,7 @@ class Handshake:
 
 
 def static_public_key(static: PrivateKey) -> bytes:
-    """The X25519 public key of a private one, 32 bytes."""
+    """Return the X25519 public key of a private one, 32 bytes."""
     return load_private_key(static).public_key().public_bytes_raw()
 
 
@@ -216,7 +219,7 @@ def load_private_key(key: PrivateKey) -> X25519PrivateKey:
 
 
 def _name(pattern: str, cipher: str) -> str:
-    """The protocol's name (section 8), the first thing that is hashed."""
+    """Return the protocol's name (section 8), which is hashed first."""
     if pattern in HYBRIDS:
         return f"Peerloom_{pattern}_25519+MLKEM768_{cipher}_SHA256"
     return f"Noise_{pattern}_25519_{cipher}_SHA256"
@@ -230,7 +233,7 @@ def _check(
     remote_static: bytes | None,
     kem_seed: bytes | None,
 ) -> list[Tokens]:
-    """The pattern's messages, if what is given is what it takes; else LocalProtocolError."""
+    """Return the pattern's messages, if the arguments are those it takes; else raise LocalProtocolError."""
     messages = (PATTERNS | HYBRIDS).get(pattern)
     if cipher not in CIPHERS or messages is None:
         raise LocalProtocolError(f"no Noise pattern {pattern} with {cipher} here")

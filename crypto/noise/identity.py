@@ -1,8 +1,8 @@
 """libp2p's identity payload: an Ed25519 key and its signature over an X25519 static key.
 
 Real `NoiseHandshakePayload` protobuf bytes, as libp2p's noise specification has them; the signature covers
-`noise-libp2p-static-key:` + the static key. Extensions are skipped. In which message it travels is not
-here.
+`noise-libp2p-static-key:` + the static key. Extensions are skipped. The pattern decides in which message it
+travels.
 """
 
 from functools import lru_cache
@@ -18,12 +18,12 @@ _IDENTITY_SIGNATURE_FIELD = 2
 PAYLOAD_BYTES_MAX = 1_024
 """Ours has 104 bytes; the rest is room for extensions that we skip."""
 CHECKED_MAX = 1_024
-"""Payloads whose signature is remembered to hold, at 300 bytes to a kilobyte and a half each: a peer shows
-the same one in every handshake, and to verify it costs as much as three exchanges of X25519."""
+"""Payloads whose valid signature is remembered, at 300 bytes to a kilobyte and a half each: a peer sends the
+same one in every handshake, and verifying it costs as much as three exchanges of X25519."""
 
 
 def identity_payload(identity: Identity, static_public: bytes) -> bytes:
-    """`NoiseHandshakePayload` bytes that bind `identity` to an X25519 public key."""
+    """Return the `NoiseHandshakePayload` bytes that bind `identity` to an X25519 public key."""
     key = _KEY_PREFIX + identity.peer
     signature = identity.sign(_SIGNATURE_PREFIX + static_public)
     return bytes((0x0A, len(key))) + key + bytes((0x12, len(signature))) + signature
@@ -31,7 +31,8 @@ def identity_payload(identity: Identity, static_public: bytes) -> bytes:
 
 @lru_cache(maxsize=CHECKED_MAX)
 def check_identity_payload(payload: bytes, static_public: bytes) -> PeerId:
-    """Return who signed `static_public`; RemoteProtocolError if nobody did. Unknown fields are skipped."""
+    """Return the peer that signed `static_public`; RemoteProtocolError if none did. Unknown fields are
+    skipped."""
     if len(payload) > PAYLOAD_BYTES_MAX:
         raise RemoteProtocolError(f"an identity payload of {len(payload)} bytes")
     fields = _parse_fields(payload)
@@ -46,7 +47,8 @@ def check_identity_payload(payload: bytes, static_public: bytes) -> PeerId:
 
 
 def _parse_fields(data: bytes) -> dict[int, bytes]:
-    """The length-delimited fields of a protobuf message; varint fields are skipped, the last one wins."""
+    """Return the length-delimited fields of a protobuf message; varint fields are skipped, the last one
+    wins."""
     fields: dict[int, bytes] = {}
     at = 0
     while at < len(data):

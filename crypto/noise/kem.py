@@ -1,7 +1,7 @@
 """ML-KEM-768 (FIPS 203) where `cryptography` and the OpenSSL under it offer it; elsewhere there is none.
 
-What is recorded today and broken by a quantum computer later: this is what guards against that, always
-beside X25519 and never instead of it. When its secret is mixed in is `handshake`'s.
+It guards against traffic that is recorded today and decrypted by a quantum computer later, always beside
+X25519 and never instead of it. `handshake` decides when its secret is mixed in.
 """
 
 from functools import cache
@@ -17,7 +17,7 @@ CIPHERTEXT_BYTES = 1_088
 
 @cache
 def is_offered() -> bool:
-    """Return whether this installation can do it: asked once."""
+    """Return whether this installation offers it; checked once."""
     try:
         KemKey(bytes(SEED_BYTES))
     except (ImportError, UnsupportedAlgorithm):
@@ -37,17 +37,17 @@ class KemKey:
         self.public = self._private.public_key().public_bytes_raw()
 
     def decapsulate(self, ciphertext: bytes) -> bytes:
-        """The shared secret, 32 bytes.
+        """Return the shared secret, 32 bytes.
 
-        A ciphertext that somebody changed gives another secret and no error: what is sealed next tells.
+        A changed ciphertext gives another secret and no error: the next sealed field fails to decrypt.
         """
         return self._private.decapsulate(ciphertext)
 
 
 def encapsulate(public: bytes) -> tuple[bytes, bytes]:
-    """(shared secret, ciphertext) for a key that came; RemoteProtocolError if it is none.
+    """Return (shared secret, ciphertext) for a received key; RemoteProtocolError if it is invalid.
 
-    The randomness is the library's own: it offers no way to give it some.
+    The randomness is the library's own: it offers no way to pass any.
     """
     from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PublicKey
 

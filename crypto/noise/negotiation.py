@@ -1,4 +1,5 @@
-"""How two peers settle on a suite: the initiator's offer, the responder's answer, and what binds both.
+"""The negotiation of a suite: the initiator's offer, the responder's answer, and the prologue that binds
+both.
 
     offer     version 1 | count 1 | that many suite numbers, best first
     answer    the number chosen 1; unless it is the first of the offer: count 1 | that many of the responder's
@@ -8,9 +9,9 @@ Noise message comes with the offer, so a right guess costs no round trip; after 
 begins anew.
 
 `prologue` puts both, as they were sent, before everything that Noise hashes, and after a wrong guess also the
-message that was for nothing: who changes a byte of them makes the handshake fail. After a right guess the
-answer holds no list; it need not, because there is nothing that the initiator would have liked better. After
-a wrong one the initiator makes the choice again from both lists. The order of it all is `peers`.
+wasted message: changing a byte of them makes the handshake fail. After a right guess the answer holds no
+list: the initiator prefers no other suite. After a wrong one the initiator repeats the choice from both
+lists. The order of the flights is in `peer_handshake`.
 """
 
 from collections.abc import Sequence
@@ -20,9 +21,9 @@ from crypto.noise.suites import SUITES, Suite
 
 VERSION = 3
 HEAD_BYTES = 2
-"""Version and count: what says how long an offer is."""
+"""Version and count, which give the length of an offer."""
 SUITES_MAX = 8
-"""In one list; twice those that exist, for peers that know more."""
+"""In one list; twice the existing number, for peers that know more."""
 NONE_TAKEN = 0
 
 _DOMAIN = b"peerloom/noise/2\0"
@@ -34,31 +35,31 @@ def numbers_of(suites: Sequence[Suite]) -> bytes:
 
 
 def offer_of(suites: Sequence[Suite]) -> bytes:
-    """The initiator's first bytes."""
+    """Return the initiator's first bytes."""
     return bytes((VERSION, len(suites))) + numbers_of(suites)
 
 
 def check_head(head: bytes) -> int:
-    """The count of suites in an offer that begins so; RemoteProtocolError if it is not one of ours."""
+    """Return the count of suites in an offer with this head; RemoteProtocolError if it is not one of ours."""
     if head[0] != VERSION:
         raise RemoteProtocolError("a connection that does not begin as ours do")
     return check_count(head[1])
 
 
 def check_count(count: int) -> int:
-    """Return how many suites a list says it has; RemoteProtocolError for too many or none."""
+    """Return the count of suites in a list; RemoteProtocolError for too many or none."""
     if not 1 <= count <= SUITES_MAX:
         raise RemoteProtocolError(f"a list of {count} suites")
     return count
 
 
 def choose(offered: bytes, taken: bytes) -> Suite | None:
-    """The first of the numbers `offered` that is `taken` too; those that we do not know are passed over."""
+    """Return the first of the numbers `offered` that is also `taken`; unknown ones are skipped."""
     return next((_BY_NUMBER[number] for number in offered if number in taken and number in _BY_NUMBER), None)
 
 
 def answer_of(suite: Suite | None, offered: bytes, suites: Sequence[Suite]) -> bytes:
-    """The answer to an offer from which `suite` was chosen; `suites` are the responder's."""
+    """Return the answer to an offer from which `suite` was chosen; `suites` are the responder's."""
     if suite is not None and suite.number == offered[0]:
         return bytes((suite.number,))
     chosen = NONE_TAKEN if suite is None else suite.number
@@ -66,11 +67,11 @@ def answer_of(suite: Suite | None, offered: bytes, suites: Sequence[Suite]) -> b
 
 
 def names_of(numbers: bytes) -> str:
-    """A list for a person."""
+    """Return a list of suites as text for a person."""
     return ", ".join(_BY_NUMBER[number].name if number in _BY_NUMBER else str(number) for number in numbers)
 
 
 def prologue(swarm: str, offer: bytes, answer: bytes) -> bytes:
-    """Return what both sides must have seen alike; each part says where it ends."""
+    """Return the bytes that both sides must have seen alike; each part carries its length."""
     name = swarm.encode()
     return b"".join((_DOMAIN, len(name).to_bytes(4, "big"), name, offer, answer))

@@ -1,4 +1,4 @@
-"""Two peers meet on a stream: they settle on a suite, show that they know the swarm, and prove their ids.
+"""The handshake on a stream: two peers settle on a suite, show that they know the swarm, and prove their ids.
 
     initiator                                     responder
     offer | framed message | tag           ->
@@ -8,14 +8,14 @@
                                            <-     framed message | tag
     framed message                         ->
 
-A framed message is a Noise message behind two bytes of length. `offers` has offer and answer, `suites` the
-patterns. Tags there are only in a private swarm: HMAC-SHA-256, under a secret of the swarm, over all that
-was sent until then. So a responder spends one hash on an outsider and says nothing, and an initiator shows
-nothing of itself to one: its own keys and id go only to who has proved to know the secret and to be whom it
-wants. Who caught a first flight and plays it again is an outsider too, see `knocks`.
+A framed message is a Noise message behind two bytes of length. `negotiation` has offer and answer, `suites`
+the patterns. Only a private swarm has tags: HMAC-SHA-256, under a secret of the swarm, over everything sent
+so far. So a responder spends one hash on an outsider and does not answer, and an initiator shows an outsider
+nothing of itself: its own keys and id go only to a peer that has proved that it knows the secret and is the
+one expected. A replay of a captured first flight counts as an outsider's too, see `replay_cache`.
 
-No sockets, no clocks: whoever drives this hands it exactly `wanted` bytes at a time, whose number is bounded
-before, and gives up in its own time. Whether it closes then or goes on in silence is its affair, see
+No sockets, no clocks: the driver hands it exactly `wanted` bytes at a time, a bounded number, and gives up
+after its own deadline. It also decides whether to close then or to go on in silence, see
 `PeerHandshake.knows_swarm`.
 """
 
@@ -43,7 +43,7 @@ _TAG_KEY = b"peerloom/knock/1\0"
 
 
 class WrongIdentity(RemoteProtocolError):
-    """A peer proved an identity, but another than the one that was expected."""
+    """A peer proved another identity than the expected one."""
 
     def __init__(self, expected: PeerId, found: PeerId) -> None:
         super().__init__(f"wanted {short_peer(expected)}, found {short_peer(found)}")
@@ -52,12 +52,12 @@ class WrongIdentity(RemoteProtocolError):
 
 
 class NoCommonSuite(RemoteProtocolError):
-    """The other side takes none of the suites that we do."""
+    """The other side accepts none of our suites."""
 
 
 @dataclass(frozen=True)
 class Session:
-    """What a handshake ends in: who is there, and a cipher for each direction."""
+    """The result of a handshake: the peer, and a cipher for each direction."""
 
     peer: PeerId
     suite: Suite
@@ -67,17 +67,17 @@ class Session:
 
 
 Reading = Generator[int, bytes, bytes]
-"""Yields how many bytes it wants next, is sent them, and ends in what they were."""
+"""Yields how many bytes it wants next, is sent them, and returns what it read."""
 
 
 class PeerHandshake:
-    """One side of it. `session` is there once it has finished.
+    """One side of the handshake. `session` is set once it has finished.
 
     `static` is an X25519 private key, and `proof` our `identity_payload` for it. `suites` are those that are
-    taken, best first; `entropy(n)` returns n unpredictable bytes (the entropy seam); `knocks` is one object
-    for all handshakes of this node. Begin with `start`; then, until there is a `session`, hand the next
-    `wanted` bytes to `receive` and send what it returns. The responder's identity is checked before the
-    initiator shows its own.
+    accepted, best first; `entropy(n)` returns n unpredictable bytes (the entropy seam); `knocks` is one
+    replay cache for all handshakes of this node. Begin with `start`; then, until there is a `session`, hand
+    the next `wanted` bytes to `receive` and send what it returns. The responder's identity is checked before
+    the initiator shows its own.
     """
 
     def __init__(
@@ -111,11 +111,11 @@ class PeerHandshake:
         self._over = False
         self.wanted = 0
         self.is_last = False
-        """Whether what is wanted now belongs to the last message, behind which other bytes may come. Before,
-        a peer that has said its part waits for an answer."""
+        """Whether the wanted bytes belong to the last message, which other bytes may follow. Before that, a
+        peer that has sent its part waits for an answer."""
         self.has_opened = False
-        """Whether a responder has had a whole first flight, in a private swarm one that shows a key of it. To
-        go on from here is what costs."""
+        """Whether a responder has received a whole first flight, in a private swarm one that shows a key of
+        it. The steps after this one are the expensive ones."""
         self.session: Session | None = None
 
     @property
@@ -124,14 +124,15 @@ class PeerHandshake:
         return not self._swarm.is_private or self._secret is not None
 
     def start(self) -> bytes:
-        """The initiator's first flight; nothing for a responder."""
+        """Return the initiator's first flight; nothing for a responder."""
         return self._go_on(None)
 
     def receive(self, data: bytes) -> bytes:
         """Return what to send in answer to the `wanted` bytes (which may be none), empty for nothing.
 
         Raises:
-            WrongIdentity: somebody else than `expected` proved to be there. NoCommonSuite: what it says.
+            WrongIdentity: another peer than `expected` proved its identity.
+            NoCommonSuite: no suite in common.
             RemoteProtocolError: anything else that no correct peer sends. It is over then.
         """
         if len(data) != self.wanted:
@@ -169,7 +170,7 @@ class PeerHandshake:
         return _session(peer, suite, noise)
 
     def _read_other_choice(self, chosen: bytes) -> Generator[int, bytes, tuple[Suite, bytes]]:
-        """(suite, answer) where the guess was wrong: a choice that follows from both lists."""
+        """Read a choice that follows from both lists, where the guess was wrong; return (suite, answer)."""
         count = yield 1
         listed = yield negotiation.check_count(count[0])
         answer = chosen + count + listed
@@ -186,7 +187,7 @@ class PeerHandshake:
         offered = yield negotiation.check_head(head)
         offer = head + offered
         message = yield from self._read_flight(offer)
-        # Until here it has cost a hash at most: whoever drives this may wait before it goes on.
+        # Until here it has cost a hash at most: the driver may wait before it goes on.
         self.has_opened = True
         yield 0
         suite = negotiation.choose(offered, negotiation.numbers_of(self._suites))
@@ -209,7 +210,7 @@ class PeerHandshake:
         return _session(self._check_peer(noise.read(last), noise), suite, noise)
 
     def _begin(self, suite: Suite, offer: bytes, answer: bytes) -> Handshake:
-        """After a wrong guess `offer` has the message that came with it at its end."""
+        """Begin the Noise handshake. After a wrong guess `offer` ends with the message that came with it."""
         return Handshake(
             initiator=self._initiator,
             static=self._static,
@@ -230,14 +231,15 @@ class PeerHandshake:
     # --- what lies on the wire -----------------------------------------------------------------------
 
     def _send(self, flight: bytes) -> None:
-        """A flight of ours, in a private swarm with its tag."""
+        """Queue a flight of ours, in a private swarm with its tag."""
         if self._secret is not None:
             self._tag = _tag_of(self._secret, self._tag, flight)
             flight += self._tag
         self._outgoing += flight
 
     def _read_flight(self, before: bytes) -> Reading:
-        """The message at the end of a flight, whose tag holds; `before` is what was read of it until here."""
+        """Read the message at the end of a flight and check its tag; `before` is what was read of the flight
+        so far."""
         message = yield from self._read_message()
         yield from self._check_tag(before + _framed(message))
         return message
@@ -249,7 +251,7 @@ class PeerHandshake:
         return (yield length)
 
     def _check_tag(self, flight: bytes) -> Generator[int, bytes, None]:
-        """In a private swarm, read the tag behind a flight that came."""
+        """Read and check the tag behind a received flight, in a private swarm."""
         if not self._swarm.is_private:
             return
         came = yield SWARM_TAG_BYTES
@@ -272,6 +274,7 @@ def _framed(message: bytes) -> bytes:
 
 
 def _tag_of(secret: bytes, before: bytes, flight: bytes) -> bytes:
-    """Over this flight and, by its tag, all before it; so no flight fits another place or direction."""
+    """Return the tag over this flight and, by the last tag, all before it: no flight fits another place or
+    direction."""
     key = hmac.digest(secret, _TAG_KEY, hashlib.sha256)
     return hmac.digest(key, bytes((len(before),)) + before + flight, hashlib.sha256)

@@ -1,10 +1,11 @@
-"""First flights of members that a node of a private swarm has taken: one that comes again is an outsider's.
+"""A cache of the first flights that a node of a private swarm has accepted: a repeated one is an outsider's
+replay.
 
-Only who knows a key can add to it, so an outsider cannot push anything out. Its limits, said openly: a node
-that restarted remembers nothing, after `KNOCKS_MAX` others one is forgotten, and each node knows only its
-own. In these cases whoever caught a first flight on the way can have it answered once more, and so learns
-that a member is there; what the answer holds it cannot read. A flight is not bound to whom it was for: a
-member at an address that was another's shall say so, not fall silent.
+Only holders of a key can add to it, so an outsider cannot push anything out. Its limits: a node that
+restarted remembers nothing, after `KNOCKS_MAX` others one is forgotten, and each node knows only its own. In
+these cases an attacker that captured a first flight can have it answered once more, and so learns that a
+member is there; it cannot read the answer. A flight is not bound to its receiver: a member at an address that
+was another's is to say so, not fall silent.
 """
 
 from collections import OrderedDict
@@ -19,7 +20,7 @@ class ReplayCache:
         self._taken: OrderedDict[bytes, None] = OrderedDict()
 
     def take(self, tag: bytes) -> bool:
-        """Return whether the flight with this tag is new; it is not from now on."""
+        """Return whether the flight with this tag is new, and remember it."""
         if tag in self._taken:
             return False
         self._taken[tag] = None

@@ -1,6 +1,6 @@
-"""Which ciphers and key agreements two peers may meet in: names, numbers on the wire, an order of preference.
+"""Suites of a cipher and a key agreement: names, numbers on the wire, an order of preference.
 
-All share X25519 and SHA-256. How two peers settle on one is `offers`.
+All share X25519 and SHA-256. Peers settle on one in `negotiation`.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,8 @@ from crypto.noise import kem
 
 @dataclass(frozen=True)
 class Suite:
-    """`number` is what stands on the wire and is never given to another; `hybrid` adds ML-KEM-768."""
+    """A cipher and key agreement. `number` is the one on the wire and is never reused; `hybrid` adds
+    ML-KEM-768."""
 
     number: int
     name: str
@@ -20,7 +21,7 @@ class Suite:
     hybrid: bool
 
     def pattern(self, *, private: bool) -> str:
-        """Its handshake in an open or a private swarm."""
+        """Return its handshake pattern in an open or a private swarm."""
         if self.hybrid:
             return "XXhfs+psk3" if private else "XXhfs"
         return "XXpsk3" if private else "XX"
@@ -35,10 +36,11 @@ SUITES = (
 
 
 def preferred(*, has_aes: bool) -> tuple[Suite, ...]:
-    """All that work here, best first: what keeps a secret longest, then what this CPU is quicker with.
+    """Return all suites that work here, best first: those that keep a secret longest, then those this CPU is
+    quicker with.
 
-    `has_aes`: the CPU has instructions for AES, so that it is several times as fast as ChaCha; without
-    them it is several times as slow.
+    `has_aes`: the CPU has instructions for AES, so that it is several times as fast as ChaCha; without them
+    it is several times as slow.
     """
     first = "AESGCM" if has_aes else "ChaChaPoly"
     works = [suite for suite in SUITES if not suite.hybrid or kem.is_offered()]
@@ -46,7 +48,7 @@ def preferred(*, has_aes: bool) -> tuple[Suite, ...]:
 
 
 def suites_named(names: Iterable[str]) -> tuple[Suite, ...]:
-    """Suites by name, in that order; LocalProtocolError for one that does not exist or work here."""
+    """Return suites by name, in that order; LocalProtocolError for one that does not exist or work here."""
     by_name = {suite.name: suite for suite in SUITES if not suite.hybrid or kem.is_offered()}
     try:
         return tuple(by_name[name] for name in names)

@@ -1,6 +1,6 @@
-"""What a handshake has mixed so far: chaining key, transcript hash, cipher (Noise, revision 34, section 5.2).
+"""The state that a handshake mixes: chaining key, transcript hash, cipher (Noise, revision 34, section 5.2).
 
-It knows nothing of who sends what; see `handshake`.
+The order of messages is in `handshake`.
 """
 
 import hashlib

@@ -1,14 +1,14 @@
-"""`Sessions`: messages in, packets out, and back. A socket drives it; it has neither socket nor clock.
+"""The sessions of a node: messages in, packets out, and back. A socket drives it; it has neither socket nor
+clock.
 
     packets = sessions.send(now, peer, protocol, payload)      for wherever the peer may be
     received = sessions.receive(now, data, source)             `received.answers` go back to `source`
     for peer, packet in sessions.wake(now)                     once `deadline` has come
 
-What is sent to a peer without a session waits, a handshake begins, and its first packet carries the request.
-Nothing is delivered twice; what is lost is lost, except while a handshake runs. Two limits of this, said
-openly: a node that restarted has an empty memory, and a peer that fell out of the bounded memory is met anew;
-then an initiation caught earlier can be played once more, and its request with it. What rides on it is
-idempotent.
+A message to a peer without a session waits, a handshake begins, and its first packet carries the request.
+Nothing is delivered twice; lost packets stay lost, except while a handshake runs. There are two limits: a
+node that restarted has an empty memory, and a peer that fell out of the bounded memory is met anew. Then an
+initiation captured earlier can be replayed once, and its request with it. Protocols on top are idempotent.
 """
 
 from collections import Counter
@@ -47,11 +47,11 @@ from crypto.sessions.table import Table
 from crypto.swarm import Swarm
 
 WAKEN_MAX = 16
-"""Peers looked after in one go: each may take a handshake, of 0.5 to 1 ms, and one who tells of hundreds that
-do not exist has us begin, and repeat, one with each."""
+"""Peers served in one wake: each may take a handshake, of 0.5 to 1 ms, and a peer that names hundreds that do
+not exist has us begin, and repeat, one with each."""
 
 WAIT_SECONDS = 20.0
-"""Nobody waits longer for an answer to a datagram."""
+"""Nothing waits longer than this for an answer to a datagram."""
 CHALLENGE_SECONDS = 0.5
 """Between two challenges to one address."""
 
@@ -60,8 +60,8 @@ _HEAD_BYTES = TRANSPORT_HEAD.size
 
 @dataclass(slots=True)
 class Received:
-    """What a packet was. `peer` is None if nobody is proved by it (a cookie was asked for or came); `newest`:
-    nothing that this peer sent later came before it, and where it came from is where the peer is."""
+    """The meaning of a packet. `peer` is None if it proves nobody (a cookie was asked for or came); `newest`:
+    no later packet of this peer came before it, so its source is where the peer is."""
 
     peer: PeerId | None
     newest: bool = False
@@ -71,8 +71,8 @@ class Received:
 
 class Sessions:
     """All sessions of one node. `now` is monotonic seconds, never less than before; `wall_milliseconds` the
-    unix time at the start; `entropy(n)` gives n unpredictable bytes. Nobody gets a session whose id `admits`
-    refuses."""
+    unix time at the start; `entropy(n)` gives n unpredictable bytes. Peers whose id `admits` refuses get no
+    session."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Sessions:
         self._entropy = entropy
         self._counters = Counter[str]() if counters is None else counters
         self.unanswered: list[PeerId] = []
-        """Those of the last `wake` to whom two initiations and more have gone without an answer."""
+        """Peers of the last `wake` that have left two or more initiations unanswered."""
         self._table = Table(swarm.secrets[0], entropy, self._counters)
         self._handshakes = Handshakes(
             identity,
@@ -109,13 +109,13 @@ class Sessions:
 
     @property
     def peers(self) -> tuple[PeerId, ...]:
-        """Those with whom there is a session that can be used, or a handshake; the latest used last."""
+        """The peers with a usable session or a handshake; the latest used last."""
         return tuple(self._table.peers)
 
     # --- out ---------------------------------------------------------------------------------------
 
     def send(self, now: float, peer: PeerId, protocol: str, payload: bytes) -> list[bytes]:
-        """Packets for the peer, none while the message waits for a handshake that runs already.
+        """Return packets for the peer, none while the message waits for a handshake that already runs.
 
         Raises LocalProtocolError for a payload longer than `payload_bytes_max(protocol)`, or to ourselves.
         """
@@ -144,8 +144,8 @@ class Sessions:
         return self._queue(now, state, Request(name, payload, now + WAIT_SECONDS))
 
     def knock(self, now: float, peer: PeerId, *, anew: bool = False) -> list[bytes]:
-        """Packets that try a handshake with a peer, none while one runs unless `anew`; nothing is delivered
-        by it."""
+        """Return packets that try a handshake with a peer, none while one runs unless `anew`; they deliver
+        nothing."""
         state = self._table.peers.get(peer)
         if state is None:
             try:
@@ -156,8 +156,8 @@ class Sessions:
         return self._begin(now, state) if anew or state.attempt is None else []
 
     def doubt(self) -> None:
-        """Rely on no session any more: with each peer, what is sent next begins a handshake. For where others
-        may have taken another one's for ours."""
+        """Rely on no session any more: the next message to each peer begins a handshake. For where others may
+        have taken another process's session for ours."""
         for state in self._table.peers.values():
             state.doubted = True
 
@@ -172,7 +172,7 @@ class Sessions:
         return packets
 
     def _flush(self, now: float, state: PeerState) -> list[bytes]:
-        """Return what waits and can be sent."""
+        """Return the waiting packets that can be sent."""
         packets: list[bytes] = []
         session = state.sending(now)
         while state.queue and session is not None:
@@ -191,7 +191,7 @@ class Sessions:
         return packets
 
     def _sent(self, now: float, state: PeerState) -> None:
-        """A message has left for the peer, which it answers if it is there."""
+        """Note that a message has left for the peer, which answers it if it is there."""
         state.reply_at = NEVER
         if state.unanswered_since == NEVER:
             state.unanswered_since = now
@@ -200,7 +200,7 @@ class Sessions:
     # --- in ----------------------------------------------------------------------------------------
 
     def receive(self, now: float, data: bytes, source: Source) -> Received:
-        """Return what came from `source`; DatagramRefused, with a reason for a counter, for what is not
+        """Take a packet from `source`; raises DatagramRefused, with a reason for a counter, if it is not
         authentic or came before."""
         kind = data[0] if data else 0
         if kind == TRANSPORT:
@@ -269,7 +269,7 @@ class Sessions:
         size_bytes: int,
         is_newest: bool,
     ) -> Received:
-        """An authentic packet of a session, for the first time."""
+        """Take an authentic packet of a session, for the first time."""
         confirms = session is state.next
         if confirms:
             self._handshakes.confirm(now, state)
@@ -308,7 +308,7 @@ class Sessions:
     # --- addresses that have to prove themselves ---------------------------------------------------
 
     def _challenge(self, now: float, state: PeerState, session: Session) -> list[bytes]:
-        """Ask the unproven address for something that only the peer can read."""
+        """Ask the unproven address for a token that only the peer can read."""
         if state.unproven is None or now - state.challenged_at < CHALLENGE_SECONDS:
             return []
         state.challenge, state.challenged_at = self._entropy(TOKEN_BYTES), now
@@ -328,8 +328,8 @@ class Sessions:
     # --- time --------------------------------------------------------------------------------------
 
     def wake(self, now: float) -> list[tuple[PeerId, bytes]]:
-        """Return what is to be sent, to whom, because it is time: handshakes again, signs of life. Of
-        WAKEN_MAX peers; while more are due, `deadline` has come."""
+        """Return the packets that are due, with their peers: repeated handshakes, signs of life. For at most
+        WAKEN_MAX peers; while more are due, `deadline` is in the past."""
         packets: list[tuple[PeerId, bytes]] = []
         self.unanswered.clear()
         for state in islice(self._table.due(now), WAKEN_MAX):
@@ -365,7 +365,7 @@ class Sessions:
         return packets
 
     def _retry(self, now: float, state: PeerState) -> list[bytes]:
-        """An initiation has not been answered in its time: another one, if anything waits for it."""
+        """Send another initiation if anything waits for it: the last one was not answered in time."""
         attempt = state.attempt
         if attempt is None or attempt.retry_at > now:
             return []
@@ -387,7 +387,7 @@ class Sessions:
             state.next = None
 
     def _keepalive(self, now: float, state: PeerState) -> list[bytes]:
-        """An empty packet: we are here, and have the session."""
+        """Send an empty packet: we are here, and have the session."""
         state.reply_at = NEVER
         session = state.sending(now)
         if session is None or not state.may_send(now, TRANSPORT_BYTES_MIN):

@@ -1,7 +1,7 @@
-"""How two peers get a session: initiation, response, cookie. Cheap checks come first.
+"""Handshakes for sessions: initiation, response, cookie. Cheap checks come first.
 
 Both may begin at once; then the initiation of the one with the smaller peer id counts, and the other's is
-answered with it. What both wanted to say is delivered all the same.
+answered with it. The messages of both are delivered all the same.
 """
 
 from collections import Counter, OrderedDict
@@ -42,7 +42,8 @@ from crypto.sessions.table import Table
 from crypto.swarm import Swarm
 
 SEEN_MAX = 4_096
-"""Initiations remembered, so that a copy of one is refused without computing: it may come by several ways."""
+"""Initiations remembered, so that a copy of one is refused without computing: it may come by several
+paths."""
 
 _PATTERN, _CIPHER = "IKpsk2", "ChaChaPoly"
 """ChaCha20-Poly1305 is as fast as AES for packets so small, on machines of every kind."""
@@ -52,8 +53,8 @@ _PROLOGUE = b"peerloom/session/1\0"
 
 
 class Handshakes:
-    """`wall_milliseconds` is the unix time at `now`: it must be above that of the node's last life, or others
-    take its initiations for old ones until it is."""
+    """The handshakes of one node. `wall_milliseconds` is the unix time at `now`: it must be above that of the
+    node's last life, or others take its initiations for old ones until it is."""
 
     def __init__(
         self,
@@ -85,7 +86,8 @@ class Handshakes:
     # --- ours --------------------------------------------------------------------------------------
 
     def begin(self, now: float, state: PeerState) -> list[bytes]:
-        """A first initiation, or the next one; none if the peer's address may not be sent so much."""
+        """Return a first initiation, or the next one; none if the amplification limit of the peer's address
+        forbids it."""
         last = state.attempt
         if last is not None:
             self._table.attempts.pop(last.index, None)
@@ -103,7 +105,8 @@ class Handshakes:
         return [attempt.packet]
 
     def _handshake(self, secret: bytes, remote_static: bytes | None = None) -> Handshake:
-        """One that we begin, with whoever has this key; one that somebody else began, where none is given."""
+        """Begin a handshake with the owner of this key; without one, answer a handshake that another peer
+        began."""
         return Handshake(
             initiator=remote_static is not None,
             static=self._private,
@@ -116,7 +119,7 @@ class Handshakes:
         )
 
     def end(self, state: PeerState) -> None:
-        """No handshake of ours is needed any more."""
+        """End our handshake: it is needed no more."""
         if state.attempt is not None:
             self._table.attempts.pop(state.attempt.index, None)
             state.attempt = None
@@ -140,7 +143,7 @@ class Handshakes:
         return self._last_stamp
 
     def on_response(self, now: float, data: bytes, source: Source) -> PeerState:
-        """Our handshake is over; who answered. The session is there and proved."""
+        """End our handshake and return the peer that answered: the session is there and proved."""
         if len(data) != RESPONSE_BYTES:
             raise DatagramRefused("malformed", f"a response of {len(data)} bytes")
         _, remote_index, index = RESPONSE_HEAD.unpack_from(data)
@@ -173,8 +176,8 @@ class Handshakes:
         return state
 
     def on_cookie(self, now: float, data: bytes) -> PeerState:
-        """The peer has much to do: our initiation is to go there once more, with the cookie. Not to where the
-        cookie came from, which proves nothing."""
+        """Queue our initiation again with the cookie of a busy peer, to the peer's own address: the source of
+        the cookie proves nothing."""
         if len(data) != COOKIE_BYTES:
             raise DatagramRefused("malformed", f"a cookie of {len(data)} bytes")
         _, index, _ = COOKIE_HEAD.unpack_from(data)
@@ -192,7 +195,7 @@ class Handshakes:
         return state
 
     def again(self, now: float, state: PeerState) -> list[bytes]:
-        """The initiation that waits to go out once more."""
+        """Return the initiation that waits to go out again."""
         attempt = state.attempt
         if attempt is None or not attempt.is_waiting:
             return []
@@ -205,8 +208,8 @@ class Handshakes:
     def on_initiation(
         self, now: float, data: bytes, source: Source
     ) -> tuple[PeerState | None, Request | None, list[bytes]]:
-        """Return who wants a session, what it asks already, and the answers; nobody yet if that is a
-        cookie."""
+        """Return the peer that wants a session, its request if it carries one, and the answers; no peer yet
+        if the answer is a cookie."""
         number, cookie = self._admit(now, data, source)
         if cookie is not None:
             return None, None, [cookie]
@@ -230,7 +233,8 @@ class Handshakes:
         return state, request, [response]
 
     def _admit(self, now: float, data: bytes, source: Source) -> tuple[int, bytes | None]:
-        """All that costs little: which secret the initiation was made with, and a cookie if we want one."""
+        """Make all cheap checks; return the number of the secret that the initiation was made with, and a
+        cookie if one is demanded."""
         if not INITIATION_BYTES_MIN <= len(data) <= DATAGRAM_BYTES_MAX:
             raise DatagramRefused("malformed", f"an initiation of {len(data)} bytes")
         mac1 = data[-MACS_BYTES:-MAC_BYTES]
@@ -254,7 +258,7 @@ class Handshakes:
         return number, None
 
     def _open(self, covered: bytes, number: int) -> tuple[Handshake, Offer]:
-        """Everything that an initiation must prove."""
+        """Check everything that an initiation must prove."""
         handshake = self._handshake(self._secrets[number])
         try:
             offer = read_offer(handshake.read(covered[INITIATION_HEAD.size :]))
@@ -280,7 +284,7 @@ class Handshakes:
         source: Source,
         offer: Offer,
     ) -> bytes:
-        """The session they want, and our answer without its mac."""
+        """Make the requested session, and our answer without its mac."""
         index = self._table.fresh_index()
         answer = handshake.write(write_stamp(self._last_stamp))
         if state.next is not None:
@@ -290,14 +294,15 @@ class Handshakes:
         self._table.sessions[index] = (state, state.next)
         state.prefer_next_until = now + ANEW_SECONDS if offer.anew else 0.0
         if offer.anew:
-            # What we have it does not trust; if nothing comes of this, we need a handshake of our own.
+            # It does not trust our session; if nothing comes of this, we need a handshake of our own.
             state.doubted = True
         if state.attempt is not None:
             state.attempt.retry_at = now + state.attempt.wait_seconds
         return RESPONSE_HEAD.pack(RESPONSE, index, remote_index) + answer
 
     def confirm(self, now: float, state: PeerState) -> None:
-        """The other side has used the session that it began. DatagramRefused if there is no room for it."""
+        """Note that the other side has used the session that it began. DatagramRefused if there is no room
+        for it."""
         session, source = state.next, state.next_source
         assert session is not None
         assert source is not None
@@ -311,7 +316,7 @@ class Handshakes:
         self._counters["sessions_begun"] += 1
 
     def _rotate(self, state: PeerState, session: Session) -> None:
-        """A new session to send on; the one before it still opens what is under way."""
+        """Make a new session the one to send on; the one before it still opens packets under way."""
         for old in (state.previous, state.next):
             if old is not None:
                 self._table.sessions.pop(old.index, None)

@@ -1,7 +1,8 @@
-"""How many handshakes we compute, and for whom: what strangers cost is bounded, whatever they send.
+"""The limits on handshakes that we compute: the cost of strangers is bounded, whatever they send.
 
-As long as few handshakes come, each is computed: a limit on a source that anybody may forge would only shut
-out the forged. Above a rate a cookie is demanded, and then sources are real and each has a limit of its own.
+As long as few handshakes come, each is computed: a limit on sources that anybody may forge would only shut
+out the real ones. Above a rate a cookie is demanded, and then sources are real and each has a limit of its
+own.
 """
 
 from typing import Literal
@@ -25,8 +26,8 @@ SHOWN_RATE = 200.0
 """The rate of all that showed a cookie together: a fifth of a core at most."""
 SHOWN_BURST = 400.0
 SPARED = 200.0
-"""The part of this rate kept for networks that have not used up their own; any network may have what is left.
-A local network is often one of many honest nodes, and the only one."""
+"""The part of this rate kept for networks that have not used up their own; any network may use the rest. A
+local network is often one of many honest nodes, and the only one."""
 COOKIE_RATE = 5_000.0
 """Cookies handed out a second, at 20 us each: a tenth of a core at most."""
 COOKIE_BURST = 5_000.0
@@ -37,7 +38,7 @@ Verdict = Literal["compute", "cookie", "refuse"]
 
 
 class Admission:
-    """Decides over each handshake that a member of the swarm may have sent."""
+    """Decides on each handshake that a member of the swarm may have sent."""
 
     def __init__(self, now: float) -> None:
         self._free = Bucket(FREE_RATE, FREE_BURST, FREE_BURST, now)
@@ -47,11 +48,11 @@ class Admission:
         self._networks = Buckets[bytes](NETWORK_RATE, NETWORK_BURST, SOURCES_MAX)
 
     def is_free(self, now: float) -> bool:
-        """Return whether a handshake may be computed without a cookie; this one counts."""
+        """Count a handshake; return whether it may be computed without a cookie."""
         return self._free.take(now)
 
     def judge(self, now: float, source: Source, *, shows_cookie: bool) -> Verdict:
-        """Return what becomes of a handshake that is not free."""
+        """Return the verdict on a handshake that is not free."""
         if not shows_cookie:
             return "cookie" if self._cookies.take(now) else "refuse"
         prefix = prefix_of(source[0])

@@ -1,10 +1,10 @@
 """Checks before any answer: a keyed check of every handshake packet, and cookies under load.
 
-mac1 covers a handshake packet with a key that follows from the swarm's secret and the receiver's peer id: who
-does not know both gets no answer, and costs us a hash. A cookie is a MAC over the sender's address with a key
-that only we have; whoever sends it back (mac2 is keyed with it) receives what is sent to that address. As in
-WireGuard's paper, section 5.4.7; the cookie is sealed under a key that only members can compute, bound to the
-very packet it answers.
+mac1 covers a handshake packet with a key that follows from the swarm's secret and the receiver's peer id: a
+sender that does not know both gets no answer, and costs us a hash. A cookie is a MAC over the sender's
+address with a key that only we have; sending it back (mac2 is keyed with it) proves that the sender receives
+packets at that address. As in WireGuard's paper, section 5.4.7; the cookie is sealed under a key that only
+members can compute, bound to the very packet it answers.
 """
 
 import hmac
@@ -18,10 +18,10 @@ from crypto.identity import PeerId
 from crypto.sessions.packets import COOKIE, COOKIE_HEAD, COOKIE_NONCE_BYTES, MAC_BYTES
 
 COOKIE_SECONDS = 120.0
-"""How long our key of cookies lives; the one before it is still accepted, so a cookie holds 120 s or more."""
+"""The lifetime of our cookie key; the key before it is still accepted, so a cookie holds 120 s or more."""
 
 Source = tuple[str, int]
-"""Where a packet came from: host and port."""
+"""The host and port that a packet came from."""
 
 _SECRET_BYTES = 32
 _MAC1 = b"peerloom/mac1/1\0"
@@ -29,12 +29,12 @@ _SEAL = b"peerloom/cookie/1\0"
 
 
 def mac(key: bytes, data: bytes | memoryview) -> bytes:
-    """16 bytes of keyed BLAKE2s (RFC 7693)."""
+    """Return 16 bytes of keyed BLAKE2s (RFC 7693)."""
     return blake2s(data, key=key, digest_size=MAC_BYTES).digest()
 
 
 def mac_key(secret: bytes, receiver: PeerId) -> bytes:
-    """The key of mac1 on packets to `receiver`, 32 bytes; `secret` is one of `Swarm.secrets`."""
+    """Return the key of mac1 on packets to `receiver`, 32 bytes; `secret` is one of `Swarm.secrets`."""
     return blake2s(_MAC1 + receiver, key=secret).digest()
 
 
@@ -55,7 +55,8 @@ class Cookies:
         self._changes_at: float | None = None
 
     def answer(self, now: float, key: bytes, index: int, mac1: bytes, source: Source) -> bytes:
-        """The packet that tells `source` its cookie; `mac1` (made with `key`) is of the packet it answers."""
+        """Return the packet that tells `source` its cookie; `mac1` (made with `key`) is of the packet it
+        answers."""
         self._change(now)
         nonce = self._entropy(COOKIE_NONCE_BYTES)
         cookie = mac(self._secrets[0], _name(source))
@@ -79,7 +80,7 @@ class Cookies:
 
 
 def open_cookie(packet: bytes, key: bytes, mac1: bytes) -> bytes | None:
-    """The cookie in an answer to our packet with `mac1`; None if it is not authentic."""
+    """Return the cookie in an answer to our packet with `mac1`; None if it is not authentic."""
     _, _, nonce = COOKIE_HEAD.unpack_from(packet)
     try:
         return ChaCha20Poly1305(_seal_key(key, nonce)).decrypt(bytes(12), packet[COOKIE_HEAD.size :], mac1)
@@ -88,7 +89,7 @@ def open_cookie(packet: bytes, key: bytes, mac1: bytes) -> bytes | None:
 
 
 def _seal_key(key: bytes, nonce: bytes) -> bytes:
-    """Fresh for every cookie, so the cipher's own nonce can be zero."""
+    """Return a key that is fresh for every cookie, so the cipher's own nonce can be zero."""
     return blake2s(_SEAL + nonce, key=key).digest()
 
 

@@ -1,7 +1,8 @@
-"""Memory of what must not come twice from a peer; it outlives the peer's sessions, and is bounded.
+"""Bounded memory of the stamps that must not be replayed, by peer; it outlives the peer's sessions.
 
-Whoever makes us forget a peer can play an initiation of that peer again, so a source that meets us under many
-ids pushes out its own. Peers that have not proved an address yet may write any, and count as one source.
+An attacker that makes us forget a peer can replay an initiation of that peer, so a source that meets us under
+many ids pushes out only its own. Peers that have not proved an address yet may forge any, and count as one
+source.
 """
 
 from collections.abc import Callable
@@ -18,14 +19,15 @@ _UNPROVEN = b""
 
 @dataclass(slots=True)
 class Memory:
-    """What must not come twice from one peer: the highest stamps of its initiations and of their requests."""
+    """The memory of one peer: the highest stamps of its initiations and of their requests."""
 
     stamp: int = 0
     request: int = 0
 
 
 class Memories:
-    """Memories by peer. `is_needed(peer)` says whether that of a peer must stay, as it has its state."""
+    """Memories by peer. `is_needed(peer)` says whether a peer's memory must stay, since the peer has its
+    state."""
 
     def __init__(self, is_needed: Callable[[PeerId], bool]) -> None:
         self._is_needed = is_needed
@@ -39,12 +41,12 @@ class Memories:
         return peer in self._memories
 
     def stamp_of(self, peer: PeerId) -> int:
-        """Return the highest accepted of a peer's initiations; 0 if none is remembered."""
+        """Return the highest accepted stamp of a peer's initiations; 0 if none is remembered."""
         memory = self._memories.get(peer)
         return 0 if memory is None else memory.stamp
 
     def open(self, peer: PeerId) -> Memory:
-        """Return that of a peer, a new one if there is none."""
+        """Return the memory of a peer, a new one if there is none."""
         memory = self._memories.get(peer)
         if memory is None:
             while len(self._memories) >= MEMORIES_MAX and self._drop_one():
@@ -54,12 +56,12 @@ class Memories:
         return memory
 
     def prove(self, peer: PeerId, source: bytes) -> None:
-        """The peer has proved that it is at an address of `source`."""
+        """Note that the peer has proved to be at an address of `source`."""
         if peer in self._memories:
             self._crowd.add(peer, source)
 
     def close(self, peer: PeerId) -> None:
-        """The peer's state goes; with nothing to remember the memory goes too."""
+        """Note that the peer's state is gone; an empty memory goes too."""
         if self._memories.get(peer) == Memory():
             self._drop(peer)
 

@@ -1,4 +1,4 @@
-"""What lies on the wire of datagram sessions, and how much of it is left for a message.
+"""The packets of datagram sessions on the wire, and the room they leave for a message.
 
     initiation   4 | sender index 4 | Noise message 1 | mac1 16 | mac2 16        at least INITIATION_BYTES_MIN
       its payload: peer 32 | stamp 8 | anew 1 | the request's stamp 8 | name length 1 | message length 2
@@ -26,9 +26,9 @@ from crypto.protocols import PROTOCOL_BYTES_MAX, protocol_bytes, read_protocol
 DATAGRAM_BYTES_MAX = 1_232
 """IPv6's least MTU of 1,280 less the IPv6 and UDP headers: it is fragmented nowhere."""
 INITIATION_BYTES_MIN = 411
-"""A third of the largest packet: whatever one packet answers an initiation, it is at most three times it."""
+"""A third of the largest packet: any one packet in answer to an initiation is at most three times as long."""
 COUNTER_MAX = 2**48
-"""No session comes so far in its 180 s; it keeps a stranger's number away from a cipher's last nonces."""
+"""No session reaches it in its 180 s; it keeps a stranger's number away from a cipher's last nonces."""
 
 INITIATION, RESPONSE, COOKIE, TRANSPORT = 4, 5, 6, 7
 CHALLENGE, ANSWER = 1, 2
@@ -64,7 +64,7 @@ class DatagramRefused(RemoteProtocolError):
 
 @dataclass(frozen=True, slots=True)
 class Datagram:
-    """An authentic message. `newest`: none that this peer sent later came before it."""
+    """An authentic message. `newest`: no later message of this peer came before it."""
 
     sender: PeerId
     protocol: str
@@ -88,7 +88,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What an initiation says. `anew`: its sender has no session with us that it trusts."""
+    """The payload of an initiation. `anew`: its sender has no session with us that it trusts."""
 
     peer: PeerId
     stamp: int
@@ -97,7 +97,7 @@ class Offer:
 
 
 def payload_bytes_max(protocol: str) -> int:
-    """Return how much one datagram of `protocol` can carry."""
+    """Return how many bytes one datagram of `protocol` can carry."""
     return DATAGRAM_BYTES_MAX - TRANSPORT_BYTES_MIN - 1 - len(protocol_bytes(protocol))
 
 
@@ -108,7 +108,7 @@ def fits_initiation(request: Request) -> bool:
 
 
 def write_offer(offer: Offer) -> bytes:
-    """The payload of an initiation, padded."""
+    """Return the payload of an initiation, padded."""
     request = offer.request or Request(b"", b"")
     head = _OFFER.pack(
         offer.peer, offer.stamp, offer.anew, request.stamp, len(request.name), len(request.payload)
@@ -117,7 +117,7 @@ def write_offer(offer: Offer) -> bytes:
 
 
 def read_offer(data: bytes) -> Offer:
-    """Raises DatagramRefused."""
+    """Read the payload of an initiation. Raises DatagramRefused."""
     if len(data) < _OFFER.size:
         raise DatagramRefused("malformed", "an initiation whose payload ends too early")
     peer, stamp, anew, request_stamp, name_bytes, payload_bytes = _OFFER.unpack_from(data)
@@ -135,12 +135,12 @@ def read_offer(data: bytes) -> Offer:
 
 
 def write_stamp(stamp: int) -> bytes:
-    """The payload of a response."""
+    """Return the payload of a response."""
     return _STAMP.pack(stamp)
 
 
 def read_stamp(data: bytes) -> int:
-    """Raises DatagramRefused."""
+    """Read the payload of a response. Raises DatagramRefused."""
     if len(data) != _STAMP.size:
         raise DatagramRefused("malformed", "a response without a stamp")
     stamp: int = _STAMP.unpack(data)[0]
@@ -148,7 +148,7 @@ def read_stamp(data: bytes) -> int:
 
 
 def write_message(request: Request) -> bytes:
-    """Return what a transport packet holds, for sealing."""
+    """Return the plaintext of a transport packet, for sealing."""
     if request.stamp:
         head = bytes((_STAMPED | len(request.name),)) + _STAMP.pack(request.stamp)
         return head + request.name + request.payload
@@ -156,7 +156,7 @@ def write_message(request: Request) -> bytes:
 
 
 def read_message(plain: bytes) -> tuple[int, str, bytes]:
-    """(stamp or 0, protocol, message); raises DatagramRefused."""
+    """Return (stamp or 0, protocol, message); raises DatagramRefused."""
     stamp, start, name_bytes = 0, 1, plain[0]
     if name_bytes & _STAMPED:
         if len(plain) < 1 + _STAMP.size:
@@ -172,12 +172,12 @@ def read_message(plain: bytes) -> tuple[int, str, bytes]:
 
 
 def write_control(kind: int, token: bytes) -> bytes:
-    """A challenge, or the answer to one."""
+    """Return a challenge, or the answer to one."""
     return bytes((0, kind)) + token
 
 
 def read_control(plain: bytes) -> tuple[int, bytes]:
-    """(kind, token); raises DatagramRefused."""
+    """Return (kind, token); raises DatagramRefused."""
     if len(plain) != 2 + TOKEN_BYTES or plain[1] not in (CHALLENGE, ANSWER):
         raise DatagramRefused("malformed", "a control message of an unknown kind")
     return plain[1], plain[2:]

@@ -1,4 +1,4 @@
-"""Which packets of one session came before: a sliding window over their counters (RFC 6479)."""
+"""The counters of one session's packets that came before: a sliding window (RFC 6479)."""
 
 WINDOW_BITS = 1_024
 """How far packets may overtake each other; RFC 6479 recommends a window of at least this order."""
@@ -7,7 +7,8 @@ _MASK = (1 << WINDOW_BITS) - 1
 
 
 class Window:
-    """Ask `is_new` before the packet is opened and `mark` after: a forger must not be able to move it."""
+    """A replay window. Ask `is_new` before a packet is opened and call `mark` after: a forger must not be
+    able to move it."""
 
     __slots__ = ("_highest", "_seen")
 
@@ -17,12 +18,12 @@ class Window:
         self._seen = 0
 
     def is_new(self, counter: int) -> bool:
-        """Neither seen nor too old to tell."""
+        """Return whether a counter is neither seen nor too old to tell."""
         age = self._highest - counter
         return age < 0 or (age < WINDOW_BITS and not self._seen >> age & 1)
 
     def mark(self, counter: int) -> bool:
-        """Remember one that `is_new`; whether it is the newest."""
+        """Mark a counter that `is_new`; return whether it is the newest."""
         age = self._highest - counter
         if age >= 0:
             self._seen |= 1 << age

@@ -5,19 +5,21 @@ from crypto.sessions.packets import TRANSPORT, TRANSPORT_HEAD
 from crypto.sessions.replay_window import Window
 
 REJECT_SECONDS = 180.0
-"""Neither sent nor received on an older session (WireGuard's Reject-After-Time)."""
+"""The age of a session on which nothing is sent or received any more (WireGuard's Reject-After-Time)."""
 REKEY_SECONDS = 120.0
-"""The initiator makes a new one when it sends on one so old (WireGuard's Rekey-After-Time)."""
+"""The initiator makes a new session when it sends on one of this age (WireGuard's Rekey-After-Time)."""
 REKEY_RESPONDER_SECONDS = 150.0
-"""The responder does if the initiator has not: it may only be listening."""
+"""The responder does so if the initiator has not: it may only be listening."""
 REKEY_MESSAGES = 2**32
-"""No rate reaches it in 120 s; it stands here so that the cipher's limit never depends on the clock."""
+"""No rate reaches it in 120 s; it makes the cipher's limit independent of the clock."""
 UNCONFIRMED_SECONDS = 30.0
-"""A responder's session ends if the initiator does not use it: it does so with its first packet."""
+"""A responder's session ends if the initiator does not use it in this time: an initiator does so with its
+first packet."""
 
 
 class Session:
-    """`index` is ours, `remote_index` theirs: each names the session in packets to whoever chose it."""
+    """One session. `index` is ours, `remote_index` theirs: each names the session in packets to the side that
+    chose it."""
 
     __slots__ = (
         "_receiving", "_remote_index", "_sending", "_sent", "expires_at", "index", "rekey_at", "started_at",
@@ -43,7 +45,7 @@ class Session:
         self._sent = 0
 
     def confirm(self) -> None:
-        """The initiator has used it, so it has our response."""
+        """Note that the initiator has used the session, so it has our response."""
         self.expires_at = self.started_at + REJECT_SECONDS
 
     def is_old(self, now: float) -> bool:
@@ -51,12 +53,12 @@ class Session:
         return now >= self.rekey_at or self._sent >= REKEY_MESSAGES
 
     def seal(self, plain: bytes) -> bytes:
-        """A transport packet."""
+        """Return a transport packet."""
         packet = TRANSPORT_HEAD.pack(TRANSPORT, self._remote_index, self._sent) + self._sending.encrypt(plain)
         self._sent += 1
         return packet
 
     def open(self, counter: int, sealed: bytes) -> bytes:
-        """Return what a transport packet holds; RemoteProtocolError if anybody touched it."""
+        """Return the plaintext of a transport packet; RemoteProtocolError if it was tampered with."""
         self._receiving.seek(counter)
         return self._receiving.decrypt(sealed)

@@ -1,6 +1,7 @@
-"""All that is kept of one peer: its sessions, our handshake under way, what waits for one, and its address.
+"""The state of one peer: its sessions, our handshake under way, the messages that wait for one, and its
+address.
 
-What happens when is decided in `table`; here is what is so.
+`table` and `core` decide when it changes; this file only keeps it.
 """
 
 from dataclasses import dataclass, field
@@ -14,27 +15,28 @@ from crypto.sessions.session import Session
 
 NEVER = float("inf")
 SILENCE_SECONDS = 4.0
-"""Nothing heard for so long after we sent: the other side may have forgotten the session, so a handshake.
-Whoever has nothing to say answers within `REPLY_SECONDS`. WireGuard waits 15 s; a node that restarts should
-be met again sooner."""
+"""A peer silent for this long after we sent may have forgotten the session, so a handshake begins. A peer
+with nothing to say answers within `REPLY_SECONDS`. WireGuard waits 15 s; a node that restarts should be met
+again sooner."""
 REPLY_SECONDS = 1.0
-"""After this we answer what came with an empty packet, if nothing else went that way."""
+"""After this we answer a packet with an empty one, if nothing else went that way."""
 ANEW_SECONDS = 3.0
-"""For so long a session is used at once that the other side began without having one, although it has not
-used it yet. Then no more: the initiation may have been an old one that somebody held back."""
+"""How long a session that the other side began without having one is used before that side has used it. No
+longer: the initiation may have been an old one that somebody held back."""
 AMPLIFICATION_MAX = 3
 """Bytes sent to an unproven address for each that came from it (as QUIC, RFC 9000, section 8.1)."""
 HOLD_SECONDS = 1.0
-"""A peer that seems to have moved is challenged, and what we have for it waits so long for the answer. Then
-it goes to the address that was proven before."""
+"""A peer that seems to have moved is challenged, and messages for it wait this long for the answer. Then they
+go to the address that was proven before."""
 HOLD_AGAIN_SECONDS = 30.0
-"""Not sooner again: somebody on the way who changes addresses must not delay everything."""
+"""The least time between two such waits: an attacker on the way that changes addresses must not delay
+everything."""
 FORGET_SECONDS = 10.0
-"""An unproven address of which nothing more comes binds us so long; then it is one more that we heard of."""
+"""How long an unproven address that sends nothing more is kept; then it is only one of those heard of."""
 RETRY_SECONDS = 0.5
 """From an initiation to the next one; doubled each time. Longer than most round trips."""
 RETRY_SECONDS_MAX = 4.0
-"""A peer that comes back is met again so soon."""
+"""The longest pause: a peer that comes back is met again this soon."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,14 +51,14 @@ class Attempt:
     wait_seconds: float = RETRY_SECONDS
     has_cookie: bool = False
     is_waiting: bool = False
-    """It is to go out once more, now with a cookie."""
+    """It is to go out again, now with a cookie."""
     is_broken: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class PeerState:
-    """`current` is used for sending; `previous` still opens what is under way; `next` is one that the other
-    side began and has not used yet."""
+    """The state of one peer. `current` is used for sending; `previous` still opens packets under way; `next`
+    is one that the other side began and has not used yet."""
 
     peer: PeerId
     static: bytes
@@ -75,25 +77,28 @@ class PeerState:
     cookie_until: float = 0.0
     proven: Source | None = None
     """The address where something only the peer could read was answered last. (The first response proves one
-    because an initiation went there; who can change packets on that way could send us anywhere.)"""
+    because an initiation went there; an attacker that can change packets on that way could send us
+    anywhere.)"""
     unproven: Source | None = None
-    """The newest packet came from here, and it is not proven. As long as no other is, the peer is here."""
+    """The unproven address that the newest packet came from. As long as no other is proven, the peer is
+    here."""
     allowance_bytes: int = 0
-    """What may still go to `unproven` if no address is proven; if one is, only challenges go there."""
+    """The bytes that may still go to `unproven` if no address is proven; if one is, only challenges go
+    there."""
     forget_at: float = 0.0
     hold_until: float = 0.0
     hold_again_at: float = 0.0
     challenge: bytes = b""
     challenged_at: float = -NEVER
     doubted: bool = False
-    """Nothing has been heard since the silence was noticed: what is sent waits for a handshake."""
+    """Nothing has been heard since the silence was noticed: messages wait for a handshake."""
     unanswered_since: float = NEVER
     reply_at: float = NEVER
     nudge_at: float = NEVER
     alarm_at: float = NEVER
 
     def sending(self, now: float) -> Session | None:
-        """The session to send on, None if there is none to be relied on."""
+        """Return the session to send on, None if there is none to be relied on."""
         following = self.next
         if following is not None and now < self.prefer_next_until:
             return following
@@ -104,12 +109,12 @@ class PeerState:
         return following if following is not None and now < following.expires_at else None
 
     def heard(self) -> None:
-        """An authentic packet came."""
+        """Note that an authentic packet came."""
         self.unanswered_since = NEVER
         self.doubted = False
 
     def came_from(self, now: float, source: Source, size_bytes: int) -> None:
-        """The newest packet is from `source`, which may have to prove itself."""
+        """Note that the newest packet is from `source`, which may have to prove itself."""
         if source == self.proven:
             self.unproven = None
             return
@@ -127,12 +132,11 @@ class PeerState:
             self.unproven = None
 
     def is_at(self, source: Source) -> bool:
-        """Return whether `source` is where the peer is, as far as we know."""
+        """Return whether the peer is at `source`, as far as we know."""
         return self.proven is None or source == self.proven
 
     def may_begin(self, now: float) -> bool:
-        """Return whether a handshake may go to where the peer is. It has no session then that anybody
-        proved."""
+        """Return whether a handshake may go to the peer's address; it has no proved session then."""
         if self.proven is not None or self.unproven is None:
             return True
         if now >= self.forget_at:
@@ -141,7 +145,7 @@ class PeerState:
         return self.may_send(now, DATAGRAM_BYTES_MAX)
 
     def may_send(self, now: float, size_bytes: int) -> bool:
-        """Return whether so much may go to where the peer is; it is charged if that is unproven."""
+        """Return whether so many bytes may go to the peer's address; they are charged if that is unproven."""
         if self.unproven is None:
             return True
         if self.proven is not None:
@@ -152,11 +156,11 @@ class PeerState:
         return True
 
     def sessions(self) -> tuple[Session, ...]:
-        """Those there are."""
+        """The existing sessions."""
         return tuple(session for session in (self.current, self.previous, self.next) if session is not None)
 
     def due_at(self) -> float:
-        """Return when something is to be done next."""
+        """Return when the next action is due."""
         attempt = self.attempt
         times = [
             self.reply_at,

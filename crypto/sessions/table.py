@@ -1,4 +1,5 @@
-"""Session table: peers by id, sessions by index, alarms by time, each bounded. Decides nothing about packets.
+"""Session table: peers by id, sessions by index, alarms by time, each bounded. It decides nothing about
+packets.
 
 A peer is in one of three pools. *Strangers* began a session and have not used it: their address may be
 forged, so they push out only one another. *Wanted* peers are those that we want to reach and have no session
@@ -21,30 +22,30 @@ from crypto.sessions.state import NEVER, PeerState
 from crypto.token_buckets import prefix_of
 
 PEERS_MAX = 1_024
-"""Wanted and settled ones, at 10 KiB each, and more while two sessions overlap; a full SWIM scope has up to
-600 members, and a routing table half as many again. Of those who list everybody, few are spoken to within a
-session's life."""
+"""Wanted and settled peers, at 10 KiB each, and more while two sessions overlap; a full SWIM scope has up to
+600 members, and a routing table half as many again. A peer that lists everybody speaks to few of them within
+a session's life."""
 WANTED_MAX = 256
-"""The wanted ones among these that may push out settled ones: others can name us peers that do not exist."""
+"""Wanted peers that may push out settled ones: others can name us peers that do not exist."""
 STRANGERS_MAX = 256
 """Sessions begun by others and not used yet: more than come in a round trip at the rate that we compute."""
 RECENT_SECONDS = 60.0
 """A peer used within this time makes no room for another that is no less greedy."""
 QUEUE_MAX = 128
 """Messages of one peer that wait for a session; the oldest are dropped. As many as a kernel's usual buffer
-takes: what could be said in one go to a peer that is known can be said to one that is not."""
+takes, so a burst reaches an unknown peer as it reaches a known one."""
 STRANGER_QUEUE_MAX = 16
-"""The same of a stranger. All strangers together fill two thirds of QUEUED_BYTES_MAX at most, so that there
+"""The same for a stranger. All strangers together fill two thirds of QUEUED_BYTES_MAX at most, so that there
 is room for messages to others."""
 QUEUED_BYTES_MAX = 8 * 2**20
 """The limit for all peers together."""
 _ALARMS_SPARE = 64
 _NOWHERE = b""
-"""The source of a peer that we want to reach: which it is will be known when it answers."""
+"""The source of a peer that we want to reach: its real one is known when it answers."""
 
 
 class Table:
-    """`secret` is the swarm's first: mac1 to others is keyed with it."""
+    """All peers of a node. `secret` is the swarm's first: mac1 to others is keyed with it."""
 
     def __init__(self, secret: bytes, entropy: Callable[[int], bytes], counters: Counter[str]) -> None:
         self.peers: OrderedDict[PeerId, PeerState] = OrderedDict()
@@ -63,7 +64,7 @@ class Table:
         self._queued_bytes = 0
 
     def meet(self, now: float, peer: PeerId) -> PeerState:
-        """A peer that we want to reach; RemoteProtocolError if its id is worthless."""
+        """Return the state of a peer that we want to reach; RemoteProtocolError if its id is worthless."""
         state = self._make(now, peer)
         if len(self._wanted) + len(self._settled) >= PEERS_MAX:
             if len(self._wanted) >= WANTED_MAX or not len(self._settled):
@@ -76,7 +77,7 @@ class Table:
         return state
 
     def meet_stranger(self, now: float, peer: PeerId, source: Source) -> PeerState:
-        """A peer that wants to reach us, perhaps from there."""
+        """Return the state of a peer that wants to reach us, perhaps from `source`."""
         prefix = prefix_of(source[0])
         state = self._make(now, peer)
         if len(self._strangers) >= STRANGERS_MAX:
@@ -89,7 +90,8 @@ class Table:
         return state
 
     def settle(self, now: float, state: PeerState, source: Source) -> bool:
-        """The peer has used a session from there. False: there is no room for it, and it is dropped."""
+        """Settle a peer that has used a session from `source`. False: there is no room for it, and it is
+        dropped."""
         prefix = prefix_of(source[0])
         if state.peer in self._settled:
             return True
@@ -108,18 +110,18 @@ class Table:
         return True
 
     def _least_recent(self, prefix: bytes) -> PeerState:
-        """Return the least recently used of the settled peers that have to make room for one more from
-        there."""
+        """Return the least recently used of the settled peers that have to make room for one more from this
+        source."""
         members = self._settled.greedier(prefix) or self._settled.equals(prefix)
         return min((self.peers[peer] for peer in members), key=_used_at)
 
     def touch(self, now: float, state: PeerState) -> None:
-        """It was used just now."""
+        """Mark a peer as used just now."""
         state.used_at = now
         self.peers.move_to_end(state.peer)
 
     def drop(self, state: PeerState) -> None:
-        """Forget all of a peer but what must not come twice."""
+        """Forget everything of a peer but its replay memory."""
         del self.peers[state.peer]
         self._strangers.remove(state.peer)
         self._wanted.pop(state.peer, None)
@@ -137,7 +139,7 @@ class Table:
     # --- what waits --------------------------------------------------------------------------------
 
     def put(self, state: PeerState, request: Request) -> None:
-        """A message waits until there is a session."""
+        """Queue a message until there is a session."""
         state.queue.append(request)
         self._queued_bytes += request.size_bytes
         messages_max = STRANGER_QUEUE_MAX if state.peer in self._strangers else QUEUE_MAX
@@ -145,23 +147,23 @@ class Table:
             self.drop_oldest(state)
 
     def take(self, state: PeerState) -> None:
-        """The oldest waits no more."""
+        """Remove the oldest message from the queue."""
         self._queued_bytes -= state.queue.pop(0).size_bytes
 
     def drop_oldest(self, state: PeerState) -> None:
-        """It will not be sent."""
+        """Drop the oldest message unsent."""
         self.take(state)
         self._counters["datagrams_dropped_unsent"] += 1
 
     def fresh_index(self) -> int:
-        """A number that names no session and no handshake yet, and that nobody can guess."""
+        """Return an unpredictable number that names no session and no handshake yet."""
         while True:
             index = int.from_bytes(self._entropy(INDEX_BYTES), "big")
             if index not in self.sessions and index not in self.attempts:
                 return index
 
     def stamp_of(self, peer: PeerId) -> int:
-        """The highest accepted of a peer's initiations; 0 if none is remembered."""
+        """Return the highest accepted stamp of a peer's initiations; 0 if none is remembered."""
         return self._memories.stamp_of(peer)
 
     def _make(self, now: float, peer: PeerId) -> PeerState:
@@ -187,7 +189,7 @@ class Table:
             heapq.heapify(self._alarms)
 
     def due(self, now: float) -> Iterator[PeerState]:
-        """The peers whose alarm has come; each needs a new one."""
+        """Yield the peers whose alarm has come; each needs a new one."""
         while self._alarms and self._alarms[0][0] <= now:
             state = self._named(heapq.heappop(self._alarms))
             if state is not None:
@@ -195,7 +197,7 @@ class Table:
                 yield state
 
     def _named(self, alarm: tuple[float, PeerId]) -> PeerState | None:
-        """Return whom an alarm is for; None if an earlier one overtook it, or the peer was dropped."""
+        """Return the peer of an alarm; None if an earlier one overtook it, or the peer was dropped."""
         state = self.peers.get(alarm[1])
         return state if state is not None and alarm[0] == state.alarm_at else None
 

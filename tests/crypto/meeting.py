@@ -74,6 +74,6 @@ def acquainted(first: int = 1, second: int = 2) -> tuple[Node, Node]:
 
 
 def wake(now: float, node: Node, others: dict[PeerId, Node]) -> None:
-    """What is due at one is brought to the others."""
+    """Bring the packets that are due at one node to the others."""
     for peer, packet in node.sessions.wake(now):
         carry(now, node, others[peer], [packet])

@@ -61,7 +61,7 @@ def test_worthless_and_doubly_written_points_are_refused(y: int, sign: int) -> N
 
 
 @given(st.binary(min_size=32, max_size=32))
-def test_whatever_is_not_refused_gives_a_secret(peer: bytes) -> None:
+def test_every_accepted_key_gives_a_secret(peer: bytes) -> None:
     try:
         public = agreement_public(PeerId(peer))
     except RemoteProtocolError:

@@ -116,7 +116,7 @@ def test_the_samples_have_something_to_clean() -> None:
     assert len(steering) > 30
 
 
-def test_what_an_error_quotes_of_a_message_is_clean() -> None:
+def test_errors_quote_messages_cleaned() -> None:
     with pytest.raises(RemoteProtocolError) as caught:
         decode(encode({"type": STEERING}), Known | Other, bytes_max=1_000)
     assert is_clean(str(caught.value))

@@ -45,7 +45,7 @@ def test_an_address_survives_both_of_its_text_forms(host: str, port: int, peer: 
         ("/ip6zone/br-0.7/ip6/fe80::1/tcp/1", Address("ip6", "fe80::1%br-0.7", 1)),
     ],
 )
-def test_what_people_type_is_understood(text: str, address: Address) -> None:
+def test_typed_addresses_are_parsed(text: str, address: Address) -> None:
     assert parse_address(text) == address
 
 
@@ -79,12 +79,12 @@ def test_what_people_type_is_understood(text: str, address: Address) -> None:
         ("x" * (ADDRESS_LENGTH_MAX + 1), "at most"),
     ],
 )
-def test_what_is_no_address_is_refused_with_the_reason(text: str, reason: str) -> None:
+def test_invalid_addresses_are_refused_with_the_reason(text: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         parse_address(text)
 
 
-def test_what_is_of_one_link_only_is_known_and_written_with_its_zone_before_it() -> None:
+def test_link_local_addresses_are_written_with_their_zone_first() -> None:
     here = make_address("fe80::1%eth0", 1)
     assert str(here) == "/ip6zone/eth0/ip6/fe80::1/tcp/1"
     assert here.short == "[fe80::1%eth0]:1"

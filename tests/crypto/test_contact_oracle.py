@@ -1,7 +1,8 @@
-"""Addresses and peer ids beside the packages `multiaddr` and `libp2p`, where the extra `oracle` has put them.
+"""Addresses and peer ids compared with the packages `multiaddr` and `libp2p`, where the extra `oracle` has
+put them.
 
-Ours are a subset: an IP address or a name, a port, a peer. What of that they read, we read alike, and what
-they refuse, we refuse; but for names, where theirs follows IDNA and the multiaddr specification does not.
+Ours are a subset: an IP address or a name, a port, a peer. Within it we read and refuse what they do, except
+names, where theirs follows IDNA and the multiaddr specification does not.
 """
 
 import ipaddress
@@ -25,8 +26,8 @@ CID_HEAD = b"\x01\x72"
 
 
 def is_plain(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    """Not one that glibc, and so theirs, still writes in the way of RFC 4291's "IPv4-compatible" addresses,
-    which RFC 4291 itself deprecates and Go does not know."""
+    """Return whether glibc, and so theirs, writes it without RFC 4291's "IPv4-compatible" form, which RFC
+    4291 itself deprecates and Go does not know."""
     return not 2**16 <= int(address) < 2**32
 
 
@@ -81,7 +82,7 @@ def cid_text(peer: PeerId) -> str:
 
 
 def theirs(text: str) -> Any | None:
-    """What `multiaddr` reads, through its bytes and back; None where it refuses."""
+    """Return the address as `multiaddr` reads it, through its bytes and back; None where it refuses."""
     try:
         return multiaddr.Multiaddr(multiaddr.Multiaddr(text).to_bytes())
     except (ValueError, multiaddr.exceptions.Error):
@@ -96,7 +97,7 @@ def ours(text: str) -> Address | None:
 
 
 @given(addresses())
-def test_what_we_write_they_read_and_write_as_it_was(address: Address) -> None:
+def test_multiaddr_reads_our_addresses_and_writes_them_alike(address: Address) -> None:
     assert str(theirs(str(address))) == str(address)
     assert parse_address(str(address)) == address
 
@@ -109,13 +110,13 @@ def test_every_spelling_of_an_address_is_read_alike_or_refused_by_both(text: str
 
 
 @given(addresses(), st.data())
-def test_what_they_refuse_we_refuse(address: Address, data: st.DataObject) -> None:
+def test_we_refuse_the_addresses_that_multiaddr_refuses(address: Address, data: st.DataObject) -> None:
     text = str(address)
     at = data.draw(st.integers(0, len(text)))
     until = data.draw(st.integers(at, min(len(text), at + 3)))
     damaged = text[:at] + data.draw(st.text("/:.%-0f1z~é ", max_size=3)) + text[until:]
     assume(ours(damaged) is not None)
-    # What only IDNA has against a name: see below.
+    # Only IDNA refuses such a name: see below.
     assume("--" not in damaged)
     assert theirs(damaged) is not None
 

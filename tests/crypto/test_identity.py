@@ -56,7 +56,7 @@ def test_other_texts_are_no_peer_ids(text: str) -> None:
             continue
 
 
-def test_an_identity_is_made_from_entropy_and_keeps_its_secret_out_of_sight() -> None:
+def test_an_identity_comes_from_entropy_and_hides_its_secret() -> None:
     rng = random.Random(1)
     identity = Identity.generate(rng.randbytes)
     assert identity.peer == Identity(identity.seed).peer

@@ -39,7 +39,7 @@ ALICE = Identity(b"a" * 32)
 needs_kem = pytest.mark.skipif(not kem.is_offered(), reason="this installation has no ML-KEM")
 
 
-def test_who_must_know_what_before_is_checked() -> None:
+def test_the_keys_that_each_pattern_needs_are_checked() -> None:
     sides = {"static": b"s" * 32, "ephemeral": b"e" * 32, "prologue": b""}
     for pattern, initiator, more in (
         ("XX", True, {"psk": b"p" * 32}),

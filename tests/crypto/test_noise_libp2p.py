@@ -24,7 +24,7 @@ OUR_STATIC, THEIR_STATIC = b"s" * 32, b"t" * 32
 
 
 class RawConnection:
-    """What py-libp2p wants of a connection, over memory."""
+    """A connection for py-libp2p, over memory."""
 
     def __init__(self, stream: trio.abc.Stream) -> None:
         self._stream = stream

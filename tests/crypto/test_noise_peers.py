@@ -38,7 +38,7 @@ needs_kem = pytest.mark.skipif(not kem.is_offered(), reason="this installation h
 
 
 def side(initiator: bool, **changes: Any) -> PeerHandshake:
-    """One side of a handshake between Alice, who opens it, and Bob. What it draws is always the same."""
+    """Return one side of a handshake between Alice, who opens it, and Bob. Its entropy is always the same."""
     static = (b"sA" if initiator else b"sB") * 16
     drawn = [0]
 
@@ -58,7 +58,7 @@ def side(initiator: bool, **changes: Any) -> PeerHandshake:
 
 
 class Starved(Exception):
-    """Neither side can go on with what has come; in the world a deadline ends that."""
+    """Neither side can go on with the bytes it has; in a real node a deadline ends that."""
 
 
 class Talk:
@@ -158,7 +158,7 @@ def test_the_initiators_best_that_the_responder_takes_is_chosen(
 
 
 @pytest.mark.parametrize("swarm", [OPEN, PRIVATE])
-def test_where_there_is_no_common_suite_both_sides_say_what_the_other_takes(swarm: Swarm) -> None:
+def test_without_a_common_suite_both_sides_name_the_others_suites(swarm: Swarm) -> None:
     alice, bob = side(True, suites=(AES,), swarm=swarm), begun(side(False, suites=(CHACHA,), swarm=swarm))
     answer = feed(bob, alice.start())
     with pytest.raises(NoCommonSuite, match="offers only AESGCM"):
@@ -226,7 +226,7 @@ def test_an_answer_that_names_a_worse_suite_is_refused() -> None:
     assert alice.session is None
 
 
-def test_a_list_that_was_changed_on_the_way_back_is_refused_even_if_the_choice_stays() -> None:
+def test_a_tampered_list_is_refused_even_if_the_choice_stays() -> None:
     def wire(number: int, flight: bytes) -> bytes:
         return bytes((CHACHA.number, 2, CHACHA.number, 8)) if number == 1 else flight
 
@@ -244,7 +244,7 @@ def test_an_answer_that_does_not_follow_from_the_lists_is_refused(answer: tuple[
         feed(alice, bytes(answer) + bytes(10))
 
 
-# --- whoever changes something -----------------------------------------------------------------------
+# --- tampering ---------------------------------------------------------------------------------------
 
 SITUATIONS: list[tuple[Swarm, Sequence[Suite], Sequence[Suite]]] = [
     (OPEN, PLAIN, PLAIN),
@@ -262,7 +262,7 @@ if kem.is_offered():
     change=st.sampled_from(["flip", "cut", "drop", "twice", "longer"]),
     bit=st.integers(0, 7),
 )
-def test_flights_changed_on_the_way_end_in_a_refusal_or_at_the_deadline(
+def test_tampered_flights_end_in_a_refusal_or_the_deadline(
     situation: tuple[Swarm, Sequence[Suite], Sequence[Suite]], changed: int, where: int, change: str, bit: int
 ) -> None:
     swarm, offered, taken = situation
@@ -287,7 +287,7 @@ def test_flights_changed_on_the_way_end_in_a_refusal_or_at_the_deadline(
         talk.run()
     except (RemoteProtocolError, Starved):
         return
-    # What follows the last flight of a side belongs to the records, which have a key of their own.
+    # Bytes after the last flight of a side belong to the records, which have a key of their own.
     assert not touched or (change == "twice" and changed >= len(talk.flights) - 2)
 
 
@@ -305,7 +305,7 @@ def test_flights_of_an_old_handshake_are_refused_in_any_order(order: list[int], 
 
 
 @pytest.mark.parametrize("swarm", [OPEN, PRIVATE])
-def test_a_whole_handshake_played_again_ends_where_it_would_have_to_know_a_key(swarm: Swarm) -> None:
+def test_a_replayed_handshake_ends_where_it_needs_a_key(swarm: Swarm) -> None:
     talk = Talk(side(True, swarm=swarm), side(False, swarm=swarm), unchanged)
     talk.run()
     bob = begun(side(False, swarm=swarm, entropy=lambda count: b"f" * count))
@@ -363,7 +363,7 @@ def test_an_expected_peer_is_accepted_and_another_refused_with_both_named() -> N
     assert (refusal.value.expected, refusal.value.found) == (ALICE.peer, BOB.peer)
 
 
-def test_who_answers_in_place_of_the_expected_peer_never_learns_who_asked() -> None:
+def test_an_impostor_never_learns_who_asked() -> None:
     talk = Talk(side(True, expected=ALICE.peer), side(False), unchanged)
     with pytest.raises(WrongIdentity):
         talk.run()
@@ -415,7 +415,7 @@ def test_a_first_flight_that_comes_again_gets_no_answer() -> None:
     assert [bool(answer(number)) for number in (2, 1, 0)] == [True, False, True]
 
 
-def test_a_member_says_nothing_to_a_responder_who_does_not_show_the_key() -> None:
+def test_a_member_reveals_nothing_to_a_responder_without_the_key() -> None:
     # It knows all but the key, and answers as well as it can.
     alice = begun(side(True, swarm=PRIVATE))
     with pytest.raises(RemoteProtocolError, match="tag"):

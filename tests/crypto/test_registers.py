@@ -122,7 +122,7 @@ def test_a_protocol_has_a_budget_of_its_own() -> None:
     assert places.enter(0.0, second, "/a") == ()
 
 
-def test_who_waits_for_this_node_is_not_silent() -> None:
+def test_a_peer_that_waits_for_this_node_is_not_silent() -> None:
     silence = Silence()
     assert silence.since == inf
     silence.begin(1.0)

@@ -46,7 +46,7 @@ def refused(node: Node, packet: bytes, now: float = 0.0) -> str:
 # --- whom nothing reaches, and who is refused ------------------------------------------------------------
 
 
-def test_a_peer_to_whom_two_initiations_went_in_vain_is_named_until_it_answers() -> None:
+def test_a_peer_is_unanswered_after_two_vain_initiations() -> None:
     alice, bob = Node(1), Node(2)
     alice.send(0.0, bob, b"question")
     named = []
@@ -100,7 +100,7 @@ def test_the_first_packet_brings_the_request_and_the_second_trip_the_reply() -> 
 
 
 @pytest.mark.parametrize("protocol", ["/a", "/" + "x" * (PROTOCOL_BYTES_MAX - 1)])
-def test_the_longest_payload_fills_a_datagram_and_one_byte_more_does_not_fit(protocol: str) -> None:
+def test_the_longest_payload_exactly_fills_a_datagram(protocol: str) -> None:
     alice, bob = acquainted()
     payload = bytes(payload_bytes_max(protocol))
     (packet,) = alice.send(0.0, bob, payload, protocol)
@@ -112,7 +112,7 @@ def test_the_longest_payload_fills_a_datagram_and_one_byte_more_does_not_fit(pro
 
 
 @given(st.integers(0, payload_bytes_max(PING)))
-def test_a_message_of_any_length_comes_with_the_handshake_or_right_behind_it(size: int) -> None:
+def test_a_message_of_any_length_arrives_with_the_handshake(size: int) -> None:
     alice, bob = Node(1), Node(2)
     packets = alice.send(0.0, bob, bytes(size))
     assert INITIATION_BYTES_MIN <= len(packets[0]) <= DATAGRAM_BYTES_MAX
@@ -154,7 +154,7 @@ def test_crossing_initiations_that_both_arrive_end_with_one_session_too() -> Non
     assert (alice.counters["sessions_begun"], bob.counters["sessions_begun"]) == (1, 1)
 
 
-def test_a_lost_initiation_and_a_lost_response_are_made_good_and_nothing_comes_twice() -> None:
+def test_lost_handshake_packets_are_repeated_without_duplicate_delivery() -> None:
     alice, bob = Node(1), Node(2)
     alice.send(0.0, bob, b"first")
     alice.send(0.0, bob, b"second")
@@ -167,7 +167,7 @@ def test_a_lost_initiation_and_a_lost_response_are_made_good_and_nothing_comes_t
     assert bob.payloads == [b"first", b"second"]
 
 
-def test_what_waits_is_bounded_and_given_up_in_the_end() -> None:
+def test_waiting_messages_are_bounded_and_finally_given_up() -> None:
     alice, bob = Node(1), Node(2)
     for _ in range(QUEUE_MAX + 5):
         alice.send(0.0, bob, b"x")
@@ -221,7 +221,7 @@ def initiation(sender: Identity, claimed: PeerId, receiver: PeerId, payload: byt
     return body + bytes(16)
 
 
-def test_nobody_comes_in_the_name_of_another_or_of_nobody_or_of_ourselves() -> None:
+def test_initiations_under_a_false_identity_are_refused() -> None:
     alice, mallory = Identity(b"a" * 32), Identity(b"m" * 32)
     bob = Node(2)
     assert bob.receive(0.0, initiation(alice, alice.peer, bob.peer), ELSEWHERE).peer == alice.peer
@@ -236,7 +236,7 @@ def test_nobody_comes_in_the_name_of_another_or_of_nobody_or_of_ourselves() -> N
     | st.binary(min_size=32, max_size=32),
     rest=st.binary(max_size=900),
 )
-def test_whatever_has_a_right_mac_is_still_only_refused(kind: int, ephemeral: bytes, rest: bytes) -> None:
+def test_garbage_with_a_right_mac_is_only_refused(kind: int, ephemeral: bytes, rest: bytes) -> None:
     bob = Node(2)
     packets = bob.send(0.0, Node(1), b"x")
     # In an open swarm anybody can make the mac; a response or cookie even names a handshake of ours.
@@ -383,7 +383,7 @@ def test_a_session_too_old_neither_sends_nor_receives_and_is_forgotten() -> None
     assert bob.sessions.peers == ()
 
 
-def test_whoever_has_nothing_to_say_answers_soon_and_nobody_answers_that() -> None:
+def test_an_idle_peer_answers_soon_and_is_not_answered() -> None:
     alice, bob = acquainted()
     carry(1.0, alice, bob, alice.send(1.0, bob, b"one way"))
     ((peer, packet),) = bob.sessions.wake(1.0 + REPLY_SECONDS)
@@ -407,7 +407,7 @@ def test_a_peer_that_restarted_is_met_again_whoever_speaks_first() -> None:
     assert bob.payloads == [b"heard"]
 
 
-def test_a_peer_whose_keys_another_used_is_met_again_with_its_next_message() -> None:
+def test_doubted_sessions_are_renewed_with_the_next_message() -> None:
     alice, bob = acquainted()
     copy = Node(1, now=1.0, wall=WALL + 1_000, life=1)
     carry(1.0, copy, bob, copy.send(1.0, bob, b"I have her keys"))
@@ -419,7 +419,7 @@ def test_a_peer_whose_keys_another_used_is_met_again_with_its_next_message() -> 
     assert (alice.payloads, bob.payloads[-1]) == ([b"so it is"], b"it is me")
 
 
-def test_an_initiation_that_was_held_back_does_not_keep_us_from_the_living_session() -> None:
+def test_a_held_back_initiation_does_not_displace_a_live_session() -> None:
     alice, bob = acquainted()
     (held,) = Node(1, wall=WALL + 5_000, life=3).send(0.0, bob, b"late")
     bob.receive(1.0, held, ELSEWHERE)
@@ -428,7 +428,7 @@ def test_an_initiation_that_was_held_back_does_not_keep_us_from_the_living_sessi
     assert alice.payloads == [b"me too"]
 
 
-def test_a_peer_with_an_id_that_is_no_key_is_not_sent_to() -> None:
+def test_nothing_is_sent_to_an_id_that_is_no_key() -> None:
     alice = Node(1)
     assert alice.sessions.send(0.0, PeerId(bytes(32)), PING, b"x") == []
     assert alice.counters["datagrams_dropped_no_key"] == 1

@@ -1,4 +1,4 @@
-"""What strangers, floods and forged addresses can do to datagram sessions: cost a little, nothing else."""
+"""Limits on what strangers, floods and forged addresses can cost datagram sessions."""
 
 import gc
 import random
@@ -38,7 +38,7 @@ def flood(target: Node, now: float, count: int, *, first: int = 1_000) -> list[i
 
 
 @pytest.mark.parametrize("size", [0, 500, 1_000])
-def test_an_unproven_address_is_never_sent_more_than_three_times_what_came_from_it(size: int) -> None:
+def test_an_unproven_address_gets_at_most_three_times_its_bytes(size: int) -> None:
     bob, mallory = Node(2), stranger(7)
     came = went = 0
     for step in range(20):
@@ -46,7 +46,7 @@ def test_an_unproven_address_is_never_sent_more_than_three_times_what_came_from_
         for packet in mallory.send(now, bob.peer, PING, bytes(size)) if step % 5 == 0 else []:
             came += len(packet)
             went += sum(map(len, bob.receive(now, packet, VICTIM).answers))
-        # The application has much to say to whoever asked.
+        # The application has much to say to the sender.
         for _ in range(5):
             went += sum(map(len, bob.sessions.send(now, mallory_peer(7), PING, bytes(1_100))))
         went += sum(len(packet) for _, packet in bob.sessions.wake(now))
@@ -58,7 +58,7 @@ def mallory_peer(number: int) -> PeerId:
     return Identity(number.to_bytes(32, "big")).peer
 
 
-def test_whatever_answers_an_initiation_is_at_most_three_times_as_long() -> None:
+def test_answers_to_an_initiation_are_at_most_three_times_longer() -> None:
     assert AMPLIFICATION_MAX * INITIATION_BYTES_MIN >= DATAGRAM_BYTES_MAX
 
 
@@ -79,7 +79,7 @@ def test_a_peer_that_moves_is_challenged_and_loses_nothing() -> None:
     assert alice.payloads == [b"reply"]
 
 
-def test_a_forged_move_sends_the_victim_challenges_only_and_holds_messages_up_for_a_moment() -> None:
+def test_a_forged_move_sends_the_victim_only_challenges() -> None:
     alice, bob = acquainted()
     went = 0
     arrived_at = []
@@ -326,7 +326,7 @@ def test_an_initiation_caught_before_a_crowd_came_is_still_refused_after(
     assert bob.payloads.count(b"pay") == 1
 
 
-def test_of_a_peer_that_was_dropped_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dropped_peer_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "PEERS_MAX", 30)
     monkeypatch.setattr(table, "WANTED_MAX", 5)
     bob = Node(2)
@@ -338,7 +338,7 @@ def test_of_a_peer_that_was_dropped_nothing_stays(monkeypatch: pytest.MonkeyPatc
     assert sum(isinstance(each, PeerState) for each in gc.get_objects()) == before_count
 
 
-def test_what_strangers_make_us_say_does_not_displace_what_waits_for_others(
+def test_messages_to_strangers_do_not_displace_those_to_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(table, "QUEUED_BYTES_MAX", 2 * 16 * 16 * 1_000)
@@ -394,7 +394,7 @@ def test_where_no_other_asks_one_network_has_all_handshakes() -> None:
     assert come_with_cookies(bob, 1.0, crowd[:250], first=7_000) == limits.SHOWN_RATE
 
 
-def test_many_peers_that_do_not_answer_are_looked_after_a_few_at_a_time() -> None:
+def test_silent_peers_are_retried_a_few_at_a_time() -> None:
     node = Node(1)
     for number in range(100, 200):
         node.sessions.send(0.0, Identity(number.to_bytes(32, "big")).peer, PING, b"")
@@ -406,7 +406,7 @@ def test_many_peers_that_do_not_answer_are_looked_after_a_few_at_a_time() -> Non
     assert again >= 100 // WAKEN_MAX
 
 
-def test_what_waits_for_all_peers_together_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_waiting_for_all_peers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "QUEUED_BYTES_MAX", 10_000)
     alice = Node(1)
     for number in range(10, 20):

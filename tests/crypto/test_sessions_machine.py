@@ -1,5 +1,5 @@
 """Three peers under every misfortune of a network: loss, disorder, copies, replays, changes, forged and new
-addresses, and time. Whatever happens nothing comes twice or changed; once the network is good all comes."""
+addresses, and time. Nothing comes twice or changed; once the network is good everything arrives."""
 
 from typing import Any, NamedTuple
 
@@ -115,7 +115,7 @@ class BadNetwork(RuleBasedStateMachine):
     # --- how it goes together --------------------------------------------------------------------------
 
     def where(self, sender: int, receiver: int) -> Source:
-        """What an address book knows. An address that nobody heard from for long it holds for hearsay."""
+        """Return the address in an address book. An address that was silent for long counts as hearsay."""
         is_old = self.now >= self.heard_at.get((sender, receiver), 0.0) + FORGET_SECONDS
         if is_old or self.nodes[receiver].peer not in self.nodes[sender].sessions.peers:
             self.book[sender, receiver] = self.nodes[receiver].source
