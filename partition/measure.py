@@ -14,7 +14,8 @@ SECONDS = 0.3
 
 
 def flops_per_second(device: str) -> float:
-    """float32 products of square matrices for a moment. Raises RuntimeError: torch has no such device."""
+    """Multiply square float32 matrices for a moment; return the FLOP/s. Raises RuntimeError: torch has no
+    such device."""
     matrix = torch.ones((SIDE, SIDE), device=device)
     _multiply(matrix)
     products = 0

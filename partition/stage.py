@@ -1,16 +1,16 @@
-"""The Stage API: what a stage is told, what it is asked, and what it answers. Structs only, no torch.
+"""The Stage API: the specification of a stage, its requests and its replies. Structs only, no torch.
 
 A stage is a `StageGraph`, held by one replica. Its numbers lie in four flat arenas that the node and the
 stage's process share:
 
-    parameters   values: trainable parameters, batch statistics, then what is frozen
-    gradients    sums over the micro-batches of one step, not means; and the step's share of the statistics
-    totals       what the replicas' sums add up to; the node writes them, `Apply` takes them
-    moments      the optimizer's state: nothing, one vector (momentum) or two (Adam)
+parameters   values: trainable parameters, batch statistics, then what is frozen gradients    sums over the
+micro-batches of one step, not means; and the step's share of the statistics totals       the total of the
+replicas' sums; the node writes them, `Apply` takes them moments      the optimizer's state: nothing, one
+vector (momentum) or two (Adam)
 
-All have one layout (`parameter_layout`), without gaps; `gradients` and `totals` end before what is frozen,
-and `moments` repeats them. A stage that trains has one type, float32 or float64. In one that does not,
-parameters lie as they are stored, the widest types first, so that each value is aligned to its own.
+All have one layout (`parameter_layout`), without gaps; `gradients` and `totals` end before the frozen
+parameters, and `moments` repeats them. A stage that trains has one type, float32 or float64. In one that does
+not, parameters lie as they are stored, the widest types first, so that each value is aligned to its own.
 `partition.execute` computes; `node.stages.host` keeps it in a process.
 
 Long because every message of the API is here, which both sides of a process's border read.
@@ -46,7 +46,7 @@ ARENAS = ("parameters", "gradients", "totals", "moments")
 VECTOR_BYTES_MAX = 1 << 34
 """One arena: 16 GiB, four billion float32 parameters in one stage. A node may well refuse far less."""
 MICROBATCH_BYTES_MAX = 1 << 30
-"""What goes into or out of a stage for one micro-batch. A real one has a few MB."""
+"""The most bytes into or out of a stage for one micro-batch. A real one has a few MB."""
 THREADS_MAX = 1_024
 IN_FLIGHT_MAX = 64
 """Micro-batches forwarded but not yet backward: a pipeline holds about as many as it has stages."""
@@ -62,16 +62,16 @@ SERVED_SESSIONS_MAX = 4_096
 REASON_LENGTH_MAX = 400
 FENCES_MAX = 16
 _OVERHEAD_BYTES = 1 << 20
-"""On top of tensors and their names: fields of messages, and what zstd adds to incompressible data."""
+"""Beyond tensors and their names: fields of messages, and zstd's overhead on incompressible data."""
 _ROW_BYTES = 256
-"""What safetensors' header says of a tensor beside its name: a type, up to eight sides, two offsets."""
+"""The space of a tensor in safetensors' header beside its name: a type, up to eight sides, two offsets."""
 
 SAMPLES_MAX = NUMBER_MAX
-"""Steps and micro-batches: what every language can count exactly."""
+"""Steps and micro-batches: the largest number that every language counts exactly."""
 Sign = Literal[1, -1]
 """The sign of a micro-batch in the sums: 1 adds it, -1 takes one out that they hold."""
 PayloadPart = Literal["input", "labels", "gradient"]
-"""What of one micro-batch a stage is given."""
+"""The payloads that a stage gets for one micro-batch."""
 Reason = Annotated[str, msgspec.Meta(max_length=REASON_LENGTH_MAX)]
 
 
@@ -95,7 +95,7 @@ class Schedule(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GroupSettings(msgspec.Struct, frozen=True, array_like=True):
-    """What differs in one parameter group: a factor on the learning rate, and the weight decay."""
+    """The settings of one parameter group: a factor on the learning rate, and the weight decay."""
 
     rate_factor: float = 1.0
     weight_decay: float = 0.0
@@ -108,7 +108,7 @@ class GroupSettings(msgspec.Struct, frozen=True, array_like=True):
 class OptimizerSettings(msgspec.Struct, frozen=True, array_like=True):
     """torch.optim's SGD, Adam or AdamW, with torch's names for the numbers.
 
-    `momentum` counts for sgd only, `betas` and `epsilon` for adam and adamw only. `groups` are indexed by
+    `momentum` applies to sgd only, `betas` and `epsilon` to adam and adamw only. `groups` are indexed by
     `Parameter.group`; without them every parameter has `weight_decay`. `clip_norm` bounds the norm of the
     *mean* gradient over all stages, 0 for none.
     """
@@ -139,23 +139,22 @@ class OptimizerSettings(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def moments(self) -> int:
-        """How many vectors of the gradients' size its state takes."""
+        """The number of vectors of the gradients' size in its state."""
         if self.kind != "sgd":
             return 2
         return 1 if self.momentum else 0
 
 
 class StageSpecification(msgspec.Struct, frozen=True):
-    """All that makes a stage what it is: two replicas with equal specifications compute the same.
+    """The full specification of a stage: two replicas with equal specifications compute the same.
 
     `seed` gives the first values of parameters that have a recipe, each by its name, and `run` the random
     operators', so neither depends on the cut. `sizes_max` bounds the graph's symbols; `microbatches` make a
     step. `autocast` computes in bfloat16 as `torch.autocast` does; `recompute` keeps only a micro-batch's
     input and computes it again for the backward pass. `cache_bytes` are for keys and values of all served
-    sessions together. `memory_bytes_max` and `flops_max` (for one
-    micro-batch, forward and backward; 0 for no bound) are what the provider offers. `threads`,
-    `device` and `allow_unfenced`, whether to run where the system cannot fence it in, are the replica's own
-    affair.
+    sessions together. `memory_bytes_max` and `flops_max` (for one micro-batch, forward and backward; 0 for no
+    bound) are the provider's offer. `threads`, `device` and `allow_unfenced`, whether to run where the system
+    cannot fence it in, are the replica's own choice.
 
     Raises:
         ValueError: vectors, a micro-batch or a type that no stage can have.
@@ -194,7 +193,7 @@ class StageSpecification(msgspec.Struct, frozen=True):
 
     @property
     def dtype(self) -> Literal["float32", "float64"]:
-        """Return the type of the arenas of a stage that trains; in others `Slot` says that of each value."""
+        """The type of the arenas of a stage that trains; in others each `Slot` has the type of its value."""
         rows = self.graph.parameters
         return "float64" if rows and rows[0].type.dtype == "float64" else "float32"
 
@@ -204,7 +203,7 @@ class StageSpecification(msgspec.Struct, frozen=True):
 
 
 class Slot(msgspec.Struct, frozen=True):
-    """Where one parameter lies in an arena: `offset` and `size` count elements. `row` is the graph's."""
+    """The place of one parameter in an arena: `offset` and `size` count elements. `row` is the graph's."""
 
     row: int
     parameter: Parameter
@@ -215,7 +214,7 @@ class Slot(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The first of its names."""
+        """The parameter's first name."""
         return self.parameter.names[0]
 
     @property
@@ -232,10 +231,10 @@ class Slot(msgspec.Struct, frozen=True):
 
 
 def parameter_layout(specification: StageSpecification) -> tuple[Slot, ...]:
-    """The stage's parameters in their order in an arena, without gaps.
+    """Return the stage's parameters in their order in an arena, without gaps.
 
-    First what has gradients or statistics and belongs to this stage alone, then what is tied to other stages,
-    so that each all-reduce takes one run of elements; then what is frozen, by its type, the widest first.
+    First come those with gradients or statistics that belong to this stage alone, then those tied to other
+    stages, so that each all-reduce takes one run of elements; then frozen ones, by type, the widest first.
     """
     graph = specification.graph
     tied = set(graph.tied)
@@ -257,17 +256,18 @@ def parameter_layout(specification: StageSpecification) -> tuple[Slot, ...]:
 
 
 def vector_bytes(specification: StageSpecification) -> int:
-    """Bytes of `parameters`; 0 for a stage without any."""
+    """Return the bytes of `parameters`; 0 for a stage without any."""
     return sum(row.stored_bytes for row in specification.graph.parameters)
 
 
 def gradient_bytes(specification: StageSpecification) -> int:
-    """Bytes of `gradients` and of `totals`: of all parameters and statistics that are not frozen."""
+    """Return the bytes of `gradients` and of `totals`: of all parameters and statistics that are not
+    frozen."""
     return sum(row.stored_bytes for row in specification.graph.parameters if row.kind != "frozen")
 
 
 def arena_bytes(specification: StageSpecification) -> dict[str, int]:
-    """Bytes of every arena, by name, in the order of ARENAS."""
+    """Return the bytes of every arena, by name, in the order of ARENAS."""
     gradients = gradient_bytes(specification)
     return {
         "parameters": vector_bytes(specification),
@@ -278,7 +278,7 @@ def arena_bytes(specification: StageSpecification) -> dict[str, int]:
 
 
 def boundary_bytes(specification: StageSpecification) -> int:
-    """The most that goes into or out of the stage for one micro-batch, over its entry points."""
+    """Return the most bytes into or out of the stage for one micro-batch, over its entry points."""
     graph = specification.graph
     values = evaluate(graph.expressions, specification.sizes_max)
     largest = 0
@@ -295,14 +295,15 @@ def boundary_bytes(specification: StageSpecification) -> int:
 
 
 def payload_bytes_max(specification: StageSpecification) -> int:
-    """The most that the tensors of one request or answer of a correct stage take as they are sent."""
+    """Return the most bytes of the tensors of one request or answer of a correct stage, as sent."""
     # Under autocast a boundary may be half of this, never more.
     tensors = 2 * boundary_bytes(specification)
     return tensors + tensors // 128 + _OVERHEAD_BYTES
 
 
 def message_bytes_max(specification: StageSpecification) -> int:
-    """The longest request or answer of a correct stage: the parameters, or one micro-batch."""
+    """Return the length of the longest request or answer of a correct stage: the parameters, or one
+    micro-batch."""
     constants = sum(len(constant.data) for constant in specification.graph.constants)
     tensors = max(vector_bytes(specification) + constants, 2 * boundary_bytes(specification))
     graph = specification.graph
@@ -313,11 +314,11 @@ def message_bytes_max(specification: StageSpecification) -> int:
 
 
 class Admitted(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The process is ready, and what its dry run at the largest sizes found, for one micro-batch.
+    """The process is ready; with the results of its dry run at the largest sizes, for one micro-batch.
 
     `flops` forward and backward; `saved_bytes` kept between them; `peak_bytes` at most at once, without the
-    arenas; `seconds` the admission took. `fences` say what the process may do at most and by what means,
-    `unfenced` what this system could not hold it to, and why.
+    arenas; `seconds` the admission took. `fences` are the limits of the process and their means, `unfenced`
+    those that this system could not enforce, and why.
     """
 
     flops: Number
@@ -331,9 +332,9 @@ class Admitted(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class Forward(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Compute one micro-batch of the entry point `train`: `input` is the stage's inputs in their order.
 
-    The last stage needs labels; when `train`, it goes back at once. Any other stage keeps what its
-    `Backward` will need. With `train` false nothing is kept and nothing is random. `codec` is what the
-    answer is packed with: the link that it takes decides.
+    The last stage needs labels; when `train`, it goes back at once. Any other stage keeps the data that its
+    `Backward` will need. With `train` false nothing is kept and nothing is random. `codec` packs the answer:
+    it is chosen for the answer's link.
 
     With the sign -1 it computes one again that the sums hold, to take it out of them: the same draws, the
     gradients and the share of the statistics negated. Then it counts as never given.
@@ -352,10 +353,10 @@ class Forwarded(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The answer: `output` from all but the last stage, `gradient` of the inputs from the last one.
 
     `samples` is the batch, or what the graph counts instead (tokens). `loss` and `metrics` are *sums* over
-    them, in the graph's order; 0 and () except at the last stage. What is taken out has neither output nor
-    gradient: the neighbours have had theirs. `busy_nanoseconds` is how long the stage's process took,
-    decoding and encoding included, waiting not. `rounding` is what the codec took from the tensors of the
-    answer.
+    them, in the graph's order; 0 and () except at the last stage. A micro-batch that is taken out has neither
+    output nor gradient: the neighbours have had theirs. `busy_nanoseconds` is the time of the stage's
+    process, with decoding and encoding, without waiting. `rounding` is the codec's rounding of the answer's
+    tensors.
     """
 
     output: Payload | None
@@ -389,9 +390,9 @@ class BackwardDone(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Forget(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Let go of a micro-batch that was forwarded and has not gone back: it counts as never given.
+    """Forget a micro-batch that was forwarded and has not gone back: it counts as never given.
 
-    One that was on its way out stays in the sums.
+    One that was being taken out stays in the sums.
     """
 
     step: Number
@@ -403,15 +404,15 @@ class Discard(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Norm(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Ask for the squared norm of `totals` over the parameters this stage speaks for.
+    """Ask for the squared norm of `totals` over the parameters this stage reports on.
 
-    A tied parameter is spoken for by the first stage that holds it, so that the sum over stages is the
-    model's.
+    The first stage that holds a tied parameter reports on it, so that the sum over stages is the model's.
     """
 
 
 class Normed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The answer: of the sums, not of the mean. Infinite where anything in `totals` is not finite."""
+    """The answer: the squared norm of the sums, not of the mean. Infinite where anything in `totals` is not
+    finite."""
 
     squared_norm: float
 
@@ -420,7 +421,7 @@ class Apply(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """One optimizer step by `totals` / `samples`; then zero sums and totals, forget the micro-batches.
 
     `step` is the number of the committed step, counted from 0; schedules and Adam's bias correction follow
-    it, so a replica that comes later steps as the others do. `squared_norm` is that of the totals of *all*
+    it, so a replica that joins later steps as the others do. `squared_norm` is that of the totals of *all*
     stages, needed where the settings clip. `is_skipped` drops the sums and totals of a step that diverged:
     parameters, statistics and moments stay as they are, and the step still counts. `rate` multiplies the
     learning rate.
@@ -486,7 +487,7 @@ class Restore(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The node has written `parameters` and `moments` as they are after `step` steps: go on from there.
 
     Forgets the micro-batches and zeroes the sums. The next step is this one, and any other is refused. A
-    stage so restored computes, to the bit, what the one computes that the numbers come from.
+    restored stage computes, to the bit, what the stage computes that the values come from.
     """
 
     step: Number
@@ -499,11 +500,11 @@ class Done(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The answer to a request that no correct peer makes. The stage is as it was before.
 
-    `part` is which of the payloads cannot be used, whoever gets it; "" where it is not one of them that is
-    wrong. The `fault` is "values" where a payload is whole and the model does not take a number in it, and
-    "divergence" where all payloads are sound and what the stage computes of them is not finite: every
-    other replica would say the same. "position" is a unit of `session` that begins after what the stage
-    holds of it, or ends beyond the longest session; "room" one that there are no pages for.
+    `part` is the payload that no replica can use; "" where none of them is wrong. The `fault` is "values"
+    where a payload is whole and the model does not take a number in it, and "divergence" where all payloads
+    are sound and what the stage computes of them is not finite: every other replica would say the same.
+    "position" is a unit of `session` that begins after what the stage holds of it, or ends beyond the longest
+    session; "room" one that there are no pages for.
     """
 
     reason: Reason

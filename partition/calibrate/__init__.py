@@ -1,1 +1,2 @@
-"""What classes of operators take on a device, measured in a process of its own."""
+"""Calibration of a device: the time that classes of operators take on it, measured in a process of its
+own."""

@@ -1,4 +1,5 @@
-"""`python -m partition.calibrate DEVICE DTYPE THREADS SECONDS`: what classes of operators take here, as hex.
+"""`python -m partition.calibrate DEVICE DTYPE THREADS SECONDS`: the times of classes of operators here, as
+hex.
 
 A process of its own, because a node does not import torch.
 """

@@ -1,4 +1,4 @@
-"""Prices of a class of operators from what some of them took."""
+"""Prices of a class of operators, fitted to the times of some of them."""
 
 from collections.abc import Sequence
 from itertools import combinations
@@ -10,7 +10,7 @@ from partition.plan.rates import MEBI_BITS, MEGA, Pace
 
 
 def fit(amounts: Sequence[Amount], seconds: Sequence[float]) -> Pace:
-    """The prices of a call, a million FLOPs and a MiB whose largest relative errors are least, squared."""
+    """Return the prices of a call, a million FLOPs and a MiB that minimise the largest relative error."""
     rows = np.array(
         [[row.calls, row.flops / MEGA, row.touched_bytes / (1 << MEBI_BITS)] for row in amounts], dtype=float
     )

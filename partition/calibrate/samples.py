@@ -13,7 +13,7 @@ from partition.plan.operations import Amount, Kind
 
 @dataclass(frozen=True)
 class Sample:
-    """One operator at one shape: how it is called, its leaves with gradients, and what that amounts to."""
+    """One operator at one shape: its call, its leaves with gradients, and the amount of work."""
 
     kind: Kind
     run: Callable[[], Tensor]

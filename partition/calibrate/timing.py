@@ -1,9 +1,9 @@
 """Timing of classes of operators, in a process that is prepared as a stage's is.
 
-Each class runs at some shapes, forward and backward; then call, FLOPs and bytes get the prices that fit
-best, none negative, by the relative error. On one thread the clock is that of the thread, so that what
-others do beside it does not count; how much of a processor it gets is measured by itself, over long enough
-to feel a quota.
+Each class runs at some shapes, forward and backward; then call, FLOPs and bytes get the prices that fit best,
+none negative, by the relative error. On one thread the clock is that of the thread, so that other processes'
+work does not count. The share of a processor it gets is measured separately, over long enough to feel a
+quota.
 """
 
 import platform
@@ -30,19 +30,19 @@ HELD_BYTES_MAX = 48 << 20
 """Results kept while more are made: more than a cache holds, less than the heap keeps when it is freed."""
 ENGINE_VIEWS = 32
 CALL_FACTOR_MAX = 3.0
-"""The most that a call beside others costs of one alone: more is a disturbance."""
+"""The most that a call among others may cost, relative to one alone: more is a disturbance."""
 HEAP_BYTES = 48 << 20
-"""What a stage's heap keeps between its pieces, and what convolutions pack: the models of benchmarks/costs.py
-needed up to 41 MiB more than their formulas say."""
+"""The memory that a stage's heap keeps between its pieces, and that convolutions pack: the models of
+benchmarks/costs.py needed up to 41 MiB more than their formulas say."""
 OWN_SHARE_MIN = 0.1
-"""The share of a backward pass timed alone that is the operator's at least."""
+"""The least share of a backward pass timed alone that is the operator's own."""
 SHARE_SECONDS = 1.0
 """Ten periods of a CPU quota."""
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
 class _Clock:
-    """Seconds that computing takes: of this thread where there is one, else of the wall and the least."""
+    """Seconds that computing takes: this thread's time on one thread, else the least wall time."""
 
     def __init__(self, device: torch.device, threads: int) -> None:
         self._is_wall = device.type != "cpu" or threads > 1
@@ -55,14 +55,15 @@ class _Clock:
 
 
 def _typical(times: list[float]) -> float:
-    """The lower third: what is slower was disturbed."""
+    """Return the lower third of the times: slower ones were disturbed."""
     return sorted(times)[len(times) // 3]
 
 
 def _engine(device: torch.device, clock: _Clock, seconds: float) -> float:
-    """What autograd takes to begin and end a pass: an operator that is timed alone pays it, and a model once.
+    """Return the time that autograd takes to begin and end a pass: an operator timed alone pays it, a model
+    once.
 
-    It is what a chain of views takes beyond its views.
+    It is the time of a chain of views beyond its views.
     """
 
     def passing(count: int) -> float:
@@ -81,7 +82,7 @@ def _engine(device: torch.device, clock: _Clock, seconds: float) -> float:
 
 
 def _timed(sample: Sample, clock: _Clock, seconds: float, engine: float) -> tuple[float, float]:
-    """(forward, backward) seconds; `engine` of each backward pass is not the operator's."""
+    """Return (forward, backward) seconds; `engine` of each backward pass is not the operator's."""
     out = sample.run()
     gradient = torch.ones_like(out)
     torch.autograd.grad(out, sample.leaves, gradient)
@@ -111,7 +112,7 @@ def _timed(sample: Sample, clock: _Clock, seconds: float, engine: float) -> tupl
 
 
 def calibrate(device: str, dtype: str, threads: int, seconds: float) -> Calibration:
-    """Time every class within about so many seconds; with none, only find out the share of a processor.
+    """Time every class within about `seconds`; with none, only measure the share of a processor.
 
     Raises RuntimeError: torch has no such device.
     """
@@ -160,7 +161,8 @@ def calibrate(device: str, dtype: str, threads: int, seconds: float) -> Calibrat
 def _as_in_a_model(
     kinds: Sequence[KindPace], samples: Sequence[Sample], clock: _Clock, seconds: float, engine: float
 ) -> list[KindPace]:
-    """The paces, slower by what operators take more where each follows others, all forward and all back.
+    """Return the paces, slowed by the extra time that operators take among others, all forward and then all
+    back.
 
     One that is repeated finds its weights in the cache and its memory at hand; how much that helps differs
     from class to class.
@@ -204,8 +206,8 @@ def _as_in_a_model(
 
 
 def _groups(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
-    """Samples in their order, whose results may be held at a time: beyond what the heap keeps, pages come and
-    go, which multiplies what an operator takes."""
+    """Yield samples in their order, in groups whose results may be held at a time: beyond what the heap
+    keeps, pages come and go, which multiplies the time of an operator."""
     group: list[Sample] = []
     held_bytes = 0
     for sample in samples:
@@ -220,8 +222,8 @@ def _groups(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
 
 
 def _beside(pace: Pace, amounts: Sequence[Amount], seconds: float, factor: float) -> Pace:
-    """The pace by which these amounts together take as long as they did beside others, a call so many times
-    as long as alone and the rest of it by what they do."""
+    """Return the pace at which these amounts together take `seconds`: a call `factor` times as long as alone,
+    and the rest of the time by their work."""
     call = min(2**53, round(pace.call * factor))
     rest = sum(pace.picoseconds(amount) - pace.call * amount.calls for amount in amounts)
     if rest <= 0:
@@ -243,7 +245,7 @@ def _repeated(run: Callable[[], object], clock: _Clock, seconds: float) -> float
 
 
 def _accumulate(device: torch.device, dtype: torch.dtype, clock: _Clock, seconds: float) -> Pace:
-    """Adding a parameter's gradient to its sum."""
+    """Time adding a parameter's gradient to its sum."""
     amounts: list[Amount] = []
     times: list[float] = []
     for size in (1 << 8, 1 << 14, 1 << 18, 1 << 21):
@@ -254,7 +256,7 @@ def _accumulate(device: torch.device, dtype: torch.dtype, clock: _Clock, seconds
 
 
 def _frames(clock: _Clock, seconds: float) -> Pace:
-    """A bundle on its way in or out: a copy, and a look at whether all of it is finite."""
+    """Time a bundle on its way in or out: a copy, and a check that all of it is finite."""
     amounts: list[Amount] = []
     times: list[float] = []
     for size in (1 << 10, 1 << 16, 1 << 20):
@@ -269,8 +271,8 @@ def _frames(clock: _Clock, seconds: float) -> Pace:
 
 
 def _steps(device: torch.device, clock: _Clock, seconds: float) -> Pace:
-    """All that applying a step does with a parameter, as `StageExecutor` does it, by its bytes: the total is
-    looked at and divided, the optimizer steps, sums become zero, and the result is hashed."""
+    """Time the work of applying a step to a parameter, as `StageExecutor` does it, by its bytes: the total is
+    checked and divided, the optimizer steps, sums are zeroed, and the result is hashed."""
     amounts: list[Amount] = []
     times: list[float] = []
     for size in (1 << 10, 1 << 16, 1 << 21):
@@ -294,7 +296,7 @@ def _steps(device: torch.device, clock: _Clock, seconds: float) -> Pace:
 
 
 def _share() -> int:
-    """Thousandths of a processor that this process gets while it computes all the time."""
+    """Return the thousandths of a processor that this process gets while it computes all the time."""
     matrix = torch.ones(192, 192)
     begun, used = time.perf_counter(), time.thread_time()
     while time.perf_counter() - begun < SHARE_SECONDS:
@@ -304,7 +306,7 @@ def _share() -> int:
 
 
 def hardware(device: str) -> str:
-    """Return what the device calls itself."""
+    """Return the device's own name for itself."""
     if device.startswith("cuda"):
         return str(torch.cuda.get_device_name(device))
     try:

@@ -1,4 +1,4 @@
-"""What to do instead of an operator that no graph may name: for a person who is told that it is refused."""
+"""Advice for operators that no graph may name: alternatives, for a person who is told of a refusal."""
 
 import difflib
 import re
@@ -34,7 +34,7 @@ _NEAR = 0.72
 
 
 def remedy_for(operator: str) -> str:
-    """Return what to do instead of an operator by its full name, `aten.histc.default`."""
+    """Return the advice for an operator by its full name, `aten.histc.default`."""
     space, _, short = operator.partition(".")
     base = short.rpartition(".")[0] or short
     for pattern, remedy in _REMEDIES:

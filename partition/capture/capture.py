@@ -6,8 +6,8 @@
     captured = capture(model, (x,), labels=(y,), loss=loss)
 
 It exports (`export`), cleans (`clean`), lowers (`lower`), marks where a plan may cut, and passes the result
-through the same gate as a stranger's graph. Whether the graph computes what the model does is for
-`partition.capture.proof` to say.
+through the same gate as a stranger's graph. `partition.capture.proof` checks that the graph computes what the
+model does.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -51,8 +51,8 @@ Further = (
 
 @dataclass(frozen=True)
 class Through:
-    """Another way through a model: the entry point's name, a function of the model and its inputs, and what
-    becomes of the graph before it is checked."""
+    """Another way through a model: the entry point's name, a function of the model and its inputs, and the
+    transformation of the graph before it is checked."""
 
     name: str
     call: Callable[..., Any]
@@ -66,10 +66,10 @@ class Captured:
     `data` are the bytes of `graph` and `hash` their name. `stored` are the tensors whose values stand in the
     safetensors file beside it, by the first of their names, in the order of their offsets and without gaps;
     they are the model's own, not copies. `unused` are parameters that no entry point uses: they are not
-    trained. `functions` say which backward passes of the model's own the graph has left out: only a proof
-    can say whether it is the same without them. `draws` and `outputs` are for a proof, too: by entry point,
-    which of the random operators that the model runs, and of the outputs that it gives, the graph has; draws
-    only where some are for nothing.
+    trained. `functions` are the model's own backward passes that the graph has left out: only a proof can
+    tell whether it is the same without them. `draws` and `outputs` are for a proof, too: by entry point, the
+    places of the graph's random operators among those that the model runs, and of its outputs among the
+    model's; draws only where some are unused.
     """
 
     graph: Graph
@@ -103,9 +103,9 @@ def capture(
     """Capture a model for training, with further entry points over the same parameters.
 
     `example_inputs` are a tuple, or a dictionary of keywords; tensors may lie in tuples, lists and
-    dictionaries, and what is no tensor is fixed. Of them and of `labels` (by place or by name) only shapes
-    and types count. `loss(output, *labels)` gives a scalar *sum* over samples, or (sum, count) where a step
-    divides by something else than the batch, such as tokens; each metric gives a scalar sum. With `own_loss`
+    dictionaries, and everything else is fixed. Only shapes and types of these and of `labels` (by place or by
+    name) count. `loss(output, *labels)` gives a scalar *sum* over samples, or (sum, count) where a step
+    divides by another number than the batch, such as tokens; each metric gives a scalar sum. With `own_loss`
     as loss the labels go to the model by name, and the loss is its `output.loss`.
 
     `dynamic` names the sizes that vary, with inclusive bounds: {"batch": (1, 64), "sequence": (1, 1024,
@@ -120,10 +120,10 @@ def capture(
     `groups(name, parameter)` gives the optimizer's group.
 
     With `evaluation` there is a second graph for held-out samples; by default where the first one draws
-    random numbers that it cannot leave out. Autograd functions of the model's own are refused but for
-    `unproved`: whoever says so must prove the graph.
+    random numbers that it cannot leave out. The model's own autograd functions are refused unless `unproved`:
+    the caller must then prove the graph.
 
-    `through` says what is captured in the place of the model's own forward, as it is evaluated.
+    `through` is captured in place of the model's own forward, as it is evaluated.
 
     The model is as before afterwards. Raises CaptureRefused: what cannot be a graph, and where it is.
     """
@@ -176,7 +176,7 @@ def capture(
 def _part(
     model: nn.Module, request: Request, *, may_fix: bool = False, unproved: bool = False
 ) -> tuple[Exported, Cleaned]:
-    """One entry point; with the sizes that the model takes, where the caller said none."""
+    """Capture one entry point, with the sizes that the model takes where the caller gave none."""
     try:
         exported = export(model, request)
     except SizesRefused as refusal:
@@ -189,7 +189,7 @@ def _part(
 
 
 def _with_sizes_found(model: nn.Module, request: Request, refusal: SizesRefused) -> Exported:
-    """Export with bounds of the batch that torch chooses, then with the batch that the examples have."""
+    """Export with bounds of the batch that torch chooses, else with the batch of the examples."""
     batch = next(each for each in request.dynamics if each.name == BATCH)
     ports = (*request.inputs, *request.labels)
     size = ports[batch.places[0][0]].shape[batch.places[0][1]]
@@ -203,13 +203,13 @@ def _with_sizes_found(model: nn.Module, request: Request, refusal: SizesRefused)
 
 
 def _draws_always(cleaned: Cleaned) -> bool:
-    """Return whether it takes random numbers in evaluation too, as nothing says that it shall not."""
+    """Return whether it draws random numbers in evaluation too."""
     rows = [OPERATORS[step.operator] for step in cleaned.steps]
     return any(row.random and not row.evaluate for row in rows)
 
 
 def _within(request: Request, limits: Mapping[str, Dynamic]) -> Request:
-    """Sizes that the first entry point narrowed are as narrow in the others."""
+    """Narrow sizes that the first entry point narrowed."""
     found = []
     for each in request.dynamics:
         first = limits.get(each.name, each)
@@ -230,7 +230,7 @@ def _forward(model: nn.Module, *arguments: Any, **keywords: Any) -> Any:
 def _method(
     model: nn.Module, method: str | Callable[..., Any]
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """How an entry point is called, and whose signature has its inputs' names."""
+    """Return the function to call for an entry point, and the one whose signature names its inputs."""
     if not isinstance(method, str):
         return method, partial(method, model)
     bound = getattr(model, method, None)
@@ -303,7 +303,7 @@ def _example(name: str, value: Tensor) -> Example:
 
 
 def _symbols(requests: Sequence[Request]) -> tuple[Symbol, ...]:
-    """The batch first. Raises CaptureRefused: one name with two bounds."""
+    """Return the symbols, the batch first. Raises CaptureRefused: one name with two bounds."""
     symbols: dict[str, Symbol] = {}
     for request in requests:
         for dynamic in request.dynamics:

@@ -1,11 +1,11 @@
-"""From torch's graph to functional steps: everything a graph of ours cannot say is rewritten or refused.
+"""From torch's graph to functional steps: everything that our graphs cannot express is rewritten or refused.
 
 Dropped: assertions, devices, batch norm's counters, regions without gradients (their inputs are detached
 instead). Rewritten: operators in place, each to the functional one, with every handle on the same memory
 tracked, so that a view that torch would have changed too is never used with its old value; memory without
 values, to zeros; `view`, to `reshape`, because a tensor that crossed a cut has other strides. Refused, all in
-one go, with operator and module: what is left that no graph may name. `walk` does that operator by operator;
-here is what an entry point begins and ends with.
+one go, with operator and module: remaining operators that no graph may name. `fx_pass` works operator by
+operator; this file handles the beginning and the end of an entry point.
 """
 
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ from partition.model.operators import OPERATORS
 REFUSALS_SHOWN_MAX = 20
 _ALIAS = "aten.alias.default"
 _RATES = {"aten.dropout.default": 1, "aten.scaled_dot_product_attention.default": 4}
-"""Where an operator has the rate that it drops at: with 0 it draws nothing."""
+"""The place of an operator's drop rate among its arguments: with 0 it draws nothing."""
 _NORM = "aten.batch_norm.default"
 _NORM_TRAINING = 5
 _NORM_STATISTICS = (3, 4)
@@ -38,8 +38,8 @@ _aten = torch.ops.aten
 class Cleaned:
     """An entry point as steps in order. `results` are its outputs, loss, count and metrics; `updates` map
     buffers to their last values; `statistics` are the buffers that batch norms move. `draws` are the places
-    of its random steps among all that the model runs, where some are for nothing; `outputs` those of the
-    outputs among all that the model gives."""
+    of its random steps among all that the model runs, where some are unused; `outputs` are the places of its
+    outputs among the model's."""
 
     steps: tuple[Step, ...]
     results: tuple[Reference, ...]
@@ -51,7 +51,7 @@ class Cleaned:
 
 
 def clean(exported: Exported) -> Cleaned:
-    """The steps of one entry point, dead ones left out.
+    """Return the steps of one entry point, dead ones left out.
 
     Raises:
         CaptureRefused: everything in this graph that cannot be said as steps, a line each.
@@ -88,7 +88,7 @@ def clean(exported: Exported) -> Cleaned:
 
 
 def _used(walk: Walk, results: Sequence[Reference]) -> tuple[int, ...]:
-    """Return the places of outputs that loss, count or metrics are made of: with others nothing is done."""
+    """Return the places of the outputs that loss, count or metrics are made of; the others are unused."""
     count = walk.exported.layout.outputs
     needed = {id(step) for step in _alive(walk.steps, results[count:])}
     return tuple(
@@ -99,7 +99,7 @@ def _used(walk: Walk, results: Sequence[Reference]) -> tuple[int, ...]:
 
 
 def _is_alias_of(step: Step, needed: Container[int]) -> bool:
-    """An output that is given twice, or that is an input, is an alias made for it alone."""
+    """Return whether a step is an alias made only for an output that is given twice, or that is an input."""
     if step.operator != _ALIAS:
         return False
     first = step.arguments[0]
@@ -107,7 +107,7 @@ def _is_alias_of(step: Step, needed: Container[int]) -> bool:
 
 
 def _draws(all_steps: Sequence[Step], kept: Sequence[Step]) -> tuple[int, ...]:
-    """Return the places of the kept steps that draw among all that do; () where none is left out."""
+    """Return the places of the kept steps that draw among all steps that do; () where none is left out."""
     living = {id(step) for step in kept}
     drawing = [step for step in all_steps if _is_drawing(step)]
     places = tuple(place for place, step in enumerate(drawing) if id(step) in living)
@@ -124,14 +124,14 @@ def _is_drawing(step: Step) -> bool:
 
 
 def _batch(walk: Walk) -> Any:
-    """The number of samples: an integer, or torch's symbol of it."""
+    """Return the number of samples: an integer, or torch's symbol of it."""
     dynamic = next(each for each in walk.exported.request.dynamics if each.name == BATCH)
     port, place = dynamic.places[0]
     return walk.leaves[Leaf("input", port)].fake.shape[place]
 
 
 def _updates(walk: Walk, by_name: Mapping[str, Any]) -> dict[str, Reference]:
-    """The last value of every buffer that the entry point changes, be it in place or by assignment."""
+    """Return the last value of every buffer that the entry point changes, in place or by assignment."""
     updates: dict[str, Reference] = {}
     for leaf, handle in walk.leaves.items():
         if leaf.kind == "buffer" and handle.storage.writers:
@@ -147,7 +147,7 @@ def _updates(walk: Walk, by_name: Mapping[str, Any]) -> dict[str, Reference]:
 
 
 def _results(walk: Walk, handles: Sequence[Any]) -> list[Reference]:
-    """Outputs, loss, count and metrics: each output is a value of its own."""
+    """Return outputs, loss, count and metrics: each output is a value of its own."""
     references: list[Reference] = []
     outputs = walk.exported.layout.outputs
     walk.owner, walk.trace = "", None
@@ -174,7 +174,7 @@ def _alive(steps: Sequence[Step], wanted: Sequence[Reference]) -> tuple[Step, ..
 
 
 def references_in(step: Step) -> Iterator[Reference]:
-    """The tensors that a step takes."""
+    """Yield the tensors that a step takes."""
     for value in (*step.arguments, *(value for _, value in step.keywords)):
         for item in value if isinstance(value, tuple) else (value,):
             if isinstance(item, Leaf | Made):
@@ -182,7 +182,7 @@ def references_in(step: Step) -> Iterator[Reference]:
 
 
 def _statistics(steps: Sequence[Step]) -> tuple[str, ...]:
-    """The buffers that batch norms move while training."""
+    """Return the buffers that batch norms move while training."""
     found: dict[str, None] = {}
     for step in steps:
         if step.operator != _NORM or not step.arguments[_NORM_TRAINING]:

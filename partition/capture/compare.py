@@ -1,7 +1,7 @@
-"""Whether two runs of a model computed the same, from sketches: nobody keeps what was computed.
+"""Comparison of two runs of a model by sketches, so that no results are kept.
 
 A sketch of a tensor is its norm and its product with a vector of signs. The product of a difference with
-random signs is as large as the difference itself, so what differs is seen, whatever its place.
+random signs is as large as the difference itself, so a difference shows wherever it is.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 5e-3, to
 """The tolerance of a sketch, relative to its norm."""
 FLOOR = 1e-2
 """A gradient below this share of the largest one is compared with that share: before a batch norm, a bias has
-a gradient that is nothing but rounding."""
+a gradient that is only rounding."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Sketch:
 
 @dataclass
 class Computed:
-    """What one run made. Gradients are by the first of a parameter's names."""
+    """The results of one run. Gradients are by the first of a parameter's names."""
 
     outputs: list[Sketch] = field(default_factory=list)
     numbers: dict[str, float] = field(default_factory=dict)
@@ -43,14 +43,16 @@ class Computed:
 
 
 def tolerance_of(graph: Graph) -> float:
-    """That of the coarsest type that is computed in: a model of float64 may take its loss in float32."""
+    """Return the tolerance of the coarsest type that is computed in: a model of float64 may take its loss in
+    float32."""
     kinds = {DTYPES[row.type.dtype] for row in graph.parameters}
     kinds |= {DTYPES[kind.dtype] for kind in graph.types}
     return max((TOLERANCES[kind] for kind in kinds if kind in TOLERANCES), default=TOLERANCES[torch.float32])
 
 
 def total_of(outputs: Sequence[torch.Tensor], signs: torch.Tensor) -> torch.Tensor | None:
-    """A number that depends on every element of the outputs, each by itself: a loss where there is none."""
+    """Return a number that depends on every element of the outputs separately, as a loss where there is
+    none."""
     total: torch.Tensor | None = None
     for output in outputs:
         if output.requires_grad:
@@ -62,7 +64,7 @@ def total_of(outputs: Sequence[torch.Tensor], signs: torch.Tensor) -> torch.Tens
 
 
 def signs_of(seed: int) -> torch.Tensor:
-    """A vector of +1 and -1, repeated along whatever is longer."""
+    """Return a vector of +1 and -1, repeated along longer tensors."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 2, (TILE,), generator=generator).mul_(2).sub_(1).double()
 
@@ -72,7 +74,7 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sketch_of(tensor: torch.Tensor, signs: torch.Tensor) -> Sketch:
-    """In float64, a stretch of the tensor at a time."""
+    """Sketch a tensor in float64, a stretch at a time."""
     flat = _real(tensor.detach()).reshape(-1)
     square, product = 0.0, 0.0
     for start in range(0, flat.numel(), TILE):
@@ -85,7 +87,7 @@ def sketch_of(tensor: torch.Tensor, signs: torch.Tensor) -> Sketch:
 def compare(
     graph: Graph, entry: Entry, eager: Computed, graphed: Computed, tolerance: float, when: str
 ) -> float:
-    """The largest relative difference. Raises CaptureRefused: one beyond the tolerance."""
+    """Return the largest relative difference. Raises CaptureRefused: one beyond the tolerance."""
     if len(eager.outputs) != len(graphed.outputs) or sorted(eager.numbers) != sorted(graphed.numbers):
         raise CaptureRefused(
             f"the graph has other results than the model in {when}: {len(graphed.outputs)} outputs and"
@@ -122,7 +124,8 @@ class _Comparison:
         self._when = when
 
     def agree(self, what: str, eager: Sketch | None, graphed: Sketch | None, least: float = 0.0) -> None:
-        """`least` is the norm below which nothing counts as small. Raises CaptureRefused: they do not."""
+        """Compare two sketches; `least` is the norm below which a tensor counts as zero. Raises
+        CaptureRefused: they differ."""
         if (eager is None or not eager.norm) and (graphed is None or not graphed.norm):
             return  # no gradient, or zeros: the same step
         if eager is None or graphed is None or eager.shape != graphed.shape:

@@ -1,8 +1,8 @@
 """Connectionist temporal classification (Graves et al. 2006) by operators that a graph may have.
 
-`torch.export` cannot go through `torch.ctc_loss`, whose inner results are as large as the labels say. While
-a model is traced this takes its place: the forward recursion of section 4.1 over all places of the input,
-in logarithms. It has the same gradient after a log_softmax, which the proof compares.
+`torch.export` cannot go through `torch.ctc_loss`, whose inner results are as large as the labels say. This
+replaces it while a model is traced: the forward recursion of section 4.1 over all places of the input, in
+logarithms. It has the same gradient after a log_softmax, which the proof compares.
 """
 
 from collections.abc import Iterator, Sequence
@@ -77,7 +77,7 @@ def ctc_loss(
 
 @contextmanager
 def traceable() -> Iterator[None]:
-    """Have it in the place of torch's own."""
+    """Replace torch's own function while the context lasts."""
     place: Any = torch
     kept = place.ctc_loss
     place.ctc_loss = ctc_loss

@@ -1,10 +1,10 @@
-"""Why a model cannot be captured: the exceptions of this side, with the operator or module in their text."""
+"""Exceptions of capture, with the operator or module in their text."""
 
 
 class CaptureRefused(ValueError):
     """A model, a loss or an operator that cannot become a graph, or whose graph is not the model.
 
-    The text says where (module, line, operator or parameter) and what to do. `reasons` are all of them where
+    The text says where (module, line, operator or parameter) and what to do. `reasons` has all reasons where
     the text leaves some out.
     """
 
@@ -14,8 +14,8 @@ class CaptureRefused(ValueError):
 
 
 class SizesRefused(CaptureRefused):
-    """A size that should vary and cannot, or not so far: with other bounds the model may do."""
+    """A size that should vary cannot, or not that far: the model may work with other bounds."""
 
 
 class EvaluationDiffers(CaptureRefused):
-    """The graph is the model while it is trained, and not while it is evaluated."""
+    """The graph is the model in training, but not in evaluation."""

@@ -1,4 +1,4 @@
-"""What a capture makes of a model, or all reasons why there is none, for a person who has not waited yet.
+"""The outcome of a capture, or all reasons against it, for a person in advance.
 
 Nothing is proved and nothing written: one trace, one pass over it, and the rules that a peer has.
 """
@@ -22,7 +22,7 @@ _NAMES_SHOWN_MAX = 6
 
 @dataclass(frozen=True)
 class Explanation:
-    """`facts` are (what, how it is) of a model that can be captured; else `refusals` are the reasons."""
+    """`facts` are (name, value) pairs of a model that can be captured; else `refusals` are the reasons."""
 
     seconds: float
     facts: tuple[tuple[str, str], ...] = ()
@@ -30,7 +30,7 @@ class Explanation:
 
 
 def explain(task: Task, *, name: str = "") -> Explanation:
-    """Trace a model and say what becomes of it. What raises in the model itself is a refusal, too."""
+    """Trace a model and report the outcome. An exception of the model itself is a refusal, too."""
     begun = time.perf_counter()
     try:
         captured = capture_task(task, name=name, unproved=True)

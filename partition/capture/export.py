@@ -1,9 +1,9 @@
 """From a module to torch's own graph of it: one `torch.export` of the model with its loss and its metrics.
 
 The export is in training mode and non-strict, and nothing is computed or allocated: for its duration every
-parameter and buffer is swapped for a fake tensor of the same shape, so a model of any size will do. The
-model is given back as it was, whatever happens. `torch.export` runs the model's own Python, so this belongs
-to the one who owns the model; what it makes is cleaned by `clean` and becomes plain data in `lower`.
+parameter and buffer is swapped for a fake tensor of the same shape, so a model of any size will do. The model
+is always given back as it was. `torch.export` runs the model's own Python, so this runs only for the model's
+owner; `clean` cleans the result and `lower` turns it into plain data.
 """
 
 import inspect
@@ -34,18 +34,18 @@ from partition.capture.wrapper_module import Layout, Request, Whole, strip
 # Autograd functions of torch itself that leave gradients as they are.
 _HARMLESS = {"_NoopSaveInputs"}
 _SAID_LENGTH_MAX = 300
-"""How much of torch's own message is quoted."""
+"""The length of torch's own message that is quoted."""
 
 
 @dataclass(frozen=True)
 class Exported:
     """torch's graph of one entry point.
 
-    `leaves` says of each placeholder what it is: ("input", number), ("parameter", path), ("buffer", path)
-    or ("constant", path), paths being the model's own. `constants` are tensors that the model made or held
+    `leaves` describes each placeholder: ("input", number), ("parameter", path), ("buffer", path) or
+    ("constant", path), paths being the model's own. `constants` are tensors that the model made or held
     without registering them. `results` are the names of the nodes that `layout` describes; `assigned` maps
     buffers that the model assigned anew to the node that made their value. `symbols` maps torch's names of
-    sizes to ours. `functions` name the autograd functions whose backward passes are not in it.
+    sizes to ours. `functions` are the autograd functions whose backward passes it lacks.
     """
 
     request: Request
@@ -104,7 +104,8 @@ def export(model: nn.Module, request: Request) -> Exported:
 
 
 def _calls(program: torch.export.ExportedProgram) -> list[str]:
-    """The operators in their order, but for those that torch asks once however often a model is called."""
+    """Return the operators in their order, without those that torch asks once however often a model is
+    called."""
     names = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
     return [
         name
@@ -141,7 +142,7 @@ _DRAWS = (
 
 
 def _changes(path: str, model: nn.Module) -> str:
-    """Return what to say of a value that `forward` changes from call to call."""
+    """Return the message for a value that `forward` changes from call to call."""
     paths = [
         name
         for name, _ in model.named_modules()
@@ -156,7 +157,7 @@ def _changes(path: str, model: nn.Module) -> str:
 
 
 def _check_hooks(model: nn.Module) -> None:
-    """Raise CaptureRefused: functions that autograd would call, which no graph carries."""
+    """Refuse functions that autograd would call and no graph carries. Raises CaptureRefused."""
     for path, parameter in model.named_parameters():
         held: Any = parameter
         if held._backward_hooks or getattr(held, "_post_accumulate_grad_hooks", None):
@@ -172,8 +173,8 @@ def _check_hooks(model: nn.Module) -> None:
 
 
 def _example_sizes(request: Request) -> list[list[int]]:
-    """Shapes to trace with: sizes that vary are at least 2 and differ from each other, else torch takes
-    them for fixed or for one."""
+    """Return shapes to trace with: sizes that vary are at least 2 and differ from each other, else torch
+    takes them for fixed or for one."""
     shapes = [list(example.shape) for example in (*request.inputs, *request.labels)]
     used: set[int] = set()
     for dynamic in request.dynamics:
@@ -196,7 +197,7 @@ def _set_mode(model: nn.Module, train: bool) -> None:
 
 
 def _swap(model: nn.Module) -> None:
-    """Fake tensors on the CPU in place of parameters and buffers, equal ones where tied."""
+    """Put fake tensors on the CPU in place of parameters and buffers, equal ones where tied."""
     fakes: dict[int, Tensor] = {}
     mode = FakeTensorMode()
     for module in model.modules():
@@ -264,7 +265,7 @@ _NUMPY_DRAWS = ("rand", "randn", "random", "randint", "uniform", "normal", "choi
 
 @contextmanager
 def _drawn(found: list[str], model: nn.Module) -> Iterator[None]:
-    """Notice who draws from the generators of Python and numpy; those who do so unseen move their states."""
+    """Notice draws from the generators of Python and numpy; unseen draws move their states."""
     places = [(random, name) for name in _PYTHON_DRAWS]
     places += [(np.random, name) for name in _NUMPY_DRAWS]
     kept = [(place, name, getattr(place, name)) for place, name in places]
@@ -289,7 +290,7 @@ def _drawn(found: list[str], model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch warns, logs and prints much while it traces; what matters comes back as an exception."""
+    """Silence torch's warnings, logs and prints while it traces; what matters comes back as an exception."""
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -305,7 +306,7 @@ _ADVERTISED = re.compile(
     r"The following call|is not ?tracked with proxy|object at 0x|The error above|To fix the error|Caused by|"
     r"consider using data-dependent|torch\._check|https?://"
 )
-"""Where torch's own advice begins: switches of its logs, pages, its internals."""
+"""The beginning of torch's own advice: switches of its logs, pages, its internals."""
 _TOPICS = (
     (
         re.compile(r"DataDependent|data-dependent|Unbacked|unbacked|is not iterable over"),
@@ -347,7 +348,7 @@ def _explain(error: Exception, model: nn.Module, functions: Sequence[str]) -> Ca
 
 
 def _first_paths(model: nn.Module) -> dict[str, str]:
-    """For the path of every parameter and buffer the first path of the same tensor."""
+    """Return for the path of every parameter and buffer the first path of the same tensor."""
     tensors = [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
@@ -403,7 +404,7 @@ def _read(
 
 
 def _narrowed(program: torch.export.ExportedProgram, request: Request) -> Request:
-    """The request with the bounds that torch found for sizes that were left open.
+    """Return the request with the bounds that torch found for open sizes.
 
     Raises:
         SizesRefused: it has fixed one of them, or made it out of another.
@@ -432,7 +433,7 @@ def _narrowed(program: torch.export.ExportedProgram, request: Request) -> Reques
 def _symbols(
     program: torch.export.ExportedProgram, request: Request, inputs: Sequence[str]
 ) -> dict[Any, str]:
-    """torch's symbols by what the caller calls them. Raises CaptureRefused: a size that torch has fixed."""
+    """Return the caller's names of torch's symbols. Raises CaptureRefused: a size that torch has fixed."""
     values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     symbols: dict[Any, str] = {}
     for dynamic in request.dynamics:

@@ -35,7 +35,7 @@ from partition.model.operators import OPERATORS
 
 _aten = torch.ops.aten
 REASON_LENGTH_MAX = 200
-"""How much of an exception's text is quoted."""
+"""The length of an exception's text that is quoted."""
 
 
 class _Typed:
@@ -74,10 +74,10 @@ class Walk:
     def has_loss(self) -> bool:
         return self.exported.request.loss is not None
 
-    # What rewrites call
+    # Interface for rewrites
 
     def emit(self, operator: Any, *arguments: Any, fakes: Any = None, **keywords: Any) -> Any:
-        """Append a step; its results as one handle, or a list of them where the operator has several.
+        """Append a step; return its results as one handle, or a list of them where the operator has several.
 
         `fakes` are the results' types where they are known. An operator that no graph may name is taken
         apart if torch knows how, else noted as refused.
@@ -116,7 +116,7 @@ class Walk:
         return handles[0]
 
     def alias(self, handle: Handle, *, copy: bool = False) -> Handle:
-        """Another handle for the same value: of the same memory, or of a copy of it."""
+        """Return another handle for the same value: of the same memory, or of a copy of it."""
         self.check_fresh(handle, "alias")
         storage = Storage("step") if copy else handle.storage
         view = None if copy else ("aten.alias.default", ())
@@ -124,9 +124,9 @@ class Walk:
         return Handle(handle.reference, handle.fake, handle.needs_gradient, storage, base, view)
 
     def run(self, operator: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-        """The operator's results on fake tensors.
+        """Return the operator's results on fake tensors.
 
-        Remembered by the arguments' types: an unrolled cell asks the same for every place of the sequence.
+        They are cached by the arguments' types: an unrolled cell asks the same for every place.
         """
 
         def fake(handle: Handle) -> Any:
@@ -158,7 +158,7 @@ class Walk:
     # The pass
 
     def graph(self, graph: fx.Graph, module: fx.GraphModule, given: Sequence[Any] | None) -> list[Any]:
-        """Walk one graph, the whole one or a region's; what its output node names."""
+        """Walk one graph, the whole one or a region's; return what its output node names."""
         values: dict[fx.Node, Any] = {}
         arguments = iter(given or ())
         for node in graph.nodes:
@@ -187,7 +187,7 @@ class Walk:
         return self._stand_in(node)
 
     def _stand_in(self, node: fx.Node) -> Any:
-        """Handles of the right types for a refused node, so that the pass can go on."""
+        """Return handles of the right types for a refused node, so that the pass can go on."""
         fakes = node.meta.get("val")
         if not isinstance(fakes, list | tuple):
             return self._opaque(fakes)
@@ -219,7 +219,7 @@ class Walk:
         return value
 
     def _seen(self, value: Any) -> Any:
-        """A handle as a region without gradients sees it."""
+        """Return a handle as a region without gradients sees it."""
         if self.has_gradients:
             return value
         return replaced(value, self._detached) if isinstance(value, Handle) else value
@@ -251,7 +251,7 @@ class Walk:
         return self.apply(operator, arguments, keywords, fakes)
 
     def apply(self, operator: Any, arguments: list[Any], keywords: dict[str, Any], fakes: Any) -> Any:
-        """One operator of torch's graph as steps of ours."""
+        """Turn one operator of torch's graph into steps of ours."""
         name = name_of(operator)
         call = Call(self, operator, arguments, keywords, fakes)
         rewrite = REWRITES.get(name) or RECURRENT.get(name) or MEANS.get(name)
@@ -262,7 +262,7 @@ class Walk:
         return self.emit(operator, *arguments, fakes=fakes, **keywords)
 
     def _size(self, node: fx.Node, value: Any) -> Any:
-        """A number that is no tensor: fine as long as it is made of the inputs' sizes."""
+        """Return a number that is no tensor: allowed as long as it is made of the inputs' sizes."""
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             unknown = [
                 symbol for symbol in value.node.expr.free_symbols if symbol not in self.exported.symbols
@@ -277,7 +277,7 @@ class Walk:
         return value
 
     def _check_sizes(self, name: str, results: Sequence[Tensor]) -> None:
-        """Refuse an operator whose result is as large as the data says, once."""
+        """Refuse an operator, once, whose result's size depends on the data."""
         shapes: list[Any] = [side for result in results for side in result.shape]
         sides = [side for side in shapes if isinstance(side, torch.SymInt)]
         unknown = {symbol for side in sides for symbol in side.node.expr.free_symbols}
@@ -287,7 +287,7 @@ class Walk:
             self.refuse(f"{name} makes a tensor whose size depends on the data; {SIZED_BY_DATA}")
 
     def _region(self, name: str, arguments: list[Any]) -> Any:
-        """The body of `with torch.no_grad()` and the like, in place of the node that holds it."""
+        """Inline the body of `with torch.no_grad()` and the like, in place of the node that holds it."""
         if name == "wrap_with_set_grad_enabled":
             enabled, body, given = bool(arguments[0]), arguments[1], arguments[2:]
         elif name == "wrap_with_autocast":
@@ -314,7 +314,7 @@ class Walk:
         return True
 
     def _taken_apart(self, operator: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-        """A composite operator as torch itself composes it, or None if it is none."""
+        """Return a composite operator as torch itself composes it, or None if it is not composite."""
         if not isinstance(operator, torch._ops.OpOverload) or not operator.has_kernel_for_dispatch_key(
             torch._C.DispatchKey.CompositeImplicitAutograd
         ):
@@ -338,7 +338,7 @@ class Walk:
 
 
 class _Apart(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own has no types
-    """Emits what a composite operator calls."""
+    """Emits the operators that a composite one calls."""
 
     def __init__(self, walk: Walk) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own has no types
@@ -379,7 +379,7 @@ class _Apart(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
 
 
 def _is_only_checked(node: fx.Node) -> bool:
-    """Return whether a number that was read out of a tensor serves assertions alone, which no graph has."""
+    """Return whether a number read out of a tensor serves only assertions, which no graph has."""
     for user in node.users:
         name = str(getattr(user.target, "__name__", user.target))
         if name.startswith(("_assert", "sym_constrain", "aten._assert", "aten.sym_constrain")):
@@ -408,7 +408,7 @@ def is_view(operator: torch._ops.OpOverload) -> bool:
 
 
 def owner_of(node: fx.Node) -> str | None:
-    """The path of the module that asked for this node; None where torch does not say."""
+    """Return the path of the module that asked for this node; None where torch does not say."""
     stack = node.meta.get("nn_module_stack") or {}
     if not stack:
         return None

@@ -1,9 +1,9 @@
 """A folder as `save_pretrained` of transformers writes it: config.json, and weights in safetensors.
 
 `config.json` names the class (`architectures`), which must be one of transformers' own: code that lies in the
-folder is never run, and weights that are pickled are never read. The class says what goes in and how wrong an
-answer is; a model of another kind, or with another loss, is a `Task` of a person's own function.
-Nothing is fetched: the folder is all there is.
+folder is never run, and weights that are pickled are never read. The class determines the inputs and the
+loss; a model of another kind, or with another loss, is a `Task` of a person's own function. Nothing is
+fetched beyond the folder.
 """
 
 import json
@@ -25,7 +25,7 @@ from partition.capture.trees import own_loss
 CONFIG = "config.json"
 CONFIG_BYTES_MAX = 1 << 20
 POOLING = "1_Pooling/config.json"
-"""Where sentence-transformers says how one vector is made of a text's."""
+"""The file of sentence-transformers that says how a text's vector is pooled."""
 _POOLING_NAMES = {"cls": "cls_token", "mean": "mean_tokens"}
 LENGTH_MAX = 1024
 """Tokens in a sample, where neither the person nor the model says fewer."""
@@ -72,11 +72,10 @@ def folder_task(
 
 
 def folder_encoder(folder: Path) -> tuple[nn.Module, str]:
-    """Return the encoder in a folder, without what makes words or classes of it, and how one vector is made
-    of a text's: "cls" or "mean".
+    """Return the encoder in a folder, without the head that makes words or classes, and the pooling that
+    makes one vector of a text: "cls" or "mean".
 
-    Raises:
-        CaptureRefused: transformers is not installed, or the folder has none.
+    Raises CaptureRefused: transformers is not installed, or the folder has none.
     """
     _, model, _ = _load(folder)
     encoder: nn.Module = model.base_model
@@ -86,15 +85,14 @@ def folder_encoder(folder: Path) -> tuple[nn.Module, str]:
 
 
 def is_encoder(folder: Path) -> bool:
-    """Return whether a folder's model is one that gives vectors: no words follow from it. Raises
-    CaptureRefused."""
+    """Return whether a folder's model gives vectors rather than words. Raises CaptureRefused."""
     names = _read_config(folder).get("architectures")
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
     return "ForMaskedLM" in name or (name.endswith("Model") and "LMHead" not in name)
 
 
 def _pooling(folder: Path) -> str:
-    """How sentence-transformers says that vectors are pooled; the mean where nobody says."""
+    """Return the pooling that sentence-transformers' file asks for; the mean where there is none."""
     path = folder / POOLING
     if not path.is_file():
         return "mean"
@@ -213,7 +211,7 @@ def _text(model: nn.Module, config: Any, length: int, *, mask: bool = True) -> d
 
 
 COUNT_FROM_PADDING = ("Roberta", "XLMRoberta", "Camembert")
-"""Their first position is the one behind that of the padding."""
+"""Models whose first position is the one behind that of the padding."""
 
 
 def _causal(model: nn.Module, config: Any, length: int) -> Task:
@@ -263,11 +261,11 @@ _TASKS: dict[str, Callable[[nn.Module, Any, int], Task]] = {
     "ForConditionalGeneration": _sequences,
     "ForImageClassification": _images,
 }
-"""A text's labels are as long as it: at each place the token that is wanted there, or -100 where none is."""
+"""A text's labels have its length: at each place the wanted token, or -100 where none is."""
 
 
 def _token_loss(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross entropy over the places whose label counts, and how many those are."""
+    """Return cross entropy summed over the places whose label counts, and the number of those places."""
     loss = functional.cross_entropy(
         output.logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
     )

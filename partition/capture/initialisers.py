@@ -1,4 +1,4 @@
-"""Which operators initialise a tensor, as steps of a recipe: data for `partition.capture.skeleton`.
+"""The operators that initialise a tensor, as steps of a recipe: data for `partition.capture.skeleton`.
 
 Makers give a new tensor its values, fills set all of an old one, changes do arithmetic by numbers with what
 is there, copies take another's. All else is no step of a recipe.
@@ -26,16 +26,16 @@ _LARGEST = sys.float_info.max
 
 @dataclass
 class Record:
-    """What happened to one storage, so far. `reason` is why it has no recipe; None if it has one."""
+    """The history of one storage so far. `reason` is why it has no recipe; None if it has one."""
 
     shape: tuple[int, ...]
     steps: tuple[Fill, ...] = ()
     reason: str | None = "it was never initialised"
     parameters: list[nn.Parameter] = field(default_factory=list)
-    """Those on meta that stand for this storage."""
+    """The meta parameters that stand for this storage."""
 
     def fill(self, step: Fill) -> None:
-        """Forget what was there."""
+        """Replace the history by a fill."""
         self.steps, self.reason = (step,), None
 
     def change(self, *steps: Fill) -> None:
@@ -45,16 +45,16 @@ class Record:
             self.spoil(f"it is initialised in more than {RECIPE_STEPS_MAX} steps")
 
     def spoil(self, reason: str) -> None:
-        """Whatever comes now, short of a fill, it has no recipe."""
+        """Mark the storage as having no recipe until the next fill."""
         self.steps, self.reason = (), reason
 
     def copied(self, shape: tuple[int, ...]) -> "Record":
-        """The same past for another storage."""
+        """Return the same history for another storage."""
         return Record(shape, self.steps, self.reason)
 
     @property
     def constant(self) -> float | None:
-        """The number that every element is, if that is known."""
+        """The number that every element is, if known."""
         is_constant = self.reason is None and len(self.steps) == 1 and self.steps[0].kind == "constant"
         return self.steps[0].first if is_constant else None
 
@@ -111,9 +111,9 @@ def row_of(tensor: torch.Tensor, shape: tuple[int, ...]) -> int | None:
 
 
 def changes(func: Any, args: Arguments, kwargs: Keywords) -> tuple[Fill, ...] | None:
-    """Return what an operator does to its first argument; None if that is no step of a recipe.
+    """Return the recipe steps that an operator makes on its first argument; None if it makes none.
 
-    In place or not: the caller knows.
+    The caller knows whether it is in place.
     """
     kind = _CHANGES.get(func.overloadpacket)
     if kind is None or kwargs.get("rounding_mode") is not None:
@@ -152,12 +152,12 @@ def _argument(func: Any, args: Arguments, kwargs: Keywords, name: str) -> Any:
 
 
 def _step(kind: Any, *numbers: float) -> Maker:
-    """Always the same step."""
+    """Return a maker of always the same step."""
     return lambda func, args, kwargs: Fill(kind, *numbers)  # noqa: ARG005 - the form of all makers
 
 
 def _given(kind: Any, *names: str) -> Maker:
-    """A step whose numbers are arguments of the operator."""
+    """Return a maker of a step whose numbers are arguments of the operator."""
 
     def make(func: Any, args: Arguments, kwargs: Keywords) -> Fill | None:
         found = [number(_argument(func, args, kwargs, name)) for name in names]

@@ -1,8 +1,9 @@
-"""Operators in place as functional ones: the new value, and who may still look at the memory that changed.
+"""In-place operators as functional ones: the new value, and the handles that may still read the changed
+memory.
 
 A write to a tensor makes its handle stand for the new value. If the tensor is a slice or a row of another
-(`x[:, 0] = 1`), the other gets a new value too. All further handles on the same memory become stale: whoever
-uses one of them later is refused, because torch would have shown the change there and a graph would not.
+(`x[:, 0] = 1`), the other gets a new value too. All further handles on the same memory become stale: a later
+use of one is refused, because torch would have shown the change there and a graph would not.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +25,7 @@ _SHAPES = ("unsqueeze_", "squeeze_", "t_", "transpose_", "swapaxes_", "swapdims_
 
 
 def write(call: Call) -> Handle:
-    """Apply an operator in place; the handle that was changed.
+    """Apply an operator in place; return the changed handle.
 
     Raises:
         CaptureRefused: it changes an input, a parameter, a buffer while training, or more than its first
@@ -57,7 +58,7 @@ def write(call: Call) -> Handle:
 
 
 def functional(operator: torch._ops.OpOverload) -> torch._ops.OpOverload:
-    """The operator that makes a new tensor instead. Raises CaptureRefused: there is none."""
+    """Return the operator that makes a new tensor instead. Raises CaptureRefused: there is none."""
     short = operator._schema.name.removeprefix("aten::")
     plain = f"__{short[3:]}" if short.startswith("__i") and short.endswith("__") else short.removesuffix("_")
     packet = getattr(_aten, plain, None)
@@ -89,7 +90,7 @@ def _check_writable(walk: Emitter, target: Handle, name: str) -> None:
 
 
 def _moving(name: str, path: str) -> str:
-    """Return what to say of a buffer that changes in training, and is no statistic of a batch norm."""
+    """Return the message for a buffer that changes in training and is no statistic of a batch norm."""
     owner, _, leaf = path.rpartition(".")
     if leaf in _POWER_ITERATION:
         what = f"call model.get_submodule('{owner}').eval()" if owner else "call its eval()"
@@ -143,7 +144,7 @@ def _zero(call: Call) -> Handle:
 
 
 def _one(handle: Any) -> Handle:
-    """Return what an operator with one result makes."""
+    """Return the result of an operator with one result."""
     assert isinstance(handle, Handle)
     return handle
 
@@ -216,4 +217,4 @@ IN_PLACE: Mapping[str, Value] = MappingProxyType(
         "aten.exponential_.default": _exponential,
     }
 )
-"""Those whose functional form has another name or other arguments."""
+"""In-place operators whose functional form has another name or other arguments."""

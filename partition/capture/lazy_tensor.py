@@ -1,8 +1,8 @@
-"""A parameter that has values only while an operator runs: how a model is computed that nobody can hold.
+"""A parameter that has values only while an operator runs: a way to compute a model that fits no machine.
 
 A LazyTensor is a tensor to autograd and to modules, with shape and type but no memory. When an operator takes
-it, its values are made, used and dropped; a view of it is lazy in its turn, so what autograd keeps for the
-backward pass costs nothing. `Materialised` counts the most that was alive at once.
+it, its values are made, used and dropped; its views are lazy too, so tensors that autograd keeps for the
+backward pass cost nothing. `Materialised` counts the most that was alive at once.
 
 Its values are for proofs, not for training: a tile of what its recipe draws, repeated, because drawing eight
 billion numbers for each pass would take minutes. The tile's length is prime, so that no row or head
@@ -51,7 +51,7 @@ class Materialised:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a lazy tensor's values come from: `make` gives them, `release` takes their memory back."""
+    """The source of a lazy tensor's values: `make` returns them, `release` takes their memory back."""
 
     make: Callable[[], torch.Tensor]
     release: Callable[[torch.Tensor], None]
@@ -120,7 +120,7 @@ def lazy(
     counter: Materialised,
     release: Callable[[torch.Tensor], None] = lambda _: None,
 ) -> LazyTensor:
-    """A tensor of the shape and type of `like`, with the values that `make` returns anew each time."""
+    """Return a tensor of the shape and type of `like`, with the values that `make` returns anew each time."""
     source = Source(make, release, like.numel() * like.element_size(), counter)
     return LazyTensor(like.detach(), source, lambda values: values)
 
@@ -137,7 +137,8 @@ def _is_view(func: Any) -> bool:
 
 
 def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A lazy view, or several: its shape is found on meta, its values by doing the same to the base's."""
+    """Return a lazy view, or several: its shape is found on meta, its values by the same operator on the
+    base's."""
     base: LazyTensor = args[0]
     shape = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
     outcome = func(shape, *args[1:], **kwargs)
@@ -167,7 +168,7 @@ class Tiles:
     def values(
         self, recipe: Recipe, name: str, shape: tuple[int, ...], dtype: torch.dtype, size: int
     ) -> torch.Tensor:
-        """A tensor of `shape`, of `size` elements; its memory may come back by `release`."""
+        """Return a tensor of `shape`, of `size` elements; its memory may come back by `release`."""
         tile, factor, shift = self._scaled(recipe, dtype)
         base = torch.tensor(shift, dtype=dtype)
         # By its name each begins elsewhere in the tile.
@@ -200,7 +201,7 @@ class Tiles:
         return torch.empty(size, dtype=dtype)
 
     def _scaled(self, recipe: Recipe, dtype: torch.dtype) -> tuple[torch.Tensor, float, float]:
-        """A tile, and what to multiply and to add: most recipes are one of two tiles."""
+        """Return a tile, and the factor and summand for it: most recipes are one of two tiles."""
         steps = tuple(step for step in recipe.steps if step.kind != "zero_row")
         match steps:
             case (Fill("uniform", low, high),):
@@ -228,7 +229,7 @@ _NORMAL = Recipe((Fill("normal", 0.0, 1.0),))
 
 
 def noisy(values: torch.Tensor, seed: int) -> torch.Tensor:
-    """A copy with a little noise, for a parameter all of whose values are equal."""
+    """Return a copy with a little noise, for a parameter whose values are all equal."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.rand(values.shape, generator=generator, dtype=torch.float64).mul_(2 * NOISE).sub_(NOISE)
     return values + noise.to(values.dtype)
@@ -236,7 +237,7 @@ def noisy(values: torch.Tensor, seed: int) -> torch.Tensor:
 
 @contextmanager
 def with_values(model: nn.Module, seed: int, counter: Materialised) -> Iterator[None]:
-    """Values where a parameter has none, and noise where it is constant; gradients put aside."""
+    """Give values to parameters that have none, and noise to constant ones; gradients are put aside."""
     tiles = Tiles(seed)
     parameters = list(dict.fromkeys(model.parameters()))
     kept = [(parameter, parameter.grad) for parameter in parameters]

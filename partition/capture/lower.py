@@ -1,4 +1,4 @@
-"""From steps to the graph format: values get numbers, and what is named often gets a row in a table."""
+"""From steps to the graph format: values get numbers, and repeated names get a row in a table."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -76,7 +76,7 @@ class Tables:
     # Sizes and types
 
     def size(self, expression: Any, symbols: dict[Any, str]) -> int | Size:
-        """A row that computes a sympy expression, or the integer that it is."""
+        """Return a row that computes a sympy expression, or the integer that it is."""
         if expression.is_Integer:
             return int(expression)
         if expression.is_Symbol:
@@ -107,7 +107,7 @@ class Tables:
         )
         return TensorType(data_type(tensor.dtype), sides)
 
-    # What the model holds
+    # Rows of the model
 
     def parameter(self, path: str) -> ParameterValue:
         key = self.contents.key(path)
@@ -129,9 +129,9 @@ class Tables:
         return ParameterValue(self.parameters[key][0])
 
     def keep_unused(self) -> None:
-        """Rows for parameters and buffers of the state dict that no entry point uses: a result has them too.
+        """Add rows for parameters and buffers of the state dict that no entry point uses: results have them.
 
-        They are frozen, as torch.optim leaves alone what has no gradient.
+        They are frozen, as torch.optim leaves alone a parameter without a gradient.
         """
         kinds = {parameter.type.dtype for _, parameter in self.parameters.values()}
         for path in self.contents.kept:
@@ -155,7 +155,7 @@ class Tables:
         return plain and self.constant_bytes + size <= UNUSED_BYTES_MAX
 
     def buffer(self, path: str) -> ConstantValue:
-        # What is not persistent is in no state dict, and so in no result.
+        # A buffer that is not persistent is in no state dict, and so in no result.
         names = tuple(name for name in self.contents.names_of(path) if name in self.contents.kept)
         return self.constant(self.contents.key(path), self.contents.tensors[path], names)
 
@@ -209,7 +209,7 @@ def _row(table: dict[T, int], key: T) -> int:
 
 @dataclass
 class _Lowering:
-    """One entry point on its way."""
+    """One entry point being lowered."""
 
     tables: Tables
     exported: Exported
@@ -317,7 +317,7 @@ def lower(
     symbols: tuple[Symbol, ...],
     groups: Groups | None,
 ) -> tuple[Graph, tuple[tuple[str, Tensor], ...]]:
-    """The graph of one layer, and the tensors that stand in the file beside it, in their order.
+    """Return the graph of one layer, and the tensors of the file beside it, in their order.
 
     Raises:
         CaptureRefused: a parameter or a buffer without values, of a type that no stage holds, or a size

@@ -1,4 +1,4 @@
-"""Means over labels that count, taken apart: so the sum and the number are there for a step to add up."""
+"""Means over labels that count, split into a sum and a count that a step can add up."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -12,9 +12,9 @@ _MEAN, _SUM = 1, 2
 
 
 def mean_of_classes(call: Call) -> Handle:
-    """Cross entropy or its like as a mean over the labels that count: their sum by their number.
+    """Return cross entropy or its like as a mean over the labels that count: their sum by their number.
 
-    A batch none of whose labels counts is then 0, where torch gives a number that is none.
+    A batch in which no label counts gives 0, where torch gives NaN.
     """
     target: Handle = call.arguments[1]
     given = dict(enumerate(call.arguments)) | {

@@ -1,10 +1,10 @@
-"""What a module keeps in Python: put back after a trace or a proof, and compared before and after one.
+"""The Python state of a module: put back after a trace or a proof, and compared before and after one.
 
-A graph says what `forward` computed once. A counter, a list that grows, a flag or a random number of Python
-is a constant in it, so whatever `forward` changes must be known. `restored` puts everything back in any case:
-attributes and the containers in them (hooks are such), `requires_grad`, training flags, and the states of
-Python's, numpy's and torch's global generators. Values of tensors are not copied here: a trace computes none,
-and a proof copies the buffers.
+A graph holds what `forward` computed once. A counter, a list that grows, a flag or a random number of Python
+is a constant in it, so everything that `forward` changes must be known. `restored` puts everything back in
+any case: attributes and the containers in them (hooks are such), `requires_grad`, training flags, and the
+states of Python's, numpy's and torch's global generators. Values of tensors are not copied here: a trace
+computes none, and a proof copies the buffers.
 """
 
 import random
@@ -18,18 +18,18 @@ import torch
 from torch import Tensor, nn
 
 OBJECTS_MAX = 1_000_000
-"""How many objects of a model are compared and put back; the rest is left alone."""
+"""Objects of a model that are compared and put back; the rest is left alone."""
 _DEPTH_MAX = 6
-"""How deep containers and objects lie in one another, counted from the module."""
+"""The depth to which containers and objects nest, counted from the module."""
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.Size)
 _OPAQUE = (Tensor, type, np.ndarray, torch.device, torch._C.Generator)
 _SEPARATE = {"_buffers", "_parameters", "_modules"}
-"""The attributes of a module whose tensors are the trace's own business."""
+"""The attributes of a module whose tensors the trace handles itself."""
 
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Give the model and the global generators back as they were, whatever is done inside."""
+    """Restore the model and the global generators at the end of the context."""
     kept = [(each, _content(each)) for _, each in _held(model)]
     tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for module in model.modules():
@@ -53,7 +53,8 @@ def restored(model: nn.Module) -> Iterator[None]:
 
 
 def python_state(model: nn.Module) -> dict[str, Any]:
-    """Everything plain that the model holds, by its path: numbers, texts, flags, lengths, own generators."""
+    """Return every plain value that the model holds, by its path: numbers, texts, flags, lengths, own
+    generators."""
     found: dict[str, Any] = {}
     for path, each in _held(model):
         found[path] = type(each).__name__, len(each) if isinstance(each, _CONTAINERS) else 0
@@ -66,13 +67,13 @@ def python_state(model: nn.Module) -> dict[str, Any]:
 
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """The paths of what differs between two `python_state`s."""
+    """Return the paths that differ between two `python_state`s."""
     keys = list(dict.fromkeys((*after, *before)))
     return [key for key in keys if key not in before or key not in after or before[key] != after[key]]
 
 
 def generator_states() -> tuple[Any, bytes]:
-    """Python's and numpy's global generators, to be compared."""
+    """Return the states of Python's and numpy's global generators, for comparison."""
     numpys: Any = np.random.get_state()
     return random.getstate(), numpys[1].tobytes() + repr(numpys[2:]).encode()
 
@@ -81,7 +82,7 @@ _CONTAINERS = (dict, list, set, deque)
 
 
 def _held(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The model's modules, and each container and object of Python that they hold, once, by path."""
+    """Yield the model's modules, and each container and object of Python that they hold, once, by path."""
     seen: set[int] = set()
     for path, module in model.named_modules():
         stack: list[tuple[str, Any, int]] = [(path, module, 0)]
@@ -98,7 +99,7 @@ def _held(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _is_open(value: Any) -> bool:
-    """Return whether there may be something in it that changes."""
+    """Return whether it may contain something that changes."""
     if isinstance(value, _CONTAINERS):
         return True
     if _leaf(value) is not None or isinstance(value, (*_PLAIN, *_OPAQUE, tuple)) or callable(value):
@@ -120,7 +121,7 @@ def _items(each: Any) -> list[tuple[Any, Any]]:
 
 
 def _leaf(value: Any) -> Any:
-    """A value that can be compared; None for what is opened by itself or can only be itself."""
+    """Return a value that can be compared; None for one that is opened by itself or equals only itself."""
     if isinstance(value, _PLAIN):
         return type(value).__name__, value
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):

@@ -1,4 +1,4 @@
-"""Where in a person's code something happens: the module of the model, and the file and line.
+"""The place in a person's code where something happens: the module of the model, and the file and line.
 
 The line is the innermost one that is neither torch's nor this package's nor of Python's own library: of a
 stack of frames while a model is traced, or of the text that `torch.export` keeps with each node.
@@ -24,7 +24,8 @@ _MODELS = str(Path(__file__).with_name("models"))
 
 
 def line_of(frames: Iterator[Any]) -> str:
-    """`FILE:LINE` of the innermost of these frames that is a person's own; empty where there is none."""
+    """Return `FILE:LINE` of the innermost of these frames that is a person's own; empty where there is
+    none."""
     for frame in frames:
         name, number = frame
         if is_own(name):
@@ -42,7 +43,8 @@ def is_own(name: str) -> bool:
 
 
 def _short(name: str) -> str:
-    """A path below the working folder or below a folder of installed packages, as people say it."""
+    """Return a path relative to the working folder or to a folder of installed packages, as people write
+    it."""
     for part in _INSTALLED:
         if f"/{part}/" in name:
             return name.rpartition(f"/{part}/")[2]
@@ -53,14 +55,15 @@ def _short(name: str) -> str:
 
 
 def frames(frame: Any) -> Iterator[Any]:
-    """From the innermost frame outwards."""
+    """Yield frames from the innermost one outwards."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 def frames_of(error: BaseException) -> list[Any]:
-    """The frames in which an exception was raised, the innermost first; of its cause, where it has one."""
+    """Return the frames in which an exception was raised, the innermost first; those of its cause, if it has
+    one."""
     inner: BaseException = error
     while inner.__cause__ is not None and inner.__traceback__ is None:
         inner = inner.__cause__
@@ -68,7 +71,7 @@ def frames_of(error: BaseException) -> list[Any]:
 
 
 def place_of(error: BaseException, model: nn.Module) -> str:
-    """The module that was running when an exception was raised, and the line, for a message."""
+    """Return the module that was running when an exception was raised, and the line, for a message."""
     inner: BaseException = error
     while inner.__cause__ is not None and inner.__traceback__ is None:
         inner = inner.__cause__
@@ -78,19 +81,19 @@ def place_of(error: BaseException, model: nn.Module) -> str:
 
 
 def place_now(frame: Any, model: nn.Module) -> str:
-    """The module that is running in this frame or around it, and the line."""
+    """Return the module that is running in this frame or around it, and the line."""
     lines = ((each.f_code.co_filename, each.f_lineno) for each in frames(frame))
     return _said(owner(frames(frame), model), line_of(lines))
 
 
 def place_of_node(stack_trace: str | None, path: str) -> str:
-    """The module at `path`, and the line that `torch.export` noted of a node."""
+    """Return the module at `path`, and the line that `torch.export` noted of a node."""
     found = [(name, int(number)) for name, number in _LINE.findall(stack_trace or "")]
     return _said(named(path), line_of(reversed(found)))
 
 
 def owner(found: Iterator[Any], model: nn.Module) -> str | None:
-    """The innermost module of the model that is running in these frames; None where none is."""
+    """Return the innermost module of the model that is running in these frames; None where none is."""
     paths = {id(module): path for path, module in model.named_modules()}
     for frame in found:
         path = paths.get(id(frame.f_locals.get("self")))
@@ -100,7 +103,7 @@ def owner(found: Iterator[Any], model: nn.Module) -> str | None:
 
 
 def named(path: str) -> str:
-    """A module's path as a message says it."""
+    """Return a module's path for a message."""
     return f"module '{path}'" if path else "the model itself"
 
 

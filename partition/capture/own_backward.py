@@ -1,8 +1,8 @@
-"""Autograd functions of a model, each held on its own against the gradient of its forward.
+"""Autograd functions of a model, each compared by itself with the gradient of its forward.
 
 A proof compares the gradients of the whole model at one point. A backward of its own may agree there and
 nowhere else, such as one that differs only where a router hesitates between two experts. So every function
-that the model calls is compared alone too: at the values that it was given, and near them.
+that the model calls is compared alone too: at the values that it was called with, and near them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 CALLS_MAX = 8
-"""How many calls of one function are compared: layers are alike."""
+"""Calls of one function that are compared: layers are alike."""
 TOLERANCE = 1e-4
 """Relative, of each gradient: a backward may have constants of eight digits."""
 DISTANCES = (0.0, 0.5, 4.0)
-"""How far the compared points lie from the values that the function was given, in units of their spread."""
+"""Distances of the compared points from the values that the function was called with, in units of their
+spread."""
 _SEED = 11
 
 
@@ -51,7 +52,7 @@ def compared(found: list[str]) -> Iterator[None]:
 
 
 class _Context:
-    """What a forward may say to its context, none of which autograd needs."""
+    """The interface of autograd's context that a forward may use; autograd needs none of it here."""
 
     def __init__(self, count: int) -> None:
         self.needs_input_grad = (True,) * count
@@ -68,7 +69,7 @@ class _Context:
 
 
 def _difference(cls: Any, bare: Callable[..., Any], arguments: Sequence[Any]) -> float:
-    """The largest relative difference of a gradient; 0 where it cannot be told."""
+    """Return the largest relative difference of a gradient; 0 where it cannot be determined."""
     tensors = [each for each in arguments if isinstance(each, Tensor)]
     if any(type(each) not in (Tensor, nn.Parameter) or each.is_meta for each in tensors):
         return 0.0
@@ -92,14 +93,14 @@ def _difference(cls: Any, bare: Callable[..., Any], arguments: Sequence[Any]) ->
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
-    """Relative; 0 where either is no number."""
+    """Return the relative distance; 0 where either is not a number."""
     scale = max(float(one.norm()), float(other.norm()))
     found = float((one - other).norm()) / (scale or 1.0)
     return found if isfinite(found) else 0.0
 
 
 def _moved(value: Any, distance: float) -> Any:
-    """Other values: so many times their spread away."""
+    """Return values moved by `distance` times their spread."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
     spread = float(value.detach().double().std(correction=0)) if value.numel() else 0.0

@@ -1,10 +1,10 @@
 """The requester's proof that a graph is the model: both are computed, and must agree, before anything leaves.
 
 Forward, the gradient of every parameter, and evaluation are compared with the module as its author wrote it.
-Nobody needs to hold the model: a parameter on meta has values only while an operator runs
-(`partition.capture.lazy_tensor`), and of a gradient only a sketch is kept, its norm and its product with a
-vector of signs. It is for this that a custom `autograd.Function` with a wrong backward, or an operator whose
-graph form differs from what eager does, is found here and not by those who train.
+The model need not fit into memory: a parameter on meta has values only while an operator runs
+(`partition.capture.lazy_tensor`), and only a sketch of each gradient is kept, its norm and its product with a
+vector of signs. So a custom `autograd.Function` with a wrong backward, or an operator whose graph form
+differs from eager mode, is found here and not by those who train.
 
 Both runs draw the same: before the k-th random operator the generator is seeded by k.
 """
@@ -45,7 +45,7 @@ rounding is not."""
 
 
 class Provable(Protocol):
-    """What `capture` gives."""
+    """A captured model with its name."""
 
     @property
     def graph(self) -> Graph: ...
@@ -56,7 +56,7 @@ class Provable(Protocol):
 
 @dataclass(frozen=True)
 class Proof:
-    """What was compared, and how near it came.
+    """The result of a comparison: its extent, and the difference found.
 
     `entries` are the entry points, the first of them in training and in evaluation; the other numbers are of
     its training. `error` is the largest difference of all, relative as `tolerance` is. `materialised_bytes`
@@ -91,7 +91,7 @@ def prove(
 
     Arguments are those of `capture`, but here values count: floating inputs that are all equal are replaced
     by noise, since zeros would prove little. Without a loss, gradients are those of the outputs' product with
-    signs. Of a further entry point the states are compared too. The model is as before afterwards.
+    signs. The states of further entry points are compared too. The model is as before afterwards.
 
     Raises:
         CaptureRefused: the graph is not the model; the text names the first output, or the parameter nearest
@@ -183,7 +183,7 @@ def _entry(graph: Graph, name: str) -> Entry:
 
 @contextmanager
 def _buffers_copied(model: nn.Module) -> Iterator[None]:
-    """What a run does to buffers is forgotten: batch norm counts, a cache fills."""
+    """Undo a run's changes to buffers: batch norm counts, a cache fills."""
     places = [
         (module, name, buffer)
         for module in model.modules()
@@ -204,7 +204,8 @@ def _buffers_copied(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_fast_path() -> Iterator[None]:
-    """nn.TransformerEncoder evaluates by fused kernels that answer otherwise where there is padding."""
+    """Disable the fused kernels by which nn.TransformerEncoder evaluates: they answer otherwise where there
+    is padding."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -214,11 +215,11 @@ def _without_fast_path() -> Iterator[None]:
 
 
 class _Seeded(TorchDispatchMode):
-    """Before the k-th operator that draws, the generator is seeded by k.
+    """Seeds the generator by k before the k-th operator that draws.
 
-    How many have drawn is kept in the generator itself, as its seed: a checkpointed region that is computed
-    again puts the generator back, and draws the same again. Of the operators that the model runs, the graph
-    has those in the places `kept` (all where it is empty): a number that nobody uses is drawn by eager alone.
+    The count of draws is kept in the generator itself, as its seed: a checkpointed region that is computed
+    again puts the generator back, and draws the same again. The graph has the model's operators in the places
+    `kept` (all where it is empty): an unused number is drawn in eager mode alone.
     """
 
     def __init__(self, seed: int, kept: Sequence[int] = ()) -> None:
@@ -243,7 +244,7 @@ class _Seeded(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class _Run:
-    """Both ways through one batch."""
+    """Both computations of one batch."""
 
     model: nn.Module
     captured: Provable
@@ -260,7 +261,7 @@ class _Run:
         return self.captured.graph
 
     def eager(self, *, train: bool, beside: Computed) -> Computed:
-        """As the model's author wrote it; a mean is taken as often as the graph `beside` counts."""
+        """Run the model as its author wrote it; a mean is taken as often as the graph `beside` counts."""
         try:
             return self._eager(train=train, beside=beside)
         except CaptureRefused:
@@ -308,7 +309,7 @@ class _Run:
         return made
 
     def _total(self, loss: torch.Tensor, numbers: dict[str, torch.Tensor], beside: Computed) -> torch.Tensor:
-        """A loss that is one number, as the graph has it: a sum, or a mean with its count."""
+        """Return the loss as one number, as the graph has it: a sum, or a mean with its count."""
         count = beside.numbers.get("count")
         if count is not None:
             numbers["count"] = torch.tensor(count)
@@ -317,7 +318,7 @@ class _Run:
         return loss * samples if abs(total - mean * samples) < abs(total - mean) else loss
 
     def graphed(self, *, train: bool) -> Computed:
-        """As a stage computes the graph, uncut. Raises CaptureRefused: it cannot be computed."""
+        """Run the graph as a stage does, uncut. Raises CaptureRefused: it cannot be computed."""
         made = Computed()
         stage = self._whole()
         sizes = self.given.sizes
@@ -357,7 +358,7 @@ class _Run:
         return made
 
     def _check_model(self) -> None:
-        """Raise CaptureRefused: the model cannot be computed either."""
+        """Check that the model itself can be computed. Raises CaptureRefused."""
         try:
             with _buffers_copied(self.model), torch.no_grad():
                 positional, keywords = self.given.arguments
@@ -366,7 +367,7 @@ class _Run:
             raise self._fails(error) from error
 
     def _whole(self) -> StageGraph:
-        """The graph as one stage, which gives the model's outputs even where a loss is all that counts."""
+        """Return the graph as one stage, which gives the model's outputs even where only a loss counts."""
         stage = cut(self.graph, self.captured.hash, ())[0]
         share = stage.entry(self.entry.name)
         types = dict(share.types) | {value: self.entry.types[value] for value in self.entry.outputs}
@@ -375,7 +376,8 @@ class _Run:
         return structs.replace(stage, entries=entries)
 
     def _rows(self) -> dict[int, torch.Tensor]:
-        """Parameters and statistics by row. Raises CaptureRefused: a name or shape that the model has not."""
+        """Return parameters and statistics by row. Raises CaptureRefused: a name or shape that the model
+        lacks."""
         held = dict(self.model.named_buffers(remove_duplicate=False))
         held |= dict(self.model.named_parameters(remove_duplicate=False))
         rows = {}
@@ -397,7 +399,7 @@ class _Run:
         numbers: Mapping[str, torch.Tensor],
         leaves: Mapping[str, torch.Tensor],
     ) -> None:
-        """Sketches of what a run made, and of the gradients of its leaves."""
+        """Sketch the results of a run, and the gradients of its leaves."""
         made.outputs = [sketch_of(output, self.signs) for output in outputs]
         made.numbers = {name: float(number.detach()) for name, number in numbers.items()}
         if leaves:
@@ -406,7 +408,7 @@ class _Run:
                 self._backward(made, total, leaves)
 
     def _backward(self, made: Computed, total: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> None:
-        """Gradients as sketches, each dropped as soon as it is whole."""
+        """Sketch gradients, each dropped as soon as it is whole."""
         hooks = []
 
         def keep(name: str) -> Callable[[torch.Tensor], None]:
@@ -428,7 +430,7 @@ class _Run:
 
 
 def _moved(program: Program, rows: Mapping[int, torch.Tensor], results: Results) -> dict[int, torch.Tensor]:
-    """Running statistics after this batch, by row, as torch moves them: norm after norm."""
+    """Return running statistics after this batch, by row, as torch moves them: norm after norm."""
     moved: dict[int, torch.Tensor] = {}
     for norm, pair in zip(program.norms, results.statistics, strict=True):
         for row, found in zip((norm.mean_row, norm.variance_row), pair, strict=True):
@@ -438,7 +440,7 @@ def _moved(program: Program, rows: Mapping[int, torch.Tensor], results: Results)
 
 
 def _check_addition(run: _Run) -> None:
-    """Raise CaptureRefused where a batch's loss is not the sum of those of its halves."""
+    """Check that a batch's loss is the sum of the losses of its halves. Raises CaptureRefused."""
     whole = run.given
     parts = whole.halves()
     if parts is None:

@@ -1,4 +1,5 @@
-"""Inputs and labels for a proof: as the model takes them and as the graph does, with values that tell."""
+"""Inputs and labels for a proof: in the form of the model and of the graph, with values that show
+differences."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ class Given:
         return self.all[self.form.inputs :]
 
     def enlarged(self, more: int = 1) -> "Given":
-        """The same with its first samples once more, so that a batch frozen into the graph is seen; or
+        """Return the same with its first samples once more, so that a batch frozen into the graph shows; or
         itself, where the graph takes no larger batch."""
         graph = self.graph
         if not graph.symbols or self.sizes[0] + more > graph.symbols[0].maximum:
@@ -50,7 +51,7 @@ class Given:
         return given(graph, self.entry, self.form, grown)
 
     def halves(self) -> "tuple[Given, Given] | None":
-        """The samples in two parts; None where the graph takes no batch so small."""
+        """Return the samples in two parts; None where the graph takes no batch so small."""
         if not self.sizes or self.sizes[0] < 2 * self.graph.symbols[0].minimum:
             return None
         middle = self.sizes[0] // 2
@@ -66,12 +67,13 @@ class Given:
         return given(self.graph, self.entry, self.form, taken)
 
     def doubled(self) -> "Given":
-        """Every sample twice; itself where the graph takes no such batch."""
+        """Return every sample twice; itself where the graph takes no such batch."""
         return self.enlarged(self.sizes[0]) if self.sizes else self
 
 
 def given(graph: Graph, entry: Entry, form: Form, tensors: Sequence[torch.Tensor]) -> Given:
-    """Raises CaptureRefused: the tensors are not of the shapes that the graph takes."""
+    """Bind tensors to the graph's ports. Raises CaptureRefused: they are not of the shapes that the graph
+    takes."""
     types = [graph.types[port.type] for port in (*entry.inputs, *entry.labels)]
     try:
         shapes = [tuple(tensor.shape) for tensor in tensors]
@@ -85,12 +87,12 @@ def given(graph: Graph, entry: Entry, form: Form, tensors: Sequence[torch.Tensor
 
 
 def lively(tensors: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-    """Floating tensors that are all one number, as noise."""
+    """Replace floating tensors whose elements are all one number by noise."""
     return [_lively(tensor, seed + place) for place, tensor in enumerate(tensors)]
 
 
 def _bind(graph: Graph, types: list[TensorType], shapes: list[tuple[int, ...]]) -> Sides:
-    """The symbols' values; one that no input of this entry point has counts for nothing there."""
+    """Return the symbols' values; a symbol that no input of this entry point has does not matter there."""
     for row, symbol in enumerate(graph.symbols):
         if not any(Size(row) in kind.shape for kind in types):
             types, shapes = [*types, TensorType("int64", (Size(row),))], [*shapes, (symbol.minimum,)]

@@ -2,8 +2,8 @@
 sequence.
 
 torch computes them with one fused operator that differs from machine to machine. Unrolled they are linear
-maps and gates that anyone can check, cost and cut. The sequence's length must be fixed, for it says how many
-cells there are. Gates are in torch's order and the formulas are those of `torch.nn.LSTM`'s and
+maps and gates that anyone can check, cost and cut. The sequence's length must be fixed, since it is the
+number of cells. Gates are in torch's order and the formulas are those of `torch.nn.LSTM`'s and
 `torch.nn.GRU`'s documentation (Hochreiter and Schmidhuber 1997 with projections of Sak 2014; Cho 2014).
 """
 
@@ -19,10 +19,10 @@ from partition.model.graph import ITEMS_MAX
 
 _aten = torch.ops.aten
 Recurrent = Callable[[Call], Any]
-"""To a handle for each result, in a list where there are several."""
+"""Returns a handle for each result, in a list where there are several."""
 State = tuple[Handle, ...]
 Cell = Callable[[Emitter, Handle, State, Sequence[Handle], bool], State]
-"""From the input's share of the gates, the state and the layer's weights to the next state."""
+"""Takes the input's share of the gates, the state and the layer's weights, and returns the next state."""
 
 
 def _linear(walk: Emitter, x: Handle, weights: Sequence[Handle], first: int, biases: bool) -> Handle:
@@ -76,7 +76,8 @@ def _direction(
     backward: bool,
     biases: bool,
 ) -> tuple[Handle, State]:
-    """One layer in one direction over x of (sequence, batch, features): all hidden states, the last state."""
+    """Run one layer in one direction over x of (sequence, batch, features); return all hidden states and the
+    last state."""
     # The inputs' share of all gates at once: one large product instead of many small ones.
     given = walk.emit(_aten.unbind.int, _linear(walk, x, weights, 0, biases))
     hidden = []
@@ -89,7 +90,7 @@ def _direction(
 
 
 def _unrolled(cell: Cell, states: int) -> Recurrent:
-    """The rewrite of an operator whose cell carries `states` tensors."""
+    """Return the rewrite of an operator whose cell carries `states` tensors."""
 
     def unroll(call: Call) -> list[Handle]:
         walk, arguments = call.walk, call.arguments
@@ -125,7 +126,7 @@ def _unrolled(cell: Cell, states: int) -> Recurrent:
 
 
 def _single(cell: Cell, states: int) -> Recurrent:
-    """The rewrite of one cell by itself, whose state is a list where it has several tensors."""
+    """Return the rewrite of one cell by itself, whose state is a list where it has several tensors."""
 
     def step(call: Call) -> Any:
         x, first, *weights = call.arguments
@@ -150,4 +151,4 @@ RECURRENT: Mapping[str, Recurrent] = MappingProxyType(
         "aten.rnn_relu_cell.default": _single(_plain_cell(_aten.relu.default), 1),
     }
 )
-"""By full name."""
+"""Rewrites by the operator's full name."""

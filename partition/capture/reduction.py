@@ -1,10 +1,10 @@
-"""A loss that is a mean as the sum and the count that a step needs: micro-batches of any size then add up.
+"""Splits a mean loss into the sum and the count that a step needs, so that micro-batches of any size add up.
 
 Gradients of micro-batches are summed and divided once, at the end of a step. A mean would be divided twice.
-`as_sum` reads from the steps that make a loss over what it is a mean: over the samples, then it is multiplied
-by the batch; or over what a label or a mask says (tokens that are not ignored), then that number is the
-step's count. What it cannot read stays as it is, and `partition.capture.proof` finds it: there the losses of
-two halves of a batch must add up to that of the whole.
+`as_sum` finds in the steps of a loss what its mean is over. A mean over samples is multiplied by the batch;
+for a mean over labels or a mask (tokens that are not ignored), their number is the step's count. A loss that
+it cannot read stays as it is, and `partition.capture.proof` finds it: there the losses of two halves of a
+batch must add up to that of the whole.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from partition.capture.steps import Handle, Leaf, Made, Reference, Step, Storage
 
 Reduction = Literal["auto", "sum", "microbatch"]
 """How a step adds a loss up. `auto`: sums as they are, and means as `as_sum` reads them. `sum`: as it is.
-`microbatch`: a micro-batch's loss counts once for each of its samples, whatever it is made of (contrastive
+`microbatch`: a micro-batch's loss counts once for each of its samples, for losses of any form (contrastive
 losses, sums of different means)."""
 
 _aten = torch.ops.aten
@@ -44,7 +44,7 @@ _REDUCED = {
     "hinge_embedding_loss": 3,
     "poisson_nll_loss": 5,
 }
-"""Where each loss has its reduction."""
+"""The place of each loss's reduction among its arguments."""
 _OF_CLASSES = ("cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd")
 _SAME = {"to", "alias", "clone", "neg", "squeeze", "reshape", "view", "detach", "nan_to_num", "_to_copy"}
 _SHAPED = _SAME | {"slice", "select", "unsqueeze", "expand", "flatten", "permute", "transpose", "contiguous"}
@@ -53,13 +53,13 @@ _BOUNDED = {"clamp", "clamp_min", "maximum", "add", "to", "_to_copy", "alias", "
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over samples, or over as many as `count` says."""
+    """A mean over samples, or over `count` items."""
 
     count: Reference | None = None
 
 
 def as_sum(walk: Walk, loss: Handle, batch: Any, reduction: Reduction) -> tuple[Handle, Handle | None]:
-    """The loss as a sum, and what it is divided by at the end of a step: None for the batch.
+    """Return the loss as a sum, and its divisor at the end of a step: None for the batch.
 
     `batch` is the number of samples, an integer or torch's symbol of one.
     """
@@ -81,7 +81,7 @@ def as_sum(walk: Walk, loss: Handle, batch: Any, reduction: Reduction) -> tuple[
 
 
 def _kind(walk: Walk, reference: Any, batch: Any) -> Mean | Literal["sum"] | None:
-    """Return what a scalar is: a mean, a sum, or neither as far as can be read."""
+    """Return the kind of a scalar: a mean, a sum, or neither as far as can be read."""
     if not isinstance(reference, Made):
         return None
     step, short = reference.step, _short(reference.step)
@@ -119,7 +119,7 @@ def _combined(walk: Walk, short: str, arguments: Sequence[Any], batch: Any) -> M
         return Mean(count) if first == "sum" and count is not None else None
     second = _kind(walk, right, batch)
     if first is None or second is None:
-        # What does not come from the data, such as a penalty on weights, counts as often as the rest.
+        # Terms that do not come from the data, such as a penalty on weights, count as often as the rest.
         return first or second
     if isinstance(first, Mean) and isinstance(second, Mean):
         counts = {mean.count for mean in (first, second)} - {None}
@@ -128,7 +128,7 @@ def _combined(walk: Walk, short: str, arguments: Sequence[Any], batch: Any) -> M
 
 
 def _divisor(walk: Walk, reference: Any) -> Reference | None:
-    """The number of something, without what keeps it from zero; None if it is no such number."""
+    """Return a count without the guard that keeps it from zero; None if it is no count."""
     while isinstance(reference, Made) and _short(reference.step) in _BOUNDED:
         others = [each for each in reference.step.arguments[1:] if isinstance(each, Made | Leaf)]
         if others:
@@ -142,7 +142,7 @@ def _divisor(walk: Walk, reference: Any) -> Reference | None:
 
 
 def _is_whole(walk: Walk, reference: Any) -> bool:
-    """Return whether a tensor holds nothing but whole numbers: a mask, or what is made of masks."""
+    """Return whether a tensor holds only whole numbers: a mask, or a result of masks."""
     if isinstance(reference, Leaf):
         known = walk.leaves.get(reference)
         return known is not None and not known.fake.is_floating_point()

@@ -1,4 +1,4 @@
-"""Operators that a graph says in another way: conversions, memory without values, views, pure names."""
+"""Operators that a graph writes differently: conversions, memory without values, views, plain renamings."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ Rewrite = Callable[[Call], Handle]
 
 
 def _to(call: Call) -> Handle:
-    """To another type; where to in this machine is nobody's business."""
+    """Convert to another type; the device is dropped."""
     handle = call.first
     if call.fakes.dtype != handle.fake.dtype:
         return call.emit(_aten.to.dtype, handle, call.fakes.dtype)
@@ -27,7 +27,7 @@ def _to_copy(call: Call) -> Handle:
 
 
 def _empty(call: Call) -> Handle:
-    """Zeros: a correct model overwrites what was there, and nobody may read what he did not write."""
+    """Return zeros: a correct model overwrites this memory, and reading another's memory is forbidden."""
     return call.emit(_aten.zeros.default, call.arguments[0], dtype=call.fakes.dtype)
 
 
@@ -40,7 +40,7 @@ def _new_empty(call: Call) -> Handle:
 
 
 def _view(call: Call) -> Handle:
-    """A view is a reshape of a tensor with the right strides, and strides do not travel."""
+    """Make a view a reshape: a view needs the right strides, and strides do not travel."""
     return call.emit(_aten.reshape.default, call.first, call.arguments[1])
 
 
@@ -49,7 +49,7 @@ def _view_as(call: Call) -> Handle:
 
 
 def _squeeze(call: Call) -> Handle:
-    """Only sides that are always one: a batch of one keeps its dimension."""
+    """Squeeze only sides that are always one: a batch of one keeps its dimension."""
     shape = call.first.fake.shape
     ones = [place for place, side in enumerate(shape) if isinstance(side, int) and side == 1]
     return call.emit(_aten.squeeze.dims, call.first, ones) if ones else call.walk.alias(call.first)
@@ -74,14 +74,14 @@ def _lifted(call: Call) -> Handle:
 
 
 def _dropout(call: Call) -> Handle:
-    """One that never drops anything is not there: torch too gives back its very input."""
+    """Drop a dropout that never drops anything: torch too gives back its very input."""
     if call.arguments[1] == 0 or not call.arguments[2]:
         return call.walk.alias(call.first)
     return call.emit(_aten.dropout.default, *call.arguments)
 
 
 def _weight_norm(call: Call) -> Handle:
-    """g v / |v| by rows (Salimans and Kingma 2016), where torch has one operator of its own for it."""
+    """Write out g v / |v| by rows (Salimans and Kingma 2016), for which torch has an operator of its own."""
     v, g = call.arguments[:2]
     dim = call.arguments[2] if len(call.arguments) > 2 else 0
     others = [place for place in range(v.fake.dim()) if dim == -1 or place != dim]
@@ -90,19 +90,19 @@ def _weight_norm(call: Call) -> Handle:
 
 
 def _conjugate(call: Call) -> Handle:
-    """torch's own is a view with a mark, which does not travel."""
+    """Write out a conjugation: torch's own is a view with a mark, which does not travel."""
     if not call.first.fake.is_complex():
         return call.walk.alias(call.first)
     return call.emit(_aten.conj_physical.default, call.first)
 
 
 def _einsum(call: Call) -> Handle:
-    """Spaces in an equation mean nothing, and stages take none."""
+    """Remove the spaces of an equation: they mean nothing, and stages accept none."""
     return call.emit(call.operator, str(call.arguments[0]).replace(" ", ""), *call.arguments[1:2])
 
 
 def _embedding(call: Call) -> Handle:
-    """A sparse gradient is a form of the same gradient, which a stage keeps dense."""
+    """Make the gradient dense: a sparse one is another form of it, which a stage does not keep."""
     return call.emit(call.operator, *call.arguments[:4])
 
 
@@ -116,7 +116,7 @@ def _instance_norm(call: Call) -> Handle:
 
 
 def _stft(call: Call) -> Handle:
-    """Windows of a signal, each by a Fourier transform: (..., time) to (..., frequency, window)."""
+    """Write out windows of a signal, each by a Fourier transform: (..., time) to (..., frequency, window)."""
     given = [*call.arguments, *[None] * (9 - len(call.arguments))]
     signal, length, hop, width, window, normalized, onesided, is_complex, align = given
     if align:
@@ -197,4 +197,4 @@ REWRITES: Mapping[str, Rewrite] = MappingProxyType(
         "aten.new_empty_strided.default": _strided,
     }
 )
-"""By full name."""
+"""Rewrites by the operator's full name."""

@@ -1,7 +1,7 @@
 """A language model of transformers as a graph that serves it (`partition.model.serving`).
 
 The model's own code is captured, with its attention replaced through transformers' own interface by the one
-operator `attend`, and with no mask and no cache: which sessions the tokens belong to, and where, comes beside
+operator `attend`, and with no mask and no cache: the sessions of tokens and their places in them come beside
 the graph. The model is as before afterwards, and so are others of its configuration object.
 """
 
@@ -26,13 +26,13 @@ from partition.model.serving import ROWS_MAX, TOKENS_MAX, Sizes, frozen, serving
 from partition.serve.messages import UNIT_TOKENS_MAX
 
 _NAME = "peerloom"
-"""The name of our attention among transformers' own."""
+"""The name of our attention among those of transformers."""
 _WHOLE_NAME = "peerloom_whole"
 _FIRST_ALONE = 1e4
-"""A score beside which exp(0) is nothing, in float64 too."""
+"""A score beside which exp(0) vanishes, in float64 too."""
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 CONTEXT_USUAL = 2_048
-"""The longest session of a model that does not say how long a text it takes."""
+"""The longest session of a model that does not state the length of its texts."""
 
 
 def capture_folder_for_serving(folder: Path) -> Captured:
@@ -106,7 +106,7 @@ def capture_encoder(model: nn.Module, pooling: str) -> Captured:
 
 
 def first_position(model: nn.Module) -> int:
-    """Return the number of a text's first place: RoBERTa and its kin count from behind their padding."""
+    """Return the number of a text's first position: RoBERTa and its kin count from behind their padding."""
     is_kin = type(model).__name__.startswith(COUNT_FROM_PADDING)
     return int(getattr(getattr(model, "config", None), "pad_token_id", 0) or 0) + 1 if is_kin else 0
 
@@ -145,7 +145,7 @@ def _serve(model: Any, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tenso
 
 
 def _served(graph: Graph, context: int) -> Graph:
-    """The graph with the sizes of one that serves, and without gradients."""
+    """Return the graph with the sizes of a served one, and without gradients."""
     sizes = Sizes(graph.expressions, {0: Size(0), 1: Size(1)})
     entries = tuple(
         msgspec.structs.replace(

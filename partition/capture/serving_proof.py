@@ -1,4 +1,4 @@
-"""The proof that a served graph answers as its model does, before anybody is offered it.
+"""The proof that a served graph answers as its model does, before it is offered.
 
 Random sessions of several lengths go through the graph twice, by the interpreter that a stage runs: each
 prompt at once and alone; then in parts and by single tokens, all sessions in one ragged batch. Both must give
@@ -6,10 +6,9 @@ the logits of the model itself on whole sequences. Where no model is at hand, be
 the graph that serves, both must agree with each other: that fails as soon as anything but `attend` mixes
 tokens, such as a convolution over the sequence, a mean of it, or attention that was not rewritten.
 
-The proof does not reach beyond its longest session: a window of attention that is longer than that is not
-tried. It costs about fifteen passes over the weights and `FLOPS` of arithmetic. It needs memory for the
-largest parameters of a captured file, whose own values it does not read, and no copy of a model of
-transformers.
+The proof does not reach beyond its longest session: a longer window of attention is not tried. It costs about
+fifteen passes over the weights and `FLOPS` of arithmetic. It needs memory for the largest parameters of a
+captured file, whose own values it does not read, and no copy of a model of transformers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -45,15 +44,15 @@ from partition.model.sizes import evaluate, shape_of
 from partition.stage import Unit
 
 TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-9, torch.bfloat16: 4e-2, torch.float16: 5e-3}
-"""By what share of the largest logit they may differ: rounding of float32 and float64 stays a hundred times
-below it. That of half precision is a few times below: its products and activations are rounded as the model
-rounds them, but attention is not, and what differs by a bit once differs by more in the layers behind."""
+"""The largest difference as a share of the largest logit: rounding of float32 and float64 stays a hundred
+times below it. Half precision stays a few times below: its products and activations are rounded as in the
+model, but attention is not, and one differing bit causes larger differences in later layers."""
 FLOPS = 20_000_000_000
-"""What one session's products take at most, where a model is big. A second of one core, about."""
+"""The most FLOPs of one session's products, for large models. About a second of one core."""
 TOKENS_LEAST, TOKENS_MOST = 8, 80
-"""Tokens of the longest session: enough for parts and single tokens; more than a page."""
+"""Tokens of the longest session: enough for parts and single tokens, and more than a page."""
 STEPS = 5
-"""Tokens of each session that come one by one."""
+"""Tokens of each session that come one at a time."""
 _SHIFTS = 4_096
 """How far parameters that share random numbers begin apart, at most."""
 _SEED = 20
@@ -61,7 +60,7 @@ _CPU = torch.device("cpu")
 _TOKENS = Size(0)
 
 Reference = Callable[[Tensor], Tensor]
-"""From the ids of one session, [tokens], to its logits, [tokens, vocabulary]."""
+"""Returns the logits, [tokens, vocabulary], for the ids of one session, [tokens]."""
 
 
 class ServingDiffers(CaptureRefused):
@@ -70,8 +69,8 @@ class ServingDiffers(CaptureRefused):
 
 @dataclass(frozen=True)
 class ServingProof:
-    """What was compared: the tokens of all sessions, the largest relative difference, and what was allowed.
-    `has_model` is whether it was with the model, or with nothing but the graph itself."""
+    """The result of a comparison: the tokens of all sessions, the largest relative difference, and the
+    tolerance. `has_model` is whether it was with the model, or only with the graph itself."""
 
     tokens: int
     error: float
@@ -125,7 +124,7 @@ def _held(model: nn.Module, graph: Graph) -> dict[int, Tensor]:
 
 
 def _tried(run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return the same, where what the model raises is a reason to refuse it."""
+    """Return the function with the model's own exceptions as reasons to refuse it."""
 
     def reference(ids: Tensor) -> Tensor:
         try:
@@ -237,14 +236,14 @@ def _vocabulary(graph: Graph) -> int:
 
 
 def _beside(whole: "_Whole", sessions: Sequence[Tensor]) -> list[Tensor]:
-    """Rows of sessions that go together, each at once: an encoder's have no parts."""
+    """Return rows of sessions that go together, each at once: an encoder's have no parts."""
     units = [Unit(_name(len(sessions) + n), 0, len(ids), len(ids)) for n, ids in enumerate(sessions)]
     rows = whole.logits(units, torch.cat(list(sessions)))
     return list(torch.split(rows, [len(ids) for ids in sessions]))
 
 
 def _in_parts(whole: "_Whole", sessions: Sequence[Tensor]) -> list[Tensor]:
-    """Logits of sessions that go together: each in two parts, then by single tokens."""
+    """Return logits of sessions that go together: each in two parts, then by single tokens."""
     parts = []
     for ids in sessions:
         first = max(1, len(ids) - STEPS)
@@ -266,7 +265,7 @@ def _in_parts(whole: "_Whole", sessions: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _difference(found: Tensor, wanted: Tensor) -> tuple[float, int]:
-    """How far apart logits are, as a share of the largest, and the row where they are farthest."""
+    """Return the distance of logits as a share of the largest, and the row where it is largest."""
     if found.shape != wanted.shape or not bool(wanted.isfinite().all()):
         return inf, 0
     apart = (found - wanted.to(found.dtype)).abs().amax(-1)
@@ -280,7 +279,7 @@ def _name(number: int) -> bytes:
 
 
 class _Whole:
-    """A served graph, uncut, over parameters that lie anywhere, with pages for the sessions of a proof."""
+    """A served graph, uncut, over parameters in any memory, with pages for the sessions of a proof."""
 
     def __init__(self, graph: Graph, parameters: Mapping[int, Tensor], sessions: int) -> None:
         self.graph = graph
@@ -299,16 +298,16 @@ class _Whole:
         (dtype,) = dtypes
         page_bytes = PAGE_TOKENS * dtype.itemsize * sum(each.elements for each in layers.values())
         pages_each = -(-TOKENS_MOST // PAGE_TOKENS)
-        # Of both ways, and of two more sessions where they differ.
+        # For both ways, and for two more sessions where they differ.
         count = (2 * sessions + 2) * pages_each
         self._pages = Pages(layers, dtype, count * page_bytes, _CPU)
 
     def logits(self, units: Sequence[Unit], ids: Tensor) -> Tensor:
-        """Continue sessions; the logits of all their tokens."""
+        """Continue sessions; return the logits of all their tokens."""
         return self._run(self._program, units, ids)[0][: len(ids)]
 
     def values(self, units: Sequence[Unit], ids: Tensor, numbers: Sequence[int]) -> list[Tensor]:
-        """Continue sessions; the values of these numbers."""
+        """Continue sessions; return the values of these numbers."""
         told = structs.replace(self.entry, outputs=tuple(numbers))
         stage = structs.replace(self.stage, entries=(told,))
         return self._run(compile_entry(stage, SERVE, train=False, device=_CPU), units, ids)
@@ -356,7 +355,7 @@ class _Trained:
         self.lengths = symbol.minimum, symbol.maximum
 
     def logits(self, ids: Tensor) -> Tensor:
-        """The logits of one session."""
+        """Return the logits of one session."""
         graph = self._graph
         sizes = [symbol.minimum for symbol in graph.symbols]
         sizes[self._length] = len(ids)
@@ -383,7 +382,8 @@ def _constants(stage: StageGraph) -> dict[int, Tensor]:
 
 
 def _mixing(whole: _Whole, vocabulary: int) -> str:
-    """Say which operators, of which module, give a token something else when its session comes in parts."""
+    """Name the operators, and their module, whose result for a token changes when its session comes in
+    parts."""
     tokens, last = TOKENS_LEAST, 2
     if whole.graph.symbols[2].maximum < tokens:
         return ""
@@ -413,7 +413,7 @@ def _mixing(whole: _Whole, vocabulary: int) -> str:
 
 
 def _makers(entry: StageEntry, value: int, known: Mapping[int, object]) -> list[Node]:
-    """The nodes between a value and those that are known, in order."""
+    """Return the nodes between a value and the known ones, in order."""
     makers = {each: node for node in entry.nodes for each in node.outputs}
     found: dict[int, Node] = {}
     waiting = [value]

@@ -3,17 +3,17 @@
     with skeleton():
         model = LlamaForCausalLM(config)      # 8B parameters, no memory
 
-Every parameter registered inside has a shape and no values. What its initialisation would have done
-(`nn.init`, `reset_parameters`, `_init_weights`, `weight.data.normal_()`) is written down as a Recipe, so that
-each stage draws its own parameters (`partition.execute.values`) and nobody ever holds them all. Buffers keep
-their values: a rotary table or a mask is part of the model.
+Every parameter registered inside has a shape and no values. Its initialisation (`nn.init`,
+`reset_parameters`, `_init_weights`, `weight.data.normal_()`) is recorded as a Recipe, so that each stage
+draws its own parameters (`partition.execute.values`) and no machine ever holds them all. Buffers keep their
+values: a rotary table or a mask is part of the model.
 
 Recorded are operators that fill or change a whole tensor by numbers, and the zeroing of one row. Anything
 else that writes to a parameter (weights read from a file, `orthogonal_`, a part of a bias) makes it
 *unrecorded*: `recipe_of` is None, `unrecorded` says why, and the model must be built for real.
 
-It watches by a dispatch mode, keyed by storage, so it does not matter whether a tensor was initialised before
-or after it became a parameter, nor by whose function.
+It watches by a dispatch mode, keyed by storage, so the order of initialisation and registration does not
+matter, nor does the function used.
 """
 
 import sys
@@ -49,18 +49,19 @@ _RECORD = "_first_values"
 """The attribute of a parameter that holds its record."""
 
 _SILENT_ON_META = (nn.init.orthogonal_.__code__, nn.init.sparse_.__code__)
-"""What returns without a word when its tensor is on meta, so that no operator would tell of it."""
+"""Functions that return silently when their tensor is on meta, so that no operator shows them."""
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]  # a descriptor of the C class
 _EMPTY = torch.ops.aten.empty.memory_format
 _EMPTY_ELEMENTS_MAX = 1 << 28
-"""From here on `torch.empty` is on meta at once. Less is real until it is registered, since it may become a
-buffer; memory that nobody touches costs nothing, but the system does not promise any amount of it."""
+"""The size from which `torch.empty` is on meta at once. A smaller tensor is real until it is registered,
+since it may become a buffer; untouched memory costs nothing, but the system does not promise any amount of
+it."""
 _UNIFORM_ELEMENTS_MAX = 1 << 24
 """The largest tensor of unknown origin that is read to see whether all its elements are equal."""
 
 
 def recipe_of(parameter: torch.Tensor) -> Recipe | None:
-    """How a parameter made in `skeleton()` is initialised; None if unrecorded or made outside.
+    """Return the initialisation of a parameter made in `skeleton()`; None if unrecorded or made outside.
 
     Ask the parameter itself: a deep copy made after the skeleton no longer knows.
     """
@@ -151,12 +152,12 @@ def _patched(recorder: "_Recorder") -> Iterator[None]:
 
 
 def _patchable() -> tuple[Any, Any, Any]:
-    """Return what is patched, without the types that forbid it."""
+    """Return the patched functions, without the types that forbid patching."""
     return nn.Module, nn.Parameter, nn.init
 
 
 class _NoticeSilent(TorchFunctionMode):
-    """Sees who asks `is_meta` and then leaves without doing anything."""
+    """Notices a function that asks `is_meta` and then leaves without doing anything."""
 
     def __init__(self, recorder: "_Recorder") -> None:
         super().__init__()
@@ -197,7 +198,7 @@ class _Recorder(TorchDispatchMode):
     # Parameters
 
     def adopt(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The parameter on meta that stands for this one: the same each time, so that ties stay ties."""
+        """Return the meta parameter that stands for this one: the same each time, so that ties stay ties."""
         if not parameter.is_floating_point():
             return parameter
         if parameter.is_meta:
@@ -231,7 +232,7 @@ class _Recorder(TorchDispatchMode):
             record.parameters.clear()
 
     def spoil(self, tensor: torch.Tensor, reason: str) -> None:
-        """Whatever was recorded of a tensor is not its past."""
+        """Mark the record of a tensor as wrong."""
         record = self._record(tensor)
         if record is not None:
             record.spoil(reason)
@@ -242,7 +243,7 @@ class _Recorder(TorchDispatchMode):
             setattr(parameter, _RECORD, record)
 
     def _unknown(self, tensor: torch.Tensor) -> Record:
-        """The record of real values of which nothing is known: a constant, if that is what they are."""
+        """Return the record of real values of unknown origin: a constant, if they are all equal."""
         record = Record(tuple(tensor.shape), (), "its values were made by other means than an initialiser")
         values = tensor.detach()
         if 0 < values.numel() <= _UNIFORM_ELEMENTS_MAX and bool((values == values.flatten()[0]).all()):
@@ -258,7 +259,7 @@ class _Recorder(TorchDispatchMode):
         storage = tensor.untyped_storage()
         self._records[storage._cdata] = (StorageWeakRef(storage), record)  # type: ignore[no-untyped-call]  # torch's
 
-    # What operators did
+    # Records of operators
 
     def _made(self, func: Any, args: Arguments, kwargs: Keywords, result: torch.Tensor) -> None:
         if self._record(result) is not None:
@@ -323,6 +324,6 @@ class _Recorder(TorchDispatchMode):
                 record.change(*steps)
 
     def _constant(self, tensor: torch.Tensor) -> float | None:
-        """The number that every element of a tensor is, if that is known: `weight[3] = 0` copies one."""
+        """Return the number that every element of a tensor is, if known: `weight[3] = 0` copies one."""
         record = self._record(tensor)
         return record.constant if record is not None else number(tensor)

@@ -1,4 +1,4 @@
-"""What a model holds, by the names of its state dict: which are tied, and where first values come from."""
+"""Parameters and buffers of a model by their state-dict names: ties, and sources of first values."""
 
 from dataclasses import dataclass
 from math import prod
@@ -24,10 +24,10 @@ class Contents:
     names: dict[Key, tuple[str, ...]]
     parameters: tuple[str, ...]
     kept: tuple[str, ...]
-    """What is in the state dict."""
+    """Names in the state dict."""
 
     def key(self, path: str) -> Key:
-        """Equal for tied tensors."""
+        """Return a key that is equal for tied tensors."""
         return self.keys[path]
 
     def names_of(self, path: str) -> tuple[str, ...]:
@@ -35,7 +35,8 @@ class Contents:
 
 
 def contents_of(model: nn.Module) -> Contents:
-    """Before anything is swapped for something fake. Raises CaptureRefused: a parameter without a shape."""
+    """Return the contents of a model, before any tensor is swapped for a fake one. Raises CaptureRefused: a
+    parameter without a shape."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for path, tensor in parameters.items():
         if isinstance(tensor, UninitializedParameter):
@@ -52,7 +53,7 @@ def contents_of(model: nn.Module) -> Contents:
 
 
 def _key(tensor: Tensor) -> Key:
-    """Two tensors are one if they are the same memory in the same shape, or the same object on meta."""
+    """Return a tensor's identity: the same memory in the same shape, or the same object on meta."""
     if tensor.is_meta or tensor.numel() == 0 or type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
         return (id(tensor),)
     return (0, tensor.data_ptr(), *tensor.shape, -1, *tensor.stride())
@@ -63,7 +64,8 @@ _SERVED = (*_TRAINED, torch.bfloat16, torch.float16)
 
 
 def check_parameter(path: str, tensor: Tensor, *, is_trained: bool = True) -> None:
-    """Raises CaptureRefused: a parameter of a type that no stage can hold, or none that trains."""
+    """Check a parameter. Raises CaptureRefused: its type is one that no stage can hold, or cannot be
+    trained."""
     if tensor.dtype in (_TRAINED if is_trained else _SERVED):
         return
     does, remedy = "trains", "use model.float()"
@@ -77,14 +79,14 @@ def check_parameter(path: str, tensor: Tensor, *, is_trained: bool = True) -> No
 
 
 class Store:
-    """Hands out places in the data section of the file beside the graph, in order and without gaps."""
+    """Assigns places in the data section of the file beside the graph, in order and without gaps."""
 
     def __init__(self) -> None:
         self.tensors: list[tuple[str, Tensor]] = []
         self._offset = 0
 
     def source(self, name: str, tensor: Tensor) -> Recipe | Stored:
-        """Return where the first values of one parameter come from.
+        """Return the source of one parameter's first values.
 
         Raises:
             CaptureRefused: it has neither values nor a recipe.
@@ -108,6 +110,6 @@ class Store:
 
 
 def bytes_of(tensor: Tensor) -> bytes:
-    """Little-endian and in C order."""
+    """Return the bytes of a tensor, little-endian and in C order."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""

@@ -1,4 +1,4 @@
-"""What a graph is made of while it is being cleaned: steps, and the tensors that their operators are given.
+"""The parts of a graph while it is being cleaned: steps, and the tensors that their operators take.
 
 A `Step` is one functional operator with its arguments already in the schema's order; `lower` numbers them. A
 `Handle` is a tensor as the model's code saw it: something that has a storage, can be looked at through views
@@ -83,7 +83,7 @@ class Storage:
 
 @dataclass(eq=False, repr=False)
 class Handle:
-    """A tensor: what stands for its value now, a fake tensor of its type, and whose memory it shows.
+    """A tensor: a reference to its present value, a fake tensor of its type, and the storage it shows.
 
     `view` says how it came from `base`: the operator's name and its further arguments. `stale` names the
     module that changed the memory behind its back.
@@ -102,7 +102,7 @@ class Handle:
 
 
 class Emitter(Protocol):
-    """What rewrites may do to the steps: `partition.capture.fx_pass.Walk`, which documents it."""
+    """The interface of `partition.capture.fx_pass.Walk`, which documents it, for rewrites."""
 
     owner: str
     has_gradients: bool
@@ -135,25 +135,25 @@ class Call:
 
     @property
     def first(self) -> Handle:
-        """The tensor that most operators are about."""
+        """The first argument, which most operators are about."""
         handle: Handle = self.arguments[0]
         return handle
 
     def emit(self, operator: Any, *arguments: Any, **keywords: Any) -> Handle:
-        """A step with this call's result, of one tensor."""
+        """Emit a step with this call's result, of one tensor."""
         handle: Handle = self.walk.emit(operator, *arguments, fakes=self.fakes, **keywords)
         return handle
 
 
 def name_of(operator: Any) -> str:
-    """The full name, as `aten.add.Tensor`; of what is no operator of torch, its own."""
+    """Return the full name, as `aten.add.Tensor`; its own name if it is no operator of torch."""
     if isinstance(operator, torch._ops.OpOverload):
         return f"{operator._schema.name.replace('::', '.')}.{operator._overloadname}"
     return str(getattr(operator, "__name__", operator))
 
 
 def made(step: Step, index: int, needs_gradient: bool, base: Handle | None = None) -> Handle:
-    """The handle of one result: of memory of its own, or of its base's."""
+    """Return the handle of one result: of memory of its own, or of its base's."""
     fake = step.results[index]
     floats = fake.is_floating_point() or fake.is_complex()
     storage = base.storage if base is not None else Storage("step")
@@ -161,7 +161,7 @@ def made(step: Step, index: int, needs_gradient: bool, base: Handle | None = Non
 
 
 def handles_in(value: Any) -> Iterator[Handle]:
-    """The handles in an argument, those in lists too."""
+    """Yield the handles in an argument, those in lists too."""
     if isinstance(value, Handle):
         yield value
     elif isinstance(value, list | tuple):
@@ -170,7 +170,7 @@ def handles_in(value: Any) -> Iterator[Handle]:
 
 
 def replaced(value: Any, function: Any) -> Any:
-    """An argument with `function` applied to each handle in it."""
+    """Return an argument with `function` applied to each handle in it."""
     if isinstance(value, Handle):
         return function(value)
     if isinstance(value, list | tuple):
@@ -179,7 +179,7 @@ def replaced(value: Any, function: Any) -> Any:
 
 
 def data_type(dtype: torch.dtype) -> DataType:
-    """Raises CaptureRefused: a type that no graph has."""
+    """Return our name of a type. Raises CaptureRefused: a type that no graph has."""
     found = DATA_TYPES.get(dtype)
     if found is None:
         raise CaptureRefused(f"tensors of type {dtype} cannot be in a graph")
@@ -189,8 +189,8 @@ def data_type(dtype: torch.dtype) -> DataType:
 def bound(
     operator: torch._ops.OpOverload, arguments: Sequence[Any], keywords: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
-    """Arguments in the schema's order without trailing defaults, keyword-only ones by name, none of them a
-    default.
+    """Return arguments in the schema's order without trailing defaults, keyword-only ones by name, none of
+    them a default.
 
     Devices, layouts and pinning are left out: the stage chooses those.
     """
@@ -231,7 +231,7 @@ def _same(value: Any, default: Any) -> bool:
 
 
 def _fitted(value: Any, argument: Any) -> Any:
-    """A number as a list where the schema wants one, an integer as a float where it wants that."""
+    """Return a number as a list where the schema wants one, an integer as a float where it wants that."""
     kind = str(argument.type)
     if "List[" in kind and value is not None and not isinstance(value, list | tuple):
         return [value]
@@ -241,7 +241,7 @@ def _fitted(value: Any, argument: Any) -> Any:
 
 
 def stored(value: Any) -> Any:
-    """An argument as a step keeps it: references for handles, our names for types and formats."""
+    """Return an argument as a step keeps it: references for handles, our names for types and formats."""
     match value:
         case Handle():
             return value.reference

@@ -1,4 +1,4 @@
-"""What there is to train, as a person's own file gives it: a model, examples of its data, its loss.
+"""A training task in a person's own file: a model, examples of its data, its loss.
 
     # my_model.py
     from partition.capture import Task, skeleton
@@ -9,9 +9,8 @@
         return Task(model, example_inputs=(torch.zeros(2, 3, 32, 32),), labels=(torch.zeros(2).long(),),
                     loss=lambda output, target: cross_entropy(output, target, reduction="sum"))
 
-`load_factory` imports such a file. It is the only place of the program where a file that somebody names is
-run, and it is that person's own file, on their own machine, by their own command; nothing received comes
-here.
+`load_factory` imports such a file. It is the only place of the program that runs a named file, and it is that
+person's own file, on their own machine, by their own command; nothing received comes here.
 """
 
 import importlib.util
@@ -43,13 +42,13 @@ from partition.stage import StageSpecification
 
 @dataclass(frozen=True)
 class Task:
-    """A model and what `capture` wants to know of it.
+    """A model with the arguments of `capture`.
 
     `example_inputs` are the model's positional tensors, or a mapping for those given by keyword; `labels` are
-    the tensors that only the loss sees. Of both only shapes and types count. `loss(output, *labels)` is a
-    scalar tensor, summed over samples or a mean over them, or a pair of a sum and what it is to be divided
-    by; `own_loss` is what the model itself computes of labels that have names. `metrics` are sums. The other
-    fields are `capture`'s arguments of the same names.
+    the tensors that only the loss sees. Only their shapes and types count. `loss(output, *labels)` is a
+    scalar tensor, summed over samples or a mean over them, or a pair of a sum and its divisor; `own_loss` is
+    the loss that the model itself computes from named labels. `metrics` are sums. The other fields are
+    `capture`'s arguments of the same names.
     """
 
     model: nn.Module
@@ -70,7 +69,7 @@ Factory = Callable[..., Any]
 
 
 def load_factory(reference: str) -> Factory:
-    """The function that `PATH.py:name` names, from a person's own file.
+    """Load the function that `PATH.py:name` names, from a person's own file.
 
     The file is imported as a module of its own; modules beside it can be imported by it.
 
@@ -146,8 +145,8 @@ def call_seeded(factory: Factory, seed: int) -> Any:
 
 
 def captured_and_proved(task: Task, *, name: str = "") -> tuple[Captured, Proof]:
-    """Capture a task and prove it: with a graph of its own for evaluation where one does not serve both, and
-    with autograd functions whose backward passes the graph has too. Raises CaptureRefused."""
+    """Capture a task and prove it: with a separate graph for evaluation where one does not serve both, and
+    with those autograd functions whose backward passes the graph reproduces. Raises CaptureRefused."""
     captured = capture_task(task, name=name, unproved=True)
     check_admission(task, captured)
     try:
@@ -165,10 +164,9 @@ def captured_and_proved(task: Task, *, name: str = "") -> tuple[Captured, Proof]
 
 
 def check_admission(task: Task, captured: Captured) -> None:
-    """Hold the graph against the rules that a peer has, before it is offered to one.
+    """Check the graph against the rules of a peer, before it is offered to one.
 
-    As one stage, at the examples' sizes: rules do not depend on those, only what it takes. Raises
-    CaptureRefused.
+    As one stage, at the examples' sizes: only the cost depends on these. Raises CaptureRefused.
     """
     graph = captured.graph
     form, tensors = form_of(task.model.forward, task.example_inputs, task.labels, task.loss)
@@ -182,7 +180,7 @@ def check_admission(task: Task, captured: Captured) -> None:
 def capture_task(
     task: Task, *, name: str = "", unproved: bool = False, evaluation: bool | None = None
 ) -> Captured:
-    """`capture` of all that a task says. Raises CaptureRefused."""
+    """Call `capture` with all that a task says. Raises CaptureRefused."""
     return capture(
         task.model,
         task.example_inputs,
@@ -202,12 +200,12 @@ def capture_task(
 
 
 def _class_of(model: nn.Module) -> str:
-    """A person's own class as the name of a model; torch's containers name nothing."""
+    """Return a person's own class as the name of a model; torch's containers name nothing."""
     return "" if type(model).__module__.startswith("torch.") else type(model).__name__
 
 
 def prove_task(task: Task, captured: Captured, *, seed: int = 0) -> Proof:
-    """`prove` of all that a task says. Raises CaptureRefused."""
+    """Call `prove` with all that a task says. Raises CaptureRefused."""
     return prove(
         task.model,
         captured,
@@ -222,10 +220,11 @@ def prove_task(task: Task, captured: Captured, *, seed: int = 0) -> Proof:
 
 
 def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Summed over the batch. `output` is (batch, classes, ...), `target` (batch, ...)."""
+    """Return cross entropy summed over the batch. `output` is (batch, classes, ...), `target` (batch,
+    ...)."""
     return functional.cross_entropy(output, target, reduction="sum")
 
 
 def correct(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return how many samples are classified right."""
+    """Return how many samples are classified correctly."""
     return (output.argmax(dim=1) == target).sum()

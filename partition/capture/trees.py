@@ -1,7 +1,7 @@
-"""What a model and its loss are called with: tensors in any nesting of tuples, lists and dictionaries.
+"""The arguments of a model and its loss: tensors in any nesting of tuples, lists and dictionaries.
 
 A graph has a flat list of inputs and labels. `Form` remembers how they lie in the arguments, so that a tensor
-inside a dictionary is an input like every other; what is no tensor is fixed, and in the graph for good.
+inside a dictionary is an input like every other; all else is fixed, and a constant of the graph.
 """
 
 import enum
@@ -61,16 +61,17 @@ class Form:
     own_loss: bool = False
 
     def arguments(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return what the model is called with."""
+        """Return the arguments of the model."""
         made = tuple(_filled(tree, tensors) for tree in self.positional)
         return made, {name: _filled(tree, tensors) for name, tree in self.keywords.items()}
 
     def label_arguments(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-        """Return what a metric is called with after the output; a loss too, unless it is the model's own."""
+        """Return the arguments of a metric after the output; those of a loss too, unless it is the model's
+        own."""
         return tuple(_filled(tree, tensors) for tree in self.labels)
 
     def outputs(self, output: Any) -> list[Tensor]:
-        """The tensors that a model answers with; a loss of its own is no output."""
+        """Return the tensors of a model's answer; a loss of its own is no output."""
         loss = own_loss(output) if self.own_loss else None
         return [tensor for tensor in tensors_of(output) if tensor is not loss]
 
@@ -80,7 +81,7 @@ class Form:
 
 
 def tensors_of(output: Any) -> Iterator[Tensor]:
-    """The tensors in a model's answer, in their order: of lists, dictionaries and dataclasses too."""
+    """Yield the tensors in a model's answer, in their order: in lists, dictionaries and dataclasses too."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping):
@@ -97,7 +98,7 @@ def tensors_of(output: Any) -> Iterator[Tensor]:
 def form_of(
     signature: Callable[..., Any], inputs: Inputs, labels: Labels, loss: Callable[..., Any] | None = None
 ) -> tuple[Form, tuple[Tensor, ...]]:
-    """The form of these arguments, and the tensors in them.
+    """Return the form of these arguments, and the tensors in them.
 
     Raises:
         CaptureRefused: no tensor among the inputs, or one in an object that is not looked into.
@@ -161,7 +162,8 @@ class _Holes:
 
 
 def _check_fixed(where: str, leaf: Any) -> None:
-    """Raise CaptureRefused: something that may hold tensors, which would be frozen with their values."""
+    """Refuse something that may hold tensors, which would be frozen with their values. Raises
+    CaptureRefused."""
     if isinstance(leaf, _PLAIN):
         return
     inner = [getattr(leaf, each.name) for each in fields(leaf)] if is_dataclass(leaf) else []

@@ -1,7 +1,6 @@
 """First values in a safetensors file beside the graph: written and read a tensor at a time.
 
-No second copy of the model is ever made. What the file must look like is
-`partition.model.safetensors_layout`'s.
+No second copy of the model is ever made. `partition.model.safetensors_layout` defines the file.
 """
 
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ _CHUNK_BYTES = 1 << 24
 
 
 class Values(Protocol):
-    """What `capture` gives: a graph, and (name, tensor) of the values that are stored, in their order."""
+    """A graph, and (name, tensor) of its stored values, in their order: a result of `capture`."""
 
     @property
     def graph(self) -> Graph: ...
@@ -31,7 +30,7 @@ class Values(Protocol):
 
 
 def write_weights(path: str | PathLike[str], captured: Values) -> int:
-    """Write the safetensors file of a captured model; its length in bytes.
+    """Write the safetensors file of a captured model; return its length in bytes.
 
     It appears under its name only when it is whole.
 
@@ -85,20 +84,20 @@ class StoredFile:
             raise
 
     def read(self, stored: Stored) -> bytes:
-        """The bytes of one parameter. Raises RemoteProtocolError: not those that the graph says."""
+        """Return the bytes of one parameter. Raises RemoteProtocolError: not those that the graph says."""
         self._file.seek(self._begin + stored.offset)
         data = self._file.read(stored.length)
         check_range(stored, data)
         return data
 
     def all(self) -> Iterator[tuple[str, bytes]]:
-        """(first name, bytes) of every stored parameter, one at a time."""
+        """Yield (first name, bytes) of every stored parameter, one at a time."""
         for row in stored_parameters(self._graph):
             assert isinstance(row.source, Stored)
             yield row.names[0], self.read(row.source)
 
     def close(self) -> None:
-        """Twice does no harm."""
+        """Close the file; a second call does no harm."""
         self._file.close()
 
     def __enter__(self) -> "StoredFile":
@@ -111,7 +110,7 @@ class StoredFile:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    """Little-endian, in C order; without a copy if it lies so."""
+    """Return the bytes, little-endian, in C order; without a copy if possible."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     array: Any = flat.view(torch.uint8).numpy()
     return memoryview(array) if flat.numel() else memoryview(b"")

@@ -1,4 +1,4 @@
-"""What is exported: the model with its loss and its metrics as one module, and what a caller says of it."""
+"""The module that is exported: the model with its loss and its metrics, and the caller's request."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from partition.capture.origin import named
 from partition.capture.trees import Form
 
 MODEL = "model"
-"""The name under which the model hangs in what is exported: a prefix of every path, cut off again."""
+"""The name of the model within the exported module: a prefix of every path, cut off again."""
 
 BATCH = "batch"
 BATCH_MAX = 4_096
@@ -46,7 +46,8 @@ class Dynamic:
 
 @dataclass(frozen=True)
 class Request:
-    """What to export: `call` takes the model and its inputs, which lie in the arguments as `form` says."""
+    """A request to export: `call` takes the model and its inputs, which lie in the arguments as `form`
+    says."""
 
     name: str
     call: Callable[..., Any]
@@ -62,10 +63,10 @@ class Request:
 
 @dataclass
 class Layout:
-    """What the exported results are, in their order: outputs, loss, count, metrics, buffers assigned anew.
+    """The exported results, in their order: outputs, loss, count, metrics, buffers assigned anew.
 
     `counters` are batch norms' counters among these, `attributes` tensors that are no buffers. `states` are
-    what the model holds in Python, before and after each call of it.
+    the model's Python states, before and after each call of it.
     """
 
     outputs: int = 0
@@ -79,12 +80,12 @@ class Layout:
 
 
 def strip(path: str) -> str:
-    """A path in what was exported as the model's own; "loss" and "metrics.0" stay."""
+    """Return a path in the exported module as the model's own; "loss" and "metrics.0" stay."""
     return "" if path == MODEL else path.removeprefix(MODEL + ".")
 
 
 class _Part(nn.Module):
-    """A loss or a metric, so that the nodes it makes know whose they are."""
+    """A loss or a metric, so that the nodes it makes carry its name."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -135,7 +136,7 @@ class Whole(nn.Module):
         return (*results, *assigned)
 
     def _assigned(self, held: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return what the model put in the place of its buffers and other tensors: the buffers' new
+        """Return the tensors that the model assigned in place of its buffers and others: the buffers' new
         values."""
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         changed = [path for path, tensor in _held(self.model).items() if tensor is not held.get(path, tensor)]
@@ -157,7 +158,7 @@ class Whole(nn.Module):
 
 
 def _held(model: nn.Module) -> dict[str, Tensor]:
-    """The model's buffers, and the tensors it holds without having registered them."""
+    """Return the model's buffers, and the tensors it holds without having registered them."""
     held = dict(model.named_buffers(remove_duplicate=False))
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
@@ -166,7 +167,7 @@ def _held(model: nn.Module) -> dict[str, Tensor]:
 
 
 def scalar(value: Any, what: str) -> Tensor:
-    """`value`, if it is a tensor without dimensions. Raises CaptureRefused."""
+    """Return `value`, if it is a tensor without dimensions. Raises CaptureRefused."""
     if not isinstance(value, Tensor) or value.dim() != 0:
         found = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise CaptureRefused(f"the {what} is {found}: it must be one number in a tensor, summed over samples")

@@ -1,7 +1,7 @@
-"""What a language model of a Hugging Face folder writes, token by token, by transformers' own `generate`.
+"""Generation by a language model of a Hugging Face folder, token by token, by transformers' own `generate`.
 
-In the requester's own process, with the weights of a run. The folder's generation configuration counts, but
-for what the person says.
+In the requester's own process, with the weights of a run. The folder's generation configuration applies,
+except for settings of the person.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from partition.capture.task import Task
 Array = np.ndarray[Any, np.dtype[Any]]
 
 TOKENS_USUAL = 64
-"""Tokens that are written, where neither the person nor the folder says how many."""
+"""Tokens that are written, where neither the person nor the folder gives a number."""
 
 
 class Writer:
@@ -64,7 +64,7 @@ class Writer:
         self._reads_all = bool(getattr(self._model.config, "is_encoder_decoder", False))
 
     def write(self, prompt: Sequence[int]) -> list[int]:
-        """Return the tokens behind a prompt, without the one that ends them. Raises CaptureRefused."""
+        """Return the tokens that follow a prompt, without the end token. Raises CaptureRefused."""
         ids = torch.tensor([list(prompt)], dtype=torch.int64)
         torch.manual_seed(self._seed)
         try:
@@ -81,8 +81,8 @@ class Writer:
 def judge_tokens(
     task: Task, names: Sequence[str], batches: Iterable[tuple[Sequence[Array], Array]]
 ) -> Mapping[str, float]:
-    """Return how good a model's tokens are, over those whose label counts: a batch at a time, for all outputs
-    of a vocabulary are too many to keep. Raises CaptureRefused: it fails on them."""
+    """Return the quality of a model's tokens, over those whose label counts: a batch at a time, since all
+    outputs of a vocabulary are too many to keep. Raises CaptureRefused: it fails on them."""
     task.model.eval()
     loss, right, count = 0.0, 0, 0
     for arrays, labels in batches:
@@ -114,7 +114,7 @@ def judge_tokens(
 
 
 def sample_rows(arrays: Mapping[str, Array]) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield of each sample x, y the tokens before its last answer, and those of the answer."""
+    """Yield, for each sample x, y, the tokens before its last answer, and those of the answer."""
     for x, y in zip(arrays["x"], arrays["y"], strict=True):
         places = np.flatnonzero(np.asarray(y) != IGNORED)
         breaks = np.flatnonzero(np.diff(places) > 1)
@@ -125,7 +125,8 @@ def sample_rows(arrays: Mapping[str, Array]) -> Iterator[tuple[list[int], list[i
 
 
 def new_rows(arrays: Mapping[str, Array]) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield of each new sample the tokens before its last answer, and those of the answer, if it has one."""
+    """Yield, for each new sample, the tokens before its last answer, and those of the answer, if it has
+    one."""
     for ids, counted, length in zip(arrays["ids"], arrays["counted"], arrays["lengths"], strict=True):
         places = np.flatnonzero(counted[:length])
         if not len(places):

@@ -1,4 +1,3 @@
-"""How the tensors of a payload are made smaller: without loss (`lossless`), in half the bytes (`floats`), or
-in small whole numbers (`blocks`); with what was rounded off kept for the next time (`feedback`), and as the
-link wants it (`choice`). What a payload is and who may claim what of it is `partition.codecs.codec`.
-"""
+"""Codecs for the tensors of a payload: without loss (`lossless`), in half the bytes (`floats`), or in small
+whole numbers (`block_quantization`); with rounding errors kept for the next time (`error_feedback`), and
+chosen for a link (`choice`). `partition.codecs.codec` defines payloads and checks their claims."""

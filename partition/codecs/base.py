@@ -1,8 +1,8 @@
-"""What all lossy codecs have in common: tensors go through them as float32, tile by tile, in the cache.
+"""The common part of all lossy codecs: tensors go through them as float32, tile by tile, in the cache.
 
-A coder makes of `count` numbers exactly `coded_bytes(count)` bytes, and only of finite ones that are not
+A coder turns `count` numbers into exactly `coded_bytes(count)` bytes, and takes only finite ones that are not
 huge: a tensor with anything else (the minus infinity of an attention mask, a gradient that is not a number)
-is none of a coder's, and is sent exactly. So what comes out of `decode` is finite, whoever sent it.
+is sent exactly. So the results of `decode` are finite, whoever sent them.
 """
 
 from math import sqrt
@@ -20,8 +20,8 @@ TILE = 1 << 16
 """Items at a time. As float32 they take a quarter of a MiB: one tile and one scratch of that size stay in a
 core's cache over all passes, and the interpreter's share of the time is below a hundredth."""
 SAMPLE = TILE // 16
-"""How many items of each tile are decoded again to see what was rounded off. All would take as long as the
-encoding itself."""
+"""Items of each tile that are decoded again to measure the rounding. All would take as long as the encoding
+itself."""
 LARGEST_LOG2 = 126
 """The largest number that a coder takes is 2^126: rounded up, it is still far from infinity."""
 _HALF_LARGEST_LOG2 = 15
@@ -41,11 +41,11 @@ ON_WIRE: dict[DataType, str] = {
 
 
 class Rounding(msgspec.Struct, frozen=True, array_like=True):
-    """What lossy codecs took from tensors: |x - x'|^2 and |x|^2, summed over what was coded with a loss.
+    """The rounding of lossy codecs: |x - x'|^2 and |x|^2, summed over the lossily coded items.
 
-    Sums, so that those of many tensors, micro-batches and stages add up; but those of gradients apart from
-    those of activations, which are so much larger that nothing would be left to see. Estimated from one item
-    in sixteen where a tensor is long.
+    They are sums, so that those of many tensors, micro-batches and stages add up. Gradients are summed apart
+    from activations, which are so much larger that they would hide them. Estimated from one item in sixteen
+    where a tensor is long.
     """
 
     squared_error: float = 0.0
@@ -66,10 +66,10 @@ class Coder(Protocol):
 
     granule: int
     item_bytes: int
-    """How many bytes belong together in `coded`: their planes are told apart for zstd."""
+    """Bytes that belong together in `coded`: their planes are separated for zstd."""
 
     def coded_bytes(self, count: int) -> int:
-        """Exactly as many as `count` items take."""
+        """Return exactly how many bytes `count` items take."""
 
     def encode_tile(self, tile: Array, scratch: Array, coded: Array, count: int, start: int) -> None:
         """Write a tile, all of it between -2^126 and 2^126, to its place in the `coded` of `count` items.
@@ -78,14 +78,14 @@ class Coder(Protocol):
         """
 
     def check(self, coded: Array, count: int) -> None:
-        """Raises RemoteProtocolError: bytes that `encode_tile` does not write."""
+        """Check coded bytes. Raises RemoteProtocolError: bytes that `encode_tile` does not write."""
 
     def decode_tile(self, coded: Array, count: int, start: int, target: Array) -> None:
-        """The items from `start`, a multiple of `granule`, to `target`."""
+        """Decode the items from `start`, a multiple of `granule`, into `target`."""
 
 
 def encode(coder: Coder, values: Array, dtype: DataType) -> tuple[Array, Rounding] | None:
-    """Code a flat array of a floating type; None where it holds what a coder does not take."""
+    """Code a flat array of a floating type; return None where it holds items that a coder does not take."""
     count = len(values)
     coded = np.empty(coder.coded_bytes(count), np.uint8)
     buffers = np.empty((2, _up(min(count, TILE), coder.granule)), np.float32)
@@ -111,7 +111,7 @@ def encode(coder: Coder, values: Array, dtype: DataType) -> tuple[Array, Roundin
 
 
 def decode(coder: Coder, coded: Array, count: int, dtype: DataType) -> Array:
-    """A new flat array of finite numbers.
+    """Return a new flat array of finite numbers.
 
     Raises:
         RemoteProtocolError: bytes that no encoder writes, or too large for the type.
@@ -132,7 +132,7 @@ def decode(coder: Coder, coded: Array, count: int, dtype: DataType) -> Array:
 
 
 def widen(values: Array, dtype: DataType) -> Array:
-    """A float32 copy of a flat array of a floating type."""
+    """Return a float32 copy of a flat array of a floating type."""
     wide = np.empty(len(values), np.float32)
     wide[:] = _load(values, dtype, wide, 1)
     return wide
@@ -149,15 +149,16 @@ def squared_norm(values: Array) -> float:
 
 
 def magnitudes(tile: Array, scratch: Array) -> Array:
-    """The bits of |x| as int32, in `scratch`. Whole numbers of that order are much faster to compare than
-    float32, and infinity and what is not a number come out largest."""
+    """Return the bits of |x| as int32, in `scratch`. Integers of that order compare much faster than float32,
+    and infinity and NaN come out largest."""
     bits = scratch.view(np.int32)
     np.bitwise_and(tile.view(np.int32), 0x7FFFFFFF, out=bits)
     return bits
 
 
 def round_bfloat16(tile: Array, scratch: Array, target: Array) -> None:
-    """The bfloat16 nearest to each float32, ties to even, as uint16. Not for infinity and its neighbours."""
+    """Round each float32 to the nearest bfloat16, ties to even, as uint16. Not for infinity and its
+    neighbours."""
     bits, rounded = tile.view(np.uint32), scratch.view(np.uint32)
     np.right_shift(bits, 16, out=rounded)
     rounded &= 1
@@ -167,14 +168,14 @@ def round_bfloat16(tile: Array, scratch: Array, target: Array) -> None:
 
 
 def widen_bfloat16(halves: Array, target: Array) -> None:
-    """bfloat16, as uint16, to float32."""
+    """Convert bfloat16, as uint16, to float32."""
     bits = target.view(np.uint32)
     bits[:] = halves
     bits <<= 16
 
 
 def _bits(log2: int) -> int:
-    """2^log2 as float32's bits."""
+    """Return 2^log2 as float32's bits."""
     return (127 + log2) << 23
 
 

@@ -68,7 +68,7 @@ class _Blocks(ABC):
         rows *= wide[:, np.newaxis]
 
     def _parts(self, coded: Array, count: int, start: int, length: int) -> tuple[Array, Array]:
-        """Scales and codes of `length` items from `start`."""
+        """Return scales and codes of `length` items from `start`."""
         scales = coded[: -(-count // BLOCK) * 2].view("<u2")
         codes = coded[scales.nbytes :]
         block, byte = start // BLOCK, start * self.bits // 8
@@ -76,15 +76,15 @@ class _Blocks(ABC):
 
     @abstractmethod
     def _write(self, whole: Array, codes: Array) -> None:
-        """Whole float32 to codes."""
+        """Convert whole float32 to codes."""
 
     @abstractmethod
     def _are_valid(self, codes: Array) -> bool:
-        """Return whether `_write` writes these."""
+        """Return whether `_write` can have written these."""
 
     @abstractmethod
     def _read(self, codes: Array, target: Array) -> None:
-        """Codes to whole float32."""
+        """Convert codes to whole float32."""
 
 
 class Int8(_Blocks):

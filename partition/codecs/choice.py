@@ -1,9 +1,9 @@
-"""Which codec a link wants: the one with which a micro-batch is through soonest, at the least loss.
+"""The choice of a codec for a link: the one that gets a micro-batch through soonest, at the least loss.
 
-A run says how much may be lost (`Frames`); a calibration says what each codec takes and gives on this
-machine; the link's measured rate says the rest. Encoding, sending and decoding of one micro-batch go on
-beside those of others, so what counts is the longest of the three: over a fast link that is the sending of
-raw tensors until a codec is slower than it saves, so no codec is ever the bottleneck.
+A run limits the loss (`Frames`); a calibration gives each codec's cost and gain on this machine; the rest
+follows from the link's measured rate. Encoding, sending and decoding of one micro-batch overlap those of
+others, so the longest of the three counts: over a fast link that is the sending of raw tensors until a codec
+is slower than it saves, so no codec is ever the bottleneck.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,23 +16,24 @@ from partition.codecs.codec import CODECS, Codec, coded_bytes, pack, typed, unpa
 from partition.model.graph import FLOATING, ITEM_BYTES, DataType
 
 Frames = Literal["exact", "bfloat16", "int8", "int4"]
-"""What a run allows between its stages. `int4` is for gradients, with feedback; activations go as int8."""
+"""The codecs that a run allows between its stages. `int4` is for gradients, with feedback; activations go as
+int8."""
 
 TIE = 0.95
 """zstd must be done in this share of the time without it: measured rates are no better."""
 LOSS_PAYS = 0.8
-"""And a lossier codec in this share of the time of one that keeps more: less is not worth a loss, nor the
-computing that a stage could do instead."""
+"""A lossier codec must take this share of the time of one that keeps more: a smaller gain is not worth a
+loss, nor the computing that a stage could do instead."""
 _ROUNDS = 3
 _SHORT = 1 << 10
-"""Items of a second tensor that calibration times: what a codec takes at least."""
+"""Items of a second tensor that calibration times: a codec's fixed cost."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a codec takes on this machine, digests included, and gives.
+    """A codec's cost and gain on this machine, digests included.
 
-    `zstd_share` is what zstd leaves of the bytes it is given, 1 without it; it depends on the data.
+    `zstd_share` is the share of the bytes that zstd leaves, 1 without it; it depends on the data.
     """
 
     fixed_seconds: float
@@ -49,7 +50,7 @@ def allowed(frames: Frames, *, is_gradient: bool) -> tuple[Codec, ...]:
 
 
 def narrowest(frames: Frames, *, is_gradient: bool) -> Codec:
-    """Return what makes tensors smallest: the codec of a link that nobody has measured."""
+    """Return the codec that makes tensors smallest: for a link that nobody has measured."""
     return allowed(frames, is_gradient=is_gradient)[-1]
 
 
@@ -60,9 +61,9 @@ def choose(
     link_bytes_per_second: float,
     costs: Mapping[Codec, Cost],
 ) -> Codec:
-    """The codec with which a tensor (or a bundle of one type) is through soonest.
+    """Return the codec that gets a tensor (or a bundle of one type) through soonest.
 
-    `codecs` are what is `allowed`, the least lossy first; those without costs are left out. A later one must
+    `codecs` are the `allowed` ones, the least lossy first; those without costs are left out. A later one must
     be faster by a margin, TIE or LOSS_PAYS. `raw` if there is nothing to choose from.
     """
     best: Codec = "raw"
@@ -79,7 +80,7 @@ def choose(
 def seconds_of(
     codec: Codec, size_bytes: int, dtype: DataType, link_bytes_per_second: float, cost: Cost
 ) -> float:
-    """The longest of encoding, sending and decoding."""
+    """Return the longest of encoding, sending and decoding."""
     count = size_bytes // ITEM_BYTES[dtype]
     sent = coded_bytes(dtype, count, codec) * cost.zstd_share
     return max(
@@ -93,8 +94,8 @@ def calibrate(clock: Callable[[], float], sample: Array) -> dict[Codec, Cost]:
     """Time every codec on this machine: some 0.1 s on one core, for an executor and not an event loop.
 
     `clock` gives seconds; `time.thread_time` counts only this thread's. `sample` is 1 MiB or so of a float32
-    activation: a real one, since it decides what zstd is worth, and of normal numbers that can make little.
-    The fastest of a few rounds counts.
+    activation: a real one, since it decides the gain of zstd, which is small for normal numbers. The fastest
+    of a few rounds counts.
     """
     long = sample.reshape(-1)
     return {codec: _measure(clock, codec, long) for codec in CODECS}
@@ -115,7 +116,7 @@ def _measure(clock: Callable[[], float], codec: Codec, long: Array) -> Cost:
 
 
 def _seconds(clock: Callable[[], float], codec: Codec, array: Array) -> tuple[float, float, int]:
-    """The least time to encode and to decode, and the bytes in between."""
+    """Return the least time to encode and to decode, and the bytes in between."""
     encode = decode = inf
     sent = 0
     for _ in range(_ROUNDS):

@@ -1,25 +1,24 @@
 """Tensors on the wire: a bundle of numpy arrays to a self-describing, digested payload, and back.
 
-What crosses a stage's boundary is often more than one tensor (a skip connection, a mask) and the sizes they
-depend on, so a payload is a bundle: its tensors one after the other, little-endian, in C order. With the
-codec `raw` that is all. With any other each tensor has a word of eight bytes before it: how it was made
-smaller (zstd or not, and by the payload's lossy codec or not), and its length. So every tensor is sent as
-what pays for it, and whole numbers, what is not finite and what is short stay exact. How is
-`partition.codecs`.
+Often several tensors cross a stage's boundary (a skip connection, a mask), with the sizes they depend on, so
+a payload is a bundle: its tensors one after the other, little-endian, in C order. With the codec `raw` that
+is all. With any other each tensor has a word of eight bytes before it: its compression (zstd or not, the
+payload's lossy codec or not), and its length. So every tensor is sent in the form that pays, and integers,
+tensors that are not finite and short ones stay exact. The codecs are in `partition.codecs`.
 
 The digest covers `data` as sent, so a relay or a sender that keeps frames can check them without decoding.
 bfloat16 has no numpy type and is held as uint16.
 
 Megabytes are copied as seldom as can be: a payload of one raw tensor is that tensor's own memory, and raw
-tensors are unpacked to views of `data`. Several tensors are joined, which is one copy, for they are digested
-and sent as one.
+tensors are unpacked to views of `data`. Several tensors are joined, which is one copy, since they are
+digested and sent as one.
 
 One thread digests. Measured for 16 MiB: 2.8 ms of a core, with one thread or many, so more only help where
 cores are idle, and save a millisecond of a pass that takes hundreds; below 4 MiB they help nobody.
 
-Everything in a payload is a stranger's claim. `unpack` checks the digest, then what the shapes claim
-against the receiver's bound, then the exact length of each tensor, and only then allocates, never more than
-a few times that bound.
+Everything in a payload is a stranger's claim. `unpack` checks the digest, then the claimed shapes against the
+receiver's bound, then the exact length of each tensor, and only then allocates, never more than a few times
+that bound.
 """
 
 import struct
@@ -54,19 +53,19 @@ Codec = Literal[
     "int4",
     "int4+zstd",
 ]
-"""What a sender was asked for; the least lossy first. `raw` and `zstd` are exact."""
+"""The codec that a sender was asked for; the least lossy first. `raw` and `zstd` are exact."""
 CODECS: tuple[Codec, ...] = get_args(Codec)
 Typed = tuple[DataType, Array]
-"""A tensor as numpy holds it, and its real type: they differ for bfloat16 only."""
+"""A tensor as numpy holds it, and its real type: they differ only for bfloat16."""
 
 DIMENSIONS_MAX = 8
 SIDE_MAX = 2**31 - 1
 SIZES_MAX = 8
 DIGEST_BYTES = 32
 THREADED_BYTES_MIN = 2**20
-"""From here on a second thread pays: measured, 16 MiB take 2.0 ms instead of 4.5, and half a MiB the same."""
+"""The size from which a second thread pays: 16 MiB take 2.0 ms instead of 4.5, and half a MiB the same."""
 CODED_ITEMS_MIN = 64
-"""A shorter tensor is sent exactly: nothing is to be gained."""
+"""A shorter tensor is sent exactly: a codec gains nothing."""
 
 _CODERS: dict[str, Coder] = {
     "float16": Float16(),
@@ -75,7 +74,7 @@ _CODERS: dict[str, Coder] = {
     "int4": Int4(),
 }
 _WORD = struct.Struct("<II")
-"""Before each tensor: marks, and the length of what follows."""
+"""Before each tensor: marks, and the length of its bytes."""
 _CODED, _ZSTD, _APART = 1, 2, 4
 _MARKS = {0, _CODED, _ZSTD, _ZSTD | _APART, _CODED | _ZSTD, _CODED | _ZSTD | _APART}
 
@@ -85,7 +84,7 @@ Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGES
 
 
 class TensorHeader(msgspec.Struct, frozen=True, array_like=True):
-    """What one tensor of a bundle is. An empty tensor is never sent."""
+    """The type and shape of one tensor of a bundle. An empty tensor is never sent."""
 
     dtype: RealType
     shape: Shape
@@ -99,8 +98,8 @@ class TensorHeader(msgspec.Struct, frozen=True, array_like=True):
 class Payload(msgspec.Struct, frozen=True, array_like=True):
     """A bundle. `sizes` are the graph's symbols, in their order; `digest` is blake3 of `data` as sent.
 
-    `data` may be somebody's memory, such as a buffer that is used again once no view of it is left, or the
-    message that this was decoded from: nobody may change it.
+    `data` may be shared memory, such as a buffer that is used again once no view of it is left, or the
+    message that this was decoded from: it must not be changed.
     """
 
     sizes: Annotated[tuple[Side, ...], msgspec.Meta(max_length=SIZES_MAX)]
@@ -119,8 +118,9 @@ def pack(tensors: Sequence[Typed], codec: Codec, sizes: Sequence[int] = (), *, t
     """Encode a bundle. A single tensor that is sent raw is not copied: its array must not change any more.
     `threads` may digest it side by side.
 
-    Raises: LocalProtocolError: an array of another type than said, without elements, or of more than 8
-    dimensions.
+    Raises:
+        LocalProtocolError: an array of another type than said, without elements, or of more than 8
+            dimensions.
     """
     return pack_measured(tensors, codec, sizes, threads=threads)[0]
 
@@ -133,8 +133,8 @@ def pack_measured(
     *,
     threads: int = 1,
 ) -> tuple[Payload, Rounding]:
-    """Encode a bundle, and say what the codec rounded off. With `feedback` int4 makes up for it next time;
-    the keys there are the tensors' places in the bundle.
+    """Encode a bundle; return the payload and the codec's rounding. With `feedback` int4 makes up for it next
+    time; the keys there are the tensors' places in the bundle.
 
     Shares memory and raises as `pack`.
     """
@@ -158,7 +158,7 @@ def pack_measured(
 
 
 def typed(array: Array) -> Typed:
-    """An array with the type that its numpy type names. Raises LocalProtocolError: a type that is not
+    """Return an array with the type that its numpy type names. Raises LocalProtocolError: a type that is not
     sent."""
     for dtype in ON_WIRE:
         if array.dtype.name == dtype:
@@ -169,7 +169,7 @@ def typed(array: Array) -> Typed:
 def unpack(payload: Payload, *, bytes_max: int, threads: int = 1) -> list[Typed]:
     """Decode a payload to arrays of together at most `bytes_max` bytes.
 
-    Those that are read-only share the memory of `payload.data`, the others are nobody else's.
+    Read-only arrays share the memory of `payload.data`, the others have their own.
 
     Raises:
         RemoteProtocolError: a wrong digest, tensors larger than `bytes_max`, or data that is not
@@ -191,13 +191,13 @@ def unpack(payload: Payload, *, bytes_max: int, threads: int = 1) -> list[Typed]
 
 
 def _digest(data: memoryview, threads: int) -> bytes:
-    """A little data is digested sooner than a second thread has begun."""
+    """Return the digest, on one thread for little data: it is done before a second thread has begun."""
     return blake3(data, max_threads=threads if len(data) >= THREADED_BYTES_MIN else 1).digest()
 
 
 def check_length(tensors: Sequence[TensorHeader], codec: Codec, length: int) -> None:
-    """Whether so many bytes can be these tensors: exactly for `raw`, else at most. Costs nothing, so it comes
-    before a signature is checked or anything decoded.
+    """Check whether so many bytes can be these tensors: exactly for `raw`, else at most. It costs nothing, so
+    it comes before a signature is checked or anything decoded.
 
     Raises:
         RemoteProtocolError: they cannot.
@@ -224,7 +224,7 @@ def _header(dtype: DataType, array: Array) -> TensorHeader:
 
 
 def _coder(dtype: DataType, codec: Codec, count: int) -> Coder | None:
-    """Return what makes so many items of this type smaller; None where nothing may or does."""
+    """Return the coder for so many items of this type; None where none applies."""
     if dtype not in FLOATING or count < CODED_ITEMS_MIN:
         return None
     coder = _CODERS.get(codec.removesuffix("+zstd"))
@@ -232,7 +232,7 @@ def _coder(dtype: DataType, codec: Codec, count: int) -> Coder | None:
 
 
 def _pack_one(dtype: DataType, flat: Array, codec: Codec) -> tuple[int, bytes | memoryview, Rounding]:
-    """Marks, bytes and what was rounded off of one tensor."""
+    """Return marks, bytes and rounding of one tensor."""
     plain = flat.view(np.uint8)
     coder = _coder(dtype, codec, len(flat))
     found = None if coder is None else base.encode(coder, flat, dtype)
@@ -253,7 +253,7 @@ def _shrunk(marks: int, data: Array, item_bytes: int, codec: Codec) -> tuple[int
 def _pack_owing(
     dtype: DataType, flat: Array, codec: Codec, feedback: Feedback, place: int
 ) -> tuple[int, bytes | memoryview, Rounding]:
-    """Like `_pack_one`, with what was rounded off before, and remembering what is now."""
+    """Do as `_pack_one`, adding earlier rounding errors and remembering the new ones."""
     coder = _coder(dtype, codec, len(flat))
     if coder is None:
         return _pack_one(dtype, flat, codec)
@@ -268,7 +268,8 @@ def _pack_owing(
 
 
 def _segments(payload: Payload) -> list[tuple[int, memoryview]]:
-    """Marks and bytes of every tensor; the lengths are those of `data`, and checked against nothing else."""
+    """Return marks and bytes of every tensor; the lengths are those of `data`, and checked against nothing
+    else."""
     data = payload.data
     segments = []
     offset = 0
@@ -287,7 +288,7 @@ def _segments(payload: Payload) -> list[tuple[int, memoryview]]:
 
 
 def _unpack_one(header: TensorHeader, codec: Codec, marks: int, part: memoryview) -> Array:
-    """A flat array of the header's type."""
+    """Return a flat array of the header's type."""
     count = prod(header.shape)
     coder = _coder(header.dtype, codec, count) if marks & _CODED else None
     size = header.size_bytes if coder is None else coder.coded_bytes(count)

@@ -1,10 +1,10 @@
-"""What int4 rounded off, kept by the sender and added to what it sends next in the same place.
+"""Rounding errors of int4, kept by the sender and added to its next tensor in the same place.
 
-Error feedback (Seide et al. 2014, "1-bit stochastic gradient descent"; Karimireddy et al. 2019): what one
-gradient lost the next one brings along, so over many micro-batches nothing is lost in sum. It acts where
-something is encoded and nowhere else: a frame that is sent again is the same bytes, kept since the first
-time. What is *computed* again is another encoding and may differ, so a run with int4 frames is not the same
-to the bit after a death, as one with the other codecs is.
+Error feedback (Seide et al. 2014, "1-bit stochastic gradient descent"; Karimireddy et al. 2019): the next
+gradient makes up for the loss of the last, so over many micro-batches nothing is lost in sum. It acts only on
+encoding: a frame that is sent again is the same bytes, kept since the first time. A *recomputed* frame is
+another encoding and may differ, so a run with int4 frames is not the same to the bit after a death, unlike
+runs with other codecs.
 """
 
 from collections import OrderedDict
@@ -17,7 +17,7 @@ class Feedback:
     """Residuals by key: a link, a direction and the tensor's place in the bundle. Not thread-safe.
 
     They take at most `bytes_max` together; the one unused for longest goes first, and one that is larger
-    alone is not kept. One of another length (the last micro-batch may be short) is forgotten.
+    alone is not kept. A residual of another length (the last micro-batch may be short) is forgotten.
     """
 
     def __init__(self, bytes_max: int) -> None:
@@ -30,13 +30,13 @@ class Feedback:
         return sum(residual.nbytes for residual in self._residuals.values())
 
     def add_to(self, key: Hashable, values: Array) -> None:
-        """Add what is owed to flat float32 values, which change; it is owed no longer."""
+        """Add the residual to flat float32 values, in place, and forget it."""
         residual = self._residuals.pop(key, None)
         if residual is not None and residual.shape == values.shape:
             values += residual
 
     def keep(self, key: Hashable, wanted: Array, sent: Array) -> Rounding:
-        """Remember `wanted` - `sent`, which takes the memory of `wanted`; and say how much that is."""
+        """Remember `wanted` - `sent`, in the memory of `wanted`; return how much that is."""
         norm = squared_norm(wanted)
         wanted -= sent
         if wanted.nbytes <= self._bytes_max:
@@ -46,5 +46,5 @@ class Feedback:
         return Rounding(squared_norm(wanted), norm)
 
     def clear(self) -> None:
-        """Forget everything: what it was owed to is gone."""
+        """Forget all residuals: their receivers are gone."""
         self._residuals.clear()

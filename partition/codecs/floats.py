@@ -12,10 +12,10 @@ from partition.codecs.base import LARGEST_LOG2, TILE, Array, round_bfloat16, wid
 
 _FLOAT16_LOG2 = 14
 _SHIFT_MIN, _SHIFT_MAX = _FLOAT16_LOG2 - LARGEST_LOG2, 126
-"""Above 126 the way back would be by a number that is not normal; a tile so small loses bits instead."""
+"""Above 126 the way back would be by a number that is not normal; such a small tile loses bits instead."""
 _BFLOAT16_FINITE_MAX = 0x7F7F
 _FLOAT16_CODE_MAX = 0x7800
-"""2^15: what the largest number of a tile may be rounded up to."""
+"""2^15: the most that the largest number of a tile may be rounded up to."""
 
 
 class Bfloat16:

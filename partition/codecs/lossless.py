@@ -1,7 +1,7 @@
-"""zstd where it pays: over the bytes as they are, or over their planes, whichever does more for a sample.
+"""zstd where it pays: over the bytes as they are, or over their planes, whichever saves more on a sample.
 
-Byte k of all items together is one plane. Of dense float32 only the plane of signs and exponents can be made
-smaller, and zstd finds it only when it lies alone; a sparse tensor (after a ReLU) is better left as it is.
+Byte k of all items together is one plane. In dense float32 only the plane of signs and exponents compresses,
+and only on its own; a sparse tensor (after a ReLU) is better left as it is.
 """
 
 import numpy as np
@@ -13,13 +13,13 @@ from partition.codecs.base import Array
 ZSTD_LEVEL = 1
 """Level 3 gains little on activations and costs twice the time; below 1 the planes gain next to nothing."""
 SAMPLE_BYTES = 1 << 16
-"""Tried both ways, from the middle of what is to be sent."""
+"""Bytes tried both ways, from the middle of the data."""
 PAYS = 31 / 32
-"""The share of the size that compression must reach: what gains less is sent as it is."""
+"""The share of the size that compression must reach: otherwise data is sent as it is."""
 
 
 def shrink(data: Array, item_bytes: int) -> tuple[bytes, bool] | None:
-    """Flat bytes as one zstd frame, and whether its planes are apart; None where that does not pay."""
+    """Return flat bytes as one zstd frame, and whether its planes are apart; None where that does not pay."""
     sample = data
     if len(data) > 2 * SAMPLE_BYTES:
         begin = len(data) // 2 // item_bytes * item_bytes
@@ -36,7 +36,7 @@ def shrink(data: Array, item_bytes: int) -> tuple[bytes, bool] | None:
 
 
 def restore(frame: memoryview, size: int, item_bytes: int, *, is_apart: bool) -> Array:
-    """The `size` flat bytes, a multiple of `item_bytes`, that were shrunk.
+    """Return the `size` flat bytes, a multiple of `item_bytes`, that were shrunk.
 
     Raises:
         RemoteProtocolError: a frame that holds anything else.
@@ -55,7 +55,7 @@ def restore(frame: memoryview, size: int, item_bytes: int, *, is_apart: bool) ->
 
 
 def _frame(data: Array, item_bytes: int) -> bytes:
-    """One frame of all planes; of one plane where `item_bytes` is 1."""
+    """Return one frame of all planes; of one plane where `item_bytes` is 1."""
     compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
     if item_bytes == 1:
         return compressor.compress(data.data)

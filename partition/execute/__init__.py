@@ -1,4 +1,4 @@
-"""Computing a stage: the executor and what it is made of. It imports torch, and runs in a stage's process."""
+"""Computation of a stage: the executor and its parts. It imports torch, and runs in a stage's process."""
 
 from partition.execute.executor import StageExecutor
 from partition.execute.process import (

@@ -1,13 +1,13 @@
-"""Admission: whether a stage may run here, found out before anything large is allocated.
+"""Admission: the decision whether a stage may run here, before anything large is allocated.
 
-Every node is held against torch's own schema (`partition.execute.schema`), and each entry point runs on
+Every node is checked against torch's own schema (`partition.execute.schema`), and each entry point runs on
 tensors that have shapes and types and no memory (`partition.execute.shape_tensors`): `train` forward and
 backward as it will be trained, the others as they will be asked. That run is metered and ends at the first
 operator beyond what the provider offers (`partition.execute.memory_meter`). Every value must have the type
 and the shape that the graph claims, at the largest sizes and at the smallest.
 
-What it is not: a proof for every size in between, or for scratch memory inside a kernel. The process that
-asks is under limits of the operating system, and this is the fence in front of those.
+It proves nothing about sizes in between, or about scratch memory inside a kernel. Limits of the operating
+system on the process back it up.
 """
 
 import logging
@@ -82,7 +82,7 @@ class _Figures:
 
 
 def admit(specification: StageSpecification) -> Admitted:
-    """Return what one micro-batch of the largest sizes will take, if the stage may run here.
+    """Return the resources of one micro-batch of the largest sizes, if the stage may run here.
 
     Raises:
         RemoteProtocolError: an operator, an argument, a shape or a cost that is refused, with the node.
@@ -113,12 +113,12 @@ def admit(specification: StageSpecification) -> Admitted:
 
 
 def room_bytes(specification: StageSpecification, admitted: Admitted) -> int:
-    """Return what the offered memory has left beside all that an admitted stage needs."""
+    """Return the offered memory left beside all that an admitted stage needs."""
     return max(0, specification.memory_bytes_max - _kept_bytes(specification) - admitted.peak_bytes)
 
 
 def _kept_bytes(specification: StageSpecification) -> int:
-    """Arenas, constants, the pages of served sessions, and the states of one session."""
+    """Return the bytes of arenas, constants, the pages of served sessions, and the states of one session."""
     graph = specification.graph
     sizes = evaluate(graph.expressions, specification.sizes_max)
     arenas = sum(arena_bytes(specification).values()) + specification.cache_bytes
@@ -154,14 +154,14 @@ class _DryRun:
         self._last_uses = _last_uses(entry)
 
     def run(self) -> _Figures:
-        """Raises RemoteProtocolError: see `admit`."""
+        """Run the entry point. Raises RemoteProtocolError: see `admit`."""
         where = f"entry point '{self._entry.name}'"
         try:
             with self._meter, torch.set_grad_enabled(self._is_trained), self._autocast():
                 return self._measure()
         except RemoteProtocolError as error:
             raise RemoteProtocolError(f"{where}: {error}") from None
-        # Whatever an operator raises for what a stranger wrote is the stranger's fault.
+        # Any exception of an operator on a stranger's graph is the stranger's fault.
         except Exception as error:
             raise RemoteProtocolError(f"{where}: {_reason(error)}") from None
 
@@ -196,7 +196,7 @@ class _DryRun:
     # Tensors
 
     def _kept(self, kind: TensorType) -> torch.Tensor:
-        """A tensor that the stage keeps: it is counted among the arenas, not here."""
+        """Return a tensor that the stage keeps: it is counted among the arenas, not here."""
         shape = shape_of(kind, self._sizes)
         check_type(self._device.type, DTYPES[kind.dtype])
         return ghost(shape, DTYPES[kind.dtype], self._device, Storage(0, None))
@@ -292,7 +292,7 @@ class _DryRun:
         shape = shape_of(kind, self._sizes)
         dtype = _NAMES[tensor.dtype]
         is_type = dtype == kind.dtype or (
-            # What is computed in bfloat16 is known when it runs.
+            # Only a run shows which tensors are bfloat16.
             self._specification.autocast != "off" and dtype in FLOATING and kind.dtype in FLOATING
         )
         if tuple(tensor.shape) != shape or not is_type:
@@ -323,7 +323,7 @@ class _DryRun:
                 raise RemoteProtocolError(f"no value {number} to hand on")
 
     def _backward(self) -> None:
-        """As the executor goes back: from the loss, or from the gradients that come for the outputs."""
+        """Go back as the executor does: from the loss, or from the gradients that come for the outputs."""
         entry = self._entry
         roots = (entry.loss,) if entry.loss is not None else entry.backward_outputs
         tensors = [self._values[number] for number in roots if number in self._values]
@@ -333,7 +333,7 @@ class _DryRun:
 
 
 def _last_uses(entry: StageEntry) -> dict[int, list[int]]:
-    """The values that nobody holds after a node, by its id."""
+    """Return the values that nothing holds after a node, by its id."""
     # The executor holds its inputs until it has gone back.
     kept = {*entry.inputs, *entry.labels, *entry.outputs, *(metric.value for metric in entry.metrics)}
     kept.update(number for number in (entry.loss, entry.count) if number is not None)
@@ -359,10 +359,10 @@ def _taken(node: Node) -> list[int]:
 
 
 def _guard(wanted: Signature, arguments: Sequence[Any], results: int) -> None:
-    """What operators without memory would let through, or would take long over.
+    """Refuse calls that operators without memory would let through, or would take long over.
 
-    Three kinds of operators find out on their way back, when it is too late to refuse, that they do not suit
-    their arguments. And a tensor is taken apart into as many pieces as are named, for each is made at once.
+    Three kinds of operators fail on their way back, too late to be refused, if their arguments do not suit
+    them. And the number of pieces of a tensor is bounded, since all are made at once.
     """
     tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
     if wanted.name in _LOSSES:
@@ -386,7 +386,7 @@ def _guard(wanted: Signature, arguments: Sequence[Any], results: int) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """One line of what torch said: it shows what a stranger wrote, so it is kept short."""
+    """Return one line of torch's message: it shows what a stranger wrote, so it is kept short."""
     lines = str(error).strip().splitlines() or [""]
     text = f"{type(error).__name__}: {lines[0]}"
     return text if len(text) <= REASON_LENGTH_MAX else text[:REASON_LENGTH_MAX] + "..."

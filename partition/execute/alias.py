@@ -1,9 +1,9 @@
-"""Which states an entry point may change where they lie, instead of making a changed copy. No torch.
+"""The states that an entry point may change in place, instead of making a changed copy. No torch.
 
 Decoding writes one row of a KV cache that holds thousands. The graph says `new = index_copy(cache, ...)` and
 names `new` the state's next value; if nobody reads the old cache after that node, the in-place form of the
 operator (`Operator.state_twin`) gives the same numbers without the copy. Memory is shared through operators
-that may return a view of an argument, so what counts as the old cache is everything made of it by those.
+that may return a view of an argument, so everything they make of the old cache counts as the old cache.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,8 @@ Key = tuple[type, int]
 
 
 def writable_in_place(entry: StageEntry, operators: Sequence[str]) -> tuple[tuple[int, ...], frozenset[int]]:
-    """Rows of states that are updated in place, and ids of the nodes that run as their operator's twin.
+    """Return rows of states that are updated in place, and ids of the nodes that run as their operator's
+    twin.
 
     In time linear in the entry point: a stranger wrote it.
     """
@@ -35,7 +36,8 @@ def writable_in_place(entry: StageEntry, operators: Sequence[str]) -> tuple[tupl
 
 
 def _roots(entry: StageEntry, operators: Sequence[str]) -> dict[int, int]:
-    """The state that a value is a next form of: by operators with twins alone, each of its first argument."""
+    """Return the state that a value is a next form of: by operators with twins alone, each of its first
+    argument."""
     roots: dict[int, int] = {}
     for node in entry.nodes:
         if OPERATORS[operators[node.operator]].state_twin is None:
@@ -51,7 +53,7 @@ def _roots(entry: StageEntry, operators: Sequence[str]) -> dict[int, int]:
 
 
 def _chain(number: int, makers: Mapping[int, Node]) -> list[Node]:
-    """The nodes that lead from the old state to its next value, the last one first."""
+    """Return the nodes that lead from the old state to its next value, the last one first."""
     chain = [makers[number]]
     while isinstance(earlier := chain[-1].arguments[0], Value):
         chain.append(makers[earlier.id])
@@ -67,10 +69,10 @@ def _keys(node: Node) -> list[Key]:
 
 
 class _Memory:
-    """Which values may share memory, and when it is read for the last time.
+    """The values that may share memory, and the last reads of it.
 
-    All that goes into an operator that may return a view is one group with its results: more than do share,
-    but never less.
+    All arguments of an operator that may return a view form one group with its results: an overestimate of
+    the sharing.
     """
 
     def __init__(self, entry: StageEntry, operators: Sequence[str]) -> None:
@@ -91,9 +93,10 @@ class _Memory:
         self._kept = {self._group((Value, number)) for number in ends}
 
     def is_free_after(self, writer: Node) -> bool:
-        """Return whether nobody reads what `writer` overwrites, its first argument, after it or beside it."""
+        """Return whether nothing reads the memory that `writer` overwrites, its first argument, after it or
+        beside it."""
         first, *beside = _keys(writer)
-        # A view shares memory with whatever it is a view of, and with its other views.
+        # A view shares memory with its base, and with the base's other views.
         if first[0] is Value and first[1] in self._views:
             return False
         group = self._group(first)
@@ -108,7 +111,7 @@ class _Memory:
                 self._above[other] = group
 
     def _group(self, key: Key) -> Key:
-        """The key that stands for the group. Paths are halved on the way, so they stay short."""
+        """Return the key that stands for the group. Paths are halved on the way, so they stay short."""
         while (above := self._above.get(key, key)) != key:
             self._above[key] = key = self._above.get(above, above)
         return key

@@ -3,22 +3,23 @@
     attend(q, k, v, layer, scale, window=0, softcap=0., sinks=None) -> Tensor
 
 q is [1, heads, tokens, width], k and v are [1, heads of keys, tokens, width]; the result is as q, as wide as
-v. The tokens are those of all units of a batch, flat. Which sessions they belong to, and where they stand in
-them, comes beside the graph: `serving` says it for the time of one run. So one graph serves prompts, parts of
-them, single tokens, and all of these at once, and holds no cache and no mask.
+v. The tokens are those of all units of a batch, flat. Their sessions and positions come beside the graph:
+`serving` sets them for one run. So one graph serves prompts, parts of them, single tokens, and all of these
+at once, and holds no cache and no mask.
 
 `window` hides keys that are so many tokens back or more (0: none); with WHOLE a row sees all tokens of its
 session, later ones too: encoders attend so, each text of theirs in one unit. `softcap` bounds scores by its
 tanh (0: none), and `sinks` are scores, one a head, that take their share of the softmax and give no value
 (gpt-oss).
 
-A row's bits do not depend on what else is in the batch, nor on how its session came here. Keys are taken in
-blocks, each a page from its begin; the rows of every product are padded to a multiple of ROWS; and what the
-blocks give is added up one after the other. So hidden keys and blocks add exact zeros. That holds for torch's
-products as they are (`tests/partition/test_serving_exactness.py` tries it), not for its attention kernels.
+A row's bits do not depend on other rows of the batch, nor on how its session came here. Keys are taken in
+blocks, each a page from its begin; the rows of every product are padded to a multiple of ROWS; and the
+blocks' results are added one after the other. So hidden keys and blocks add exact zeros. That holds for
+torch's products as they are (`tests/partition/test_serving_exactness.py` tries it), not for its attention
+kernels.
 
-Keys and values of half precision lie so in their pages; scores, weights and sums are float32, and what comes
-out is rounded once.
+Half-precision keys and values are stored as such; scores, weights and sums are float32, and the result is
+rounded once.
 
 Outside of `serving` it is plain causal attention of sequences [batch, heads, tokens, width], so that a model
 can be captured, and a graph compared with its model.
@@ -42,10 +43,11 @@ ROWS = 4
 """Rows of a batched product are a multiple of this: torch's kernels compute a row alike from four on."""
 WHOLE = WHOLE_WINDOW
 SCRATCH_BYTES = 32 << 20
-"""What one batched product may take of scores and of gathered keys, where a single row does not take more."""
+"""The most memory of one batched product for scores and gathered keys, where a single row does not take
+more."""
 
 STRETCHES_MAX = 6
-"""Copies that are quicker one by one than by index."""
+"""Copies that are faster one by one than by index."""
 
 _library = torch.library.Library("peerloom", "DEF")  # type: ignore[no-untyped-call]  # of torch
 _library.define(  # type: ignore[no-untyped-call]  # of torch
@@ -61,8 +63,7 @@ class _Group:
 
     `turns` are (begin, end) of each turn's blocks, `member` each block's session, `pages` its page; a run of
     pages is `run`. `rows` are the tokens in the batch, [sessions * tokens], and follow `first` where they are
-    together. `hidden` says which keys a row
-    does not see, [blocks, 1, 1, tokens, PAGE_TOKENS].
+    together. `hidden` marks the keys that a row does not see, [blocks, 1, 1, tokens, PAGE_TOKENS].
     """
 
     tokens: int
@@ -88,7 +89,7 @@ class _Stretch:
 
 @dataclass
 class Batch:
-    """The units of one run, as `attend` wants them."""
+    """The units of one run, as `attend` needs them."""
 
     pages: Pages
     spans: tuple[Span, ...]
@@ -102,14 +103,15 @@ class Batch:
 
     @cached_property
     def single(self) -> Span | None:
-        """The only token of the batch, if it has no more, and the pages of its session follow one another."""
+        """Return the only token of the batch, if it has no more and the pages of its session follow one
+        another."""
         span = self.spans[0]
         pages = span.pages
         is_alone = len(self.spans) == 1 and span.tokens == 1
         return span if is_alone and pages == tuple(range(pages[0], pages[0] + len(pages))) else None
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Put keys and values where their sessions have them."""
+        """Write keys and values to the pages of their sessions."""
         if self._written is None:
             self._written = _places(self.spans, k.device)
         for pool, given in zip(self.pages.pool(layer), (k[0], v[0]), strict=True):
@@ -122,7 +124,8 @@ class Batch:
                 pool[pages_T, :, slots_T] = given[:, : self.tokens].transpose(0, 1)
 
     def groups(self, window: int, block_bytes: int, row_bytes: int, device: torch.device) -> list[_Group]:
-        """How to go through the batch. A block takes `block_bytes`, and `row_bytes` for each row of it."""
+        """Return the order of work on the batch. A block takes `block_bytes`, and `row_bytes` for each row of
+        it."""
         key = window, block_bytes, row_bytes
         if key not in self._groups:
             self._groups[key] = [
@@ -133,7 +136,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class _Part:
-    """Some rows of a span: tokens from `first` in the batch, which stand at `position`."""
+    """Some rows of a span: tokens from `first` in the batch, at `position` in their session."""
 
     first: int
     position: int
@@ -141,13 +144,13 @@ class _Part:
     pages: tuple[int, ...]
     block: int
     end: int
-    """How many tokens its session has with this unit."""
+    """The tokens that its session has with this unit."""
 
 
 def _places(
     spans: Sequence[Span], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor] | list[_Stretch]:
-    """Where the tokens lie: a few stretches of them, or by token the page and the slot in it."""
+    """Return where the tokens lie: a few stretches of them, or by token the page and the slot in it."""
     stretches = []
     for span in spans:
         begin, end = span.position, span.position + span.tokens
@@ -288,14 +291,14 @@ def _attend(
 
 
 def _room(q: torch.Tensor, width: int) -> torch.Tensor:
-    """Zeros of the result's shape, which lie as whoever joins the heads wants them."""
+    """Return zeros of the result's shape, laid out as joining the heads wants them."""
     return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], width).transpose(1, 2)
 
 
 def _single(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, span: Span
 ) -> torch.Tensor:
-    """One token of one session: what `_fold` computes, to the bit, by fewer calls."""
+    """Compute one token of one session: the result of `_fold`, to the bit, by fewer calls."""
     heads, width, key_heads = q.shape[1], q.shape[3], keys.shape[1]
     share, work = heads // key_heads, _working(q.dtype)
     rows, count, seen = padded(share), len(span.pages), span.position % PAGE_TOKENS + 1
@@ -327,7 +330,7 @@ def _fold(
     softcap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """What the rows of a group see, block by block.
+    """Attend for the rows of a group, block by block.
 
     Shapes: S sessions, H heads of keys, G heads of queries that share one, T tokens, D width.
     """
@@ -368,7 +371,7 @@ def _fold(
 
 
 def _added(parts: torch.Tensor, group: _Group) -> torch.Tensor:
-    """What the blocks of each session come to, added one after the other."""
+    """Add up the blocks of each session, one after the other."""
     first, *others = torch.split_with_sizes(parts, [end - begin for begin, end in group.turns])
     total = first.clone()
     for part in others:
@@ -377,7 +380,7 @@ def _added(parts: torch.Tensor, group: _Group) -> torch.Tensor:
 
 
 def _most(most: torch.Tensor, group: _Group) -> torch.Tensor:
-    """The largest score of each row, over its blocks: the order does not count."""
+    """Return the largest score of each row, over its blocks: the order does not matter."""
     sessions = group.turns[0][1]
     if sessions == 1:
         return most.amax(0, keepdim=True)
@@ -420,7 +423,7 @@ def _plain(
 
 
 def _working(dtype: torch.dtype) -> torch.dtype:
-    """The type in which scores are computed and summed."""
+    """Return the type in which scores are computed and summed."""
     return torch.float32 if dtype.itemsize < torch.float32.itemsize else dtype
 
 
@@ -449,7 +452,8 @@ ATTEND = torch.ops.peerloom.attend.default
 
 
 class _Directly:
-    """`attend` without torch's dispatcher while a batch is served: that takes as long as a few operators."""
+    """Calls `attend` without torch's dispatcher while a batch is served: the dispatcher takes as long as a
+    few operators."""
 
     _schema = ATTEND._schema
 
@@ -462,19 +466,19 @@ ATTEND_DIRECTLY = _Directly()
 
 
 def padded(rows: int, multiple: int = ROWS) -> int:
-    """The next multiple."""
+    """Return the next multiple."""
     return -(-rows // multiple) * multiple
 
 
 def attend_flops(q: Sequence[int], v: Sequence[int], context: int) -> int:
-    """Floating-point operations, where each row sees as many keys as a session may have."""
+    """Return the floating-point operations, where each row sees as many keys as a session may have."""
     keys = padded(context, PAGE_TOKENS)
     return 2 * q[0] * q[1] * q[2] * keys * (q[3] + v[3])
 
 
 def attend_bytes(q: Sequence[int], k: Sequence[int], v: Sequence[int], context: int, item_bytes: int) -> int:
-    """Memory while it runs, of a session of as many tokens as it may have; without the pages and the result.
-    `item_bytes` is what a number takes in which it is computed.
+    """Return the memory while it runs, for a session of as many tokens as it may have; without the pages and
+    the result. `item_bytes` is the size of a number in the type of computation.
 
     One row at least is computed at a time, and the whole batch of rows is scaled first.
     """

@@ -1,13 +1,13 @@
-"""The bit class of a stage that serves: what the machine, its torch and its threads make of the stage.
+"""The bit class of a stage that serves: a fingerprint of its results on this machine, torch and threads.
 
 Two replicas of one stage that have the same class computed the same made-up tokens to the same bits, by their
-own weights and their own program. So it is found out by results: names of processors, instruction sets and
-builds are part of it, but would not do alone, since libraries choose kernels by more than that.
+own weights and their own program. It is determined by results: names of processors, instruction sets and
+builds are part of it, but do not suffice, since libraries choose kernels by more than that.
 
 The tokens are served twice, at once and in parts among others. Where the bits differ, an answer could not go
 on elsewhere as it was, and the stage has no class. An encoder's sessions have no parts, and are served among
-others alone. What is not tried: batches as long as a chunk of a prompt.
-The products of those are probed by themselves (`partition.execute.products`).
+others alone. Batches as long as a chunk of a prompt are not tried; their products are probed separately
+(`partition.execute.products`).
 """
 
 from collections.abc import Mapping
@@ -31,9 +31,9 @@ _TOKENS_MAX = PAGE_TOKENS + 8
 """More than one block of keys."""
 _TOKENS_LEAST = 20
 _FLOPS = 20_000_000_000
-"""What the products of the longer probe may take: beyond that the shorter one is served."""
+"""The most FLOPs of the longer probe's products: beyond that the shorter one is served."""
 _COMPANY = 5
-"""Tokens of a session that is served beside the parts."""
+"""Tokens of a session that is served together with the parts."""
 _SINGLES = 3
 _NAMES = tuple(bytes([255]) * 15 + bytes([number]) for number in range(3))
 """Sessions of a probe: doors draw theirs at random."""
@@ -103,7 +103,7 @@ def _names(threads: int) -> tuple[object, ...]:
 
 
 def _axes(served: ServedStage, wants: bool) -> list[int]:
-    """Where the outputs have their tokens, or the rows that are wanted."""
+    """Return the axis of the tokens, or of the wanted rows, in each output."""
     side = Size(1) if wants else _TOKENS
     return [kind.shape.index(side) for kind in served.sent_kinds]
 
@@ -113,7 +113,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 
 class _Inputs:
-    """What a stage is given of made-up tokens: the same on every machine."""
+    """A stage's inputs for made-up tokens: the same on every machine."""
 
     def __init__(self, specification: StageSpecification, served: ServedStage, tokens: int) -> None:
         graph = specification.graph
@@ -125,7 +125,7 @@ class _Inputs:
         ]
 
     def joined(self, parts: list[tuple[int, int]]) -> list[torch.Tensor]:
-        """Return the inputs of some (position, tokens), one part behind the other."""
+        """Return the inputs of some (position, tokens), one part after the other."""
         return [
             torch.cat([tensor.narrow(axis, begin, count) for begin, count in parts], axis)
             for tensor, axis in zip(self._tensors, self._axes, strict=True)
@@ -141,7 +141,7 @@ def _made(kind: TensorType, shape: tuple[int, ...], words: int) -> torch.Tensor:
 
 
 def _words(specification: StageSpecification) -> int:
-    """How many tokens all tables have that are looked into."""
+    """Return how many token ids all looked-up tables have."""
     graph = specification.graph
     rows = dict(zip(graph.rows, graph.parameters, strict=True))
     sides = [2]

@@ -1,4 +1,4 @@
-"""From an operator's name to a Python closure that picks its arguments out of a list, calls it, and stores.
+"""Closures for operators: each picks its arguments out of a list, calls the operator, and stores the result.
 
 The one place where a name in a graph becomes something callable, through a dictionary made of
 `partition.model.operators`. The list is `partition.execute.interpret`'s: every value and every argument has
@@ -19,7 +19,7 @@ from partition.model.operators import ATTEND, OPERATORS
 Call = Callable[..., Any]
 Step = Callable[[list[Any]], None]
 SEED, STATISTICS = 0, 1
-"""Places that hold no argument: the function from a node to its seed, and what batch norms found."""
+"""Places that hold no argument: the function from a node to its seed, and the statistics of batch norms."""
 
 
 def _resolve(name: str) -> Call:
@@ -47,7 +47,7 @@ def _is_single(call: Any) -> bool:
 
 
 def calling(call: Call, places: Sequence[int], results: Sequence[int], keywords: Mapping[str, Any]) -> Step:
-    """A step that calls with what lies at `places` and with the same keywords always."""
+    """Return a step that calls with the values at `places` and with the same keywords always."""
     single = _is_single(call)
     if keywords:
         call = partial(call, **keywords)
@@ -84,7 +84,7 @@ def _calling_for_many(call: Call, places: Sequence[int], results: Sequence[int])
 def calling_by_name(
     call: Call, places: Sequence[int], results: Sequence[int], keywords: Mapping[str, int]
 ) -> Step:
-    """A step whose keywords, too, are taken from the list."""
+    """Return a step whose keywords, too, are taken from the list."""
     single = _is_single(call)
 
     def step(values: list[Any]) -> None:
@@ -97,7 +97,8 @@ def calling_by_name(
 
 
 def counting(call: Call, places: Sequence[int], result: int) -> Step:
-    """A batch norm in training, as torch computes it, but with fresh buffers for its statistics.
+    """Return a step for a batch norm in training, as torch computes it, but with fresh buffers for its
+    statistics.
 
     With a momentum of 1 they become the batch's own mean and unbiased variance.
     """
@@ -115,7 +116,7 @@ def counting(call: Call, places: Sequence[int], result: int) -> Step:
 
 
 def seeded(step: Step, node: int, seed: Callable[[int], object]) -> Step:
-    """The step with its generator seeded before, unless the caller gave no seeds."""
+    """Return the step with its generator seeded before, unless the caller gave no seeds."""
 
     def both(values: list[Any]) -> None:
         if values[SEED] is not None:

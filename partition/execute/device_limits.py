@@ -1,4 +1,4 @@
-"""What a kind of device cannot do that a stage may ask of it, found out at admission.
+"""Operations that a kind of device lacks, refused at admission.
 
 torch raises in the middle of a step for an operator without a deterministic kernel, and for a type that the
 device does not have. Names are those of the operators below autograd, those of the backward pass included.
@@ -33,8 +33,9 @@ NOT_DETERMINISTIC: Mapping[str, frozenset[str]] = {
         )
     )
 }
-"""By kind of device; as tried on an H200 with torch 2.11, forward and backward, in 123 calls. Two more raise
-for one of their modes: `_embedding_bag_backward` of a maximum, `scatter_reduce` by products."""
+"""Operators without a deterministic kernel, by kind of device; as tried on an H200 with torch 2.11, forward
+and backward, in 123 calls. Two more raise for one of their modes: `_embedding_bag_backward` of a maximum,
+`scatter_reduce` by products."""
 EMBEDDING_BAG_MAX = 2
 MISSING: Mapping[str, frozenset[torch.dtype]] = {
     "mps": frozenset((torch.float64, torch.complex128, torch.complex64))
@@ -43,7 +44,7 @@ MISSING: Mapping[str, frozenset[torch.dtype]] = {
 
 
 def check_operator(kind: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raises RemoteProtocolError: this kind of device has no deterministic kernel for the call."""
+    """Check a call. Raises RemoteProtocolError: this kind of device has no deterministic kernel for it."""
     name = func._schema.name
     if kind not in NOT_DETERMINISTIC:
         return
@@ -60,7 +61,7 @@ def check_operator(kind: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[
 
 
 def check_type(kind: str, dtype: torch.dtype) -> None:
-    """Raises RemoteProtocolError: this kind of device has no numbers of this type."""
+    """Check a type. Raises RemoteProtocolError: this kind of device has no numbers of this type."""
     if dtype in MISSING.get(kind, ()):
         text = str(dtype).removeprefix("torch.")
         raise RemoteProtocolError(f"{kind} has no {text}; a CPU takes this stage, or float32 does")

@@ -1,20 +1,20 @@
 """Computing a stage with torch: forward, backward and the optimizer step over shared arenas.
 
-It runs in the stage's own process (`node.stages.process`), never in the node's. What a request may ask is
-`partition.stage`; how a graph is computed is `partition.execute.interpret`.
+It runs in the stage's own process (`node.stages.process`), never in the node's. `partition.stage` defines the
+requests; `partition.execute.interpret` computes a graph.
 
 Torch's parameters are views into the arena `parameters`, their `.grad` views into `gradients`, so sums grow
 in place over the micro-batches, and averaging reads and writes without a copy. On a device without the
 host's memory each arena has a twin there, copied where the two must agree.
 
 The sums hold exactly the micro-batches that were answered: the gradients and the batch statistics of one are
-added when it goes back. All that a peer can get wrong is found before, in the forward pass, and refused. If
-an operator still raises on its way back (no memory is left, say), some sums would hold it and others not,
-so the error leaves `handle`: the process ends and takes its sums with it, as a replica that dies does.
+added when it goes back. All mistakes of a peer are found before, in the forward pass, and refused. If an
+operator still raises on its way back (no memory is left, say), some sums would hold it and others not, so the
+error leaves `handle`: the process ends and takes its sums with it, as a replica that dies does.
 
 A micro-batch is taken out of the sums as it was added to them, backwards from the loss times -1. Negation
-rounds nothing, so what is subtracted is to the bit what was added, wherever the cuts are; what remains of it
-is the rounding of two additions.
+rounds nothing, so it subtracts to the bit what was added, wherever the cuts are; only the rounding of two
+additions remains.
 """
 
 from collections.abc import Mapping, Sequence
@@ -100,9 +100,9 @@ class _Held:
 class StageExecutor:
     """One replica of a stage. Not thread-safe; one request at a time.
 
-    `arenas` maps each name of `partition.stage.ARENAS` to zeroed, writable memory of `arena_bytes`. The
-    first parameters that have a recipe are written to it at once; stored ones stay zero until the node
-    writes them and sends `Reload`. `room_bytes` are what a stage that serves may take to be quicker.
+    `arenas` maps each name of `partition.stage.ARENAS` to zeroed, writable memory of `arena_bytes`. The first
+    parameters that have a recipe are written to it at once; stored ones stay zero until the node writes them
+    and sends `Reload`. `room_bytes` is the extra memory that a served stage may use for speed.
 
     Long because all requests work on the same arenas, and one that is refused must leave every one as it was.
 
@@ -155,7 +155,7 @@ class StageExecutor:
         self._in_flight: dict[int, _Held] = {}
 
     def handle(self, request: Request) -> Reply:
-        """Answer one request. What no correct peer asks is `Refused` and changes nothing."""
+        """Answer one request. A request that no correct peer makes is `Refused` and changes nothing."""
         try:
             return self._answer(request)
         except BadPayload as error:
@@ -257,7 +257,7 @@ class StageExecutor:
         results: Results,
         sizes: tuple[int, ...],
     ) -> Forwarded:
-        """The end of the last stage's forward pass, and its way back."""
+        """End the last stage's forward pass, and go back."""
         loss = results.loss
         assert loss is not None
         numbers = [_number(loss, "the loss"), *(_number(metric, "a metric") for metric in results.metrics)]
@@ -343,7 +343,7 @@ class StageExecutor:
         sizes: tuple[int, ...],
         request: Forward | Backward,
     ) -> tuple[Payload | None, Rounding]:
-        """Return what goes back to the stage before."""
+        """Return the gradients for the stage before."""
         if not entry.backward_inputs or request.sign < 0:
             return None, Rounding()
         given = dict(zip(entry.inputs, inputs, strict=True))
@@ -389,7 +389,8 @@ class StageExecutor:
             raise RemoteProtocolError(f"step {step} has {MICROBATCHES_MAX} micro-batches already")
 
     def _count(self, program: Program, results: Results, request: Forward | Backward) -> None:
-        """The gradients were added: add the statistics too, and note that the sums hold it, or no longer."""
+        """Add the statistics after the gradients, and note that the sums hold the micro-batch, or no
+        longer."""
         self._add_statistics(program, results, request)
         if request.sign > 0:
             self._step = request.step
@@ -410,15 +411,15 @@ class StageExecutor:
         self._settle()
 
     def _settle(self) -> None:
-        """With nothing of a step here any step may begin."""
+        """Allow any step to begin when nothing of a step is held here."""
         if not self._counted and not self._in_flight:
             self._step = None
 
     def _add_statistics(self, program: Program, results: Results, request: Forward | Backward) -> None:
         """Add this micro-batch's share of the running statistics after the step, or take it out.
 
-        One process would move them by `momentum` once per use and micro-batch, in order; what the j-th of N
-        moves is worth m (1 - m)^(N - 1 - j) at the end. So the shares add up, whoever computed them.
+        One process would move them by `momentum` once per use and micro-batch, in order; the j-th of N moves
+        weighs m (1 - m)^(N - 1 - j) in the end. So the shares add up, whoever computed them.
         """
         microbatches = self._specification.microbatches
         for norm, found in zip(program.norms, results.statistics, strict=True):
@@ -519,7 +520,7 @@ class StageExecutor:
         self._vectors["moments"].give()
 
     def _move_statistics(self, program: Program, totals: Vector) -> None:
-        """running = (1 - m)^N running + the shares of all N."""
+        """Set running = (1 - m)^N running + the shares of all N."""
         kept = {
             row: (1 - norm.momentum) ** (self._specification.microbatches * norm.uses)
             for norm in program.norms
@@ -542,7 +543,7 @@ class StageExecutor:
     # Parameters
 
     def _make_parameters(self) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-        """Values by row, with `.grad` where there is one; and where shares of statistics are added up."""
+        """Return values by row, with `.grad` where there is one; and the sums of the shares of statistics."""
         values, gradients = self._values, self._vectors["gradients"]
         parameters, statistics = {}, {}
         for slot in self._slots:
@@ -573,7 +574,7 @@ class StageExecutor:
         self._next_step = None
 
     def _take(self, step: int | None) -> None:
-        """What the node wrote: first parameters (no step), or all that there is after so many steps."""
+        """Take the node's values: first parameters (no step), or all state after `step` steps."""
         moments = self._vectors["moments"]
         if not all(map(is_finite, self._values.runs())):
             raise RemoteProtocolError("a parameter is not finite")
@@ -611,7 +612,8 @@ class StageExecutor:
 
 
 def _number(tensor: torch.Tensor, what: str) -> float:
-    """The value of a scalar. Raises RemoteProtocolError: it is no scalar; NotFinite: it is not finite."""
+    """Return the value of a scalar. Raises RemoteProtocolError: it is no scalar; NotFinite: it is not
+    finite."""
     if tensor.numel() != 1:
         raise RemoteProtocolError(f"{what} is not one number")
     if not is_finite(tensor):

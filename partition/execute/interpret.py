@@ -1,11 +1,11 @@
 """The closure interpreter: a stage's share of an entry point as a list of Python closures over torch.
 
 No source is made of a graph, and nothing is looked up in torch by a stranger's word
-(`partition.execute.closures`). Compiling gives every value, parameter, size and plain
-argument a place in one flat list, so that each node becomes a closure that picks its arguments out by index,
-calls, and stores. What depends on sizes alone is evaluated once for each new set of sizes; a list argument is
-rebuilt before its node only if it holds tensors. A value is dropped right after its last use, so that
-autograd alone decides what stays in memory.
+(`partition.execute.closures`). Compiling gives every value, parameter, size and plain argument a place in one
+flat list, so that each node becomes a closure that picks its arguments out by index, calls, and stores.
+Arguments that depend on sizes alone are evaluated once for each new set of sizes; a list argument is rebuilt
+before its node only if it holds tensors. A value is dropped right after its last use, so that autograd alone
+decides what stays in memory.
 
 Nothing the stage keeps is ever written: batch norm in training gets fresh buffers for the statistics of this
 micro-batch, which the caller adds up. The exception is a state that nobody reads later (`_in_place`).
@@ -94,7 +94,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class Results:
-    """What one run made. `statistics` has mean and unbiased variance for each of `Program.norms`."""
+    """The results of one run. `statistics` has mean and unbiased variance for each of `Program.norms`."""
 
     outputs: list[torch.Tensor]
     loss: torch.Tensor | None
@@ -116,7 +116,7 @@ class Program:
         entry = compiler.entry
         self.norms: tuple[Norm, ...] = tuple(compiler.norms)
         self.in_place: tuple[int, ...] = compiler.in_place
-        """Rows of states that `run` changes where they lie; they are not among the updates."""
+        """Rows of states that `run` changes in place; they are not among the updates."""
         self.uses_states: bool = (
             bool(self.in_place)
             or any(kind is StateValue for kind, _ in compiler.places)
@@ -158,7 +158,7 @@ class Program:
         alone.
 
         Raises:
-            LabelOutOfRange: among the integers given there is one that an operator finds nothing by.
+            LabelOutOfRange: an integer is out of the range of the operator that indexes by it.
             RemoteProtocolError: sizes that the expressions do not take, or an operator that raised.
         """
         self._fit(tuple(sizes))
@@ -191,14 +191,14 @@ class Program:
                 step(values)
                 for index in dead:
                     values[index] = None
-        # What torch's operators raise for arguments that do not fit each other, or for lack of memory.
+        # Torch's exceptions for arguments that do not fit each other, or for lack of memory.
         except (IndexError, RuntimeError, TypeError, ValueError, ArithmeticError, MemoryError) as error:
             reason = str(error).strip().split("\n")[0]
             kind = LabelOutOfRange if isinstance(error, IndexError) else RemoteProtocolError
             raise kind(f"{self._names[number]}: {reason}") from None
 
     def _fit(self, sizes: tuple[int, ...]) -> None:
-        """Write what depends on the sizes alone into the template."""
+        """Write the arguments that depend on sizes alone into the template."""
         if sizes == self._sizes:
             return
         rows = evaluate(self._compiler.graph.expressions, sizes)
@@ -212,8 +212,9 @@ class Program:
 def compile_entry(
     graph: StageGraph, entry: str, *, train: bool, device: torch.device, products: Products | None = None
 ) -> Program:
-    """The entry point as a Program, for training or for evaluation. Factories make tensors on `device`, and
-    `products` compute those by a weight. What goes into the head of a served model comes with the results.
+    """Compile the entry point as a Program, for training or for evaluation. Factories make tensors on
+    `device`, and `products` compute those by a weight. The input of a served model's head is among the
+    results.
 
     Raises:
         RemoteProtocolError: no such entry point, or one that `partition.execute.admit` would have refused.
@@ -268,7 +269,7 @@ class _Compiler:
             self._node(node, OPERATORS[operators[node.operator]], node.id in twins)
 
     def value(self, number: int) -> int:
-        """The place of a value. Raises RemoteProtocolError: nothing made it."""
+        """Return the place of a value. Raises RemoteProtocolError: nothing made it."""
         if (Value, number) not in self.places:
             raise RemoteProtocolError(f"nothing makes the value {number}")
         return self.places[Value, number]
@@ -285,7 +286,7 @@ class _Compiler:
         return self.places[kind, row]
 
     def _argument(self, argument: Argument | Items, owner: str) -> int:
-        """Return where to find an argument when its node runs; a list of tensors gets a step that rebuilds
+        """Return the place of an argument when its node runs; a list of tensors gets a step that rebuilds
         it."""
         match argument:
             case Value(number):
@@ -340,7 +341,8 @@ class _Compiler:
         self.names.append(name)
 
     def living_steps(self) -> list[tuple[Step, tuple[int, ...]]]:
-        """The steps, each with the places to empty after it: what it was the last to read or nobody reads."""
+        """Return the steps, each with the places to empty after it: values that it was the last to read or
+        that nothing reads."""
         entry = self.entry
         ends = [*entry.outputs, *self.kept, *(number for _, number in entry.updates)]
         ends += [number for number in (entry.loss, entry.count) if number is not None]
@@ -396,7 +398,7 @@ class _Compiler:
         return product or CALLS[name]
 
     def _counts(self, node: Node, name: str) -> bool:
-        """Return whether this batch norm finds statistics that a step will commit; if so, notes which."""
+        """Return whether this batch norm finds statistics that a step will commit, and note them if so."""
         if not self._train or node.arguments[5] is not True or node.arguments[3] is None:
             return False
         mean, variance, momentum = node.arguments[3], node.arguments[4], node.arguments[6]
@@ -421,7 +423,7 @@ def _plain(item: Item) -> Any:
 
 
 def _is_living(argument: Argument) -> bool:
-    """Return whether it can differ from run to run."""
+    """Return whether an argument can differ from run to run."""
     kinds = Value | ParameterValue | ConstantValue | StateValue | Size
     items = argument.items if isinstance(argument, Items) else (argument,)
     return any(isinstance(item, kinds) for item in items)

@@ -1,4 +1,4 @@
-"""Counts what a run would take, while it runs on ghosts: memory at once, operations, and calls.
+"""Meters a run on shape tensors, which have no memory: peak memory, operations, and calls.
 
 A dispatch mode sees every operator below autograd, those of the backward pass included, after composite ones
 have come apart. Memory is that of the distinct storages alive; a storage is let go when torch lets it go, so
@@ -26,7 +26,7 @@ CALLS_MAX = 200_000
 """Operators of one run. A stage of 100 transformer blocks calls 10,000, and each takes some 0.1 ms here."""
 
 _WITHIN = 8
-"""Composite operators may use more dimensions within than go out: a group norm, an einsum."""
+"""The factor on dimensions within composite operators: a group norm, an einsum."""
 
 
 def shown_bytes(count: int) -> str:
@@ -45,8 +45,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
     `live_bytes` are held now, `peak_bytes` at most at once; `flops` as torch counts them: products,
     convolutions and attention, a multiplication with its addition as two. `work` adds one for each element
     that any operator reads or makes, so that cheap ones in great number cost something too. `base_bytes` are
-    held besides, and only for the words of a refusal. What a device of this kind cannot do is refused too.
-    `context` is the longest session that attention over pages sees.
+    held besides, and only for the words of a refusal. Operations that this kind of device lacks are refused
+    too. `context` is the longest session that attention over pages sees.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
         self._oracle = ShapeInference(self.hold)
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> ShapeTensor:
-        """One that comes from outside, and is counted from now on."""
+        """Return a tensor that comes from outside, and count it from now on."""
         self._check_shape(shape)
         check_type(self._device_kind, dtype)
         size = prod(shape) * dtype.itemsize
@@ -104,11 +104,12 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
         return made
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return what `func` makes of the arguments."""
+        """Return the result of `func` on the arguments."""
         return self._oracle.call(func, args, kwargs)
 
     def hold(self, size_bytes: int) -> Callable[[int], None]:
-        """Count a storage, and say whom to tell when it is let go. Raises RemoteProtocolError: too much."""
+        """Count a storage; return the function to call when it is released. Raises RemoteProtocolError: too
+        much."""
         self.live_bytes += size_bytes
         if self.live_bytes > self._memory_bytes_max:
             needed, offered = self._base_bytes + self.live_bytes, self._base_bytes + self._memory_bytes_max
@@ -120,7 +121,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
         return self._release
 
     def _attend(self, args: tuple[Any, ...]) -> None:
-        """Count attention over pages, of which no shape says how long a session is."""
+        """Count attention over pages: no shape gives the length of a session."""
         q, k, v = args[:3]
         flops = attend_flops(q.shape, v.shape, self._context)
         self.flops += flops
@@ -149,7 +150,7 @@ def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
 
 
 def _window(func: Any, args: tuple[Any, ...]) -> int:
-    """Return how many elements a pool reads for each that it makes."""
+    """Return how many elements a pool reads for each one it makes."""
     if "pool" not in func.__name__ or len(args) < 2 or not isinstance(args[1], list | tuple):
         return 1
     return prod(max(int(side), 1) for side in args[1]) if "adaptive" not in func.__name__ else 1

@@ -1,9 +1,8 @@
 """The optimizer step over arenas: torch.optim's own SGD, Adam and AdamW, with our schedules and groups.
 
-Their state lies in the arena `moments`, so that the node can checkpoint it. Nothing is counted here but what
-the request says: the step's number gives the learning rate (as a `LambdaLR` would) and Adam's bias
-correction, so a replica that came later steps as the others do. Frozen parameters and batch statistics are
-not touched.
+Their state lies in the arena `moments`, so that the node can checkpoint it. Nothing is counted here: the
+step's number in the request gives the learning rate (as a `LambdaLR` would) and Adam's bias correction, so a
+replica that joined later steps as the others do. Frozen parameters and batch statistics are not touched.
 
 On a processor a large parameter is stepped in blocks that stay in its cache from the first operator of a step
 to the last. The bits are those of the whole: all operators work element by element.
@@ -23,12 +22,12 @@ _CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
 
 BLOCK_ELEMENTS = 1 << 15
-"""For each thread: torch gives a thread no fewer, and so many of value, gradient and moments fit its cache. A
-step of Adam over 25 million parameters took 292 ms, and 481 ms in one piece."""
+"""Elements of a block for each thread: torch gives a thread no fewer, and so many of value, gradient and
+moments fit its cache. A step of Adam over 25 million parameters took 292 ms, and 481 ms in one piece."""
 
 
 def rate_factor(schedule: Schedule, step: int) -> float:
-    """The factor on the learning rate of a step, counted from 0.
+    """Return the factor on the learning rate of a step, counted from 0.
 
     The warm-up has 1/n, 2/n, ... in its n steps: a first step of zero would be a step lost.
     """
@@ -43,7 +42,7 @@ def rate_factor(schedule: Schedule, step: int) -> float:
 
 
 def clip_factor(settings: OptimizerSettings, squared_norm: float | None, samples: int) -> float:
-    """The factor on the mean gradient, where `squared_norm` is that of the sums of all stages.
+    """Return the factor on the mean gradient, where `squared_norm` is that of the sums of all stages.
 
     Raises:
         RemoteProtocolError: the settings clip and there is no norm, or none that can be.
@@ -97,7 +96,7 @@ class Optimizer:
             self._keep_state(self._optimizer, trained, moment)
 
     def step(self, number: int, factor: float = 1.0) -> None:
-        """One step with every parameter's `.grad`; `number` counts the committed steps from 0, `factor`
+        """Step with every parameter's `.grad`; `number` counts the committed steps from 0, `factor`
         multiplies the learning rate."""
         if self._optimizer is None:
             return
@@ -128,7 +127,7 @@ class Optimizer:
 
 
 def _blocks(value: torch.Tensor) -> list[torch.Tensor]:
-    """The parameter in blocks that are stepped by themselves, each with its part of the gradient."""
+    """Return the parameter in blocks that are stepped separately, each with its part of the gradient."""
     assert value.grad is not None
     blocks = [part.detach() for part in parts(value.detach())]
     for block, gradient in zip(blocks, parts(value.grad), strict=True):
@@ -137,7 +136,7 @@ def _blocks(value: torch.Tensor) -> list[torch.Tensor]:
 
 
 def parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the blocks of a tensor that are stepped by themselves: views, flat where there are several."""
+    """Return the blocks of a tensor that are stepped separately: views, flat where there are several."""
     if tensor.device.type != "cpu":
         return (tensor,)
     return torch.split(tensor.view(-1), BLOCK_ELEMENTS * torch.get_num_threads())

@@ -2,13 +2,13 @@
 
 A page has room for the keys and values of all layers of the stage, so one list of pages says where a session
 lies. The pool is bounded by `StageSpecification.cache_bytes`; a unit that finds no page is refused, and no
-session is thrown out for another: whoever drives the stage knows whose turn it is. A session's pages follow
-one another where they can, so that it is read without a copy.
+session is evicted for another: the driver of the stage decides whose turn it is. A session's pages follow one
+another where they can, so that it is read without a copy.
 
 Sessions may share pages: `fork` begins one with the first tokens of another. A shared page is counted, free
-once nobody has it, and copied by whoever writes to it first.
+once no session has it, and copied before a session writes to it.
 
-What is computed is `partition.execute.attention`.
+`partition.execute.attention` computes on them.
 """
 
 import mmap
@@ -23,8 +23,9 @@ from crypto.errors import RemoteProtocolError
 from partition.stage import SERVED_SESSIONS_MAX, Unit
 
 PAGE_TOKENS = 64
-"""Tokens of a page, and keys of one block of attention. Part of what bits a stage computes: another size adds
-up in another order. Products of less than 400 multiplications take another path in torch, so no smaller."""
+"""Tokens of a page, and keys of one block of attention. It is part of the bits that a stage computes: another
+size adds up in another order. Products of less than 400 multiplications take another path in torch, so no
+smaller."""
 _FULL = f"{SERVED_SESSIONS_MAX} sessions are served already: end one"
 
 
@@ -39,7 +40,7 @@ class UnitRefused(RemoteProtocolError):
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one token of one layer takes: heads of keys and values, and the widths of both."""
+    """The size of one token in one layer: heads of keys and values, and the widths of both."""
 
     heads: int
     key_width: int
@@ -58,8 +59,8 @@ class _Session:
 
 @dataclass(frozen=True)
 class Span:
-    """One unit in a batch: its tokens are `first` and after it in the flat batch, `position` and after it in
-    its session, whose `pages` hold all of it."""
+    """One unit in a batch: its tokens begin at `first` in the flat batch, and at `position` in its session,
+    whose `pages` hold all of it."""
 
     first: int
     position: int
@@ -81,14 +82,14 @@ class Pages:
         self._has_pages = page_bytes > 0
         self._free = set(range(self._count))
         self._shared: dict[int, int] = {}
-        """How many sessions have a page, where it is more than one."""
+        """How many sessions have a page, where more than one does."""
         self._sessions: dict[bytes, _Session] = {}
         self._pools: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def pool(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer, [pages, heads, PAGE_TOKENS, width].
+        """Return keys and values of a layer, [pages, heads, PAGE_TOKENS, width].
 
-        The system gives memory as pages are first written.
+        The system allocates memory as pages are first written.
         """
         if layer not in self._pools:
             shape = self._layers[layer]
@@ -97,7 +98,7 @@ class Pages:
         return self._pools[layer]
 
     def _zeros(self, *sides: int) -> torch.Tensor:
-        # What writes to it may be in inference mode or not.
+        # Writers may be in inference mode or not.
         with torch.inference_mode(False):
             private = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
             if self._device.type != "cpu" or not private or not prod(sides):
@@ -110,8 +111,8 @@ class Pages:
         """Take the pages that the units need. The sessions grow only by `commit`.
 
         Raises:
-            UnitRefused: a unit that does not follow what is held, goes beyond `context` tokens, or finds no
-                page; no page is taken then.
+            UnitRefused: a unit that does not follow the held tokens, goes beyond `context` tokens, or finds
+                no page; no page is taken then.
             RemoteProtocolError: a session twice.
         """
         if len({unit.session for unit in units}) < len(units):
@@ -155,15 +156,15 @@ class Pages:
         self._sessions[session] = _Session(pages, tokens)
 
     def commit(self, units: Sequence[Unit]) -> None:
-        """The units were computed: the sessions end where they do, and pages beyond that are free."""
+        """Commit computed units: the sessions end where they do, and pages beyond that are free."""
         for unit in units:
             session = self._sessions[unit.session]
             session.length = unit.position + unit.tokens
             self._trim(session)
 
     def abandon(self, units: Sequence[Unit]) -> None:
-        """The units were not computed to the end: the sessions hold what stood before them, which a unit that
-        took something back has shortened."""
+        """Abandon units that were not computed to the end: the sessions keep the tokens before them,
+        shortened by units that rolled back."""
         for unit in units:
             session = self._sessions[unit.session]
             session.length = min(session.length, unit.position)
@@ -195,7 +196,7 @@ class Pages:
             raise UnitRefused(_FULL, unit.session, "room")
 
     def _to_copy(self, session: _Session, unit: Unit) -> list[int]:
-        """Return which of a session's pages a unit writes to that others have too, by their place."""
+        """Return the places of a session's pages that a unit writes to and other sessions share."""
         last = min(len(session.pages), _pages_for(unit.position + unit.tokens))
         places = range(unit.position // PAGE_TOKENS, last)
         return [place for place in places if session.pages[place] in self._shared]
@@ -229,11 +230,11 @@ class Pages:
             last = page
             runs[-1] = (last - begin + 1, begin)
         length, begin = max(runs)
-        # Whoever ends before this run may want to grow into it.
+        # The session that ends before this run may want to grow into it.
         return begin + (length // 2 if begin and length >= 2 * wanted else 0)
 
     def _copy(self, session: _Session, place: int, position: int) -> None:
-        """Give a session a page of its own for one that it shares, with what stands before `position`."""
+        """Give a session its own copy of a shared page, with the tokens before `position`."""
         shared = session.pages[place]
         page = self._next_page(_Session(session.pages[:place]), 1)
         self._free.remove(page)
@@ -264,8 +265,8 @@ class Pages:
             self._clear(session.pages[-1], session.length % PAGE_TOKENS)
 
     def _clear(self, page: int, slot: int) -> None:
-        """Zero a page from a slot on: what is hidden counts times zero, and must be a number; and it may be
-        somebody else's."""
+        """Zero a page from a slot on: hidden keys count times zero, so they must be numbers; and they may be
+        another session's."""
         for pools in self._pools.values():
             for pool in pools:
                 pool[page, :, slot:].zero_()
@@ -276,7 +277,7 @@ def _pages_for(tokens: int) -> int:
 
 
 def shape_of_layer(key: Sequence[int], value: Sequence[int]) -> LayerShape:
-    """The shape of what `attend` is given: keys and values [1, heads, tokens, width].
+    """Return the shape of the keys and values of `attend`, [1, heads, tokens, width].
 
     Raises:
         RemoteProtocolError: tensors that attention cannot take.

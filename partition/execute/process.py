@@ -1,4 +1,4 @@
-"""Torch's global switches, for a process that does nothing but host one stage, or for a while."""
+"""Torch's global switches, for a process that only hosts one stage, or for a while."""
 
 import ctypes
 import sys
@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 KEPT_BYTES = 128 << 20
-"""Freed memory that the heap keeps. By itself glibc gives back what a micro-batch of megabytes has freed, and
-takes it again, zeroed page by page, for the next: half of what a call costs beside its computing."""
+"""Freed memory that the heap keeps. By itself glibc gives back the memory that a micro-batch has freed, and
+takes it again, zeroed page by page, for the next: half of a call's cost beside its computing."""
 MAPPED_BYTES = 32 << 20
 """Pieces of memory below this come from the heap; glibc allows no more."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -23,7 +23,7 @@ _COMPILER = "torch._dynamo"
 
 
 class _DeferredCompiler(ModuleType):
-    """Torch's compiler, of which only a part is loaded until something asks for more.
+    """Torch's compiler, only partly loaded until something asks for more.
 
     Fake tensors read its settings, and optimizers have it leave their functions alone. For these two torch
     loads all of it: 0.7 s of a core and 40 MiB in every process, where nothing is compiled.
@@ -35,7 +35,7 @@ class _DeferredCompiler(ModuleType):
 
     @staticmethod
     def disable(function: Callable[..., Any], *_: object, **__: object) -> Callable[..., Any]:
-        """Return the function: what never compiles leaves it alone."""
+        """Return the function: a process that never compiles leaves it alone."""
         return function
 
     @staticmethod
@@ -67,8 +67,8 @@ def load_late_modules() -> None:
 
 
 def load_operators(device: torch.device) -> None:
-    """Run a little of everything forward and back: the pages of torch's code that a stage needs come into
-    memory only when they are run, some 40 MiB."""
+    """Run a little of everything forward and back: the pages of torch's code that a stage needs, some 40 MiB,
+    are loaded only when they are run."""
     load_late_modules()
     image, rows = (torch.randn(*sides, device=device, requires_grad=True) for sides in ((2, 3, 8, 8), (4, 8)))
     weight = torch.randn(8, 8, device=device, requires_grad=True)
@@ -90,7 +90,7 @@ def load_operators(device: torch.device) -> None:
 
 
 def prepare_process(threads: int) -> None:
-    """Set them: as many threads, and equal results for equal requests."""
+    """Set torch's global switches: `threads`, and equal results for equal requests."""
     torch.set_num_interop_threads(1)
     _repeat_exactly(threads)
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -98,13 +98,14 @@ def prepare_process(threads: int) -> None:
 
 
 def set_threads(threads: int) -> None:
-    """Compute with as many threads from now on: last bits of sums may differ."""
+    """Compute with this many threads from now on: the last bits of sums may differ."""
     torch.set_num_threads(threads)
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """One thread and equal results for equal requests, where stages run beside other code; then as before."""
+    """Use one thread, and equal results for equal requests, where stages run beside other code; restore the
+    settings then."""
     threads, is_exact = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     filling = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]  # set by name
     _repeat_exactly(1)
@@ -125,7 +126,7 @@ def _repeat_exactly(threads: int) -> None:
 
 
 def release_memory(device: str) -> None:
-    """Give what is freed back to the system, on an accelerator too."""
+    """Give freed memory back to the system, on an accelerator too."""
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
@@ -133,7 +134,7 @@ def release_memory(device: str) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Have the heap keep what is freed, for all of this process's life."""
+    """Have the heap keep freed memory, for the life of this process."""
     if sys.platform == "linux":
         # Other libraries than glibc's do not have it, and may not need it.
         set_option = getattr(ctypes.CDLL(None), "mallopt", None)

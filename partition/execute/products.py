@@ -1,16 +1,16 @@
-"""Products by weights in a stage that serves: each row to the same bits whatever rows stand beside it.
+"""Products by weights in a stage that serves: the bits of each row are independent of the rows beside it.
 
 Rows are padded to a multiple (`partition.execute.serving`), which makes torch's kernels take one path for
 most shapes. Not for all: in float64 on two threads a product of 384 by 17 gives a row other bits among 8 rows
 than among 160. So every shape is tried on this machine once the weights are there, among few and among many
-rows. A product that fails is computed in blocks of one number of rows: slower, and alike by construction.
+rows. A product that fails is computed in blocks with one number of rows: slower, and alike by construction.
 
-What is tried is bounded by `FLOPS` a shape, so that of large weights fewer rows are.
+Trying is bounded by `FLOPS` a shape, so fewer rows are tried of large weights.
 
 Where the slot has room for it, oneDNN has the weights in the order in which its kernels read them: then the
-least number of rows costs about what one row costs as a weight lies, where torch's own kernels take two to
-three times as long. The bits may be others than those of the weight as it lies. What nothing else reads is
-not kept as it lay; `values` makes it out of what oneDNN has.
+least number of rows costs about as much as one row of the plain weight, where torch's own kernels take two to
+three times as long. The bits may differ from those of the plain weight. A plain weight that nothing else
+reads is not kept; `values` restores it from oneDNN's.
 """
 
 from collections import Counter
@@ -22,17 +22,17 @@ import torch
 from partition.model.graph import Argument, ParameterValue, Value
 
 FLOPS = 4_000_000_000
-"""What trying one shape takes: about a tenth of a second."""
+"""The FLOPs of trying one shape: about a tenth of a second."""
 _MULTIPLES = (1, 2, 3, 5, 9, 16, 32, 64, 128)
 """Products of these many times the least rows are compared with the largest one."""
 PACKED_TYPES = (torch.float32, torch.bfloat16)
-"""What oneDNN is quicker in once it has packed it."""
+"""Types in which oneDNN is faster with packed weights."""
 UNPACKED_CALLS = 64
 """Calls between which a replica that loads asks for the next part of a weight."""
 PACKED_SIDE_MIN = 32
 """Smaller weights gain nothing."""
 _PLACES = {"aten.linear.default": (0, 1, 2), "aten.mm.default": (0, 1, -1), "aten.addmm.default": (1, 2, 0)}
-"""Where an operator has rows, weights and bias."""
+"""The places of rows, weights and bias among an operator's arguments."""
 
 
 class Product:
@@ -43,7 +43,7 @@ class Product:
         self.block = 0
         """Rows that are computed at once; 0 for all."""
         self.packed: torch.Tensor | None = None
-        """The weight once more, as oneDNN reads it."""
+        """The weight in oneDNN's own order."""
         self._call = call
         self._rows = _PLACES[name][0]
         self._name = name
@@ -76,7 +76,7 @@ class Product:
         return found
 
     def find_block(self, parameters: Mapping[int, torch.Tensor], least: int, most: int) -> None:
-        """Try rows from `least` to `most`, and take blocks where bits depend on their number."""
+        """Try rows from `least` to `most`, and use blocks where bits depend on their number."""
         weight = parameters[self.weight]
         arguments: list[Any] = [None, weight]
         if self.bias is not None:
@@ -97,8 +97,8 @@ class Product:
 
 
 class Products:
-    """All products of a program. Each of its calls has `least` rows, or a multiple of them. Weights are
-    packed if `room_bytes` are enough for all of them."""
+    """All products of a program. Each call has `least` rows, or a multiple of them. Weights are packed if
+    `room_bytes` suffice for all of them."""
 
     def __init__(self, least: int, most: int, room_bytes: int = 0) -> None:
         self._least, self._most = least, most
@@ -111,7 +111,7 @@ class Products:
     def product(
         self, name: str, call: Callable[..., torch.Tensor], arguments: Sequence[Argument]
     ) -> Product | None:
-        """Return what computes a node in its place; None where it is no product of rows by a weight."""
+        """Return the product that replaces a node; None where it is no product of rows by a weight."""
         places = _PLACES.get(name)
         if places is None:
             return None
@@ -125,11 +125,11 @@ class Products:
 
     @property
     def packed(self) -> Mapping[int, int]:
-        """Return by row of each packed weight how many products read it."""
+        """Return, by row of each packed weight, how many products read it."""
         return Counter(product.weight for _, product in self._all if product.packed is not None)
 
     def values(self, row: int) -> torch.Tensor:
-        """Return a packed weight as it lay; the last one is kept for a while: see `forget`."""
+        """Return a packed weight in plain order; the last one is kept for a while: see `forget`."""
         self._calls_left = UNPACKED_CALLS
         if self._unpacked is None or self._unpacked[0] != row:
             self._unpacked = None
@@ -137,13 +137,13 @@ class Products:
         return self._unpacked[1]
 
     def forget(self) -> None:
-        """Count a call of the stage: after some without a read, let go of what `values` has made."""
+        """Count a call of the stage: after some without a read, drop the weight that `values` made."""
         self._calls_left -= 1
         if self._calls_left <= 0:
             self._unpacked = None
 
     def try_all(self, parameters: Mapping[int, torch.Tensor]) -> int:
-        """Try each shape with the weights that are there now. Return how many products are in blocks."""
+        """Try each shape with the present weights. Return how many products are in blocks."""
         known: dict[tuple[Any, ...], int] = {}
         with torch.inference_mode():
             self._pack(parameters)
@@ -159,7 +159,7 @@ class Products:
         return sum(bool(product.block) for _, product in self._all)
 
     def _pack(self, parameters: Mapping[int, torch.Tensor]) -> None:
-        """Have oneDNN pack every weight that it can, each once, if all of them find room."""
+        """Pack every weight that oneDNN can pack, each once, if all of them find room."""
         fit = [product for name, product in self._all if _can_be_packed(name, parameters[product.weight])]
         weights = {product.weight: parameters[product.weight] for product in fit}
         for _, product in self._all:

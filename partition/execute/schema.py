@@ -1,7 +1,7 @@
-"""What each operator takes: torch's own schema of every overload, and bounds on what a stranger may write.
+"""Arguments of operators: torch's own schema of every overload, and bounds on what a stranger may write.
 
-A node's arguments are held against the overload's real `FunctionSchema`: how many there are, of which kinds,
-and how many results come. On top stand bounds by the argument's name, for two reasons. A native kernel trusts
+A node's arguments are checked against the overload's real `FunctionSchema`: their number and kinds, and the
+number of results. There are further bounds by the argument's name, for two reasons. A native kernel trusts
 some integers (a stride of zero divides by zero in C++, which is a signal and no exception), and some
 operators loop in Python as often as an argument says. Such arguments are plain integers within bounds, never
 sizes that could be another number for the next micro-batch.
@@ -46,7 +46,7 @@ KERNEL_MAX = 2**16
 """Strides, windows, dilations, groups, paddings. A spectrogram's window is a few thousand."""
 EXTENT_MAX = 2**31
 ORDER_MAX = 4
-"""`diff` calls itself so often."""
+"""The order of `diff`, which calls itself as often."""
 DECIMALS_MAX = 15
 SCALE_MIN, SCALE_MAX = 1e-4, 1e4
 """The scale of an interpolation: its kernels make integers of quotients by it."""
@@ -152,7 +152,7 @@ _TEXTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "approximate": ("none", "tanh"),
         "indexing": ("ij", "xy"),
-        # Of scatter_reduce; "prod" has no gradient that a step could trust.
+        # For scatter_reduce; "prod" has no gradient that a step could trust.
         "reduce": ("sum", "mean", "amax", "amin"),
         "mode": ("constant", "reflect", "replicate", "circular"),
         "padding": ("same", "valid"),
@@ -169,7 +169,7 @@ _NEVER_GIVEN = ("path", "sorter", "generator", "device", "layout")
 
 @dataclass(frozen=True)
 class Rule:
-    """One argument of an overload: its kind without Optional, and what bounds it.
+    """One argument of an overload: its kind without Optional, and its bounds.
 
     `length`: of a list that torch fixes. `fixed`: never made of sizes.
     """
@@ -239,7 +239,7 @@ def _rule(operator: str, argument: Any) -> Rule:
 
 
 def check_node(node: Node, name: str, sizes: Sequence[int]) -> Signature:
-    """The signature of a node whose arguments have the kinds it wants, within bounds.
+    """Return the signature of a node whose arguments have the right kinds, within bounds.
 
     `sizes` is the evaluated table of expressions. Raises RemoteProtocolError with the argument's name.
     """
@@ -268,7 +268,7 @@ def check_node(node: Node, name: str, sizes: Sequence[int]) -> Signature:
 
 
 def _check_flips(node: Node, wanted: Signature) -> None:
-    """What evaluation puts in another argument's place must have a place."""
+    """Check that arguments that evaluation replaces have a place."""
     for index, _ in OPERATORS[wanted.name].evaluate:
         missing = wanted.positional[len(node.arguments) : index]
         if any(rule.is_required for rule in missing):
@@ -332,8 +332,8 @@ def _fits_list(rule: Rule, argument: Argument, sizes: Sequence[int]) -> bool:
 
 
 def _is_length(rule: Rule, length: int) -> bool:
-    """Return how long a list of integers may be. `split_with_sizes` has one for each piece; a pool's stride,
-    by default the window, may be empty."""
+    """Return whether a list of integers may have this length. `split_with_sizes` has one for each piece; a
+    pool's stride, by default the window, may be empty."""
     if rule.name in ("split_size", "split_sizes"):
         return 1 <= length <= ITEMS_MAX
     if rule.length is None or rule.length == 1:
@@ -371,6 +371,6 @@ def _is_text(rule: Rule, text: str) -> bool:
 
 
 def _shown(argument: Argument) -> str:
-    """An argument in an error: short, whatever a stranger wrote."""
+    """Return an argument for an error, kept short whatever a stranger wrote."""
     text = ascii(argument) if not isinstance(argument, Items) else ascii(argument.items[:8])
     return text if len(text) <= 80 else text[:80] + "..."

@@ -1,7 +1,7 @@
-"""Seeds of random operators: the same draws whoever computes a micro-batch, how often, and however cut.
+"""Seeds of random operators: the same draws on any replica, at any repetition and for any cut.
 
-Before every random operator torch's generators are seeded with a hash of all that may change what is drawn:
-the run, the step, the micro-batch, the entry point and the operator's place in the *whole* entry point. So a
+Before every random operator torch's generators are seeded with a hash of all that may change the draws: the
+run, the step, the micro-batch, the entry point and the operator's place in the *whole* entry point. So a
 replay draws the same mask. Torch fills a tensor in the order of its memory, and a boundary makes every tensor
 contiguous, so an operator that draws is given its tensor contiguous, wherever the cut is. On the CPU a seed
 gives the same draws on every machine; an accelerator has a generator of its own, and draws the same on every
@@ -18,13 +18,13 @@ from crypto.encoding import encode
 
 
 def seed_of(run: bytes, step: int, microbatch: int, entry: str, node: int) -> int:
-    """64 bits with sign, as `torch.Generator.manual_seed` takes them."""
+    """Return 64 bits with sign, as `torch.Generator.manual_seed` takes them."""
     digest = blake3(b"peerloom/1\0" + encode(("random", run, step, microbatch, entry, node))).digest(length=8)
     return int.from_bytes(digest, "big", signed=True)
 
 
 def seeder(device: torch.device) -> Callable[[int], object]:
-    """Return what seeds the generators that an operator on `device` draws from; it takes about 2
+    """Return the function that seeds the generators of an operator on `device`; it takes about 2
     microseconds."""
     if device.type in ("cpu", "meta"):
         return torch.default_generator.manual_seed
@@ -33,9 +33,9 @@ def seeder(device: torch.device) -> Callable[[int], object]:
 
 
 def drawn(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return what an ATen operator that draws gives, whatever the strides of its first argument.
+    """Return the result of an ATen operator that draws, independent of the strides of its first argument.
 
-    It is for a dispatch mode over an eager module that shall draw as its graph does.
+    It is for a dispatch mode over an eager module that has to draw as its graph does.
     """
     if not args or not isinstance(args[0], torch.Tensor) or args[0].is_contiguous():
         return func(*args, **kwargs)

@@ -1,6 +1,6 @@
 """The weights of a stage that serves: packed for its products where there is room, and read out again.
 
-A weight that nothing but linear layers reads need not lie in the arena once oneDNN has packed it
+A weight that only linear layers read need not stay in the arena once oneDNN has packed it
 (`partition.execute.products`): its pages go back to the system, and a replica that wants its values gets them
 out of the packed form, to the bit. So packing takes no memory for good, but for weights that other operators
 read too, such as an embedding tied to the last layer.
@@ -19,7 +19,7 @@ from partition.stage import ReadValues, Slot
 
 
 class ServedWeights:
-    """What a stage keeps of its weights. `released` are the rows whose values lie in the arena no more."""
+    """The weights of a served stage. `released` are the rows whose values are no longer in the arena."""
 
     def __init__(self, graph: StageGraph, slots: Sequence[Slot], values: Values, products: Products) -> None:
         self.products = products
@@ -35,13 +35,14 @@ class ServedWeights:
         )
 
     def take(self, parameters: Mapping[int, torch.Tensor]) -> None:
-        """Pack values that were all written anew, try the products, and let go of what is kept twice."""
+        """Pack values that were all written anew, try the products, and release duplicates."""
         self.products.try_all(parameters)
         alone = [row for row, count in self.products.packed.items() if count == self._uses[row]]
         self.released = tuple(row for row in sorted(alone) if self._values.release(self._slots[row]))
 
     def read(self, request: ReadValues) -> bytes:
-        """Return a range of values as they are stored. Raises RemoteProtocolError: the stage has no such."""
+        """Return a range of values as they are stored. Raises RemoteProtocolError: the stage has no such
+        value."""
         slot, end = self._slots.get(request.row), request.begin + request.length
         if slot is None or end > slot.parameter.stored_bytes:
             raise RemoteProtocolError(

@@ -1,7 +1,7 @@
 """Serving by a stage: ragged batches of units through its share of the entry point `serve`.
 
 Rows of every product are padded to a multiple of four times the threads, by padding the batch with tokens
-that belong to no session: with that torch's kernels compute a row to the same bits whatever stands beside it
+that belong to no session: then torch's kernels compute a row to the same bits in any company
 (`partition.execute.attention` has the rest). So a session that is served again from its begin, in other
 parts, alone or among others, has the bits that it had.
 """
@@ -30,7 +30,7 @@ _VARYING = (Size(0), Size(1))
 
 
 class ServedStage:
-    """What one stage keeps of the sessions that it serves; one call at a time.
+    """The served sessions of one stage; one call at a time.
 
     Raises:
         RemoteProtocolError: a graph or a specification that cannot be served.
@@ -53,7 +53,7 @@ class ServedStage:
                 raise RemoteProtocolError("a cut through tensors whose size is made of that of the batch")
         layers, dtype = layer_shapes(specification)
         self.pages = Pages(layers, dtype, specification.cache_bytes, device)
-        # What every stage makes of the units need not travel.
+        # Inputs that every stage derives from the units need not travel.
         self._given, self._sent = (
             tuple(number for number in numbers if number not in (_POSITIONS, _ROWS_WANTED))
             for numbers in (self._entry.inputs, self._entry.outputs)
@@ -74,8 +74,8 @@ class ServedStage:
 
         Raises:
             UnitRefused: a unit that cannot be served here and now.
-            RemoteProtocolError: what no correct peer asks. Sessions are as they were, but for what a unit
-                took back.
+            RemoteProtocolError: a request that no correct peer makes. Sessions are as they were, but for
+                tokens that a unit took back.
         """
         units = request.units
         with blaming("input"):
@@ -125,7 +125,7 @@ class ServedStage:
         return None if self._specification.graph.is_last and not rows else outputs
 
     def _sizes(self, units: Sequence[Unit]) -> tuple[tuple[int, ...], int]:
-        """The sizes of a batch, and how many rows it wants. Raises RemoteProtocolError: too many."""
+        """Return the sizes of a batch, and how many rows it wants. Raises RemoteProtocolError: too many."""
         tokens, rows = sum(unit.tokens for unit in units), sum(unit.wanted for unit in units)
         most = self._specification.sizes_max
         if tokens > most[0] or rows > most[1]:
@@ -172,7 +172,7 @@ class ServedStage:
 
 
 def layer_shapes(specification: StageSpecification) -> tuple[dict[int, LayerShape], torch.dtype]:
-    """What a token takes in each layer of attention of a stage that serves, and the type of it."""
+    """Return the size of a token in each attention layer of a served stage, and its type."""
     graph = specification.graph
     table = evaluate(graph.expressions, specification.sizes_max)
     found: dict[int, LayerShape] = {}
@@ -197,7 +197,7 @@ def _wanted_rows(units: tuple[Unit, ...]) -> torch.Tensor:
 
 
 def _widened(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """The tensor with zeros behind it, in every dimension that is to be longer."""
+    """Return the tensor padded with zeros in every dimension that is to be longer."""
     if tuple(tensor.shape) == shape:
         return tensor
     wide = tensor.new_zeros(shape)

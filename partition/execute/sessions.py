@@ -1,7 +1,7 @@
 """States of sessions: what entry points such as `decode` keep between calls, a KV cache above all.
 
-A session begins with zeros when it is first named. It is the requester's to end; one too many is refused,
-not exchanged for an old one, because the old one's states could not be made again.
+A session begins with zeros when it is first named. The requester ends it; one too many is refused and does
+not replace an old one, whose states could not be made again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ class Sessions:
         return session in self._kept
 
     def states(self, session: bytes, shapes: Sequence[tuple[int, ...]]) -> dict[int, torch.Tensor]:
-        """The session's states by row, or those of a new one, which is kept only by `keep`.
+        """Return the session's states by row, or those of a new one, which only `keep` stores.
 
         Raises:
             RemoteProtocolError: one session too many, no memory for it, or sizes that are not the session's.
@@ -56,7 +56,7 @@ class Sessions:
     def keep(
         self, session: bytes, states: dict[int, torch.Tensor], updates: Mapping[int, torch.Tensor]
     ) -> None:
-        """The states after a call: those changed where they lie, and `updates`.
+        """Store the states after a call: those changed in place, and `updates`.
 
         Raises:
             RemoteProtocolError: an update of another type or shape than its state; nothing is kept then.
@@ -75,7 +75,7 @@ class Sessions:
         )
 
     def end(self, session: bytes) -> None:
-        """Forget a session; an unknown one is none."""
+        """Forget a session; an unknown one is ignored."""
         self._free_bytes += _size_bytes(self._kept.pop(session, {}))
 
 

@@ -1,11 +1,11 @@
-"""Ghosts: tensors of a type, a shape and a device, and no memory, for running a graph to see what it takes.
+"""Shape tensors (ghosts): tensors of a type, a shape and a device, and no memory, for metering a graph.
 
-Torch has fake tensors for that. What an operator makes of ghosts is asked of them once for each way in which
-it is called, and remembered: a network calls few operators in few ways, but often. A ghost costs a tenth of a
+Torch has fake tensors for that. The result of an operator on ghosts is computed by fake tensors once for each
+kind of call, and cached: a network calls few operators in few ways, but often. A ghost costs a tenth of a
 fake tensor, which makes an admission several times quicker, and the answers are the same.
 
-Memory is accounted by storage: a view shares its argument's, and one whose last tensor goes is given back, so
-that what is alive at each moment is what torch would hold.
+Memory is accounted by storage: a view shares its argument's, and a storage is released with its last tensor,
+so that the live storages are those that torch would hold.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ Key = tuple[Any, ...]
 
 
 class Storage:
-    """Bytes that some ghosts share; `release` is told when the last of them goes."""
+    """Bytes that some ghosts share; `release` is called when the last of them goes."""
 
     __slots__ = ("_release", "size_bytes")
 
@@ -48,7 +48,7 @@ class ShapeTensor(torch.Tensor):
 
 
 def ghost(shape: Sequence[int], dtype: torch.dtype, device: torch.device, storage: Storage) -> ShapeTensor:
-    """A ghost in C order over `storage`."""
+    """Return a ghost in C order over `storage`."""
     made = torch.Tensor._make_wrapper_subclass(ShapeTensor, shape, dtype=dtype, device=device)
     assert isinstance(made, ShapeTensor)
     made.storage_held = storage
@@ -56,7 +56,8 @@ def ghost(shape: Sequence[int], dtype: torch.dtype, device: torch.device, storag
 
 
 class ShapeInference:
-    """What an operator makes of ghosts. `made` is told each new storage, and gives what is to release it."""
+    """Infers the results of operators on ghosts. `hold` is called for each new storage, and returns its
+    release function."""
 
     def __init__(self, hold: Callable[[int], Callable[[int], None]]) -> None:
         self._hold = hold
@@ -64,7 +65,7 @@ class ShapeInference:
         self._fakes = FakeTensorMode(allow_fallback_kernels=False)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The results, ghosts too. Raises what torch raises of the arguments."""
+        """Return the results, ghosts too. Raises torch's own exceptions for the arguments."""
         tensors: list[torch.Tensor] = []
         key = (func, _key(args, tensors), _key(tuple(kwargs.items()), tensors) if kwargs else None)
         answer = self._known.get(key)
@@ -153,7 +154,7 @@ def _described(made: Any, fakes: list[torch.Tensor], *, is_written: bool) -> Any
 
 
 def _key(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Something equal for calls that torch answers equally; the tensors are collected in their order."""
+    """Return a key that is equal for calls that torch answers equally; collect the tensors in their order."""
     if isinstance(value, ShapeTensor):
         tensors.append(value)
         return (value.shape, value.stride(), value.storage_offset(), value.dtype, value.device)
@@ -167,7 +168,7 @@ def _key(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _check_written(func: Any, tensors: Sequence[torch.Tensor]) -> None:
-    """A gradient of more dimensions than its sum: fake tensors let it pass, and real ones do not."""
+    """Refuse a gradient of more dimensions than its sum: fake tensors let it pass, and real ones do not."""
     shapes = [tensor.shape for tensor in tensors]
     wide = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]  # torch left it without types
     if shapes and wide != shapes[0]:

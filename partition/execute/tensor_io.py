@@ -1,10 +1,10 @@
 """The boundary of a stage: payloads to checked tensors on the device, and back.
 
-What comes in is a stranger's claim: types and shapes must be those of the graph at the payload's own sizes,
-and what goes forward finite, since a number that is not would spoil the sums of every sample; but for minus
-infinity, which attention masks are filled with. Gradients may be anything (`Norm` tells). Integers are not
-checked here: an index that names nothing makes its operator raise. Under autocast a tensor that the graph
-calls floating may be bfloat16.
+Incoming payloads are a stranger's claim: types and shapes must be those of the graph at the payload's own
+sizes, and forward values finite, since others would spoil the sums of every sample; except minus infinity,
+which fills attention masks. Gradients may be anything (`Norm` shows it). Integers are not checked here: an
+index that names nothing makes its operator raise. Under autocast a tensor that the graph calls floating may
+be bfloat16.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ class NotFinite(RemoteProtocolError):
 
 
 class BadPayload(RemoteProtocolError):
-    """What was given as `part` cannot be used, by this stage or by another replica of it.
+    """The payload given as `part` cannot be used, by this stage or by another replica of it.
 
     `of_values`: it arrived as it was sent, and holds a number that the model does not take.
     """
@@ -43,7 +43,7 @@ class BadPayload(RemoteProtocolError):
 
 @contextmanager
 def blaming(part: PayloadPart) -> Iterator[None]:
-    """Whatever is refused inside is the fault of whoever made this payload."""
+    """Blame refusals inside on the author of this payload."""
     try:
         yield
     except RemoteProtocolError as error:
@@ -64,7 +64,7 @@ class Boundary:
         self._known: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def sizes(self, payload: Payload) -> tuple[int, ...]:
-        """The symbols' values. Raises RemoteProtocolError: some that the stage was not made for."""
+        """Return the symbols' values. Raises RemoteProtocolError: some that the stage was not made for."""
         check_sizes(self._graph.symbols, payload.sizes)
         for symbol, size, largest in zip(self._graph.symbols, payload.sizes, self._sizes_max, strict=True):
             if size > largest:
@@ -72,7 +72,7 @@ class Boundary:
         return payload.sizes
 
     def shapes(self, kinds: Sequence[TensorType], sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """The shapes of types at these sizes. Raises RemoteProtocolError: sizes that have none."""
+        """Return the shapes of types at these sizes. Raises RemoteProtocolError: sizes that have none."""
         # Many calls in a row have the same sizes, and the table is the whole model's.
         if self._known is None or self._known[0] != sizes:
             self._known = sizes, evaluate(self._graph.expressions, sizes)
@@ -87,7 +87,7 @@ class Boundary:
         *,
         are_gradients: bool = False,
     ) -> list[torch.Tensor]:
-        """The tensors of a payload, each of its type; nobody else holds them.
+        """Return the tensors of a payload, each of its type; nothing else holds them.
 
         Raises:
             RemoteProtocolError: other sizes, another number of tensors, or one that is not what it should be.
@@ -121,7 +121,7 @@ class Boundary:
         sizes: tuple[int, ...],
         codec: Codec,
     ) -> tuple[Payload, Rounding]:
-        """A payload of tensors that the next stage would take, and what the codec took from them.
+        """Return a payload of tensors that the next stage would take, and the codec's rounding.
 
         Raises:
             RemoteProtocolError: one that is not what the graph says, or without elements.
@@ -140,15 +140,15 @@ class Boundary:
     def give_gradients(
         self, tensors: Sequence[torch.Tensor], sizes: tuple[int, ...], codec: Codec
     ) -> tuple[Payload, Rounding]:
-        """The same of tensors that need no check: they have the shapes of what was taken.
+        """Return a payload of gradients, which need no check: they have the shapes of the inputs.
 
-        All go up to replicas whose sums are added, so what int4 owes one link may be paid over another.
+        All go to replicas whose sums are added, so int4's error on one link may be made up for on another.
         """
         arrays = [_typed(_real(tensor)) for tensor in tensors]
         return pack_measured(arrays, codec, sizes, self._feedback, threads=self._threads)
 
     def forget(self) -> None:
-        """The gradients given so far count no longer, nor what was rounded off them."""
+        """Void the gradients given so far, and their rounding errors."""
         self._feedback.clear()
 
     def _check(
@@ -160,7 +160,7 @@ class Boundary:
 
 
 def tensor_of(constant: Constant, device: torch.device) -> torch.Tensor:
-    """A constant's tensor. Raises RemoteProtocolError: its bytes are not what its type claims."""
+    """Return a constant's tensor. Raises RemoteProtocolError: its bytes are not what its type claims."""
     shape = shape_of(constant.type, ())
     if prod(shape) * ITEM_BYTES[constant.type.dtype] != len(constant.data):
         raise RemoteProtocolError(f"a constant of {len(constant.data)} bytes with the shape {shape}")
@@ -171,7 +171,7 @@ def tensor_of(constant: Constant, device: torch.device) -> torch.Tensor:
 
 
 def _on_wire(kind: TensorType, shape: tuple[int, ...]) -> tuple[TensorType, tuple[int, ...]]:
-    """How a tensor travels: complex numbers as pairs of real ones."""
+    """Return a tensor's type and shape on the wire: complex numbers travel as pairs of real ones."""
     real = PAIRS.get(kind.dtype)
     return (kind, shape) if real is None else (TensorType(real, ()), (*shape, 2))
 
@@ -189,7 +189,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def may_cross(tensor: torch.Tensor) -> bool:
-    """Return whether no element is plus infinity or not a number: what a value that goes forward may be."""
+    """Return whether no element is plus infinity or not a number, as forward values require."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     # The maximum of anything that is not a number is not one either.
@@ -198,7 +198,7 @@ def may_cross(tensor: torch.Tensor) -> bool:
 
 
 def _first_bad(tensor: torch.Tensor) -> str:
-    """Return where the first element is that may not cross, and what it is."""
+    """Return the place and value of the first element that may not cross."""
     bad = torch.isnan(tensor) | torch.isposinf(tensor)
     place = [int(side) for side in bad.nonzero()[0]]
     return f": {float(tensor[tuple(place)])} at {place}"

@@ -1,4 +1,4 @@
-"""A parameter's first values from its recipe: the same on every machine, whoever draws them and how cut.
+"""A parameter's first values from its recipe: the same on every machine, for any cut.
 
 The seed is made of the run's seed and the parameter's first *name*, so neither the cut nor the order
 matters. Values are drawn in chunks of CHUNK elements, each with a generator of its own: a range can be drawn
@@ -18,7 +18,7 @@ from crypto.errors import LocalProtocolError, RemoteProtocolError
 from partition.model.graph import Fill, Parameter, Recipe, Size
 
 CHUNK = 1 << 20
-"""Elements drawn by one generator. Part of what a seed means: another size gives other values."""
+"""Elements drawn by one generator. It is part of a seed's meaning: another size gives other values."""
 
 
 def first_values(parameter: Parameter, seed: int, dtype: torch.dtype, out: torch.Tensor) -> None:
@@ -44,7 +44,7 @@ def first_values(parameter: Parameter, seed: int, dtype: torch.dtype, out: torch
 def drawn_chunks(
     recipe: Recipe, name: str, seed: int, size: int, row_size: int
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first element, float64 values) of each chunk of a parameter of `size` elements, in order.
+    """Yield (first element, float64 values) of each chunk of a parameter of `size` elements, in order.
 
     The tensor is reused by the next chunk. Raises RemoteProtocolError: a step that means nothing.
     """
@@ -66,13 +66,13 @@ def drawn_chunks(
 
 
 def seed_of_chunk(seed: int, name: str, chunk: int) -> int:
-    """64 bits out of everything that may change what is drawn, and nothing else."""
+    """Return 64 bits from everything that may change the draws, and nothing else."""
     digest = blake3(b"peerloom/1\0" + encode(("parameter", seed, name, chunk))).digest(length=8)
     return int.from_bytes(digest, "big", signed=True)
 
 
 def _check(step: Fill, name: str, size: int, row_size: int) -> None:
-    """What torch would refuse with an error of its own, or would take without meaning."""
+    """Refuse steps that torch would refuse with an error of its own, or would accept without meaning."""
     first, second = step.first, step.second
     wrong = step.kind != "clamp" and not (isfinite(first) and isfinite(second))
     match step.kind:

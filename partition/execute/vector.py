@@ -20,23 +20,24 @@ class Vector:
         self.tensor = self.shared if device.type == "cpu" else self.shared.to(device)
 
     def take(self) -> None:
-        """Read what the node wrote into the arena."""
+        """Read the values that the node wrote into the arena."""
         if self.tensor is not self.shared:
             self.tensor.copy_(self.shared)
 
     def give(self) -> None:
-        """Let the node see what was computed."""
+        """Write the computed values to the arena for the node."""
         if self.tensor is not self.shared:
             self.shared.copy_(self.tensor)
 
     def exact_view(self, slot: Slot) -> torch.Tensor:
-        """As `view`, where float64 can be computed with: as the node sees it, on a device that has none."""
+        """Return a view as `view` does, where float64 can be computed with: the node's own memory, on a
+        device that has no float64."""
         if torch.float64 not in MISSING.get(self.tensor.device.type, ()):
             return self.view(slot)
         return self.shared[slot.offset : slot.offset + slot.size].view(slot.shape)
 
     def view(self, slot: Slot, start: int = 0) -> torch.Tensor:
-        """The part of one parameter, in its shape; `start` is where the vector begins, in elements."""
+        """Return the part of one parameter, in its shape; `start` is where the vector begins, in elements."""
         offset = start + slot.offset
         return self.tensor[offset : offset + slot.size].view(slot.shape)
 
@@ -54,8 +55,8 @@ class Values(Vector):
         return self.tensor[slot.begin_bytes : slot.end_bytes].view(DTYPES[slot.dtype]).view(slot.shape)
 
     def release(self, slot: Slot) -> bool:
-        """Give back the whole pages of a value that is kept elsewhere; False where the system cannot. The
-        value is lost."""
+        """Give back the whole pages of a value that is kept elsewhere; return False where the system cannot.
+        The value is lost."""
         memory, way = self._memory, getattr(mmap, "MADV_REMOVE", None)
         if not isinstance(memory, mmap.mmap) or way is None or self.tensor is not self.shared:
             return False
@@ -70,7 +71,7 @@ class Values(Vector):
         return True
 
     def runs(self) -> Iterator[torch.Tensor]:
-        """What lies in the shared memory, a flat tensor for each type."""
+        """Yield the contents of the shared memory, a flat tensor for each type."""
         for dtype, group in groupby(self._slots, key=lambda slot: slot.dtype):
             members = list(group)
             yield self.shared[members[0].begin_bytes : members[-1].end_bytes].view(DTYPES[dtype])

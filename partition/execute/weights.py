@@ -26,7 +26,7 @@ _BFLOAT16_EXPONENT = 0x7F80
 
 
 def export_file(arena: memoryview, slots: Sequence[Slot], constants: Sequence[Constant]) -> bytes:
-    """The file of what lies in the arena. Equal contents give equal bytes."""
+    """Return the file of the arena's values. Equal contents give equal bytes."""
     flat = arena.cast("B")
     tensors: list[tuple[str, DataType, tuple[int, ...], bytes | memoryview]] = [
         (slot.name, slot.dtype, slot.shape, flat[slot.begin_bytes : slot.end_bytes]) for slot in slots
@@ -52,7 +52,7 @@ def export_file(arena: memoryview, slots: Sequence[Slot], constants: Sequence[Co
 
 
 def import_file(data: bytes, slots: Sequence[Slot], constants: Sequence[Constant]) -> Mapping[int, Array]:
-    """The parameters of a file by row, flat and as they travel: bfloat16 as uint16. Read-only.
+    """Return the parameters of a file by row, flat and as they travel: bfloat16 as uint16. Read-only.
 
     Named constants may be missing; those there must be the graph's own.
 

@@ -1,5 +1,5 @@
-"""A model as data: its graph, whether it makes sense, where it may be cut, and the stages it is cut into.
+"""A model as data: its graph, the checks of it, the positions of cuts, and the stages.
 
-No torch. `graph` is the format, `check` what a stranger's graph is held to, `layers` and `cut` divide it.
-What makes a graph of an `nn.Module` is `partition.capture`; what runs a stage is `partition.execute`.
+No torch. `graph` is the format, `check` validates a stranger's graph, `layers` and `cut` divide it.
+`partition.capture` makes a graph of an `nn.Module`; `partition.execute` runs a stage.
 """

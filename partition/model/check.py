@@ -1,7 +1,7 @@
-"""Whether a stranger's graph makes sense by itself: ids, tables, layers, states, recipes. No torch.
+"""Validation of a stranger's graph by itself: ids, tables, layers, states, recipes. No torch.
 
-`decode_graph` has held the form of each part; here it is held that the parts fit together, in time linear in
-the graph's bytes and without building anything. After it
+`decode_graph` has checked the form of each part; this file checks that the parts fit together, in time linear
+in the graph's bytes and without building anything. After it
 
 - every id and row names what exists, values are numbered densely and taken only after they are made;
 - every operator stands in `OPERATORS`;
@@ -10,8 +10,8 @@ the graph's bytes and without building anything. After it
 - nothing before the last boundary depends on a label;
 - batch statistics are read by batch norm alone, and states change only through `updates`.
 
-Whether arguments suit their operators, and what they cost, is not asked here: that is
-`partition.execute.admit`, in the stage's process.
+Not here: whether arguments suit their operators, and their cost; `partition.execute.admit` checks that in the
+stage's process.
 """
 
 from collections.abc import Iterable, Sequence
@@ -49,9 +49,10 @@ from partition.model.serving import check_serve
 from partition.model.sizes import evaluate, shape_of
 
 TENSOR_BYTES_MAX = 2**53
-"""What one tensor may claim: what every language counts exactly. What it may really take, admission says."""
+"""The most bytes that one tensor may claim: every language counts them exactly. Admission limits the real
+size."""
 PARAMETER_BYTES_MAX = 1 << 34
-"""One parameter lies in one stage's arena, and that is at most 16 GiB."""
+"""One parameter lies in one stage's arena, which is at most 16 GiB."""
 PARAMETERS_BYTES_MAX = 2**53
 METRICS_MAX = 16
 """As many numbers as a stage's answer carries beside the loss."""
@@ -64,7 +65,7 @@ _TRAINING, _MOMENTUM = 5, 6
 
 
 def check_graph(graph: Graph) -> None:
-    """Raises RemoteProtocolError: a graph that cannot be run, with the place and the reason."""
+    """Check a graph. Raises RemoteProtocolError: it cannot be run, with the place and the reason."""
     _check_sizes(graph)
     _check_operators(graph.operators)
     _check_parameters(graph.parameters)
@@ -118,8 +119,8 @@ def _check_sizes(graph: Graph) -> None:
 
 
 def _check_expressions(expressions: Sequence[Expression], symbols: Sequence[Symbol]) -> None:
-    """The first rows are the symbols, in order, and no later one is. `evaluate` holds that rows point
-    backwards."""
+    """Check that the first rows are the symbols, in order, and no later one is. `evaluate` checks that rows
+    point backwards."""
     if len(expressions) < len(symbols):
         raise _refuse("a symbol has no row among the sizes")
     for row, expression in enumerate(expressions):
@@ -131,7 +132,8 @@ def _check_expressions(expressions: Sequence[Expression], symbols: Sequence[Symb
 
 
 def _claimed_bytes(kind: TensorType, values: Sequence[int]) -> int:
-    """Bytes of a type, where a side of 0 counts as 1: a loop over the other sides runs all the same."""
+    """Return the bytes of a type, where a side of 0 counts as 1: a loop over the other sides runs all the
+    same."""
     total = ITEM_BYTES[kind.dtype]
     for side in shape_of(kind, values):
         # Sides are below 2**63 and are at most eight, so this stays an integer of a few words.
@@ -140,7 +142,7 @@ def _claimed_bytes(kind: TensorType, values: Sequence[int]) -> int:
 
 
 def _fixed_bytes(kind: TensorType, where: str) -> int:
-    """Bytes of a type of fixed shape."""
+    """Return the bytes of a type of fixed shape."""
     if any(isinstance(side, Size) for side in kind.shape):
         raise _refuse(f"{where} has a shape that varies")
     return 0 if 0 in kind.shape else _claimed_bytes(kind, ())
@@ -182,7 +184,8 @@ def _check_parameters(parameters: Sequence[Parameter]) -> None:
 
 
 def _check_parameter_types(graph: Graph) -> None:
-    """What is trained is of one type, since gradients, their sums and the optimizer's moments are vectors.
+    """Check that trained parameters are of one type, since gradients, their sums and the optimizer's moments
+    are vectors.
 
     Checkpoints and members in local mode take all of a training stage for one vector, so a graph with
     parameters of several types does not train at all.
@@ -240,7 +243,7 @@ def _check_constants(graph: Graph) -> None:
 
 
 def _check_state_names(graph: Graph) -> None:
-    """All names of one state dict differ, tied ones included; so do those of states."""
+    """Check that all names of one state dict differ, tied ones included; and those of states."""
     parameters = (name for parameter in graph.parameters for name in parameter.names)
     constants = (name for constant in graph.constants for name in constant.names)
     names = (*parameters, *constants, *graph.counters)
@@ -277,7 +280,7 @@ def _check_entry(graph: Graph, entry: Entry) -> None:
 
 
 def _check_twins(graph: Graph, entry: Entry) -> None:
-    """The same data is given to both, and both give the same numbers."""
+    """Check that both entry points get the same data and give the same numbers."""
     first = graph.entries[0]
     told = [[(metric.name) for metric in each.metrics] for each in (first, entry)]
     if first.name != TRAIN or (first.inputs, first.labels) != (entry.inputs, entry.labels):
@@ -300,7 +303,7 @@ def _check_types(graph: Graph, entry: Entry, where: str) -> None:
 
 
 def _check_boundaries(graph: Graph, entry: Entry, where: str) -> None:
-    """The first entry point's layers all hold nodes; in others a layer may be empty."""
+    """Check that each layer of the first entry point holds nodes; in others a layer may be empty."""
     if len(entry.boundaries) != len(graph.layers) - 1:
         raise _refuse(f"{where} has {len(entry.boundaries)} boundaries between {len(graph.layers)} layers")
     is_first = entry is graph.entries[0]
@@ -383,7 +386,7 @@ def _is_statistic(graph: Graph, argument: object) -> bool:
 
 
 def _check_norm(graph: Graph, node: Node, place: str) -> None:
-    """Running statistics come in pairs of rows, and only batch norm moves any.
+    """Check that running statistics come in pairs of rows, and that only batch norm moves them.
 
     Both norms would change them in place: the interpreter never lets them, but it must be able to tell which
     rows to move when the step commits.
@@ -405,7 +408,8 @@ def _check_norm(graph: Graph, node: Node, place: str) -> None:
 
 
 def _check_statistics(graph: Graph, entry: Entry, where: str) -> None:
-    """All norms that move the same statistics do it alike, since each is told only how many they are."""
+    """Check that all norms that move the same statistics do so alike, since each knows only how many they
+    are."""
     known: dict[int, tuple[Argument, ...]] = {}
     for index, node in enumerate(entry.nodes):
         if graph.operators[node.operator] != BATCH_NORM or node.arguments[_TRAINING] is False:
@@ -416,7 +420,7 @@ def _check_statistics(graph: Graph, entry: Entry, where: str) -> None:
                 raise _refuse(f"node {index} of {where} moves batch statistics as an earlier one does not")
 
 
-# What an entry point ends in
+# Results of an entry point
 
 
 def _check_results(graph: Graph, entry: Entry, where: str) -> None:

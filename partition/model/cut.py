@@ -1,12 +1,12 @@
-"""Cuts a graph into stages, at any node of its first entry point. No torch.
+"""The cut of a graph into stages, at any node of its first entry point. No torch.
 
 A stage takes the nodes between two positions; the other entry points are cut where the parameters' owners say
-(`partition.model.dataflow.places`). What a later stage wants of an earlier one is sent through every stage
-between, or computed again where that is cheaper (`partition.model.min_cut`). Sizes travel with every payload,
-so they never count. Nodes that nothing needs are dropped: with a loss, the model's outputs do not travel.
+(`partition.model.dataflow.places`). Values that a later stage needs of an earlier one are sent through every
+stage between, or computed again where that is cheaper (`partition.model.min_cut`). Sizes travel with every
+payload, so they cost nothing. Unneeded nodes are dropped: with a loss, the model's outputs do not travel.
 
-Cutting is a pure function of graph and positions, so every peer makes the same stages by itself, and nobody
-sends a `StageGraph`. A graph that cannot be cut as asked is a ValueError, also if a stranger wrote it.
+Cutting is a pure function of graph and positions, so every peer makes the same stages by itself, and no
+`StageGraph` is sent. A graph that cannot be cut as asked is a ValueError, also if a stranger wrote it.
 """
 
 from bisect import bisect_right
@@ -22,17 +22,16 @@ from partition.model.work import Work
 
 REFERENCE_BATCH = 8
 REFERENCE_SIZE = 512
-"""The symbols' values at which bytes are weighed, where their bounds allow: a cut depends on no run."""
+"""The symbols' values for weighing bytes, where their bounds allow: a cut does not depend on a run."""
 
 
 def legal_positions(graph: Graph) -> tuple[int, ...]:
-    """The positions at which a checked graph may be cut, ascending; any of them may be combined.
+    """Return the positions at which a checked graph may be cut, ascending; any of them may be combined.
 
-    A stage begins with a node that counts: something needs it, and more than constants go into it. Nodes that
-    need a label, but for those which need nothing else, come after every position. Something crosses, no more
-    tensors than a bundle holds, none of them without elements, and no state is used on both sides. (Constants
-    that cost more to make again than to send are not counted here; of more than a bundle holds `cut`
-    complains.)
+    A stage begins with a node that matters: another needs it, and it takes more than constants. Nodes that
+    need a label, except those that need nothing else, come after every position. At least one tensor crosses,
+    no more than a bundle holds, none without elements, and no state is used on both sides. (Constants that
+    cost more to make again than to send are not counted here; of more than a bundle holds `cut` complains.)
 
     Raises:
         ValueError: sizes that do not fit the graph.
@@ -41,15 +40,16 @@ def legal_positions(graph: Graph) -> tuple[int, ...]:
 
 
 def crossing_bytes(graph: Graph, sizes: Sequence[int]) -> tuple[int, ...]:
-    """For every position of the first entry point, the bytes that are needed on its other side, forward.
+    """Return, for every position of the first entry point, the bytes that are needed on its other side,
+    forward.
 
-    An estimate that takes nothing for computed again but constants; `cut` may find less.
+    This is an estimate in which only constants are computed again; `cut` may find less.
     """
     return _Cutter(graph, sizes).crossing_bytes()
 
 
 def crossings(graph: Graph, positions: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """For each position, the values of the first entry point that are sent if that is the only cut.
+    """Return, for each position, the values of the first entry point that are sent if that is the only cut.
 
     Raises:
         ValueError: something there can neither be sent nor be computed again.
@@ -58,11 +58,11 @@ def crossings(graph: Graph, positions: Sequence[int]) -> tuple[tuple[int, ...], 
 
 
 def follow(graph: Graph, positions: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """For every entry point, the nodes before which cuts of the first one at `positions` fall."""
+    """Return, for every entry point, the nodes before which cuts of the first one at `positions` fall."""
     cutter = _Cutter(graph)
     found = []
     for flow, row in zip(cutter.flows, cutter.places.nodes, strict=True):
-        # Nodes that float stand at the end whatever is around them: the row without them is ascending.
+        # Floating nodes stand at the end in any case: the row without them is ascending.
         settled = list(
             accumulate((-1 if floats else place for place, floats in zip(row, flow.floats, strict=True)), max)
         )
@@ -71,7 +71,7 @@ def follow(graph: Graph, positions: Sequence[int]) -> tuple[tuple[int, ...], ...
 
 
 def cut(graph: Graph, name: bytes, positions: Sequence[int]) -> tuple[StageGraph, ...]:
-    """The stages of a checked graph called `name` (its hash), one more than there are positions.
+    """Return the stages of a checked graph called `name` (its hash), one more than there are positions.
 
     Positions are node numbers of the first entry point, ascending.
 
@@ -82,7 +82,7 @@ def cut(graph: Graph, name: bytes, positions: Sequence[int]) -> tuple[StageGraph
 
 
 def cut_layers(graph: Graph, name: bytes, ranges: Sequence[tuple[int, int]]) -> tuple[StageGraph, ...]:
-    """Like `cut`, by half-open ranges of layers that follow one another and cover all.
+    """Cut as `cut` does, by half-open ranges of layers that follow one another and cover all.
 
     Raises:
         ValueError: ranges that do not, or what `cut` raises.
@@ -143,7 +143,8 @@ class _Cutter:
         )
 
     def _spans(self, number: int) -> list[tuple[int, int, int]]:
-        """(value, low, high): it is wanted behind any position in (low, high]. No constants, no labels."""
+        """Return (value, low, high): the value is needed behind any position in (low, high]. No constants, no
+        labels."""
         flow, row, end = self.flows[number], self.places.nodes[number], self.places.end
         inputs, ports = len(flow.entry.inputs), len(flow.entry.inputs) + len(flow.entry.labels)
         last = [-1] * len(flow.producers)
@@ -195,7 +196,8 @@ class _Cutter:
         return assemble(self.graph, name, self.flows, self.places, positions, parts)
 
     def _parts(self, number: int, positions: tuple[int, ...]) -> list[Part]:
-        """One entry point, from the last stage to the first: what each wants, its nodes, and gradients."""
+        """Return the parts of one entry point, from the last stage to the first: the values each needs, its
+        nodes, and gradients."""
         flow = self.flows[number]
         stage_of = [bisect_right(positions, place) for place in self.places.nodes[number]]
         chooser = Chooser(self.graph, flow, self.work[number])
@@ -225,7 +227,7 @@ class _Cutter:
         return parts
 
     def _updated(self, flow: Flow, positions: tuple[int, ...]) -> list[list[int]]:
-        """By stage, the values that become states of its own."""
+        """Return, by stage, the values that become states of its own."""
         found: list[list[int]] = [[] for _ in range(len(positions) + 1)]
         for row, value in flow.entry.updates:
             found[bisect_right(positions, self.places.homes["s", row])].append(value)
@@ -243,12 +245,12 @@ class _Sweep:
         self._changes[min(high + 1, len(self._changes) - 1)] -= amount
 
     def counts(self) -> list[int]:
-        """By position, from 0 to `end`."""
+        """Return the sums by position, from 0 to `end`."""
         return list(accumulate(self._changes))[:-1]
 
 
 def reference_sizes(graph: Graph) -> tuple[int, ...]:
-    """The symbols' values at which cuts are weighed."""
+    """Return the symbols' values at which cuts are weighed."""
     return tuple(
         max(symbol.minimum, min(symbol.maximum, REFERENCE_SIZE if row else REFERENCE_BATCH))
         for row, symbol in enumerate(graph.symbols)
@@ -258,8 +260,8 @@ def reference_sizes(graph: Graph) -> tuple[int, ...]:
 def _needed(
     flow: Flow, stage_of: Sequence[int], stage: int, rooted: Sequence[int], roots: Sequence[int]
 ) -> tuple[list[int], tuple[int, ...]]:
-    """The stage's nodes that run, `rooted` ones and what `roots` need; and the values they want of earlier
-    stages. Both ascending."""
+    """Return the stage's nodes that run, `rooted` ones and those that `roots` need; and the values they need
+    of earlier stages. Both ascending."""
     ports = len(flow.entry.inputs) + len(flow.entry.labels)
     nodes = set(rooted)
     waiting = [*roots, *(value for node in rooted for value in flow.takes[node])]
@@ -287,14 +289,14 @@ def _needed(
 
 
 def _mark_gradients(flow: Flow, parts: list[Part]) -> None:
-    """From the last stage back: through which of a stage's inputs the loss depends on earlier parameters."""
+    """Mark, from the last stage back, the inputs through which the loss depends on earlier parameters."""
     arriving: tuple[int, ...] = ()
     leads = {value for value in (flow.entry.loss,) if value is not None and flow.has_gradient[value]}
     for part in reversed(parts):
         part.backward_outputs = arriving
         for number in reversed(part.nodes):
             node = flow.entry.nodes[number]
-            # What leads has a gradient, and so does what made it pass one.
+            # A value that leads has a gradient, and so does the value that made it pass one.
             if leads.intersection(node.outputs):
                 leads.update(value for value in flow.takes[number] if flow.has_gradient[value])
         arriving = tuple(value for value in part.inputs if value in leads and flow.has_gradient[value])

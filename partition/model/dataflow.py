@@ -1,10 +1,10 @@
-"""What depends on what in a graph: the facts that a cut rests on. No torch.
+"""Dataflow of a graph: the facts that a cut rests on. No torch.
 
 For each entry point (`Flow`): which node makes a value, which nodes are needed at all, which need a label,
 which need nothing but constants, and through which a gradient flows. All of it is static: shapes and random
 numbers play no part.
 
-For the graph as a whole (`places`): where a node of any entry point stands, in node numbers of the *first*
+For the graph as a whole (`places`): the place of a node of any entry point, in node numbers of the *first*
 one. A cut is made there; the other entry points follow by parameter owner. A node's place is the latest first
 use, in the first entry point, of any parameter or state that it or a node before it uses. So of K cuts at
 positions p, it falls into the stage numbered by how many p are at most its place, and all stages agree.
@@ -27,8 +27,8 @@ from partition.model.graph import (
 from partition.model.operators import BATCH_NORM, OPERATORS
 
 SHARED_ROW_BYTES_MAX = 1 << 20
-"""A frozen parameter up to this size (a table of frequencies) may be held by every stage that wants what is
-computed from it; a larger one stays where it is, and its value travels."""
+"""The largest frozen parameter (a table of frequencies) that every stage may hold which needs a result of it;
+a larger one stays where it is, and its result travels."""
 RUNNING_MEAN, TRAINING, MOMENTUM = 3, 5, 6
 """Places among the arguments of batch norm."""
 
@@ -53,8 +53,7 @@ class Flow:
     - `is_constant`: it needs no input, label, trainable or large parameter, state or random number.
     - `floats`: it needs labels and constants only, so it goes to the last stage wherever it stands;
       `needs_label`: it needs a label and more, so no cut comes after it.
-    - `has_gradient`: a floating value that depends on a trainable parameter through differentiable
-      operators.
+    - `has_gradient`: a floating value that depends on a trainable parameter through differentiable operators.
     """
 
     entry: Entry
@@ -75,7 +74,7 @@ class Flow:
 
 
 def flow_of(graph: Graph, entry: Entry) -> Flow:
-    """The facts of one entry point of a checked graph."""
+    """Return the facts of one entry point of a checked graph."""
     producers = [-1] * len(entry.types)
     for number, node in enumerate(entry.nodes):
         for value in node.outputs:
@@ -126,7 +125,7 @@ def _moves_statistics(graph: Graph, entry: Entry, node: Node) -> bool:
 def _dependence(
     graph: Graph, entry: Entry, takes: tuple[tuple[int, ...], ...]
 ) -> tuple[tuple[bool, ...], tuple[bool, ...], tuple[bool, ...]]:
-    """By node: is constant, floats, needs a label and more."""
+    """Return by node: whether it is constant, floats, needs a label and more."""
     inputs, ports = len(entry.inputs), len(entry.inputs) + len(entry.labels)
     # By value: whether it needs what only one stage has (an input, a weight), and whether a label.
     placed = [value < inputs for value in range(len(entry.types))]
@@ -144,7 +143,7 @@ def _dependence(
 
 
 def _is_shareable(graph: Graph, node: Node) -> bool:
-    """Whether, by itself, any number of stages can run it with the same result."""
+    """Return whether, by itself, any number of stages can run it with the same result."""
     operator = OPERATORS.get(graph.operators[node.operator])
     if operator is None or operator.random:
         return False
@@ -206,7 +205,7 @@ def _brings_gradient(graph: Graph, argument: object, found: list[bool]) -> bool:
 
 @dataclass(frozen=True)
 class Places:
-    """Where everything stands, in node numbers of the first entry point; the very end is `end`.
+    """The places of nodes and states, in node numbers of the first entry point; the very end is `end`.
 
     `nodes[e][i]` is the place of node i of entry point e; -1 is the very beginning. `homes` has that of each
     parameter and state that a node uses. `torn` are pairs (low, high): a cut at a position in (low, high]
@@ -220,7 +219,7 @@ class Places:
 
 
 def places(graph: Graph, flows: tuple[Flow, ...]) -> Places:
-    """The place of every node and state."""
+    """Return the place of every node and state."""
     end = len(graph.entries[0].nodes)
     found: dict[Key, int] = {}
     torn: list[tuple[int, int]] = []

@@ -5,8 +5,8 @@ A graph is one table of parameters, constants and states, and *entry points* ove
 overload (`aten.addmm.default`), its arguments as plain data, and the integer ids of the values it makes.
 Nothing in it is source, a pickle or an expression to be parsed.
 
-- Every operator is functional: a value is made once and never changed. What a model changes in place (a KV
-  cache) is a `state`, whose new value an entry point names in `updates`.
+- Every operator is functional: a value is made once and never changed. A tensor that a model changes in place
+  (a KV cache) is a `state`, whose new value an entry point names in `updates`.
 - An operator with several results makes several values, so no value is a tuple.
 - Sizes that vary (batch, sequence) are symbols; integers made of them are rows of one table of expressions.
 - One graph serves training and evaluation: `partition.model.operators` says which arguments flip. Where that
@@ -14,9 +14,9 @@ Nothing in it is source, a pickle or an expression to be parsed.
 - `layers` are the stretches between the boundaries at which a plan may cut, each named for the owner of its
   first parameter; the same layer has its place in every entry point.
 
-Canonical: a graph has exactly one encoding, and its BLAKE3 hash is its name. This file holds the shapes of
-things and `decode_graph`; whether ids, sizes and operators make sense is `partition.model.check`, and whether
-torch agrees is `partition.execute.admit`.
+Canonical: a graph has exactly one encoding, and its BLAKE3 hash is its name. This file defines the structs
+and `decode_graph`; `partition.model.check` validates ids, sizes and operators, and `partition.execute.admit`
+holds them against torch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,14 +30,14 @@ from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 
 GRAPH_VERSION = 1
-"""All parameters are float32, or all are float64. Bytes and hashes of such graphs stay as they ever were."""
+"""All parameters are float32, or all are float64. Bytes and hashes of such graphs never change."""
 TYPED_GRAPH_VERSION = 2
 """Each parameter has a type of its own, half precision among them, and is frozen: such a graph does not
-train. What version 1 can say is said by it."""
+train. A graph that version 1 can express has version 1."""
 GRAPH_BYTES_MAX = 64 * 1024 * 1024
-"""8B Llama is about one MB. Constants (a causal mask of 4 MB) are what makes a graph large."""
+"""A Llama of 8B takes about one MB. Constants (a causal mask of 4 MB) make a graph large."""
 STRUCTURE_BYTES_MAX = 8 * 1024 * 1024
-"""All of it but the bytes of constants. A byte of hostile structure becomes up to 30 in Python; a byte of
+"""All of it without the bytes of constants. A byte of hostile structure becomes up to 30 in Python; a byte of
 data stays one."""
 NODES_MAX = 65_536
 PARAMETERS_MAX = 65_536
@@ -47,7 +47,7 @@ ENTRIES_MAX = 8
 SYMBOLS_MAX = 8
 PORTS_MAX = 64
 TENSORS_MAX = 64
-"""In one bundle, over one cut. A U-Net cut in its middle carries five."""
+"""In one bundle, over one cut. A U-Net cut in its middle has five."""
 LAYERS_MAX = 512
 """Places for a plan to cut; the solver's time grows with their square."""
 ARGUMENTS_MAX = 64
@@ -64,7 +64,7 @@ NAME_LENGTH_MAX = 256
 RealType = Literal[
     "float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"
 ]
-"""What travels."""
+"""Types that travel."""
 DataType = Literal[RealType, "complex64", "complex128"]
 ITEM_BYTES: dict[DataType, int] = {
     "float64": 8,
@@ -82,21 +82,21 @@ ITEM_BYTES: dict[DataType, int] = {
 }
 FLOATING: tuple[DataType, ...] = ("float64", "float32", "bfloat16", "float16")
 TRAINED: tuple[DataType, ...] = ("float64", "float32")
-"""What gradients are summed and optimizers step in."""
+"""Types in which gradients are summed and optimizers step."""
 PAIRS: dict[DataType, DataType] = {"complex64": "float32", "complex128": "float64"}
-"""Complex numbers, and of what they are pairs: so they travel, with a last side of two."""
+"""Complex types, and the types of their parts: they travel as pairs, with a last side of two."""
 
 TRAIN, EVALUATE = "train", "evaluate"
-"""The entry point that is trained, and, where it is not the same graph with arguments flipped, the one by
-which held-out samples are judged."""
+"""The entry point that is trained, and the one that evaluates held-out samples where it is not the same graph
+with arguments flipped."""
 
 SERVE = "serve"
 """The entry point that continues sessions: it has no loss, and the inputs SERVE_INPUTS."""
 SERVE_INPUTS = ("tokens", "positions", "rows")
-"""Token ids, flat over all sessions of a batch; where each stands in its session; and which of them are
+"""Token ids, flat over all sessions of a batch; the position of each in its session; and those that are
 answered with logits. All int64; a stage makes the last two itself."""
 SERVE_SYMBOLS = ("tokens", "rows", "context")
-"""How many of each there are, and how many tokens one session may have, which is in no shape."""
+"""How many of each there are, and the most tokens of one session, which is in no shape."""
 
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.+/:@-]{0,256}\Z")]
 """A state-dict key, a module's path, an input's name: printable, so that a screen can show it."""
@@ -143,7 +143,7 @@ class TypeName(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class FormatName(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """A memory-format argument. channels_last is only a speed of the sender's machine, so it does not
+    """A memory-format argument. channels_last only makes the sender's machine faster, so it does not
     travel."""
 
     format: Literal["contiguous", "preserve"]
@@ -195,10 +195,10 @@ class TensorType(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Fill(msgspec.Struct, frozen=True, array_like=True):
-    """One step of a recipe, over the whole parameter: what `torch.nn.init` does, as data.
+    """One step of a recipe, over the whole parameter: an operation of `torch.nn.init`, as data.
 
     `uniform` (low, high) and `normal` (mean, deviation) draw; `constant` sets; `multiply`, `add`, `clamp`
-    (low, high) and `erfinv` change what is there; `zero_row` zeroes one row (a padding index).
+    (low, high) and `erfinv` change the present values; `zero_row` zeroes one row (a padding index).
     """
 
     kind: Literal["uniform", "normal", "constant", "multiply", "add", "clamp", "erfinv", "zero_row"]
@@ -216,7 +216,7 @@ class Stored(msgspec.Struct, frozen=True, array_like=True, tag="stored"):
     """First values that stand in the safetensors file beside the graph: `length` bytes at `offset` in its
     data.
 
-    `digest` is BLAKE3 of those bytes, so that a range can be checked by whoever fetched only that.
+    `digest` is BLAKE3 of those bytes, so that a range fetched alone can be checked.
     """
 
     offset: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
@@ -230,8 +230,8 @@ class Parameter(msgspec.Struct, frozen=True, array_like=True):
     `names` are its keys in the model's state dict; several where weights are tied. `kind`: a `parameter` gets
     a gradient, a `frozen` one none, a `statistic` (batch norm's running mean and variance) is moved by the
     micro-batches' statistics when a step commits, and counts as untrainable. `group` is the optimizer's
-    group. `type` is what operators see. `storage` is how its values lie in files and arenas: `plain` is as
-    they are seen.
+    group. `type` is the one that operators see. `storage` is the form of its values in files and arenas:
+    `plain` is the form that operators see.
     """
 
     names: Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=NAMES_MAX)]
@@ -243,12 +243,12 @@ class Parameter(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def plain_bytes(self) -> int:
-        """Return what its values take as operators see them. Its shape is fixed."""
+        """Return the size of its values as operators see them. Its shape is fixed."""
         return prod(side for side in self.type.shape if isinstance(side, int)) * ITEM_BYTES[self.type.dtype]
 
     @property
     def stored_bytes(self) -> int:
-        """Return what its values take in files and in an arena."""
+        """Return the size of its values in files and in an arena."""
         return self.plain_bytes
 
 
@@ -278,7 +278,7 @@ class Port(msgspec.Struct, frozen=True, array_like=True):
 class Node(msgspec.Struct, frozen=True, array_like=True):
     """One application of an operator.
 
-    `id` is its place in the entry point before any cut: what seeds a random operator. `arguments` are in the
+    `id` is its place in the entry point before any cut, which seeds a random operator. `arguments` are in the
     schema's order without trailing defaults; `keywords` are the keyword-only ones, by name. `outputs` has one
     value id for each result. `owner` is the module that asked for it.
     """
@@ -302,9 +302,9 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     """One way through the model.
 
     `types` has a row of `Graph.types` for every value id. `train` has a `loss`, a scalar that is a *sum*, and
-    so has `evaluate`, its twin where the model is another while it is evaluated. `count` is what it is
-    divided by at the end of a step: a scalar value, or None for the batch. `updates` are pairs of a state row
-    and the value that becomes its next. `boundaries[i]` is the node before which layer i + 1 begins.
+    so has `evaluate`, its twin where the model differs in evaluation. `count` is its divisor at the end of a
+    step: a scalar value, or None for the batch. `updates` are pairs of a state row and its next value.
+    `boundaries[i]` is the node before which layer i + 1 begins.
     """
 
     name: Name
@@ -341,7 +341,7 @@ class Graph(msgspec.Struct, frozen=True, array_like=True):
     counters: Annotated[tuple[Name, ...], msgspec.Meta(max_length=PARAMETERS_MAX)] = ()
 
     def entry(self, name: str) -> Entry:
-        """The entry point called `name`. Raises KeyError."""
+        """Return the entry point called `name`. Raises KeyError."""
         for entry in self.entries:
             if entry.name == name:
                 return entry
@@ -377,12 +377,11 @@ class StageEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StageGraph(msgspec.Struct, frozen=True, array_like=True):
-    """What one stage computes: `partition.model.cut` makes it of a checked graph, on the machine that runs
-    it.
+    """The graph of one stage: `partition.model.cut` makes it of a checked graph, on the machine that runs it.
 
     Tables are the graph's own, so rows mean the same; `rows`, `constant_rows` and `state_rows` are those that
     this stage holds, ascending. `tied` are the parameter rows that other stages hold too: their gradients are
-    summed over stages. `borrowed` are those of them that an earlier stage holds, which speaks for them.
+    summed over stages. `borrowed` are those of them that an earlier stage holds, which reports on them.
     """
 
     graph: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -412,7 +411,7 @@ class StageGraph(msgspec.Struct, frozen=True, array_like=True):
         return self.index == self.stages - 1
 
     def entry(self, name: str) -> StageEntry:
-        """The entry point called `name`. Raises KeyError."""
+        """Return the entry point called `name`. Raises KeyError."""
         for entry in self.entries:
             if entry.name == name:
                 return entry
@@ -420,13 +419,13 @@ class StageGraph(msgspec.Struct, frozen=True, array_like=True):
 
 
 def version_for(parameters: Sequence[Parameter]) -> int:
-    """Return the version that a graph of these parameters has: the lowest that can say them."""
+    """Return the lowest version that can express a graph of these parameters."""
     dtypes = {row.type.dtype for row in parameters}
     return GRAPH_VERSION if len(dtypes) <= 1 and dtypes <= set(TRAINED) else TYPED_GRAPH_VERSION
 
 
 def encode_graph(graph: Graph) -> bytes:
-    """The one byte form of a graph."""
+    """Return the only encoding of a graph."""
     return encode(graph)
 
 
@@ -441,7 +440,7 @@ _VERSION_BYTES_MAX = 9
 
 
 class _Outline(msgspec.Struct, frozen=True, array_like=True):
-    """A graph whose parts are left as they came, so that only their lengths are known."""
+    """A graph whose parts are left encoded, so that only their lengths are known."""
 
     version: msgspec.Raw
     name: msgspec.Raw
@@ -459,7 +458,7 @@ class _Outline(msgspec.Struct, frozen=True, array_like=True):
 
 
 def decode_graph(data: bytes) -> Graph:
-    """A graph of the right form; whether it makes sense is `partition.model.check.check_graph`.
+    """Return a graph of the right form; `partition.model.check.check_graph` validates it.
 
     Raises:
         RemoteProtocolError: too long, of another form, or not in the one byte form it should have.
@@ -480,12 +479,12 @@ def decode_graph(data: bytes) -> Graph:
 
 
 def graph_hash(data: bytes) -> bytes:
-    """The name of a graph: BLAKE3 of its bytes."""
+    """Return the name of a graph: BLAKE3 of its bytes."""
     return blake3(data).digest()
 
 
 def arguments_of(node: Node) -> Iterator[Item]:
-    """Every argument of a node, the elements of lists one by one."""
+    """Yield every argument of a node, the elements of lists one by one."""
     for argument in (*node.arguments, *(value for _, value in node.keywords)):
         if isinstance(argument, Items):
             yield from argument.items
@@ -494,7 +493,7 @@ def arguments_of(node: Node) -> Iterator[Item]:
 
 
 def values_of(node: Node) -> Iterator[int]:
-    """The ids of the values a node takes, as often as it takes them."""
+    """Yield the ids of the values a node takes, as often as it takes them."""
     for argument in arguments_of(node):
         if isinstance(argument, Value):
             yield argument.id

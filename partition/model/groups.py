@@ -1,4 +1,4 @@
-"""Which of the optimizer's groups each parameter is in, by patterns of its names. No torch."""
+"""Assignment of parameters to the optimizer's groups, by patterns of their names. No torch."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -9,9 +9,10 @@ from partition.model.graph import Graph, Parameter
 
 
 def with_groups(graph: Graph, patterns: Sequence[Sequence[str]]) -> Graph:
-    """The graph with every parameter in the first group one of whose patterns is like one of its names.
+    """Return the graph with every parameter in the first group with a pattern that matches one of its names.
 
-    Groups count from 1; what no pattern is like is in group 0. Raises ValueError: a pattern is like none.
+    Groups count from 1; parameters that match no pattern are in group 0. Raises ValueError: a pattern matches
+    none.
     """
     used: set[str] = set()
 

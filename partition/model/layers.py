@@ -1,11 +1,11 @@
-"""Chooses the layers of a graph: the boundaries between which a plan may cut, and their names. No torch.
+"""The choice of a graph's layers: the boundaries at which a plan may cut, and their names. No torch.
 
-A solver's time grows with the square of the places it may cut at, and nearly all of the hundreds of legal
-positions are worse than one close by. So of the positions between two modules with parameters one remains:
-where the fewest bytes cross, at a border of modules if there is a choice, and rather late. Then those on a
-hill go: clearly fewer bytes cross on both sides, not far away. Of the rest the best are taken, best first,
-as long as they are apart: with at least one part in `layers_max` of the model's cost between them, and so
-about as many layers, none of them negligible. Cost is half time, half parameters, which take memory where
+A solver's time grows with the square of the positions, and nearly all of the hundreds of legal positions are
+worse than one close by. So one position remains between two modules with parameters: where the fewest bytes
+cross, at a border of modules if there is a choice, and rather late. Then positions on a hill are dropped:
+those with clearly fewer bytes crossing on both sides, not far away. From the rest the best are taken, best
+first, as long as they are apart: with at least one part in `layers_max` of the model's cost between them, and
+so about as many layers, none of them negligible. Cost is half time, half parameters, which take memory where
 they take no time.
 
 That leaves the beginnings of a transformer's attention and feed-forward blocks, of a residual network's
@@ -27,9 +27,10 @@ from partition.model.work import Work
 
 LAYERS_WANTED_MAX = 128
 HILL_SHARE = 6
-"""A hill is looked at within one part in so many of the model's cost, to both sides."""
+"""A hill is looked for within one part in this many of the model's cost, to both sides."""
 HILL_PERCENT = 125
-"""It is one if its foot is lower by this: the slow rise towards the middle of a U-Net is none."""
+"""A position is on a hill if its foot is lower by this percentage: the slow rise towards the middle of a
+U-Net is none."""
 
 
 def with_layers(
@@ -39,7 +40,7 @@ def with_layers(
     together: Sequence[Sequence[str]] = (),
     layers_max: int = LAYERS_WANTED_MAX,
 ) -> Graph:
-    """The graph with its layers, at most `layers_max`; layers it had are forgotten.
+    """Return the graph with new layers, at most `layers_max`.
 
     With `split`, only the beginnings of the modules named there are boundaries. Between the first and the
     last node of each group of modules in `together` there is none.
@@ -72,7 +73,7 @@ def with_layers(
 
 
 def _first_labelled(graph: Graph, entry: Entry) -> int:
-    """The first node that depends on a label: the format has no layer begin after it."""
+    """Return the first node that depends on a label: in the format no layer begins after it."""
     flow = flow_of(graph, entry)
     for number, (floats, needs_label) in enumerate(zip(flow.floats, flow.needs_label, strict=True)):
         if floats or needs_label:
@@ -80,7 +81,7 @@ def _first_labelled(graph: Graph, entry: Entry) -> int:
     return len(entry.nodes)
 
 
-# What the user says
+# Requests of the user
 
 
 def _is_in(owner: str, module: str) -> bool:
@@ -101,7 +102,7 @@ def _span(graph: Graph, entry: Entry, modules: Sequence[str]) -> tuple[int, int]
 
 
 def _beginning(graph: Graph, entry: Entry, module: str, legal: Sequence[int]) -> int:
-    """The first legal position at or after the module's first node and not after its last."""
+    """Return the first legal position at or after the module's first node and not after its last."""
     nodes = _nodes_of(graph, entry, module)
     place = bisect_left(legal, nodes[0])
     if place == len(legal) or legal[place] > nodes[-1]:
@@ -109,7 +110,7 @@ def _beginning(graph: Graph, entry: Entry, module: str, legal: Sequence[int]) ->
     return legal[place]
 
 
-# What the graph says
+# Properties of the graph
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class _Candidate:
 
 
 def _chosen(graph: Graph, entry: Entry, legal: Sequence[int], layers_max: int) -> list[int]:
-    """Boundaries where the user said nothing."""
+    """Return boundaries where the user gave none."""
     sizes = reference_sizes(graph)
     crossing = crossing_bytes(graph, sizes)
     flow = flow_of(graph, entry)
@@ -148,7 +149,7 @@ def _chosen(graph: Graph, entry: Entry, legal: Sequence[int], layers_max: int) -
 
 
 def _costs(graph: Graph, flow: Flow, sizes: Sequence[int]) -> list[int]:
-    """By node: its share of the time and, where it is the first to use them, of the parameters."""
+    """Return, by node, its share of the time and, where it is the first to use them, of the parameters."""
     work = Work(graph, flow.entry, sizes)
     times, parameters = [], []
     seen: set[int] = set()
@@ -164,7 +165,7 @@ def _costs(graph: Graph, flow: Flow, sizes: Sequence[int]) -> list[int]:
 
 
 def _gaps(graph: Graph, entry: Entry, is_live: Sequence[bool]) -> list[int]:
-    """The nodes at which another module begins to use its parameters."""
+    """Return the nodes at which another module begins to use its parameters."""
     found = []
     last = -1
     for number, node in enumerate(entry.nodes):
@@ -176,7 +177,7 @@ def _gaps(graph: Graph, entry: Entry, is_live: Sequence[bool]) -> list[int]:
 
 
 def _border(graph: Graph, entry: Entry, position: int) -> int:
-    """How deep within modules a position is: what the nodes before and after it have in common."""
+    """Return how deep within modules a position is: the common path of the nodes before and after it."""
     before = _path(graph, entry.nodes[position - 1])
     after = _path(graph, entry.nodes[position])
     if before == after:
@@ -211,7 +212,7 @@ def _without_hills(candidates: Sequence[_Candidate], reach: int) -> list[_Candid
 
 
 def _apart(candidates: Sequence[_Candidate], distance: int, count_max: int) -> list[int]:
-    """The positions of the best candidates between any two of which there is a cost of `distance`."""
+    """Return the positions of the best candidates that have a cost of `distance` between any two."""
     taken: list[tuple[int, int]] = []
     for candidate in sorted(candidates, key=lambda candidate: candidate.rank):
         place = bisect_left(taken, (candidate.cost, candidate.position))
@@ -240,19 +241,20 @@ def _names(graph: Graph, entry: Entry, positions: Sequence[int]) -> tuple[Name, 
 
 
 def _name(graph: Graph, entry: Entry, first: int) -> str:
-    """The outermost module of the first parameter behind the boundary that the last one before is not in."""
+    """Return the outermost module of the first parameter behind the boundary that does not contain the last
+    one before it."""
     path = _parameter_path(graph, entry.nodes[first:])
     if not first:
         return ".".join(path)
     length = _common(_parameter_path(graph, entry.nodes[first - 1 :: -1]), path) + 1
-    # Of a list of modules it is an element that begins, not the list.
+    # In a list of modules an element begins, not the list.
     while length < len(path) and path[length].isdigit():
         length += 1
     return ".".join(path[:length])
 
 
 def _parameter_path(graph: Graph, nodes: Sequence[Node]) -> list[str]:
-    """The module of the first parameter in these nodes; without an owner, what its name says."""
+    """Return the module of the first parameter in these nodes; without an owner, the path in its name."""
     for node in nodes:
         for argument in arguments_of(node):
             if isinstance(argument, ParameterValue):

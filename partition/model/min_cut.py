@@ -1,16 +1,17 @@
-"""What is sent over one cut and what is computed again behind it, whichever costs less. No torch.
+"""The values to send over one cut and the nodes to compute again behind it, at the least cost. No torch.
 
 The rule: a tensor sent costs its bytes over a link of 1 Gbit/s, twice where its gradient comes back, and a
 little for being one more. A node computed again costs the bytes it touches in a memory of 10 GB/s and its
-FLOPs at 50 GFLOP/s, three times where it has a backward pass. Only nodes without trainable parameters,
-states and random numbers are ever computed again: of those which depend on inputs only views, elementwise
-operators and reductions; of those which depend on constants alone (masks, positions), any.
+FLOPs at 50 GFLOP/s, three times where it has a backward pass. Only nodes without trainable parameters, states
+and random numbers are ever computed again. Among nodes that depend on inputs these are views, elementwise
+operators and reductions; among nodes that depend on constants alone (masks, positions), any.
 
 So x and relu(x) cross as x, two views as their tensor, an expanded mask as the mask, and a causal mask not at
-all. What depends on constants is computed again if all it takes costs less than sending it. Of the rest the
-cheapest choice is a minimum cut (Ford and Fulkerson 1956, along shortest paths as Edmonds and Karp
-1972): sources are nodes that cannot be computed again, the sink is what the later stage wants, and cutting a
-value's edge is sending it. Of equally cheap cuts the one nearest the sink is taken, so the choice is unique.
+all. A value that depends on constants is computed again if that costs less in all than sending it. For the
+rest the cheapest choice is a minimum cut (Ford and Fulkerson 1956, along shortest paths as Edmonds and Karp
+1972): sources are nodes that cannot be computed again, the sink is the demand of the later stage, and cutting
+a value's edge means sending it. Among equally cheap cuts the one nearest the sink is taken, so the choice is
+unique.
 """
 
 from collections import deque
@@ -28,16 +29,16 @@ SENT_BYTE_COST = 400
 TENSOR_COST = 64 * SENT_BYTE_COST
 UNSENDABLE = 1 << 80
 REGION_NODES_MAX = 96
-"""Nodes looked at on the way back from one cut; those behind are taken as not to be computed again."""
+"""Nodes looked at on the way back from one cut; those behind count as not repeatable."""
 SEARCH_MAX = 2_000_000
-"""Edges laid and walked for all cuts of a graph together, about a second. A cut of a transformer takes
-some 3,000, and a table of costs as many for each layer: only a graph made for it needs more."""
+"""Edges laid and walked for all cuts of a graph together, about a second. A cut of a transformer takes some
+3,000, and a table of costs as many for each layer: only a graph made to be slow needs more."""
 
 _AGAIN = ("free", "elementwise", "reduction")
 
 
 class Chooser:
-    """Chooses for one entry point, at one value of every symbol."""
+    """The chooser for one entry point, at one value of every symbol."""
 
     def __init__(self, graph: Graph, flow: Flow, work: Work) -> None:
         self._graph = graph
@@ -49,7 +50,7 @@ class Chooser:
         self._repeat_costs: dict[int, int | None] = {}
 
     def may_repeat(self, node: int) -> bool:
-        """Return whether a later stage may compute the node, which is no constant, again."""
+        """Return whether a later stage may compute the node, which is not constant, again."""
         flow = self._flow
         operator = OPERATORS.get(self._graph.operators[flow.entry.nodes[node].operator])
         if operator is None or operator.random or flow.keys[node]:
@@ -87,7 +88,7 @@ class Chooser:
         return self._flow.trains and self._flow.has_gradient[value]
 
     def choose(self, demand: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The values to send and the nodes to compute again, both ascending, so that `demand` is there.
+        """Return the values to send and the nodes to compute again, both ascending, that supply `demand`.
 
         Raises:
             ValueError: some of it can neither be sent nor be computed again, or the graph is too tangled.
@@ -104,7 +105,7 @@ class Chooser:
         return node >= 0 and self._flow.is_constant[node]
 
     def _choose_constant(self, value: int, sent: set[int], repeated: set[int]) -> None:
-        """Add to what is sent, or the nodes behind the value to what is computed again."""
+        """Add the value to those sent, or the nodes behind it to those computed again."""
         nodes: set[int] = set()
         waiting = [self._flow.producers[value]]
         while waiting:
@@ -119,7 +120,7 @@ class Chooser:
             sent.add(value)
 
     def _flow_cut(self, demand: Sequence[int]) -> tuple[set[int], set[int], set[int]]:
-        """Return what is sent, what is computed again, and the constants which that takes."""
+        """Return the values sent, the nodes computed again, and the constants they need."""
         network = self._network(demand)
         flow = 0
         while path := network.path(self._spend):
@@ -150,7 +151,8 @@ class Chooser:
             raise ValueError("the graph is too tangled to be cut")
 
     def _network(self, demand: Sequence[int]) -> "_Network":
-        """Source to nodes that may be repeated, and to values that may only be sent; demand to sink."""
+        """Build the network: source to nodes that may be repeated, and to values that may only be sent;
+        demand to sink."""
         network = _Network()
         seen = set(demand)
         nodes: set[int] = set()
@@ -185,17 +187,18 @@ _SOURCE, _SINK = -1, -2
 
 
 def _of_value(value: int) -> int:
-    """The vertex of a value."""
+    """Return the vertex of a value."""
     return 2 * value
 
 
 def _of_node(node: int) -> int:
-    """The vertex of a node."""
+    """Return the vertex of a node."""
     return 2 * node + 1
 
 
 class _Network:
-    """Edges with what they can still carry; an edge and its reverse are neighbours in the list."""
+    """A flow network: edges with their remaining capacity; an edge and its reverse are neighbours in the
+    list."""
 
     def __init__(self) -> None:
         self._edges: dict[int, list[int]] = {_SOURCE: [], _SINK: []}
@@ -210,7 +213,7 @@ class _Network:
         self._left += (capacity, 0)
 
     def path(self, spend: Callable[[int], None]) -> list[int]:
-        """The edges of a shortest path from source to sink that can carry more; [] for none. `spend` is told
+        """Return the edges of a shortest path with capacity from source to sink; [] for none. `spend` is told
         how many edges are looked at."""
         came = {_SOURCE: -1}
         waiting = deque([_SOURCE])
@@ -237,7 +240,7 @@ class _Network:
         return path
 
     def push(self, path: list[int]) -> int:
-        """Fill a path; what it carried."""
+        """Fill a path; return the added flow."""
         amount = min(self._left[edge] for edge in path)
         for edge in path:
             self._left[edge] -= amount
@@ -245,7 +248,7 @@ class _Network:
         return amount
 
     def behind(self) -> set[int]:
-        """The vertices that can still reach the sink."""
+        """Return the vertices that can still reach the sink."""
         found = {_SINK}
         waiting = [_SINK]
         while waiting:

@@ -1,8 +1,8 @@
-"""The allow-list: every operator a graph may name, and what is known of each. Data only, no torch.
+"""The allow-list: every operator a graph may name, with its properties. Data only, no torch.
 
 Names are those of ATen in torch 2.13, by exact overload (`aten.addmm.default`), at the level of
-`torch.export`'s training IR, where composite operators such as `linear` or `layer_norm` are kept whole.
-Nothing is found by name at run time but what stands here, and nothing stands here that
+`torch.export`'s training IR, where composite operators such as `linear` or `layer_norm` are kept whole. Only
+these operators are found by name at run time, and none of them
 
 - changes its input (`copy_`), but as the twin of a functional one on a state (`Operator.state_twin`);
 - shows memory it did not write (`empty`), or memory by address and stride (`as_strided`, `set_`);
@@ -11,8 +11,8 @@ Nothing is found by name at run time but what stands here, and nothing stands he
 - touches the world outside (`from_file`), or belongs to another namespace than `aten`, but for ATTEND.
 
 Generators, devices and layouts are no arguments that a graph can write: the stage chooses those.
-`partition.execute.schema` says which arguments each takes, and `tests/partition/test_operators.py` holds this
-table against torch.
+`partition.execute.schema` has the arguments of each, and `tests/partition/test_operators.py` holds this table
+against torch.
 """
 
 from collections.abc import Mapping
@@ -47,7 +47,7 @@ class Operator:
     `cost` is the class by which its time is estimated. `view`: a result may share memory with an argument.
     `random`: it draws while training, so the generator is seeded before each call. `evaluate` are the
     arguments, by index, that take another value when the model is evaluated. `state_twin` is the in-place
-    form that may stand for it where it makes a state's next value and nobody reads the old one later.
+    form that may replace it where it makes a state's next value and nothing reads the old one later.
     `factory`: it takes no tensor, so it must be told the device.
     """
 
@@ -215,4 +215,4 @@ def _table() -> dict[str, Operator]:
 
 
 OPERATORS: Mapping[str, Operator] = MappingProxyType(_table())
-"""By full name, in no particular order of importance but always the same one."""
+"""Operators by full name, in a fixed but arbitrary order."""

@@ -1,8 +1,8 @@
-"""Which integers a model takes: how many classes its loss tells apart, how many rows its embedding has.
+"""The ranges of integers that a model takes: the classes of its loss, the rows of its embedding.
 
 Read off the graph, without torch: an input or label that reaches an indexing operator through nothing but
-reshapes and casts must lie below the length of what it indexes. A value that is computed with first has no
-bound here; the stage that cannot use it says so (`partition.execute.interpret.LabelOutOfRange`).
+reshapes and casts must lie below the length of what it indexes. A value that is used in arithmetic first has
+no bound here; the stage that cannot use it reports that (`partition.execute.interpret.LabelOutOfRange`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from partition.model.sizes import evaluate
 
 INTEGERS = frozenset({"int64", "int32", "int16", "int8", "uint8"})
 IGNORED = -100
-"""What torch's losses ignore where nothing else is said."""
+"""The label that torch's losses ignore by default."""
 
 _RESHAPES = """
     view.default reshape.default view_as.default reshape_as.default flatten.using_ints unflatten.int
@@ -32,7 +32,8 @@ _ALONG = frozenset({"aten.gather.default", "aten.index_select.default"})
 
 @dataclass(frozen=True)
 class Bound:
-    """Values are from 0 to `count` - 1, but for `ignored`. `operator` asks for it, in `owner`."""
+    """A bound: values are from 0 to `count` - 1, or `ignored`. `operator`, in the module `owner`, requires
+    it."""
 
     count: int
     ignored: int | None
@@ -41,7 +42,8 @@ class Bound:
 
 
 def bounds(graph: Graph, entry: Entry, sizes: Sequence[int]) -> Mapping[int, Bound]:
-    """The tightest bound of each input and label that has one, by its value id, at these symbols' values."""
+    """Return the tightest bound of each input and label that has one, by its value id, at these symbols'
+    values."""
     rows = evaluate(graph.expressions, tuple(sizes))
     # Inputs and labels are the first values, and each of these maps to the port whose values it has.
     origins = {
@@ -72,7 +74,7 @@ def bounds(graph: Graph, entry: Entry, sizes: Sequence[int]) -> Mapping[int, Bou
 def _asked(
     graph: Graph, entry: Entry, node: Node, operator: str, rows: Sequence[int]
 ) -> tuple[int, int, int | None] | None:
-    """(value id, how many there are, the one that is ignored) of an operator that indexes by a value."""
+    """Return (value id, count, ignored value) of an operator that indexes by a value."""
     arguments = node.arguments
     if operator in _LOSSES | _LOSSES_2D and len(arguments) >= 2 and isinstance(arguments[1], Value):
         shape = _shape(graph, entry, arguments[0], rows)

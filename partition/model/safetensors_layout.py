@@ -1,8 +1,8 @@
-"""The safetensors file beside a graph, as a function of the graph alone: where each parameter's bytes lie.
+"""The safetensors file beside a graph, as a function of the graph alone: the place of each parameter's bytes.
 
-A graph says which bytes the file has (`Stored`), so the file's header follows from it, byte for byte. Whoever
-reads the file compares its beginning with the header it must have; nothing of it is parsed. Reading and
-writing are others' affair: `partition.capture.weights` writes, and a node sends and keeps ranges.
+A graph says which bytes the file has (`Stored`), so the file's header follows from it, byte for byte. A
+reader compares the beginning of the file with the header it must have; nothing of it is parsed. Not here:
+reading and writing. `partition.capture.weights` writes, and a node sends and keeps ranges.
 """
 
 import json
@@ -25,14 +25,14 @@ SAFETENSORS_TYPES: dict[DataType, str] = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-"""What safetensors calls the types."""
+"""The types' names in safetensors."""
 _LENGTH_BYTES = 8
 _ALIGNMENT = 8
 """The data begins at a multiple of this, as safetensors' own writer does."""
 
 
 def stored_parameters(graph: Graph) -> tuple[Parameter, ...]:
-    """The parameters whose first values stand in the file, in the order of their offsets.
+    """Return the parameters whose first values are in the file, in the order of their offsets.
 
     Raises:
         RemoteProtocolError: ranges that overlap or leave gaps.
@@ -48,7 +48,7 @@ def stored_parameters(graph: Graph) -> tuple[Parameter, ...]:
 
 
 def file_header(graph: Graph) -> bytes:
-    """All that stands before the data. Raises RemoteProtocolError: ranges that overlap or leave gaps."""
+    """Return the bytes before the data. Raises RemoteProtocolError: ranges that overlap or leave gaps."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for row in stored_parameters(graph):
         stored = _range(row)
@@ -63,12 +63,12 @@ def file_header(graph: Graph) -> bytes:
 
 
 def file_bytes(graph: Graph) -> int:
-    """Return how long the file is. Raises RemoteProtocolError: ranges that overlap or leave gaps."""
+    """Return the length of the file. Raises RemoteProtocolError: ranges that overlap or leave gaps."""
     return len(file_header(graph)) + sum(_range(row).length for row in stored_parameters(graph))
 
 
 def check_range(stored: Stored, data: bytes | memoryview) -> None:
-    """Raises RemoteProtocolError: these are not the bytes that the graph says."""
+    """Check a range. Raises RemoteProtocolError: these are not the bytes that the graph says."""
     if len(data) != stored.length:
         raise RemoteProtocolError(f"{len(data)} bytes of stored values where {stored.length} belong")
     if blake3(data).digest() != stored.digest:
@@ -76,9 +76,10 @@ def check_range(stored: Stored, data: bytes | memoryview) -> None:
 
 
 def check_file(graph: Graph, beginning: bytes, length: int) -> None:
-    """Whether a file of `length` bytes that begins so can be the one beside `graph`; ranges come later.
+    """Check that a file of `length` bytes with this beginning can be the one beside `graph`; ranges come
+    later.
 
-    `beginning` is as much as `file_header` has. Raises RemoteProtocolError: truncated, or another header.
+    `beginning` has the length of `file_header`. Raises RemoteProtocolError: truncated, or another header.
     """
     header = file_header(graph)
     if length != file_bytes(graph):

@@ -1,14 +1,13 @@
-"""The graph that serves a model: made of the one that trains it, as data. No torch.
+"""The graph that serves a model, made from the one that trains it, as data. No torch.
 
-A served graph has one entry point, `serve`, over the same parameters: token ids, flat over the units of a
-batch, where each stands in its session, and which rows are answered, to logits. Nothing in it knows of a
-batch of sequences: the batch is 1, a sequence is all tokens, causal attention is `attend`, whose pages lie
-beside the graph, and what counts the places of a sequence takes the positions that are given. Its layers are
-those of the model.
+A served graph has one entry point, `serve`, over the same parameters: from token ids, flat over the units of
+a batch, their positions in their sessions, and the rows to answer, to logits. It has no batch of sequences:
+the batch is 1, a sequence is all tokens, causal attention is `attend`, whose pages lie beside the graph, and
+operators that count places take the given positions. Its layers are those of the model.
 
-This follows what graphs of causal models look like. A model that mixes tokens by something else than causal
-attention (a convolution over the sequence, a mean of it) comes through here and is not served right: the
-proof of `partition.capture.serving_proof` refuses it before it is offered.
+This follows what graphs of causal models look like. A model that mixes tokens by other means than causal
+attention (a convolution over the sequence, a mean of it) passes here and would be served wrongly: the proof
+of `partition.capture.serving_proof` refuses it before it is offered.
 """
 
 from collections.abc import Iterable, Sequence
@@ -46,9 +45,9 @@ from partition.model.graph import (
 from partition.model.operators import ATTEND, WHOLE_WINDOW
 
 TOKENS_MAX = 2_048
-"""Tokens in one call. A long prompt comes in parts, so that others get their turn between."""
+"""Tokens in one call. A long prompt comes in parts, so that other sessions get their turn in between."""
 ROWS_MAX = 256
-"""Rows of logits in one answer: of 150,000 words they take 154 MB."""
+"""Rows of logits in one answer: with 150,000 words they take 154 MB."""
 CONTEXT_MAX = 1 << 20
 
 _ATTENTION = "aten.scaled_dot_product_attention.default"
@@ -59,20 +58,20 @@ _BY_ROW = (
     "aten.rms_norm.default",
     "aten.dropout.default",
 )
-"""What takes each row by itself: wanted rows are chosen before it."""
+"""Operators that take each row by itself: wanted rows are chosen before them."""
 
 
 def serving_graph(graph: Graph, context: int) -> Graph:
-    """The graph that serves a checked graph's model, for sessions of at most `context` tokens.
+    """Return the graph that serves a checked graph's model, for sessions of at most `context` tokens.
 
     Raises:
-        ValueError: a model that takes something else than sequences of tokens, or is not causal.
+        ValueError: a model that takes other inputs than sequences of tokens, or is not causal.
     """
     return _Rewriter(graph, context).rewrite()
 
 
 def served_sizes(specified: Sequence[int], tokens: int, rows: int) -> tuple[int, ...]:
-    """The sizes of a call, of a graph made for at most `specified`."""
+    """Return the sizes of a call, of a graph made for at most `specified`."""
     return (tokens, rows, specified[2])
 
 
@@ -89,7 +88,7 @@ class Sizes:
                 self._new[row] = self._made(expression.operator, left, right)
 
     def size(self, side: int | Size) -> int | Size:
-        """What an old side is now."""
+        """Return an old side as a new one."""
         return self._new[side.row] if isinstance(side, Size) else side
 
     def _made(self, operator: str, left: int | Size, right: int | Size) -> int | Size:
@@ -102,7 +101,7 @@ class Sizes:
         return Size(self._places[row])
 
     def node(self, node: Node) -> Node:
-        """The same node over the new table."""
+        """Return the same node over the new table."""
         return msgspec.structs.replace(
             node,
             arguments=tuple(self._argument(argument) for argument in node.arguments),
@@ -121,7 +120,7 @@ class Sizes:
 
 
 def serving_symbols(context: int) -> tuple[Symbol, ...]:
-    """The symbols of a graph that serves sessions of at most `context` tokens."""
+    """Return the symbols of a graph that serves sessions of at most `context` tokens."""
     return tuple(
         Symbol(name, 1, most)
         for name, most in zip(
@@ -264,7 +263,7 @@ class _Rewriter:
         self.values.update(zip(node.outputs, made, strict=True))
 
     def _choose_rows(self, node: Node) -> None:
-        """The first node behind the last that takes all rows gets the wanted ones."""
+        """Give the wanted rows to the first node after the last one that takes all rows."""
         given = node.arguments[0]
         assert isinstance(given, Value)
         place = self.values[given.id]
@@ -301,7 +300,7 @@ class _Rewriter:
         return name == "aten.arange.start" and node.arguments[:2] == (0, self.length)
 
     def _sliced(self, name: str, node: Node) -> int | None:
-        """Return the dimension in which it takes the first places of something that all sequences share."""
+        """Return the dimension in which it takes the first places of a tensor that all sequences share."""
         if name != "aten.slice.Tensor" or len(node.arguments) != 4 or isinstance(node.arguments[0], Value):
             return None
         _, dimension, start, end = node.arguments
@@ -338,14 +337,14 @@ class _Rewriter:
 
 
 def frozen(parameter: Parameter) -> Parameter:
-    """The same without a gradient. Statistics stay what batch norms look for."""
+    """Return the same parameter without a gradient. Statistics stay as batch norms expect them."""
     if parameter.kind == "statistic":
         return parameter
     return msgspec.structs.replace(parameter, kind="frozen")
 
 
 def _needed(entry: Entry, output: int) -> frozenset[int]:
-    """Nodes that an output needs."""
+    """Return the nodes that an output needs."""
     makers = {value: number for number, node in enumerate(entry.nodes) for value in node.outputs}
     waiting, found = [output], set[int]()
     while waiting:
@@ -357,7 +356,7 @@ def _needed(entry: Entry, output: int) -> frozenset[int]:
 
 
 def _tail(graph: Graph, entry: Entry, output: int) -> frozenset[int]:
-    """Nodes at the end that take each row by itself, and whose results nothing else needs."""
+    """Return the nodes at the end that take each row by itself, and whose results nothing else needs."""
     makers = {value: node for node in entry.nodes for value in node.outputs}
     needed = _needed(entry, output)
     uses: dict[int, int] = {}
@@ -376,11 +375,11 @@ def _tail(graph: Graph, entry: Entry, output: int) -> frozenset[int]:
     return frozenset(found)
 
 
-# What a stranger's graph must be
+# Checks of a stranger's graph
 
 
 def check_serve(graph: Graph, entry: Entry) -> None:
-    """Hold the entry point `serve` to its form, and `attend` to it alone.
+    """Check the form of the entry point `serve`, and that only it has `attend`.
 
     Raises:
         RemoteProtocolError: other inputs or sizes than a stage makes, or layers of attention that are not one
@@ -444,8 +443,8 @@ def is_whole(graph: Graph | StageGraph, entry: Entry | StageEntry) -> bool:
 
 
 def count_words(graph: Graph) -> int:
-    """Return how many token ids a graph knows that serves: the rows of the table that they are looked up in,
-    the shortest where there are several. Raises ValueError: there is none."""
+    """Return how many token ids a served graph knows: the rows of the table that they are looked up in, the
+    shortest where there are several. Raises ValueError: there is none."""
     entry = graph.entries[0]
     ids, sides = {0}, []
     for node in entry.nodes:
@@ -462,7 +461,7 @@ def count_words(graph: Graph) -> int:
 
 
 def attention_layers(graph: StageGraph, entry: StageEntry) -> Iterable[tuple[int, TensorType, TensorType]]:
-    """(layer, type of its keys, type of its values) of a stage's share of `serve`."""
+    """Return (layer, type of its keys, type of its values) of a stage's share of `serve`."""
     types = dict(entry.types)
     for node in entry.nodes:
         if graph.operators[node.operator] == ATTEND:

@@ -13,7 +13,7 @@ Sides = tuple[int, ...]
 
 
 def evaluate(expressions: Sequence[Expression], sizes: Sequence[int]) -> tuple[int, ...]:
-    """Every row of the table, where `sizes` are the symbols' values.
+    """Return every row of the table, where `sizes` are the symbols' values.
 
     Raises:
         RemoteProtocolError: a row that points forward or to no symbol, divides by zero, or leaves 63 bits.
@@ -56,7 +56,8 @@ def _operand(operand: int | Size, values: Sequence[int]) -> int:
 
 
 def shape_of(kind: TensorType, values: Sequence[int]) -> Sides:
-    """The shape of a type, given the evaluated table. Raises RemoteProtocolError: a side below zero."""
+    """Return the shape of a type, given the evaluated table. Raises RemoteProtocolError: a side below
+    zero."""
     shape = tuple(values[side.row] if isinstance(side, Size) else side for side in kind.shape)
     if min(shape, default=0) < 0:
         raise RemoteProtocolError(f"a shape with a negative side: {shape}")
@@ -69,10 +70,10 @@ def bind(
     types: Sequence[TensorType],
     shapes: Sequence[Sides],
 ) -> Sides:
-    """The symbols' values that make inputs of `types` have `shapes`.
+    """Return the symbols' values that make inputs of `types` have `shapes`.
 
-    A symbol is read off wherever it stands alone as a side. One that no type speaks of, because it belongs
-    to another entry point, is at its minimum.
+    A symbol is read off wherever it stands alone as a side. A symbol that no type has, because it belongs to
+    another entry point, is at its minimum.
 
     Raises:
         RemoteProtocolError: shapes that do not fit, a symbol that no input tells, or one out of its bounds.
@@ -105,7 +106,8 @@ def bind(
 
 
 def check_sizes(symbols: Sequence[Symbol], sizes: Sequence[int]) -> None:
-    """Raises RemoteProtocolError: another number of sizes than symbols, or one out of its symbol's bounds."""
+    """Check sizes. Raises RemoteProtocolError: another number of sizes than symbols, or one out of its
+    symbol's bounds."""
     if len(sizes) != len(symbols):
         raise RemoteProtocolError(f"{len(sizes)} sizes where {len(symbols)} belong")
     for symbol, size in zip(symbols, sizes, strict=True):

@@ -1,8 +1,8 @@
-"""Makes the stages of a graph, once it is known which nodes and values each has of each entry point.
+"""Assembly of the stages of a graph, once the nodes and values of each are known.
 
-No torch. What a stage holds: the parameters, constants and states that its nodes use. A parameter that no
-node of any stage uses (a head without a part in the loss) stays with the stage where it stood, and a named
-constant with the first one, so that the stages together hold the model's whole state dict.
+No torch. A stage holds the parameters, constants and states that its nodes use. A parameter that no node of
+any stage uses (a head without a part in the loss) stays with the stage where it stood, and a named constant
+with the first one, so that the stages together hold the model's whole state dict.
 """
 
 from bisect import bisect_right
@@ -40,7 +40,7 @@ def assemble(
     positions: Sequence[int],
     parts: Sequence[Sequence[Part]],
 ) -> tuple[StageGraph, ...]:
-    """The stages; `parts` by entry point and stage."""
+    """Return the stages; `parts` are by entry point and stage."""
     stages = range(len(positions) + 1)
     rows = _parameter_rows(graph, flows, places, positions, parts)
     holders: dict[int, list[int]] = {}
@@ -119,7 +119,7 @@ def _constant_rows(
 
 
 def _statistics(flow: Flow) -> dict[int, tuple[Index, Index, Index]]:
-    """By node: its id, its place among the uses of its running statistics, and how many those are."""
+    """Return by node: its id, its place among the uses of its running statistics, and their number."""
     uses: dict[int, list[int]] = {}
     for number in flow.rooted:
         mean = flow.entry.nodes[number].arguments[RUNNING_MEAN]
@@ -170,7 +170,8 @@ def _stage_entry(
 def _moves(
     flow: Flow, statistics: dict[int, tuple[Index, Index, Index]]
 ) -> dict[int, tuple[Index, float, Index]]:
-    """By row of a batch statistic: the row, the momentum of the norms that move it, and how many they are."""
+    """Return by row of a batch statistic: the row, the momentum of the norms that move it, and their
+    number."""
     found: dict[int, tuple[Index, float, Index]] = {}
     for number, (_, _, uses) in statistics.items():
         arguments = flow.entry.nodes[number].arguments

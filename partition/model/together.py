@@ -1,7 +1,7 @@
 """Layers that a person wants in one stage: from modules and tied weights to ranges of layers. No torch.
 
-A plan never cuts within such a range (`partition.plan.problem.Constraints.together`). The ranges say nothing
-of what is computed, so the model's graph, and with it every number of a run, is the same with and without.
+A plan never cuts within such a range (`partition.plan.problem.Constraints.together`). The ranges do not
+affect the computation, so the model's graph, and every number of a run, is the same with and without.
 """
 
 from bisect import bisect_right
@@ -71,7 +71,7 @@ def _layer(entry: Entry, node: int) -> int:
 
 
 def _tied(graph: Graph, entry: Entry) -> Iterator[Range]:
-    """From the first to the last layer that uses a parameter, for each that several use."""
+    """Yield, for each parameter that several layers use, the range from the first to the last of them."""
     flow = flow_of(graph, entry)
     spans: dict[int, Range] = {}
     for number, keys in enumerate(flow.keys):

@@ -1,10 +1,10 @@
-"""What one node computes and touches, by formulas over its types: FLOPs, bytes, and bytes kept for backward.
+"""The work of one node by formulas over its types: FLOPs, bytes touched, and bytes kept for backward.
 
 No torch. One multiply-add counts as two FLOPs, as in `torch.utils.flop_counter`, whose formulas these are;
 everything else counts one for each element it makes (reductions: reads), which that counter leaves out.
 
-`saved` is what autograd keeps of a node until the backward pass. It errs upwards: nodes of which nothing
-special is known are taken to keep what they read and what they make.
+`saved` is the memory that autograd keeps for a node until the backward pass. It errs upwards: by default
+nodes are taken to keep their inputs and their results.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ _OUTPUT = """
     special_expit
 """
 _KEEPS_NOTHING = frozenset(_NOTHING.split())
-"""Their gradient needs no tensor but, for `where` and `masked_fill`, the condition."""
+"""Operators whose gradient needs no tensor except, for `where` and `masked_fill`, the condition."""
 _KEEPS_OUTPUT = frozenset(_OUTPUT.split())
 _KEEPS_CONDITION = ("where", "masked_fill")
 _INDEX_BYTES = 8
@@ -58,7 +58,7 @@ _TRANSPOSED = 6
 
 
 class Work:
-    """One entry point at one value of every symbol.
+    """The work of one entry point at one value of every symbol.
 
     Raises RemoteProtocolError where the sizes do not fit the table of expressions, or a shape gets negative.
     """
@@ -84,7 +84,7 @@ class Work:
         return prod(shape_of(kind, self._numbers)) * ITEM_BYTES[kind.dtype]
 
     def touched_bytes(self, node: Node) -> int:
-        """Read and written."""
+        """Return the bytes read and written."""
         read = 0
         for argument in arguments_of(node):
             if isinstance(argument, Value):
@@ -94,7 +94,7 @@ class Work:
         return read + sum(self.value_bytes(value) for value in node.outputs)
 
     def flops(self, node: Node) -> int:
-        """Forward."""
+        """Return the forward FLOPs."""
         cost, _ = _class(self._graph, node)
         made = sum(prod(self._shapes[value]) for value in node.outputs)
         match cost:
@@ -108,7 +108,8 @@ class Work:
                 return made
 
     def product_flops(self, node: Node) -> int:
-        """Forward, of matrix products and convolutions only: what `torch.utils.flop_counter` counts."""
+        """Return the forward FLOPs of matrix products and convolutions only, as `torch.utils.flop_counter`
+        counts."""
         cost, name = _class(self._graph, node)
         made = prod(self._shapes[node.outputs[0]]) if node.outputs else 0
         match cost:
@@ -136,7 +137,7 @@ class Work:
         return 2 * made * (factor[-1] if factor else 1)
 
     def _einsum_flops(self, node: Node) -> int:
-        """As if all factors were joined at once; exact for two."""
+        """Return the FLOPs as if all factors were joined at once; exact for two."""
         sides: dict[str, int] = {}
         equation = node.arguments[0] if node.arguments else ""
         factors = [item for argument in node.arguments[1:] for item in _items(argument)]
@@ -155,7 +156,7 @@ class Work:
         return 2 * max(1, len(factors) - 1) * prod(sides.values())
 
     def saved(self, node: Node) -> tuple[tuple[int, ...], int]:
-        """The values that autograd keeps of this node, and the bytes of tensors that only it knows."""
+        """Return the values that autograd keeps of this node, and the bytes of tensors that only it knows."""
         cost, name = _class(self._graph, node)
         read = tuple(dict.fromkeys(item.id for item in arguments_of(node) if isinstance(item, Value)))
         made = tuple(node.outputs)
@@ -208,7 +209,7 @@ class Work:
         return self._types[value] in ("int64", "int32", "bool", "uint8")
 
     def _side(self, node: Node, place: int) -> Sides:
-        """The shape of an argument; () where there is none."""
+        """Return the shape of an argument; () where there is none."""
         return self._side_of(node.arguments[place]) if place < len(node.arguments) else ()
 
     def _side_of(self, argument: object) -> Sides:
@@ -245,7 +246,7 @@ def _is_transposed(node: Node, name: str) -> bool:
 
 
 def _class(graph: Graph, node: Node) -> tuple[Cost, str]:
-    """The cost class, and the operator's name without namespace and overload."""
+    """Return the cost class, and the operator's name without namespace and overload."""
     full = graph.operators[node.operator]
     operator = OPERATORS.get(full)
     return ("matmul" if operator is None else operator.cost), full.split(".")[1]

@@ -1,8 +1,8 @@
 """Assignment of micro-batches to replicas: pure functions of rates and loads, and of the plan's trainers.
 
-The committer deals the micro-batches of a stage to its replicas and says so, by an Open
-(`partition.steps.messages`). Which trainer feeds which micro-batch needs no message: every member computes
-it from the plan.
+The committer deals the micro-batches of a stage to its replicas and announces that by an Open
+(`partition.steps.messages`). The feeder of a micro-batch needs no message: every member computes it from the
+plan.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ def deal(
 ) -> dict[int, int]:
     """Give each number to the one of `places` that would finish it first; ties go by their order.
 
-    `rates` and `loads` (what each has still to do; none where empty) are of all places, not only of these.
+    `rates` and `loads` (the remaining work of each; none where empty) are of all places, not only of these.
     """
     # A heap, because a plan is a stranger's claim: 4,096 numbers on 64 replicas, in up to 64 stages.
     counts = {place: loads[place] if loads else 0 for place in places}
@@ -43,14 +43,15 @@ def deal(
 
 
 def feeder_of(plan: Plan, train: bool, microbatch: int) -> PeerId:
-    """The trainer that sends this micro-batch's inputs and labels: the first that its lane is dealt to."""
+    """Return the trainer that sends this micro-batch's inputs and labels: the first that its lane is dealt
+    to."""
     if len(plan.trainers) == 1:
         return PeerId(plan.trainers[0])
     return PeerId(max(plan.trainers, key=_weights(train, microbatch % LANES)))
 
 
 def lanes_of(trainers: Sequence[bytes], me: bytes) -> tuple[list[int], list[int]]:
-    """Return the lanes of training micro-batches that `me` feeds, and those that it would feed next.
+    """Return the lanes of training micro-batches that `me` feeds, and those for which it is second.
 
     By rendezvous hashing (Thaler and Ravishankar 1998): the trainer with the highest BLAKE3 of itself and the
     lane. So when one goes, only its own lanes move, each to the trainer that is second for it.

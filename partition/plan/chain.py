@@ -1,7 +1,7 @@
-"""The links of a run's chain of plans that a member knows, and what it keeps of them over a restart.
+"""The links of a run's chain of plans that a member knows, and the state it keeps over a restart.
 
-Pure: who decides the next link is in `partition.plan.paxos`. Only the newest links are kept; those before
-them are folded into the plan they led to.
+Pure: `partition.plan.paxos` decides the next link. Only the newest links are kept; those before them are
+folded into the plan they led to.
 """
 
 from collections.abc import Sequence
@@ -28,18 +28,17 @@ from partition.plan.plan import (
 )
 
 FORKS_MAX = 16
-"""Instances of a fork that a member votes in for one parent. Where those within reach change more often than
-that, it waits for the majority.
-"""
+"""Instances of a fork that a member votes in for one parent. Where the members within reach change more often
+than that, it waits for the majority."""
 PAST_MAX = 64
-"""Plans remembered at which this member has voted; at older ones it is taken to have."""
+"""Plans remembered at which this member has voted; it counts as having voted at older ones."""
 DURABLE_BYTES_MAX = PLAN_BYTES_MAX + LINKS_BYTES_MAX + (1 + FORKS_MAX) * (CHANGE_BYTES_MAX + 256) + 2**14
 
 
 class Chain:
     """Plans one after another, from `plans[0]` on; `links[i]` leads from `plans[i]` to `plans[i + 1]`.
 
-    RemoteProtocolError where they do not.
+    Raises RemoteProtocolError where they do not.
     """
 
     def __init__(self, base: Plan, links: Sequence[bytes] = ()) -> None:
@@ -59,7 +58,7 @@ class Chain:
 
     @property
     def head_hash(self) -> bytes:
-        """Its hash."""
+        """The hash of the newest plan."""
         return self.hashes[-1]
 
     def knows(self, peer: bytes) -> bool:
@@ -67,15 +66,15 @@ class Chain:
         return peer in self._peers
 
     def peers(self) -> tuple[bytes, ...]:
-        """All of those, sorted."""
+        """All such peers, sorted."""
         return tuple(sorted(self._peers))
 
     def place(self, plan: bytes) -> int | None:
-        """The index of the plan of this hash, None where it is not among those kept."""
+        """Return the index of the plan of this hash, None where it is not among those kept."""
         return self.hashes.index(plan) if plan in self.hashes else None
 
     def append(self, plan: Plan, link: bytes) -> None:
-        """One plan more, which `link` led to; the oldest are folded where they are too many."""
+        """Append a plan, which `link` led to; the oldest are folded where they are too many."""
         self.plans.append(plan)
         self.hashes.append(plan_hash(plan))
         self.links.append(link)
@@ -85,10 +84,10 @@ class Chain:
 
 
 def follow(plan: Plan, link: bytes) -> tuple[Plan, Change]:
-    """The plan after `plan`, and the change that `link` encodes; else RemoteProtocolError.
+    """Return the plan after `plan`, and the change that `link` encodes; else raise RemoteProtocolError.
 
-    One change has one encoding, so that whoever compares bytes compares changes. A fork is what it says:
-    named by those who go on, and all others are lost.
+    One change has one encoding, so that comparing bytes compares changes. A fork must be named by the members
+    that go on, and all others must be lost.
     """
     change = decode_change(link)
     if encode_change(change) != link:
@@ -100,19 +99,19 @@ def follow(plan: Plan, link: bytes) -> tuple[Plan, Change]:
 
 
 def staying(plan: Plan, new: Plan) -> tuple[bytes, ...]:
-    """Those of the roster of `plan` that are on that of `new`, sorted."""
+    """Return the members of the roster of `plan` that are on that of `new`, sorted."""
     return tuple(sorted(set(plan.roster) & set(new.roster)))
 
 
 def fork_name(plan: Plan, members: Sequence[bytes]) -> bytes:
-    """The instance in which those of the roster (sorted) decide alone what follows `plan`."""
+    """Return the instance in which these members of the roster (sorted) decide alone what follows `plan`."""
     return blake3(plan_hash(plan) + b"".join(members)).digest()
 
 
 def forked(plan: Plan, change: Change, members: Sequence[bytes]) -> Change:
-    """The same change by `members` alone: all others are lost, and nobody else.
+    """Return the same change by `members` alone: exactly all others are lost.
 
-    Whoever is lost and joins again still comes back empty.
+    A member that is lost and joins again still comes back empty.
     """
     inside = set(members)
     outside = tuple(peer for peer in plan.roster if peer not in inside)
@@ -134,7 +133,7 @@ class Past(msgspec.Struct, frozen=True, array_like=True):
     height: Annotated[int, msgspec.Meta(ge=-1, lt=HEIGHT_MAX)] = -1
 
     def with_plan(self, plan: Plan) -> "Past":
-        """One more."""
+        """Return the record with one more plan."""
         plans = (*self.plans, (plan.height, plan_hash(plan)))
         dropped = (height for height, _ in plans[:-PAST_MAX])
         return Past(plans[-PAST_MAX:], max(self.height, *dropped, -1))
@@ -152,7 +151,7 @@ class Voted(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Kept(msgspec.Struct, frozen=True, array_like=True):
-    """What a member must not forget: its links, and its votes on what follows the newest plan."""
+    """The state that a member must not forget: its links, and its votes on what follows the newest plan."""
 
     base: Plan
     links: Annotated[tuple[Link, ...], msgspec.Meta(max_length=LINKS_MAX)]
@@ -162,18 +161,18 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
 
 
 def pack(kept: Kept) -> bytes:
-    """The bytes to be stored, with their BLAKE3 before them."""
+    """Return the bytes to store, with their BLAKE3 before them."""
     body = encode(kept)
     return blake3(body).digest() + body
 
 
 def base_plan(data: bytes) -> Plan:
-    """The oldest plan that stored bytes tell of. Raises RemoteProtocolError."""
+    """Return the oldest plan of stored bytes. Raises RemoteProtocolError."""
     return unpack(data).base
 
 
 def unpack(data: bytes) -> Kept:
-    """Return what `pack` made; RemoteProtocolError where the bytes have changed since."""
+    """Return the state that `pack` stored; RemoteProtocolError where the bytes have changed since."""
     body = data[HASH_BYTES:]
     if blake3(body).digest() != data[:HASH_BYTES]:
         raise RemoteProtocolError("a stored chain of plans that is damaged")

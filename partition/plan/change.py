@@ -1,7 +1,7 @@
-"""From one plan to the next: what a committee decides is a `Change`, and the plan follows from it.
+"""From one plan to the next: a committee decides a `Change`, and the plan follows from it.
 
-Pure and the same everywhere. What a change may say is checked against the parent alone; whether a lost peer
-is really lost is for whoever proposes it, and for the majority that accepts it.
+Pure and the same everywhere. A change is checked against the parent alone; the proposer, and the majority
+that accepts it, judge whether a lost peer is really lost.
 """
 
 from collections.abc import Sequence
@@ -48,17 +48,17 @@ class Joining(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Change(msgspec.Struct, frozen=True, array_like=True):
-    """What is different in the next plan.
+    """The differences of the next plan.
 
-    `lost` are off the roster: dead, gone, or without the memory of their stage. Whoever is `lost` and also in
-    `joined` comes back empty. `admitted` are on the roster from now on, without a stage. `trainers` are those
-    of the next plan, the first of them commits; () keeps those that are left. `restored` is the checkpoint
-    every stage goes back to, of `step` committed steps; without one the replicas go on from what they hold.
-    `fork` names those who go on without the majority. `cuts` moves the borders between stages: the layer
-    before which each stage ends, for all but the last; () keeps them. What moves comes from the checkpoint,
-    so borders move only together with `restored`. `is_final`: what is restored is the result of the run.
-    `stages` are those of the next plan, whole, where their number changes; () keeps it. They too need
-    `restored`, and whoever holds one held one before or is in `joined`.
+    `lost` are off the roster: dead, gone, or without the memory of their stage. A peer that is `lost` and
+    also in `joined` comes back empty. `admitted` are on the roster from now on, without a stage. `trainers`
+    are those of the next plan, the first of them commits; () keeps those that are left. `restored` is the
+    checkpoint every stage goes back to, of `step` committed steps; without one the replicas go on from their
+    state. `fork` names the members that go on without the majority. `cuts` moves the borders between stages:
+    the layer before which each stage ends, for all but the last; () keeps them. The moved layers come from
+    the checkpoint, so borders move only together with `restored`. `is_final`: the restored state is the
+    result of the run. `stages` are those of the next plan, whole, where their number changes; () keeps it.
+    They too need `restored`, and their holders held one before or are in `joined`.
     """
 
     lost: Peers = ()
@@ -74,21 +74,22 @@ class Change(msgspec.Struct, frozen=True, array_like=True):
 
 
 def encode_change(change: Change) -> bytes:
-    """The value that is agreed on."""
+    """Return the value that is agreed on."""
     return encode(change)
 
 
 def decode_change(data: bytes) -> Change:
-    """Else RemoteProtocolError."""
+    """Decode a change; else raise RemoteProtocolError."""
     change: Change = decode(data, Change, bytes_max=CHANGE_BYTES_MAX)
     return change
 
 
 def successor(plan: Plan, change: Change) -> Plan:
-    """The plan after `plan`; else RemoteProtocolError: a stage would have nobody, or nobody would train.
+    """Return the plan after `plan`; else raise RemoteProtocolError: a stage would have nobody, or nobody
+    would train.
 
-    Trainers that are left keep their order. Where none is, those of the roster without a stage follow, then
-    the others, by peer id: whoever is on the roster can fetch the data.
+    Remaining trainers keep their order. Where none remains, members of the roster without a stage follow,
+    then the others, by peer id: any member of the roster can fetch the data.
     """
     lost = set(change.lost)
     joined = {row.peer: row for row in change.joined}
@@ -126,7 +127,7 @@ def successor(plan: Plan, change: Change) -> Plan:
 
 
 def _kept_stages(plan: Plan, change: Change) -> list[StagePlan]:
-    """Return as many stages as before, each with those that are left and those that join it."""
+    """Return as many stages as before, each with its remaining and its joining replicas."""
     gone = {*change.lost, *(row.peer for row in change.joined)}
     spans = _spans(plan, change)
     stages = []
@@ -143,7 +144,7 @@ def _kept_stages(plan: Plan, change: Change) -> list[StagePlan]:
 
 
 def _given_stages(plan: Plan, change: Change) -> list[StagePlan]:
-    """Return the stages that a change names, where nobody is given one who neither held one nor joins it."""
+    """Return the stages that a change names, if every holder held one before or joins it."""
     if change.restored == NO_HASH:
         raise RemoteProtocolError("a change of the number of stages without a checkpoint to take them from")
     if change.cuts:
@@ -175,6 +176,6 @@ def _spans(plan: Plan, change: Change) -> list[tuple[int, int]]:
 
 
 def standby_trainers(roster: Sequence[bytes], stages: Sequence[StagePlan]) -> tuple[bytes, ...]:
-    """Return who would train if no trainer were left, the first first."""
+    """Return the peers that would train if no trainer were left, in order."""
     busy = {peer for stage in stages for peer in stage.replicas}
     return tuple(sorted(roster, key=lambda peer: (peer in busy, peer)))

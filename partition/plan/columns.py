@@ -1,8 +1,8 @@
-"""Which nodes hold the stages of a column in local mode, where there are fewer nodes than stages: pure.
+"""Assignment of the stages of a column in local mode, where there are fewer nodes than stages: pure.
 
-The cut of the model is the same in all columns, for only like stages can be averaged. So a node takes further
-stages instead of other layers, and gives them away again. Not here: when that is looked at, and who is asked
-(`node.local.merging`).
+The cut of the model is the same in all columns, since only like stages can be averaged. So a node takes
+further stages instead of other layers, and gives them away again. Not here: when that is decided, and which
+nodes are asked (`node.local.merging`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,8 +22,8 @@ from partition.plan.tables import Tables
 
 @dataclass(frozen=True)
 class Takers:
-    """The node that takes each stage without a holder (`by_stage`), how many nodes hold all stages then, and
-    how many times longer a step takes."""
+    """The node that takes each stage without a holder (`by_stage`), the number of nodes that then hold all
+    stages, and the factor by which a step gets longer."""
 
     by_stage: Mapping[int, PeerId]
     nodes: int
@@ -33,7 +33,7 @@ class Takers:
 def find_takers(
     plan: Plan, holders: Mapping[int, PeerId], rates: Mapping[PeerId, int], refused: Refused
 ) -> Takers | None:
-    """Return who takes the stages of `plan` that have none of the `holders`; None where nobody can."""
+    """Return the nodes that take the stages of `plan` without `holders`; None where none can."""
     rows: list[tuple[int, int, PeerId | None]] = []
     for number, stage in enumerate(plan.stages):
         holder = holders.get(number)
@@ -71,10 +71,10 @@ def moves_that_pay(
     gain_percent_min: int,
     pause_nanoseconds: int,
 ) -> list[tuple[tuple[int, ...], PeerId]]:
-    """Return which stages could go to which of the `free`, the best first.
+    """Return the moves of stages to the `free` nodes that pay, the best first.
 
-    A move has to make a step shorter by `gain_percent_min`, and to gain twice what its pause and copies cost,
-    where a step takes so many `seconds` now. `holders` has each stage's: the first stage stays with its head,
+    A move has to make a step shorter by `gain_percent_min`, and to gain twice the cost of its pause and
+    copies, where a step takes `seconds` now. `holders` has each stage's: the first stage stays with its head,
     and a node that gives stages away keeps one.
     """
     tables = Tables(problem)

@@ -1,8 +1,7 @@
-"""What a stage costs: time, memory and bytes on the wire, in integers.
+"""The cost of a stage: time, memory and bytes on the wire, in integers.
 
-Integer nanoseconds and bytes, so that the same inputs give the same plan on every machine.
-FLOPs over a measured rate is the skeleton's model of time; a fitted model per
-operator class takes its place behind `stage_nanoseconds`.
+Integer nanoseconds and bytes, so that the same inputs give the same plan on every machine. The basic model of
+time is FLOPs over a measured rate; a fitted model per operator class replaces it behind `stage_nanoseconds`.
 """
 
 from collections.abc import Sequence
@@ -27,8 +26,8 @@ KEPT_FRAMES_BYTES_MAX = 512 << 20
 class LayerCost:
     """One layer: parameter bytes; per micro-batch forward FLOPs, bytes kept for backward, output bytes.
 
-    `working_bytes` is what its largest operator has in hand while it runs, forward or back; `parameters` is
-    how many tensors its optimizer steps.
+    `working_bytes` is the memory of its largest operator while it runs, forward or back; `parameters` is how
+    many tensors its optimizer steps.
     """
 
     parameter_bytes: int
@@ -41,7 +40,7 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Resources:
-    """What one peer offers: floating-point operations per second, and memory in bytes."""
+    """The offer of one peer: floating-point operations per second, and memory in bytes."""
 
     flops_per_second: int
     memory_bytes: int
@@ -56,10 +55,11 @@ def stage_memory_bytes(
     input_bytes: int = 0,
     microbatches: int = 0,
 ) -> int:
-    """Peak memory of a stage that trains `layers` with so many micro-batches between forward and backward.
+    """Return the peak memory of a stage that trains `layers` with this many micro-batches between forward and
+    backward.
 
-    One that recomputes keeps no more of each than its input, and all of one. `moments` are the optimizer's.
-    The frames of a step's `microbatches`, sent on and back, are kept until the step is applied.
+    A stage that recomputes keeps only the input of each, and everything of one. `moments` are the
+    optimizer's. The frames of a step's `microbatches`, sent on and back, are kept until the step is applied.
     """
     parameters = sum(layer.parameter_bytes for layer in layers)
     saved = sum(layer.saved_bytes + layer.output_bytes for layer in layers)
@@ -74,18 +74,19 @@ def stage_memory_bytes(
 
 
 def stage_nanoseconds(layers: Sequence[LayerCost], flops_per_second: int, *, recompute: bool = False) -> int:
-    """Forward and backward of one micro-batch on a group that computes at `flops_per_second` together."""
+    """Return the forward and backward time of one micro-batch on a group that computes at `flops_per_second`
+    together."""
     return compute_nanoseconds(
         sum(layer.forward_flops for layer in layers), flops_per_second, recompute=recompute
     )
 
 
 def compute_nanoseconds(forward_flops: int, flops_per_second: int, *, recompute: bool = False) -> int:
-    """The same for layers of so many forward FLOPs together."""
+    """Return the same for layers with this many forward FLOPs together."""
     passes = 1 + BACKWARD_FLOPS_RATIO + recompute
     return passes * forward_flops * NANOSECONDS // max(1, flops_per_second)
 
 
 def transfer_nanoseconds(layer: LayerCost, bytes_per_second: int) -> int:
-    """Sending one micro-batch's output of `layer` over a link."""
+    """Return the time to send one micro-batch's output of `layer` over a link."""
     return layer.output_bytes * NANOSECONDS // max(1, bytes_per_second)

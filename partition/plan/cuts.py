@@ -1,7 +1,7 @@
 """The best cut for groups in a given order: a dynamic programme from the last stage to the first.
 
-For throughput a stage or an edge that is slower than all others counts (min-max), for latency and energy the
-sum does. Exact for its order; which groups, in which order, is `partition.plan.search`.
+For throughput the slowest stage or edge counts (min-max), for latency and energy the sum. It is exact for its
+order; `partition.plan.search` chooses groups and order.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Cut:
-    """Groups in order, where they are cut, and what that costs. `value` is the min-max or the sum."""
+    """Groups in order, their cut, and its cost. `value` is the min-max or the sum."""
 
     groups: Groups
     ranges: tuple[tuple[int, int], ...]
@@ -27,17 +27,17 @@ class Cut:
 
     @property
     def fits(self) -> bool:
-        """Whether memory and constraints are kept to."""
+        """Whether it respects memory and constraints."""
         return self.value < IMPOSSIBLE
 
     @property
     def order(self) -> tuple[int, int, Groups, tuple[tuple[int, int], ...]]:
-        """Less is better; fewer stages win a tie, then the first peers."""
+        """The sort key: less is better; fewer stages win a tie, then the first peers."""
         return self.score, len(self.groups), self.groups, self.ranges
 
 
 def best_cut(tables: Tables, groups: Groups, below: int = 1 << 62) -> Cut | None:
-    """The best cut for `groups` in this order; None where its score cannot be less than `below`."""
+    """Return the best cut for `groups` in this order; None where its score cannot be less than `below`."""
     is_sum = tables.problem.objective != "throughput"
     steps = max(1, tables.problem.microbatches)
     tails: list[Times] = []
@@ -61,10 +61,10 @@ def best_cut(tables: Tables, groups: Groups, below: int = 1 << 62) -> Cut | None
 
 
 def balanced(tables: Tables, cut: Cut) -> Cut:
-    """Return the cut of the same groups that shares the compute most evenly, among those that are as good.
+    """Return the cut of the same groups that shares the compute most evenly, among the equally good ones.
 
     Where an edge is slower than every stage, all cuts over equal edges tie, and the first gives one peer a
-    layer and the next all others: nothing is gained, and all is lost where the links turn out to be faster.
+    layer and the next all others: that gains nothing, and loses much where the links turn out to be faster.
     """
     if tables.problem.objective != "throughput" or not cut.fits or len(cut.groups) == 1:
         return cut
@@ -110,7 +110,7 @@ def _trace(
 def _step_score(
     tables: Tables, groups: Groups, ranges: Sequence[tuple[int, int]], bottleneck: int, steps: int
 ) -> int:
-    """Nanoseconds of a step: the pipeline fills once, then the slowest part sets the pace."""
+    """Return the nanoseconds of a step: the pipeline fills once, then the slowest part sets the pace."""
     if bottleneck >= IMPOSSIBLE:
         # Any that fits is better, and of those that do not the one that lacks least.
         return (1 << 61) + min(bottleneck, 1 << 60)
@@ -119,9 +119,10 @@ def _step_score(
 
 
 def in_flight_pace(tables: Tables, groups: Groups, passes: Sequence[int]) -> int:
-    """Nanoseconds per micro-batch that the limit on micro-batches in flight allows, by Little's law.
+    """Return the nanoseconds per micro-batch that the limit on micro-batches in flight allows, by Little's
+    law.
 
-    A stage begins the next one only when one has come back, and until then its links may be all that works.
+    A stage begins the next one only when one has come back, and until then perhaps only its links work.
     """
     problem = tables.problem
     if problem.hides_links:
@@ -134,7 +135,7 @@ def in_flight_pace(tables: Tables, groups: Groups, passes: Sequence[int]) -> int
 
 
 def as_split(tables: Tables, cut: Cut, *, is_exact: bool) -> Split:
-    """Return what a solver answers."""
+    """Return the cut as a solver's answer."""
     slowest = 0
     for number, ((first, last), group) in enumerate(zip(cut.ranges, cut.groups, strict=True)):
         slowest = max(slowest, int(tables.group_time(group)[first, last]))

@@ -1,10 +1,10 @@
-"""The least bottleneck there is, for up to eight peers: a binary search over a dynamic programme on bit sets.
+"""The least possible bottleneck, for up to eight peers: a binary search over a dynamic programme on bit sets.
 
-For a bottleneck in question, a state is (which peers are used, the group that holds the first stage so far,
-how many stages there are), and its value the set of layers at which that stage could begin, one bit each.
-Another group goes in front where an edge between the two and a stage on it are no slower than asked. All
-states of one number of stages are worked through at once. It knows unequal replicas, links and memory by the
-place in the pipeline; it is the yardstick of `partition.plan.search`, and knows for sure that nothing fits.
+For a given bottleneck, a state is (the peers used, the group that holds the first stage so far, the number of
+stages), and its value the set of layers at which that stage could begin, one bit each. Another group goes in
+front where an edge between the two and a stage on it are no slower than the bottleneck. All states of one
+number of stages are processed at once. It handles unequal replicas, links and memory by the place in the
+pipeline; it is the yardstick of `partition.plan.search`, and proves that nothing fits.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ PEERS_MAX = 8
 LAYERS_MAX = 63
 """One bit each, and one for the end."""
 PRECISION = 10_000
-"""The binary search ends within one part in so many."""
+"""The binary search ends within one part in this many."""
 _BYTE = 256
 
 
@@ -43,7 +43,7 @@ class Exact:
         self._edges = self._edge_table()
 
     def _transitions(self) -> tuple[Any, Any, Any]:
-        """(peers used, group in front, group that goes before it), sorted by where they lead."""
+        """Return (peers used, group in front, group that goes before it), sorted by the resulting state."""
         rows = []
         for used in range(1, self._masks):
             rest = self._masks - 1 - used
@@ -73,7 +73,8 @@ class Exact:
         return found
 
     def least(self, low: int, high: int) -> int:
-        """The least bottleneck from `low` to `high`, within one part in PRECISION; `high` is known to do."""
+        """Return the least bottleneck from `low` to `high`, within one part in PRECISION; `high` is known to
+        suffice."""
         while high - low > max(1, high // PRECISION):
             middle = (low + high) // 2
             if self._reach(middle) is None:
@@ -83,12 +84,12 @@ class Exact:
         return high
 
     def split(self, bound: int) -> Cut | None:
-        """A cut whose bottleneck is at most `bound`, None where there is none."""
+        """Return a cut whose bottleneck is at most `bound`, None where there is none."""
         reached = self._reach(bound)
         return None if reached is None else self._walk(reached, bound)
 
     def _reach(self, bound: int) -> list[Any] | None:
-        """For each number of stages, the starts that can be had; until the first layer is one of them."""
+        """Return, for each number of stages, the reachable starts, until the first layer is one of them."""
         size = self._tables.count + 1
         powers = np.uint64(1) << np.arange(size, dtype=np.uint64)
         allowed = ((self._edges <= bound) * powers).sum(axis=2, dtype=np.uint64)
@@ -112,7 +113,7 @@ class Exact:
         return None
 
     def _walk(self, levels: list[Any], bound: int) -> Cut:
-        """Groups from the first stage on, by what was reached; then their best cut."""
+        """Follow the reached states to groups from the first stage on; return their best cut."""
         used, front = (int(row[0]) for row in np.nonzero(levels[-1] & np.uint64(1)))
         groups = [front]
         start = 0
@@ -139,7 +140,7 @@ class Exact:
 
 
 def _byte_tables(starts: Any) -> Any:
-    """Unions of the rows that a byte of ends selects, for each byte: (masks, bytes, 256)."""
+    """Return, for each byte, the unions of the rows that a byte of ends selects: (masks, bytes, 256)."""
     masks, size = starts.shape
     count = -(-size // 8)
     padded = np.zeros((masks, count * 8), dtype=np.uint64)

@@ -1,9 +1,9 @@
-"""What a split will do: the timeline of one step by 1F1B or GPipe, in nanoseconds, before anything runs.
+"""The forecast of a split: the timeline of one step by 1F1B or GPipe, in nanoseconds, before anything runs.
 
 The micro-batches of a step are dealt to replicas as the committer deals them, each replica computes one thing
 at a time and each link carries one frame at a time each way, beside computing. After the last micro-batch the
-replicas of a stage reduce their sums, and the optimizer steps. Long steps are played in part, for after the
-pipeline is full each further micro-batch takes what the slowest part does.
+replicas of a stage reduce their sums, and the optimizer steps. Long steps are played in part, since once the
+pipeline is full each further micro-batch takes as long as its slowest part.
 """
 
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class StageForecast:
-    """One stage: its peers (places in the problem), time for a micro-batch, memory, and what it sends."""
+    """One stage: its peers (places in the problem), time for a micro-batch, memory, and bytes sent."""
 
     first_layer: int
     last_layer: int
@@ -49,11 +49,11 @@ class StageForecast:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A step: its time, the share of it that peers idle, and what sets the pace.
+    """A step: its time, the share of it that peers idle, and its bottleneck.
 
-    `busy` is nanoseconds of computing by peer, `link_bytes` what each link carries (sender, receiver, bytes),
-    both in a step. `bars` are of the micro-batches that were played. `slowest` names a stage and whether its
-    computing or its sending is the bottleneck.
+    `busy` is nanoseconds of computing by peer, `link_bytes` the traffic of each link (sender, receiver,
+    bytes), both in a step. `bars` are those of the micro-batches that were played. `slowest` names a stage
+    and whether its computing or its sending is the bottleneck.
     """
 
     step_nanoseconds: int
@@ -146,7 +146,7 @@ def _step(tables: Tables, stage: StageForecast) -> int:
 
 
 def _microjoules(problem: Problem, busy: dict[int, int], step: int, microbatches: int) -> int:
-    """Return what the peers of the plan draw in a step, idling included, by micro-batch."""
+    """Return the energy that the peers of the plan draw in a step, idling included, by micro-batch."""
     total = 0
     for place, time in busy.items():
         peer = problem.peers[place]
@@ -157,7 +157,7 @@ def _microjoules(problem: Problem, busy: dict[int, int], step: int, microbatches
 
 @dataclass
 class _Play:
-    """One step under way. Times are nanoseconds since it was opened."""
+    """One simulated step. Times are nanoseconds since it was opened."""
 
     problem: Problem
     split: Split
@@ -168,7 +168,7 @@ class _Play:
     bars: list[Bar] = field(default_factory=list)
 
     def run(self, microbatches: int) -> None:
-        """Play so many micro-batches to their end."""
+        """Play this many micro-batches to their end."""
         stages = len(self.split.groups)
         self._owners = [self._deal(number, microbatches) for number in range(stages)]
         self._ready: dict[int, tuple[list[int], list[int]]] = {}
@@ -202,7 +202,7 @@ class _Play:
         return [group[dealt[number]] for number in range(microbatches)]
 
     def _begin(self, place: int) -> None:
-        """Begin what comes next on a peer that is free: by 1F1B a backward, by GPipe a forward."""
+        """Begin the next pass on a free peer: by 1F1B a backward, by GPipe a forward."""
         if not self._free[place]:
             return
         forwards, backwards = self._ready[place]

@@ -1,9 +1,9 @@
-"""How a plan came about, told to somebody who was not there: the first plan, and every change since.
+"""The history of a plan, for newcomers: the first plan, and every change since.
 
-The requester signs the first plan. What followed stands in segments, each signed by a peer that was on the
-roster where its segment begins: a member vouches for the changes since it came, and before these stands the
-history by which it was let in itself. So nobody who was never admitted can make one up; that members tell the
-truth is taken on trust, for votes are not signed (`partition.plan.paxos`).
+The requester signs the first plan. The changes follow in segments, each signed by a peer that was on the
+roster where its segment begins: a member vouches for the changes since it came, and the history by which it
+was admitted itself precedes them. So a peer that was never admitted cannot invent one; members are trusted to
+tell the truth, since votes are not signed (`partition.plan.paxos`).
 
 Pure. Replaying takes up to 0.2 s, so it is not for the event loop.
 """
@@ -25,13 +25,13 @@ FIRST_PLAN_PURPOSE = "first-plan"
 SEGMENT_PURPOSE = "plan-history"
 CHANGES_MAX = 1_024
 """The changes of one run: usual ones have some hundred bytes, and a run that changes hourly goes on for six
-weeks. A run that has seen more goes on with the members it has."""
+weeks. A run beyond that goes on with the members it has."""
 ROSTERS_MAX = 2**19
-"""Peers on all the rosters on the way, together, which takes 0.2 s: all the changes of 500 peers."""
+"""Peers on all rosters along the history, together, which takes 0.2 s: all the changes of 500 peers."""
 SEGMENTS_MAX = 64
-"""Newcomers that were each let in by the one before."""
+"""Newcomers in a chain, each let in by the one before."""
 HISTORY_BYTES_MAX = 448 * 1024
-"""All of it, so that it fits into one message with the plan it leads to."""
+"""The whole history, so that it fits into one message with the plan it leads to."""
 
 
 class History(msgspec.Struct, frozen=True, array_like=True):
@@ -42,7 +42,7 @@ class History(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def size_bytes(self) -> int:
-        """Return the size of what is signed, which is nearly all."""
+        """Return the size of the signed parts, which is nearly all."""
         return len(self.base.body) + sum(len(fact.body) for fact in self.segments)
 
 
@@ -54,12 +54,13 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
 
 
 def first_history(signer: Signer, plan: Plan) -> History:
-    """That of a run's first plan, by its requester."""
+    """Return the history of a run's first plan, by its requester."""
     return History(signer.sign(FIRST_PLAN_PURPOSE, encode_plan(plan)))
 
 
 def extend(signer: Signer, history: History, parent: bytes, links: Sequence[bytes]) -> History:
-    """The same with what followed the plan `parent`, where it ends. RemoteProtocolError: too long."""
+    """Return the history with the links that followed the plan `parent`, where it ends. RemoteProtocolError:
+    too long."""
     fact = signer.sign(SEGMENT_PURPOSE, encode(Segment(parent, tuple(links))))
     longer = History(history.base, (*history.segments, fact))
     check_length(longer)
@@ -67,14 +68,14 @@ def extend(signer: Signer, history: History, parent: bytes, links: Sequence[byte
 
 
 def first_plan(history: History) -> Plan:
-    """Return the plan that a history begins with; RemoteProtocolError: it is none."""
+    """Return the plan that a history begins with; RemoteProtocolError: it is not one."""
     if len(history.base.body) > PLAN_BYTES_MAX:
         raise RemoteProtocolError(f"a first plan of {len(history.base.body)} bytes")
     return decode_plan(history.base.body)
 
 
 def check_length(history: History) -> None:
-    """Else RemoteProtocolError."""
+    """Check the length of a history; else raise RemoteProtocolError."""
     if history.size_bytes > HISTORY_BYTES_MAX or len(history.segments) > SEGMENTS_MAX:
         raise RemoteProtocolError(
             f"a history of {history.size_bytes} bytes in {len(history.segments)} segments, at most "
@@ -83,7 +84,7 @@ def check_length(history: History) -> None:
 
 
 def replay(signer: Signer, requester: PeerId, history: History) -> tuple[Plan, PeerId]:
-    """The plan that a history leads to, and who tells it; else RemoteProtocolError."""
+    """Return the plan that a history leads to, and its author; else raise RemoteProtocolError."""
     check_length(history)
     author = signer.check(FIRST_PLAN_PURPOSE, history.base)
     plan = first_plan(history)

@@ -1,10 +1,10 @@
-"""What each layer of a graph costs for one micro-batch, by formulas over types: the solver's input. No torch.
+"""The cost of each layer of a graph for one micro-batch, by formulas over types: the solver's input. No
+torch.
 
-Forward FLOPs are those of `partition.model.work`. What is kept for the backward pass is summed by storage,
-so two nodes that keep one tensor, or two views of one, count once within a layer; it errs upwards.
-Parameters count in every layer that uses them: a tied weight is held by each stage that needs it, so a table
-in which it stands twice is right for every plan that cuts between, and too high by one copy where both
-layers fall into one stage.
+Forward FLOPs are those of `partition.model.work`. Memory kept for the backward pass is summed by storage, so
+two nodes that keep one tensor, or two views of one, count once within a layer; it errs upwards. Parameters
+count in every layer that uses them: a tied weight is held by each stage that needs it, so counting it twice
+is right for every plan that cuts between, and too high by one copy where both layers fall into one stage.
 """
 
 from collections.abc import Sequence
@@ -20,16 +20,16 @@ from partition.model.work import Work
 from partition.plan.cost import LayerCost
 
 _MAY_COPY = ("aten.reshape.default", "aten.contiguous.default", "aten.flatten.using_ints")
-"""Views in name, but of a transposed tensor they are copies."""
+"""Views by name that copy a transposed tensor."""
 
 
 def layer_costs(
     graph: Graph, sizes: Sequence[int], first_layer: int = 0, last_layer: int | None = None
 ) -> list[LayerCost]:
-    """One row per layer, for one micro-batch whose symbols have the values `sizes`; of a half-open range of
-    layers, where only these matter.
+    """Return one row per layer, for one micro-batch whose symbols have the values `sizes`; optionally of a
+    half-open range of layers.
 
-    `output_bytes` is what is sent if the only cut is at the layer's end, and 0 for the last layer of a graph
+    `output_bytes` is the traffic if the only cut is at the layer's end, and 0 for the last layer of a graph
     with a loss.
 
     Raises:
@@ -70,7 +70,7 @@ def _parameter_bytes(graph: Graph, row: int) -> int:
 
 
 def _roots(graph: Graph, flow: Flow) -> list[int]:
-    """By value: the one whose storage it shares, itself for most."""
+    """Return, by value, the one whose storage it shares, itself for most."""
     roots = list(range(len(flow.producers)))
     for node in flow.entry.nodes:
         operator = OPERATORS.get(graph.operators[node.operator])

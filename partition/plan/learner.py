@@ -1,11 +1,11 @@
-"""What a member learns of the chain from others: links that it lacks, and branches that are not its own.
+"""Learning of the chain from other members: links that a member lacks, and other branches.
 
-Part of `partition.plan.paxos`: it holds no vote. Other members are believed, as far as what they say is
+Part of `partition.plan.paxos`: it holds no vote. Other members are believed, as far as their messages are
 valid.
 
-Of two members one may be behind, or each of another branch. A Head that asks is answered by the links its
-sender lacks, or, where its plan is none of ours, by all we know and our own Head. An answer is not answered
-again.
+One of two members may be behind, or they may be on different branches. A Head that asks is answered by the
+links its sender lacks, or, where its plan is none of ours, by all our links and our own Head. An answer is
+not answered again.
 """
 
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ from partition.plan.paxos_messages import ChainHead, Decided, Sends, other_branc
 from partition.plan.plan import NO_HASH, Plan, plan_hash
 
 BEHIND_SECONDS = 30.0
-"""One that came late itself may know too little to help; within so long somebody else will."""
+"""A member that came late itself may know too little to help; within this time another one will."""
 STRAYED_MAX = 64
-"""Plans of other branches that are recognised at once."""
+"""Members of other branches that are remembered."""
 
 
 @dataclass(frozen=True)
 class Branch:
-    """Another branch as its links show it: the last plan that it shares with ours, and who is on its newest
+    """Another branch by its links: the last plan that it shares with ours, and the members of its newest
     plan."""
 
     split: Plan
@@ -36,7 +36,7 @@ class Branch:
 
 @dataclass(frozen=True)
 class ForkFound:
-    """`peer` is of another branch of the chain, which is the one to go on with if its head can be believed.
+    """`peer` is on another branch of the chain, which is the one to go on with if its head can be believed.
     `branch` is None where its links are too old to be compared with ours."""
 
     peer: PeerId
@@ -46,7 +46,7 @@ class ForkFound:
 
 @dataclass(frozen=True)
 class ForkBehind:
-    """`peer` is of another branch of the chain, and ours is the one to go on with."""
+    """`peer` is on another branch of the chain, and ours is the one to go on with."""
 
     peer: PeerId
     head: ChainHead
@@ -55,7 +55,7 @@ class ForkBehind:
 
 @dataclass(frozen=True)
 class LeftBehind:
-    """`peer` is further, and for BEHIND_SECONDS nobody could tell how to get there: too much was missed."""
+    """`peer` is further, and for BEHIND_SECONDS nobody had the links to get there: too much was missed."""
 
     peer: PeerId
     head: ChainHead
@@ -63,7 +63,7 @@ class LeftBehind:
 
 @dataclass(frozen=True)
 class ChainBroken:
-    """`peer` says that another change was decided at `height` than we know of: a lie, or a lost disk."""
+    """`peer` says that another change was decided at `height` than the one we know: a lie, or a lost disk."""
 
     peer: PeerId
     height: int
@@ -82,7 +82,7 @@ class Taken:
 
 
 class Learner:
-    """The chain as this member knows it, and who was heard to be elsewhere."""
+    """The chain as this member knows it, and the members heard to be elsewhere."""
 
     def __init__(self, me: PeerId, chain: Chain, *, may_fork: bool) -> None:
         self.events: list[LearnerEvent] = []
@@ -90,20 +90,20 @@ class Learner:
         self.said = ChainHead(run=chain.head.run, parent=chain.head_hash, height=chain.head.height)
         self._me = me
         self._may_fork = may_fork
-        # Of peers whose plan is none of ours, the last Head of each.
+        # The last Head of each peer whose plan is none of ours.
         self._heads: dict[PeerId, ChainHead] = {}
         self._strayed: dict[bytes, Branch] = {}
         self._behind_since: float | None = None
 
     def append(self, rows: list[Taken]) -> None:
-        """Our chain is so much longer."""
+        """Append links to our chain."""
         for row in rows:
             self.chain.append(row.plan, row.link)
         self._behind_since = None
         self._heads = {peer: head for peer, head in self._heads.items() if self.chain.knows(peer)}
 
     def head(self, *, asks: bool) -> ChainHead:
-        """Return what we say of ourselves."""
+        """Return our own Head."""
         plan = self.chain.head
         return replace(
             self.said,
@@ -115,7 +115,7 @@ class Learner:
         )
 
     def links_after(self, place: int) -> Decided:
-        """All that followed our plan at `place`."""
+        """Return all links that followed our plan at `place`."""
         return Decided(
             run=self.chain.head.run,
             parent=self.chain.hashes[place],
@@ -124,14 +124,14 @@ class Learner:
         )
 
     def learn(self, sender: PeerId, message: Decided) -> tuple[list[Taken], Sends]:
-        """The links that follow our head, not taken yet, and what is to be sent.
+        """Return the links that follow our head, not taken yet, and the messages to send.
 
-        All are checked before one counts. A fork that we are not of is another branch, even where it begins
-        at our head.
+        All are checked before one counts. A fork without us is another branch, even where it begins at our
+        head.
         """
         place = self.chain.place(message.parent)
         if place is None:
-            # We miss what came before, or it was never ours. Who has said all it knows cannot say which.
+            # We miss the links before, or it was never ours. A peer that sent all its links cannot say which.
             return [], [] if message.whole else [(sender, self.head(asks=True))]
         plan = self.chain.plans[place]
         split = plan
@@ -163,7 +163,7 @@ class Learner:
         return taken, []
 
     def hear(self, now: float, sender: PeerId, head: ChainHead) -> Sends:
-        """Return what a member says of itself."""
+        """Take a member's Head; return the messages to send."""
         ours = self.chain.head
         place = self.chain.place(head.plan)
         if place is not None:
@@ -189,8 +189,8 @@ class Learner:
             self.events.append(LeftBehind(sender, head))
 
     def _judge(self, sender: PeerId) -> bool:
-        """Return whether the last Head of `sender` is of another branch; an event where its links show that,
-        or ours no longer reach back to where they could."""
+        """Return whether the last Head of `sender` is on another branch; emit an event where its links show
+        that, or ours no longer reach back far enough."""
         head = self._heads.get(sender)
         if head is None:
             return False

@@ -1,9 +1,9 @@
-"""When a peer measures its link to which other, what it makes of the samples, and whom it lets measure it.
+"""Link probes: their schedule, their evaluation, and limits on those of other peers.
 
 A probe is a burst of known length each way. A single one may meet other traffic or a processor that was busy,
-so the median of the last ones counts. What the frames of a run took corrects it: frames cannot seem slower
-than the link for long, so they lower the estimate; they raise it only where the link was saturated, for the
-kernel takes what is short at once. Sans-IO: the bursts are the shell's.
+so the median of the last ones counts. The times of a run's frames correct it: frames cannot seem slower than
+the link for long, so they lower the estimate; they raise it only where the link was saturated, since the
+kernel takes short data at once. Sans-IO: the bursts are the shell's.
 """
 
 from collections import OrderedDict, deque
@@ -19,21 +19,22 @@ from partition.plan.observed import BYTES_PER_SECOND_MAX, LINKS_MAX, NANOSECONDS
 PROBE_BYTES = (1 << 17, 1 << 20)
 """The sizes of a probe's bursts each way: the second only where the first was fast."""
 FAST_SECONDS = 0.1
-"""For the first burst; so a link of 10 Mbit/s is not kept busy for more than a moment."""
+"""The longest time of the first burst for a second one; so a link of 10 Mbit/s is not kept busy for more than
+a moment."""
 PARTNERS_MAX = LINKS_MAX
 NEAREST_SHARE = 0.6
-"""The share of partners that are the nearest by round trip; the others are far, so that what lies between is
-known."""
+"""The share of partners that are the nearest by round trip; the others are far, so that the links between are
+covered."""
 FIRST_SECONDS = 2.0
 """Between two probes while partners are unmeasured."""
 IDLE_SECONDS = 30.0
-"""From one look for new members to the next, where no probe is due; 5 s while there is nobody to probe."""
+"""The pause between looks for new members, where no probe is due; 5 s while there is nobody to probe."""
 ALONE_SECONDS = 5.0
 AGAIN_SECONDS = 600.0
 RETRY_SECONDS_MIN, RETRY_SECONDS_MAX = 5.0, 300.0
 SAMPLES_MAX = 5
 FRAMES_SECONDS = 1_800.0
-"""For so long what frames took corrects an estimate."""
+"""How long the times of frames correct an estimate."""
 
 PEER_PROBES_PER_SECOND, PEER_PROBES_MAX = 1 / 30, 8
 """The bursts of one peer, each way: two of a meeting and two again, and two by each of two networks."""
@@ -41,7 +42,7 @@ PROBES_PER_SECOND, PROBES_MAX = 1.0, 8
 """The bursts of all peers together: 1.1 MiB/s each way at most in the long run."""
 SOURCES_MAX = 1_024
 BUSY_SECONDS = 30.0
-"""To whoever asks while a stage computes here: come again then."""
+"""The pause for a peer that asks while a stage computes here."""
 
 
 @dataclass
@@ -57,7 +58,7 @@ class _Partner:
 
 
 class LinkProbes:
-    """One peer's own probes. `deadline` is when `next` wants to be asked."""
+    """One peer's own probes. `deadline` is when `next` wants to be called."""
 
     def __init__(self, rng: Random, now: float) -> None:
         self._rng = rng
@@ -65,7 +66,7 @@ class LinkProbes:
         self.deadline = now + FIRST_SECONDS * (1 + rng.random())
 
     def next(self, now: float, candidates: Sequence[PeerId]) -> PeerId | None:
-        """Return whom to probe now, if anybody; `candidates` are ordered by round trip, the nearest first."""
+        """Return the peer to probe now, if any; `candidates` are ordered by round trip, the nearest first."""
         chosen = self._choose(candidates)
         for peer in [peer for peer in self._partners if peer not in chosen]:
             if self._partners[peer].frames is None or peer not in candidates:
@@ -93,7 +94,7 @@ class LinkProbes:
     def probed(
         self, now: float, peer: PeerId, sent: float, taken: float, round_trip_seconds: float | None
     ) -> None:
-        """Note what a probe came to, in bytes a second each way."""
+        """Note the result of a probe, in bytes a second each way."""
         partner = self._partners.get(peer)
         if partner is None:
             return
@@ -127,24 +128,24 @@ class LinkProbes:
         partner.due = now + max(pause, min(retry_seconds, RETRY_SECONDS_MAX)) * (1 + self._rng.random())
 
     def framed(self, now: float, peer: PeerId, bytes_per_second: float, *, is_saturated: bool) -> None:
-        """Note what frames of a run took lately on the way to `peer`."""
+        """Note the rate of a run's frames on the way to `peer`."""
         if bytes_per_second > 0:
             partner = self._partners.setdefault(peer, _Partner(due=now))
             partner.frames = _whole(bytes_per_second), is_saturated, now
 
     def sent_rate(self, peer: PeerId) -> int:
-        """Return the bytes a second that probes to `peer` came to; 0 where there were none."""
+        """Return the bytes a second that probes to `peer` measured; 0 where there were none."""
         partner = self._partners.get(peer)
         return 0 if partner is None else _median(partner.sent)
 
     def rows(self, now: float) -> tuple[LinkRow, ...]:
-        """Return what is known, by peer; at most LINKS_MAX, links that carried frames first."""
+        """Return the links known, by peer; at most LINKS_MAX, links that carried frames first."""
         found = []
         for peer, partner in self._partners.items():
             sent = _median(partner.sent)
             if partner.frames is not None and now - partner.frames[2] <= FRAMES_SECONDS:
                 rate, is_saturated, _ = partner.frames
-                # Of a link that waits for its sender, what frames took is no more than an upper bound.
+                # On a link that waits for its sender, the time of frames is only an upper bound.
                 sent = rate if is_saturated else min(sent, rate)
             if sent or partner.taken:
                 row = LinkRow(peer, sent, _median(partner.taken), partner.nanoseconds)
@@ -154,8 +155,8 @@ class LinkProbes:
 
 
 class ProbeLimits:
-    """Limit the peers that may measure this one: one at a time, so many of each and of all, none while it
-    computes."""
+    """Limits on the peers that may measure this one: one at a time, with budgets for each and for all, and
+    none while it computes."""
 
     def __init__(self, now: float) -> None:
         self._peers: Buckets[PeerId] = Buckets(PEER_PROBES_PER_SECOND, PEER_PROBES_MAX, SOURCES_MAX)
@@ -175,7 +176,7 @@ class ProbeLimits:
 
 
 def _whole(rate: float) -> int:
-    """At least 1, whatever was measured."""
+    """Return a whole rate, at least 1."""
     return int(max(1.0, min(rate, float(BYTES_PER_SECOND_MAX))))
 
 

@@ -1,8 +1,8 @@
-"""Fewer stages for the same layers: where a stage has nobody left, the stages beside it take its layers.
+"""Merging of stages: where a stage has no replica left, the stages beside it take its layers.
 
-Borders stay where borders were, for only there it is known that the model can be cut. Of all ways the one
-whose slowest stage has the fewest layers for its rate is taken, without asking anybody to hold what it has
-refused to hold.
+New borders are at old borders, since only these are known to be legal cuts. Among all ways the one whose
+slowest stage has the fewest layers for its rate is taken, without asking a peer to hold layers that it has
+refused.
 """
 
 from collections.abc import Collection, Sequence
@@ -11,14 +11,14 @@ from fractions import Fraction
 from partition.plan.plan import Plan, StagePlan
 
 Refused = Collection[tuple[bytes, int, int]]
-"""Peers that could not hold a stage from one layer to before another."""
+"""Peers that could not hold the layers from one to before another."""
 Group = Sequence[tuple[bytes, int]]
-"""The replicas that a stage has left, each with its rate."""
+"""The remaining replicas of a stage, each with its rate."""
 
 
 def merged_stages(plan: Plan, groups: Sequence[Group], refused: Refused = ()) -> tuple[StagePlan, ...] | None:
-    """Return the stages of a plan like `plan` in which only the groups with somebody left hold stages; None
-    where no group can hold more.
+    """Return the stages of a plan like `plan` in which only groups with a replica hold stages; None where no
+    group can hold more.
 
     `groups` are of the plan's stages, in their order.
     """
@@ -45,7 +45,8 @@ def merged_stages(plan: Plan, groups: Sequence[Group], refused: Refused = ()) ->
 
 
 def _stage(first: int, last: int, group: Group, refused: Refused) -> StagePlan | None:
-    """Return these layers at those of a group that have not refused them, or fewer; None for nobody."""
+    """Return these layers at the members of a group that have not refused them, or fewer; None for no
+    member."""
     able = [
         (peer, rate)
         for peer, rate in group
@@ -63,5 +64,5 @@ def stage_pace(stage: StagePlan) -> Fraction:
 
 
 def slowest_pace(plan: Plan) -> Fraction:
-    """Return the pace of the stage that all others wait for, with all layers taken to be alike."""
+    """Return the pace of the slowest stage, taking all layers to be alike."""
     return max(map(stage_pace, plan.stages))

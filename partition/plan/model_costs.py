@@ -1,4 +1,4 @@
-"""What the layers of a model cost, worked out once for all the plans that are tried of it."""
+"""Layer costs of a model, computed once for all the plans that are tried of it."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -10,7 +10,7 @@ from partition.plan.operations import Operations, layer_operations
 
 
 class ModelCosts:
-    """Costs of one micro-batch whose symbols have the values `sizes`, worked out when they are asked for."""
+    """Costs of one micro-batch whose symbols have the values `sizes`, computed on demand."""
 
     def __init__(self, graph: Graph, sizes: Sequence[int]) -> None:
         self._graph = graph
@@ -18,10 +18,10 @@ class ModelCosts:
 
     @cached_property
     def layers(self) -> tuple[LayerCost, ...]:
-        """One row a layer. Raises ValueError: sizes that do not fit the graph."""
+        """Return one row per layer. Raises ValueError: sizes that do not fit the graph."""
         return tuple(layer_costs(self._graph, self._sizes))
 
     @cached_property
     def operations(self) -> tuple[Operations, ...]:
-        """One row a layer. Raises RemoteProtocolError: sizes that do not fit the graph."""
+        """Return one row per layer. Raises RemoteProtocolError: sizes that do not fit the graph."""
         return tuple(layer_operations(self._graph, self._sizes))

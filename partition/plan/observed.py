@@ -1,9 +1,9 @@
-"""What peers measured of each other, and what a planner believes of it: links, and rates of stages.
+"""Measurements of peers by each other, and the planner's trust in them: links, and rates of stages.
 
-A peer publishes what it measured of others, never of itself. Of a link each end says what it saw, and the
-lower of both counts: an end that boasts wins nothing, and one that belittles a link harms only links of its
-own. Of a peer's rate its own claim is the most that counts, and what others found in a run wins over it. What
-the planner measured itself wins over what anybody says. No torch, no clock.
+A peer publishes measurements of others, never of itself. Each end of a link reports its own, and the lower of
+both counts: boasting gains nothing, and belittling a link harms only one's own links. A peer's own claim is
+an upper bound of its rate, and measurements by others in a run win over it. The planner's own measurements
+win over all reports. No torch, no clock.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -23,18 +23,18 @@ from partition.plan.rates import Calibration
 LINKS_MAX = 10
 STAGES_MAX = 6
 OBSERVED_BYTES_MAX = 900
-"""As a record of the DHT holds."""
+"""The largest value of a DHT record."""
 BYTES_PER_SECOND_MAX = 10**12
 NANOSECONDS_MAX = 10 * 10**9
-"""One way; a slower link carries no training."""
+"""One way; a slower link cannot carry training."""
 FLOPS_PER_SECOND_MAX = 10**18
 
 Rate = Annotated[int, msgspec.Meta(ge=0, le=BYTES_PER_SECOND_MAX)]
 
 
 class LinkRow(msgspec.Struct, frozen=True, array_like=True):
-    """One link as its author saw it: bytes a second sent to `peer` and taken from it, and nanoseconds one
-    way. 0 is not measured."""
+    """One link as its author measured it: bytes a second sent to `peer` and taken from it, and nanoseconds
+    one way. 0 is not measured."""
 
     peer: Peer
     sent: Rate
@@ -43,15 +43,14 @@ class LinkRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StageRow(msgspec.Struct, frozen=True, array_like=True):
-    """How fast a replica was found to be in a run that the author committed, in the unit of a plan's
-    rates."""
+    """A replica's measured speed in a run that the author committed, in the unit of a plan's rates."""
 
     peer: Peer
     flops_per_second: Annotated[int, msgspec.Meta(ge=1, le=FLOPS_PER_SECOND_MAX)]
 
 
 class Observed(msgspec.Struct, frozen=True, array_like=True):
-    """All that one peer measured of others lately."""
+    """One peer's recent measurements of others."""
 
     links: Annotated[tuple[LinkRow, ...], msgspec.Meta(max_length=LINKS_MAX)] = ()
     stages: Annotated[tuple[StageRow, ...], msgspec.Meta(max_length=STAGES_MAX)] = ()
@@ -64,7 +63,8 @@ RELAYED_NANOSECONDS = 50_000_000
 
 
 def limited_rows(rows: Iterable[LinkRow], upload: int, download: int) -> tuple[LinkRow, ...]:
-    """Return links as their author sees them that gives no more than these bytes a second, 0 for any."""
+    """Return links limited to these bytes a second, 0 for no limit, as an author that gives no more sees
+    them."""
     most = upload or BYTES_PER_SECOND_MAX, download or BYTES_PER_SECOND_MAX
     return tuple(
         LinkRow(row.peer, min(row.sent, most[0]), min(row.taken, most[1]), row.nanoseconds) for row in rows
@@ -72,12 +72,13 @@ def limited_rows(rows: Iterable[LinkRow], upload: int, download: int) -> tuple[L
 
 
 def encode_observed(observed: Observed) -> bytes:
-    """The value of a record."""
+    """Return the value of a record."""
     return encode(observed)
 
 
 def decode_observed(data: bytes, author: PeerId) -> Observed:
-    """What `author` measured of others; RemoteProtocolError where it speaks of itself, or of one twice."""
+    """Return the measurements by `author`; RemoteProtocolError where it measures itself, or one peer
+    twice."""
     found: Observed = decode(data, Observed, bytes_max=OBSERVED_BYTES_MAX)
     for rows in (found.links, found.stages):
         peers = [row.peer for row in rows]
@@ -88,8 +89,8 @@ def decode_observed(data: bytes, author: PeerId) -> Observed:
 
 @dataclass(frozen=True)
 class Knowledge:
-    """What a planner `me` knows by measurement: `calibrations` by the peer that made them for itself,
-    `observed` by author."""
+    """A planner's knowledge by measurement, as the peer `me`: `calibrations` by the peer that made them for
+    itself, `observed` by author."""
 
     me: PeerId | None = None
     calibrations: Mapping[PeerId, Calibration] = field(default_factory=dict)
@@ -98,7 +99,7 @@ class Knowledge:
     """Peers that others reach through relays: between two of these there may be one."""
 
     def flops_per_second(self, peer: PeerId, claimed: int) -> int:
-        """Return the rate to plan with: what `peer` claims, or less where others found less."""
+        """Return the rate to plan with: the claim of `peer`, or less where others found less."""
         return min(claimed, self._ratings.get(peer, claimed))
 
     @cached_property
@@ -114,11 +115,11 @@ class Knowledge:
         }
 
     def links(self, peers: Collection[PeerId]) -> dict[tuple[PeerId, PeerId], Link]:
-        """Return each direction between two of these peers of which anything is known.
+        """Return each known direction between two of these peers.
 
-        A link that neither end measured is the slower of what its ends have with others. Nothing is known of
-        one whose ends have both been measured with nobody. Between two that are both hidden it is taken for a
-        relayed one, until either has measured it: then it is what it is on the way that they use.
+        A link that neither end measured is estimated as the slower of its ends' typical links, and is unknown
+        if neither end has measurements with anybody. A link between two hidden peers is taken for a relayed
+        one until either has measured it.
         """
         said = self._said()
         own = self._typical(said)
@@ -143,7 +144,7 @@ class Knowledge:
         return found
 
     def _said(self) -> dict[tuple[PeerId, PeerId, PeerId], tuple[int, int]]:
-        """By sender, receiver and author: (bytes a second, nanoseconds)."""
+        """Return by sender, receiver and author: (bytes a second, nanoseconds)."""
         found = {}
         for author, observed in self.observed.items():
             for row in observed.links:
@@ -168,7 +169,8 @@ class Knowledge:
     def _typical(
         self, said: Mapping[tuple[PeerId, PeerId, PeerId], tuple[int, int]]
     ) -> dict[tuple[PeerId, bool], Link]:
-        """What a peer sends at (True) and takes at (False) with those that it was measured with."""
+        """Return a peer's typical link for sending (True) and for receiving (False), over all that it was
+        measured with."""
         rates: dict[tuple[PeerId, bool], list[tuple[int, int]]] = {}
         for one, other in sorted({(one, other) for one, other, _ in said}):
             link = self._between(said, one, other)

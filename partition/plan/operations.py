@@ -1,8 +1,8 @@
-"""What each layer has a device do, by class of operator: calls, FLOPs and bytes, both passes. No torch.
+"""The operations of each layer, by class of operator: calls, FLOPs and bytes, both passes. No torch.
 
-The classes are those that devices run at different speeds (`partition.plan.rates`). Backward counts what
-autograd computes: of a product one more for each factor that needs a gradient, of a lookup the whole table,
-of every parameter its addition to the sums.
+The classes are those that devices run at different speeds (`partition.plan.rates`). Backward counts
+autograd's work: for a product one more for each factor that needs a gradient, for a lookup the whole table,
+for every parameter its addition to the sums.
 """
 
 from collections.abc import Sequence
@@ -92,14 +92,14 @@ class Amount:
 
 @dataclass(frozen=True)
 class Operations:
-    """By class, of one layer and one micro-batch; classes that do not occur are left out."""
+    """Amounts by class, of one layer and one micro-batch; absent classes are left out."""
 
     forward: tuple[tuple[Kind, Amount], ...]
     backward: tuple[tuple[Kind, Amount], ...]
 
 
 def layer_operations(graph: Graph, sizes: Sequence[int]) -> list[Operations]:
-    """One row per layer; raises RemoteProtocolError where the sizes do not fit the graph."""
+    """Return one row per layer; raises RemoteProtocolError where the sizes do not fit the graph."""
     entry = graph.entries[0]
     work, flow = Work(graph, entry, sizes), flow_of(graph, entry)
     bounds = (0, *entry.boundaries, len(entry.nodes))
@@ -134,7 +134,7 @@ def _sorted(amounts: dict[Kind, Amount]) -> tuple[tuple[Kind, Amount], ...]:
 
 
 def kind_of(graph: Graph, node: Node) -> Kind:
-    """The class by which a device runs a node."""
+    """Return the class by which a device runs a node."""
     full = graph.operators[node.operator]
     operator = OPERATORS.get(full)
     cost, name = ("matmul" if operator is None else operator.cost), full.split(".")[1]

@@ -1,26 +1,26 @@
-"""How the members of a run agree on the next plan: Paxos at each height of the chain, as a sans-IO core.
+"""Agreement of a run's members on the next plan: Paxos at each height of the chain, as a sans-IO core.
 
-Paper: Lamport 2001, "Paxos Made Simple"; what it calls chosen is `decided` here. One instance per height,
-named by the plan that is to be followed, among `committee` of that plan; a majority of it decides. The
-nearest member of the committee that lives proposes at once and the others only in turn after it, so that they
-rarely duel; nobody is elected for longer than one plan.
+Paper: Lamport 2001, "Paxos Made Simple"; its "chosen" is `decided` here. One instance per height, named by
+the plan that is to be followed, among `committee` of that plan; a majority of it decides. The nearest living
+member of the committee proposes at once and the others only in turn after it, so that they rarely duel;
+nobody is elected for longer than one plan.
 
-What a member has promised it must keep over every restart: whenever `unsaved` is set, `durable` must be
-stored before anything that a call returned is sent, and before its events are acted on.
+A member must keep its promises over every restart: whenever `unsaved` is set, `durable` must be stored before
+anything that a call returned is sent, and before its events are acted on.
 
 Where a run names a tie-breaker, its requester, half of an even committee with it decides as a majority does:
 of two members the requester goes on alone and the other waits; every two quorums still meet, so there are
-never two plans at one height. A member that has lost sight of a quorum waits. Where the run allows forks,
-those who see each other then decide alone, in an instance of their own that their list names. After healing
-both sides hear of each other: the one that `survives` goes on, and who is of the other gets a ForkFound and
-comes back as a newcomer.
+never two plans at one height. A member that has lost sight of a quorum waits. Where the run allows forks, the
+members that see each other then decide alone, in an instance of their own that their list names. After
+healing both sides hear of each other: the one that survives goes on, and members of the other get a ForkFound
+and come back as newcomers.
 
-Members are trusted to tell the truth: a Decided is believed from whoever is or was on the roster, as far as
-its changes are valid. A lie is noticed only where two different changes were decided for one plan
+Members are trusted to tell the truth: a Decided is believed from any present or past member of the roster, as
+far as its changes are valid. A lie is noticed only where two different changes were decided for one plan
 (ChainBroken).
 
-Here are the proposer and the acceptor; `learner` follows what others have decided, `reach` counts who lives.
-Not here: what should be decided (the wish), and the disk.
+This file has the proposer and the acceptor; `learner` follows decisions of others, `quorum` counts the
+living. Not here: the change to decide (the wish), and the disk.
 """
 
 from collections.abc import Collection, Sequence
@@ -67,14 +67,14 @@ __all__ = [
 ]
 
 PROPOSE_SECONDS = 1.0
-"""Each member of the committee gives those before it so long: two round trips and a disk, with room."""
+"""The time that each member of the committee gives those before it: two round trips and a disk, with room."""
 JITTER = 0.25
-"""The share by which each wait is longer at random, so that clocks in step do not stay so."""
+"""The random share by which each wait is longer, so that clocks in step do not stay in step."""
 RESEND_SECONDS = 1.0
-"""After so long without a majority the question is asked again; then twice as long each time."""
+"""The time without a majority after which a question is repeated; doubled each time."""
 RESEND_SECONDS_MAX = 16.0
 BACKOFF_SECONDS = 0.5
-"""The middle of the first wait of who was outbid; then twice as long each time."""
+"""The mean first wait of an outbid proposer; doubled each time."""
 BACKOFF_SECONDS_MAX = 16.0
 
 INF = float("inf")
@@ -82,7 +82,7 @@ INF = float("inf")
 
 @dataclass(frozen=True)
 class PlanDecided:
-    """`plan` is the newest now. `change` led to it; `links` plans came at once, this one included."""
+    """`plan` is now the newest. `change` led to it; `links` plans came at once, this one included."""
 
     plan: Plan
     change: Change
@@ -96,7 +96,8 @@ Event = (
 
 @dataclass
 class _Proposal:
-    """Our attempt. `best` is what the promises brought along; `value` is set once all are asked to accept."""
+    """Our attempt. `best` is the best vote among the promises; `value` is set once all are asked to
+    accept."""
 
     instance: Instance
     ballot: Ballot
@@ -109,10 +110,10 @@ class _Proposal:
 class PaxosChain:
     """One member's part in the chain of one run.
 
-    `genesis` is where this member begins: the requester's plan, or for a newcomer the plan it was let in by.
-    `durable` is what was stored in an earlier life, and then counts instead. Who may have voted on what
-    follows `genesis`, in a life that it has forgotten, must `abstain`: it votes from the next plan on.
-    All members of a run must name the same `tie_breaker`.
+    `genesis` is where this member begins: the requester's plan, or for a newcomer the plan that admitted it.
+    `durable` is the state stored in an earlier life, which then counts instead. A member that may have voted
+    on what follows `genesis`, in a life that it has forgotten, must `abstain`: it votes from the next plan
+    on. All members of a run must name the same `tie_breaker`.
 
     Long because promises, votes and decisions of a height must go into one durable record before any is said.
 
@@ -152,7 +153,7 @@ class PaxosChain:
         self._begin()
 
     def _begin(self) -> None:
-        """A new height: nothing is wished for or proposed."""
+        """Begin a new height: nothing is wished for or proposed."""
         self._instance = self._reach.instance
         self._wish: Change | None = None
         self._proposal: _Proposal | None = None
@@ -168,7 +169,7 @@ class PaxosChain:
 
     @property
     def head_hash(self) -> bytes:
-        """Its hash."""
+        """The hash of the head."""
         return self._learner.chain.head_hash
 
     @property
@@ -183,12 +184,12 @@ class PaxosChain:
 
     @property
     def acquainted(self) -> tuple[PeerId, ...]:
-        """All others on a roster that is kept, lost ones too: after a fork they must hear of us."""
+        """All others on a kept roster, lost ones too: after a fork they must hear of us."""
         return tuple(PeerId(peer) for peer in self._learner.chain.peers() if peer != self.me)
 
     @property
     def durable(self) -> bytes:
-        """What must be stored whenever `unsaved` is set."""
+        """The state that must be stored whenever `unsaved` is set."""
         votes = tuple(Voted(fork, vote) for fork, vote in self._votes.items())
         return pack(Kept(self.base, self.chain, votes, self._abstains, self._past))
 
@@ -200,11 +201,11 @@ class PaxosChain:
     # Orders of this node
 
     def wish(self, now: float, change: Change | None, *, parent: bytes | None = None) -> Sends:
-        """Return what this member would have decided next, until the next call or the next plan; None for
+        """Set the change that this member wants decided next, until the next call or the next plan; None for
         nothing.
 
-        `parent` is the hash of the plan it was thought of for: where the head is another by now, or no plan
-        follows from it, nothing is wished. Counts only from a member of the committee.
+        `parent` is the hash of the plan it was made for: where the head is another by now, or no plan follows
+        from it, nothing is wished. It counts only from a member of the committee.
         """
         fits = change is not None and parent in (None, self.head_hash)
         if not fits or self._value(self._reach.normal, change) is None:
@@ -219,7 +220,7 @@ class PaxosChain:
         return self.wake(now)
 
     def reach(self, now: float, live: Collection[PeerId]) -> Sends:
-        """Return who is believed to be alive, as SWIM has it; until the first call all are."""
+        """Set the peers believed to be alive, as SWIM has them; until the first call all are."""
         if self._reach.see(now, live):
             self._resend_seconds = RESEND_SECONDS
             self._resend_at = min(self._resend_at, now + RESEND_SECONDS if self._proposal else INF)
@@ -227,18 +228,19 @@ class PaxosChain:
         return self.wake(now)
 
     def say(self, head: ChainHead) -> None:
-        """How far this member is, by its shell: by that it judges which of two branches survives."""
+        """Set how far this member is, as its shell reports it: the basis for judging which of two branches
+        survives."""
         self._learner.said = head
 
     def gives_way(self, head: ChainHead) -> bool:
-        """Return whether the branch that says this of itself is the one to go on with, by what was last
-        `said`."""
+        """Return whether the branch with this head is the one to go on with, by the head last set."""
         return other_branch_wins(self._learner.head(asks=False), head)
 
     def rejoin(self, now: float, base: Plan, links: Sequence[bytes] = ()) -> Sends:
-        """Give up what we know and go on from `base` and `links` of another, after ForkFound or LeftBehind.
+        """Give up our chain and go on from `base` and `links` of another member, after ForkFound or
+        LeftBehind.
 
-        Votes given up are not forgotten: at a plan that it may have voted at, it abstains until the next one.
+        Votes given up are not forgotten: at a plan where it may have voted, it abstains until the next one.
         RemoteProtocolError: they are another run's, or no chain, and nothing has changed.
         """
         if base.run != self.head.run:
@@ -253,7 +255,7 @@ class PaxosChain:
         return self.wake(now)
 
     def tell(self, peer: PeerId) -> Sends:
-        """Make `peer` say what we lack, or ask for what it lacks."""
+        """Exchange heads with `peer`: either side sends the links that the other lacks."""
         return [(peer, self._learner.head(asks=True))]
 
     def wake(self, now: float) -> Sends:
@@ -272,10 +274,10 @@ class PaxosChain:
         self._gather()
         return sends
 
-    # What comes in
+    # Input
 
     def receive(self, now: float, sender: PeerId, message: AgreementMessage) -> Sends:
-        """Whatever a peer says about the chain. RemoteProtocolError: refused, and nothing has changed."""
+        """Take a peer's message about the chain. RemoteProtocolError: refused, and nothing has changed."""
         if message.run != self.head.run:
             raise RemoteProtocolError("a message about another run's plans")
         if sender == self.me or not self._learner.chain.knows(sender):
@@ -358,7 +360,8 @@ class PaxosChain:
             self.unsaved = True
 
     def _give_way(self, now: float, instance: Instance, ballot: Ballot) -> None:
-        """Another is at work: an attempt of ours below it has little hope, and a new one only disturbs."""
+        """Give way to a higher ballot: an attempt of ours below it has little hope, and a new one only
+        disturbs."""
         mine = self._proposal
         if mine is not None and mine.instance == instance and mine.ballot < ballot:
             self._abandon()
@@ -394,7 +397,7 @@ class PaxosChain:
     def _count_vote(
         self, now: float, sender: PeerId, message: Promised | PreemptedBallot | Accepted
     ) -> Sends:
-        """An answer to our question; one to an earlier question changes nothing any more."""
+        """Count an answer to our question; one to an earlier question changes nothing any more."""
         if message.ballot.peer != self.me:
             raise RemoteProtocolError("an answer to the ballot of another peer")
         mine = self._proposal
@@ -430,7 +433,7 @@ class PaxosChain:
         self._check_value(mine.instance, message.value)
 
     def _better(self, best: Vote, other: Vote) -> Vote:
-        """Return the vote accepted at the higher ballot, of those that two promises brought along."""
+        """Return the vote accepted at the higher ballot, among those of two promises."""
         if other.accepted is None or (best.accepted is not None and best.accepted >= other.accepted):
             return best
         return other
@@ -458,7 +461,7 @@ class PaxosChain:
 
     @property
     def is_forking(self) -> bool:
-        """Whether a fork is open: those in reach may decide alone what follows the newest plan."""
+        """Whether a fork is open: the members in reach may decide alone what follows the newest plan."""
         return self._reach.fork is not None
 
     def could_decide(self, living: Collection[PeerId]) -> bool:
@@ -467,7 +470,7 @@ class PaxosChain:
         return self._reach.fork is not None or self._is_quorum(self._reach.normal, living)
 
     def _decide(self, now: float, value: bytes) -> Sends:
-        """A majority has accepted: so it is for ever. Whoever is concerned hears of it."""
+        """Take a value that a majority has accepted, which is final; tell every member concerned."""
         plan, change = follow(self.head, value)
         told = Decided(run=plan.run, parent=self.head_hash, fork=change.fork, links=(value,))
         # Members that leave the roster hear of it too, but not those that a fork goes on without.
@@ -514,7 +517,7 @@ class PaxosChain:
         self._resend_at = INF
 
     def _value(self, instance: Instance, change: Change | None) -> bytes | None:
-        """The change as it may be decided in this instance; None where no plan follows from it."""
+        """Return the encoded change for this instance; None where no plan follows from it."""
         if change is None:
             return None
         if instance.fork == NO_HASH:
@@ -528,7 +531,7 @@ class PaxosChain:
         return value
 
     def _turn(self) -> float:
-        """Seconds until it is our turn to propose: so many of those before us live."""
+        """Return the seconds until it is our turn to propose, by the number of living members before us."""
         seats = self._instance.committee
         if self.me not in seats:
             return INF

@@ -1,4 +1,4 @@
-"""What the members of a run say to each other about the next plan, and what a vote holds its peer to.
+"""Messages of a run's members about the next plan, and the vote that binds an acceptor.
 
 Single-decree Paxos (Lamport 2001, "Paxos Made Simple") for each height of the chain: the plan that is to be
 followed names the instance, with `fork` where a minority goes on alone. The value is an encoded `Change`.
@@ -15,29 +15,29 @@ from partition.plan.change import CHANGE_BYTES_MAX
 from partition.plan.plan import NO_HASH, Count, Hash, Height, Peer, StepNumber
 
 LINKS_MAX = 64
-"""Changes a member keeps: whoever missed more comes back as a newcomer."""
+"""Changes that a member keeps: one that missed more comes back as a newcomer."""
 LINKS_BYTES_MAX = 256 * 1024
 """Their bytes together, so that they fit one message; usual changes have some hundred each."""
 AGREEMENT_BYTES_MAX = LINKS_BYTES_MAX + 16 * 1024
-"""The longest message: a Decided of all links, and what stands around them."""
+"""The longest message: a Decided of all links, and the fields around them."""
 ROUNDS_AHEAD_MAX = 2**24
-"""How far one message may raise the round: to use them all up takes 2^39 messages, half a year's honest duel
-fits in.
-"""
+"""How far one message may raise the round: using all rounds up takes 2^39 messages; half a year's honest duel
+fits in."""
 
 Round = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Link = Annotated[bytes, msgspec.Meta(min_length=1, max_length=CHANGE_BYTES_MAX)]
 
 
 class Ballot(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """One attempt to have a value accepted; the higher round wins, and of equal ones the higher peer id."""
+    """One attempt to have a value accepted; the higher round wins, and among equal rounds the higher peer
+    id."""
 
     round: Round
     peer: Peer
 
 
 class PlanMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """Base. `parent` is the hash of the plan that is to be followed, and names the height."""
+    """Base. `parent` is the hash of the plan to be followed, and names the height."""
 
     run: Hash
     parent: Hash
@@ -51,7 +51,7 @@ class Prepare(PlanMessage, frozen=True, kw_only=True, tag="prepare"):
 
 
 class Promised(PlanMessage, frozen=True, kw_only=True, tag="promised"):
-    """Acceptor to proposer (1b): promised, and what I have accepted at which ballot, if anything."""
+    """Acceptor to proposer (1b): promised, with the value that I have accepted at which ballot, if any."""
 
     ballot: Ballot
     accepted: Ballot | None = None
@@ -86,11 +86,11 @@ class Decided(PlanMessage, frozen=True, kw_only=True, tag="decided"):
 
 
 class ChainHead(PlanMessage, frozen=True, kw_only=True, tag="head"):
-    """What a member says of itself from time to time. `parent` is the newest plan it knows.
+    """A member's status, sent from time to time. `parent` is the newest plan it knows.
 
     `fork` is that plan's, so it names the branch. `step` steps are committed, of `samples` samples in all;
     `hosts` is whether it could take a stage; `checkpoint_step` is that of the newest checkpoint it has. Where
-    `asks`, whoever knows more says so.
+    `asks`, a receiver that knows more answers.
     """
 
     height: Height
@@ -112,17 +112,17 @@ Sends = list[tuple[PeerId, AgreementMessage]]
 
 
 def other_branch_wins(mine: ChainHead, theirs: ChainHead) -> bool:
-    """Return whether of two branches theirs is the one to go on with: more committed samples, then the higher
-    step, then the lower name of its last fork, which no plan after it changes, then the lower plan hash. Of
-    two different heads exactly one survives, whoever asks."""
+    """Return whether theirs is the one of two branches to go on with: more committed samples, then the higher
+    step, then the lower name of its last fork, which no plan after it changes, then the lower plan hash.
+    Exactly one of two different heads survives, from either side."""
     ours, other = (mine.samples, mine.step), (theirs.samples, theirs.step)
     return other > ours or (other == ours and (theirs.fork, theirs.plan) < (mine.fork, mine.plan))
 
 
 class Vote(msgspec.Struct, frozen=True, array_like=True):
-    """What an acceptor holds itself to in one instance, over every restart.
+    """An acceptor's commitments in one instance, kept over every restart.
 
-    `promise` and `accept` say what the vote is from then on: the same where it is a repeat.
+    `promise` and `accept` return the vote from then on: the same for a repeat.
     """
 
     promised: Ballot | None = None
@@ -130,15 +130,16 @@ class Vote(msgspec.Struct, frozen=True, array_like=True):
     value: Link | None = None
 
     def forbids(self, ballot: Ballot) -> bool:
-        """Return whether something higher is promised."""
+        """Return whether a higher ballot is promised."""
         return self.promised is not None and ballot < self.promised
 
     def promise(self, ballot: Ballot) -> "Vote":
-        """After a Prepare that it allows."""
+        """Return the vote after a Prepare that it allows."""
         return replace(self, promised=ballot)
 
     def accept(self, ballot: Ballot, value: bytes) -> "Vote":
-        """After an Accept that it allows; RemoteProtocolError where the ballot had another value before."""
+        """Return the vote after an Accept that it allows; RemoteProtocolError where the ballot had another
+        value before."""
         if ballot == self.accepted and value != self.value:
             raise RemoteProtocolError("two values at one ballot")
         return Vote(ballot, ballot, value)

@@ -1,8 +1,7 @@
-"""The plan of a run: who is admitted, who feeds, who holds which layers. Frames, leases and steps carry its
-hash.
+"""The plan of a run: its members, feeders, and holders of layers. Frames, leases and steps carry its hash.
 
 A plan names its parent, so plans form a chain. Each link after the first follows from its parent by a
-`Change`, which a committee of the parent's roster decides (`partition.plan.paxos`): whoever knows the
+`Change`, which a committee of the parent's roster decides (`partition.plan.paxos`): any peer that knows the
 parent and the change makes the same plan, to the byte. The first is its requester's own, signed with the
 manifest. Nobody is dropped within a plan: a death makes the next one.
 """
@@ -24,10 +23,10 @@ ROSTER_MAX = 1_024
 TRAINERS_MAX = 16
 MICROBATCHES_MAX = 4_096
 COMMITTEE_MAX = 9
-"""Votes on the next plan. Five of nine are soon asked; more would make no plan safer."""
+"""Votes on the next plan. Nine are quickly asked, and five decide; more would make no plan safer."""
 VOTERS_MIN = 3
-"""Voters that a run of two members is brought to by a witness, where the swarm has one: the fewest that can
-lose one and still decide. A run of one member takes none: it would depend on others and gain no replica."""
+"""The voters of a run of two members once a witness joins, where the swarm has one: the fewest that can lose
+one and still decide. A run of one member takes none: it would depend on others and gain no replica."""
 HEIGHT_MAX = 2**32
 """Attempts to commit are numbered from the plan's height (steps.committer), and must fit 63 bits."""
 STEPS_MAX = 10_000_000
@@ -35,16 +34,16 @@ STEPS_MAX = 10_000_000
 longer count exactly."""
 HASH_BYTES = 32
 NO_HASH = bytes(HASH_BYTES)
-"""In the place of a hash: there is none."""
+"""Stands for no hash."""
 FIRST_VALUES = bytes(HASH_BYTES - 1) + b"\x01"
-"""In the place of a checkpoint's name: what every stage begins with. No blob has this hash."""
+"""Stands for a checkpoint's name: the first values of every stage. No blob has this hash."""
 
 Hash = Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
 Peer = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Height = Annotated[int, msgspec.Meta(ge=0, lt=HEIGHT_MAX)]
 StepNumber = Annotated[int, msgspec.Meta(ge=0, le=STEPS_MAX)]
-"""A step, or how many are done."""
+"""A step, or the number of steps done."""
 StageNumber = Annotated[int, msgspec.Meta(ge=0, lt=STAGES_MAX)]
 Peers = Annotated[tuple[Peer, ...], msgspec.Meta(max_length=ROSTER_MAX)]
 
@@ -52,10 +51,9 @@ Peers = Annotated[tuple[Peer, ...], msgspec.Meta(max_length=ROSTER_MAX)]
 class StagePlan(msgspec.Struct, frozen=True, array_like=True):
     """Layers `first_layer` to before `last_layer`, and the peers that each hold all of them.
 
-    `rates` are what the replicas measured of themselves, in FLOP/s; within a run, what is measured of them
-    counts instead. A replica with rate 0 beside one that has a rate is a standby: it takes part in every
-    reduction and applies every step, so it holds the newest state, and computes no micro-batch while one of
-    the others can.
+    `rates` are the replicas' own measurements, in FLOP/s; within a run, measurements by others count instead.
+    A replica with rate 0 beside one that has a rate is a standby: it takes part in every reduction and
+    applies every step, so it holds the newest state, and computes no micro-batch while one of the others can.
     """
 
     first_layer: Count
@@ -79,11 +77,11 @@ class StagePlan(msgspec.Struct, frozen=True, array_like=True):
 class Plan(msgspec.Struct, frozen=True, array_like=True):
     """One link of a run's chain of plans; immutable, known by `plan_hash`.
 
-    `roster` is who is admitted, sorted: replicas, trainers, the requester, whoever keeps copies. `trainers`
-    feed, and the first of them also commits. `restored` is the checkpoint that every stage begins from, of
-    `step` committed steps; NOTHING where the replicas go on from what they hold. `fork` is NOTHING, or names
-    those who last went on without a majority, here or in a plan before: it is the name of the branch.
-    `is_final`: all steps are done, and what is restored, here or in a plan before, is the result.
+    `roster` has the admitted members, sorted: replicas, trainers, the requester, keepers of copies.
+    `trainers` feed, and the first of them also commits. `restored` is the checkpoint that every stage begins
+    from, of `step` committed steps; NO_HASH where the replicas go on from their state. `fork` is NO_HASH, or
+    names the members that last went on without a majority, here or in a plan before: it is the name of the
+    branch. `is_final`: all steps are done, and the restored state, here or of a plan before, is the result.
     """
 
     run: Hash
@@ -120,7 +118,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
         return tuple(PeerId(peer) for stage in self.stages for peer in stage.standbys)
 
     def stage_of(self, peer: PeerId) -> int | None:
-        """The stage `peer` holds, or None."""
+        """Return the stage that `peer` holds, or None."""
         for index, stage in enumerate(self.stages):
             if peer in stage.replicas:
                 return index
@@ -128,30 +126,30 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
 
 
 def rates_left(stage: StagePlan, rates: Sequence[int]) -> tuple[int, ...]:
-    """Return the rates of those that are left of `stage`, or have come to it. Where all of them are standbys
-    they compute from now on, and count as fast as whom they replace, until they are measured."""
+    """Return the rates of the remaining and joining replicas of `stage`. Where all of them are standbys they
+    compute from now on, and count as fast as those they replace, until they are measured."""
     return tuple(rates) if any(rates) else (max(stage.rates),) * len(rates)
 
 
 def encode_plan(plan: Plan) -> bytes:
-    """The bytes that are hashed and sent."""
+    """Return the bytes that are hashed and sent."""
     return encode(plan)
 
 
 def plan_hash(plan: Plan) -> bytes:
-    """BLAKE3 of the plan's bytes."""
+    """Return BLAKE3 of the plan's bytes."""
     return blake3(encode(plan)).digest()
 
 
 def decode_plan(data: bytes) -> Plan:
-    """A plan that makes sense, whoever sent it; else RemoteProtocolError."""
+    """Decode and check a plan; else raise RemoteProtocolError."""
     plan: Plan = decode(data, Plan, bytes_max=PLAN_BYTES_MAX)
     check_plan(plan)
     return plan
 
 
 def check_plan(plan: Plan) -> None:
-    """Whether a plan makes sense in itself; else RemoteProtocolError."""
+    """Check that a plan is consistent in itself; else raise RemoteProtocolError."""
     if (plan.height == 0) != (plan.parent == NO_HASH):
         raise RemoteProtocolError("a plan that follows nothing and is not the first, or the reverse")
     roster = set(plan.roster)
@@ -175,11 +173,11 @@ def check_plan(plan: Plan) -> None:
 
 
 def committee(plan: Plan, among: tuple[bytes, ...] | None = None) -> tuple[PeerId, ...]:
-    """Return who decides what follows `plan`: those of its roster nearest to hash(run, plan), the nearest
-    first.
+    """Return the members that decide what follows `plan`: those of its roster nearest to hash(run, plan), the
+    nearest first.
 
-    That order is also the order of proposers. Nobody can choose a peer id to be among them, for the roster
-    was decided before the hash was known. `among`: only those, where a minority decides for itself.
+    That order is also the order of proposers. Nobody can choose a peer id to be among them, since the roster
+    was decided before the hash was known. `among`: only these, where a minority decides for itself.
     """
     target = int.from_bytes(blake3(plan.run + plan_hash(plan)).digest())
     peers = plan.roster if among is None else among

@@ -1,4 +1,4 @@
-"""What a solver is asked: layers, peers, links and constraints, in integers. Pure data, no torch.
+"""A solver's problem: layers, peers, links and constraints, in integers. Pure data, no torch.
 
 Peers are sorted by name when a `Problem` is made, so a plan depends neither on the order in which peers are
 given nor on a hash seed. Times are nanoseconds for one micro-batch, sizes are bytes.
@@ -20,11 +20,11 @@ LINK_NANOSECONDS = 1_000_000
 FRAME_BYTES_MAX = 2**63 - 1
 """Unless the caller's frames are bounded."""
 IDLE_MILLIWATTS, BUSY_MILLIWATTS = 10_000, 45_000
-"""A laptop's processor, where no meter was readable: stated, not measured."""
+"""A laptop's processor, where no meter was readable: assumed, not measured."""
 
 
 class Infeasible(Exception):
-    """No split fits. `need`, `have` and `do` say how much is missing and what would help, for a person."""
+    """No split fits. `need`, `have` and `do` say what is missing and what would help, for a person."""
 
     def __init__(self, what: str, *, need: str = "", have: str = "", do: str = "") -> None:
         super().__init__(what)
@@ -43,12 +43,12 @@ class Link:
 
 @dataclass(frozen=True)
 class PeerCost:
-    """What one peer offers for this model: `forward` and `backward` nanoseconds of each layer.
+    """One peer's cost for this model: `forward` and `backward` nanoseconds of each layer.
 
-    `baseline_bytes` is what its stage process takes before it holds a model. `step_nanoseconds`
-    is what its optimizer takes for a parameter and for a MiB of them; `node_nanoseconds` what its node does
-    beside the stage's process, for a micro-batch and for a MiB of its frames, and `node_step_nanoseconds` for
-    a step beside these.
+    `baseline_bytes` is the size of its stage process before it holds a model. `step_nanoseconds` is its
+    optimizer's time for a parameter and for a MiB of them; `node_nanoseconds` is the time of its node beside
+    the stage's process, for a micro-batch and for a MiB of its frames, and `node_step_nanoseconds` for a step
+    beside these.
     """
 
     name: str
@@ -65,7 +65,7 @@ class PeerCost:
 
 @dataclass(frozen=True)
 class Constraints:
-    """What a plan must keep to. 0 stages or replicas let the solver choose.
+    """Constraints of a plan. 0 stages or replicas let the solver choose.
 
     `together` are half-open ranges of layers that stay in one stage. A frame between two stages has at most
     `frame_bytes_max` bytes.
@@ -80,12 +80,12 @@ class Constraints:
 
 @dataclass(frozen=True)
 class Problem:
-    """Which peers shall hold which layers.
+    """The assignment of layers to peers that is to be solved.
 
-    `input_bytes` is what feeds the first stage for a micro-batch; `moments` the optimizer's vectors beside
+    `input_bytes` is the first stage's input for a micro-batch; `moments` the optimizer's vectors beside
     parameters, gradient sums and totals; `trains` is false for serving, where only forward counts.
-    `wire_permille` is what a codec leaves of a frame's bytes. `links` are by the peers' names, each direction
-    by itself. `hides_links`: as if enough micro-batches were in flight to compute while others travel.
+    `wire_permille` is the share of a frame's bytes that a codec leaves. `links` are by the peers' names, each
+    direction separately. `hides_links`: enough micro-batches are in flight to compute while others travel.
     """
 
     layers: tuple[LayerCost, ...]
@@ -112,7 +112,7 @@ class Problem:
         object.__setattr__(self, "peers", peers)
 
     def link(self, sender: int, receiver: int) -> Link:
-        """Return what carries bytes from one peer to another, by their places."""
+        """Return the link from one peer to another, by their places."""
         names = self.peers[sender].name, self.peers[receiver].name
         return self.links.get(names, self.default_link)
 
@@ -124,7 +124,8 @@ class Problem:
         return self.layers[position - 1].output_bytes <= rules.frame_bytes_max
 
     def in_flight(self, stages_left: int) -> int:
-        """Micro-batches between their two passes in a stage, from which so many are left to the end."""
+        """Return the micro-batches between their two passes in a stage from which this many are left to the
+        end."""
         if not self.trains:
             return 1
         return self.microbatches if self.pipeline == "gpipe" else min(self.microbatches, stages_left)
@@ -134,9 +135,9 @@ class Problem:
 class Split:
     """`ranges[s]` are stage s's layers (half open), `groups[s]` places of the problem's (sorted) peers.
 
-    `bottleneck_nanoseconds` is what each further micro-batch takes; `score` what the objective minimises:
-    nanoseconds of a step, nanoseconds of one pass, or nanojoules of a micro-batch. `is_exact`: no split is
-    better by the bottleneck (throughput) or the score.
+    `bottleneck_nanoseconds` is the time of each further micro-batch; `score` is the objective: nanoseconds of
+    a step, nanoseconds of one pass, or nanojoules of a micro-batch. `is_exact`: no split is better by the
+    bottleneck (throughput) or the score.
     """
 
     ranges: tuple[tuple[int, int], ...]
@@ -149,7 +150,8 @@ class Split:
 def uniform_peers(
     layers: Sequence[LayerCost], offers: Sequence[tuple[str, int, int]], *, backward_ratio: int = 2
 ) -> tuple[PeerCost, ...]:
-    """Peers of which only a name, FLOP/s and memory are known; backward is so many times forward."""
+    """Return peers of which only a name, FLOP/s and memory are known; backward takes `backward_ratio` times
+    forward."""
     peers = []
     for name, flops_per_second, memory_bytes in offers:
         forward = tuple(layer.forward_flops * 1_000_000_000 // max(1, flops_per_second) for layer in layers)

@@ -1,8 +1,8 @@
-"""Whether a majority is in reach, and who may decide: the committee of the newest plan, or a fork of those
-left.
+"""The majority in reach, and the members that may decide: the committee of the newest plan, or a fork of the
+rest.
 
-Part of `partition.plan.paxos`: it holds no vote and sends nothing. Who lives is SWIM's word, here only
-counted.
+Part of `partition.plan.paxos`: it holds no vote and sends nothing. SWIM says who lives; this file only
+counts.
 """
 
 from collections.abc import Collection
@@ -13,9 +13,9 @@ from partition.plan.chain import FORKS_MAX, fork_name
 from partition.plan.plan import NO_HASH, Plan, committee
 
 QUORUM_SECONDS = 15.0
-"""Less than a majority in reach for so long is told: shorter gaps heal by themselves."""
+"""How long less than a majority is in reach before that is reported: shorter gaps heal by themselves."""
 FORK_SECONDS = 60.0
-"""Less than a majority in reach for so long, and those who see each other may go on alone."""
+"""How long less than a majority is in reach before the members that see each other may go on alone."""
 
 INF = float("inf")
 
@@ -40,7 +40,7 @@ class QuorumFound:
 
 @dataclass(frozen=True)
 class ForkOpened:
-    """`members` may now decide alone. What is wished for is completed with the loss of all others."""
+    """`members` may now decide alone. A wished change is completed with the loss of all others."""
 
     fork: bytes
     members: tuple[bytes, ...]
@@ -51,7 +51,8 @@ ReachEvent = QuorumLost | QuorumFound | ForkOpened
 
 @dataclass(frozen=True)
 class Instance:
-    """What is decided on, and by whom: NOTHING and the committee, or a fork of `members` and its own."""
+    """A decision's instance and its voters: NO_HASH and the committee, or a fork of `members` with its
+    own."""
 
     fork: bytes
     committee: tuple[PeerId, ...]
@@ -84,7 +85,8 @@ def indispensable(plan: Plan, tie_breaker: PeerId | None) -> tuple[PeerId, ...]:
 
 
 class Reach:
-    """The live members of the roster, as last told, and what follows. Until it is told, all are live."""
+    """The live members of the roster, as last reported, and the consequences. Until the first report, all are
+    live."""
 
     def __init__(self, me: PeerId, plan: Plan, *, may_fork: bool, tie_breaker: PeerId | None = None) -> None:
         self.events: list[ReachEvent] = []
@@ -105,7 +107,7 @@ class Reach:
 
     @property
     def instance(self) -> Instance:
-        """Where a proposal belongs now."""
+        """The instance of a new proposal."""
         return self.fork or self.normal
 
     @property
@@ -114,20 +116,21 @@ class Reach:
         return min(self._quorum_at, self._fork_at)
 
     def named(self, fork: bytes) -> Instance | None:
-        """The instance of this name. None for a fork that is not open here: it is of others than we see."""
+        """Return the instance of this name. None for a fork that is not open here: it is of other members
+        than we see."""
         return next((each for each in (self.normal, self.fork) if each and each.fork == fork), None)
 
     def lives(self, peer: PeerId) -> bool:
-        """Return whether `peer` is believed to."""
+        """Return whether `peer` is believed to be alive."""
         return self._live is None or peer in self._live
 
     def follow(self, now: float, plan: Plan) -> None:
-        """Another plan is the newest."""
+        """Follow another plan, which is the newest."""
         self._begin(plan)
         self._count(now)
 
     def see(self, now: float, live: Collection[PeerId]) -> bool:
-        """Return who lives; whether that is any news."""
+        """Set the live peers; return whether that is any news."""
         seen = tuple(sorted({*live, self._me}))
         if seen == self._live:
             return False
@@ -136,7 +139,7 @@ class Reach:
         return True
 
     def wake(self, now: float, voted: Collection[bytes]) -> None:
-        """Tell what has lasted long enough. `voted` are the instances in which we hold a vote."""
+        """Report what has lasted long enough. `voted` are the instances in which we hold a vote."""
         if now >= self._quorum_at:
             self._quorum_at = INF
             self._is_lost_told = True

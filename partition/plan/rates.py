@@ -1,4 +1,4 @@
-"""How fast a device runs each class of operators, as measured on it, and what a layer takes so. No torch.
+"""Measured speeds of a device for each class of operators, and the times of layers from them. No torch.
 
 A class takes `fixed + FLOPs / rate + bytes / bandwidth`, forward and backward by themselves. The numbers are
 picoseconds, so that all arithmetic is whole and a plan is the same to the byte wherever it is made. They are
@@ -23,9 +23,9 @@ MEBI_BITS = 20
 FRAMES_OF_BOTH_PASSES = 4
 """Each way one in and one out."""
 REQUESTER_PERMILLE = 3_500
-"""What the node of a run's requester takes for a micro-batch, of what its calibration says of a member's: it
-feeds and commits too. Under quotas it took 1.9 to 2.1 ms more than the others' where 0.8 were calibrated
-(`benchmarks/quotas.py --planned`, three runs); what it takes for a step is in these."""
+"""The time of the requester's node for a micro-batch, relative to the calibrated time of a member's: it feeds
+and commits too. Under quotas it took 1.9 to 2.1 ms more than the others' where 0.8 were calibrated
+(`benchmarks/quotas.py --planned`, three runs); this includes its time for a step."""
 
 Picoseconds = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Milliwatts = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -40,7 +40,7 @@ class Pace(msgspec.Struct, frozen=True, array_like=True):
     mebibyte: Picoseconds
 
     def picoseconds(self, amount: Amount) -> int:
-        """Return what an amount of work takes."""
+        """Return the time of an amount of work."""
         return (
             self.call * amount.calls
             + self.megaflop * amount.flops // MEGA
@@ -57,16 +57,16 @@ class KindPace(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Calibration(msgspec.Struct, frozen=True, array_like=True):
-    """What one device of one peer does, with one data type and so many threads.
+    """The speed of one device of one peer, with one data type and number of threads.
 
-    `hardware` and `torch` say when a cached one no longer holds. `baseline_bytes` is what a stage's process
-    takes before it holds a model, `frame` the pace of a bundle on its way in or out of a stage (a call, and
-    bytes), `step` that of a step of the optimizer: a call for each parameter, and bytes. `node` is what the
-    node itself takes for a micro-batch, for which its stage waits: a call for both passes, and the bytes of
-    frames that come and go; `node_step` what it takes for a step beside its micro-batches. The paces are
-    those of a processor that does nothing else; `share_permille` is how much of one a stage gets here.
-    `busy_milliwatts` is what the machine draws while it computes, `idle_milliwatts` while it waits; 0 where
-    no meter could be read.
+    `hardware` and `torch` say when a cached one no longer holds. `baseline_bytes` is the size of a stage's
+    process before it holds a model, `frame` the pace of a bundle on its way in or out of a stage (a call, and
+    bytes), `step` that of a step of the optimizer: a call for each parameter, and bytes. `node` is the node's
+    own time for a micro-batch, for which its stage waits: a call for both passes, and the bytes of frames
+    that come and go; `node_step` is its time for a step beside its micro-batches. The paces are those of a
+    processor that does nothing else; `share_permille` is the share of one that a stage gets here.
+    `busy_milliwatts` is the machine's power while it computes, `idle_milliwatts` while it waits; 0 where no
+    meter could be read.
     """
 
     hardware: Word
@@ -85,7 +85,7 @@ class Calibration(msgspec.Struct, frozen=True, array_like=True):
     node_step: Picoseconds = 0
 
     def layer_nanoseconds(self, operations: Operations) -> tuple[int, int]:
-        """(forward, backward) of one layer for one micro-batch."""
+        """Return (forward, backward) of one layer for one micro-batch."""
         paces = {row.kind: row for row in self.kinds}
         share = self.share_permille
         found = []
@@ -107,7 +107,7 @@ class Calibration(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def draw_milliwatts(self) -> tuple[int, int]:
-        """Return what the machine draws, computing and idle; an assumption where no meter could be read."""
+        """Return the machine's power, computing and idle; an assumption where no meter could be read."""
         if self.busy_milliwatts <= self.idle_milliwatts:
             return BUSY_MILLIWATTS, IDLE_MILLIWATTS
         return self.busy_milliwatts, self.idle_milliwatts
@@ -123,12 +123,12 @@ class Calibration(msgspec.Struct, frozen=True, array_like=True):
         return self.step.call // self.share_permille, self.step.mebibyte // self.share_permille
 
     def model_nanoseconds(self, layers: Sequence[Operations]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Forward and backward of every layer."""
+        """Return forward and backward times of every layer."""
         pairs = [self.layer_nanoseconds(layer) for layer in layers]
         return tuple(forward for forward, _ in pairs), tuple(backward for _, backward in pairs)
 
     def scaled(self, permille: int) -> "Calibration":
-        """The same device, so many thousandths as fast."""
+        """Return the same device at this many thousandths of its speed."""
 
         def slower(pace: Pace) -> Pace:
             call, megaflop, mebibyte = (
@@ -147,7 +147,7 @@ class Calibration(msgspec.Struct, frozen=True, array_like=True):
         )
 
     def as_requester(self) -> "Calibration":
-        """The same device where its node feeds and commits the run as well."""
+        """Return the same device where its node feeds and commits the run as well."""
         call = min(2**53, self.node.call * REQUESTER_PERMILLE // 1000)
         return msgspec.structs.replace(self, node=Pace(call, self.node.megaflop, self.node.mebibyte))
 
@@ -161,7 +161,8 @@ class Calibration(msgspec.Struct, frozen=True, array_like=True):
 
 
 def assumed(flops_per_second: int) -> Calibration:
-    """A processor of which only its FLOP/s are known: the others in proportion to one that was measured.
+    """Return the calibration of a processor of which only the FLOP/s are known: its other numbers in
+    proportion to a measured one.
 
     That was one core of a server's processor with torch 2.13 (`REFERENCE`).
     """
@@ -171,18 +172,18 @@ def assumed(flops_per_second: int) -> Calibration:
 
 def equivalent_rate(calibration: Calibration, layers: Sequence[Operations]) -> int:
     """Return the FLOP/s at which a processor that is like the one of `assumed` takes as long for these
-    layers: one number for plans, that means the same of every peer."""
+    layers: one number for plans that means the same for every peer."""
     reference, own = (sum(map(sum, device.model_nanoseconds(layers))) for device in (REFERENCE, calibration))
     return max(1, REFERENCE.flops_per_second * reference // max(1, own))
 
 
 def encode_calibration(calibration: Calibration) -> bytes:
-    """The value of a record."""
+    """Return the value of a record."""
     return encode(calibration)
 
 
 def decode_calibration(data: bytes) -> Calibration:
-    """A calibration that makes sense, whoever published it; else RemoteProtocolError."""
+    """Decode and check a calibration; else raise RemoteProtocolError."""
     found: Calibration = decode(data, Calibration, bytes_max=CALIBRATION_BYTES_MAX)
     names = [row.kind for row in found.kinds]
     if len(set(names)) < len(names):

@@ -1,8 +1,8 @@
-"""From one split to a better one, moving as little as possible: what a measured change is worth.
+"""From one split to a better one, moving as little as possible, and the worth of a measured change.
 
-`diff` says which layers each peer gets and gives up, and the bytes that takes: parameters and the optimizer's
-moments travel, gradients do not, for a plan begins at a step's end. `rebalance` keeps every peer in its stage
-and moves the borders between neighbours, as long as that comes near enough to the best split there is; it
+`diff` returns the layers that each peer gets and gives up, and the bytes to move: parameters and the
+optimizer's moments travel, gradients do not, for a plan begins at a step's end. `rebalance` keeps every peer
+in its stage and moves the borders between neighbours, as long as that comes near enough to the best split; it
 keeps the old one where the gain is within the hysteresis, or does not pay for the bytes soon enough.
 """
 
@@ -17,16 +17,16 @@ from partition.plan.solver import solve
 from partition.plan.tables import IMPOSSIBLE, Tables
 
 HYSTERESIS_PERCENT = 10
-"""A gain below this is noise of measuring, and no reason to move anything."""
+"""A smaller gain is noise of measuring, and no reason to move anything."""
 NEIGHBOURS_PERCENT = 90
 """Moved borders are enough where they come so near to the best split."""
 PAYBACK_STEPS = 100
-"""The gain must have paid for what moves within so many steps."""
+"""The gain must pay for the moved bytes within this many steps."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """Layers that a peer gets, and the peers that hold them now; `sources` is empty where nobody does."""
+    """Layers that a peer gets, and the peers that hold them now; `sources` is empty where none does."""
 
     peer: str
     first: int
@@ -37,7 +37,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do: `split` is the old one where nothing is to change. The gain is in samples a second."""
+    """A decision: `split` is the old one where nothing is to change. The gain is in samples a second."""
 
     split: Split
     moves: tuple[Move, ...]
@@ -51,8 +51,8 @@ class Decision:
 
 
 def diff(problem: Problem, old: Split, new: Split, before: Problem | None = None) -> tuple[Move, ...]:
-    """Return what each peer of `new` has to fetch. `before` is the problem of `old`, where its peers were
-    others."""
+    """Return the layers that each peer of `new` has to fetch. `before` is the problem of `old`, where its
+    peers were others."""
     held = _held(before or problem, old)
     moves = []
     for peer, (first, last) in sorted(_held(problem, new).items()):
@@ -73,7 +73,7 @@ def _held(problem: Problem, split: Split) -> dict[str, tuple[int, int]]:
 
 
 def _moves(problem: Problem, peer: str, low: int, high: int, held: dict[str, tuple[int, int]]) -> list[Move]:
-    """One move for each stretch of layers that the same peers hold."""
+    """Return one move for each stretch of layers that the same peers hold."""
     found: list[Move] = []
     for layer in range(low, high):
         sources = tuple(
@@ -88,7 +88,7 @@ def _moves(problem: Problem, peer: str, low: int, high: int, held: dict[str, tup
 
 
 def measured(problem: Problem, old: Split, nanoseconds: Mapping[str, int]) -> Problem:
-    """Return the problem with the times that replicas of `old` were found to take, not what they claim.
+    """Return the problem with the measured times of the replicas of `old`, not their claims.
 
     `nanoseconds` are for one micro-batch of their stage, by the peers' names. A peer that is not among them
     is taken to be as far off its claim as the (lower) median of the others.
@@ -114,7 +114,7 @@ def measured(problem: Problem, old: Split, nanoseconds: Mapping[str, int]) -> Pr
 
 
 def move_borders(problem: Problem, old: Split, *, steps_left: int, pause_nanoseconds: int = 0) -> Decision:
-    """The best split whose peers stay in their stages, while a run goes on that has `steps_left` to do.
+    """Return the best split whose peers stay in their stages, for a run with `steps_left` to do.
 
     Nothing moves unless half of these steps gain what the move costs: a pause, and all that is copied.
     """
@@ -139,13 +139,13 @@ def move_borders(problem: Problem, old: Split, *, steps_left: int, pause_nanosec
 
 
 def _moving(problem: Problem, old: Split, new: Split, moves: Sequence[Move]) -> int:
-    """Nanoseconds that the moves take over the slowest link."""
+    """Return the nanoseconds that the moves take over the slowest link."""
     slowest = min(problem.link(one, other).bytes_per_second for one, other in _pairs(old, new))
     return sum(move.bytes for move in moves) * 1_000_000_000 // max(1, slowest)
 
 
 def rebalance(problem: Problem, old: Split) -> Decision:
-    """The next split where rates, links or memory have changed but the peers are those of `old`.
+    """Return the next split where rates, links or memory have changed but the peers are those of `old`.
 
     `old.groups` are places of this problem's peers. Raises Infeasible: neither the old one nor another fits.
     """

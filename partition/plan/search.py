@@ -1,4 +1,4 @@
-"""Which peers stand together, and in which order: all possibilities for few peers, a search for tens.
+"""Groups of peers and their order: all possibilities for few peers, a search for tens.
 
 Up to EXHAUSTIVE_MAX peers every ordered grouping of every subset is tried. Beyond, groupings of every number
 of stages are built fastest first onto the weakest stage, and the best of them improved by moves (a peer
@@ -16,10 +16,10 @@ from partition.plan.tables import Tables
 EXHAUSTIVE_MAX = 4
 """149 groupings of four peers, 1,081 of five."""
 EFFORT = 1_500
-"""Cuts looked at by a search over 8 peers; more peers have fewer each, for each costs more."""
+"""Cuts looked at by a search over 8 peers; fewer each with more peers, since each costs more."""
 STARTS_KEPT = 3
 WARMTH = 0.1
-"""At the beginning a grouping worse by this share is accepted every third time."""
+"""The share by which a worse grouping is accepted every third time at the beginning."""
 _MULTIPLIER, _INCREMENT, _MODULUS = 6364136223846793005, 1442695040888963407, 1 << 64
 
 
@@ -30,20 +30,20 @@ class _Draws:
         self._state = seed
 
     def below(self, count: int) -> int:
-        """A number from 0 to before `count`."""
+        """Return a number from 0 to before `count`."""
         self._state = (self._state * _MULTIPLIER + _INCREMENT) % _MODULUS
         return (self._state >> 33) % count
 
 
 def allows(rules: Constraints, groups: Groups, layers: int) -> bool:
-    """Return whether the number of stages and replicas is as asked."""
+    """Return whether the numbers of stages and replicas satisfy the constraints."""
     if not groups or len(groups) > layers or (rules.stages and len(groups) != rules.stages):
         return False
     return all(has_replicas(rules, group) for group in groups)
 
 
 def has_replicas(rules: Constraints, group: tuple[int, ...]) -> bool:
-    """Return whether a stage has as many replicas as asked; `replicas` goes before `replicas_min`."""
+    """Return whether a stage has enough replicas; `replicas` goes before `replicas_min`."""
     return len(group) == rules.replicas if rules.replicas else len(group) >= rules.replicas_min
 
 
@@ -54,19 +54,19 @@ class Best:
         self._cuts: dict[int, Cut] = {}
 
     def note(self, cut: Cut) -> None:
-        """Take a cut that fits, if it is better than what there is."""
+        """Take a cut that fits, if it is better than the best so far."""
         known = self._cuts.get(len(cut.groups))
         if cut.fits and (known is None or cut.order < known.order):
             self._cuts[len(cut.groups)] = cut
 
     @property
     def cuts(self) -> list[Cut]:
-        """The best first."""
+        """Return the cuts, the best first."""
         return sorted(self._cuts.values(), key=lambda cut: cut.order)
 
 
 def exhaustive(tables: Tables) -> list[Cut]:
-    """The best cut of every ordered grouping, for each number of stages; the best first."""
+    """Return the best cut of every ordered grouping, for each number of stages; the best first."""
     rules = tables.problem.constraints
     best = Best()
     for groups in _groupings(tuple(range(len(tables.problem.peers)))):
@@ -78,7 +78,7 @@ def exhaustive(tables: Tables) -> list[Cut]:
 
 
 def _groupings(peers: tuple[int, ...]) -> Iterator[Groups]:
-    """Every ordered grouping of every subset, the empty one included."""
+    """Yield every ordered grouping of every subset, the empty one included."""
     yield ()
     count = len(peers)
     for mask in range(1, 1 << count):
@@ -89,7 +89,7 @@ def _groupings(peers: tuple[int, ...]) -> Iterator[Groups]:
 
 
 def search(tables: Tables, effort: int = EFFORT) -> list[Cut]:
-    """Good cuts, the best found for each number of stages, the best first; none where none fits."""
+    """Return good cuts, the best found for each number of stages, the best first; none where none fits."""
     starts: list[Cut] = []
     for groups in _starts(tables):
         found = best_cut(tables, groups)
@@ -107,7 +107,7 @@ def search(tables: Tables, effort: int = EFFORT) -> list[Cut]:
 
 
 def _starts(tables: Tables) -> Iterator[Groups]:
-    """Groupings to begin from: for each number of stages, fastest or largest first onto the weakest."""
+    """Yield groupings to begin from: for each number of stages, fastest or largest first onto the weakest."""
     problem = tables.problem
     rules, count = problem.constraints, len(problem.peers)
     fastest = sorted(range(count), key=lambda place: (-tables.weights[place], place))
@@ -184,7 +184,7 @@ def _climb(tables: Tables, start: Cut, effort: int, draws: _Draws, noted: Best) 
 
 
 def _polish(tables: Tables, start: Cut, effort: int) -> Cut:
-    """Take every neighbour that is better, until none is or the effort is spent."""
+    """Take every better neighbour, until none is better or the effort is spent."""
     best, left = start, effort
     rules = tables.problem.constraints
     improved = True
@@ -204,7 +204,7 @@ def _polish(tables: Tables, start: Cut, effort: int) -> Cut:
 
 
 def _neighbours(groups: Groups, count: int) -> Iterator[Groups]:
-    """Every grouping that differs by two stages swapped, two peers swapped, or one peer elsewhere."""
+    """Yield every grouping that differs by two stages swapped, two peers swapped, or one peer moved."""
     size = len(groups)
     for one in range(size):
         for other in range(one + 1, size):
@@ -244,7 +244,7 @@ def _log_uniform(draws: _Draws) -> float:
 
 
 def _moved(groups: Groups, count: int, draws: _Draws) -> Groups:
-    """A neighbour of `groups`; perhaps the same."""
+    """Return a neighbour of `groups`; perhaps the same."""
     stages = [list(group) for group in groups]
     match draws.below(6):
         case 0 | 1:
@@ -260,7 +260,7 @@ def _moved(groups: Groups, count: int, draws: _Draws) -> Groups:
 
 
 def _move_peer(stages: list[list[int]], count: int, draws: _Draws) -> None:
-    """A peer goes into another stage, a new one, or out; or one that is out comes in."""
+    """Move a peer into another stage, a new one, or out; or one that is out back in."""
     peer = draws.below(count)
     for stage in stages:
         if peer in stage:

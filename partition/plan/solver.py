@@ -1,8 +1,8 @@
-"""Which peers hold which layers: the best contiguous split with replicas, and why there is none.
+"""The solver: the best contiguous split of layers with replicas, or the reason why there is none.
 
-The smallest problems are tried out whole, those of tens of peers are searched (`partition.plan.search`), and
-where hundreds share stages they are dealt fastest first onto the weakest (`partition.plan.spans`). Where a
-search finds nothing that fits, `partition.plan.exact` makes sure for up to eight peers. The answer depends on
+The smallest problems are solved exhaustively, those of tens of peers are searched (`partition.plan.search`),
+and where hundreds share stages they are dealt fastest first onto the weakest (`partition.plan.spans`). Where
+a search finds nothing that fits, `partition.plan.exact` decides for up to eight peers. The answer depends on
 nothing but the problem: no clock, no hash seed, no order of peers.
 """
 
@@ -19,11 +19,11 @@ SEARCHED_MAX = 64
 PLAYED_MAX = 4
 """Candidates whose step is played through."""
 EFFORT_PEERS = 12
-"""From so many on each further peer makes a cut dearer, and fewer are looked at."""
+"""From this number of peers on each further one makes a cut dearer, and fewer are looked at."""
 
 
 def solve(problem: Problem, tables: Tables | None = None) -> Split:
-    """The best split of a problem that was found.
+    """Return the best split found for a problem.
 
     Raises:
         Infeasible: too few peers or layers, or no split fits; it says what is missing.
@@ -42,7 +42,7 @@ def solve(problem: Problem, tables: Tables | None = None) -> Split:
 
 
 def _candidates(tables: Tables) -> tuple[list[Cut], bool]:
-    """The best cuts, by number of stages, and whether nothing is better."""
+    """Return the best cuts, by number of stages, and whether they are proved the best."""
     count = len(tables.problem.peers)
     if count <= EXHAUSTIVE_MAX:
         return exhaustive(tables), True
@@ -99,7 +99,7 @@ def _check(problem: Problem) -> None:
 
 
 def _missing(problem: Problem, tables: Tables) -> Infeasible:
-    """Return what to say where nothing fits: bytes needed, bytes offered, and what would help."""
+    """Return the explanation where nothing fits: bytes needed, bytes offered, and what would help."""
     rules, layers = problem.constraints, tables.count
     bases = [peer.baseline_bytes for peer in problem.peers]
     base = min(bases)

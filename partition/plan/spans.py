@@ -2,8 +2,8 @@
 
 Peers join fastest first, each where the model is weakest (the rule of SWARM, Ryabinin and others 2023, and of
 Petals, Borzunov and others 2023, for peers that are all known at the beginning). A span is as long as the
-peer's memory holds. A layer takes the sum of the rates of those that hold it, a peer's rate being that of its
-whole span, so the model takes what its weakest layer does; `bound` is what no placement could beat.
+peer's memory holds. A layer's rate is the sum of its holders' rates, a peer's rate being that of its whole
+span, so the model's rate is that of its weakest layer; no placement can beat `bound`.
 
 `route` gives one micro-batch its way: a dynamic programme over layers, in which a peer costs its queue, its
 computing and the link to it (Parallax routes so too). Where a plan needs whole stages, `fill_stages` deals
@@ -24,7 +24,7 @@ from partition.plan.tables import Tables
 RATE_BITS = 56
 """Rates are micro-batches in 2**56 ns: some two years."""
 MOVES_MAX = 200
-"""The moves between spans, once all have come: each takes the weakest layer a little further."""
+"""Moves between spans, once all peers are placed: each strengthens the weakest layer a little."""
 REPLICAS_MAX = 64
 STAGES_MAX = 64
 
@@ -40,7 +40,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Spread:
-    """Spans, what they do together, and what no spans could: micro-batches in 2**56 ns."""
+    """Spans, their combined rate, and the bound of any spans: micro-batches in 2**56 ns."""
 
     spans: tuple[Span, ...]
     rate: int
@@ -75,8 +75,7 @@ def spread(tables: Tables) -> Spread:
 
 
 def _lengths(tables: Tables) -> list[int]:
-    """Return how many layers each peer can hold anywhere, one micro-batch of them under way; 0 where not
-    one."""
+    """Return how many layers each peer can hold anywhere, with one micro-batch under way; 0 for none."""
     needed = tables.memory(1)
     size = tables.count
     longest = [
@@ -94,7 +93,7 @@ def _lengths(tables: Tables) -> list[int]:
 
 
 def _join(place: int, length: int, prefix: Any, rates: Any) -> Span:
-    """Give a peer the span that holds the weakest layer and beside it the weakest ones; adds its rate."""
+    """Give a peer the span that holds the weakest layer and the weakest ones beside it; add its rate."""
     weakest = int(rates.argmin())
     low, high = max(0, weakest - length + 1), min(weakest, len(rates) - length)
     sums = np.concatenate(([0], np.cumsum(rates >> 8)))
@@ -110,7 +109,7 @@ def _rate(span: Span, prefix: Any) -> int:
 
 
 def _improve(spans: dict[int, Span], lengths: Sequence[int], prefixes: Mapping[int, Any], rates: Any) -> bool:
-    """Move a span from where the model is strong to its weakest layer; whether that helped."""
+    """Move a span from where the model is strong to its weakest layer; return whether that helped."""
     weakest, least = int(rates.argmin()), int(rates.min())
     strong = sorted(
         (span for span in spans.values() if not span.first <= weakest < span.last),
@@ -129,7 +128,7 @@ def _improve(spans: dict[int, Span], lengths: Sequence[int], prefixes: Mapping[i
 
 @dataclass(frozen=True)
 class Hop:
-    """A part of a way: a peer computes these layers."""
+    """A part of a route: a peer computes these layers."""
 
     peer: int
     first: int
@@ -137,7 +136,7 @@ class Hop:
 
 
 def route(tables: Tables, spans: Sequence[Span], queues: Mapping[int, int] | None = None) -> tuple[Hop, ...]:
-    """The way by which one micro-batch is through soonest. A span may be used in part.
+    """Return the route by which one micro-batch is through soonest. A span may be used in part.
 
     `queues` are nanoseconds of work that wait at each peer.
 

@@ -1,10 +1,10 @@
-"""Every stage that a group of peers could hold, and every edge between two groups, as integer tables.
+"""Integer tables of every stage that a group of peers could hold, and every edge between two groups.
 
 A stage's row and column are its first layer and the layer before which it ends. The time of a group is that
 of its replicas working side by side: 1 / sum(1 / t), plus the share of its all-reduce that falls to one
 micro-batch. An edge is the time its slowest sender or receiver needs for one micro-batch, activations one way
-and gradients the other, which a link carries side by side. What does not fit has a value beyond IMPOSSIBLE
-that grows with what is missing, so that a search knows which way is better.
+and gradients the other, which a link carries side by side. A stage that does not fit has a value beyond
+IMPOSSIBLE that grows with the missing memory, so that a search knows which way is better.
 
 All numbers are int64 and all divisions whole: the same inputs give the same tables on every machine.
 """
@@ -56,7 +56,7 @@ class Tables:
         """Each peer's rate over the whole model, in one unit; at least 1, however slow it claims to be."""
 
     def segment(self, place: int) -> Times:
-        """Nanoseconds of one micro-batch on one peer, for every stage."""
+        """Return nanoseconds of one micro-batch on one peer, for every stage."""
         if place not in self._segments:
             prefix = self._prefixes[place]
             time = prefix[None, :] - prefix[:, None] + self.node_time(place)
@@ -64,18 +64,19 @@ class Tables:
         return self._segments[place]
 
     def node_time(self, place: int) -> Times:
-        """Nanoseconds of one micro-batch that a peer's node takes beside computing, for every stage."""
+        """Return nanoseconds of one micro-batch that a peer's node takes beside computing, for every
+        stage."""
         call, mebibyte = self.problem.peers[place].node_nanoseconds
         ways = 2 if self.problem.trains else 1
         frames = (self._inputs[:, None] + self._outputs[None, :]) * self.problem.wire_permille // 1000
         return _times(ways * frames, mebibyte) + call * ways // 2
 
     def prefix(self, place: int) -> Times:
-        """Nanoseconds of one micro-batch on one peer before each layer."""
+        """Return nanoseconds of one micro-batch on one peer before each layer."""
         return self._prefixes[place]
 
     def memory(self, depth: int) -> Times:
-        """Peak bytes beyond the process's own, where `depth` stages are left with this one."""
+        """Return peak bytes beyond the process's own, where `depth` stages are left with this one."""
         if depth not in self._memories:
             problem = self.problem
             in_flight = problem.in_flight(depth)
@@ -93,7 +94,8 @@ class Tables:
         return self._memories[depth]
 
     def stage(self, group: tuple[int, ...], depth: int) -> Times:
-        """Nanoseconds per micro-batch (nanojoules, by energy) of every stage that `group` could hold."""
+        """Return nanoseconds per micro-batch (nanojoules, by energy) of every stage that `group` could
+        hold."""
         key = group, depth
         if key not in self._stages:
             if len(self._stages) >= _CACHED_MAX:
@@ -123,7 +125,7 @@ class Tables:
         return self.group_time(group)
 
     def group_time(self, group: tuple[int, ...]) -> Times:
-        """Nanoseconds per micro-batch of every stage on `group`, whether it fits or not."""
+        """Return nanoseconds per micro-batch of every stage on `group`, whether it fits or not."""
         if len(group) == 1:
             return self.segment(group[0])
         rate = sum((1 << _RATE_BITS) // self.segment(place) for place in group)
@@ -134,7 +136,7 @@ class Tables:
         return found
 
     def reduction(self, group: tuple[int, ...]) -> Times:
-        """Nanoseconds of a step's all-reduce among the replicas of every stage; 0 for one."""
+        """Return nanoseconds of a step's all-reduce among the replicas of every stage; 0 for one."""
         count = len(group)
         parameters = np.clip(self._parameters[None, :] - self._parameters[:, None], 0, None)
         if count == 1:
@@ -147,7 +149,7 @@ class Tables:
         return _times(parameters, unit) + 2 * (count - 1) * slowest.nanoseconds
 
     def _energy(self, group: tuple[int, ...]) -> Times:
-        """Nanojoules of one micro-batch: what each replica draws beyond idling, by its share."""
+        """Return nanojoules of one micro-batch: each replica's power beyond idling, by its share."""
         peers = self.problem.peers
         whole = sum(self.weights[place] for place in group)
         total = np.zeros((self.count + 1, self.count + 1), dtype=np.int64)
@@ -159,7 +161,7 @@ class Tables:
         return np.clip(total, 1, TIME_MAX)
 
     def edge(self, senders: tuple[int, ...], receivers: tuple[int, ...]) -> Times:
-        """Nanoseconds for one micro-batch over each cut between two groups, the slower direction."""
+        """Return nanoseconds for one micro-batch over each cut between two groups, the slower direction."""
         key = senders, receivers
         if key not in self._edges:
             if len(self._edges) >= _CACHED_MAX:
@@ -178,14 +180,14 @@ class Tables:
         return self._edges[key]
 
     def transfer(self, senders: tuple[int, ...], receivers: tuple[int, ...], position: int) -> int:
-        """Nanoseconds of one micro-batch over the cut before layer `position`, whatever the objective."""
+        """Return nanoseconds of one micro-batch over the cut before layer `position`, for any objective."""
         units = [self._crossing(senders, receivers)[0]]
         if self.problem.trains:
             units.append(self._crossing(receivers, senders)[0])
         return max(units) * int(self.cut_bytes[position]) >> _WEIGHT_BITS
 
     def _crossing(self, senders: tuple[int, ...], receivers: tuple[int, ...]) -> tuple[int, int]:
-        """(nanoseconds per 2**20 bytes, latency) where each sends and takes its share."""
+        """Return (nanoseconds per 2**20 bytes, latency) where each peer sends and takes its share."""
         units, latencies = [], []
         for ones, others, is_out in ((senders, receivers, True), (receivers, senders, False)):
             whole = sum(self.weights[place] for place in ones)
@@ -196,7 +198,7 @@ class Tables:
         return max(units), max(latencies)
 
     def _mean_link(self, place: int, others: tuple[int, ...], is_out: bool) -> tuple[int, int]:
-        """Return what a peer takes to send to, or take from, a group that shares by rate; and the latency."""
+        """Return a peer's time to send to, or take from, a group that shares by rate; and the latency."""
         key = place, others, is_out
         if key not in self._means:
             links = [
@@ -209,14 +211,15 @@ class Tables:
         return self._means[key]
 
     def hop(self, sender: int, receiver: int, position: int) -> int:
-        """Nanoseconds of one micro-batch from peer to peer over the cut before layer `position`."""
+        """Return nanoseconds of one micro-batch from peer to peer over the cut before layer `position`."""
         link = self.problem.link(sender, receiver)
         return (_unit(link) * int(self.cut_bytes[position]) >> _WEIGHT_BITS) + link.nanoseconds
 
     def pass_times(
         self, split_ranges: Sequence[tuple[int, int]], groups: Sequence[tuple[int, ...]]
     ) -> list[int]:
-        """By stage: nanoseconds of one micro-batch from there to the end and back, nothing else under way."""
+        """Return by stage: nanoseconds of one micro-batch from there to the end and back, nothing else under
+        way."""
         found: list[int] = []
         total = 0
         for number in range(len(groups) - 1, -1, -1):
@@ -235,7 +238,7 @@ class Tables:
 
 
 def _pass_times(problem: Problem, place: int) -> list[int]:
-    """Return what a layer takes on a peer for one micro-batch."""
+    """Return the time of each layer on a peer for one micro-batch."""
     peer = problem.peers[place]
     if not problem.trains:
         return list(peer.forward)
@@ -244,7 +247,7 @@ def _pass_times(problem: Problem, place: int) -> list[int]:
 
 
 def _prefix(values: Sequence[int]) -> Times:
-    """Sums of the values before each place; a sum beyond TIME_MAX stays there."""
+    """Return sums of the values before each place; a sum beyond TIME_MAX stays there."""
     sums = [0]
     for value in values:
         sums.append(min(sums[-1] + value, TIME_MAX))
@@ -252,7 +255,7 @@ def _prefix(values: Sequence[int]) -> Times:
 
 
 def _running_max(values: Sequence[int]) -> Times:
-    """The largest value of each range."""
+    """Return the largest value of each range."""
     size = len(values) + 1
     found: Times = np.zeros((size, size), dtype=np.int64)
     for first in range(size - 1):
@@ -261,12 +264,12 @@ def _running_max(values: Sequence[int]) -> Times:
 
 
 def _unit(link: Link) -> int:
-    """Nanoseconds per 2**20 bytes."""
+    """Return nanoseconds per 2**20 bytes."""
     return (NANOSECONDS << _WEIGHT_BITS) // max(1, link.bytes_per_second)
 
 
 def _times(sizes: Times, unit: int) -> Times:
-    """Nanoseconds of so many bytes at `unit` nanoseconds per 2**20 bytes, without overflow."""
+    """Return nanoseconds of these bytes at `unit` nanoseconds per 2**20 bytes, without overflow."""
     largest = int(sizes.max(initial=1))
     shift = max(0, (largest * max(1, unit)).bit_length() - 62)
     found: Times = np.minimum((sizes * (unit >> shift) >> _WEIGHT_BITS) << shift, TIME_MAX)

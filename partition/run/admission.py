@@ -2,8 +2,8 @@
 
 The requester is a member (of a named averaging run: its owner). A member that asks a node to take part signs
 a `Ticket` for it, and sends it along with its own: a *chain* of tickets, the first by the requester, each by
-the one that the last was made for. A peer counts once it has shown its chain (`Present`); before that nothing
-it says of the run is used, however it came to know the run's id. A chain is bound to the run by every
+the one that the last was made for. A peer counts once it has shown its chain (`Present`); before that none of
+its messages about the run is used, even if it knows the run's id. A chain is bound to the run by every
 signature, and to the peer that shows it by the session it comes on. A request to join counts only while its
 ticket is fresh, and once (`Joins`), so that an old one starts nothing.
 
@@ -14,7 +14,7 @@ chains pass through it.
 Chains stay short: a member that hears a longer chain than its own allows for signs a shorter one (`Vouch`).
 So chains grow only where all members of a generation are gone.
 
-Not here: whether a member computes honestly. Whoever has a free slot and is asked is a member.
+Not here: whether a member computes honestly. Any peer that has a free slot and is asked is a member.
 """
 
 from collections.abc import Collection, Sequence
@@ -44,11 +44,11 @@ from partition.run.tickets import (
 )
 
 PROTOCOL = "/peerloom/admission/1"
-"""That of named averaging runs; in local mode these messages go by `partition.run.conclusions`."""
+"""The protocol of named averaging runs; in local mode these messages go by `partition.run.conclusions`."""
 MESSAGE_BYTES_MAX = 16_384
 """A full chain of tickets takes some 7 KiB."""
 FRESH_SECONDS = 600.0
-"""How far a ticket's time may be from this node's clock for a request to join: what clocks are allowed."""
+"""How far a ticket's time may be from this node's clock for a request to join: the allowed skew of clocks."""
 USED_MAX = 1_024
 ADMITTED_MAX = 1_024
 """Members of one run that a member knows; as many as a roster holds."""
@@ -56,12 +56,12 @@ VERIFIED_MAX = 4_096
 """Tickets whose signature was checked: chains share their beginnings."""
 PRESENT_SECONDS = 1.0
 PRESENTS_MAX = 8
-"""A peer that shows no chain of its own is shown this one so often, and then once in `SELDOM_SECONDS`."""
+"""How often a peer that shows no chain of its own is shown this one; then once in `SELDOM_SECONDS`."""
 SELDOM_SECONDS = 30.0
 REVOKED_AT_ONCE = 16
 """Revocations in one message: some 3 KiB."""
 PASSED_ON_MAX = 64
-"""Members that a revocation is passed on to: it reaches 1,024 members in two turns."""
+"""Members that a revocation is passed on to: it reaches 1,024 members in two rounds."""
 
 EXPIRED = "its invitation has expired"
 REVOKED = "its invitation was revoked"
@@ -103,7 +103,7 @@ class Admitted:
 
 @dataclass(frozen=True)
 class Expelled:
-    """This peer, which may be this node itself, is a member no more; `reason` is for people."""
+    """This peer, perhaps this node itself, is no longer a member; `reason` is for people."""
 
     run: bytes
     peer: PeerId
@@ -114,7 +114,7 @@ Event = Admitted | Expelled
 
 
 class Joins:
-    """The requests to join that this node takes: each ticket once, while it is fresh."""
+    """The requests to join that this node accepts: each ticket once, while it is fresh."""
 
     def __init__(self) -> None:
         self._used: dict[bytes, float] = {}
@@ -128,8 +128,8 @@ class Joins:
         asker: PeerId,
         wall: float,
     ) -> None:
-        """Take a request by `asker` at `wall` seconds. Raises RemoteProtocolError: by whoever is no member,
-        or an old one."""
+        """Accept a request by `asker` at `wall` seconds. Raises RemoteProtocolError: its author is no member,
+        or it is old."""
         if not chain:
             raise RemoteProtocolError("a request to join without a ticket")
         tickets = check_chain(signer, run, requester, chain, signer.peer)
@@ -150,9 +150,9 @@ class Joins:
 
 
 class Admission:
-    """One run, as one member sees it: who else is one.
+    """The members of one run, as one member sees them.
 
-    It has no clock: `expire` tells it the time, and has to be called before an answer counts.
+    It has no clock: `expire` takes the time, and has to be called before an answer counts.
     """
 
     def __init__(
@@ -167,14 +167,14 @@ class Admission:
         revocations: Sequence[Fact] = (),
     ) -> None:
         """`chain` is this member's own, checked before. Chains of more than `chain_max` tickets admit nobody:
-        with 1 only those that the requester itself asked are members. `revocations` are those that this
+        with 1 only peers that the requester itself asked are members. `revocations` are those that this
         member knew in an earlier life."""
         self.run = run
         self.chain = tuple(chain)
         self.admitted: dict[PeerId, Standing] = {}
         self.events: list[Event] = []
         self.ended = ""
-        """Why this member is one no more."""
+        """Why this node is no longer a member."""
         self.revocations = Revocations(signer, run, requester)
         self._signer = signer
         self._requester = requester
@@ -213,19 +213,19 @@ class Admission:
         return len(self.chain) < self.chain_max and not self.ended
 
     def extended(self, member: PeerId, wall: float, until: float | None = None) -> tuple[Fact, ...]:
-        """Return a chain for `member`, who is asked to take part."""
+        """Return a chain for `member`, which is asked to take part."""
         assert self.can_vouch, "a chain is not full"
         return (*self.chain, make_ticket(self._signer, self.run, member, wall, until))
 
     def expire(self, wall: float) -> None:
-        """Expel those whose tickets have expired at `wall` seconds."""
+        """Expel members whose tickets have expired at `wall` seconds."""
         self._wall = wall
         if wall >= self._expires_at:
             self._expel_invalid()
 
     def show(self, now: float, peers: Collection[PeerId]) -> Sends:
-        """Show this member's chain to those of `peers` that are not known to be members, and ask for
-        theirs; now and then, remind members of revocations."""
+        """Show this member's chain to those of `peers` that are not known to be members, and ask for theirs;
+        now and then, remind members of revocations."""
         found: Sends = []
         for peer in peers:
             times, at = self._shown.get(peer, (0, -inf))
@@ -241,11 +241,11 @@ class Admission:
         return found
 
     def greet(self, peers: Collection[PeerId]) -> Sends:
-        """Tell members of an earlier life that this one is back."""
+        """Tell members known in an earlier life that this one is back."""
         return [(peer, Present(self.run, self.chain, asks=True)) for peer in peers]
 
     def revoke(self, member: PeerId, wall: float) -> Sends:
-        """Revoke the tickets of `member`, as the requester. Return what to tell all others, and it."""
+        """Revoke the tickets of `member`, as the requester. Return the messages to it and to all others."""
         assert self.is_requester, "the requester revokes"
         told = {**dict.fromkeys(self.admitted), member: None}
         self._wall = wall
@@ -289,7 +289,7 @@ class Admission:
         return sends
 
     def _take(self, sender: PeerId, chain: Sequence[Fact]) -> None:
-        """Use a shorter chain."""
+        """Take a chain that vouches for this member, if it is shorter."""
         if len(chain) < len(self.chain) and sender in self.admitted and chain:
             standing = self._check(chain, self._signer.peer)
             is_valid = self.revocations.against(standing) is None and standing.until > self._wall
@@ -297,7 +297,7 @@ class Admission:
                 self._use(chain)
 
     def _use(self, chain: Sequence[Fact]) -> None:
-        """Be a member by this chain, which was checked."""
+        """Use this checked chain for this member."""
         self.chain = tuple(chain)
         found: list[tuple[PeerId, Ticket]] = [
             (PeerId(fact.author), decode(fact.body, Ticket, bytes_max=TICKET_BYTES_MAX)) for fact in chain
@@ -318,7 +318,7 @@ class Admission:
         return Standing(tuple(tickets))
 
     def _admit(self, peer: PeerId, standing: Standing) -> bool:
-        """Return whether this peer was not known to be a member, and is now."""
+        """Admit a peer; return whether it was not known to be a member before."""
         if peer == self._signer.peer:
             return False
         known = self.admitted.get(peer)
@@ -351,7 +351,7 @@ class Admission:
         self._expires_at = min(self._expires_at, own)
 
     def _some(self, peers: Collection[PeerId]) -> list[PeerId]:
-        """Return as many of `peers` as something is passed on to; each member chooses others."""
+        """Return as many of `peers` as a message is passed on to; each member chooses others."""
         own = self._signer.peer
         return sorted(peers, key=lambda peer: blake3(own + peer).digest())[:PASSED_ON_MAX]
 
@@ -385,11 +385,11 @@ class Admissions:
         return [] if admission is None else self.drained(admission, admission.receive(sender, message))
 
     def wake(self, now: float) -> Sends:  # noqa: ARG002 - the shape of a core
-        """Nothing is ever due."""
+        """Do nothing: nothing is ever due."""
         return []
 
     def drained(self, admission: Admission, sends: Sends) -> Sends:
-        """Return `sends`, with what a call taught put among the events."""
+        """Move the admission's events to the node's; return `sends`."""
         self.events += admission.events
         admission.events.clear()
         return sends

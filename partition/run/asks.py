@@ -1,8 +1,8 @@
-"""What a member of a run asks of other nodes: requests that are answered once, or not at all.
+"""Requests of a run's member to other nodes, answered once or not at all.
 
 A part of the core appends an `Ask` to its `asks`; its driver puts the request to the peer, which may be this
-node itself, and hands the answer to `replied` under the ask's number. An answer that nobody waits for any
-more is ignored.
+node itself, and hands the answer to `replied` under the ask's number. An answer that is no longer awaited is
+ignored.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from partition.plan.plan import Plan
 from partition.run.messages import Reason
 
 WAIT_SECONDS_MAX = 30 * 24 * 3600
-"""An estimate of a queue; what is farther away is not told."""
+"""An estimate of a queue; longer ones are not told."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,13 @@ Request = HoldStage | OpenStage | ReleaseStage | StartRun | RenewRun | EndRun
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """It was done."""
+    """The request was carried out."""
 
 
 class Declined(msgspec.Struct, frozen=True, tag="declined"):
-    """No, and why, in words for a person. A provider whose slots are taken says in how many seconds one may
-    be this run's, where it knows. `is_busy`: too many fetch at once, and a later request may be answered.
-    `is_contested`: a slot is free, and others may ask for it until then."""
+    """The request is refused, with the reason for a person. A provider whose slots are taken adds in how many
+    seconds one may be this run's, where it knows. `is_busy`: too many fetch at once, and a later request may
+    be answered. `is_contested`: a slot is free, and others may ask for it until then."""
 
     reason: Reason
     wait_seconds: Annotated[int, msgspec.Meta(ge=0, le=WAIT_SECONDS_MAX)] | None = None
@@ -90,7 +90,7 @@ class Declined(msgspec.Struct, frozen=True, tag="declined"):
 
 @dataclass(frozen=True)
 class Unanswered:
-    """There was no answer, and why: whether the peer is dead is for SWIM to say."""
+    """There was no answer, and why: SWIM decides whether the peer is dead."""
 
     reason: str
 
@@ -109,19 +109,19 @@ class Ask:
 
 
 class Asks:
-    """Requests that are to be put, in order; a driver empties it."""
+    """Outgoing requests, in order; a driver empties it."""
 
     def __init__(self) -> None:
         self._numbers = iter(range(1, 2**63))
         self._new: list[Ask] = []
 
     def put(self, peer: PeerId, request: Request, seconds: float) -> int:
-        """Have `request` put to `peer`. Return the number under which the answer comes."""
+        """Queue `request` to `peer`. Return the number under which the answer comes."""
         ask = Ask(next(self._numbers), peer, request, seconds)
         self._new.append(ask)
         return ask.number
 
     def take(self) -> Iterator[Ask]:
-        """Yield what is to be put, each once; also what is added meanwhile."""
+        """Yield the queued requests, each once; also those added meanwhile."""
         while self._new:
             yield self._new.pop(0)

@@ -1,7 +1,8 @@
-"""How far another branch of a run can be, by what was measured while all of its members were together.
+"""The most steps that another branch of a run can have made, by measurements while all of its members were
+together.
 
-Members of a branch say how many steps they have committed. Nobody here saw them, so a claim counts only as
-far as its machines could have come since this member last had all of them in reach.
+Members of a branch claim the steps they have committed. Nobody here saw them, so a claim counts only as far
+as its machines could have come since this member last had all of them in reach.
 """
 
 from collections import OrderedDict
@@ -13,13 +14,13 @@ from partition.plan.learner import Branch
 from partition.plan.plan import Plan, plan_hash
 
 PACE_SECONDS = 10.0
-"""A pace is measured over so long at least: less has the plan's beginning in it."""
+"""A pace is measured over at least this time: a shorter one includes the plan's beginning."""
 FASTER_MAX = 4.0
 """Some machines alone may be faster for their rates than all together, whose links set the pace."""
 STEPS_SPARE = 2
 """A step is open at the split, and another while this member notices."""
 SIGHTINGS_MAX = 64
-"""Plans whose members were last seen together; older ones are compared by the oldest kept."""
+"""Plans whose members were last seen together; branches from older ones are compared by the oldest kept."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,12 @@ class BranchPace:
         self._window: tuple[bytes, float, int] | None = None
 
     def entered(self, now: float, plan: Plan, step: int) -> None:
-        """Note that a plan is in force: whoever agreed to it was in reach."""
+        """Note that a plan is in force: the members that agreed to it were in reach."""
         self._see(now, plan_hash(plan), step)
         self._window = plan_hash(plan), now, step
 
     def look(self, now: float, plan: Plan, step: int, live: Collection[PeerId]) -> None:
-        """Note how far the run is, and who is in reach."""
+        """Note how far the run is, and which members are in reach."""
         name = plan_hash(plan)
         if all(peer in live for peer in plan.roster):
             self._see(now, name, step)
@@ -65,14 +66,14 @@ class BranchPace:
             self._sightings.popitem(last=False)
 
     def since(self, branch: Branch | None) -> Sighting | None:
-        """Return when those of a branch, and all others, were last together; None for never."""
+        """Return when the members of a branch, and all others, were last together; None for never."""
         oldest = next(iter(self._sightings.values()), None)
         return oldest if branch is None else self._sightings.get(plan_hash(branch.split), oldest)
 
     def possible(self, now: float, branch: Branch | None, here: Plan) -> int | None:
         """Return the most steps that a branch can have committed; None where no pace was measured yet.
 
-        Of a branch that cannot show where it began, all machines of the plan `here` count.
+        For a branch that cannot show where it began, all machines of the plan `here` count.
         """
         since = self.since(branch)
         if self.best is None or since is None:

@@ -1,8 +1,9 @@
-"""Whether a member leaves its branch of the run for another, after a network split has healed.
+"""The choice between branches of a run, after a network split has healed.
 
 Only the committer of a branch knows how far it is, so it alone abandons the branch, and its members follow
 it. A member leaves by itself where its committer is gone or on another branch, or where it has missed more
-than anybody can tell it. A branch that claims more steps than its machines can have made is not followed.
+links than anybody can send it. A branch that claims more steps than its machines can have made is not
+followed.
 """
 
 from collections.abc import Collection
@@ -20,8 +21,8 @@ TOLD_MAX = 64
 
 
 class Verdict(Enum):
-    """What a member does about another branch. To ABANDON is to leave, and to tell all members to; to REFUSE,
-    to stay because its claim cannot be true."""
+    """A member's decision about another branch. ABANDON: leave, and tell all members to leave; REFUSE: stay,
+    because the other's claim cannot be true."""
 
     STAY = auto()
     LEAVE = auto()
@@ -30,8 +31,8 @@ class Verdict(Enum):
 
 
 class Branches:
-    """One member's judgement. `committed` is how many steps this node's own committer has committed, None
-    where it does not commit, or does not know yet because its replicas are not synced."""
+    """One member's judgement of branches. `committed` returns how many steps this node's own committer has
+    committed, None where it does not commit, or does not know yet because its replicas are not synced."""
 
     def __init__(self, me: PeerId, chain: PaxosChain, progress: Progress, *, may_fork: bool) -> None:
         self._me = me
@@ -55,8 +56,8 @@ class Branches:
         self._pace.entered(now, plan, self._progress.step)
 
     def look(self, now: float, plan: Plan, live: Collection[PeerId]) -> str:
-        """Note how far the run is, and who is in reach. Return what a person should know by now of branches
-        that gave way to this one, if this member commits it; empty for nothing."""
+        """Note how far the run is, and which members are in reach. Return a message for a person about
+        branches that gave way to this one, if this member commits it; empty for nothing."""
         if not self._may_fork:
             return ""
         self._pace.look(now, plan, self._progress.step, live)
@@ -64,12 +65,12 @@ class Branches:
 
     @property
     def kept_step(self) -> int | None:
-        """After how many steps this branch began; None where it is no fork."""
+        """The number of steps after which this branch began; None where it is no fork."""
         return self._forked_at
 
     @property
     def said(self) -> str:
-        """What a person should know of this branch, empty where it is no fork."""
+        """The message for a person about this branch, empty where it is no fork."""
         if self._forked_at is None or not self._parted:
             return ""
         names = ", ".join(short_peer(PeerId(peer)) for peer in self._parted)
@@ -123,13 +124,13 @@ class Branches:
         )
 
     def outlives(self, now: float, event: ForkBehind) -> None:
-        """Note a branch that is shorter than this one: it is to give way, or comes further first."""
+        """Note a branch that is shorter than this one: it will give way, or get further first."""
         if len(self._behind) < TOLD_MAX or event.peer in self._behind:
             self._behind[event.peer] = now, event
 
     def _given_way(self, now: float, plan: Plan, live: Collection[PeerId]) -> str:
-        """Return what became of a shorter branch, for a person; empty where none has given way by now: its
-        member is in the plan, or lives and says nothing of a branch any more."""
+        """Return a message for a person about a shorter branch that gave way, empty where none has: a branch
+        gave way if its member is in the plan, or lives and no longer claims a branch."""
         for peer, (heard, event) in list(self._behind.items()):
             is_silent = peer in live and now - heard >= timeouts.LEFT_SECONDS
             since = self._pace.since(event.branch)

@@ -1,10 +1,12 @@
-"""Checkpoints of a run as its members agree on them: who saves, who keeps copies, and when one is whole.
+"""Checkpoints of a run as its members agree on them: the savers, the keepers of copies, and when one is
+whole.
 
-After a step whose number the manifest says, the first replica of each stage puts a copy of its state away and
-says so. The committer gathers these. Once all stages are there it has each copied to other members
-(`SpreadWanted`), then gives the checkpoint its name at those who keep it (`SealWanted`), and once enough have
-taken the name it tells everybody (`CheckpointWhole`). One checkpoint is spread after the other; where one
-fails, the one before stays the newest. `S` is what a replica says of the state it saved; it is passed on.
+After steps that the manifest determines, the first replica of each stage saves a copy of its state and
+reports that. The committer gathers these. Once all stages are there it has each copied to other members
+(`SpreadWanted`), then gives the checkpoint its name at its keepers (`SealWanted`), and once enough have taken
+the name it tells everybody (`CheckpointWhole`). One checkpoint is spread after the other; where one fails,
+the one before stays the newest. `S` is the type of a replica's description of its saved state, which is
+passed on.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -18,9 +20,9 @@ from crypto.identity import PeerId
 from partition.plan.plan import Plan
 
 COPIES = 3
-"""Peers that keep each stage: two may go in the same hour."""
+"""Peers that keep each stage: two may fail in the same hour."""
 COPIES_MIN = 2
-"""The copies of each stage: what is on one disk only goes with the replica that will be missed."""
+"""The least copies of each stage: a copy on one disk only is lost with the replica it is meant to replace."""
 
 S = TypeVar("S")
 Rows = tuple[tuple[PeerId, ...], ...]
@@ -29,7 +31,7 @@ Rows = tuple[tuple[PeerId, ...], ...]
 
 @dataclass(frozen=True)
 class SpreadWanted(Generic[S]):
-    """Have `keepers` of each stage hold its state, which is at its saver; then call `spread`."""
+    """Have `keepers` of each stage copy its state from its saver; then call `spread`."""
 
     plan: Plan
     step: int
@@ -74,11 +76,11 @@ Event = SpreadWanted[S] | SealWanted[S] | CheckpointWhole[S] | NewestChanged
 def checkpoint_holders(
     run: bytes, stage: int, roster: Collection[PeerId], replicas: Collection[PeerId], count: int = COPIES
 ) -> tuple[PeerId, ...]:
-    """Return who keeps a stage's chunks: `count` of the roster by rendezvous hashing (Thaler and Ravishankar
-    1998).
+    """Return the keepers of a stage's chunks: `count` of the roster by rendezvous hashing (Thaler and
+    Ravishankar 1998).
 
-    A peer that comes or goes moves only its own share. Never are all of them replicas of the stage, if the
-    roster has others: what fells the replicas would fell the copies. Fewer where the roster is smaller.
+    A peer that comes or goes moves only its own share. They are never all replicas of the stage, if the
+    roster has others: a failure of the replicas would take the copies too. Fewer where the roster is smaller.
     """
 
     def weight(peer: PeerId) -> bytes:
@@ -94,7 +96,7 @@ def checkpoint_holders(
 
 @dataclass
 class _Gathering(Generic[S]):
-    """The stages of one step that are put away, by number: where, and what their state is."""
+    """The saved stages of one step, by number: their savers and states."""
 
     plan: Plan
     step: int
@@ -135,17 +137,17 @@ class CheckpointRounds(Generic[S]):
 
     @property
     def is_spreading(self) -> bool:
-        """Whether a checkpoint is copied or named now."""
+        """Whether a checkpoint is being copied or named."""
         return self._spreading is not None
 
     def saves(self, plan: Plan, stage: int) -> bool:
-        """Whether it is for this member to put its copy of a stage away: one replica of each does."""
+        """Return whether this member has to save its copy of a stage: one replica of each does."""
         return plan.stages[stage].replicas[0] == self._me
 
     # The committer's side
 
     def saved(self, plan: Plan, sender: PeerId, step: int, stage: int, state: S) -> None:
-        """Take in that a stage after `step` steps is put away at one of its replicas.
+        """Record that a stage after `step` steps was saved at one of its replicas.
 
         Raises:
             RemoteProtocolError: `sender` does not hold this stage.
@@ -161,7 +163,7 @@ class CheckpointRounds(Generic[S]):
             self._spread_next()
 
     def _spread_next(self) -> None:
-        """Spread what all stages have saved, one checkpoint after the other."""
+        """Spread the checkpoint that all stages have saved, one after the other."""
         whole = {key: each for key, each in self._gathering.items() if each.is_whole}
         if self._spreading is not None or not whole:
             return
@@ -180,7 +182,7 @@ class CheckpointRounds(Generic[S]):
         self.events.append(self._spreading)
 
     def spread(self, kept: Sequence[Collection[PeerId]]) -> None:
-        """Go on with the checkpoint that is spread: for each stage, who holds it now."""
+        """Go on with the checkpoint that is spread: `kept` has the holders of each stage."""
         wanted = self._spreading
         if wanted is None:
             return
@@ -191,7 +193,7 @@ class CheckpointRounds(Generic[S]):
         self.events.append(SealWanted(wanted.plan, wanted.step, wanted.states, rows))
 
     def sealed(self, name: bytes, kept: Sequence[Collection[PeerId]]) -> None:
-        """Finish the checkpoint that is spread: its name, and for each stage who has state and name."""
+        """Finish the checkpoint that is spread: its name, and the holders of state and name of each stage."""
         wanted = self._spreading
         if wanted is None:
             return
@@ -212,7 +214,7 @@ class CheckpointRounds(Generic[S]):
     # Everybody's
 
     def learn(self, step: int, name: bytes) -> None:
-        """Remember a checkpoint that is whole: whoever plans next may go back to it."""
+        """Remember a whole checkpoint: the next planner may go back to it."""
         if self._newest is None or step > self._newest[1]:
             self._newest = name, step
             self.events.append(NewestChanged(step, name))
@@ -225,5 +227,5 @@ class CheckpointRounds(Generic[S]):
 
 
 def _are_enough(have: Sequence[Collection[PeerId]], wanted: Rows) -> bool:
-    """Return whether each stage is on so many disks that it is not lost with the next one."""
+    """Return whether each stage is on enough disks to survive the next loss."""
     return all(len(set(each)) >= min(COPIES_MIN, len(most)) for each, most in zip(have, wanted, strict=True))

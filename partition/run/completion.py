@@ -1,7 +1,7 @@
-"""How the members of a run hear that it is over: its committer tells each living one, for a bounded time.
+"""The announcement of a run's end: its committer tells each living member, for a bounded time.
 
-A newer plan may come into force meanwhile: a member under it does not know the old one any more, and is told
-in its name. One that cannot be told gives the run up by silence, and finds the result by itself.
+A newer plan may come into force meanwhile: a member under it no longer knows the old one, and is told in its
+name. A member that cannot be told gives the run up after silence, and finds the result by itself.
 """
 
 from collections import Counter
@@ -15,16 +15,17 @@ from partition.run.asks import Asks, Declined, Done, EndRun, Reply
 
 DECLINES_MAX = 5
 """Declines before a member counts as told of the end. It declines while it does not know the plan: first
-because a newer plan reached it before, later because it has forgotten the run."""
+because a newer plan reached it, later because it has forgotten the run."""
 COLLECT_SECONDS_MAX = 120.0
-"""How long the result is waited for where a stage's last replica says nothing. If it is dead a plan without
-it comes into force meanwhile; a verdict takes half a minute over slow links."""
+"""How long the result is awaited where a stage's last replica says nothing. If it is dead a plan without it
+comes into force meanwhile; a verdict takes half a minute over slow links."""
 
 INF = float("inf")
 
 
 class Completion:
-    """Tells the end. `deadline` is when it wants to `wake`; it `is_over` once all living members know."""
+    """The announcement of the end. `deadline` is when it wants to `wake`; it `is_over` once all living
+    members know."""
 
     def __init__(self, me: PeerId, now: float, outcome: str, detail: str, weights: str, asks: Asks) -> None:
         self.outcome = outcome
@@ -41,12 +42,12 @@ class Completion:
         self._again: dict[PeerId, float] = {}
 
     def changed(self, now: float) -> None:
-        """Look again: another plan is in force, or others live."""
+        """Look again: another plan is in force, or the live members changed."""
         if not self.is_over:
             self.deadline = min(self.deadline, now)
 
     def wake(self, now: float, plan: Plan, live: Collection[PeerId]) -> bool:
-        """Tell living members of `plan` that are still to be told. Return whether that is over."""
+        """Tell living members of `plan` that are still to be told. Return whether all are told."""
         left = [peer for peer in plan.members if peer != self._me and peer in live and peer not in self._told]
         self.is_over = not left or now >= self._until
         busy, name = list(self._asked.values()), plan_hash(plan)
@@ -73,8 +74,8 @@ class Completion:
 
 
 def answer_end(mine: Plan | None, sender: PeerId, plan: bytes) -> Declined | None:
-    """Answer to the end of a run as `sender` tells it, under the plan of this hash; `mine` is in force here.
-    None: it is so.
+    """Answer `sender`, which announces the end of a run under the plan of this hash; `mine` is in force here.
+    None: accept it.
 
     Raises:
         RemoteProtocolError: the sender has no vote in the run.

@@ -1,6 +1,6 @@
-"""What members of a run in local mode say of its end, and what their cores report of that.
+"""Messages and events about the end of a run in local mode.
 
-How they agree is for `partition.run.ending`.
+`partition.run.ending` has the agreement itself.
 """
 
 from dataclasses import dataclass
@@ -45,8 +45,8 @@ class Conclusion(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Said(msgspec.Struct, frozen=True, array_like=True, tag="said"):
-    """The conclusion that the sender prefers; whether it holds its result, is settled there, and whether the
-    sender commits to it, which it does to one alone."""
+    """The conclusion that the sender prefers; whether it holds its result, whether it is settled there, and
+    whether the sender commits to it, which it does to one alone."""
 
     run: Hash
     conclusion: Conclusion
@@ -56,8 +56,7 @@ class Said(msgspec.Struct, frozen=True, array_like=True, tag="said"):
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
-    """The sender does not take this conclusion: its result is none, or nobody hands it over, or too few take
-    it."""
+    """The sender rejects this conclusion: its result is invalid, or not handed over, or too few accept it."""
 
     run: Hash
     conclusion: Conclusion
@@ -87,14 +86,14 @@ class Preferred:
 
 @dataclass(frozen=True)
 class Voided:
-    """Nobody is left who holds the result of the conclusion that was preferred: the run goes on."""
+    """No holder of the preferred conclusion's result is left: the run goes on."""
 
     run: bytes
 
 
 @dataclass(frozen=True)
 class Settled:
-    """The run is over by this conclusion."""
+    """The run ended with this conclusion."""
 
     run: bytes
     conclusion: Conclusion
@@ -102,7 +101,7 @@ class Settled:
 
 @dataclass(frozen=True)
 class Differs:
-    """The run is over here, and `peer` says that it is by `other`."""
+    """The run is over here, and `peer` says that it ended with `other`."""
 
     run: bytes
     conclusion: Conclusion
@@ -114,15 +113,16 @@ Event = EvaluationHeard | Preferred | Voided | Settled | Differs | admissions.Ev
 
 
 def rank(conclusion: Conclusion) -> tuple[bool, int, bytes, str]:
-    """Lower is better: a result, of the most steps, then by author."""
+    """Return the order of a conclusion, lower is better: one with a result, of the most steps, then by
+    author."""
     return conclusion.outcome != "done", -conclusion.step, conclusion.author, conclusion.weights
 
 
 def says_held(said: Said, conclusion: Conclusion) -> bool:
-    """Return whether whoever said this holds the result of the conclusion."""
+    """Return whether the author of this message holds the result of the conclusion."""
     return said.holds and said.conclusion == conclusion
 
 
 def says_committed(said: Said, conclusion: Conclusion) -> bool:
-    """Return whether whoever said this is committed to the conclusion, or done by it."""
+    """Return whether the author of this message is committed to the conclusion, or settled on it."""
     return (said.commits or said.is_settled) and says_held(said, conclusion)

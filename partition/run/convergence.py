@@ -1,7 +1,7 @@
-"""When a run in local mode has stopped improving: the rule of its manifest over a series of evaluations.
+"""Convergence of a run in local mode: the rule of its manifest over a series of evaluations.
 
-A series is carried by its last evaluation alone (`Progress`), so whoever evaluates next goes on with it,
-also after the death of whoever evaluated before.
+A series is carried by its last evaluation alone (`Progress`), so the next evaluator goes on with it, also
+after the death of the one before.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from math import inf
 
 @dataclass(frozen=True)
 class Progress:
-    """Up to an evaluation at `step`: the `best` loss, and how many evaluations came `since` it was
+    """A series up to an evaluation at `step`: the `best` loss, and the number of evaluations `since` it was
     reached."""
 
     step: int = -1
@@ -27,5 +27,5 @@ def advance(progress: Progress, step: int, loss: float, improvement: float) -> P
 
 
 def has_converged(progress: Progress, patience: int) -> bool:
-    """Return whether the last `patience` evaluations all failed to improve; with patience 0 none ever do."""
+    """Return whether the last `patience` evaluations all failed to improve; with patience 0 none does."""
     return patience > 0 and progress.since >= patience

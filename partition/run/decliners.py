@@ -3,19 +3,19 @@
 from crypto.identity import PeerId
 
 DECLINED_SECONDS = 300.0
-"""A provider that declined comes last for so long: longer than a placement, shorter than most runs."""
+"""How long a provider that declined comes last: longer than a placement, shorter than most runs."""
 DECLINERS_MAX = 1_024
 """Decliners remembered, the newest."""
 
 
 class Decliners:
-    """Providers that declined, as one node knows them. Times are monotonic seconds."""
+    """Providers that declined, at one node. Times are monotonic seconds."""
 
     def __init__(self) -> None:
         self._until: dict[PeerId, float] = {}
 
     def note(self, peer: PeerId, now: float, seconds: float = DECLINED_SECONDS) -> None:
-        """One has declined: let it come last for so long."""
+        """Note that a provider declined: it comes last for `seconds`."""
         self._until.pop(peer, None)
         self._until[peer] = now + seconds
         while len(self._until) > DECLINERS_MAX:

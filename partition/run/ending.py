@@ -1,34 +1,34 @@
-"""How the members of a run in local mode agree on its end: a sans-IO core, one for each run.
+"""Agreement of a run's members on its end in local mode: a sans-IO core, one for each run.
 
 There is no plan to decide on. One member evaluates: of those that have a state, the one nearest to the hash
 of the run, so that its death makes the next one evaluate, as its silence does after a while. When the series
 has converged, or the steps are done, it keeps the model and proposes a conclusion, which names that model by
 its hash. Members that have a state have a vote (`partition.run.votes`); the others follow.
 
-1. A member prefers the conclusion that most voters hold, or a better one (`rank`) that hardly less do. It
-fetches the result and tries it (its shell does: nobody's word is taken for a result), then says to all that
-it holds the conclusion, or refuses it.
+1. A member prefers the conclusion that most voters hold, or a better one (`rank`) that hardly fewer do. It
+   fetches the result and tries it (its shell does: no result is taken on trust), then tells all that it holds
+   the conclusion, or refuses it.
 2. A voter that has held a conclusion for `STABLE_SECONDS` commits to it, once and for good, when a quorum
-holds it, or after `PATIENCE_SECONDS` a majority of those that answer, unless more than may lie hold another.
-A conclusion that can find no majority any more is given up, by its author too.
+   holds it, or after `PATIENCE_SECONDS` a majority of those that answer, unless more than may lie hold
+   another. A conclusion that can find no majority any more is given up, by its author too.
 3. A run is settled for a member by commitments of as many. It waits for the others to hold the result too,
-for `PATIENCE_SECONDS`. A settled member never changes its mind, and tells those that were in the run.
-4. A conclusion that a quorum has committed to, that more members than may lie say is settled, or the
-requester, is taken without trying it, also where it was refused.
+   for `PATIENCE_SECONDS`. A settled member never changes its mind, and tells the members of the run.
+4. A conclusion that a quorum has committed to, or that the requester or more members than may lie call
+   settled, is accepted without trying it, also where it was refused.
 5. A conclusion whose holders are all gone before anybody else has its result is void, and so is one whose
-result nobody hands over; whoever said it held that one introduces no conclusions any more. A failure is none
-for a member that can go on by itself (`can_go_on`).
+   result nobody hands over; a member that claimed to hold that one introduces no conclusions any more. A
+   failure is no conclusion for a member that can go on by itself (`can_go_on`).
 
-What follows. Members that see one another settle one result, whatever they refuse: two quorums share a member
-that commits once. No member chooses a result alone, but the requester where votes are even: it is its run.
+Consequences: Members that see one another settle one result, whatever they refuse: two quorums share a member
+that commits once. No member chooses a result alone, except the requester where votes are even: it is its run.
 One that refuses everything or is silent costs `PATIENCE_SECONDS`. Where no majority is found for
 `STALEMATE_SECONDS` after the last step, or after a commitment, a member settles what it holds alone, so that
 every run ends. So there are two results where two members refuse each other's and neither is the requester;
 where a liar, which is one of three at least, tells each something else of results that the others would take;
 and on two sides of a partition, for nobody can tell the lost from the dead, and a side that waited for a
-majority would train for nothing where the others are dead. Then each side keeps its own, and all learn
-within `LINGER_SECONDS` of seeing each other that another one differs (`Differs`). A member that is restarted
-forgets what it had committed to. Not here: what a model is, and fetching it.
+majority would train for nothing where the others are dead. Then each side keeps its own, and all learn within
+`LINGER_SECONDS` of seeing each other that another one differs (`Differs`). A member that is restarted forgets
+what it had committed to. Not here: what a model is, and fetching it.
 """
 
 from collections.abc import Callable, Collection
@@ -63,38 +63,39 @@ from partition.run.turns import Turns
 from partition.run.votes import Electorate, liars_max
 
 SAY_SECONDS = 0.5
-"""Between two tellings of a conclusion to members that have not answered with it."""
+"""Between two messages of a conclusion to members that have not answered with it."""
 SAY_OVER_SECONDS = 20.0
-"""Between two tellings of a conclusion that has been settled for `PATIENCE_SECONDS`."""
+"""Between two messages of a conclusion that has been settled for `PATIENCE_SECONDS`."""
 STALE_SECONDS = 10.0
-"""What was not said again for so long does not stand for a conclusion any more."""
+"""A statement that was not repeated for this long no longer counts for a conclusion."""
 STABLE_SECONDS = 3.0
-"""A member holds a conclusion for so long before it commits to it, so that it hears of a better one."""
+"""A member holds a conclusion this long before it commits to it, so that it hears of a better one."""
 PATIENCE_SECONDS = 30.0
-"""A member that holds a conclusion waits so long at most for the others to hold it too."""
+"""A member that holds a conclusion waits at most this long for the others to hold it too."""
 LOOK_SECONDS = 150.0
-"""A member that is fetching or trying a result is waited for so much longer."""
+"""The additional wait for a member that is fetching or trying a result."""
 STALEMATE_SECONDS = 300.0
-"""After so long without a majority, at the end of the steps, each settles what it holds. Longer than most
-turns take, so that every member had its own."""
+"""The time without a majority, at the end of the steps, after which each member settles what it holds. Longer
+than most turns take, so that every member had its own."""
 GRACE_SECONDS = 12.0
-"""A member that fell out of sight is still waited for so long: on a busy machine the living look dead too."""
+"""How long a member that fell out of sight is still waited for: on a busy machine the living look dead
+too."""
 LINGER_SECONDS = 600.0
-"""A run that is over answers members that were away for so long."""
+"""How long a finished run answers members that were away."""
 REFUSED_MAX = 64
 """Conclusions that a member remembers as refused."""
 STRIKES_MAX = 8
-"""A member introduces so many results that are refused here, then it is heard on those of others alone."""
+"""Refused results of one member, after which only its view of others' conclusions counts."""
 LURES_MAX = 2
-"""A member makes another leave a result that it holds for one of its own so often at most."""
+"""How often one member may make another leave a held result for one of its own."""
 KNOWN_MAX = 1_024
-"""Peers that were in the run, whose word on its end is heard."""
+"""Peers that were in the run, whose messages about its end count."""
 
 
 @dataclass
 class _Preferred:
-    """The conclusion that is preferred here, and what the others say of it. `refusing` are those that do not
-    take it."""
+    """The conclusion that is preferred here, and the others' messages about it. `refusing` are those that
+    reject it."""
 
     conclusion: Conclusion
     is_here: bool = False
@@ -109,7 +110,7 @@ class _Preferred:
 class Ending:
     """One run, as one member sees it.
 
-    Long because whatever is heard may change what is preferred, committed to and settled.
+    Long because every message may change what is preferred, committed to and settled.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class Ending:
         self.progress = Progress()
         self.is_settled = False
         self.is_decided = False
-        """Whether the preferred conclusion is to be taken without trying it."""
+        """Whether the preferred conclusion is to be accepted without trying it."""
         self.can_go_on = False
         """Whether this member trains and its numbers are finite."""
         self.turns = Turns(me, run)
@@ -145,7 +146,7 @@ class Ending:
         self._committed_at = inf
         self._said: dict[PeerId, tuple[Said, float]] = {}
         self._claims: dict[PeerId, Conclusion] = {}
-        """What members say is settled there, the first that each has said."""
+        """The conclusion that each member says is settled there, its first such message."""
         self._refused: dict[Conclusion, None] = {}
         self._strikes: dict[PeerId, int] = {}
         self._say_at = inf
@@ -157,7 +158,7 @@ class Ending:
 
     @property
     def holds(self) -> bool:
-        """Whether this member has the result of that conclusion, and takes it."""
+        """Whether this member has the result of that conclusion, and accepts it."""
         return self._preferred is not None and self._preferred.held_at < inf
 
     @property
@@ -176,15 +177,15 @@ class Ending:
         """Whether the series has stopped improving by the manifest's rule."""
         return has_converged(self.progress, self._settings.patience)
 
-    # What the shell tells
+    # Input from the shell
 
     def set_due(self, now: float, waited_seconds: float) -> Sends:
-        """An evaluation has been due here for so long; below 0: none is."""
+        """Set for how long an evaluation has been due here; below 0: none is."""
         self.turns.set_due(now, waited_seconds)
         return []
 
     def set_end(self, now: float, waited_seconds: float) -> Sends:
-        """The steps have been done for so long; below 0: they are not."""
+        """Set for how long the steps have been done; below 0: they are not."""
         self._ended_at = inf if waited_seconds < 0 else now - waited_seconds
         if waited_seconds < 0:
             self.turns.passed = 0
@@ -197,9 +198,9 @@ class Ending:
         trainers: Collection[PeerId] | None = None,
         voters: Collection[PeerId] | None = None,
     ) -> Sends:
-        """These take part, this member not counted; `trainers` are those that have a state, this member
-        too where it has one, and they vote. None: this member tries no result, and whoever evaluates is
-        believed that it is its turn; then the `voters` are given, or all vote."""
+        """Set the other members; `trainers` are the members that have a state, this one too where it has one,
+        and they vote. None: this member tries no result, and believes any evaluator that it is its turn; then
+        the `voters` are given, or all vote."""
         found = frozenset(peers) - {self._me}
         if trainers is not None:
             self.turns.trainers = voters = frozenset(trainers)
@@ -223,7 +224,8 @@ class Ending:
         return self._advance(now)
 
     def know(self, peer: PeerId) -> None:
-        """Hear what this member says of the end, though it is not in sight: the run may be over for it."""
+        """Accept this member's messages about the end, though it is not in sight: the run may be over for
+        it."""
         if len(self._known) < KNOWN_MAX:
             self._known[peer] = None
 
@@ -234,7 +236,7 @@ class Ending:
         return [(peer, message) for peer in self._peers]
 
     def propose(self, now: float, conclusion: Conclusion) -> Sends:
-        """As the evaluator, which holds the result."""
+        """Propose a conclusion as the evaluator, which holds the result."""
         if self._preferred is not None:
             return []
         if now >= self._alone_from:
@@ -247,21 +249,22 @@ class Ending:
         return self.wake(now)
 
     def hold(self, now: float, conclusion: Conclusion) -> Sends:
-        """The result of a preferred conclusion is here now, or needs none, or cannot be had at all."""
+        """Record that the result of a preferred conclusion is here, or needs none, or cannot be had at
+        all."""
         if self._preferred is None or conclusion != self.best or self.holds:
             return []
         self._preferred.held_at = self._say_at = now
         return self.wake(now)
 
     def fetched(self, conclusion: Conclusion) -> Sends:
-        """The result of a preferred conclusion is here, and will be looked at."""
+        """Record that the result of a preferred conclusion is here and will be tried."""
         if self._preferred is not None and conclusion == self.best:
             self._preferred.is_here = True
         return []
 
     def give_up(self, now: float, conclusion: Conclusion, *, is_missing: bool = False) -> Sends:
-        """The result of a preferred conclusion is none, or nobody hands it over (`is_missing`): go on without
-        it. One that is decided on ends the run here too, without its result."""
+        """Give up a preferred conclusion whose result is invalid, or not handed over (`is_missing`). A
+        decided one ends the run here too, without its result."""
         if conclusion != self.best or self.holds or self.is_settled:
             return []
         if self.is_decided:
@@ -273,10 +276,10 @@ class Ending:
             self._strikes[peer] = self._strikes.get(peer, 0) + strikes
         return self._refuse(now)
 
-    # What others say
+    # Messages of others
 
     def receive(self, now: float, sender: PeerId, message: Told) -> Sends:
-        """Take one message. Raises RemoteProtocolError for numbers that are none."""
+        """Take one message. Raises RemoteProtocolError for invalid numbers."""
         match message:
             case Evaluated():
                 return self._take_evaluation(now, sender, message)
@@ -288,7 +291,7 @@ class Ending:
                 assert_never(message)
 
     def wake(self, now: float) -> Sends:
-        """Say what is to be said again, and go on where time has passed."""
+        """Repeat messages that are due, and go on where time has passed."""
         if self._preferred is None or now < self._say_at:
             return self._advance(now)
         own = self.said
@@ -355,7 +358,7 @@ class Ending:
         return self._advance(now)
 
     def _hear_of_another(self, sender: PeerId, message: Said) -> Sends:
-        """The run is over here: answer, and notice where it is by another conclusion."""
+        """Answer a message after the end, and notice another conclusion."""
         if not message.is_settled:
             return [(sender, self.said)]
         if sender not in self._claims:
@@ -368,10 +371,10 @@ class Ending:
         if best is not None and (other.outcome, other.weights) != (best.outcome, best.weights):
             self.events.append(Differs(self.run, best, other, peer))
 
-    # What is preferred
+    # The preferred conclusion
 
     def _choose(self, now: float) -> None:
-        """Prefer the conclusion that most voters hold, or a better one that hardly less do."""
+        """Prefer the conclusion that most voters hold, or a better one that hardly fewer do."""
         if self.is_decided or self._committed is not None:
             return
         supported: dict[Conclusion, set[PeerId]] = {}
@@ -415,7 +418,7 @@ class Ending:
         )
 
     def _void(self) -> None:
-        """Give a conclusion up whose result went with its author."""
+        """Give up a conclusion whose result went with its author."""
         if self.best is None or self.holds or self.is_here or self.is_settled or self.holders:
             return
         if not self.is_decided:
@@ -441,7 +444,7 @@ class Ending:
     # Votes
 
     def _advance(self, now: float) -> Sends:
-        """Commit, settle, or give up, where what was said and the time that has passed call for it."""
+        """Commit, settle, or give up, where messages and the time passed call for it."""
         gone = {peer for peer, at in self._unseen.items() if now - at >= GRACE_SECONDS}
         self._voters -= gone.difference(self._claims)
         self._decide(now)
@@ -462,8 +465,8 @@ class Ending:
         return self._settle(now) if self._may_settle(now) else []
 
     def _decide(self, now: float) -> None:
-        """Take a conclusion that others have settled, or a quorum has committed to, whatever was thought of
-        it here."""
+        """Accept a conclusion that others have settled, or a quorum has committed to, even if it was refused
+        here."""
         if self.is_settled or self.is_decided:
             return
         backers: dict[Conclusion, set[PeerId]] = {}
@@ -483,7 +486,7 @@ class Ending:
             self._preferred.held_at = now
 
     def _is_decision(self, conclusion: Conclusion, settled: set[PeerId]) -> bool:
-        """Return whether a conclusion that is `settled` for these is one for all."""
+        """Return whether a conclusion that is `settled` for these members is decided for all."""
         liars = liars_max(len(self._voters | settled))  # of a member that is left alone the other may lie
         if len(settled) > liars or self._requester in settled:
             return True
@@ -494,7 +497,7 @@ class Ending:
         return Electorate(self._voters, self._requester)
 
     def _backing(self, conclusion: Conclusion, backs: Callable[[Said, Conclusion], bool]) -> set[PeerId]:
-        """The others that back a conclusion by what they have said last."""
+        """Return the others that back a conclusion by their last message."""
         return {peer for peer, (said, _) in self._said.items() if backs(said, conclusion)}
 
     def _may_commit(self, now: float) -> bool:
@@ -548,7 +551,7 @@ class Ending:
 
     @property
     def _alone_from(self) -> float:
-        """From when on a member settles what it holds alone, once it has had patience."""
+        """Return from when on a member settles what it holds alone, once it has had patience."""
         if self._me in self._voters:
             return min(self._ended_at, self._committed_at) + STALEMATE_SECONDS
         return (inf if self._preferred is None else self._preferred.held_at) + STALEMATE_SECONDS
@@ -572,17 +575,17 @@ class Ending:
         return [(peer, own) for peer in self._untold]
 
     def _awaited(self, now: float) -> list[PeerId]:
-        """The members whose word counts: those in sight, and those that just fell out of it."""
+        """Return the members whose messages count: those in sight, and those that just fell out of it."""
         unseen = (peer for peer, at in self._unseen.items() if now - at < GRACE_SECONDS)
         return sorted({*self._peers, *unseen})
 
     @property
     def _untold(self) -> list[PeerId]:
-        """Those that were in the run and have not said that it is over by this conclusion."""
+        """Return the members of the run that have not said that it ended with this conclusion."""
         return [peer for peer in self._known if self._claims.get(peer) != self.best]
 
     @property
     def said(self) -> Said:
-        """What this member says of the end; there is a conclusion."""
+        """Return this member's message about the end; there is a conclusion."""
         assert self.best is not None, "there is a conclusion"
         return Said(self.run, self.best, self.holds, self.is_settled, self._committed == self.best)

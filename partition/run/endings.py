@@ -16,9 +16,9 @@ def _forgotten_at(ending: Ending) -> float:
 
 
 class Endings:
-    """All runs in local mode of one node, behind one protocol; those that are over too, for a while.
+    """All runs in local mode of one node, behind one protocol; finished ones too, for a while.
 
-    What is said of an end goes to its `Ending`, tickets to its `Admission`.
+    Messages about an end go to its `Ending`, tickets to its `Admission`.
     """
 
     def __init__(self) -> None:
@@ -31,8 +31,8 @@ class Endings:
         return min((ending.deadline for ending in self._endings.values()), default=inf)
 
     def open(self, now: float, ending: Ending, admission: Admission | None = None) -> None:
-        """Take part. Of runs that are over, those that ended first make room. Raises ValueError: in too many
-        runs that are not."""
+        """Take part in a run. Finished runs make room, those that ended first. Raises ValueError: in too many
+        unfinished runs."""
         over = sorted((other for other in self._endings.values() if other.is_settled), key=_forgotten_at)
         for other in over:
             if other.forget_at <= now or len(self._endings) >= RUNS_MAX:
@@ -49,7 +49,7 @@ class Endings:
         self._admissions.pop(run, None)
 
     def receive(self, now: float, sender: PeerId, message: Message) -> AllSends:
-        """Take one message; one of a run that is not known here is passed over."""
+        """Take one message; one of a run that is not known here is dropped."""
         ending, admission = self._endings.get(message.run), self._admissions.get(message.run)
         if ending is None:
             return []
@@ -64,7 +64,7 @@ class Endings:
         return self.drained(ending, ending.receive(now, sender, message))
 
     def admitted(self, admission: Admission, sends: admissions.Sends) -> AllSends:
-        """Return `sends`, with who was found to be a member, or is none any more, put among the events."""
+        """Move the admission's events to the node's; return `sends`."""
         self.events += admission.events
         admission.events.clear()
         return [*sends]
@@ -78,7 +78,7 @@ class Endings:
         return sends
 
     def drained(self, ending: Ending, sends: Sends) -> AllSends:
-        """Return `sends`, with what a call to one ending taught put among the events."""
+        """Move an ending's events to the node's; return `sends`."""
         self.events += ending.events
         ending.events.clear()
         return [*sends]

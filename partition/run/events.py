@@ -1,4 +1,4 @@
-"""What a member of a run tells its driver to do: the events of `partition.run.member`."""
+"""Events of `partition.run.member`: instructions of a run's member to its driver."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class PlanFollowed:
 
 @dataclass(frozen=True)
 class PlanEntered:
-    """The plan is in force: what this node did as a trainer under the one before ends."""
+    """The plan is in force: this node's work as a trainer under the last one ends."""
 
     plan: Plan
     is_first: bool
@@ -48,7 +48,7 @@ class StateChanged:
 @dataclass(frozen=True)
 class Left:
     """The run goes on without this node, which forgets it and waits to be asked again. `is_branch`: it left a
-    branch of the run for another; what was committed after `kept_step` steps was that branch's alone."""
+    branch of the run for another; steps after `kept_step` were that branch's alone."""
 
     is_branch: bool
     kept_step: int | None = None
@@ -56,14 +56,14 @@ class Left:
 
 @dataclass(frozen=True)
 class LivingChanged:
-    """Those of the run that count as alive."""
+    """The members of the run that count as alive."""
 
     living: tuple[PeerId, ...]
 
 
 @dataclass(frozen=True)
 class Proposed:
-    """What should be decided after the plan of this hash; None for nothing."""
+    """The change that should follow the plan of this hash; None for nothing."""
 
     change: Change | None
     parent: bytes
@@ -96,7 +96,7 @@ class CheckpointFound:
 
 @dataclass(frozen=True)
 class RunOver:
-    """End the run here: all living members have heard of it, or nobody is left to tell. `weights` is the hash
+    """End the run here: all living members have heard of it, or none is left to tell. `weights` is the hash
     of the result in hex, empty where there is none."""
 
     outcome: str

@@ -1,21 +1,22 @@
-"""When a run cannot go on, whoever computes it: what failed under plan after plan, as one member saw it.
+"""Failures that end a run on any peers: what failed under plan after plan, as one member saw it.
 
-A peer that fails is replaced, and a stage without a replica goes back to a checkpoint. Neither helps where it
-is the data or the step that fails: then the next peer fails at the same place, for ever. So what follows the
-step and not the peer ends the run, and so does going back again and again without getting any further.
+A peer that fails is replaced, and a stage without a replica goes back to a checkpoint. Neither helps where
+the data or the step itself fails: then the next peer fails at the same place, for ever. So a failure that
+follows the step and not the peer ends the run, and so does going back again and again without getting
+further.
 """
 
 from crypto.identity import PeerId
 
 PEERS_MAX = 2
-"""The same step failing on so many peers is the fault of none of them."""
+"""A step that fails on this many peers is the fault of none of them."""
 ROLLBACKS_MAX = 5
 """Rollbacks to a checkpoint that a run may make without getting further than before: peers also die, and
 several in a row may take the same stage with them."""
 
 
 class Failures:
-    """One member's, over all plans of one run."""
+    """One member's record, over all plans of one run."""
 
     def __init__(self) -> None:
         self._step = -1
@@ -24,7 +25,8 @@ class Failures:
         self._rollbacks = 0
 
     def note(self, peer: PeerId, step: int | None, reason: str) -> str | None:
-        """A peer failed, in computing `step` if it is that. Why the run is over, None if it is not."""
+        """Note that a peer failed, in computing `step` if not None. Return why the run is over, None if it is
+        not."""
         if step is None:
             return None
         if step != self._step:
@@ -35,8 +37,8 @@ class Failures:
         return f"step {step} failed on {len(self._peers)} peers, so it is not theirs: {reason}"
 
     def went_back(self, step: int, furthest: int, reason: str) -> str | None:
-        """The run goes back to a checkpoint after `step` steps, and had got to `furthest`; `reason` is why
-        members were lost. Why it is over, None if it is not."""
+        """Note that the run goes back to a checkpoint after `step` steps, having reached `furthest`; `reason`
+        is why members were lost. Return why it is over, None if it is not."""
         if furthest > self._furthest:
             self._furthest, self._rollbacks = furthest, 0
         self._rollbacks += 1

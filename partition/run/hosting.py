@@ -1,4 +1,4 @@
-"""The stage of a run that one member holds: what to open, to keep under plan after plan, and to close.
+"""The stage of a run that one member holds: when to open it, keep it from plan to plan, and close it.
 
 At most one stage is open. It stays open from one plan to the next as long as the plan gives the member the
 same layers between the same borders. The stage of a plan that is not in force yet may be opened early; it is
@@ -18,15 +18,15 @@ WENT_ON = "the run went on before its stage was open"
 
 
 class Held(NamedTuple):
-    """A stage by its number and where the model is cut: elsewhere it is another stage, whose inputs or tied
-    weights may differ also where its layers are the same."""
+    """A stage by its number and the cuts of the model: with other cuts it is another stage, whose inputs or
+    tied weights may differ even where its layers are the same."""
 
     number: int
     cuts: tuple[int, ...]
 
 
 def held_in(plan: Plan, peer: PeerId) -> Held | None:
-    """Return what a plan gives to a peer, None for no stage."""
+    """Return the stage that a plan gives to a peer, None for none."""
     number = plan.stage_of(peer)
     if number is None:
         return None
@@ -35,8 +35,9 @@ def held_in(plan: Plan, peer: PeerId) -> Held | None:
 
 @dataclass(frozen=True)
 class StageWanted:
-    """Close what is open and open this stage of `plan`, then call `opened` or `failed`. `step` says after how
-    many steps it is as opened; None: it has to be filled. `is_early`: the plan is not in force yet."""
+    """Close the open stage and open this stage of `plan`, then call `opened` or `failed`. `step` is the
+    number of steps of the opened state; None: it has to be filled. `is_early`: the plan is not in force
+    yet."""
 
     plan: Plan
     held: Held
@@ -53,11 +54,11 @@ class StageKept:
 
 @dataclass(frozen=True)
 class StageEnded:
-    """Close what is open."""
+    """Close the open stage."""
 
 
 class Hosting:
-    """One member's. Each call returns what the driver has to do, None for nothing."""
+    """One member's stage. Each call returns the driver's next action, None for nothing."""
 
     def __init__(self, me: PeerId) -> None:
         self.plan: Plan | None = None
@@ -73,18 +74,18 @@ class Hosting:
 
     @property
     def is_opening(self) -> bool:
-        """Whether a stage is on its way."""
+        """Whether a stage is being opened."""
         return self._opening is not None
 
     @property
     def occupies(self) -> bool:
-        """Whether a slot is taken: a stage is open or on its way."""
+        """Whether a slot is taken: a stage is open or being opened."""
         return self.is_open or self.is_opening
 
     def adopt(self, plan: Plan) -> StageWanted | StageKept | StageEnded | None:
-        """Take a plan that is in force: keep the stage it gives to this member, open it, or close what was
-        open."""
-        # What has trained is opened again: first values are made in a new process.
+        """Take a plan that is in force: keep the stage it gives to this member, open it, or close the open
+        one."""
+        # A trained stage is opened again: first values are made in a new process.
         is_anew = plan.restored == FIRST_VALUES and self._prepared != plan_hash(plan)
         self.plan, self._prepared = plan, None
         held = held_in(plan, self._me)
@@ -98,7 +99,7 @@ class Hosting:
         if held is None:
             self._clear()
             return StageEnded()
-        # Only the first plan finds everybody at the beginning; whoever comes later has nothing yet.
+        # Only the first plan finds everybody at the beginning; later members have nothing yet.
         return self._open(StageWanted(plan, held, None if plan.height else 0, is_early=False))
 
     def prepare(self, now: float, plan: Plan, planner: PeerId) -> StageWanted | None:
@@ -135,7 +136,7 @@ class Hosting:
         self.is_open = False
 
     def unprepare(self, plan: bytes) -> StageEnded | None:
-        """Close what was opened for the plan of this hash, which did not come about."""
+        """Close the stage opened early for the plan of this hash, which did not come about."""
         if self._prepared != plan:
             return None
         self._clear()
@@ -147,25 +148,24 @@ class Hosting:
         return inf if self._prepared is None else self._expires_at
 
     def wake(self, now: float) -> StageEnded | None:
-        """Close what was opened for a plan that was not decided in time."""
+        """Close a stage that was opened early for a plan that was not decided in time."""
         if self._prepared is None or now < self._expires_at:
             return None
         return self.unprepare(self._prepared)
 
     def planner_lost(self, planner: PeerId) -> StageEnded | None:
-        """Close what was opened for a plan that `planner` would have had decided; the peer is gone."""
+        """Close a stage that was opened early for a plan of `planner`, which is gone."""
         if self._prepared is None or planner != self._planner:
             return None
         return self.unprepare(self._prepared)
 
     def vacate(self) -> StageEnded:
-        """Close the stage, though the plan still gives it to this member: it may be given to it again
-        later."""
+        """Close the stage, though the plan still gives it to this member, which may open it again later."""
         self._clear()
         return StageEnded()
 
     def end(self) -> StageEnded:
-        """The run is over: close the stage, and open none again."""
+        """Close the stage for good: the run is over."""
         self._is_over = True
         return self.vacate()
 

@@ -1,7 +1,7 @@
-"""Whether a run still goes on: its committer renews it from time to time, and hears which members forgot it.
+"""Keepalive of a run: its committer renews it from time to time, and learns which members forgot it.
 
-SWIM says who is dead; here is what it cannot see: a member that was restarted so fast that nobody missed it,
-and a run that nobody speaks of any more, whose slot must not be held for ever.
+SWIM reports the dead; this covers what it cannot see: a member that was restarted so fast that nobody missed
+it, and a run without any messages, whose slot must not be held for ever.
 """
 
 from collections.abc import Collection
@@ -24,13 +24,13 @@ class MemberSilent:
 
 @dataclass(frozen=True)
 class RunSilent:
-    """Nobody speaks of the run any more."""
+    """No message of the run comes any more."""
 
     reason: str
 
 
 class Keepalive:
-    """One member's. `deadline` is when it wants to `wake`."""
+    """One member's keepalive. `deadline` is when it wants to `wake`."""
 
     def __init__(self, me: PeerId, now: float, asks: Asks) -> None:
         self.asks = asks
@@ -45,7 +45,7 @@ class Keepalive:
         self._heard_at = now
 
     def speaking(self, now: float, plan: Plan | None, live: Collection[PeerId]) -> Collection[PeerId]:
-        """Return the `live` members, without a committer that has said nothing for long."""
+        """Return the `live` members, without a committer that has been silent for long."""
         is_silent = plan is not None and now - self._heard_at >= timeouts.LEFT_SECONDS
         return [peer for peer in live if not is_silent or plan is None or peer != plan.committer]
 
@@ -76,7 +76,7 @@ class Keepalive:
             self.events.append(MemberSilent(plan, plan.committer, f"it said nothing for {silence:.0f} s"))
 
     def replied(self, _now: float, number: int, reply: Reply) -> None:
-        """Take the answer to one of `asks`; whether a peer that gives none is dead is for SWIM to say."""
+        """Take the answer to one of `asks`; SWIM decides whether a peer that gives none is dead."""
         renewed = self._renewing.pop(number, None)
         if renewed is not None and isinstance(reply, Declined):
             self.events.append(MemberSilent(*renewed, "it has forgotten the run"))

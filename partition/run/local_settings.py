@@ -1,6 +1,6 @@
-"""How the members of a run in local mode train together: `[train]` of RUN.toml with `mode = "local"`.
+"""Settings of a run in local mode: `[train]` of RUN.toml with `mode = "local"`.
 
-What the names stand for is in `gossip.averaging.strategies`; nothing here averages anything.
+`gossip.averaging.strategies` explains the names; nothing here averages.
 """
 
 from math import isfinite
@@ -46,8 +46,8 @@ class Column(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OwnData(msgspec.Struct, frozen=True, array_like=True):
-    """What members must have of their own where data stays with its owners: a data set that they call `name`,
-    with these columns. `window` is how many bytes make a sample of text, 0 for other data."""
+    """The data set that members must have where data stays with its owners: one that they call `name`, with
+    these columns. `window` is the number of bytes in a sample of text, 0 for other data."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,39}\Z")]
     columns: Annotated[tuple[Column, ...], msgspec.Meta(min_length=1, max_length=COLUMNS_MAX)]
@@ -60,16 +60,17 @@ class OwnData(msgspec.Struct, frozen=True, array_like=True):
 class LocalSettings(msgspec.Struct, frozen=True, array_like=True):
     """Every member makes `local_steps` optimizer steps on its own shard, then averages in a group.
 
-    `strategy` says what is averaged and what comes of it, `codec` how it is sent, `weighting` how much each
-    counts. The model is evaluated every `evaluate_every` rounds. After `patience` evaluations that did not
-    improve the lowest loss by `improvement` at least the run has converged; 0: it ends by its steps alone.
+    `strategy` determines what is averaged and how the result is used, `codec` the encoding, `weighting` the
+    weight of each member. The model is evaluated every `evaluate_every` rounds. After `patience` evaluations
+    that did not improve the lowest loss by `improvement` at least the run has converged; 0: it ends by its
+    steps alone.
 
-    With `own_data` no data travels: every member trains on a set of its own, of which it has told nobody more
-    than that it has these columns.
+    With `own_data` no data travels: every member trains on a set of its own, and reveals only that it has
+    these columns.
 
-    A member takes the share `damping` of what a round came to, w <- (1 - damping) w + damping mean, and from
-    rounds after its last step all of it, so that a run ends with a mean of its members. Only of strategies
-    without outer steps.
+    A member takes the share `damping` of a round's result, w <- (1 - damping) w + damping mean, and in rounds
+    after its last step all of it, so that a run ends with a mean of its members. Only for strategies without
+    outer steps.
 
     `aggregate` is the rule of a round. "auto" is "nnm-trimmed-mean" where anybody may join the swarm, and the
     mean in a swarm with a key.

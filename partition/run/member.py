@@ -1,11 +1,11 @@
 """One member's part in a run, from the first plan it hears of to its end: a sans-IO core.
 
 It follows the chain of plans, proposes the next one, renews the run or watches for its committer, tells
-others whom the next plan must do without, leaves its branch for a longer one, and moves by the table of
-states. After every call a driver sends `sends`, puts `asks`, acts on `events`, and empties them.
+others which members the next plan must do without, leaves its branch for a longer one, and moves by the table
+of states. After every call a driver sends `sends`, puts `asks`, acts on `events`, and empties them.
 
 Not here: agreeing on plans (`partition.plan.paxos`, whose promises must be stored before its events come
-here), steps (`partition.steps`), and what a role computes: `Roles` tells of that.
+here), steps (`partition.steps`), and the work of a role: `Roles` reports on it.
 """
 
 from collections.abc import Collection
@@ -66,9 +66,11 @@ INF = float("inf")
 class Member:
     """One run at one node. `plan` is the one in force, None before the first.
 
-    `is_dropped`: this node takes no role any more. `is_over`: nothing is said or done for the run any more.
+    `is_dropped`: this node takes no role any more. `is_over`: the member sends and does nothing for the run
+    any more.
 
-    Long because it is one state machine: what a member proposes, follows, leaves and ends hangs on one plan.
+    Long because it is one state machine: what a member proposes, follows, leaves and ends depends on one
+    plan.
     """
 
     def __init__(
@@ -130,8 +132,8 @@ class Member:
         self._change("leases wanted", "")
 
     def begin(self, now: float, chain: PaxosChain, first: Plan, *, is_restart: bool = False) -> None:
-        """Keep the chain from here on. `first` is the plan that the run began with, whenever this node came:
-        each stage is to have as many replicas as it had then.
+        """Follow the chain from now on. `first` is the plan that the run began with, even if this node came
+        later: each stage is to have as many replicas as it had then.
 
         A member that was restarted knows the chain and has lost its stage: it tells all others, also those
         that were restarted themselves, and takes up nothing until a new plan gives it something.
@@ -174,7 +176,7 @@ class Member:
     # Plans
 
     def on_chain(self, now: float, event: paxos.Event) -> None:
-        """Act on an event of the chain; what it promised for that is stored."""
+        """Act on an event of the chain, whose promises are stored."""
         life = self._life
         if life is None or self.is_over:
             return
@@ -199,7 +201,7 @@ class Member:
                 assert_never(event)
 
     def _adopt(self, now: float, life: MemberLife, plan: Plan, change: Change | None) -> None:
-        """A plan has come into force."""
+        """Adopt a plan that has come into force."""
         before, self.plan = self.plan, plan
         self.recutting.end()
         self.events.append(PlanFollowed(plan))
@@ -231,7 +233,7 @@ class Member:
             )
 
     def _in_force(self, life: MemberLife, reason: str) -> None:
-        """The run goes on, with all the replicas it began with or with fewer."""
+        """Note that the run goes on, with all the replicas it began with or with fewer."""
         plan = self.plan
         if plan is None or self._me not in plan.roster:
             return
@@ -248,7 +250,7 @@ class Member:
         self._change(cause, reason or usual, is_note=bool(life.branches.said))
 
     def catch_up(self, peers: Collection[PeerId]) -> None:
-        """Ask what of the chain is missing here."""
+        """Ask peers for the links of the chain that are missing here."""
         if self._life is not None:
             for peer in peers:
                 self.sends += self._life.chain.tell(peer)
@@ -272,7 +274,7 @@ class Member:
             self._leave(life.branches.farewell(event), is_branch=True)
 
     def _leave(self, reason: str, *, is_branch: bool) -> None:
-        """The run goes on elsewhere: from now on nothing is committed here."""
+        """Leave the run, which goes on elsewhere: from now on nothing is committed here."""
         self.is_over = True
         self.state = after(self.state, "quorum lost")
         kept = self._life.branches.kept_step if is_branch and self._life is not None else None
@@ -281,7 +283,7 @@ class Member:
     # Members that the next plan must do without
 
     def exclude(self, now: float, peer: PeerId, reason: str) -> None:
-        """Take this member's own view: a committer tells the others, the others only propose."""
+        """Exclude a peer in this member's view; a committer tells the others, other members only propose."""
         if self.commits:
             self.exclude_for_all(now, peer, reason)
         elif self._life is not None:
@@ -314,7 +316,7 @@ class Member:
             self.paused(now, self.recutting.paused_at)
 
     def look_for_leavers(self) -> None:
-        """As the committer: pause before a member leaves that its stage can do without, or whose stage those
+        """As the committer: pause before a member leaves that its stage can spare, or whose layers the stages
         beside it take."""
         if not self.commits or self._life is None:
             return
@@ -340,7 +342,7 @@ class Member:
 
     def recut(self, wanted: Change) -> None:
         """As the committer: move the borders between stages, or make more of them, as was found to be better.
-        What is `wanted` takes all layers from a checkpoint that is made for it, but for a standby's."""
+        The `wanted` change takes all layers from a checkpoint that is made for it, except a standby's."""
         life, plan = self._life, self.plan
         if life is None or plan is None or not self.commits or self.is_over or self.is_finishing:
             return
@@ -375,8 +377,7 @@ class Member:
         life.proposer.changed(now)
 
     def bring_back(self, now: float, checkpoint: bytes, step: int) -> None:
-        """As the committer: all steps are done, and the state of `step`, which is in this checkpoint, is to
-        be the result."""
+        """As the committer: after the last step, make the state of `step` in this checkpoint the result."""
         life, plan = self._life, self.plan
         if life is not None and plan is not None and self.commits and not self.is_over:
             self._wish(now, life, Recut(plan_hash(plan), step, checkpoint, (), is_final=True))
@@ -390,12 +391,12 @@ class Member:
     # Steps
 
     def note_step(self, step: int) -> None:
-        """Take it that `step` steps are committed, and claim so."""
+        """Note that `step` steps are committed, and claim so."""
         self.progress.note(step)
         self._claim()
 
     def show_step(self, step: int) -> bool:
-        """Note that the step of this number was committed; whether it is to be shown, and was not before."""
+        """Note that the step of this number was committed; return whether to show it, which happens once."""
         is_new = self.progress.show(step)
         if is_new:
             self._claim()
@@ -410,7 +411,7 @@ class Member:
         self._change("training over", "the last step is committed" if reason is None else reason)
 
     def finish(self, now: float, outcome: str, detail: str, weights: str = "") -> None:
-        """Tell every living member that the run is over, whatever plan comes into force from now on."""
+        """Tell every living member that the run is over, under any plan that comes into force from now on."""
         if self._completion is None and not self.is_over and self.plan is not None:
             detail = detail[:REASON_LENGTH_MAX]
             self._completion = Completion(self._me, now, outcome, detail, weights, self.asks)
@@ -429,11 +430,11 @@ class Member:
             self.events.append(RunOver(completion.outcome, completion.detail, completion.weights))
 
     def ended(self, outcome: str) -> None:
-        """The run is over here."""
+        """Note that the run is over here."""
         if self.state not in OVER:
             self.state = after(self.state, CAUSE_OF[outcome])
 
-    # What others ask
+    # Requests of others
 
     def on_renew(self, now: float, sender: PeerId, plan: bytes) -> Done | Declined:
         """Answer whether this node is still in the run; `plan` is a hash."""
@@ -446,31 +447,31 @@ class Member:
         return Done()  # where there is another plan, the chain tells
 
     def on_start(self, sender: PeerId, plan: Plan) -> Done | Declined | None:
-        """Answer to a plan that `sender` says is in force; None: this node is in none yet, and may begin."""
+        """Answer a `sender` of a plan in force; None: this node is in none yet, and may begin."""
         mine = self.plan
         if mine is None:
             return None
-        # What comes after is decided by the chain, and heard from it.
+        # The chain decides what follows, and reports it.
         if mine.height < plan.height and sender in mine.roster:
             self.catch_up([sender])
         is_other = mine.height == plan.height and mine != plan
         return Declined("another plan is in force") if is_other else Done()
 
     def is_behind(self, sender: PeerId, plan: Plan) -> bool:
-        """Return whether this node does not know the plan before `plan`; then it asks `sender` for it."""
+        """Return whether this node does not know the plan before `plan`, and if so ask `sender` for it."""
         if self.plan is None or plan_hash(self.plan) == plan.parent:
             return False
         self.catch_up([sender])
         return True
 
     def on_end(self, sender: PeerId, plan: bytes) -> Declined | None:
-        """See `partition.run.completion.answer_end`."""
+        """Answer the announcement of the end: see `partition.run.completion.answer_end`."""
         return answer_end(self.plan, sender, plan)
 
-    # What comes in
+    # Input
 
     def receive(self, now: float, sender: PeerId, message: RunMessage) -> None:
-        """A message about the run, of the plan in force. Raises RemoteProtocolError."""
+        """Take a message about the run, under the plan in force. Raises RemoteProtocolError."""
         life, plan = self._life, self.plan
         if life is None or plan is None or self.is_over:
             return
@@ -500,7 +501,7 @@ class Member:
             self._life.keepalive.heard(now)
 
     def members_changed(self, now: float) -> None:
-        """Look again at who lives."""
+        """Look again at which members live."""
         if self._life is not None:
             if self.plan is not None:
                 self._note(self._life.branches.look(now, self.plan, self._around.live()))
@@ -536,7 +537,7 @@ class Member:
         self._follow(now, life)
 
     def give_up(self) -> None:
-        """Let newcomers that were asked go again: nothing is proposed any more."""
+        """Release newcomers that were asked: nothing is proposed any more."""
         if self._life is not None:
             self._life.proposer.give_up()
 
@@ -556,12 +557,12 @@ class Member:
         self._tell_checkpoint(self.others())
 
     def _tell_checkpoint(self, peers: Collection[PeerId]) -> None:
-        """As the committer: say what the run can go back to; who came or missed it may be next to propose."""
+        """As the committer: announce the restorable checkpoint, as any of these peers may propose next."""
         news = self._ways_back.news(self.plan, self._roles.restorable) if self.commits else None
         self.sends += [(peer, news) for peer in peers if news is not None]
 
     def _follow(self, now: float, life: MemberLife) -> None:
-        """Act on what the parts tell."""
+        """Act on the events of the parts."""
         told = [*life.proposer.events, *life.keepalive.events]
         life.proposer.events.clear()
         life.keepalive.events.clear()
@@ -594,7 +595,7 @@ class Member:
                 assert_never(event)
 
     def _on_no_way(self, now: float, life: MemberLife, event: proposals.NoWayFound) -> None:
-        """No plan can follow: the run waits, and if that lasts the member that would propose one ends it."""
+        """Wait while no plan can follow; if that lasts the member that would propose one ends the run."""
         if not self._is_stuck:
             self._is_stuck, is_alone = True, life.chain.is_forking
             reason = stage_missing(event.reason, event.lost)
@@ -606,7 +607,7 @@ class Member:
             self.finish(now, "failed", event.reason)
 
     def _note(self, reason: str) -> None:
-        """Tell a person what does not change the run's state, if there is anything to tell."""
+        """Tell a person something that does not change the run's state, if there is anything to tell."""
         if reason:
             self.events.append(StateChanged(self.state, reason, is_note=True))
 

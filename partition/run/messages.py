@@ -1,7 +1,7 @@
-"""What members of a run tell each other about the run itself, beside the step and plan messages of the cores.
+"""Messages between members about the run itself, beside the step and plan messages of the cores.
 
-Each names the plan in force by its hash; one of another plan is not for its receiver. `check_sender` says who
-may send what.
+Each names the plan in force by its hash; one of another plan is not for its receiver. `check_sender` checks
+who may send which.
 """
 
 from typing import Annotated
@@ -18,8 +18,8 @@ Reason = Annotated[str, msgspec.Meta(max_length=REASON_LENGTH_MAX)]
 
 
 class Absent(msgspec.Struct, frozen=True, tag="absent"):
-    """Committer to all other members, or a member of itself: these peers live, maybe, but the next plan must
-    do without them."""
+    """Committer to all other members, or a member of itself: these peers may live, but the next plan must do
+    without them."""
 
     plan: Hash
     peers: Annotated[tuple[Peer, ...], msgspec.Meta(min_length=1, max_length=REPLICAS_MAX)]
@@ -48,7 +48,7 @@ class Recut(msgspec.Struct, frozen=True, tag="recut"):
 
     @property
     def change(self) -> Change:
-        """What is to be decided."""
+        """Return the change to decide."""
         return Change(restored=self.checkpoint, step=self.step, cuts=self.cuts, is_final=self.is_final)
 
 
@@ -71,8 +71,8 @@ RunMessage = Absent | Checkpointed | GivenUp | Leaving | Recut
 def check_sender(plan: Plan, sender: PeerId, message: object) -> None:
     """Check that `sender` may say this under the plan in force.
 
-    Any member may announce that it leaves. A member may declare itself absent; everything else is for the
-    committer to say.
+    Any member may announce that it leaves. A member may declare itself absent; only the committer may send
+    everything else.
 
     Raises:
         RemoteProtocolError: it may not.

@@ -1,4 +1,4 @@
-"""Which change of the plan should be decided next: who is lost, who joins which stage, who is admitted."""
+"""The choice of the next change of the plan: members lost, replicas joining stages, members admitted."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from partition.run import timeouts
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """What one member knows. `wanted` are the replicas each stage began with.
+    """One member's knowledge. `wanted` are the replicas each stage began with.
 
-    `absent` are on the roster and dead, gone, failed, or without the memory of their stage; `leaving` will
-    go and still help. `recut` is what the committer wants moved. `candidates` could take a stage, the best
-    first. `restorable` is the newest checkpoint and its step, if there is one; nobody goes back to one of
-    which no copy can be reached (`can_restore`). Only a member that `asks` knows of candidates.
+    `absent` are on the roster and dead, gone, failed, or without the memory of their stage; `leaving` will go
+    and still help. `recut` is the move that the committer wants. `candidates` could take a stage, the best
+    first. `restorable` is the newest checkpoint and its step, if there is one; the run does not go back to
+    one without a reachable copy (`can_restore`). Only a member that `asks` knows of candidates.
     """
 
     plan: Plan
@@ -39,7 +39,7 @@ class PlanInputs:
 @dataclass(frozen=True)
 class NoViablePlan:
     """No plan can follow as things are, and why, in words for a person; `waits_seconds` is how long that may
-    yet change. `lost` are those who would be needed."""
+    yet change. `lost` are the members that would be needed."""
 
     reason: str
     waits_seconds: float
@@ -47,7 +47,7 @@ class NoViablePlan:
 
 
 def next_change(view: PlanInputs) -> Change | NoViablePlan | None:
-    """Return what should be decided next, None for nothing."""
+    """Return the change to decide next, None for nothing."""
     plan = view.plan
     lost = set(plan.roster) & view.absent
     candidates = [row for row in view.candidates if plan.stage_of(row[0]) is None or row[0] in lost]
@@ -94,7 +94,7 @@ def next_change(view: PlanInputs) -> Change | NoViablePlan | None:
 
 
 def _keeps(change: Change, leaving: Collection[bytes]) -> bool:
-    """Return whether a change would give a stage to somebody who leaves, who is waited for then."""
+    """Return whether a change would give a stage to a leaving member, which is then waited for."""
     if not change.stages:
         return bool(leaving)
     return any(peer in leaving for stage in change.stages for peer in stage.replicas)
@@ -106,8 +106,8 @@ def _refills(
     joined: Sequence[Joining],
     candidates: list[tuple[PeerId, int]],
 ) -> list[Joining]:
-    """Return who joins stages that have a replica; `joined` take those that have none. Takes who joins from
-    the `candidates`."""
+    """Return the joins to stages that have a replica; `joined` take stages that have none. Joining peers are
+    removed from `candidates`."""
     plan, wanted = view.plan, wanted_now(view.plan, view.wanted)
     found: list[Joining] = []
     for number, stage in enumerate(plan.stages):
@@ -130,8 +130,8 @@ def _refills(
 
 
 def _movable(plan: Plan, left: Sequence[Collection[bytes]]) -> list[tuple[PeerId, int]]:
-    """Return the standbys that could hold another stage: theirs has somebody left who computes. Rate 0: as
-    fast as whom they replace."""
+    """Return the standbys that could hold another stage: theirs keeps a replica that computes. Rate 0: as
+    fast as the one they replace."""
     return [
         (PeerId(peer), 0)
         for stage, peers in zip(plan.stages, left, strict=True)
@@ -141,7 +141,7 @@ def _movable(plan: Plan, left: Sequence[Collection[bytes]]) -> list[tuple[PeerId
 
 
 def _merge(view: PlanInputs, lost: Collection[bytes], joined: Sequence[Joining]) -> Change | None:
-    """Return the change by which stages without anybody go to those beside them; None where nobody can hold
+    """Return the change by which stages without a replica go to those beside them; None where none can hold
     more. `joined` already take some of the empty stages."""
     plan = view.plan
     if not view.asks or view.restorable is None:
@@ -164,8 +164,8 @@ def _merge(view: PlanInputs, lost: Collection[bytes], joined: Sequence[Joining])
 def groups_left(
     plan: Plan, gone: Collection[bytes], joined: Sequence[Joining] = ()
 ) -> list[list[tuple[bytes, int]]]:
-    """Return the replicas that each stage has without those that are `gone`, with those that join it, each
-    with its rate."""
+    """Return the remaining replicas of each stage without those that are `gone`, with those that join it,
+    each with its rate."""
     moved = {row.peer for row in joined}
     groups = []
     for number, stage in enumerate(plan.stages):
@@ -181,13 +181,13 @@ def groups_left(
 
 
 def wanted_now(plan: Plan, wanted: Sequence[int]) -> Sequence[int]:
-    """Return the replicas that each stage of `plan` should have, where each `wanted` so many at first. With
-    another number of stages than that, a machine more is to bring back a stage before any has two."""
+    """Return the replicas that each stage of `plan` should have, given those `wanted` at first. With another
+    number of stages, a further machine is to bring back a stage before any has two."""
     return wanted if not wanted or len(wanted) == len(plan.stages) else (min(wanted),) * len(plan.stages)
 
 
 def choose_witnesses(voters: Collection[bytes], candidates: Collection[PeerId]) -> tuple[PeerId, ...]:
-    """Return the candidates, the best first, that bring a run of two voters to VOTERS_MIN, or nobody."""
+    """Return the candidates, the best first, that bring a run of two voters to VOTERS_MIN, or none."""
     if len(voters) != VOTERS_MIN - 1:
         return ()
     return tuple(peer for peer in candidates if peer not in voters)[:1]
@@ -201,9 +201,9 @@ def ranked(
     roster: Collection[bytes],
     last: Collection[bytes],
 ) -> tuple[tuple[PeerId, int], ...]:
-    """Order candidates, each with its rate: those who come `first`, members of the `roster`, then the
-    fastest. `trainers` come after all who are idle, for they have work already; those who come `last`, for
-    they declined lately, after all others, so that a few who never come do not take turns."""
+    """Order candidates, each with its rate: those in `first`, members of the `roster`, then the fastest.
+    `trainers` come after all idle ones, since they have work already; those in `last`, which declined lately,
+    come after all others, so that a few that never accept do not take turns."""
 
     def key(row: tuple[PeerId, int]) -> tuple[object, ...]:
         peer, rate = row

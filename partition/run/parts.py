@@ -1,4 +1,4 @@
-"""What a member of a run is made of, once it has a plan."""
+"""The parts of a run's member once it has a plan."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -30,4 +30,4 @@ class MemberLife:
     draining: Draining
     keepalive: Keepalive
     first_pace: Fraction
-    """That of the plan that this member began with: see `partition.plan.merging.slowest_pace`."""
+    """The pace of the plan that this member began with: see `partition.plan.merging.slowest_pace`."""

@@ -1,4 +1,4 @@
-"""Why a run pauses or goes on more slowly, in words for a person."""
+"""Explanations of why a run pauses or slows down, in words for a person."""
 
 from collections.abc import Collection
 from fractions import Fraction
@@ -7,8 +7,8 @@ from crypto.identity import PeerId, short_peer
 from partition.plan.quorum import QuorumLost
 
 GAIN_PERCENT_MIN = 20
-"""By how much another stage must shorten steps: twice what moved borders must, for a machine is taken from
-others too."""
+"""By how much another stage must shorten steps: twice the threshold of moved borders, since a machine is
+taken from others too."""
 
 
 def votes_missing(event: QuorumLost) -> str:
@@ -22,14 +22,14 @@ def votes_missing(event: QuorumLost) -> str:
 
 
 def stage_missing(reason: str, lost: Collection[PeerId]) -> str:
-    """Say that a stage has nobody for `reason`, and which machines would end the pause."""
+    """Say that a stage has no replica for `reason`, and which machines would end the pause."""
     names = " or ".join(map(short_peer, lost))
     return f"{reason}; it goes on when {names} is back" if lost else reason
 
 
 def stages_fewer(stages: int, began_with: int, slower: Fraction, useless: int = 0) -> str:
-    """Say that a run goes on with fewer stages, how much slower, and what would help. So many machines that
-    are free were found `useless`: the run would not get enough faster with them."""
+    """Say that a run goes on with fewer stages, how much slower, and what would help. `useless` is the number
+    of free machines that would not make the run faster enough."""
     has = "1 stage has" if stages == 1 else f"{stages} stages have"
     pace = f", each step about {float(slower):.1f} times as long" if slower > 1 else ""
     helps = f"a machine that offers a slot takes some if steps get {GAIN_PERCENT_MIN} % faster"

@@ -1,7 +1,6 @@
-"""How many steps of a run are committed, as one member knows it, and what it says of that to the others.
+"""The committed steps of a run, as one member knows and claims them.
 
-Each step is shown once, whichever committer tells of it: one that takes over may not know what the last one
-managed to say.
+Each step is shown once, whichever committer reports it: a successor may not know what the last one reported.
 """
 
 from partition.plan.paxos import PaxosChain
@@ -19,12 +18,12 @@ class Progress:
         self._shown = 0
 
     def note(self, step: int) -> None:
-        """Take it that `step` steps are committed."""
+        """Note that `step` steps are committed."""
         self.step = step
         self.furthest = max(self.furthest, step)
 
     def show(self, step: int) -> bool:
-        """Note that the step of this number was committed; whether it is to be shown, and was not before."""
+        """Note that the step of this number was committed; return whether to show it, which happens once."""
         if step < self._shown:
             return False
         self._shown = step + 1
@@ -38,14 +37,14 @@ class Progress:
         return lost
 
     def steps_of(self, head: ChainHead) -> int:
-        """Return how many steps a branch claims, by the one or the other number that it says."""
+        """Return the steps that a branch claims, by either number in its head."""
         return max(head.step, -(-head.samples // self._samples_per_step))
 
     def claim(self, chain: PaxosChain, *, hosts: bool) -> None:
-        """Say how far this member's branch is; `hosts` is whether it holds a stage.
+        """Claim how far this member's branch is; `hosts` is whether it holds a stage.
 
-        Two branches are compared by their furthest step, because what a branch claims must not decrease: else
-        each of two could give way to what the other claimed before.
+        Branches are compared by their highest step ever, because a claim must not decrease: else each of two
+        could give way to an earlier claim of the other.
         """
         head: Plan = chain.head
         chain.say(

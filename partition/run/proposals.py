@@ -1,10 +1,10 @@
-"""What one member of a run would have decided next, and how newcomers are asked before that.
+"""Proposals of one member for the next plan, and requests to newcomers before that.
 
 Only the first living member of the committee asks newcomers, so that no two members ask the same ones; every
-member proposes what needs nobody new. A newcomer with a stage leases a slot, and a witness agrees without
-one, in the order of peer ids, all or none; then all open their stages while the run goes on under the plan it
-has; then the change is proposed.
-Not here: which change that is (`next_change`), and how it is decided (`partition.plan.paxos`).
+member proposes changes that need no newcomer. A newcomer with a stage leases a slot, and a witness agrees
+without one, in the order of peer ids, all or none; then all open their stages while the run goes on under the
+plan it has; then the change is proposed. Not here: which change that is (`next_change`), and how it is
+decided (`partition.plan.paxos`).
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -27,7 +27,7 @@ from partition.run.way_back import WayBack
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a member sees of other nodes: those believed alive, itself included; those known to be dead or to
+    """Other nodes as a member sees them: those believed alive, itself included; those known to be dead or to
     have left; those with a free slot, and their rates."""
 
     live: Callable[[], Collection[PeerId]]
@@ -42,7 +42,7 @@ class WayFound:
 
 @dataclass(frozen=True)
 class NoWayFound:
-    """No plan can follow; where it `is_final`, that has lasted too long. `lost` are those who would be
+    """No plan can follow; where it `is_final`, that has lasted too long. `lost` are the members that would be
     needed."""
 
     reason: str
@@ -69,7 +69,7 @@ class NewcomerStarted:
 
 @dataclass(frozen=True)
 class RecutDeclined:
-    """The change that the committer wanted is given up: somebody would not take the stage it gives them."""
+    """The change that the committer wanted is given up: a peer would not take the stage it gives them."""
 
 
 Event = WayFound | NoWayFound | NewcomerFailed | NewcomerStarted | RecutDeclined
@@ -77,9 +77,9 @@ Event = WayFound | NoWayFound | NewcomerFailed | NewcomerStarted | RecutDeclined
 
 @dataclass(eq=False)
 class _Pending:
-    """A change that needs newcomers, the plan it makes, and how far they are. `leases` has those that must
-    agree, with their stage, None for a witness; the run's requester need not to be admitted without one.
-    `holding` have a stage already and open no other beforehand."""
+    """A change that needs newcomers, the plan it makes, and their progress. `leases` has those that must
+    agree, with their stage, None for a witness; the run's requester need not agree to be admitted without
+    one. `holding` have a stage already and open no other beforehand."""
 
     change: Change
     plan: Plan
@@ -93,7 +93,7 @@ class _Pending:
 
     @property
     def newcomers(self) -> list[PeerId]:
-        """All of them, also those admitted without a stage."""
+        """All newcomers, also those admitted without a stage."""
         rows = (*(row.peer for row in self.change.joined), *self.change.admitted)
         return [PeerId(peer) for peer in rows if peer not in self.holding]
 
@@ -109,8 +109,8 @@ class _Refusal:
 class Proposer:
     """One member's proposals. `deadline` is when it wants to `think` again.
 
-    `absent` are members that the next plan must do without, and why; `leaving` want to go; `recut` is what
-    the committer wants moved. `wanted` are the replicas that each stage began with.
+    `absent` are members that the next plan must do without, and why; `leaving` want to go; `recut` is the
+    move that the committer wants. `wanted` are the replicas that each stage began with.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Proposer:
         self._newcomers: list[bytes] = []  # whom no answer of theirs shows to have begun
         self._has_brought = False
 
-    # What is known
+    # Knowledge
 
     def changed(self, now: float) -> None:
         """Think again: something it looks at may be different."""
@@ -158,17 +158,17 @@ class Proposer:
         self.changed(now)
 
     def told_absent(self, now: float, sender: PeerId, message: Absent) -> list[Absent]:
-        """Take it that the next plan must do without these. Return what to answer: one that was restarted
-        does not know who else is absent."""
+        """Note that the next plan must do without these. Return the answer: a restarted member does not know
+        who else is absent."""
         is_news = any(peer not in self.absent for peer in message.peers)
         for peer in message.peers:
             self.exclude(now, PeerId(peer), message.reason)
         return self.own_absence() if is_news and sender in message.peers else []
 
     def own_absence(self) -> list[Absent]:
-        """Return what to say now and then where the next plan must do without this member.
+        """Return the message to repeat where the next plan must do without this member.
 
-        Who proposes goes by who is absent: where two disagree on that, each waits for the other.
+        The proposer depends on who is absent: where two members disagree on that, each waits for the other.
         """
         reason, plan = self.absent.get(self._me), self._chain.head_hash
         return [] if reason is None else [Absent(plan, (self._me,), reason[:REASON_LENGTH_MAX])]
@@ -183,12 +183,12 @@ class Proposer:
         self.changed(now)
 
     def reasons(self, lost: Collection[bytes]) -> str:
-        """Return why members were lost, for a person; as far as that is known here."""
+        """Return why members were lost, for a person, as far as known here."""
         known = [(peer, self.absent[PeerId(peer)]) for peer in lost if PeerId(peer) in self.absent]
         return "; ".join(f"{short_peer(PeerId(peer))}: {reason}" for peer, reason in known)
 
     def living(self, now: float) -> set[PeerId]:
-        """Return those ever on the roster that count as alive.
+        """Return the members ever on the roster that count as alive.
 
         For a while that includes members this node has not heard of yet: news of a newcomer takes some rounds
         of gossip.
@@ -212,9 +212,9 @@ class Proposer:
         )
 
     def handed_over(self) -> Change | None:
-        """Return the change by which the stages of those who leave go to the stages beside them, from a
-        checkpoint that is made for it. None where each has another replica or somebody idle may take it, or
-        where nobody could hold more."""
+        """Return the change by which the stages of leaving members go to the stages beside them, from a
+        checkpoint that is made for it. None where each has another replica or an idle machine may take it, or
+        where none could hold more."""
         plan = self._chain.head
         last = [peer for peer in self.leaving if not self.can_leave(peer)]
         busy = {peer for stage in plan.stages for peer in stage.replicas}
@@ -233,10 +233,10 @@ class Proposer:
         order = [*(peer for peer in voters if peer not in self.absent), *voters]
         return next((peer for peer in order if peer in alive), None) == self._me
 
-    # What is proposed
+    # Proposals
 
     def think(self, now: float, roles: Roles, restorable: WayBack | None) -> Change | None:
-        """Return what to propose now, None for nothing; newcomers are asked first.
+        """Return the change to propose now, None for nothing; newcomers are asked first.
 
         `restorable` is the checkpoint to go back to and its step. A newcomer can join only where this member
         can tell how its plan came about.
@@ -313,8 +313,9 @@ class Proposer:
         self.changed(now)
 
     def _bring_first_plan(self, now: float) -> None:
-        """Bring the first plan to all others, once, where the requester is gone soon after this member began:
-        it may have died before it had told everybody. Who has begun already says so, and nothing changes."""
+        """Send the first plan to all others, once, where the requester is gone soon after this member began:
+        it may have died before it had told everybody. A member that has begun already says so, and nothing
+        changes."""
         plan = self._chain.head
         is_young = not plan.height and now < self._began + timeouts.NEW_MEMBER_GRACE_SECONDS
         if self._has_brought or not is_young or plan.committer not in self._around.gone():
@@ -325,7 +326,8 @@ class Proposer:
                 self.asks.put(PeerId(peer), StartRun(plan), timeouts.LEASE_SECONDS_MAX)
 
     def _note_refused(self, now: float, plan: Plan, peer: PeerId) -> None:
-        """A member cannot hold what `plan` gives it: ask it for no such stage for a while."""
+        """Note that a member cannot hold the stage that `plan` gives it: do not ask it for such a stage for a
+        while."""
         number = plan.stage_of(peer)
         if number is not None:
             stage = plan.stages[number]
@@ -341,8 +343,9 @@ class Proposer:
     def start(self, plan: Plan, joined: Collection[bytes], *, is_new_committer: bool) -> None:
         """Have newcomers begin with a plan that is in force, by which these `joined`.
 
-        The committer does it; where the committer is a newcomer itself, all others do. A new committer also
-        asks the newcomers of earlier plans that have not answered, for the one before may have been cut off.
+        The committer does so; where the committer is a newcomer itself, all others do. A new committer also
+        asks the newcomers of earlier plans that have not answered, since the one before may have been cut
+        off.
         """
         everybody = dict.fromkeys((*joined, *self._newcomers))
         self._newcomers = [peer for peer in everybody if peer in plan.roster]
@@ -356,14 +359,14 @@ class Proposer:
             self._starting[number] = plan, peer
 
     def give_up_recut(self) -> None:
-        """Make no more stages, and take no standby; what others have heard of stays."""
+        """Make no more stages, and take no standby; changes that others have heard of stay."""
         if self.recut is not None and (self.recut.stages or self.recut.joined):
             if self._pending is not None and self._pending.change == self.recut:
                 self._drop(self._pending)
             self.recut = None
 
     def give_up(self) -> None:
-        """Let newcomers that were asked go again: nothing is proposed any more."""
+        """Release newcomers that were asked: nothing is proposed any more."""
         if self._pending is not None:
             self._drop(self._pending)
 
@@ -381,7 +384,7 @@ class Proposer:
         pending.is_done = not pending.asked
 
     def _drop(self, pending: _Pending, peers: Collection[PeerId] = ()) -> None:
-        """Give up a change; those that were asked release their slots, unless it was decided."""
+        """Give up a change; asked newcomers release their slots, unless it was decided."""
         self._pending = None
         if pending.plan == self._chain.head:
             return
@@ -391,7 +394,7 @@ class Proposer:
                 self.asks.put(peer, ReleaseStage(pending.plan), timeouts.LEASE_SECONDS_MAX)
 
     def _still_fits(self, pending: _Pending, view: PlanInputs) -> bool:
-        """Return whether it follows the newest plan, loses whom it should, and its newcomers live."""
+        """Return whether it follows the newest plan, loses the right members, and its newcomers live."""
         live = self._around.live()
         gone = set(view.plan.roster) & view.absent
         return (
@@ -415,7 +418,7 @@ class Proposer:
         )
         is_needed = restorable is not None and restorable[0] != FIRST_VALUES
         is_needed &= any(absent.issuperset(map(PeerId, stage.replicas)) for stage in plan.stages)
-        # Without a quorum no plan can come about: whoever agreed to one would be held back from others.
+        # Without a quorum no plan can come about: a peer that agreed to one would be lost to others.
         asks = self.is_proposer(now) and roles.can_tell and self.has_majority(now)
         return PlanInputs(
             plan=plan,
@@ -440,7 +443,7 @@ class Proposer:
         return ranked(free, first=first, trainers=plan.trainers, roster=roster, last=last)
 
     def _wants_out(self, peer: PeerId) -> bool:
-        """Return whether it is about to go.
+        """Return whether a peer is about to leave.
 
         Once the next plan is to do without it, it has given up its stage: it may be asked again where it
         offers a slot, as a machine does whose owner has gone again.
@@ -455,14 +458,14 @@ class Proposer:
 
 
 def _next_look(now: float, settled_at: float, refusals: Iterable[_Refusal]) -> float:
-    """Return when to think again without any news: where a wait is over, such as that of a machine that has
-    come back and declined because it did not know yet how the run went on."""
+    """Return when to think again without any news: where a wait ends, such as that of a machine that has come
+    back and declined because it did not know yet how the run went on."""
     waits = [settled_at + timeouts.REFILL_SECONDS, *(refusal.until for refusal in refusals)]
     return min([now + timeouts.REFILL_SECONDS, *(until for until in waits if until > now)])
 
 
 def _growing(before: Plan, after: Plan, holding: Collection[bytes]) -> dict[PeerId, int]:
-    """Return who of those `holding` a stage has other layers by the plan `after` than before, with their
+    """Return the holders of a stage that have other layers by the plan `after` than before, with their
     stage."""
     spans = {
         peer: (stage.first_layer, stage.last_layer) for stage in before.stages for peer in stage.replicas

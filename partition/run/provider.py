@@ -1,8 +1,8 @@
-"""What a node answers to those who want a stage of it: hold a slot, open the stage, begin, let it go.
+"""A provider's answers to planners that want a stage of it: hold a slot, open the stage, begin, release it.
 
-A planner asks in this order, and each answer depends on what was promised before, and to whom. What needs a
-node's machine, its disk or its owner's settings (whose turn it is, does the graph fit, is the promise on
-disk) is decided by the driver, between `on_hold` and `promise`.
+A planner asks in this order, and each answer depends on earlier promises. Decisions that need the machine,
+the disk or the owner's settings (whose turn it is, does the graph fit, is the promise on disk) are the
+driver's, between `on_hold` and `promise`.
 """
 
 from collections import deque
@@ -36,7 +36,8 @@ class KnownMember(Protocol):
 
 
 class KnownRun(NamedTuple):
-    """What this node knows of the run that it is asked about; `member` is None where it has no part in it."""
+    """This node's knowledge of the run that it is asked about; `member` is None where it has no part in
+    it."""
 
     requester: PeerId
     is_over: bool
@@ -44,8 +45,8 @@ class KnownRun(NamedTuple):
 
 
 class Hold(NamedTuple):
-    """A request for a slot that nothing spoke against so far. `given_up` counts how often its plan was given
-    up before, `was_gone` whether membership held its planner for gone already. `keeps_slot`: the run has one
+    """A request for a slot without an objection so far. `given_up` counts how often its plan was given up
+    before, `was_gone` is whether membership held its planner for gone already. `keeps_slot`: the run has one
     here already, and its stage is to hold other layers."""
 
     plan: Plan
@@ -57,8 +58,9 @@ class Hold(NamedTuple):
 
 
 class StageProvider:
-    """One node's, over all its runs. `now` is by the clock of `slots`; `witnessing` says in how many runs of
-    others the node has a vote and no stage, `gone` who is dead or has left."""
+    """One node's provider, over all its runs. `now` is by the clock of `slots`; `witnessing` returns in how
+    many runs of others the node has a vote and no stage, `gone` returns the peers that are dead or have
+    left."""
 
     def __init__(
         self,
@@ -76,8 +78,8 @@ class StageProvider:
         self._released: deque[bytes] = deque(maxlen=RELEASED_MAX)
 
     def supersede(self, asker: PeerId, plan: Plan, known: KnownRun) -> list[bytes]:
-        """Before `on_hold`: forget what was promised for plans of this run that cannot come about, now that
-        `asker` wants a slot for `plan`. Return them by hash: a stage opened for one is to be closed."""
+        """Before `on_hold`: forget promises for plans of this run that cannot come about, now that `asker`
+        wants a slot for `plan`. Return them by hash: a stage opened for one is to be closed."""
         if known.is_over or plan.stage_of(self._me) is None:
             return []
         return [promise.plan for promise in self.slots.supersede(plan.run, asker, plan.height)]
@@ -91,8 +93,8 @@ class StageProvider:
         known: KnownRun,
         turn: Callable[[], Declined | None],
     ) -> Hold | Declined:
-        """Answer a planner that wants a slot for `stage`, None for a witness, which needs none. `turn` says
-        why another run comes first, where one does. Raises RemoteProtocolError."""
+        """Answer a planner that wants a slot for `stage`, None for a witness, which needs none. `turn`
+        returns why another run comes first, where one does. Raises RemoteProtocolError."""
         if plan.stage_of(self._me) != stage:
             raise RemoteProtocolError("a lease for a stage that the plan does not give to this node")
         if known.is_over:
@@ -112,7 +114,8 @@ class StageProvider:
 
     def promise(self, now: float, hold: Hold) -> Promise | Declined:
         """Return the promise that answers `hold`, for the driver to keep in `slots`; or why it is not given:
-        somebody else was given the slot meanwhile, or nobody waits any more. A witness's is kept here."""
+        another run was given the slot meanwhile, or the planner waits no more. A witness's promise is kept
+        here."""
         plan, name = hold.plan, plan_hash(hold.plan)
         until = now + SILENCE_SECONDS_MAX
         promise = Promise(plan.run, name, hold.stage, hold.planner, until, plan.height)
@@ -125,7 +128,7 @@ class StageProvider:
         return promise
 
     def on_release(self, asker: PeerId, plan: bytes) -> bool:
-        """Forget what was promised to `asker` for the plan of this hash; whether the slots have changed."""
+        """Forget the promise to `asker` for the plan of this hash; return whether the slots have changed."""
         self._witnessed.release(plan, asker)
         self._released.append(plan)
         return self.slots.release(plan, asker)
@@ -142,7 +145,7 @@ class StageProvider:
         return None if self._holds(now, plan) else Declined(NO_LEASE)
 
     def on_start(self, now: float, asker: PeerId, plan: Plan, known: KnownRun) -> Done | Declined | None:
-        """Answer to a plan that is said to be in force; None: begin with it."""
+        """Answer a peer that says a plan is in force; None: begin with it."""
         if known.is_over:
             return Declined(OVER)
         answer = None if known.member is None else known.member.on_start(asker, plan)
@@ -152,12 +155,13 @@ class StageProvider:
             return None if self._holds(now, plan) else Declined(NO_LEASE)
         if not self._has_agreed(now, plan, known):
             return Declined("no part in this run was asked of this node")
-        # What was promised before others began counts only now.
+        # Promises from before others began count only now.
         is_full = known.requester != self._me and self._witnesses_enough
         return Declined("busy: too many runs") if is_full else None
 
     def _has_stage(self, plan: Plan, known: KnownRun) -> bool:
-        """Return whether a stage of the run is open here, or on its way, by the plan that `plan` follows."""
+        """Return whether a stage of the run is open here, or being opened, by the plan that `plan`
+        follows."""
         held = None if known.member is None else known.member.plan
         is_held = held is not None and held.stage_of(self._me) is not None and plan_hash(held) == plan.parent
         return is_held and self.slots.hosts(plan.run)

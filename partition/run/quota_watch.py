@@ -1,9 +1,9 @@
-"""What replicas take that have a part of a processor alone, such as a container under a CPU quota.
+"""Times of replicas with only a share of a processor, such as a container under a CPU quota.
 
 Such a replica computes at the whole processor's speed as long as it pauses in between, and at its quota's
-once it has no pause. So the fewer layers it holds the faster it seems, and a committer that believed it
-would give it far too much. What it takes without a pause is known from its calibration, which lasts for many
-periods of a quota, and from steps in which it was slower than that.
+once it has no pause. So the fewer layers it holds the faster it seems, and a committer that believed it would
+give it far too many. Its time without a pause is known from its calibration, which lasts for many periods of
+a quota, and from steps in which it was slower than that.
 """
 
 from collections.abc import Mapping
@@ -12,14 +12,14 @@ from fractions import Fraction
 from partition.plan.problem import Problem, Split
 
 QUOTA_PERMILLE_MAX = 850
-"""A share of a processor above this is one that others use now and then."""
+"""A share of a processor above this is one that others use now and then, not a quota."""
 KEPT = Fraction(3, 4)
-"""The share of a found slowness that counts at the next look, if that does not find it again: it is not
-forgotten as soon as the replica holds less, and not kept for ever."""
+"""The share of a found slowness that counts at the next look, if that does not find it again: it is neither
+forgotten as soon as the replica holds fewer layers, nor kept for ever."""
 
 
 class QuotaWatch:
-    """One member's, over all plans of a run."""
+    """One member's watch, over all plans of a run."""
 
     def __init__(self) -> None:
         self._slower: dict[str, Fraction] = {}
@@ -27,7 +27,8 @@ class QuotaWatch:
     def without_pauses(
         self, problem: Problem, split: Split, nanoseconds: Mapping[str, int], permille: Mapping[str, int]
     ) -> dict[str, int]:
-        """Return what a micro-batch takes on each replica that computes without a pause, by the peers' names.
+        """Return the time of a micro-batch on each replica that computes without a pause, by the peers'
+        names.
 
         `nanoseconds` are as measured, 0 for unknown, `permille` the shares of a processor, by which the
         problem's times were made.

@@ -1,4 +1,4 @@
-"""When a committer looks whether the borders between stages still fit what its replicas take, as measured.
+"""The schedule by which a committer checks whether the borders between stages still fit the measured times.
 
 A machine is slow for seconds at a time, so two looks must agree; and each plan that moved borders doubles the
 steps until the next look, so that a run whose times the model does not explain soon stays as it is.
@@ -13,7 +13,7 @@ EWMA_SHARE = 0.3
 
 
 class RateWatch:
-    """One member's, over all plans of a run."""
+    """One member's watch, over all plans of a run."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -28,13 +28,13 @@ class RateWatch:
         self.seconds, self._steps, self._agreed = 0.0, 0, ()
 
     def stepped(self, seconds: float) -> bool:
-        """Note what a step took; whether it is time to look."""
+        """Note the time of a step; return whether it is time to look."""
         self._steps += 1
         self.seconds = seconds if self._steps <= 2 else self.seconds + EWMA_SHARE * (seconds - self.seconds)
         return self._steps % (LOOK_STEPS << min(self._moved, DOUBLINGS_MAX)) == 0
 
     def found(self, cuts: tuple[int, ...]) -> bool:
-        """Note the cuts that one look found to be better, () for none; whether the look before agrees that
+        """Note the better cuts that one look found, () for none; return whether the look before agrees that
         something should move."""
         agrees = bool(self._agreed) and bool(cuts)
         self._agreed = cuts

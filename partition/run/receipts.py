@@ -1,30 +1,30 @@
-"""Receipts of contribution: who did what for whose run, and what one peer makes of them.
+"""Receipts of contribution: work that peers did for each other's runs, and one peer's evaluation of them.
 
 A receipt is one body with two signatures: by the peer that measured the work, and by the provider that did
 it. One receipt stands for all of one kind that one peer measured of one provider in one run; a newer one
 replaces it. What is measured, by kind:
 
-- compute: FLOPs, not seconds. A committer, or the head of a column, knows which micro-batches each stage's
-  holder had and what they take by the graph, and a slow provider gains nothing by being slow.
+- compute: FLOPs, not seconds. A committer, or the head of a column, knows the micro-batches of each stage's
+  holder and their cost by the graph, and a slow provider gains nothing by being slow.
 - data, checkpoint: bytes that came from the provider, and whose hash was right.
 - averaging: bytes of a member's tensors that entered a round which was completed here.
 
-Nobody's word about itself counts, and a signature costs nothing: two keys can sign any receipt for each
-other. So a receipt counts by what the peer that reads it knows itself of who measured it (`Credits`):
+No peer's claim about itself counts, and a signature costs nothing: two keys can sign any receipt for each
+other. So a receipt counts by the reader's own knowledge of the peer that measured it (`Credits`):
 
-- given: what a peer did for this node's own runs, as this node measured it.
+- given: a peer's work for this node's own runs, as this node measured it.
 - vouched: receipts of a peer that itself gave to this node. All that one peer's receipts give to all others
-  together is at most what it gave. So keys that collude, and gave G in truth, have at most 2 G between them,
+  together is at most what it gave. So colluding keys that really gave G have at most 2 G between them,
   whatever they sign and however many they are.
 - witnessed: receipts of a committer for whose runs this node computed, and which said so truthfully; in sum
-  at most what it said of this node. It is how a node that never asked for a run ranks anybody. It can be
+  at most what it said of this node. This is how a node that never requested a run ranks others. It can be
   bought with this node's own work, so alone it lifts no weight above UNPROVEN_WEIGHT_MAX.
 - averaged: bytes that came in rounds of averaging. Nobody can tell a member that has trained from one that
   sends back what it got, so this lifts no weight above that either, and nobody is believed about it.
 
-Only who benefited is believed: a receipt counts where its requester measured it itself, and for the requester
-of its run. An honest member of a run would otherwise vouch for what its requester's other keys did in it,
-which costs them nothing and serves nobody else.
+Only the beneficiary is believed: a receipt counts where its requester measured it itself, and for the
+requester of its run. An honest member of a run would otherwise vouch for what its requester's other keys did
+in it, which costs them nothing and serves nobody else.
 
 All halve in HALF_LIFE_SECONDS. A stranger's weight is 1, and nobody's is above WEIGHT_MAX. Sans-IO.
 """
@@ -46,16 +46,16 @@ ACCEPTED_PURPOSE = "receipt accepted"
 RECEIPT_BYTES_MAX = 256
 FLOPS_MAX = 2**62
 HALF_LIFE_SECONDS = 30 * 24 * 3600.0
-"""What was given a season ago says little of a machine's owner, and a key may have other hands by then."""
+"""Work given a season ago says little about a machine's owner, and a key may have changed hands by then."""
 AGE_SECONDS_MAX = 6 * HALF_LIFE_SECONDS
 SKEW_SECONDS = 600.0
 WEIGHT_MAX = 8.0
-"""A share is at most so many times a stranger's: whoever helps a lot does not shut all others out."""
+"""A share is at most this many times a stranger's: a generous peer does not shut all others out."""
 UNPROVEN_WEIGHT_MAX = 1.05
-"""Below what a queue takes for having given (GIVEN_WEIGHT_MIN of its turns): what can be bought with
-this node's own work, or with bytes of no use, makes nobody more than a stranger."""
+"""Below what a queue takes for having given (GIVEN_WEIGHT_MIN of its turns): credit that can be bought with
+this node's own work, or with useless bytes, makes nobody more than a stranger."""
 BYTES_PER_SLOT_SECOND = 12_500_000
-"""The bytes that count for what a slot computes in a second: a full line of 100 Mbit/s."""
+"""The bytes that count as much as a slot's computing in a second: a full line of 100 Mbit/s."""
 SIZE_BYTES_MAX = 2**62
 PEERS_MAX = 4_096
 """Peers with an account of each kind; the smallest is forgotten first."""
@@ -69,8 +69,8 @@ Kind = Literal["compute", "data", "checkpoint", "averaging"]
 
 
 class ReceiptBody(msgspec.Struct, frozen=True, array_like=True):
-    """`provider` computed so many FLOPs, or sent so many bytes, for `requester`'s run, in all that one peer
-    measured of it by then."""
+    """The FLOPs that `provider` computed, or the bytes it sent, for `requester`'s run: the total that one
+    peer measured by then."""
 
     run: Hash
     requester: Peer
@@ -104,18 +104,18 @@ class Row:
     size_bytes: int = 0
 
     def worth(self, flops_per_byte: float) -> float:
-        """Return what this is in FLOPs, where a byte counts for so many."""
+        """Return the worth in FLOPs, where a byte counts for `flops_per_byte`."""
         return self.flops + self.size_bytes * flops_per_byte
 
 
 def check_measured(signer: Signer, fact: Fact) -> Row:
-    """Return what a peer says it measured. Raises RemoteProtocolError: of itself, or for nobody else."""
+    """Return a peer's measurement. Raises RemoteProtocolError: of itself, or for nobody else."""
     signer.check(MEASURED_PURPOSE, fact)
     return read_measured(fact)
 
 
 def read_measured(fact: Fact) -> Row:
-    """Return the same of a fact whose signature was checked before. Raises RemoteProtocolError."""
+    """Return the measurement of a fact whose signature was checked before. Raises RemoteProtocolError."""
     body: ReceiptBody = decode(fact.body, ReceiptBody, bytes_max=RECEIPT_BYTES_MAX)
     measurer = PeerId(fact.author)
     if body.provider in (measurer, body.requester):
@@ -137,7 +137,7 @@ def read_measured(fact: Fact) -> Row:
 
 
 def check_receipt(signer: Signer, receipt: Receipt) -> Row:
-    """Return what a receipt says. Raises RemoteProtocolError: it lacks one of its two signatures."""
+    """Return the measurement of a receipt. Raises RemoteProtocolError: it lacks one of its two signatures."""
     row = check_measured(signer, receipt.measured)
     if signer.check(ACCEPTED_PURPOSE, receipt.accepted) != row.provider:
         raise RemoteProtocolError("a receipt that its provider has not signed")
@@ -148,7 +148,7 @@ def check_receipt(signer: Signer, receipt: Receipt) -> Row:
 
 @dataclass(frozen=True)
 class Contribution:
-    """What counts for one peer, in FLOPs, and the weight of its share."""
+    """The contributions that count for one peer, in FLOPs, and the weight of its share."""
 
     given: float = 0.0
     vouched: float = 0.0
@@ -162,7 +162,7 @@ Account = tuple[float, float]
 
 
 class Credits:
-    """What the peer `me` knows of others' contributions. Times are wall seconds."""
+    """The contributions of others as the peer `me` knows them. Times are wall seconds."""
 
     def __init__(self, me: PeerId) -> None:
         self._me = me
@@ -173,23 +173,22 @@ class Credits:
         self._totals: dict[PeerId, float] = {}
 
     def gave(self, now: float, peer: PeerId, flops: float) -> None:
-        """Note what `peer` did for a run of this node's own, as this node measured it."""
+        """Note the work of `peer` for a run of this node's own, as this node measured it."""
         if peer != self._me:
             _add(self.given, now, peer, flops)
 
     def averaged_with(self, now: float, peer: PeerId, flops: float) -> None:
-        """Note what came of `peer` in rounds of averaging."""
+        """Note the data of `peer` in rounds of averaging."""
         if peer != self._me:
             _add(self.averaged, now, peer, flops)
 
     def worked_for(self, now: float, measurer: PeerId, flops: float) -> None:
-        """Note what this node computed and `measurer` said so of: no more than this node knows to be true."""
+        """Note this node's own work that `measurer` reported: no more than this node knows to be true."""
         if measurer != self._me:
             _add(self.worked, now, measurer, flops)
 
     def learn(self, now: float, peer: PeerId, rows: Iterable[Row], flops_per_byte: float = 0.0) -> None:
-        """Take the receipts of `peer` in the place of those known; what others say of others is passed
-        over."""
+        """Replace the known receipts of `peer`; its statements about others' measurements are skipped."""
         self._forget(peer)
         shown: dict[tuple[PeerId, bytes, Kind], float] = {}
         for row in list(rows)[:ROWS_MAX]:
@@ -219,7 +218,7 @@ class Credits:
                 del self._totals[measurer]
 
     def contribution(self, now: float, peer: PeerId, share_flops: float) -> Contribution:
-        """Return what counts for `peer`; `share_flops` given double its weight."""
+        """Return the contribution of `peer`; `share_flops` given double its weight."""
         given = _left(self.given, now, peer)
         vouched = self._through(self.given, now, peer)
         witnessed = self._through(self.worked, now, peer)
@@ -229,7 +228,7 @@ class Credits:
         return Contribution(given, vouched, witnessed, averaged, min(WEIGHT_MAX, weight))
 
     def _through(self, backing: Mapping[PeerId, Account], now: float, peer: PeerId) -> float:
-        """Return what receipts give to `peer` where each committer's, in sum, count for what backs it."""
+        """Return the receipts' total for `peer`, where each committer's count up to its backing."""
         return sum(
             flops * min(1.0, _left(backing, now, measurer) / self._totals[measurer])
             for measurer, flops in self._learned.get(peer, {}).items()

@@ -1,11 +1,11 @@
-"""How reliable other members were lately, as this node saw it: deaths, not goodbyes."""
+"""Reliability of other members as this node saw it lately: deaths, not goodbyes."""
 
 from collections import OrderedDict, deque
 
 from crypto.identity import PeerId
 
 DAY_SECONDS = 86_400.0
-"""A loss counts for so long."""
+"""How long a loss counts."""
 PEERS_MAX = 1_024
 """As many as a roster has; the one that was lost longest ago makes room."""
 LOSSES_MAX = 8
@@ -21,7 +21,7 @@ class Losses:
         self._lost: OrderedDict[PeerId, deque[float]] = OrderedDict()
 
     def note(self, now: float, peer: PeerId) -> None:
-        """Take it that this peer was found dead."""
+        """Note that this peer was found dead."""
         times = self._lost.pop(peer, None) or deque(maxlen=LOSSES_MAX)
         times.append(now)
         self._lost[peer] = times

@@ -1,4 +1,4 @@
-"""What the driver of a run's member tells its core of the node's roles."""
+"""This node's roles in a run, as the driver reports them to the member's core."""
 
 from typing import Protocol
 

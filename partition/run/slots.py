@@ -1,8 +1,8 @@
-"""The places for stages that one peer has, and to whom they are promised.
+"""The places for stages that one peer has, and their promises.
 
 A run has one of them at most. A promise ends by itself unless its stage is opened in time, and at once where
 its plan cannot come about any more: its planner is gone, has another plan, or was outvoted. A first plan may
-be in force at others when its planner is gone: what was promised for it is held for ORPHAN_SECONDS more.
+be in force at others when its planner is gone: promises for it are held for ORPHAN_SECONDS more.
 """
 
 from collections.abc import Callable, Collection
@@ -30,7 +30,7 @@ class Promise(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Slots:
-    """`count` slots; `hosted` are the runs whose stages are open, or on their way."""
+    """`count` slots; `hosted` are the runs whose stages are open, or being opened."""
 
     def __init__(
         self, count: int, hosted: Callable[[], Collection[bytes]], promises: tuple[Promise, ...] = ()
@@ -52,13 +52,14 @@ class Slots:
         return max(0, self.count - len(self.taken(now)))
 
     def lapsing(self, now: float) -> dict[bytes, float]:
-        """Return the runs whose promise ends within ORPHAN_SECONDS without a stage, and in how many."""
+        """Return the runs whose promise ends within ORPHAN_SECONDS without a stage, and in how many
+        seconds."""
         begun = set(self._hosted())
         left = {row.run: row.until - now for row in self.live(now) if row.run not in begun}
         return {run: seconds for run, seconds in left.items() if seconds <= ORPHAN_SECONDS}
 
     def hosts(self, run: bytes) -> bool:
-        """Return whether a stage of this run is open here, or on its way."""
+        """Return whether a stage of this run is open here, or being opened."""
         return run in self._hosted()
 
     def is_free_for(self, now: float, run: bytes) -> bool:
@@ -66,7 +67,7 @@ class Slots:
         return run not in self.taken(now) and self.free(now) > 0
 
     def promise(self, now: float, promise: Promise) -> None:
-        """Hold a slot; only a free one is promised."""
+        """Hold a slot; only a free one can be promised."""
         self.promises = (*self.live(now), promise)
 
     def holds(self, now: float, run: bytes, plan: bytes, stage: int) -> bool:
@@ -77,17 +78,17 @@ class Slots:
     # Each returns whether a promise was forgotten
 
     def release(self, plan: bytes, planner: PeerId) -> bool:
-        """Forget what was promised to `planner` for `plan`."""
+        """Forget the promise to `planner` for `plan`."""
         return self._keep(lambda row: row.plan != plan or row.planner != planner)
 
     def release_run(self, run: bytes) -> bool:
-        """Forget what was promised for any plan of this run: one is in force, or the run is over."""
+        """Forget the promises for any plan of this run: one is in force, or the run is over."""
         return self._keep(lambda row: row.run != run)
 
     def supersede(self, run: bytes, planner: PeerId, height: int) -> tuple[Promise, ...]:
-        """Forget what was promised for plans of this run that cannot come about, now that `planner` asks for
-        one at `height`: earlier ones of its own, for it asks for one at a time, and those of lower heights,
-        for another was decided there. Return what was forgotten."""
+        """Forget the promises for plans of this run that cannot come about, now that `planner` asks for one
+        at `height`: earlier ones of its own, since it asks for one at a time, and those of lower heights,
+        since another was decided there. Return the forgotten promises."""
         gone = tuple(
             row for row in self.promises if row.run == run and (row.planner == planner or row.height < height)
         )
@@ -95,8 +96,7 @@ class Slots:
         return gone
 
     def release_all(self, now: float, planner: PeerId) -> bool:
-        """Forget what was promised to a peer that is gone, what is of a first plan soon; others' promises
-        stand."""
+        """Forget the promises to a peer that is gone, those for a first plan soon; others' promises stay."""
         had = self.promises
         until = now + ORPHAN_SECONDS
         self.promises = tuple(

@@ -1,4 +1,4 @@
-"""Since when a run has stood still: from the death that stops it, not from its discovery.
+"""The clock of a run's stall: from the death that stops it, not from its discovery.
 
 A member cannot know when another died. It knows when the last step was committed and when it last heard the
 lost one; nothing was computed since the later of the two.

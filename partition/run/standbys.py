@@ -1,9 +1,10 @@
-"""Which idle machine should hold the newest state of which stage: pure, by what a committer knows.
+"""The choice of standbys, idle machines that hold the newest state of a stage: pure, by a committer's
+knowledge.
 
 A stage is covered by the chance that one of its replicas is there when the others die. The stage whose loss
-would cost most gets the next standby, until all are covered well enough or the run has as many as it may.
-A standby takes part in every reduction, so it costs its stage a gradient's bytes each way in every step;
-where no link carries that beside the steps the newest checkpoint is what is left.
+would cost most gets the next standby, until all are covered well enough or the run has as many as it may. A
+standby takes part in every reduction, so it costs its stage a gradient's bytes each way in every step; where
+no link carries that beside the steps only the newest checkpoint remains.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,26 +17,26 @@ from partition.plan.problem import Link
 from partition.run.reliability import availability
 
 COVERED = 0.98
-"""The chance that a stage survives the death of its holder from which on it needs no more standbys: one
-holder and one standby that were not lost lately have 0.99."""
+"""The chance of surviving the death of its holder at which a stage needs no more standbys: one holder and one
+standby that were not lost lately have 0.99."""
 STEP_SHARE_MAX = 0.1
 """The share of a step's time that following may take on a measured link."""
 FILL_SECONDS_MAX = 10.0
-"""For how long the run stands still while a standby takes its state from the holder."""
+"""The longest stop of the run while a standby takes its state from the holder."""
 UNMEASURED_BYTES_MAX = 64 << 20
-"""The largest state that is sent over a link that nobody has measured."""
+"""The largest state that is sent over an unmeasured link."""
 SLOWER_MAX = 1.5
-"""A step that takes so many times longer than without a standby was slowed by it."""
+"""Steps that take this many times longer than without a standby were slowed by it."""
 SLOWER_SECONDS_MIN = 0.05
-"""Less than this is noise."""
+"""A smaller slowdown is noise."""
 WATCHED_STEPS = 20
-"""As many steps before a standby came and after it tell what it costs."""
+"""Steps before a standby came, and after it, that show its cost."""
 
 
 @dataclass(frozen=True)
 class StageSize:
-    """Bytes of a stage: of its gradient, which crosses the link each way in every step, and of its state,
-    which crosses it once."""
+    """The bytes of a stage: its gradient, which crosses the link each way in every step, and its state, which
+    crosses it once."""
 
     gradient_bytes: int
     state_bytes: int
@@ -43,7 +44,7 @@ class StageSize:
 
 @dataclass(frozen=True)
 class Following:
-    """A machine that is to follow a stage, and what that costs."""
+    """A machine that is to follow a stage, and the cost of that."""
 
     stage: int
     peer: PeerId
@@ -59,7 +60,7 @@ class Uncovered:
 
 
 def cover(stage: StagePlan, losses: Callable[[PeerId], int]) -> float:
-    """Return the chance that somebody holds a stage's newest state when another of it dies."""
+    """Return the chance that another peer holds a stage's newest state when one of it dies."""
     return 1 - prod(1 - availability(losses(PeerId(peer))) for peer in stage.replicas)
 
 
@@ -74,11 +75,11 @@ def next_standby(
 ) -> Following | Uncovered | None:
     """Return which of the `idle`, the best first, should follow which stage; None where all are covered.
 
-    `link` is what is known of the way from one peer to another.
+    `link` returns the known link from one peer to another.
     """
     covers = [cover(stage, losses) for stage in plan.stages]
     weak = [number for number, chance in enumerate(covers) if chance < COVERED]
-    # What a loss costs: the chance of it, times what a newcomer would have to fetch.
+    # The cost of a loss: its chance, times the bytes that a newcomer would have to fetch.
     weak.sort(key=lambda number: (-(1 - covers[number]) * max(1, sizes[number].state_bytes), number))
     uncovered = None
     for number in weak:
@@ -113,7 +114,8 @@ def _obstacle(
 
 
 class FollowWatch:
-    """Tells from the times of steps whether a standby holds a run up. One member's, over all its plans."""
+    """Tells from the times of steps whether a standby holds a run up. One member's watch, over all its
+    plans."""
 
     def __init__(self) -> None:
         self._before = inf
@@ -131,11 +133,11 @@ class FollowWatch:
 
     @property
     def seconds(self) -> float | None:
-        """What a step takes under this plan; None before enough are known."""
+        """The time of a step under this plan; None before enough are known."""
         return _median(self._times) if len(self._times) >= WATCHED_STEPS else None
 
     def stepped(self, seconds: float) -> bool:
-        """Note what a step took; whether standbys make steps slower than they may."""
+        """Note the time of a step; return whether standbys make steps slower than they may."""
         self._times.append(seconds)
         del self._times[:-WATCHED_STEPS]
         found = self.seconds

@@ -1,7 +1,7 @@
-"""The states of a run, and what leads from one to another.
+"""The states of a run, and the causes that lead from one to another.
 
-A state is this member's view; `RunChanged` events say it. What is not in the table cannot happen: asking for
-it is our own bug.
+A state is this member's view; `RunChanged` events report it. A transition that is not in the table cannot
+happen: asking for it is our own bug.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ Cause = Literal[
 CAUSE_OF: Mapping[str, Cause] = MappingProxyType(
     {"done": "result kept", "failed": "no way on", "stopped": "asked to stop"}
 )
-"""What each outcome of a run follows from."""
+"""The cause of each outcome of a run."""
 
 _ENDS: Mapping[Cause, State] = {"no way on": "failed", "asked to stop": "stopped"}
 _GOES_ON: Mapping[Cause, State] = {
@@ -72,7 +72,7 @@ OVER: frozenset[State] = frozenset(state for state, leads in NEXT.items() if not
 
 
 def cause_of(plan: Plan, wanted: Sequence[int]) -> Cause:
-    """The cause that a plan in force is; `wanted` are the replicas that each stage began with."""
+    """Return the cause that a plan in force is; `wanted` are the replicas that each stage began with."""
     if len(plan.stages) != len(wanted):
         return "stage short of replicas" if len(plan.stages) < len(wanted) else "plan in force"
     short = any(len(stage.computing) < count for stage, count in zip(plan.stages, wanted, strict=True))
@@ -80,7 +80,7 @@ def cause_of(plan: Plan, wanted: Sequence[int]) -> Cause:
 
 
 def after(state: State, cause: Cause) -> State:
-    """The state that `cause` leads to. Raises LocalProtocolError: it leads nowhere from here."""
+    """Return the state that `cause` leads to. Raises LocalProtocolError: it leads nowhere from here."""
     try:
         return NEXT[state][cause]
     except KeyError:

@@ -1,4 +1,5 @@
-"""Tickets of a run: signed by whoever asks a peer to take part, expiring, and revoked by the requester.
+"""Tickets of a run: signed by the member that asks a peer to take part, expiring, and revoked by the
+requester.
 
 A chain of tickets begins with one by the requester; each next one is by the peer that the last was made for.
 A chain is as good as the first of its tickets to expire. A revocation is signed by the requester alone and
@@ -55,13 +56,13 @@ class Revocation(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class Standing:
-    """By which tickets a peer is a member, each with its author; none for the requester."""
+    """The tickets by which a peer is a member, each with its author; none for the requester."""
 
     tickets: tuple[tuple[PeerId, Ticket], ...] = ()
 
     @property
     def until(self) -> float:
-        """When the first of them expires, in seconds of the wall clock."""
+        """Return when the first of them expires, in seconds of the wall clock."""
         return min((ticket.until_milliseconds / 1000 for _, ticket in self.tickets), default=inf)
 
 
@@ -106,12 +107,12 @@ def check_chain(
 
 
 def fact_name(fact: Fact) -> bytes:
-    """Return the hash of all of a fact."""
+    """Return the hash of a whole fact."""
     return blake3(fact.author + fact.signature + fact.body).digest()
 
 
 class Revocations:
-    """Those of one run that are known: the newest for each member."""
+    """The known revocations of one run: the newest for each member."""
 
     def __init__(self, signer: Signer, run: bytes, requester: PeerId) -> None:
         self._signer = signer
@@ -121,7 +122,7 @@ class Revocations:
 
     @property
     def facts(self) -> tuple[Fact, ...]:
-        """All of them, the oldest first."""
+        """Return all revocations, the oldest first."""
         return tuple(fact for _, fact in self._facts.values())
 
     def fact_of(self, peer: PeerId) -> Fact | None:

@@ -1,4 +1,4 @@
-"""Turns of the members of a run in local mode at evaluating it: by a hash, so that none need agree."""
+"""Turns of a run's members at evaluating it in local mode: by a hash, so that they need not agree."""
 
 from collections.abc import Collection, Iterable
 from math import inf
@@ -8,18 +8,18 @@ from blake3 import blake3
 from crypto.identity import PeerId
 
 TURN_SECONDS = 60.0
-"""An evaluation that is due is another member's to make after so long. Longer than most take: one made twice
-costs its time and no more."""
+"""The time after which a due evaluation is the next member's turn. Longer than most take: one made twice
+costs only its time."""
 TURN_SLACK_SECONDS = 10.0
-"""What members may differ in since when an evaluation has been due."""
+"""How far members may differ in the time since which an evaluation has been due."""
 
 
 class Turns:
-    """One run's, as one member sees them."""
+    """One run's turns, as one member sees them."""
 
     def __init__(self, me: PeerId, run: bytes) -> None:
         self.trainers: frozenset[PeerId] | None = None
-        """Those that have a state; None: whoever evaluates is believed that it is its turn."""
+        """The members that have a state; None: any evaluator is believed that it is its turn."""
         self.passed = 0
         """Own results that were given up at the end of the steps: others have their turn before the next."""
         self._me = me
@@ -31,7 +31,7 @@ class Turns:
         return self.place(self._me, others) == 0
 
     def is_mine(self, others: Collection[PeerId], waited_seconds: float) -> bool:
-        """Return whether this member evaluates, what is due having been due for so long.
+        """Return whether this member evaluates, given how long an evaluation has been due.
 
         The nearest to the hash of the run does at once, each of the others `TURN_SECONDS` after the one
         before: a member that is there and does not evaluate delays the end, and cannot prevent it. At the end
@@ -48,7 +48,7 @@ class Turns:
         return place == 0 or now - self._due_at >= TURN_SECONDS * place - TURN_SLACK_SECONDS
 
     def set_due(self, now: float, waited_seconds: float) -> None:
-        """Note that an evaluation has been due here for so long; below 0: none is."""
+        """Note for how long an evaluation has been due here; below 0: none is."""
         self._due_at = inf if waited_seconds < 0 else now - waited_seconds
 
     def place(self, peer: PeerId, others: Iterable[PeerId]) -> int:

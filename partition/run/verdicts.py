@@ -1,4 +1,4 @@
-"""What a run makes of its committer's events: who is lost, and whether training is over. One plan's."""
+"""Verdicts on a committer's events, under one plan: peers lost, and the end of training."""
 
 from dataclasses import dataclass
 
@@ -26,16 +26,17 @@ class TrainingOver:
 
 
 class Verdicts:
-    """The committer's, under one plan. START_SECONDS_MAX after its beginning the driver asks for `late`."""
+    """The committer's verdicts, under one plan. START_SECONDS_MAX after its beginning the driver calls
+    `late`."""
 
     def __init__(self, plan: Plan, failures: Failures) -> None:
-        """`failures` is what went wrong under the plans before, too."""
+        """`failures` also has the failures under earlier plans."""
         self._plan = plan
         self._failures = failures
         self._synced: set[PeerId] = set()
 
     def heard(self, sender: PeerId, message: object) -> None:
-        """Note what a replica says to the committer."""
+        """Note a replica's message to the committer."""
         if isinstance(message, Synced):
             self._synced.add(sender)
 
@@ -46,7 +47,7 @@ class Verdicts:
         return PeersLost(tuple(late), f"its stage was not open after {START_SECONDS_MAX:.0f} s")
 
     def judge(self, event: Event) -> PeersLost | TrainingOver | None:
-        """Return what a committer's event comes to; None where the run goes on as it is."""
+        """Return the verdict on a committer's event; None where the run goes on as it is."""
         match event:
             case TrainingEvaluated():
                 return TrainingOver(None)

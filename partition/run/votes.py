@@ -1,6 +1,6 @@
-"""How many members it takes to end a run in local mode: arithmetic on sets of members, and nothing else.
+"""Quorums for the end of a run in local mode: arithmetic on sets of members.
 
-Not here: who says what, and when (`partition.run.ending`).
+Not here: the messages (`partition.run.ending`).
 """
 
 from collections.abc import Collection
@@ -10,13 +10,13 @@ from crypto.identity import PeerId
 
 
 def liars_max(count: int) -> int:
-    """Return how many of `count` members may lie: a third of them, rounded down, and one at least; of one
-    member alone none."""
+    """Return how many of `count` members may lie: a third, rounded down, and at least one; for one member
+    alone none."""
     return max(1, (count - 1) // 3) if count > 1 else 0
 
 
 def quorum(count: int) -> int:
-    """Return how many of `count` members are so many that two such sets share one that does not lie."""
+    """Return the size of sets of `count` members such that two of them share one that does not lie."""
     return (count + liars_max(count)) // 2 + 1
 
 

@@ -1,4 +1,4 @@
-"""Where a run goes back to when a stage has lost its last replica, and who knows of it.
+"""The state that a run goes back to when a stage has lost its last replica.
 
 The newest checkpoint that is whole, else the first values of all stages, which every member can make itself.
 """
@@ -9,12 +9,13 @@ from partition.run.events import CheckpointFound
 from partition.run.messages import Checkpointed
 
 WayBack = tuple[bytes, int]
-"""The name of a checkpoint, FIRST_VALUES where there is none, and after how many steps it was made."""
+"""The name of a checkpoint, FIRST_VALUES where there is none, and its number of steps."""
 
 
 class WaysBack:
-    """One member's. Only one that knows of every checkpoint may have the run begin anew: it has been in since
-    the first plan, or was told since it came. Any other could throw the work of others away."""
+    """One member's knowledge of checkpoints. Only a member that knows of every checkpoint may have the run
+    begin anew: one that has been in since the first plan, or was told since it came. Any other could throw
+    the work of others away."""
 
     def __init__(self, save_every: int) -> None:
         """`save_every` is how many steps lie between two checkpoints at least, 0 where none are made."""
@@ -28,10 +29,9 @@ class WaysBack:
         return [CheckpointFound(plan.step, plan.restored)] if is_found else []
 
     def told(self, message: Checkpointed) -> list[CheckpointFound]:
-        """Note what the committer says, and find the checkpoint that is whole, if there is one.
+        """Note the committer's message, and find the whole checkpoint, if there is one.
 
-        Raises:
-            RemoteProtocolError: the beginning of a run is before its first step.
+        Raises RemoteProtocolError: the beginning of a run is before its first step.
         """
         is_beginning = message.checkpoint == FIRST_VALUES
         if is_beginning and message.step:
@@ -40,7 +40,8 @@ class WaysBack:
         return [] if is_beginning else [CheckpointFound(message.step, message.checkpoint)]
 
     def news(self, plan: Plan | None, newest: WayBack | None) -> Checkpointed | None:
-        """Return what to say as the committer of `plan`, which knows of `newest`; None for nothing."""
+        """Return the message to send as the committer of `plan`, which knows of `newest`; None for
+        nothing."""
         is_known = newest is not None or (self._is_informed and self._save_every)
         if (
             plan is None or plan.is_final or not is_known
@@ -50,7 +51,7 @@ class WaysBack:
         return Checkpointed(plan_hash(plan), step, name)
 
     def find(self, newest: WayBack | None, furthest: int) -> WayBack | None:
-        """Return what a stage without a replica is restored from, None if there is nothing.
+        """Return the state that a stage without a replica is restored from, None if there is none.
 
         `newest` is the newest whole checkpoint that this member knows of. Without one the run may begin anew,
         as long as at most as many steps would be computed again as lie between two checkpoints.

@@ -1,7 +1,7 @@
-"""What this node has agreed to be a witness of: a member with a vote, and without a stage.
+"""Promises to be a witness of a run: a member with a vote, and without a stage.
 
 A witness votes on plans and keeps the chain and checkpoints, so it needs no slot. Promises are kept in memory
-only: what a restart forgets, the run replaces.
+only: the run replaces those that a restart forgets.
 """
 
 from collections import Counter, OrderedDict
@@ -24,14 +24,13 @@ class _Promise:
 
 
 class WitnessPromises:
-    """Those of one node, by the hash of the plan they are for."""
+    """The promises of one node, by the hash of their plan."""
 
     def __init__(self) -> None:
         self._promises: OrderedDict[bytes, _Promise] = OrderedDict()
 
     def promise(self, now: float, run: bytes, plan: bytes, planner: PeerId, seconds: float) -> None:
-        """Agree to vote in `plan` for so many seconds. A planner's oldest promise makes room for its
-        newest."""
+        """Promise to vote in `plan` for `seconds`. A planner's oldest promise makes room for its newest."""
         self._promises.pop(plan, None)
         theirs = [name for name, row in self._promises.items() if row.planner == planner]
         if len(theirs) >= PROMISES_PER_PEER_MAX:
@@ -48,7 +47,7 @@ class WitnessPromises:
         return row is not None and row.run == run and now < row.until
 
     def release(self, plan: bytes, planner: PeerId) -> None:
-        """Forget what was promised to `planner` for `plan`."""
+        """Forget the promise to `planner` for `plan`."""
         row = self._promises.get(plan)
         if row is not None and row.planner == planner:
             del self._promises[plan]

@@ -1,4 +1,4 @@
-"""The committer's side of exact mode: it opens numbered micro-batches and names what a step is.
+"""The committer's side of exact mode: it opens numbered micro-batches and defines each step.
 
 Step t is the set of micro-batches [tK, (t+1)K). It is committed in two rounds, by all replicas of the plan or
 not at all, so that a death at any moment leaves every stage either before or after the step, never between
@@ -8,8 +8,9 @@ its replicas, and a minority can commit nothing:
                                          ^                                     |
                                          +--- who ended with other parameters -+        ... evaluating -> done
 
-Who is gone is decided elsewhere, and makes the next plan, with a new Committer. Within a plan micro-batches
-only move: from whoever is suspected, or has work at hand and says nothing. Only the first trainer commits.
+Other parts decide who is gone, which makes the next plan, with a new Committer. Within a plan micro-batches
+only move: away from a replica that is suspected, or has work at hand and is silent. Only the first trainer
+commits.
 """
 
 from collections.abc import Iterable
@@ -82,11 +83,11 @@ class Committer:
         validation: ValidationSettings | None = None,
         series: Series | None = None,
     ) -> None:
-        """`metrics` is how many numbers beside the loss the model has; `save_every` is in steps, 0 never, and
-        `saved` the step of the newest checkpoint. `skips_diverged`: a step whose loss or gradient is not
-        finite changes nothing, in place of ending the run. Of the held-out micro-batches the first
-        `validations` are those to validate on, the `evaluations` after them those to test on; `series` is
-        what this member has heard of validations up to where it begins."""
+        """`metrics` is the number of metrics beside the loss; `save_every` is in steps, 0 never, and `saved`
+        the step of the newest checkpoint. `skips_diverged`: a step whose loss or gradient is not finite
+        changes nothing, in place of ending the run. The first `validations` held-out micro-batches are for
+        validation, the `evaluations` after them for the test; `series` has the validations so far, as this
+        member heard of them."""
         self.me = me
         self.plan = plan
         self.plan_hash = plan_hash(plan)
@@ -127,23 +128,23 @@ class Committer:
 
     @property
     def deadline(self) -> float:
-        """When `wake` is wanted: what is timed here is whom to ask again, and who has stalled."""
+        """When `wake` is wanted: to ask again, or to look at stalled replicas."""
         if self.phase in ("committing", "applying"):
             return self._overdue.due
         return self._check_at if self.phase in ("syncing", "counting", "evaluating") else inf
 
     def start(self, now: float) -> Sends:
-        """Ask every replica where it is; again, those that have not said so."""
+        """Ask every replica where it is; call it again to ask those that have not said so."""
         self._now, self._check_at = now, now + SYNC_AGAIN_SECONDS
         return [(peer, said.Sync(plan=self.plan_hash)) for peer in self.awaited]
 
     @property
     def awaited(self) -> tuple[PeerId, ...]:
-        """While syncing: who has not said where it is."""
+        """While syncing: the replicas that have not said where they are."""
         return tuple(peer for peer in self._places if peer not in self._synced)
 
     def receive(self, now: float, sender: PeerId, message: object) -> Sends:
-        """A step message from a replica."""
+        """Take a step message from a replica."""
         if not isinstance(message, StepMessage) or message.plan != self.plan_hash:
             return []
         place = self._places.get(sender)
@@ -173,7 +174,7 @@ class Committer:
         raise RemoteProtocolError(f"a {type(message).__name__} is not for a committer")
 
     def wake(self, now: float) -> Sends:
-        """Ask those again who have not answered a Sync; move what has stalled."""
+        """Ask replicas again that have not answered a Sync; move stalled micro-batches."""
         if now < self.deadline:
             return []
         self._now = now
@@ -192,7 +193,8 @@ class Committer:
         return sends
 
     def suspect(self, now: float, peer: PeerId) -> Sends:
-        """SWIM suspects it: let others do what it has not counted. Should it be dead, a new plan follows."""
+        """Move the uncounted micro-batches of a peer that SWIM suspects. If it is dead, a new plan
+        follows."""
         self._now = now
         if peer not in self._places or self.phase in ("done", "failed"):
             return []
@@ -207,28 +209,28 @@ class Committer:
         return self._save_now() if self.phase in ("counting", "evaluating", "paused") else []
 
     def pause(self, now: float) -> Sends:
-        """Open no step after this one; `StepsPaused` says when. An evaluation goes on to its end."""
+        """Open no step after this one; `StepsPaused` reports the pause. An evaluation goes on to its end."""
         self._now, self._pausing = now, True
         return []
 
     def unpause(self, now: float) -> Sends:
-        """Open steps again: what the pause was for has come to nothing."""
+        """Open steps again: the reason for the pause is void."""
         self._now, self._pausing = now, False
         return self._open_step() if self.phase == "paused" else []
 
     def take_last(self, now: float) -> Sends:
-        """End with the state that is here: the best one cannot come back."""
+        """End with the present state: the best one cannot be brought back."""
         self._now, self._held_out.takes_last = now, True
         return self._open_step() if self.phase == "restoring" else []
 
     def open_count(self, peer: PeerId) -> int:
-        """How many micro-batches of the open step are this replica's: as many are lost with it."""
+        """Return how many micro-batches of the open step this replica owns: they are lost with it."""
         place = self._places.get(peer)
         open_now = self.phase in ("counting", "committing")
         return len(self._ledger.numbers_of(place)) if place is not None and open_now else 0
 
     def reconnected(self, peer: PeerId) -> Sends:
-        """The stream to `peer` broke and is open again: say again what it may have missed."""
+        """Repeat the messages that `peer` may have missed: its stream broke and is open again."""
         is_replica = peer in self._places
         if peer not in self._everybody or self.phase in ("done", "failed"):
             return []
@@ -289,7 +291,8 @@ class Committer:
         return [(peer, self._apply) for peer in self._places if peer in behind]
 
     def _repair(self) -> Sends:
-        """Rebuild replicas with no parameters, or others than their stage's majority, from that majority."""
+        """Rebuild replicas with no parameters, or with others than their stage's majority, from that
+        majority."""
         if not self._filling.begin(self.step, self._digests, self._apply):
             return self._go_on()
         self.phase = "filling"
@@ -298,7 +301,7 @@ class Committer:
     # A step
 
     def _go_on(self) -> Sends:
-        """All hold the same after `step` steps."""
+        """Go on: all hold the same after `step` steps."""
         self._digests.clear()
         sends = self._save_now() if self.saves.is_due else []
         if self._pausing and not is_begun(self.plan, self.step, self._synced.values()):
@@ -323,7 +326,7 @@ class Committer:
         return self._open(self._ledger, "counting") + self._when_counted()
 
     def _new_ledger(self, numbers: range, *, train: bool) -> Ledger:
-        """Return what keeps the books of a step that is opened, or evaluated."""
+        """Return the ledger of a step that is opened, or evaluated."""
         self.losses.clear()
         self._reduced.clear()
         self._applied.clear()
@@ -348,7 +351,8 @@ class Committer:
         return self._to_everybody(self._open_message())
 
     def _take_synced(self) -> bool:
-        """What is counted of the open step stays with whoever counted it. False if a loss is no number."""
+        """Leave counted micro-batches of the open step with the replicas that counted them. False if a loss
+        is not finite."""
         rows = {
             self._places[peer]: row
             for peer, row in self._synced.items()
@@ -419,7 +423,7 @@ class Committer:
         return self._to_replicas(apply)
 
     def _skip(self, reason: str) -> Sends:
-        """The open step diverged: drop it everywhere, or end the run."""
+        """Handle that the open step diverged: drop it everywhere, or end the run."""
         apply = self._divergence.skip(self.plan_hash, self.step, self.attempt, reason)
         if isinstance(apply, str):
             return self._fail(apply)
@@ -461,7 +465,8 @@ class Committer:
         return self._repair()
 
     def _tell(self, apply: Apply) -> None:
-        """The step that this Apply ended is final. Whoever committed it may not have said so to everybody."""
+        """Report the step that this Apply ended, which is final. The committer before may not have told
+        everybody."""
         self._held_out.learn(apply.validated)
         self.events.append(step_applied(self.plan, apply, self._applied, self._divergence.reason))
         self._divergence.applied(apply)
@@ -472,7 +477,7 @@ class Committer:
     # Evaluation
 
     def _open_held_out(self, evaluation: Evaluation) -> Sends:
-        """Have held-out samples computed with the state that is here."""
+        """Have held-out samples computed with the present state."""
         ledger = self._new_ledger(evaluation.numbers, train=False)
         if self._held_out.is_over(self.step, self.steps):
             self._note_opened(ledger)
@@ -528,7 +533,8 @@ class Committer:
         return []
 
     def _on_unusable(self, sender: PeerId, place: Place, message: said.BadFrame) -> Sends:
-        """A replica cannot use what came with a frame; that its signature holds the shell has checked."""
+        """Handle a replica's report of a frame that it cannot use; the shell has checked the frame's
+        signature."""
         found = self._disputes.read(message, self._ledger, place, self.step)
         if found is None or self.phase != ("counting" if found[0].train else "evaluating"):
             return []
@@ -546,7 +552,8 @@ class Committer:
         return self._open_again() if is_moved else []
 
     def _on_diverged(self, place: Place, message: said.Diverged) -> Sends:
-        """What one stage computes of sound frames is not finite: nor would it be elsewhere."""
+        """Handle a stage's report that its result of sound frames is not finite: other replicas would get the
+        same."""
         if (self.phase, message.step) != ("counting" if message.train else "evaluating", self.step):
             return []
         if message.microbatch is not None and not self._ledger.owes(place, message.microbatch):
@@ -555,14 +562,14 @@ class Committer:
         return self._skip(reason) if may_skip else self._fail(reason)
 
     def _hurry(self) -> Sends:
-        """Nothing has gone on for long: ask whoever holds it up, and do without who is stuck."""
+        """Handle a long silence: ask the replicas that hold up the step, and give up those that are stuck."""
         late = self._late()
         for peer, reason in self._overdue.stuck(self._now, late).items():
             self._give_up(peer, f"{STUCK} in step {self.step}: {reason}")
         return [(peer, self._overdue.ask(self.plan_hash)) for peer in late]
 
     def _late(self) -> list[PeerId]:
-        """Return the replicas that have not reported what all must report now."""
+        """Return the replicas whose report is missing."""
         if self.phase == "committing":
             return [peer for peer in self._places if peer not in self._reduced]
         return [peer for peer in self._places if peer in self._awaited] if self.phase == "applying" else []

@@ -1,4 +1,4 @@
-"""What a committer tells its shell of the run."""
+"""Events of a committer for its shell."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,20 +10,17 @@ from partition.steps.validation import Series
 
 
 def divergence(what: str) -> str:
-    """Why a run failed whose numbers are not finite, and what may help."""
+    """Return why a run failed whose numbers are not finite, and what may help."""
     return f"{what}; a lower train.learning_rate, or train.clip_norm, may help"
 
 
 @dataclass(frozen=True)
 class StepApplied:
-    """A step is final on every replica. `loss` is the mean over its samples.
-
-    `work` is what it took of each replica, by stage, in the plan's order; nothing of those that applied it
-    under an earlier plan. `replicas` are those that compute. A committer begins with the last step before its
-    own, which may have been told of:
-    then `attempt` is the same. `diverged` is why the step changed nothing, empty where it did; if set,
-    `loss` and `samples` are 0.
-    """
+    """A step is final on every replica. `loss` is the mean over its samples.¶ `work` is the work of each
+    replica, by stage, in the plan's order; nothing for those that applied it under an earlier plan.
+    `replicas` are those that compute. A committer begins with the last step before its own, which may have
+    been reported already: then `attempt` is the same. `diverged` is why the step changed nothing, empty where
+    it did; if set, `loss` and `samples` are 0."""
 
     step: int
     attempt: int
@@ -35,15 +32,15 @@ class StepApplied:
 
 
 def no_number(what: str) -> str:
-    """The same of one number."""
+    """Return the same for one number."""
     return divergence(f"{what} is no finite number any more")
 
 
 def step_applied(
     plan: Plan, apply: Apply, applied: Mapping[PeerId, Work], diverged: str = ""
 ) -> "StepApplied":
-    """A step that this Apply ended, and what it took of those who `applied` it under this plan. `diverged` is
-    why it was skipped, where this committer knows."""
+    """Return the event of a step that this Apply ended, with the work of the replicas that `applied` it under
+    this plan. `diverged` is why it was skipped, where this committer knows."""
     work = tuple(tuple(applied.get(PeerId(peer), Work()) for peer in stage.replicas) for stage in plan.stages)
     replicas = sum(len(stage.computing) for stage in plan.stages)
     if apply.skipped:
@@ -68,9 +65,9 @@ class MicrobatchesMoved:
 class Resumed:
     """Once per plan, when its first Open is made: the run goes on with `step`.
 
-    `replayed` micro-batches of it are computed again (one that is in two stages counts twice), as far as that
-    can be seen: nobody of the plan has begun them, though in the stage after they are begun, or in the stage
-    before counted. `filled` have taken their stage from others.
+    `replayed` micro-batches of it are computed again (one in two stages counts twice), as far as visible: no
+    replica of the plan has begun them, though the next stage has begun them or the previous one has counted
+    them. `filled` have taken their stage from others.
     """
 
     step: int
@@ -91,7 +88,7 @@ class ReplicaRebuilt:
 class ReplicaFailed:
     """The run cannot go on with this replica, or trainer (`stage` is None): a plan without it is wanted.
 
-    `step` is the one whose computing failed there; None where that is not what failed.
+    `step` is the one whose computation failed there; None for another failure.
     """
 
     peer: PeerId
@@ -102,14 +99,14 @@ class ReplicaFailed:
 
 @dataclass(frozen=True)
 class StepsPaused:
-    """`step` steps are applied, and nothing is opened any more under this plan."""
+    """`step` steps are applied, and no more are opened under this plan."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class TrainingEvaluated:
-    """The held-out samples have all been through: sums over them."""
+    """All held-out samples have been evaluated: sums over them."""
 
     samples: int
     loss: float
@@ -118,9 +115,9 @@ class TrainingEvaluated:
 
 @dataclass(frozen=True)
 class Validated:
-    """The validation samples have all been through with the state after `step` steps: sums over them.
+    """All validation samples have been evaluated with the state after `step` steps: sums over them.
 
-    `converged`: no further step is opened. `is_kept`: this state may become the result. Told once more where
+    `converged`: no further step is opened. `is_kept`: this state may become the result. Reported again where
     the committer before did the same.
     """
 
@@ -133,16 +130,17 @@ class Validated:
 
 @dataclass(frozen=True)
 class BestWanted:
-    """All steps are done, and the state after `step` steps validated best: it is to come back."""
+    """All steps are done, and the state after `step` steps validated best: it has to be restored."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class TrainingFailed:
-    """The run cannot go on under this plan, and why; `stage` is the one that nobody holds, if it is that.
+    """The run cannot go on under this plan, and why; `stage` is the one without a holder, if that is the
+    reason.
 
-    `microbatch` is the one whose data the model does not take, and whether it is one to train on.
+    `microbatch` is the one whose data the model does not take, and whether it is for training.
     """
 
     reason: str

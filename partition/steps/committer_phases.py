@@ -1,4 +1,4 @@
-"""The phases of a committer, and what is timed in them."""
+"""The phases of a committer, and their timing."""
 
 from typing import Literal
 
@@ -7,7 +7,7 @@ DISSENTS_MAX = 2
 SYNC_AGAIN_SECONDS = 2.0
 """A replica learns of its plan by another way than the Sync, and ignores one that is ahead of it."""
 OPEN_AGAIN_SECONDS = 10.0
-"""The same for trainers, who answer nothing: when all has been silent for so long."""
+"""The same for trainers, which answer nothing: sent after a long silence."""
 STALL_CHECK_SECONDS = 1.0
 
 Phase = Literal[
@@ -22,5 +22,5 @@ Phase = Literal[
     "done",
     "failed",
 ]
-"""`evaluating` comes before a step too, where its validation is due. `restoring`: the steps are done, and
-the state that validated best is to come back, by a plan that restores it."""
+"""`evaluating` comes before a step too, where its validation is due. `restoring`: the steps are done, and a
+plan is to restore the state that validated best."""

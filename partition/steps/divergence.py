@@ -1,7 +1,7 @@
 """Steps whose loss or gradient is not finite: skipped alike by all replicas, or the end of the run.
 
-A skipped step is an Apply that says how many in a row, itself counted, so that the next committer knows of
-them too. After SKIPPED_MAX the run is given up: parameters that diverge at every step do not come back.
+A skipped step is an Apply that counts the skips in a row, so that the next committer knows of them too. After
+SKIPPED_MAX the run is given up: parameters that diverge at every step do not come back.
 """
 
 from partition.steps.committer_events import divergence
@@ -9,7 +9,7 @@ from partition.steps.messages import SKIPPED_MAX, Apply, Diverged
 
 
 class Divergence:
-    """What one committer knows of it; `reason` is why the step that is being applied is skipped."""
+    """One committer's record of diverged steps; `reason` is why the step that is being applied is skipped."""
 
     def __init__(self, *, skips: bool) -> None:
         """`skips`: the run goes on without such a step."""
@@ -18,12 +18,12 @@ class Divergence:
         self.reason = ""
 
     def applied(self, apply: Apply | None) -> None:
-        """The last step is final on all replicas."""
+        """Note that the last step is final on all replicas."""
         self._skipped = 0 if apply is None else apply.skipped
         self.reason = ""
 
     def skip(self, plan: bytes, step: int, attempt: int, reason: str) -> Apply | str:
-        """Return what has all replicas skip the open step, or why the run is over."""
+        """Return the Apply by which all replicas skip the open step, or why the run is over."""
         if not self._skips:
             return reason
         if self._skipped == SKIPPED_MAX:
@@ -35,7 +35,7 @@ class Divergence:
 def reported(message: Diverged, stage: int) -> tuple[str, bool]:
     """Return the reason that a replica's report gives, and whether a later step may still be finite.
 
-    That is not so of a state that is not finite, nor of what a finished model says of held-out samples.
+    Not so for a state that is not finite, nor for a finished model's results on held-out samples.
     """
     where = f"{f'step {message.step}' if message.train else 'held out'}: in stage {stage + 1}"
     return divergence(f"{where} {message.reason}"), message.train and message.microbatch is not None

@@ -1,7 +1,7 @@
-"""The held-out micro-batches of a run as its committer knows them: which are under way, what came of each.
+"""The held-out micro-batches of a run as its committer knows them: those under way, and their results.
 
-Those to validate on come first, those to test on after them. A few are open at once, and more as those before
-them come in. Not here: who computes them (the ledger), and what is said to whom.
+Those for validation come first, those for the test after them. A few are open at once, and more as earlier
+ones come in. Not here: the replicas that compute them (the ledger), and messages.
 """
 
 from crypto.errors import RemoteProtocolError
@@ -24,7 +24,7 @@ class Evaluation:
     def is_known(self, message: Evaluated, numbers: range) -> bool:
         """Return whether it is here already, or is of an earlier evaluation; `numbers` are open.
 
-        Raises RemoteProtocolError: nobody asked for it, or it cannot be so.
+        Raises RemoteProtocolError: it was not asked for, or is impossible.
         """
         if message.microbatch >= numbers.stop or message.step > self._step:
             raise RemoteProtocolError("an evaluation that was not asked for")
@@ -33,22 +33,22 @@ class Evaluation:
         return message.step != self._step or message.microbatch in self._rows
 
     def take(self, message: Evaluated) -> None:
-        """One is done."""
+        """Take the result of one micro-batch."""
         self._rows[message.microbatch] = message
         while self._first in self._rows:
             self._first += 1
 
     @property
     def numbers(self) -> range:
-        """Those to be under way now."""
+        """The micro-batches to have under way now."""
         return range(self._first, min(self.all.stop, self._first + EVALUATIONS_IN_FLIGHT_MAX))
 
     def wants_more(self, numbers: range) -> bool:
-        """Return whether so many of the open `numbers` are done that more are worth an Open."""
+        """Return whether enough of the open `numbers` are done to make another Open worthwhile."""
         return numbers.stop < self.all.stop and self._first - numbers.start >= EVALUATIONS_IN_FLIGHT_MAX // 2
 
     def result(self) -> TrainingEvaluated | None:
-        """Once all are done."""
+        """Return the sums, once all are done."""
         if len(self._rows) < len(self.all):
             return None
         rows = [self._rows[number] for number in sorted(self._rows)]
@@ -60,9 +60,9 @@ class Evaluation:
 
 
 class HeldOut:
-    """What of the held-out micro-batches is due when, under one plan. `evaluation` is the newest.
+    """The schedule of held-out micro-batches, under one plan. `evaluation` is the newest.
 
-    `takes_last`: the run ends with the state that is here, whichever validated best.
+    `takes_last`: the run ends with the present state, even if another validated better.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class HeldOut:
         series: Series | None,
         is_final: bool,
     ) -> None:
-        """`is_final`: the plan has brought back the state that is the result."""
+        """`is_final`: the plan has restored the state that is the result."""
         self.takes_last = self._is_final = is_final
         self._to_validate = range(validations)
         self._to_test = range(validations, validations + tests)
@@ -88,15 +88,15 @@ class HeldOut:
         return self._schedule.series
 
     def learn(self, series: Series | None) -> None:
-        """Go on with what the Apply of the last step says, if it is newer."""
+        """Take over the series in the last step's Apply, if it is newer."""
         self._schedule.learn(series)
 
     def is_over(self, step: int, steps: int) -> bool:
-        """Return whether no step is to follow the `step` that are done; the run has `steps` at most."""
+        """Return whether no step follows the `step` steps done; the run has at most `steps`."""
         return step >= steps or self._is_final or self._schedule.has_converged
 
     def next(self, step: int, *, is_over: bool) -> "Evaluation | BestWanted | None":
-        """Return what comes before step `step` is opened, or in the place of it; None: nothing does."""
+        """Return the action before step `step` is opened, or in its place; None for none."""
         if self._schedule.is_due(step, is_over=is_over) and not self._is_final:
             return self._begin(self._to_validate, step)
         if not is_over:
@@ -109,7 +109,7 @@ class HeldOut:
         return self.evaluation
 
     def take(self, step: int, sums: TrainingEvaluated) -> Validated | None:
-        """Note what the newest evaluation comes to; None where it was of those to test on."""
+        """Note the sums of the newest evaluation; return None where it was of the test samples."""
         if self.evaluation.all == self._to_test:
             return None
         series = self._schedule.take(step, sums.samples, sums.loss, sums.metrics)

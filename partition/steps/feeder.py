@@ -1,7 +1,7 @@
-"""A trainer's side of exact mode: which inputs and labels it is to send to whom.
+"""A trainer's side of exact mode: the inputs and labels it sends, and their receivers.
 
-Every trainer of the plan feeds the micro-batches that are its own (`partition.plan.assignment.feeder_of`), as
-the committer's Open asks. What a frame is, and that it is the same at a second sending, is the shell's.
+Every trainer of the plan feeds its own micro-batches (`partition.plan.assignment.feeder_of`), as the
+committer's Open asks. The shell makes the frames, and keeps them the same at a second sending.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from partition.steps.routes import Routes
 
 @dataclass(frozen=True)
 class FeedReady:
-    """Send this micro-batch's inputs and labels; None for a half that nobody wants.
+    """Send this micro-batch's inputs and labels; None for a half without a receiver.
 
     A held-out one that is `EVALUATIONS_IN_FLIGHT_MAX` before another is never asked for again.
     """
@@ -54,7 +54,8 @@ class Feeder:
         self._sent: dict[tuple[int, Literal["input", "labels"]], PeerId] = {}
 
     def receive(self, now: float, sender: PeerId, message: Open) -> Sends:  # noqa: ARG002 - the shape of a core
-        """An Open of the committer. Sends nothing itself: `events` say what the shell is to send."""
+        """Take an Open of the committer. It sends nothing itself: `events` have the frames for the shell to
+        send."""
         if message.plan != self.plan_hash:
             return []
         if sender != self.plan.committer:
@@ -80,11 +81,11 @@ class Feeder:
         return []
 
     def wake(self, now: float) -> Sends:  # noqa: ARG002 - the shape of a core
-        """Nothing here is timed."""
+        """Do nothing: nothing here is timed."""
         return []
 
     def reconnected(self, peer: PeerId) -> Sends:
-        """The stream to `peer` broke and is open again: ask again for what it may have lost."""
+        """Request again the frames that `peer` may have lost: its stream broke and is open again."""
         if self._routes is not None:
             for number in self._mine:
                 self._feed(self._routes, number, again_to=peer)

@@ -1,4 +1,4 @@
-"""Which replicas take their stage from others before a step is opened, as a committer knows it.
+"""Replicas that take their stage from others before a step is opened, as a committer knows them.
 
 Those that have nothing yet, and those that hold other parameters than most of their stage.
 """
@@ -12,7 +12,8 @@ from partition.steps.resume import fills, is_filled, minority
 
 
 class Filling:
-    """Under one plan. `asked` are still to be filled; `filled` were, each once for every time."""
+    """The fillings under one plan. `asked` are still to be filled; `filled` were, one entry for every
+    time."""
 
     def __init__(self, plan: Plan) -> None:
         self.asked: dict[PeerId, Fill] = {}
@@ -21,7 +22,8 @@ class Filling:
         self._rebuilt: set[PeerId] = set()
 
     def begin(self, step: int, digests: Mapping[PeerId, bytes], apply: Apply | None) -> bool:
-        """Find who is to be filled after `step` steps, of which `apply` was the last; whether anybody is."""
+        """Find the replicas to fill after `step` steps, of which `apply` was the last; return whether there
+        are any."""
         known = {peer: digest for peer, digest in digests.items() if digest != NO_HASH}
         self._rebuilt = set(minority(self._plan, known))
         right = {peer: digest for peer, digest in digests.items() if peer not in self._rebuilt}
@@ -29,7 +31,7 @@ class Filling:
         return bool(self.asked)
 
     def take(self, sender: PeerId, message: Synced) -> bool:
-        """Note where a replica says it is; whether it is filled by that."""
+        """Note a replica's Synced; return whether it completes a filling."""
         if not is_filled(self.asked[sender], message):
             return False  # what it said before
         del self.asked[sender]
@@ -37,7 +39,7 @@ class Filling:
         return True
 
     def is_rebuilt(self, peer: PeerId) -> bool:
-        """Return whether it held other parameters than its stage; once."""
+        """Return whether it held other parameters than its stage; true only once."""
         is_so = peer in self._rebuilt
         self._rebuilt.discard(peer)
         return is_so

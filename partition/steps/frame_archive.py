@@ -1,8 +1,8 @@
 """The signed frames of committed steps, kept for audits that come later: pure, and bounded three ways.
 
 A node keeps the frames of a run that came to its stage or that its stage sent: of the newest STEPS_KEPT steps
-that were applied here, and of the first one after the newest checkpoint, whose numbers anybody can have back;
-for KEPT_SECONDS. A frame is its signed header, which names its payload by digest. Headers are kept always,
+that were applied here, and of the first one after the newest checkpoint, whose state can be restored; for
+KEPT_SECONDS. A frame is its signed header, which names its payload by digest. Headers are kept always,
 FACTS_MAX of them; payloads as long as all of them take no more than PAYLOADS_BYTES_MAX.
 
 Not here: whether a frame is right (`node.runs.audits`).
@@ -24,12 +24,12 @@ PAYLOADS_BYTES_MAX = 64 << 20
 
 
 class FrameKey(NamedTuple):
-    """Which frame of a run."""
+    """The key of a frame in a run."""
 
     run: bytes
     step: int
     stage: int
-    """The stage it is for."""
+    """The stage that receives it."""
     direction: Direction
     microbatch: int
     author: bytes
@@ -44,7 +44,7 @@ class KeptFrame(NamedTuple):
 
 
 class FrameArchive:
-    """That of one node, over all its runs. Times are in seconds of the caller's clock."""
+    """The archive of one node, over all its runs. Times are in seconds of the caller's clock."""
 
     def __init__(self, facts_max: int = FACTS_MAX, bytes_max: int = PAYLOADS_BYTES_MAX) -> None:
         self._facts_max = facts_max
@@ -59,7 +59,7 @@ class FrameArchive:
         return len(self._frames)
 
     def note(self, now: float, run: bytes, header: FrameHeader, fact: Fact, payload: Payload) -> None:
-        """Keep a frame; the same one under a later attempt takes its place."""
+        """Keep a frame; the same one under a later attempt replaces it."""
         key = FrameKey(run, header.step, header.stage, header.direction, header.microbatch, fact.author)
         self._drop(key)
         self._frames[key] = KeptFrame(fact, payload, now)
@@ -71,11 +71,13 @@ class FrameArchive:
             self._make_room()
 
     def marked(self, run: bytes, step: int) -> None:
-        """The numbers of a run after so many steps were put away: frames of the next one can be judged."""
+        """Note that a checkpoint of a run after `step` steps was saved: frames of the next step can be
+        judged."""
         self._marked[run] = step
 
     def committed(self, now: float, run: bytes, step: int) -> None:
-        """A step was applied here: its frames may be asked for, and those of old steps go."""
+        """Note that a step was applied here: its frames may be asked for, and those of old steps are
+        dropped."""
         self.expire(now)
         self._committed[run].add(step)
         for key in [key for key in self._frames if key.run == run and self._is_old(key, step)]:
@@ -84,7 +86,7 @@ class FrameArchive:
         self._committed[run] = kept | (self._committed[run] & {self._marked.get(run, -1)})
 
     def expire(self, now: float) -> None:
-        """Forget what was kept for long enough."""
+        """Forget frames older than KEPT_SECONDS."""
         for key, frame in list(self._frames.items()):
             if frame.at > now - KEPT_SECONDS:
                 break
@@ -98,7 +100,7 @@ class FrameArchive:
         return self._frames.get(key) if key.step in self._committed.get(key.run, ()) else None
 
     def of_step(self, run: bytes, step: int) -> Iterator[FrameKey]:
-        """The frames of a step that was applied here."""
+        """Yield the keys of the frames of a step that was applied here."""
         if step in self._committed.get(run, ()):
             yield from (key for key in self._frames if key.run == run and key.step == step)
 

@@ -1,7 +1,7 @@
 """Complaints that one member's frames cannot be used by another. No member is believed alone.
 
-What an Unusable proves is that its author sent a frame of that header, not what came beside it: the one may
-have sent what cannot be used, or the other may lie. So the micro-batch goes elsewhere, both are noted, and
+A BadFrame proves that its author sent a frame with that header, not what came beside it: the author may have
+sent an unusable payload, or the accuser may lie. So the micro-batch goes elsewhere, both are noted, and
 
     who is in dispute with two others   loses its place: of a liar and its victims, or of a faulty author and
                                         those it sends to, only the one has two opponents
@@ -12,8 +12,8 @@ But where a trainer's frame came as it was sent and holds a number that the mode
 committer would have sent the same, the fault is the data's: as soon as two say so, or one where nobody else
 can compute it.
 
-A lone liar costs no honest peer its place without losing its own. Several who agree are believed, as members
-are in all that they vote on. Pure bookkeeping of one committer; a new plan begins with a clean slate.
+A lone liar costs no honest peer its place without losing its own. Several that agree are believed, as in
+votes. Pure bookkeeping of one committer; a new plan begins with a clean slate.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,9 +29,9 @@ from partition.steps.routes import check_frame
 
 USELESS = "it sent what cannot be used, or says so of others"
 OPPONENTS_MAX = 1
-"""With more, it is not they."""
+"""With more opponents than this, a peer is at fault itself."""
 STEPS_MAX = 2
-"""A bit may turn on the way from a tensor to its digest; and two steps show how they do with others."""
+"""A bit may turn on the way from a tensor to its digest; two steps show how both do with others."""
 
 
 class FrameComplaints:
@@ -47,7 +47,8 @@ class FrameComplaints:
     def read(
         self, message: BadFrame, ledger: Ledger, place: Place, step: int
     ) -> tuple[FrameHeader, PeerId] | None:
-        """Return the header that a replica cannot use, and its author; None where it computes that no more.
+        """Return the header that a replica cannot use, and its author; None where it no longer computes that
+        micro-batch.
 
         Raises RemoteProtocolError: there can be no such frame.
         """
@@ -70,11 +71,11 @@ class FrameComplaints:
         *,
         follows_data: bool = False,
     ) -> tuple[bool, list[PeerId], bool]:
-        """One says that it cannot use what the other sent; `follows_data`: for a number in it, which is in
-        the committer's own data too.
+        """Settle a complaint of `accuser` about a frame of `author`; `follows_data`: it is about a number
+        that is in the committer's own data too.
 
-        Whether the micro-batch has another owner in one of the stages now, who loses its place for it, and
-        whether it is nobody's fault but that of the data.
+        Return whether the micro-batch has another owner in one of the stages now, the peers that lose their
+        place, and whether only the data is at fault.
         """
         accusers = {accuser, *self._opponents.get(author, ())}
         is_judged = not self._judged.isdisjoint((accuser, author))
@@ -90,7 +91,7 @@ class FrameComplaints:
             if len(self._opponents.get(accuser, {}).get(author, ())) % 2 == 0:
                 places.reverse()
             # Another receiver may be able to use it; of another author the accuser may. Now the one, now the
-            # other is tried first, for whoever cannot agree with two others is wrong.
+            # other is tried first, since a peer that cannot agree with two others is wrong.
             is_moved = any(ledger.pass_on(place, header.microbatch, rates) for place in places)
             if not (is_moved or guilty or is_judged):
                 guilty = [peer for peer in (accuser, author) if peer != self._me]
@@ -112,11 +113,11 @@ class FrameComplaints:
             guilty = [author, accuser]
         for peer in guilty:
             for opponent in self._opponents.pop(peer):
-                # What it has said counts no more, nor what was said of it.
+                # Its complaints count no more, nor complaints about it.
                 self._opponents.get(opponent, {}).pop(peer, None)
         return guilty
 
     def _maker(self, author: PeerId, header: FrameHeader) -> Place | None:
-        """The replica that this frame is made by; None for what a trainer feeds."""
+        """Return the replica that made this frame; None for a trainer's."""
         is_fed = header.direction == "labels" or (header.direction == "input" and header.stage == 0)
         return None if is_fed else self._places[author]

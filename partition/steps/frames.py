@@ -1,13 +1,13 @@
 """Frames: activations, gradients, inputs and labels on their way between stages, signed.
 
-The signature is over the header, and the header holds the BLAKE3 digest of the payload, so that
-anyone can show later who sent what. A frame comes over a stream that proves its sender, so its signature is
-checked only where it is to be shown to somebody (`check_signed`): most never are, and in a small run the
-check takes longer than all else about a frame. Whether the digest fits the payload is checked where the
-payload is unpacked (`partition.codecs.codec.unpack`, in the stage's process), not on the event loop.
+The signature is over the header, and the header holds the BLAKE3 digest of the payload, so that the sender of
+a payload can be proved later. A frame comes over a stream that proves its sender, so its signature is checked
+only where it is to be shown to others (`check_signed`): most never are, and in a small run the check takes
+longer than all else about a frame. Whether the digest fits the payload is checked where the payload is
+unpacked (`partition.codecs.codec.unpack`, in the stage's process), not on the event loop.
 
 On the wire a Frame is a message, and the payload's data goes beside it as a payload of the stream, so that
-megabytes are never part of what is encoded or decoded. What copies them on their way from tensor to tensor:
+megabytes are never encoded or decoded. These copies are made on the way from tensor to tensor:
 
     the sender's stage     into the memory that it shares with its node
     the sender's node      out of it, for the stage may write there again; encrypting, into what is written
@@ -35,7 +35,7 @@ from partition.plan.plan import Count, Hash, StepNumber
 
 FRAME_PURPOSE = "frame"
 HEADER_BYTES_MAX = 8_192
-"""Its tensors are most of it: 64 of eight dimensions are some 3 kB."""
+"""Tensors take most of it: 64 of eight dimensions are some 3 kB."""
 PAYLOAD_BYTES_MAX = 48 * 1024 * 1024
 """Below the 64 MiB of one stream payload."""
 
@@ -44,7 +44,7 @@ Direction = Literal["input", "labels", "gradient"]
 
 
 class FrameHeader(msgspec.Struct, frozen=True, array_like=True):
-    """What a frame is: its place in the run, and all of its payload but the data.
+    """A frame's place in the run, and all of its payload but the data.
 
     `stage` is the stage it is for; `step` the committed steps before it, which is also the version
     of the parameters that made it. `attempt` is that of the Open it is sent under; the same payload goes out
@@ -71,11 +71,12 @@ class Frame(msgspec.Struct, frozen=True, tag="frame"):
 
 
 NO_FACT = Fact(b"", b"", b"")
-"""Where nobody is to be shown that a frame was sent."""
+"""The fact of a frame that nobody has to be shown."""
 
 
 class OpenedFrame(msgspec.Struct, frozen=True):
-    """A frame of its sender; the payload is still to be unpacked. `fact` is the header, said to be signed."""
+    """A received frame; the payload is still to be unpacked. `fact` is the header, its signature
+    unchecked."""
 
     author: bytes
     header: FrameHeader
@@ -85,7 +86,7 @@ class OpenedFrame(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Outgoing:
-    """What a core wants sent: a frame as the shell handed it in, to be signed for `plan` and `attempt`.
+    """A frame for the shell to send, as the shell handed it in, to be signed for `plan` and `attempt`.
 
     Once another plan is in force it need not be sent any more: the core asks again when that plan opens.
     """
@@ -107,7 +108,7 @@ def make_frame(
     direction: Direction,
     train: bool,
 ) -> Frame:
-    """A frame by this peer, to be sent with `payload.data` beside it."""
+    """Make a frame by this peer, to be sent with `payload.data` beside it."""
     header = FrameHeader(
         plan,
         step,
@@ -125,8 +126,8 @@ def make_frame(
 
 
 def open_frame(sender: PeerId, frame: Frame, data: memoryview) -> OpenedFrame:
-    """Check a frame that came from `sender` with `data` beside it; else RemoteProtocolError. The payload has
-    the same memory, uncopied. Its signature is still to be checked."""
+    """Check a frame that came from `sender` with `data` beside it; else raise RemoteProtocolError. The
+    payload shares the memory of `data`. Its signature is still to be checked."""
     if len(data) > PAYLOAD_BYTES_MAX:
         raise RemoteProtocolError(f"a frame of {len(data)} bytes, at most {PAYLOAD_BYTES_MAX}")
     header = read_header(frame.header)
@@ -143,6 +144,6 @@ def check_signed(signer: Signer, fact: Fact) -> None:
 
 
 def read_header(fact: Fact) -> FrameHeader:
-    """Return what a fact says, which is still to be checked; else RemoteProtocolError."""
+    """Return the header in a fact, whose signature is still to be checked; else raise RemoteProtocolError."""
     header: FrameHeader = decode(fact.body, FrameHeader, bytes_max=HEADER_BYTES_MAX)
     return header

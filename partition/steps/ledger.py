@@ -1,4 +1,4 @@
-"""What the committer knows of the micro-batches that are open: who owns which, and how far everybody is."""
+"""The committer's ledger of open micro-batches: their owners, and the progress of each."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -12,7 +12,7 @@ Place = tuple[int, int]
 
 
 def places_of(plan: Plan) -> dict[PeerId, Place]:
-    """Return where each replica of a plan stands."""
+    """Return the place of each replica of a plan."""
     return {
         PeerId(peer): (number, index)
         for number, stage in enumerate(plan.stages)
@@ -21,7 +21,7 @@ def places_of(plan: Plan) -> dict[PeerId, Place]:
 
 
 class Ledger:
-    """A run of `numbers`, in every stage of the plan. `train`: what has gone forward comes back."""
+    """A range of `numbers`, in every stage of the plan. `train`: forwarded micro-batches come back."""
 
     def __init__(self, plan: Plan, numbers: range, *, train: bool) -> None:
         self.numbers = numbers
@@ -35,24 +35,24 @@ class Ledger:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all is counted everywhere."""
+        """Whether all micro-batches are counted everywhere."""
         return all(len(counted) == len(self.numbers) for counted in self._counted)
 
     def owns(self, place: Place, number: int) -> bool:
-        """Return whether this is its owner."""
+        """Return whether this replica owns a micro-batch."""
         stage, index = place
         return self._owners[stage].get(number) == index
 
     def owes(self, place: Place, number: int) -> bool:
-        """Return whether it has still to count it."""
+        """Return whether it still has to count it."""
         return self.owns(place, number) and number not in self._counted[place[0]]
 
     def numbers_of(self, place: Place) -> list[int]:
-        """Return what it owns."""
+        """Return the micro-batches that it owns."""
         return [number for number in self.numbers if self.owns(place, number)]
 
     def owned(self) -> dict[Place, list[int]]:
-        """The same of all at once; whoever owns nothing is left out."""
+        """Return the micro-batches of all replicas at once; those that own nothing are left out."""
         found: dict[Place, list[int]] = {}
         for stage, owners in enumerate(self._owners):
             for number in self.numbers:
@@ -60,14 +60,14 @@ class Ledger:
         return found
 
     def routes(self) -> tuple[StageRoutes, ...]:
-        """As an Open says it."""
+        """Return the routes as an Open has them."""
         return tuple(
             StageRoutes(bytes(owners[number] for number in self.numbers), tuple(sorted(counted)))
             for owners, counted in zip(self._owners, self._counted, strict=True)
         )
 
     def open(self, plan: bytes, step: int, attempt: int) -> Open:
-        """Return what replicas and trainers are told of it."""
+        """Return the Open for replicas and trainers."""
         return Open(
             plan=plan,
             step=step,
@@ -78,7 +78,7 @@ class Ledger:
         )
 
     def rows(self) -> tuple[StageCommit, ...]:
-        """As a StepCommit says it."""
+        """Return the rows of a StepCommit."""
         owned = self.owned()
         return tuple(
             StageCommit(number, peer, tuple(owned.get((number, index), ())))
@@ -86,26 +86,26 @@ class Ledger:
             for index, peer in enumerate(stage.replicas)
         )
 
-    # What is heard
+    # Input
 
     def count(self, place: Place, number: int) -> None:
-        """The owner has it in its sums."""
+        """Note that the owner has it in its sums."""
         self._forwarded[place[0]].discard(number)
         self._counted[place[0]].add(number)
 
     def forwarded(self, place: Place, number: int) -> None:
-        """The owner has sent its output on."""
+        """Note that the owner has sent its output on."""
         if number not in self._counted[place[0]] and place[0] < len(self._plan.stages) - 1:
             self._forwarded[place[0]].add(number)
 
     def finish(self, number: int) -> None:
-        """It is through in all stages."""
+        """Note that it is through in all stages."""
         for stage in range(len(self._plan.stages)):
             self.count((stage, 0), number)
 
     def take(self, rows: Mapping[Place, Synced]) -> None:
-        """What replicas had counted or sent on before. Counted goes before sent on, and where two have the
-        same the first in the plan owns it."""
+        """Take what replicas had counted or sent on before. Counted goes before sent on, and where two have
+        the same the first in the plan owns it."""
         for place in sorted(rows):
             for number in self._free(place, rows[place].counted):
                 self._owners[place[0]][number] = place[1]
@@ -122,17 +122,18 @@ class Ledger:
     # Dealing
 
     def deal(self, rates: Sequence[Sequence[int]]) -> None:
-        """Give what nobody owns to whoever would finish it first, the moved only where there is no other."""
+        """Give micro-batches without an owner to the replica that would finish them first, to replicas that
+        lost some only where there is no other."""
         for stage, owners in enumerate(self._owners):
             places = self._willing(stage, ()) or self._computing(stage)
             free = [number for number in self.numbers if number not in owners]
             owners.update(deal(free, places, rates[stage], self._loads(stage)))
 
     def move(self, away: Iterable[Place], rates: Sequence[Sequence[int]]) -> dict[Place, int]:
-        """Take from these what they have not counted, and how much of each it was.
+        """Take their uncounted micro-batches from these replicas; return how many of each.
 
-        They get nothing more of this run of numbers, and whoever had something taken before gets nothing
-        back; where nobody else is left all stays as it is, and so does what was passed on by another.
+        They get nothing more of this range of numbers, and replicas that lost some before get nothing back;
+        where no other replica is left all stays as it is, and so do micro-batches passed on by another.
         """
         leaving = set(away) - self.moved
         found: dict[Place, int] = {}
@@ -157,8 +158,8 @@ class Ledger:
         return found
 
     def pass_on(self, place: Place, number: int, rates: Sequence[Sequence[int]]) -> bool:
-        """Give one number of this replica's to another of its stage, counted or not, and never back. False
-        where there is no other, and then all stays as it is."""
+        """Give one of this replica's micro-batches to another of its stage, counted or not, for good. Return
+        False where there is no other, and change nothing."""
         stage, index = place
         self._barred.add((place, number))
         able = self._willing(stage, ()) or range(len(rates[stage]))
@@ -172,7 +173,7 @@ class Ledger:
         return True
 
     def slide(self, numbers: range, rates: Sequence[Sequence[int]]) -> "Ledger":
-        """The same over a later run of numbers: what is in both stays where it is."""
+        """Return the ledger of a later range of numbers: micro-batches in both keep their owners."""
         later = Ledger(self._plan, numbers, train=self.train)
         later.moved = self.moved
         later._barred = self._barred
@@ -184,7 +185,7 @@ class Ledger:
         return later
 
     def _willing(self, stage: int, gone: Iterable[int]) -> list[int]:
-        """Return who may be dealt something: standbys only where nobody else is left."""
+        """Return the replicas that may be dealt micro-batches: standbys only where no other is left."""
         excluded = {index for number, index in self.moved if number == stage} | set(gone)
         row = self._plan.stages[stage]
         left = [index for index in range(len(row.replicas)) if index not in excluded]
@@ -195,7 +196,7 @@ class Ledger:
         return [index for index, peer in enumerate(row.replicas) if peer in row.computing]
 
     def _loads(self, stage: int) -> list[int]:
-        """Return what each has still to do."""
+        """Return the remaining work of each replica."""
         loads = [0] * len(self._plan.stages[stage].replicas)
         for number, index in self._owners[stage].items():
             loads[index] += number not in self._counted[stage]
@@ -204,10 +205,10 @@ class Ledger:
     # Replicas that are waited for
 
     def obliged(self) -> set[Place]:
-        """Replicas with work at hand.
+        """Return the replicas with work at hand.
 
-        A forward pass alone obliges only who has nothing between its two passes: others may be holding as
-        much as they have memory for.
+        A forward pass alone obliges only a replica with nothing between its two passes: others may be holding
+        as much as they have memory for.
         """
         found: set[Place] = set()
         for stage, owners in enumerate(self._owners):
@@ -226,10 +227,10 @@ class Ledger:
         return found
 
     def replayed(self) -> int:
-        """Return how many are to be computed again, each stage for itself, because whoever did is gone.
+        """Return how many are to be computed again, counted by stage, because their replica is gone.
 
-        Known of what nobody here has counted or sent on, though the stage after has begun it or the stage
-        before has its gradient; before `deal` only.
+        These are micro-batches that no replica here has counted or sent on, though the next stage has begun
+        them or the previous one has their gradient. Valid only before `deal`.
         """
         last = len(self._plan.stages) - 1
         count = 0

@@ -1,4 +1,4 @@
-"""What one step adds up to, as its committer hears it: the losses of its micro-batches, and its norm."""
+"""The totals of one step as its committer hears them: the losses of its micro-batches, and its norm."""
 
 from collections.abc import Iterable, Mapping
 from math import isfinite
@@ -14,40 +14,41 @@ class Losses:
 
     def __init__(self) -> None:
         self.rate = RATE_UNIT
-        """Millionths by which the learning rate of a step that is applied is multiplied."""
+        """The learning rate's factor of an applied step, in millionths."""
         self._rows: dict[int, tuple[int, float]] = {}
 
     def clear(self) -> None:
-        """Another step."""
+        """Begin another step."""
         self._rows.clear()
 
     def put(self, number: int, samples: int, loss: float) -> None:
-        """Its owner has counted one."""
+        """Note the samples and loss of one counted micro-batch."""
         self._rows[number] = (samples, loss)
 
     def take(self, rows: Iterable[Synced]) -> None:
-        """What was counted before; of two that have the same the first."""
+        """Take micro-batches counted before; the first of two rows for the same one counts."""
         for row in rows:
             for number, samples, loss in zip(row.counted, row.samples, row.losses, strict=True):
                 self._rows.setdefault(number, (samples, loss))
 
     @property
     def samples(self) -> int:
-        """One at least: a step in which nothing counts is a step all the same."""
+        """The samples, at least one: a step without samples is still a step."""
         return max(1, sum(samples for samples, _ in self._rows.values()))
 
     @property
     def total(self) -> float:
-        """In the order of the numbers, so that whoever adds them up gets the same."""
+        """The loss, summed in the order of the numbers, so that every sum of it is the same."""
         return sum(self._rows[number][1] for number in sorted(self._rows))
 
     @property
     def is_finite(self) -> bool:
-        """Whether their sum is one too."""
+        """Whether the summed loss is finite."""
         return isfinite(self.total)
 
     def apply(self, plan: bytes, step: int, attempt: int, norm: float | None) -> Apply | str:
-        """Return what ends the step, or which number of it is not finite: the `norm` squared, or the loss."""
+        """Return the Apply that ends the step, or which of its numbers is not finite: the `norm` squared, or
+        the loss."""
         if norm is not None and not isfinite(norm):
             return no_number(f"step {step}: the gradient's norm")
         if not self.is_finite:
@@ -64,7 +65,7 @@ class Losses:
 
 
 def squared_norm(plan: Plan, reduced: Mapping[PeerId, Reduced]) -> float | None:
-    """Return the squared norm of all stages' totals, by the first replica of each; None where nobody says
+    """Return the squared norm of all stages' totals, by the first replica of each; None where none reports
     one.
 
     Equal totals may have norms that differ in the last bit from machine to machine; by taking one for all,

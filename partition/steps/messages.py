@@ -1,7 +1,7 @@
-"""What committer, trainers and replicas say to each other about a step, beside frames.
+"""Messages between committer, trainers and replicas about a step, beside frames.
 
-Every message names the plan by hash; a receiver drops what belongs to another plan. All are
-idempotent: a repeat changes nothing, so after a broken stream everything unanswered is sent again.
+Every message names the plan by hash; a receiver drops messages of another plan. All are idempotent: a repeat
+changes nothing, so after a broken stream everything unanswered is sent again.
 """
 
 from math import isfinite
@@ -30,20 +30,21 @@ ROWS_MAX = STAGES_MAX * REPLICAS_MAX
 EVALUATIONS_IN_FLIGHT_MAX = 32
 """Held-out micro-batches under way at once: enough to keep every stage busy, little to hold."""
 SKIPPED_MAX = 10
-"""Diverged steps in a row that a run may skip: more will not bring it back."""
+"""Diverged steps in a row that a run may skip: more skips would not bring it back."""
 RATE_MAX = 10**12
 """A factor of a million on the learning rate: larger ones end a run at once."""
 RATE_UNIT = 10**6
 SAMPLES_MAX = 2**31
-"""What one micro-batch may count: samples, or the tokens of a long text. A step has 4,096 of them at most."""
+"""The most that one micro-batch may count: samples, or the tokens of a long text. A step has at most 4,096
+micro-batches."""
 
 WorkCount = Annotated[int, msgspec.Meta(ge=0, le=2**46)]
-"""What one replica may have sent in a step, 70 TB: the sum over all of a stage is still a number for JSON."""
+"""The most bytes of one replica in a step, 70 TB: the sum over a stage is still a number for JSON."""
 Numbers = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MICROBATCHES_MAX)]
 
 
 class StepMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """Base: the plan it belongs to."""
+    """Base: the plan that the message belongs to."""
 
     plan: Hash
 
@@ -55,12 +56,12 @@ class Sync(StepMessage, frozen=True, kw_only=True, tag="sync"):
 class Apply(StepMessage, frozen=True, kw_only=True, tag="apply"):
     """Committer to replica: all have reduced; divide the totals by `samples` and step the optimizer.
 
-    `squared_norm` is that of all stages' totals. `loss` is summed over the samples: whoever has to finish the
-    step, if this committer cannot, will know it by this alone.
+    `squared_norm` is that of all stages' totals. `loss` is summed over the samples: a successor that has to
+    finish the step knows it only from here.
 
     `skipped` above 0: the step diverged and changes nothing, with as many steps in a row as this, itself
     counted. It needs no totals, and `samples` and `loss` mean nothing. `rate`, in millionths, multiplies the
-    learning rate of this step: what a revision comes to, the same on all replicas because it is said here.
+    learning rate of this step: the effect of a revision, the same on all replicas because it is sent here.
     `validated` is the series of validations up to this step, so that the next committer goes on with it.
     """
 
@@ -80,8 +81,8 @@ class Synced(StepMessage, frozen=True, kw_only=True, tag="synced"):
     `step` steps are applied, or None where it has nothing yet: it has just joined. `counted` are the
     micro-batches of the open step whose gradients are in its sums; `samples` and `losses` are those of each,
     0 but on the last stage. `begun` are between their two passes there. `reduced` is the attempt whose total
-    it holds ready, `applied` its last Apply, `digest` that of its parameters, NOTHING where it knows none.
-    `pace_nanoseconds` is what a micro-batch takes here, 0 where none was applied yet.
+    it holds ready, `applied` its last Apply, `digest` that of its parameters, NO_HASH where it knows none.
+    `pace_nanoseconds` is the time of a micro-batch here, 0 where none was applied yet.
     """
 
     step: StepNumber | None
@@ -98,7 +99,7 @@ class Synced(StepMessage, frozen=True, kw_only=True, tag="synced"):
 class StageRoutes(msgspec.Struct, frozen=True, array_like=True):
     """Owners of one stage's micro-batches: for each position of the opened range, its replica's place.
 
-    `counted` are the numbers that are in the owner's sums already: nobody needs to send them anything.
+    `counted` are the numbers that are in the owner's sums already: no frame needs to be sent for them.
     """
 
     owners: Annotated[bytes, msgspec.Meta(min_length=1, max_length=MICROBATCHES_MAX)]
@@ -106,12 +107,13 @@ class StageRoutes(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Open(StepMessage, frozen=True, kw_only=True, tag="open"):
-    """Committer to replicas and trainers: these micro-batches are to be computed, and by whom.
+    """Committer to replicas and trainers: the micro-batches to compute, and their owners.
 
-    Of training, all of step `step`; of evaluation (`train` false), any run of held-out ones: those to
-    validate on come first, then those to test on. A step may be validated before it is opened. A higher
-    `attempt` replaces the routes of the same step: whoever has sent to somebody that is not the owner any
-    more sends the same bytes to the new one, and whoever has summed what it does not own takes it out again.
+    For training, all of step `step`; for evaluation (`train` false), any range of held-out ones: those for
+    validation come first, then those for the test. A step may be validated before it is opened. A higher
+    `attempt` replaces the routes of the same step: a sender whose receiver is no longer the owner sends the
+    same bytes to the new owner, and a replica that has summed a micro-batch it does not own takes it out
+    again.
     """
 
     step: StepNumber
@@ -156,7 +158,7 @@ class Evaluated(StepMessage, frozen=True, kw_only=True, tag="evaluated"):
 
     @property
     def is_finite(self) -> bool:
-        """Whether all its numbers are."""
+        """Whether all its numbers are finite."""
         return isfinite(self.loss) and all(isfinite(value) for value in self.metrics)
 
 
@@ -169,7 +171,7 @@ class StageCommit(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepCommit(StepMessage, frozen=True, kw_only=True, tag="commit"):
-    """Committer to replica: what the step consists of. Each stage counts each micro-batch exactly once."""
+    """Committer to replica: the contents of the step. Each stage counts each micro-batch exactly once."""
 
     step: StepNumber
     attempt: Count
@@ -190,10 +192,10 @@ class Reduced(StepMessage, frozen=True, kw_only=True, tag="reduced"):
 
 
 class Work(msgspec.Struct, frozen=True, array_like=True):
-    """What a step took of one replica: how long it computed, and what it sent.
+    """The work of one replica in a step: its computing time, and the bytes it sent.
 
     `sent_bytes` towards the last stage, `returned_bytes` towards the first, each as they went over the wire.
-    `replayed` frames went out a second time. `rounding` is what codecs took from activations and from
+    `replayed` frames went out a second time. `rounding` is the codecs' rounding of activations and of
     gradients: for each the squared error and the squared norm, summed.
     """
 
@@ -215,7 +217,7 @@ class Applied(StepMessage, frozen=True, kw_only=True, tag="applied"):
 class Fill(StepMessage, frozen=True, kw_only=True, tag="fill"):
     """Committer to a replica that has just joined, or holds other parameters than its peers: take theirs.
 
-    `sources` are replicas of the same stage at `step`; `digest` is BLAKE3 of their parameters, NOTHING where
+    `sources` are replicas of the same stage at `step`; `digest` is BLAKE3 of their parameters, NO_HASH where
     none is known, `applied` their last Apply. Answered by Synced.
     """
 
@@ -232,10 +234,10 @@ class Save(StepMessage, frozen=True, kw_only=True, tag="save"):
 
 
 class BadFrame(StepMessage, frozen=True, kw_only=True, tag="unusable"):
-    """Replica to committer: my stage cannot use what came with this frame, and goes on without.
+    """Replica to committer: my stage cannot use the payload of this frame, and goes on without.
 
-    `frame` is its header as its author signed it: that one was sent is beyond doubt, what came beside it is
-    the accuser's word. `of_values`: it came as it was sent, and the model does not take a number in it.
+    `frame` is its header as its author signed it: it proves that the frame was sent; the payload is the
+    accuser's word. `of_values`: it came as it was sent, and the model does not take a number in it.
     """
 
     frame: Fact
@@ -244,8 +246,8 @@ class BadFrame(StepMessage, frozen=True, kw_only=True, tag="unusable"):
 
 
 class Diverged(StepMessage, frozen=True, kw_only=True, tag="diverged"):
-    """Replica to committer: what my stage computes of sound frames is no finite number, as it would be on any
-    other replica. `microbatch` is None where it is the state after `step` steps that is not finite."""
+    """Replica to committer: my stage's result of sound frames is not finite, as it would be on any other
+    replica. `microbatch` is None where it is the state after `step` steps that is not finite."""
 
     step: Count
     train: bool
@@ -254,17 +256,17 @@ class Diverged(StepMessage, frozen=True, kw_only=True, tag="diverged"):
 
 
 class Ask(StepMessage, frozen=True, kw_only=True, tag="ask"):
-    """Committer to a replica that has not reported: nothing has gone on for long; what do you wait for?"""
+    """Committer to a replica that has not reported: nothing has happened for long; what do you wait for?"""
 
     step: StepNumber
     attempt: Count
 
 
 class Waiting(StepMessage, frozen=True, kw_only=True, tag="waiting"):
-    """Replica to committer: what I have not reported yet is still to come.
+    """Replica to committer: the report that I owe is still to come.
 
-    `left` falls as long as it goes on. `peers` are those without whom it does not: they owe me summands, or
-    only sums; nobody where the work is my own.
+    `left` falls as long as work goes on. `peers` are those I wait for: they owe me summands, or only sums;
+    none where the work is my own.
     """
 
     step: StepNumber
@@ -275,7 +277,7 @@ class Waiting(StepMessage, frozen=True, kw_only=True, tag="waiting"):
 
 
 class Failed(StepMessage, frozen=True, kw_only=True, tag="failed"):
-    """Replica to committer: I cannot go on, and why; `step` where computing this one is what failed."""
+    """Replica to committer: I cannot go on, and why; `step` where its computation failed."""
 
     reason: Annotated[str, msgspec.Meta(max_length=REASON_LENGTH_MAX)]
     step: Count | None = None

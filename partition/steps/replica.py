@@ -1,11 +1,11 @@
 """The replica's side of exact mode: one stage's share of one step, as a pure state machine.
 
-A step is a set of numbered micro-batches. An Open says who computes which. A replica keeps every frame it
-sent, and what it received, until the step is applied, and counts a micro-batch once its gradient is in its
-sums. A later Open may give a micro-batch to somebody else, or come from the next plan: then the same frames
-go to the new owner, what is begun here and not counted is forgotten, and what is counted twice is taken out
-again when the commit names the other. Nothing of the open step is lost when a plan ends: sums, frames and a
-total that is ready stay, only a reduction under way is void. Where a plan restores a checkpoint, all goes.
+A step is a set of numbered micro-batches. An Open assigns them to replicas. A replica keeps every frame it
+sent or received until the step is applied, and counts a micro-batch once its gradient is in its sums. A later
+Open may give a micro-batch to another owner, or come from the next plan: then the same frames go to the new
+owner, micro-batches begun here and not counted are forgotten, and one counted twice is taken out again when
+the commit names the other. Nothing of the open step is lost when a plan ends: sums, frames and a total that
+is ready stay, only a reduction under way is void. Where a plan restores a checkpoint, all goes.
 
     Sync -> Open -> counting -> StepCommit -> reducing -> Apply -> applied -> Open ...
               ^        |            |             |
@@ -69,13 +69,13 @@ __all__ += ["ReduceAsked", "ReduceReady", "ReduceVoided", "Replica", "SaveReady"
 __all__ += ["StepDiscarded", "WorkItem"]
 
 _MOVING = (BackwardReady, SubtractReady, ForgetReady, ApplyReady, ReduceReady, FillReady)
-"""While one of these is under way, where this replica is has no answer yet; nor while a forward pass is."""
+"""While one of these is under way, this replica cannot say where it is; nor during a forward pass."""
 
 
 class Replica:
     """One stage replica under one plan after another. `step` counts the steps applied; None: it has none.
 
-    Long because it is one state machine: what a message means hangs on the frames, sums, counts and the
+    Long because it is one state machine: the meaning of a message depends on the frames, sums, counts and the
     reduction of the open step.
     """
 
@@ -91,9 +91,9 @@ class Replica:
         in_flight_max: int = 64,
         schedule: Schedule = "1f1b",
     ) -> None:
-        """`awaits_gradient`: whether the stage after this one sends gradients; it has none to send where
-        nothing before it is trained. `in_flight_max`: for how many micro-batches between their two passes
-        there is memory."""
+        """`awaits_gradient`: whether the stage after this one sends gradients; it has none where nothing
+        before it is trained. `in_flight_max`: the micro-batches between their two passes that memory
+        allows."""
         self.me = me
         self.step = step
         self.events: list[ReplicaEvent] = []
@@ -121,7 +121,8 @@ class Replica:
         self._take_plan(plan)
 
     def adopt(self, plan: Plan) -> None:
-        """A new plan has come into force; its committer's Sync will follow. The same plan changes nothing.
+        """Adopt a plan that has come into force; its committer's Sync will follow. The same plan changes
+        nothing.
 
         A peer that gets another stage, or comes back after it was lost, begins with a new Replica instead.
         """
@@ -136,15 +137,16 @@ class Replica:
 
     @property
     def attempt(self) -> int:
-        """The attempt in force: what frames are signed for."""
+        """The attempt in force, for which frames are signed."""
         return self._routes.attempt if self._routes else attempts(self.plan).start
 
     def is_replica(self, peer: PeerId) -> bool:
-        """Whether `peer` holds a stage of the plan: this replica's own, or one that may share weights."""
+        """Return whether `peer` holds a stage of the plan: this replica's own, or one that may share
+        weights."""
         return self.plan.stage_of(peer) is not None
 
     def receive(self, now: float, sender: PeerId, message: object) -> Sends:  # noqa: ARG002 - the shape of a core
-        """A step message, or an opened frame, that arrived from `sender`."""
+        """Take a step message, or an opened frame, from `sender`."""
         if isinstance(message, OpenedFrame):
             self._frame(sender, message)
             return []
@@ -173,20 +175,20 @@ class Replica:
         raise RemoteProtocolError(f"a {type(message).__name__} is not for a replica")
 
     def wake(self, now: float) -> Sends:  # noqa: ARG002 - the shape of a core
-        """Nothing here is timed: the committer and SWIM decide who is gone."""
+        """Do nothing: the committer and SWIM decide who is gone."""
         return []
 
     def reconnected(self, peer: PeerId) -> Sends:
-        """The stream to `peer` broke and is open again: what it may have lost is sent again."""
+        """Send again what `peer` may have lost: its stream broke and is open again."""
         sends: Sends = [(peer, self._outgoing(frame)) for frame in self._kept.sent_to(peer, self.plan_hash)]
         if peer == self.plan.committer:
             sends += self._reports.all()
         return sends
 
-    # What the stage does next
+    # The stage's next work
 
     def next(self, now: float) -> WorkItem | None:  # noqa: ARG002 - the shape of a core
-        """What the stage is to do now; None while it does something, or has nothing to do."""
+        """Return the stage's next work; None while it does something, or has nothing to do."""
         if self._busy is not None:
             return None
         self._busy = self._choose()
@@ -253,7 +255,7 @@ class Replica:
             return self._memory_max
         return min(self._memory_max, len(self.plan.stages) - self.stage)
 
-    # What the shell reports back
+    # Reports of the shell
 
     def forwarded(
         self,
@@ -265,7 +267,8 @@ class Replica:
         loss: float,
         metrics: tuple[float, ...],
     ) -> Sends:
-        """A forward pass ended. The last stage has run backward too and hands the `gradient` frame."""
+        """Note the end of a forward pass. The last stage has run backward too and hands in the `gradient`
+        frame."""
         if not self._take_back(done):
             return []
         if not done.train:
@@ -280,13 +283,14 @@ class Replica:
         return self._send((True, number, "input")) + self._report_mine("progress", number, message)
 
     def backwarded(self, done: BackwardReady, *, gradient: object | None) -> Sends:
-        """A backward pass ended; `gradient` is for the stage before, None on the first."""
+        """Note the end of a backward pass; `gradient` is for the stage before, None on the first."""
         return self._count(done.microbatch, gradient, 0, 0.0) if self._take_back(done) else []
 
     def refused(
         self, done: ForwardReady | BackwardReady, direction: Direction, reason: str, of_values: bool = False
     ) -> Sends:
-        """The stage cannot use what it was given, and is as it was before: whoever sent it is named."""
+        """Note that the stage refused its input and is as it was before; return the report that names the
+        sender."""
         if not self._take_back(done):
             return []
         number, is_held_out = done.microbatch, isinstance(done, ForwardReady) and not done.train
@@ -298,7 +302,8 @@ class Replica:
         return self._reports.say(f"unusable {direction}", number, message) + self._answer_sync()
 
     def diverged(self, done: ForwardReady | SaveReady, reason: str) -> Sends:
-        """What the stage computes, or its state, is not finite: under this plan it is not tried again."""
+        """Note that the stage's result, or its state, is not finite: under this plan it is not tried
+        again."""
         if not self._take_back(done):
             return []
         if isinstance(done, SaveReady):
@@ -309,7 +314,7 @@ class Replica:
         return self._reports.say("diverged", message.microbatch or 0, message) + self._answer_sync()
 
     def forgotten(self, done: ForgetReady | SubtractReady) -> Sends:
-        """Neither the stage nor its sums hold it any more."""
+        """Note that neither the stage nor its sums hold it any more."""
         if not self._take_back(done):
             return []
         self._order.forget(done.microbatch)
@@ -318,7 +323,7 @@ class Replica:
     removed = forgotten
 
     def reduced(self, done: ReduceReady, digest: bytes, squared_norm: float | None = None) -> Sends:
-        """The stage's total is ready; its squared norm too."""
+        """Note the stage's total, and its squared norm."""
         if not self._take_back(done):
             return []
         self._commit, self._reduced = None, done.attempt
@@ -327,7 +332,7 @@ class Replica:
         return self._reports.say("reduced", 0, message)
 
     def applied(self, done: ApplyReady, digest: bytes, work: Work) -> Sends:
-        """The optimizer has stepped: the step is final here."""
+        """Note that the optimizer has stepped: the step is final here."""
         if not self._take_back(done):
             return []
         self._pace.measured(self.me, work, len(self._order.counted))
@@ -341,20 +346,20 @@ class Replica:
         )
 
     def saved(self, done: SaveReady) -> Sends:
-        """The copy is made."""
+        """Note that the copy is made."""
         if not self._take_back(done):
             return []
         self._save, self._saved = None, done.step
         return self._answer_sync()
 
     def discarded(self, done: StepDiscarded) -> Sends:
-        """The sums are zero."""
+        """Note that the sums are zero."""
         if self._busy is done:
             self._busy, self._discard = None, False
         return []
 
     def filled(self, done: FillReady, digest: bytes) -> Sends:
-        """The stage is as its sources, or the checkpoint, are after `step` steps."""
+        """Note that the stage is in the state of its sources, or the checkpoint, after `step` steps."""
         if self._busy is not done:
             return []
         self._busy = self._fill = None
@@ -366,13 +371,13 @@ class Replica:
         return self._answer_sync()
 
     def failed(self, reason: str, *, step: int | None = None) -> Sends:
-        """The stage process is gone or refused, computing `step`, if it is that; the committer will ask for a
-        plan without this replica."""
+        """Note that the stage process is gone or refused, computing `step` if given; the committer will ask
+        for a plan without this replica."""
         message = Failed(plan=self.plan_hash, reason=reason[:REASON_LENGTH_MAX], step=step)
         return self._reports.say("failed", 0, message)
 
     def _take_back(self, done: WorkItem) -> bool:
-        """Whether a report is of what was asked for, and still means something."""
+        """Return whether a report is about the work asked for, and still matters."""
         if self._busy is not done:
             return False
         self._busy = None
@@ -441,7 +446,7 @@ class Replica:
             self._forget_held_out(routes.numbers.start)
         self._order.offer(self._order.microbatches)
         sends = [send for key in self._kept.keys() for send in self._send(key)]  # noqa: SIM118 - no dict
-        # What came while it was another's to compute did not matter then.
+        # Frames that came while another owned it did not matter then.
         return sends + self._reports.useless(self._owns)
 
     def _take_commit(self, message: StepCommit) -> Sends:
@@ -479,7 +484,7 @@ class Replica:
         return []
 
     def _answer(self, message: Ask) -> Sends:
-        """What is still to come before this replica reports. Whom a reduction waits for its shell knows."""
+        """Say what this replica still waits for. Its shell knows the peers that a reduction waits for."""
         asked = ReduceAsked(self.plan_hash, message.step, message.attempt)
         if self.step is None or message.step > self.step:
             return []
@@ -494,7 +499,7 @@ class Replica:
         return self.waits(asked.answer(1 + len(self._order.counted.keys() - self._named)))
 
     def waits(self, message: Waiting) -> Sends:
-        """Say what is left to do or to come, and by whom."""
+        """Report the work left, and the peers waited for."""
         return self._reports.say("waiting", 0, message)
 
     def _take_fill(self, message: Fill) -> Sends:
@@ -529,7 +534,7 @@ class Replica:
             self._forget_held_out(self._held_out.put(frame))
 
     def _send(self, key: Key) -> Sends:
-        """A kept frame, if it is this replica's to send and its receiver has not had it under this plan."""
+        """Send a kept frame, if this replica owns it and its receiver has not had it under this plan."""
         if self._routes is None or self._routes.owner(self.stage, key[1]) != self.me:
             return []
         receiver, frame = self._kept.wanted(key, self._routes, self.stage, self.plan_hash)
@@ -539,7 +544,7 @@ class Replica:
         return Outgoing(frame, self.attempt, self.plan_hash)
 
     def _forget_held_out(self, first: int) -> None:
-        """Those before `first` have been through everywhere."""
+        """Forget held-out micro-batches before `first`, which are done everywhere."""
         self._held_out.forget(first)
         self._kept.drop(lambda key: not key[0] and key[1] < first)
         self._reports.forget_held_out(first)
@@ -553,7 +558,7 @@ class Replica:
         return sends + self._answer_sync()
 
     def _void_reduction(self) -> None:
-        """What was committed is not any more. A total that is ready stays: others may have applied theirs."""
+        """Void a commit. A total that is ready stays: others may have applied theirs."""
         if isinstance(self._busy, ReduceReady):
             self.events.append(ReduceVoided(self._busy.plan, self._busy.step))
             self._busy = None
@@ -566,7 +571,7 @@ class Replica:
         self._fill = None
 
     def _empty(self) -> None:
-        """Whatever the stage holds is void until it is filled."""
+        """Void the stage's state until it is filled."""
         self._clear()
         self.step = self._applied = self._save = self._saved = None
         self._digest = NO_HASH
@@ -594,7 +599,7 @@ class Replica:
             self._fill = FillReady(self.plan_hash, plan.step, NO_HASH, (), plan.restored)
 
     def _clear(self) -> None:
-        """Nothing of a step in flight is left."""
+        """Clear everything of a step in flight."""
         self._order.clear()
         self._diverged.clear()
         self._held_out.clear()

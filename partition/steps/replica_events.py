@@ -1,4 +1,4 @@
-"""What a replica's core asks its shell to do with the stage, one item at a time; and what is void of it."""
+"""Work items of a replica's core for its shell, one at a time; and the voiding of them."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from partition.steps.messages import RATE_UNIT, Apply, Waiting
 
 @dataclass(frozen=True)
 class ForwardReady:
-    """All a forward pass needs is here. The shell answers with `forwarded`."""
+    """All inputs of a forward pass are here. The shell answers with `forwarded`."""
 
     plan: bytes
     step: int
@@ -81,7 +81,7 @@ class ApplyReady:
 
 
 def apply_ready(row: Apply) -> ApplyReady:
-    """Return what an Apply asks of the stage."""
+    """Return the work item of an Apply."""
     rate = row.rate / RATE_UNIT
     return ApplyReady(row.plan, row.step, row.attempt, row.samples, row.squared_norm, row.skipped > 0, rate)
 
@@ -96,7 +96,8 @@ class SaveReady:
 
 @dataclass(frozen=True)
 class StepDiscarded:
-    """Forget what is in flight and zero the sums: what the stage holds is void. Then `discarded`."""
+    """Forget the micro-batches in flight and zero the sums: the stage's contents are void. Then
+    `discarded`."""
 
     plan: bytes
 
@@ -104,7 +105,7 @@ class StepDiscarded:
 @dataclass(frozen=True)
 class FillReady:
     """Take parameters and moments as they are after `step` steps: from `sources`, or, where there are none,
-    from `checkpoint`. `digest` is BLAKE3 of the parameters, or NOTHING. The shell answers with `filled`."""
+    from `checkpoint`. `digest` is BLAKE3 of the parameters, or NO_HASH. The shell answers with `filled`."""
 
     plan: bytes
     step: int
@@ -115,7 +116,7 @@ class FillReady:
 
 @dataclass(frozen=True)
 class ReduceVoided:
-    """The reduction under way is to be forgotten; nothing is reported of it."""
+    """The reduction under way is void; nothing is reported of it."""
 
     plan: bytes
     step: int
@@ -123,7 +124,7 @@ class ReduceVoided:
 
 @dataclass(frozen=True)
 class FillVoided:
-    """The filling under way is to be forgotten, for its sources may be gone; nothing is reported of it."""
+    """The filling under way is void, since its sources may be gone; nothing is reported of it."""
 
     plan: bytes
     step: int
@@ -131,14 +132,14 @@ class FillVoided:
 
 @dataclass(frozen=True)
 class ReduceAsked:
-    """The committer wants to know whom the reduction under way waits for."""
+    """The committer asks which peers the reduction under way waits for."""
 
     plan: bytes
     step: int
     attempt: int
 
     def answer(self, left: int, peers: tuple[PeerId, ...] = (), *, for_sums: bool = False) -> Waiting:
-        """Return what a replica says to it."""
+        """Return a replica's answer."""
         return Waiting(
             plan=self.plan,
             step=self.step,
@@ -162,4 +163,4 @@ WorkItem = (
 )
 
 ReplicaEvent = ReduceAsked | ReduceVoided | FillVoided
-"""What concerns work that has been handed out already."""
+"""Events about work that has been handed out already."""

@@ -1,4 +1,4 @@
-"""Where a run goes on under a new plan, from what its replicas say they hold."""
+"""The point at which a run goes on under a new plan, from the replicas' Synced."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -16,22 +16,22 @@ from partition.steps.routes import step_numbers
 
 @dataclass(frozen=True)
 class Lacking:
-    """No replica of `stage` holds what the others could go on with; `reason` is for a person."""
+    """No replica of `stage` holds a state that the others could go on with; `reason` is for a person."""
 
     stage: int
     reason: str
 
 
 def is_begun(plan: Plan, step: int, rows: Collection[Synced]) -> bool:
-    """Return whether some of these have micro-batches of the step after `step` in hand or in their sums: it
-    was opened under an earlier plan."""
+    """Return whether some of these replicas have micro-batches of the step after `step` in hand or in their
+    sums: it was opened under an earlier plan."""
     numbers = step_numbers(plan, step)
     held = (number for row in rows if row.step == step for number in (*row.counted, *row.begun))
     return any(number in numbers for number in held)
 
 
 def check_synced(plan: Plan, message: Synced) -> None:
-    """Whether it makes sense in itself and under the plan; else RemoteProtocolError."""
+    """Check that a Synced is consistent in itself and under the plan; else raise RemoteProtocolError."""
     step = message.step
     if plan.restored != NO_HASH and step is not None and step < plan.step:
         raise RemoteProtocolError("an earlier step than that of the checkpoint which the plan restores")
@@ -63,9 +63,10 @@ def can_resume(synced: Synced, step: int, apply: Apply | None) -> bool:
 
 
 def resume_point(plan: Plan, synced: Mapping[PeerId, Synced]) -> tuple[int, Apply | None] | Lacking:
-    """The most steps that every stage has, or can have, applied, and the last one's Apply; or what is lost.
+    """Return the most steps that every stage has, or can have, applied, and the last one's Apply; or the lost
+    stage.
 
-    The newest step alone would let one replica that lies, or was lost and came back, end the run.
+    Going by the newest step alone would let one replica that lies, or was lost and came back, end the run.
     """
     claims = [(row.step, row.applied) for row in synced.values() if row.step is not None]
     if plan.restored != NO_HASH:
@@ -88,8 +89,7 @@ def resume_point(plan: Plan, synced: Mapping[PeerId, Synced]) -> tuple[int, Appl
 
 
 def minority(plan: Plan, digests: Mapping[PeerId, bytes]) -> list[PeerId]:
-    """Return who says something else than most of its stage; among equally many the first in the plan is
-    right."""
+    """Return the replicas that differ from most of their stage; in a tie the first in the plan is right."""
     wrong = []
     for stage in plan.stages:
         said = [(PeerId(peer), digests[PeerId(peer)]) for peer in stage.replicas if PeerId(peer) in digests]
@@ -101,8 +101,8 @@ def minority(plan: Plan, digests: Mapping[PeerId, bytes]) -> list[PeerId]:
 
 
 def fills(plan: Plan, step: int, right: Mapping[PeerId, bytes], apply: Apply | None) -> dict[PeerId, Fill]:
-    """Return what each replica is told that is not among the `right`, which hold their stage after `step`
-    steps; with their digests, NOTHING where one is not known. `apply` is their last."""
+    """Return the Fill for each replica that is not among the `right`, which hold their stage after `step`
+    steps; with their digests, NO_HASH where one is not known. `apply` is their last."""
     name = plan_hash(plan)
     applied = None if apply is None else replace(apply, plan=name)
     found: dict[PeerId, Fill] = {}
@@ -117,6 +117,6 @@ def fills(plan: Plan, step: int, right: Mapping[PeerId, bytes], apply: Apply | N
 
 
 def is_filled(fill: Fill, message: Synced) -> bool:
-    """Return whether who was to be filled says that it is."""
+    """Return whether a Synced says that the filling is done."""
     same_apply = (message.applied and message.applied.attempt) == (fill.applied and fill.applied.attempt)
     return message.step == fill.step and same_apply and fill.digest in (NO_HASH, message.digest)

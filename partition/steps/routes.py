@@ -1,6 +1,6 @@
-"""What the members of a run say to each other about a step, checked against the plan.
+"""Checks of a step's messages against the plan.
 
-`Routes` is an Open so checked: who computes which micro-batch, and which are counted already.
+`Routes` is a checked Open: the owners of micro-batches, and the counted ones.
 """
 
 from crypto.errors import RemoteProtocolError
@@ -15,12 +15,12 @@ With the largest height they just fit 63 bits."""
 
 
 def attempts(plan: Plan) -> range:
-    """The numbers of all attempts under `plan`."""
+    """Return the numbers of all attempts under `plan`."""
     return range(plan.height * ATTEMPTS_PER_PLAN, (plan.height + 1) * ATTEMPTS_PER_PLAN)
 
 
 def step_numbers(plan: Plan, step: int) -> range:
-    """The micro-batches that are step `step`."""
+    """Return the micro-batches of step `step`."""
     return range(step * plan.microbatches, (step + 1) * plan.microbatches)
 
 
@@ -51,19 +51,20 @@ class Routes:
         self._counted = [frozenset(routes.counted) for routes in message.stages]
 
     def owner(self, stage: int, number: int) -> PeerId | None:
-        """Return who computes it in `stage`; None for a number that is not open."""
+        """Return the owner of a micro-batch in `stage`; None for a number that is not open."""
         position = number - self.numbers.start
         return self._owners[stage][position] if 0 <= position < len(self.numbers) else None
 
     def wants(self, stage: int, number: int) -> PeerId | None:
-        """To whom of `stage` a frame of this number is of use; None where nobody needs it any more."""
+        """Return the replica of `stage` that needs a frame of this number; None where none does any more."""
         if not 0 <= stage < len(self._owners):
             return None
         return None if number in self._counted[stage] else self.owner(stage, number)
 
 
 def check_commit(plan: Plan, message: StepCommit) -> None:
-    """All replicas take part, and each stage counts each micro-batch once; else RemoteProtocolError."""
+    """Check that all replicas take part, and each stage counts each micro-batch once; else raise
+    RemoteProtocolError."""
     expected = {(number, peer) for number, stage in enumerate(plan.stages) for peer in stage.replicas}
     rows = {(row.stage, row.replica): row.microbatches for row in message.replicas}
     if rows.keys() != expected or len(message.replicas) != len(expected):
@@ -77,7 +78,7 @@ def check_commit(plan: Plan, message: StepCommit) -> None:
 
 
 def check_frame(plan: Plan, stage: int, step: int, sender: PeerId, header: FrameHeader) -> None:
-    """Whether `sender` may send this to a replica of `stage` at `step`; else RemoteProtocolError."""
+    """Check that `sender` may send this to a replica of `stage` at `step`; else raise RemoteProtocolError."""
     is_last = stage == len(plan.stages) - 1
     if header.step > step or header.stage != stage:
         raise RemoteProtocolError("a frame for another stage or a step that has not begun")

@@ -1,8 +1,8 @@
-"""How many steps lie between two checkpoints, so that making them takes a small share of a run's time.
+"""The interval between checkpoints, chosen so that making them takes a small share of a run's time.
 
-A manifest says how often at most. What one checkpoint takes is the larger of two: what the slowest replica
-needed to copy, hash and store its stage, and by how much steps were slower than others while it was copied to
-its keepers. Steps are timed as they are committed.
+A manifest sets the least interval. The cost of one checkpoint is the larger of two: the time of the slowest
+replica to copy, hash and store its stage, and the slowdown of steps while it was copied to its keepers. Steps
+are timed as they are committed.
 """
 
 from math import ceil, isfinite
@@ -16,7 +16,7 @@ _NEWEST_WEIGHT = 0.2
 
 
 class SaveInterval:
-    """One committer's. `steps` is the interval now, a multiple of `least`, which 0 turns off."""
+    """One committer's interval. `steps` is its present length, a multiple of `least`, which 0 turns off."""
 
     def __init__(self, least: int) -> None:
         self.steps = self._least = least
@@ -46,7 +46,7 @@ class SaveInterval:
         self._slowdown_seconds = 0.0
 
     def ended(self) -> None:
-        """Note that the checkpoint is whole, or came to nothing: steps are undisturbed from here on."""
+        """Note that the checkpoint is whole, or failed: steps are undisturbed from here on."""
         if self._slowdown_seconds is not None:
             newest = max(0.0, self._slowdown_seconds)
             # Half of the newest, for one slow step may have another cause.
@@ -55,7 +55,7 @@ class SaveInterval:
             self._adapt()
 
     def checkpoint_took(self, step: int, seconds: float) -> None:
-        """Note what one stage needed for the checkpoint of a step; the slowest counts."""
+        """Note one stage's time for the checkpoint of a step; the slowest counts."""
         if not isfinite(seconds) or step < self._step:
             return
         slowest = self._stored_seconds if step == self._step else 0.0

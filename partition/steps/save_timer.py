@@ -1,4 +1,4 @@
-"""When a committer has the stages of its run saved: every so many steps, or because somebody asks for it."""
+"""The timer of a run's saves: every so many steps, or on request."""
 
 
 class SaveTimer:
@@ -11,6 +11,6 @@ class SaveTimer:
         self._saved = saved
 
     def look(self, step: int) -> None:
-        """Note that `step` steps are committed; a checkpoint that came to nothing is due again."""
+        """Note that `step` steps are committed; a failed checkpoint is due again."""
         if self.every and step // self.every > self._saved // self.every:
             self._saved, self.is_due = step, True

@@ -1,11 +1,11 @@
-"""What a replica has of the micro-batches of its open step, and which of them its stage computes next.
+"""The micro-batches of a replica's open step, and the choice of the next one to compute.
 
 1F1B (Narayanan and others 2019, PipeDream): backward before forward, and a new forward only while few
 micro-batches are between their two passes here, so a stage holds as many as there are stages from it to the
 end and no more. GPipe (Huang and others 2019): all forwards first.
 
-Neither can lock up: the last stage holds nothing, so whatever waits there gets through; by induction so does
-whatever the stage before holds.
+Neither can lock up: the last stage holds nothing, so everything that waits there gets through; by induction
+so does everything that the stage before holds.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,10 +28,10 @@ Progress = Literal["waiting", "running", "done"]
 
 @dataclass
 class Microbatch:
-    """What has arrived of one micro-batch, and how far it is here.
+    """The received frames of one micro-batch, and its progress here.
 
-    Of each kind the first stays: what is summed must be what is taken out again. Until the stage has taken
-    it, frames of the same kind by others wait beside it, in case it cannot be used.
+    The first frame of each kind stays: the same one must be summed and taken out again. Until the stage has
+    used it, frames of the same kind by others wait as spares, in case it is unusable.
     """
 
     frames: dict[Direction, OpenedFrame] = field(default_factory=dict)
@@ -41,16 +41,16 @@ class Microbatch:
     backward: Progress = "waiting"
 
     def payload(self, direction: Direction) -> Payload | None:
-        """Return what is given to the stage; None where nothing has arrived."""
+        """Return the payload for the stage; None where nothing has arrived."""
         frame = self.frames.get(direction)
         return None if frame is None else frame.payload
 
     def given(self, direction: Direction) -> Payload:
-        """The same of what is known to be here."""
+        """Return the payload of a frame that is known to be here."""
         return self.frames[direction].payload
 
     def put(self, frame: OpenedFrame) -> None:
-        """One has arrived. What an author sends again, or once more after it was refused, changes nothing."""
+        """Take a frame. Repeats by an author, also of a refused frame, change nothing."""
         direction = frame.header.direction
         name = _named(frame)
         held = self.frames.get(direction)
@@ -62,7 +62,7 @@ class Microbatch:
             self.spares.append(frame)
 
     def refuse(self, direction: Direction) -> OpenedFrame:
-        """The stage cannot use what it was given: another takes its place, if one is here."""
+        """Drop a frame that the stage cannot use: a spare replaces it, if there is one."""
         bad = self.frames.pop(direction)
         self.refused.add(_named(bad))
         for spare in self.spares:
@@ -77,19 +77,19 @@ class Microbatch:
         return bad
 
     def settle(self) -> None:
-        """What the stage has taken needs no others beside it."""
+        """Drop the spares of frames that the stage has used."""
         self.spares = [spare for spare in self.spares if self._progress(spare.header.direction) != "done"]
 
     def _progress(self, direction: Direction) -> Progress:
         return self.backward if direction == "gradient" else self.forward
 
     def may_forward(self, *, is_last: bool) -> bool:
-        """Return whether all that the forward pass needs is here."""
+        """Return whether all inputs of the forward pass are here."""
         complete = "input" in self.frames and ("labels" in self.frames or not is_last)
         return complete and self.forward == "waiting"
 
     def may_backward(self) -> bool:
-        """Return whether the pass back may run."""
+        """Return whether the backward pass may run."""
         return "gradient" in self.frames and self.forward == "done" and self.backward == "waiting"
 
 
@@ -110,7 +110,7 @@ class StepSchedule:
         self._backwards: list[int] = []
 
     def clear(self) -> None:
-        """Nothing of the step is left."""
+        """Clear the step."""
         self.microbatches.clear()
         self.counted.clear()
         self.in_flight.clear()
@@ -118,13 +118,13 @@ class StepSchedule:
         self._backwards.clear()
 
     def put(self, frame: OpenedFrame) -> None:
-        """Something of a micro-batch has arrived."""
+        """Take a frame of a micro-batch."""
         number = frame.header.microbatch
         self.microbatches.setdefault(number, Microbatch()).put(frame)
         self.offer((number,))
 
     def refuse(self, number: int, direction: Direction) -> OpenedFrame:
-        """The stage cannot use what has arrived; it waits for another."""
+        """Refuse a frame that the stage cannot use; wait for another."""
         bad = self.microbatches[number].refuse(direction)
         self.offer((number,))
         return bad
@@ -139,7 +139,7 @@ class StepSchedule:
                 heappush(self._backwards, number)
 
     def told(self) -> dict[str, Any]:
-        """Return how far it is, as a Synced says it."""
+        """Return the progress as a Synced has it."""
         rows = sorted(self.counted.items())
         return {
             "counted": tuple(number for number, _ in rows),
@@ -148,16 +148,16 @@ class StepSchedule:
             "begun": tuple(sorted(self.in_flight)),
         }
 
-    # What comes next
+    # The next pass
 
     def not_owned(self, owned: Owned) -> int | None:
-        """One that is between its passes here and is somebody else's by now."""
+        """Return a micro-batch that is between its passes here and has another owner by now."""
         return min((number for number in self.in_flight if not owned(number)), default=None)
 
     def next_pass(
         self, owned: Owned, in_flight_max: int
     ) -> tuple[Literal["forward", "backward"], int] | None:
-        """The pass to run now, which counts as running from here on."""
+        """Return the pass to run now, which counts as running from here on."""
         forwards_first = self._schedule == "gpipe"
         if forwards_first and (number := self._next_forward(owned, in_flight_max)) is not None:
             return "forward", number
@@ -182,10 +182,10 @@ class StepSchedule:
                 return number
         return None
 
-    # What has been done
+    # Finished passes
 
     def hold(self, number: int) -> None:
-        """The forward pass is done, and a gradient will come."""
+        """Note that the forward pass is done, and a gradient will come."""
         state = self.microbatches[number]
         state.forward = "done"
         state.settle()
@@ -193,7 +193,7 @@ class StepSchedule:
         self.offer((number,))
 
     def count(self, number: int, samples: int = 0, loss: float = 0.0) -> None:
-        """Its gradient is in the sums."""
+        """Note that its gradient is in the sums."""
         state = self.microbatches[number]
         state.forward = state.backward = "done"
         state.settle()
@@ -201,7 +201,7 @@ class StepSchedule:
         self.counted[number] = (samples, loss)
 
     def forget(self, number: int) -> None:
-        """It is as if it had never been computed; what has arrived of it stays."""
+        """Forget its computation; its frames stay."""
         state = self.microbatches[number]
         state.forward = state.backward = "waiting"
         self.in_flight.discard(number)
@@ -210,19 +210,19 @@ class StepSchedule:
 
 
 class EvaluationBatches:
-    """The held-out micro-batches under way: few, for whoever is so far behind the newest is done."""
+    """The held-out micro-batches under way: few, since those far behind the newest are done."""
 
     def __init__(self) -> None:
         self.microbatches: dict[int, Microbatch] = {}
         self._newest = -1
 
     def clear(self) -> None:
-        """Another plan evaluates anew."""
+        """Clear them: another plan evaluates anew."""
         self.microbatches.clear()
         self._newest = -1
 
     def put(self, frame: OpenedFrame) -> int:
-        """Something of one has arrived. Returns the first that may still be under way."""
+        """Take a frame. Return the first micro-batch that may still be under way."""
         number = frame.header.microbatch
         self._newest = max(self._newest, number)
         first = self._newest - EVALUATIONS_IN_FLIGHT_MAX + 1
@@ -231,17 +231,17 @@ class EvaluationBatches:
         return first
 
     def refuse(self, number: int, direction: Direction) -> OpenedFrame | None:
-        """The stage cannot use what has arrived; None where nobody asks for it any more."""
+        """Refuse a frame that the stage cannot use; None where the micro-batch is not wanted any more."""
         state = self.microbatches.get(number)
         return None if state is None or direction not in state.frames else state.refuse(direction)
 
     def forget(self, first: int) -> None:
-        """Those before `first` are done everywhere."""
+        """Forget micro-batches before `first`, which are done everywhere."""
         for number in [number for number in self.microbatches if number < first]:
             del self.microbatches[number]
 
     def next_forward(self, owned: Owned, is_last: bool) -> int | None:
-        """The one to run now, which counts as running from here on."""
+        """Return the micro-batch to run now, which counts as running from here on."""
         for number in sorted(self.microbatches):
             state = self.microbatches[number]
             if owned(number) and state.may_forward(is_last=is_last):
@@ -250,7 +250,7 @@ class EvaluationBatches:
         return None
 
     def finish(self, number: int) -> bool:
-        """It has run. False where nobody asks for it any more."""
+        """Note that it has run. Return False where it is not wanted any more."""
         if number not in self.microbatches:
             return False
         self.microbatches[number].forward = "done"

@@ -1,6 +1,6 @@
 """The frames that a replica has sent, kept to be sent again until their step is applied.
 
-What a frame is stays the shell's: here it is an opaque object, known by its number and direction.
+Frames are opaque objects of the shell, known by their number and direction.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ class _Kept:
 
 
 class KeptFrames:
-    """Frames by key, each with whom it was last sent to and under which plan."""
+    """Frames by key, each with the receiver it was last sent to and under which plan."""
 
     def __init__(self) -> None:
         self._kept: dict[Key, _Kept] = {}
@@ -31,12 +31,12 @@ class KeptFrames:
         return len(self._kept)
 
     def keep(self, key: Key, frame: object) -> None:
-        """Made just now; if it was made before, with the same content, it goes nowhere again."""
+        """Keep a frame just made; if it was made before, with the same content, it is not sent again."""
         if key not in self._kept:
             self._kept[key] = _Kept(frame)
 
     def due(self, key: Key, receiver: PeerId | None, plan: bytes) -> object | None:
-        """The frame, if `receiver` has not been sent it under this plan; from now on it has."""
+        """Return the frame, if `receiver` has not been sent it under this plan, and mark it sent."""
         kept = self._kept.get(key)
         if kept is None or receiver is None or (kept.receiver, kept.plan) == (receiver, plan):
             return None
@@ -46,7 +46,7 @@ class KeptFrames:
     def wanted(
         self, key: Key, routes: Routes, stage: int, plan: bytes
     ) -> tuple[PeerId | None, object | None]:
-        """To whom a frame of `stage` is to be sent, and the frame; as in `due`."""
+        """Return the receiver of a frame of `stage`, and the frame as in `due`."""
         train, number, direction = key
         if routes.train != train:
             return None, None
@@ -54,18 +54,18 @@ class KeptFrames:
         return receiver, self.due(key, receiver, plan)
 
     def keys(self) -> list[Key]:
-        """In the order in which they were made."""
+        """Return the keys in the order in which the frames were made."""
         return list(self._kept)
 
     def sent_to(self, receiver: PeerId, plan: bytes) -> list[object]:
-        """Return what a broken stream to `receiver` may have lost."""
+        """Return the frames that a broken stream to `receiver` may have lost."""
         return [row.frame for row in self._kept.values() if (row.receiver, row.plan) == (receiver, plan)]
 
     def drop(self, unwanted: Callable[[Key], bool]) -> None:
-        """Forget those."""
+        """Forget these frames."""
         for key in [key for key in self._kept if unwanted(key)]:
             del self._kept[key]
 
     def clear(self) -> None:
-        """Their step is applied."""
+        """Forget all frames: their step is applied."""
         self._kept.clear()

@@ -1,6 +1,6 @@
-"""What a stage sums with whom: its own gradients over its replicas, tied weights over several stages.
+"""The groups in which a stage sums: its own gradients over its replicas, tied weights over several stages.
 
-Who takes part and what lies where follows from graph and plan, so every replica finds the same groups.
+Members and layout follow from graph and plan, so every replica finds the same groups.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from partition.stage import StageSpecification, parameter_layout
 class Share:
     """One group of elements: `spans` of the arena, summed over the replicas of `stages`.
 
-    `name` is 0 for what a stage has to itself, else 1 + the first of the rows: the same for all who share.
+    `name` is 0 for a stage's own elements, else 1 + the first of the rows: the same for all sharers.
     """
 
     name: int
@@ -23,7 +23,7 @@ class Share:
 
 
 def shares(specification: StageSpecification, graphs: Sequence[StageGraph]) -> tuple[Share, ...]:
-    """Return what a stage sums with whom; `graphs` are all stages of the plan."""
+    """Return the groups in which a stage sums; `graphs` are all stages of the plan."""
     index = specification.graph.index
     holders: dict[int, tuple[int, ...]] = {}
     for row in specification.graph.tied:

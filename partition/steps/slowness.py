@@ -1,7 +1,7 @@
-"""Replicas that compute slower than promised, by what their steps were measured to take.
+"""Replicas that compute slower than promised, by measured times.
 
-A promise is the fastest that a replica was in its first steps under a plan, or what the plan's rates say of
-it beside the other replicas of its stage, whichever is faster. It takes SLOW_STEPS in a row to be marked: a
+A promise is a replica's fastest time in its first steps under a plan, or its time by the plan's rates
+relative to the other replicas of its stage, whichever is faster. It takes SLOW_STEPS in a row to be marked: a
 machine is busy with something else for seconds at a time.
 """
 
@@ -12,10 +12,10 @@ from crypto.identity import PeerId
 from partition.plan.plan import Plan, StagePlan
 
 PROMISE_STEPS = 5
-"""Steps under a plan in which a replica shows what it can."""
+"""Steps under a plan in which a replica shows its speed."""
 SLOW_STEPS = 5
 SLOW_RATE = 0.5
-"""The share of the promised rate below which a replica is slow, and above RECOVERED_RATE it is no more."""
+"""The share of the promised rate below which a replica is slow; above RECOVERED_RATE it no longer is."""
 RECOVERED_RATE = 0.7
 
 
@@ -29,21 +29,21 @@ class Slowness:
 
 
 class SlowReplicas:
-    """Those of one run, as its committer sees them."""
+    """The slow replicas of one run, as its committer sees them."""
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """Another plan is in force."""
+        """Begin another plan."""
         self._best: dict[PeerId, int] = {}
         self._seen: dict[PeerId, int] = {}
         self._below: dict[PeerId, int] = {}
         self._marked: set[PeerId] = set()
 
     def stepped(self, plan: Plan, paces: Mapping[PeerId, int]) -> list[Slowness]:
-        """Note the nanoseconds that each replica takes for a micro-batch, 0 for unknown. Returns what
-        changed."""
+        """Note the nanoseconds that each replica takes for a micro-batch, 0 for unknown. Return the
+        changes."""
         changed = []
         for number, stage in enumerate(plan.stages):
             for peer, promised in self._promises(stage, paces).items():
@@ -58,7 +58,7 @@ class SlowReplicas:
         return changed
 
     def _promises(self, stage: StagePlan, paces: Mapping[PeerId, int]) -> dict[PeerId, float]:
-        """The nanoseconds for a micro-batch that each measured replica of a stage was to take."""
+        """Return the promised nanoseconds for a micro-batch of each measured replica of a stage."""
         rates = {PeerId(peer): rate for peer, rate in zip(stage.replicas, stage.rates, strict=True)}
         known = {peer: paces[peer] for peer in rates if paces.get(peer)}
         promises: dict[PeerId, float] = {}
@@ -66,7 +66,7 @@ class SlowReplicas:
             self._seen[peer] = self._seen.get(peer, 0) + 1
             if self._seen[peer] <= PROMISE_STEPS:
                 self._best[peer] = min(pace, self._best.get(peer, pace))
-            # What the plan says of it beside the others, of which half are not slow.
+            # Its time by the plan relative to the others, half of which are not slow.
             beside = sorted(
                 known[other] * rates[other] / max(1, rates[peer]) for other in known if other != peer
             )

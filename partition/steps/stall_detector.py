@@ -1,8 +1,9 @@
-"""When a reduction, or the end of a step, takes too long, and by whose fault.
+"""Detection of a stalled reduction, or end of a step, and of the replica at fault.
 
-SWIM sees who is dead. Here is what it cannot see: a replica that answers probes and does not go on, which
-would hold the step for ever. Whoever has not reported is asked what it waits for, once nothing has gone on
-for far longer than it ever takes, and once more; if still nothing does, the first that applies is stuck:
+SWIM sees the dead. This covers what it cannot see: a replica that answers probes but makes no progress, which
+would hold the step for ever. Once nothing has happened for far longer than usual, replicas that have not
+reported are asked, twice, what they wait for; if still nothing happens, the first of these that applies is
+stuck:
 
     who does not answer
     who waits for nobody but itself
@@ -28,17 +29,17 @@ PATIENCE_SECONDS = 300.0
 """Before anything was measured: the sum of gigabytes over a slow link begins within this, and so does the
 first step of an optimizer on a slow disk."""
 ROUND_SECONDS_MAX = 7_200.0
-"""Nobody's word that it goes on is taken for longer."""
+"""The longest time for which a replica's claim of progress is believed."""
 ASKS = 2
-"""How often to ask: the second answer tells whether anything goes on."""
+"""How often to ask: the second answer shows whether there is progress."""
 LATE_SECONDS = 1.0
-"""A committer that is woken so much too late has stood still itself, and what others said waits unread."""
+"""A committer that is woken this late has stood still itself, and others' messages wait unread."""
 _SHARE = 0.3
-"""The weight of the newest in the usual duration."""
+"""The weight of the newest duration in the usual one."""
 
 
 class StallDetector:
-    """One committer's. `begin` and `end` a round, in which all of a plan's replicas report once."""
+    """One committer's detector. `begin` and `end` a round, in which all of a plan's replicas report once."""
 
     def __init__(self, replicas: Sequence[PeerId]) -> None:
         self._replicas = list(replicas)
@@ -52,28 +53,28 @@ class StallDetector:
         self._left: dict[PeerId, int] = {}
 
     def begin(self, now: float, round_: str, step: int, attempt: int) -> None:
-        """All are to report from now on; `round_` is what, for what is usual differs."""
+        """Begin a round of reports; `round_` is its kind, since usual durations differ."""
         self._round, self._began, self._asked = round_, now, (step, attempt)
         self._left.clear()
         self._go_on(now)
 
     def end(self, now: float) -> None:
-        """All have."""
+        """End a round: all have reported."""
         seconds = now - self._began
         usual = self._usual.get(self._round, seconds)
         self._usual[self._round] = usual + _SHARE * (seconds - usual)
         self.due = inf
 
     def reported(self, now: float) -> None:
-        """One has."""
+        """Note a report."""
         self._go_on(now)
 
     def ask(self, plan: bytes) -> Ask:
-        """Return what is put to whoever has not."""
+        """Return the question to replicas that have not reported."""
         return Ask(plan=plan, step=self._asked[0], attempt=self._asked[1])
 
     def answered(self, now: float, peer: PeerId, message: Waiting) -> None:
-        """One says how far it is."""
+        """Note a replica's answer."""
         if (message.step, message.attempt) != self._asked:
             return
         before = self._left.get(peer)
@@ -94,12 +95,12 @@ class StallDetector:
 
     @property
     def is_asked(self) -> bool:
-        """Whether whoever has not reported has been asked, and since then nothing went on."""
+        """Whether replicas without a report have been asked, with no progress since."""
         return self._asks > 0
 
     def stuck(self, now: float, late: Sequence[PeerId]) -> dict[PeerId, str]:
-        """`due` has come, and these have not reported: who is stuck, and why that is thought. Nobody before
-        they were asked often enough; they are to be asked now."""
+        """Return the stuck replicas among the `late` ones at `due`, with reasons. Empty until they were asked
+        often enough; then they are to be asked now."""
         is_late = now > self.due + LATE_SECONDS
         judges = self._asks >= ASKS and not is_late
         answers = [self._answers.get(peer) for peer in late]

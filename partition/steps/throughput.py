@@ -1,4 +1,4 @@
-"""How fast each replica is found to be within a run: for dealing, and for knowing when one has stalled."""
+"""Measured speed of each replica within a run: for dealing, and for detecting stalls."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -11,11 +11,11 @@ from partition.steps.messages import Work
 EWMA_SHARE = 0.3
 """The weight of the newest step in a replica's seconds per micro-batch: some five steps are remembered."""
 STALL_SECONDS_MIN = 2.0
-"""A collector of garbage, or a disk that wakes up, takes as long."""
+"""A garbage collector, or a disk that wakes up, takes as long."""
 STALL_FACTOR = 8
 """A pause this many times longer than usual is not noise."""
 UNMEASURED_STALL_SECONDS = 30.0
-"""Before its first step is applied: libraries are loaded then, and what a micro-batch takes is unknown."""
+"""Before its first step is applied: libraries are loaded then, and the time of a micro-batch is unknown."""
 _SCALE = 10**9
 _DIGITS = 2
 
@@ -29,20 +29,20 @@ class Pace:
         self._counted: Counter[PeerId] = Counter()
 
     def heard(self, peer: PeerId) -> None:
-        """It has said something: it is at work."""
+        """Note a message of a replica: it is at work."""
         self._waiting.pop(peer, None)
 
     def forget(self) -> None:
-        """Nobody has work at hand."""
+        """Forget all waits: no replica has work at hand."""
         self._waiting.clear()
 
     def stalled(self, now: float, obliged: Iterable[PeerId]) -> list[PeerId]:
-        """Return the replicas that have had work at hand and said nothing for longer than it ever takes."""
+        """Return the replicas with work at hand that have been silent for longer than it ever takes."""
         self._waiting = {peer: self._waiting.get(peer, now) for peer in obliged}
         return [peer for peer, since in self._waiting.items() if now - since >= self.patience_seconds(peer)]
 
     def measured(self, peer: PeerId, work: Work, microbatches: int) -> None:
-        """What a step took of `peer`, which counted so many micro-batches in it."""
+        """Note the work of `peer` in a step, in which it counted this many micro-batches."""
         self._counted[peer] += microbatches
         if not work.busy_nanoseconds or not microbatches:
             return
@@ -56,16 +56,16 @@ class Pace:
         return counted
 
     def nanoseconds(self, peer: PeerId) -> int:
-        """Per micro-batch, for whoever commits next; 0 where it is not known."""
+        """Return the time per micro-batch, for the next committer; 0 where it is not known."""
         return round(1e9 * self._seconds.get(peer, 0.0))
 
     def take(self, peer: PeerId, nanoseconds: int) -> None:
-        """What was measured of it under an earlier plan."""
+        """Take a measurement made under an earlier plan."""
         if nanoseconds:
             self._seconds[peer] = nanoseconds / 1e9
 
     def patience_seconds(self, peer: PeerId) -> float:
-        """Return how long a replica with work at hand may say nothing."""
+        """Return how long a replica with work at hand may be silent."""
         if peer not in self._seconds:
             return UNMEASURED_STALL_SECONDS
         return max(STALL_SECONDS_MIN, STALL_FACTOR * self._seconds[peer])
@@ -73,9 +73,9 @@ class Pace:
     def rates(self, stage: StagePlan) -> list[int]:
         """Return the rate of each replica, in one unit for the stage.
 
-        The plan's until something is measured; then whoever is not measured yet is taken to be as much faster
-        or slower than its peers as the plan says. Rounded, so that noise between equal machines does not deal
-        unequally.
+        The plan's rates hold until something is measured; then an unmeasured replica is taken to be as much
+        faster or slower than its peers as the plan says. Rates are rounded, so that noise between equal
+        machines does not deal unequally.
         """
         planned = [max(1, rate) for rate in stage.rates]
         known = [self._seconds.get(PeerId(peer)) for peer in stage.replicas]
@@ -89,7 +89,7 @@ class Pace:
 
 
 def _rounded(rate: float) -> int:
-    """To two digits, in billionths."""
+    """Round to two digits, in billionths."""
     scaled = max(1, round(rate * _SCALE))
     unit: int = 10 ** max(0, floor(log10(scaled)) + 1 - _DIGITS)
     return round(scaled / unit) * unit

@@ -1,7 +1,7 @@
-"""When a run in exact mode is validated, which state is its best so far, and when it has stopped improving.
+"""Validation of a run in exact mode: its schedule, the best state so far, and convergence.
 
 A series of validations is carried by its last one alone (`Series`), in the Apply of every step after it. So
-whoever commits next goes on with the same series, and all members come to the same end.
+the next committer goes on with the same series, and all members come to the same end.
 """
 
 from math import isfinite
@@ -19,10 +19,10 @@ EVERY_MAX = 10_000_000
 class ValidationSettings(msgspec.Struct, frozen=True, array_like=True):
     """The validation samples are computed after every `every` steps, and after the last.
 
-    `watched` is what states are compared by: 0 the loss, n the n-th metric, divided by the samples; less is
-    better, unless `more_is_better`. After `patience` validations in a row that did not improve the best by
-    `improvement` at least the run ends; 0: it ends by its steps alone. `keep`: whether the last state is the
-    result, or the one that validated best.
+    `watched` is the number by which states are compared: 0 the loss, n the n-th metric, divided by the
+    samples; less is better, unless `more_is_better`. After `patience` validations in a row that did not
+    improve the best by `improvement` at least the run ends; 0: it ends by its steps alone. `keep`: whether
+    the last state is the result, or the one that validated best.
     """
 
     every: Annotated[int, msgspec.Meta(ge=1, le=EVERY_MAX)]
@@ -37,14 +37,14 @@ class ValidationSettings(msgspec.Struct, frozen=True, array_like=True):
             raise ValueError("an improvement is finite and not negative")
 
     def value(self, samples: int, loss: float, metrics: tuple[float, ...]) -> float:
-        """Return what a validation is compared by, from its sums."""
+        """Return the value by which a validation is compared, from its sums."""
         total = metrics[self.watched - 1] if self.watched else loss
         return total / max(1, samples)
 
 
 class Series(msgspec.Struct, frozen=True, array_like=True):
-    """Up to the validation after `step` steps: the best value was that `best` after `best_step` steps, and
-    so many came `since`."""
+    """The series up to the validation after `step` steps: the best value was `best`, after `best_step` steps,
+    with `since` validations since."""
 
     step: StepNumber
     best_step: StepNumber
@@ -63,14 +63,14 @@ def advance(settings: ValidationSettings, series: Series | None, step: int, valu
 
 
 class ValidationSchedule:
-    """One committer's: when a validation is due, and what follows from it."""
+    """One committer's schedule of validations, and their consequences."""
 
     def __init__(self, settings: ValidationSettings | None, series: Series | None) -> None:
         self.settings = settings
         self.series = series
 
     def learn(self, series: Series | None) -> None:
-        """Go on with what the Apply of the last step says, if it is newer."""
+        """Take over the series in the last step's Apply, if it is newer."""
         if series is not None and (self.series is None or series.step > self.series.step):
             self.series = series
 
@@ -100,7 +100,7 @@ class ValidationSchedule:
         return self.settings is not None and self.settings.keep == "best"
 
     def wanted_back(self, step: int) -> int | None:
-        """Return which step's state is to come back before the run ends at `step`; None for none."""
+        """Return the step whose state is to be restored before the run ends at `step`; None for none."""
         if not self.keeps_best or self.series is None or self.series.best_step >= step:
             return None
         return self.series.best_step

@@ -1,9 +1,9 @@
-"""What each replica takes for a micro-batch, as its committer sees it: not what the replica says of itself.
+"""Times of replicas for a micro-batch as their committer observes them, not as they claim.
 
-A replica can begin a pass once the stage before it (or after it, on the way back) has said that its own is
-done, and once its last one is. From then until it says that the pass is done is at most what it took: its
-computing, and the way of a frame. What it says too early its neighbour pays for, and no work is done sooner
-by that: so a replica that claims to compute faster than it does is found out, unless others lie for it.
+A replica can begin a pass once the stage before it (or after it, on the way back) has reported its own, and
+once its last one is done. The time from then until it reports the pass bounds its time: its computing, and
+the way of a frame. Reporting too early delays its neighbour's report, and no work is done sooner by that: so
+a replica that claims to compute faster than it does is found out, unless others lie for it.
 """
 
 from collections import deque
@@ -14,11 +14,11 @@ from partition.steps.messages import Counted, Open, Progress
 
 STEPS_KEPT = 5
 PASSES_MIN = 2
-"""In a step; the first one waits for whatever is loaded on the way."""
+"""The least passes in a step; the first one waits for libraries that are loaded on the way."""
 
 
 class Witness:
-    """One committer's, under one plan."""
+    """One committer's observations, under one plan."""
 
     def __init__(self, plan: Plan) -> None:
         self._last_stage = len(plan.stages) - 1
@@ -34,7 +34,7 @@ class Witness:
         self._found: dict[PeerId, deque[float]] = {}
 
     def opened(self, now: float, message: Open) -> None:
-        """A step is opened, or again with other owners."""
+        """Note that a step is opened, or reopened with other owners."""
         if message.train and message.step != self._step:
             self._close()
             self._step, self._opened = message.step, now
@@ -44,7 +44,7 @@ class Witness:
             self._passes.clear()
 
     def heard(self, now: float, sender: PeerId, message: Progress | Counted) -> None:
-        """A replica says that a pass is done."""
+        """Note a replica's report of a pass."""
         stage = message.stage
         if message.step != self._step or self._places.get(sender) != stage:
             return
@@ -67,7 +67,7 @@ class Witness:
         self._free[sender] = now
 
     def _close(self) -> None:
-        """Keep what the step before took."""
+        """Keep the times of the step before."""
         for peer, stage in self._places.items():
             ways = [self._passes.get((peer, is_back), []) for is_back in (False, True)]
             if stage == self._last_stage:
@@ -77,5 +77,5 @@ class Witness:
                 self._found.setdefault(peer, deque(maxlen=STEPS_KEPT)).append(total)
 
     def nanoseconds(self) -> dict[PeerId, int]:
-        """Return what a micro-batch takes on each replica of which enough was seen."""
+        """Return the time of a micro-batch on each replica with enough observations."""
         return {peer: int(1e9 * sorted(row)[len(row) // 2]) for peer, row in self._found.items()}

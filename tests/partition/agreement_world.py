@@ -98,7 +98,7 @@ class Member:
 
 @dataclass
 class Given:
-    """What one member let others know of its vote in one instance: it may never fall behind that again."""
+    """The votes of one member in one instance that others have seen: it may never fall behind them again."""
 
     promised: Ballot | None = None
     accepted: Ballot | None = None
@@ -180,7 +180,7 @@ class World:
         self._notice(me)
 
     def _act(self, member: Member, call: Callable[[PaxosChain], Any]) -> None:
-        """What a shell does: call, store, send, then look at the events. It may die in between."""
+        """Act as a shell does: call, store, send, then look at the events. It may die in between."""
         core = member.core
         if core is None:
             return
@@ -359,7 +359,7 @@ class World:
             if (core.durable, core.deadline) != before or core.events:
                 raise Broken("a refused message has changed something") from error
 
-    # What must hold
+    # Invariants
 
     def _check_sent(self, me: PeerId, message: Any) -> None:
         """No vote on the wire may take back what an earlier one said, whatever came in between."""
@@ -455,8 +455,8 @@ class World:
 def walk(
     seed: int, *, actions: int = 15, may_fork: bool = False, breaks_ties: bool = False, **given: Any
 ) -> World:
-    """One history; raises Broken, naming the seed. What is not `given` is drawn. Where it `breaks_ties`, the
-    first of the roster does, and there are few members."""
+    """Walk one history; raise Broken, naming the seed. Parameters that are not `given` are drawn. Where it
+    `breaks_ties`, the first of the roster does, and there are few members."""
     rng = Random(seed)
     drawn: dict[str, Any] = {
         "first": genesis(rng.choice((1, 2, 3, 4, 5, 7, 9, 12)), rng.randint(1, 2)),

@@ -50,9 +50,9 @@ def loss_of(output: bytes) -> float:
 
 @dataclass
 class FakeStage:
-    """What `partition.execute.StageExecutor` is to a real replica.
+    """A double of `partition.execute.StageExecutor`.
 
-    Of the first `frozen` stages nothing has gradients: what they sum they know when they have gone forward.
+    The first `frozen` stages have no gradients: they know their sums once they have gone forward.
     """
 
     index: int
@@ -74,7 +74,8 @@ class FakeStage:
 
     @property
     def squared_norm(self) -> float:
-        """Of the total; the first stage speaks for the tied weight. Powers of two add up exactly."""
+        """The squared norm of the total; the first stage reports the tied weight. Powers of two add up
+        exactly."""
         assert self.total is not None
         assert self.tied_total is not None
         mine = sum(self.total.values()) % 1024 / 16
@@ -120,7 +121,7 @@ class FakeStage:
         return self._gradient(given, gradient)
 
     def _summand(self, given: bytes, after: bytes | None) -> int:
-        """What a micro-batch adds: of its input, and of its labels or the gradient that comes back."""
+        """Return a micro-batch's summand: of its input, and of its labels or the gradient that comes back."""
         return number("sum", self.parameters, given, after)
 
     def remove(self, microbatch: int, given: bytes, after: bytes | None) -> None:

@@ -184,7 +184,7 @@ class _Maker:
             return argument
         shape = argument.shape
         if shape and self.rng.random() < 0.1:
-            # Of another size, or none, or of one dimension more or less.
+            # Another size, or none, or one dimension more or less.
             sides = (1, 2, 5, BATCH)
             place = self.rng.randrange(len(shape))
             shape = self.rng.choice(

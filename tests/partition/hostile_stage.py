@@ -39,7 +39,7 @@ MEMORY_BYTES_MAX = 128_000_000
 FLOPS_MAX = 2_000_000_000
 CASE_SECONDS_MAX = 30
 ADDRESS_SPACE_BYTES_MAX = 16 * 2**30
-"""Of which torch's libraries take the most without touching it."""
+"""Torch's libraries take most of it without touching it."""
 
 
 class Case(msgspec.Struct, frozen=True):

@@ -1,8 +1,8 @@
 """Random graphs that pass the check, and an evaluator for them in which every tensor is one integer.
 
-What an operator computes does not matter to a cut, so here it mixes its arguments, its own name and, where it
-draws random numbers, its id. A gradient is the sum over all paths of products of numbers that stand for the
-derivatives, so it is right only if every path is there, once.
+The meaning of an operator does not matter to a cut, so here each mixes its arguments, its own name and, where
+it draws random numbers, its id. A gradient is the sum over all paths of products of numbers that stand for
+the derivatives, so it is right only if every path is there, once.
 """
 
 from collections.abc import Mapping, Sequence

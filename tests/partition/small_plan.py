@@ -78,7 +78,7 @@ def opening(
 
 
 def commit(first: tuple[int, ...], second: tuple[int, ...], *, attempt: int = 0, step: int = 0) -> StepCommit:
-    """What each of the two in the middle is to count."""
+    """Return the commit, with the numbers that each of the two in the middle has to count."""
     everything = tuple(range(2 * step, 2 * step + 2))
     rows = ((0, FIRST, everything), (1, MIDDLES[0], first), (1, MIDDLES[1], second), (2, LAST, everything))
     return StepCommit(
@@ -108,7 +108,7 @@ def forward(replica: Replica, work: Any) -> Sends:
 
 
 def compute(replica: Replica) -> list[Any]:
-    """Whatever there is to compute; what it was."""
+    """Compute everything there is to compute; return the work items."""
     done: list[Any] = []
     while isinstance(work := replica.next(0.0), ForwardReady | BackwardReady):
         done.append(work)

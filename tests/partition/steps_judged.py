@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def waits(world: "World", machine: Machine, asked: ReduceAsked) -> Sends:
-    """What it says of its reduction: who has brought nothing yet."""
+    """Return the machine's message about its reduction: the members that have brought nothing yet."""
     assert machine.replica is not None
     missing: list[PeerId] = []
     for stage in (machine.stage.index, ALL_STAGES):

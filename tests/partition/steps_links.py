@@ -1,4 +1,4 @@
-"""What may happen next in the world of the step machines: links with messages on them, and a pool of all."""
+"""Possible next events in the world of the step machines: links with messages on them, and a pool of all."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Taking:
 
 
 class Pool:
-    """What may happen next: each thing once, any of them equally soon."""
+    """The possible next events: each once, any of them equally soon."""
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng

@@ -45,7 +45,7 @@ from tests.partition.fake_stage import (
 )
 
 SPOILED = b"whose digest does not fit"
-"""What no stage can use."""
+"""A payload that no stage can use."""
 MICROBATCH_NANOSECONDS = 10_000_000
 ALL_STAGES = -1
 """In the place of a stage's number: the reduction of what is tied between all of them."""
@@ -55,7 +55,7 @@ Sends = list[tuple[PeerId, Any]]
 
 @dataclass(frozen=True)
 class Settings:
-    """What all machines of a world have in common; the classes may be others, with a bug in them."""
+    """The settings that all machines of a world share; the classes may be replaced by ones with a bug."""
 
     steps: int
     evaluations: int
@@ -311,7 +311,7 @@ class Machine:
         return None
 
     def filled(self, parameters: bytes) -> Sends:
-        """What was to be fetched is here."""
+        """Take the fetched state."""
         work, replica = self.work, self.replica
         assert isinstance(work, FillReady)
         assert replica is not None
@@ -341,7 +341,7 @@ class Machine:
         return replica.reduced(work, name, stage.squared_norm)
 
     def take_voids(self) -> list[ReduceVoided]:
-        """What the core says is not to be done after all."""
+        """Return the work items that the core has voided."""
         assert self.replica is not None
         voided = []
         for event in self.replica.events:

@@ -1,4 +1,4 @@
-"""What goes wrong in the world of the step machines, and what people ask for at the wrong moment."""
+"""Faults in the world of the step machines, and requests of people at the wrong moment."""
 
 from collections import deque
 from collections.abc import Callable
@@ -119,7 +119,7 @@ def _corrupt(world: "World") -> None:
 
 
 def _spoil(world: "World") -> None:
-    """What it sends cannot be used, some times or from now on."""
+    """Make a liar's frames unusable, a few times or from now on."""
     for machine in _liar(world):
         machine.spoils += world.rng.choice((1, 1, 3, 100))
 

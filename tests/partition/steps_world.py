@@ -1,10 +1,10 @@
 """A world in memory for the step machines: peers, links, a chain of plans, and everything that goes wrong.
 
 Every delivery, computation and disturbance is one event, and a seed picks which comes next, so a seed is a
-history. Links are as `node.pipeline.links`: in order, but what a broken link loses comes again behind what
-was queued. Plans follow from each other by `partition.plan.change.successor`, decided here at once, and every
-peer learns of them in its own time. A fake stage sums integers instead of gradients, so that sums are
-compared exactly. The world checks while it runs; `Broken` says what is wrong. What can go wrong is in
+history. Links are as `node.pipeline.links`: in order, but messages lost by a broken link come again behind
+the queued ones. Plans follow from each other by `partition.plan.change.successor`, decided here at once, and
+every peer learns of them in its own time. A fake stage sums integers instead of gradients, so that sums are
+compared exactly. The world checks while it runs; `Broken` says what is wrong. The faults are in
 `steps_trouble`.
 """
 
@@ -204,7 +204,7 @@ class World:
     # Sending
 
     def pass_on(self, machine: Machine, sends: Sends) -> None:
-        """What a core wants sent, and what it has told its shell."""
+        """Deliver a core's messages, and act on its events."""
         if machine.replica is not None and machine.replica.events:
             for void in machine.take_voids():
                 for key, reduction in self.reductions.items():
@@ -293,7 +293,7 @@ class World:
         if self.plan.stage_of(name) is not None or name in self.plan.trainers:
             self.notice((name,))
 
-    # What happens
+    # Events
 
     def run(self, disturbances: int, *, chance: float = 0.02, kinds: tuple[str, ...] = DISTURBANCES) -> None:
         """Walk until the run has ended; disturb it that often."""
@@ -492,7 +492,7 @@ class World:
         if stage.parameters != self.truth.parameters[work.step][stage.index]:
             raise Broken(f"{machine.me!r} applies step {work.step} to other parameters than its stage")
 
-    # What the committer says
+    # Events of the committer
 
     def _hear(self, machine: Machine, event: Any) -> None:
         self._see(event)
@@ -514,7 +514,7 @@ class World:
             self._act_on(event)
 
     def _act_on(self, event: Any) -> None:
-        """What the shells would ask of the committee."""
+        """Act as shells do towards the committee."""
         match event:
             case TrainingFailed() if self.checkpoint() is None:
                 self._end("failed", event.reason)

@@ -98,7 +98,7 @@ def test_a_longer_chain_is_replaced_by_a_shorter_one_of_a_member() -> None:
         Joins().check(SIGNERS[6], RUN, REQUESTER.peer, other.chain, SIGNERS[1].peer, WALL)
 
 
-def test_a_request_to_join_counts_once_while_it_is_fresh_and_by_its_author() -> None:
+def test_a_request_to_join_counts_once_while_fresh() -> None:
     joins, me = Joins(), SIGNERS[3]
     chain = (*chain_to(2), make_ticket(SIGNERS[2], RUN, me.peer, WALL))
     with pytest.raises(RemoteProtocolError, match="somebody else"):

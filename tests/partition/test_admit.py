@@ -94,7 +94,7 @@ def refusal(graph: Graph | StageGraph, **changes: Any) -> str:
     return str(caught.value)
 
 
-# What is admitted
+# Admitted graphs
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +165,7 @@ def metered(graph: Graph, sizes: tuple[int, ...], **changes: Any) -> RealMeter:
 
 
 @pytest.mark.parametrize("autocast", ["off", "bfloat16"])
-def test_what_is_foreseen_is_what_a_real_run_takes(gpt: Graph, autocast: str) -> None:
+def test_admission_foresees_the_cost_of_a_real_run(gpt: Graph, autocast: str) -> None:
     foreseen = admit(specification(gpt, sizes_max=(4, 32), autocast=autocast))
     real = metered(gpt, (4, 32), autocast=autocast)
     assert foreseen.flops == real.flops > 0
@@ -192,7 +192,7 @@ def test_every_stage_of_every_cut_is_admitted(gpt: Graph) -> None:
     total = 0
     for stage in cut(gpt, name, positions[:: max(1, len(positions) // 4)][:4]):
         total += admit(specification(stage, sizes_max=(4, 32))).flops
-    # What a boundary makes to be computed twice is no product.
+    # A node computed twice because of a boundary is no product.
     assert total == admit(specification(gpt, sizes_max=(4, 32))).flops
 
 
@@ -230,7 +230,7 @@ def test_twelve_blocks_are_admitted_in_little_time() -> None:
     assert time.process_time() - began < REFUSED_SECONDS_MAX
 
 
-# What costs too much
+# Graphs that cost too much
 
 
 def test_zeros_of_four_terabytes() -> None:
@@ -274,7 +274,7 @@ def test_forty_cats_that_double() -> None:
     assert "4.0 GB offered" in reason
 
 
-def test_an_expand_of_2_to_the_38_is_free_until_it_is_copied() -> None:
+def test_a_huge_expand_is_free_until_it_is_copied() -> None:
     free = Layer()
     wide = free.node("expand", free.node("unsqueeze", free.x, 2), [-1, -1, 2**29])
     assert admit(specification(free.graph(free.node("select.int", wide, 2, 7)))).peak_bytes < 100_000
@@ -318,7 +318,7 @@ def test_parameters_and_moments_count_before_anything_is_run() -> None:
     admit(specification(graph, optimizer=adam, memory_bytes_max=needed + 2_000_000))
 
 
-# What makes no sense
+# Inconsistent graphs
 
 
 def test_shapes_that_are_not_what_torch_makes() -> None:
@@ -424,7 +424,7 @@ def test_a_tensor_is_taken_apart_into_no_more_pieces_than_are_named() -> None:
     assert "67108864 pieces" in refusal(with_argument(graph, 0, 1, 1))
 
 
-def test_what_loops_in_python_loops_a_little() -> None:
+def test_arguments_that_loop_in_python_are_bounded() -> None:
     layer = Layer()
     graph = layer.graph(layer.node("diff", layer.x, 1))
     assert "argument 'n'" in refusal(with_argument(graph, 0, 1, 10**9))

@@ -46,7 +46,7 @@ from tests.partition.agreement_world import RUN, genesis, walk
 from tests.partition.fake_stage import Broken, peer
 
 WALK_EVENTS = int(os.environ.get("PEERLOOM_WALK_EVENTS", "20000"))
-"""Of each kind of walk; more by the environment, for a soak."""
+"""Events of each kind of walk; more by the environment, for a soak."""
 PLANTED_WALKS_MAX = 60
 ROUGH: dict[str, Any] = {"loss": 0.3, "slow_seconds": 2.0, "crashes": 0.02}
 
@@ -208,7 +208,7 @@ def test_an_undisturbed_decision_asks_the_committee_twice_and_tells_the_roster(
     assert len(kinds) <= 4 * others + members - 1
 
 
-def test_who_comes_later_in_the_committee_waits_for_those_before_it() -> None:
+def test_later_committee_members_wait_for_earlier_ones() -> None:
     room = Room(5)
     for rank, me in enumerate(room.seats):
         room.deaf.add(me)
@@ -225,7 +225,7 @@ def test_nobody_waits_for_the_dead() -> None:
     assert room.cores[third].head.height == 1
 
 
-def test_who_begins_to_wait_for_somebody_that_dies_moves_up() -> None:
+def test_a_waiting_proposer_moves_up_when_an_earlier_one_dies() -> None:
     room = Room(3)
     last = room.seats[2]
     room.wish(last, trains(last))
@@ -235,7 +235,7 @@ def test_who_begins_to_wait_for_somebody_that_dies_moves_up() -> None:
     assert PROPOSE_SECONDS <= waits <= 1.25 * PROPOSE_SECONDS
 
 
-def test_who_is_not_of_the_committee_only_learns() -> None:
+def test_a_member_outside_the_committee_only_learns() -> None:
     room = Room(12)
     outside = next(me for me in room.cores if me not in room.seats)
     room.wish(outside, trains(outside))
@@ -263,7 +263,7 @@ def test_a_wish_is_dropped_with_the_next_plan() -> None:
     assert room.cores[second].deadline == float("inf")
 
 
-def test_what_a_majority_may_have_accepted_is_decided_whoever_proposes_next() -> None:
+def test_a_value_that_a_majority_may_have_accepted_is_decided() -> None:
     room = Room(3)
     first, second, third = room.seats
     room.deaf.add(third)
@@ -278,7 +278,7 @@ def test_what_a_majority_may_have_accepted_is_decided_whoever_proposes_next() ->
     assert room.cores[third].head.trainers == (first,)
 
 
-def test_who_is_outbid_comes_again_with_a_higher_ballot() -> None:
+def test_an_outbid_proposer_returns_with_a_higher_ballot() -> None:
     room = Room(3)
     first, second, _ = room.seats
     core = room.cores[first]
@@ -349,7 +349,7 @@ def test_a_restart_begins_from_the_newest_plan_that_was_stored() -> None:
     assert not again.unsaved
 
 
-def test_what_was_stored_is_refused_where_it_is_damaged_or_anothers() -> None:
+def test_damaged_or_foreign_durable_state_is_refused() -> None:
     room = Room(1)
     (me,) = room.seats
     durable = room.cores[me].durable
@@ -373,7 +373,7 @@ def grown(links: int) -> Room:
     return room
 
 
-def test_who_says_an_older_plan_hears_all_that_followed() -> None:
+def test_a_head_of_an_older_plan_is_answered_with_the_links() -> None:
     room = Room(3)
     late = room.seats[2]
     room.deaf.add(late)
@@ -387,7 +387,7 @@ def test_who_says_an_older_plan_hears_all_that_followed() -> None:
     assert room.events(late) == [PlanDecided(room.cores[late].head, trains(first), 3)]
 
 
-def test_who_says_a_newer_plan_is_asked_for_it() -> None:
+def test_a_head_of_a_newer_plan_is_asked_for_the_links() -> None:
     room = Room(3)
     late, other = room.seats[2], room.seats[0]
     room.deaf.add(late)
@@ -426,7 +426,7 @@ def test_large_links_are_folded_sooner() -> None:
     assert again.head == chain.head
 
 
-def test_who_missed_too_much_is_told_so_and_can_rejoin() -> None:
+def test_a_member_that_missed_too_much_can_rejoin() -> None:
     room = Room(3)
     late, other = room.seats[:2]
     links = []
@@ -447,7 +447,7 @@ def test_who_missed_too_much_is_told_so_and_can_rejoin() -> None:
 # Members in reach
 
 
-def test_a_lost_quorum_is_told_after_a_while_and_so_is_its_return() -> None:
+def test_a_lost_quorum_and_its_return_are_reported() -> None:
     room = Room(5)
     core = room.cores[room.seats[0]]
     core.reach(10.0, room.seats[:2])
@@ -551,7 +551,7 @@ def test_after_healing_only_one_side_is_told_to_give_up() -> None:
     assert room.cores[other].head == room.cores[one].head
 
 
-def test_who_comes_back_to_a_plan_it_has_voted_at_abstains_until_the_next() -> None:
+def test_a_member_back_at_a_plan_it_voted_at_abstains() -> None:
     room = Room(3)
     me, other, _ = room.seats
     core = room.cores[me]
@@ -580,9 +580,7 @@ heads = st.builds(
 
 
 @given(heads, heads, heads)
-def test_of_two_branches_exactly_one_survives_and_of_three_too(
-    a: ChainHead, b: ChainHead, c: ChainHead
-) -> None:
+def test_exactly_one_of_several_branches_survives(a: ChainHead, b: ChainHead, c: ChainHead) -> None:
     if (a.samples, a.step, a.plan) != (b.samples, b.step, b.plan):
         assert other_branch_wins(a, b) != other_branch_wins(b, a)
     if other_branch_wins(a, b) and other_branch_wins(b, c):

@@ -1,4 +1,5 @@
-"""What strangers, liars and broken members say about the chain of plans: refused, and nothing is changed."""
+"""Messages of strangers, liars and broken members about the chain of plans: they are refused, and nothing
+changes."""
 
 from itertools import combinations
 from random import Random
@@ -114,7 +115,7 @@ WRONG: list[tuple[PeerId, Any, str]] = [
 
 
 @pytest.mark.parametrize(("sender", "message", "words"), WRONG)
-def test_what_no_correct_member_says_is_refused_and_changes_nothing(
+def test_messages_of_no_correct_member_are_refused_without_effect(
     sender: PeerId, message: Any, words: str
 ) -> None:
     victim = proposing()
@@ -161,7 +162,7 @@ def fork_of(alone: PaxosChain, members: tuple[PeerId, ...]) -> bytes:
         Decided(**NAMES, links=()),
     ],
 )
-def test_what_comes_late_or_is_not_for_us_changes_nothing(message: Any) -> None:
+def test_late_and_foreign_messages_change_nothing(message: Any) -> None:
     idle = core()
     before = state(idle)
     assert idle.receive(0.0, OTHER, message) == []
@@ -176,7 +177,7 @@ def test_what_comes_late_or_is_not_for_us_changes_nothing(message: Any) -> None:
         Decided(run=RUN, parent=bytes(32), links=(TRAINS,)),
     ],
 )
-def test_who_speaks_of_an_unknown_plan_is_asked_and_nothing_else(message: Any) -> None:
+def test_a_message_about_an_unknown_plan_only_causes_a_question(message: Any) -> None:
     idle = core()
     before = state(idle)
     assert idle.receive(0.0, OTHER, message) == [(OTHER, ChainHead(**NAMES, height=0))]

@@ -120,7 +120,7 @@ def test_gpt_decodes_rows_of_different_lengths_as_it_reads_them_whole() -> None:
             logits = model.decode(tokens, rows, torch.tensor([5 + step, 2 + step]))
             assert torch.allclose(logits[0, 0], whole[0][5 + step], atol=1e-6)
             assert torch.allclose(logits[1, 0], whole[1][2 + step], atol=1e-6)
-        # A row that was used before begins anew, alone, in whatever order.
+        # A row that was used before begins anew, alone, in any order.
         again = model.decode(short[:4].unsqueeze(0), torch.tensor([3]), torch.tensor([0]))
         assert torch.allclose(again[0], whole[1], atol=1e-6)
 
@@ -171,7 +171,7 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def test_a_task_comes_from_a_persons_own_file_and_what_lies_beside_it(tmp_path: Path) -> None:
+def test_a_task_comes_from_a_persons_file_and_its_neighbours(tmp_path: Path) -> None:
     (tmp_path / "beside_mine.py").write_text("WIDTH = 3\n")
     path = written(
         tmp_path,

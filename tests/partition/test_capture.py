@@ -214,7 +214,7 @@ def refusing_loss(output: Tensor, labels: Tensor) -> Tensor:
     raise ValueError("no loss")
 
 
-# What the tables hold
+# Tables
 
 
 def test_tied_weights_are_one_row_with_all_their_names() -> None:
@@ -264,7 +264,7 @@ def test_a_skeleton_is_captured_by_its_recipes() -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-def test_what_no_entry_point_uses_is_frozen_and_told() -> None:
+def test_unused_parameters_are_frozen_and_reported() -> None:
     model = nn.Sequential(nn.Linear(4, 5))
     model.register_parameter("spare", nn.Parameter(torch.zeros(3)))
     inputs, labels = vectors(3)
@@ -310,7 +310,7 @@ def test_loss_count_and_metrics_are_scalars_of_the_graph() -> None:
     assert int(found.metrics[0]) == int(expected)
 
 
-# What is rewritten
+# Rewrites
 
 
 class Scripted(nn.Module):

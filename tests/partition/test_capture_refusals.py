@@ -1,4 +1,5 @@
-"""What cannot be a graph is refused before anything is shipped, with the operator and the module by name."""
+"""Models that cannot be a graph are refused before anything is shipped, with the operator and the module by
+name."""
 
 import re
 from collections.abc import Callable, Iterator

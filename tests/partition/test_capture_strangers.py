@@ -68,7 +68,7 @@ class Fails(nn.Module):
         return out
 
 
-def test_a_model_that_fails_on_its_own_examples_is_refused_with_its_line() -> None:
+def test_a_model_that_fails_on_its_examples_is_refused() -> None:
     def loss(output: Any, labels: Tensor) -> Tensor:
         return functional.cross_entropy(output, labels, reduction="sum")
 
@@ -311,7 +311,7 @@ def test_an_embedding_with_sparse_gradients_trains_with_dense_ones() -> None:
     assert proof.error < 1e-9
 
 
-# What is no graph is refused with module, line, cause and remedy, and never by an exception of torch
+# Models that cannot be a graph are refused with module, line, cause and remedy, never by torch
 
 
 class Says(nn.Module):
@@ -391,7 +391,7 @@ def test_a_refusal_says_module_line_cause_and_remedy(
     function: Callable[[Tensor], Tensor], words: str
 ) -> None:
     text = refusal(task_of(Says(function)))
-    # Of a node torch keeps the line in `forward` alone, of what it raises and we notice the line itself.
+    # For a node torch keeps only the line in `forward`; for an exception we find the line itself.
     lines = [each.__code__.co_firstlineno + 1 for each in (function, Says.forward)]
     first, here = text.splitlines()[0], str(Path(__file__).relative_to(Path.cwd()))
     assert any(first.startswith(f"the model itself ({here}:{line})") for line in lines), first
@@ -407,7 +407,7 @@ def test_a_complex_parameter_is_refused_with_a_remedy() -> None:
     assert "torch.view_as_complex" in refusal(task)
 
 
-def test_what_no_peer_would_take_is_refused_at_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_no_peer_would_admit_is_refused_at_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(specification: object) -> None:
         raise RemoteProtocolError("an operator of another version of torch")
 

@@ -56,7 +56,7 @@ def test_a_change_of_nothing_makes_the_next_plan_all_the_same() -> None:
     assert after() == replace(PLAN, parent=plan_hash(PLAN), height=4)
 
 
-def test_who_is_lost_is_off_the_roster_the_stages_and_the_trainers() -> None:
+def test_a_lost_peer_leaves_roster_stages_and_trainers() -> None:
     plan = after(lost=(A, E))
     assert plan.roster == (B, C, D)
     assert [stage.replicas for stage in plan.stages] == [(C,), (B,)]
@@ -64,25 +64,25 @@ def test_who_is_lost_is_off_the_roster_the_stages_and_the_trainers() -> None:
     assert plan.trainers == (D,)
 
 
-def test_who_joins_comes_last_in_its_stage_and_onto_the_roster() -> None:
+def test_a_joining_peer_comes_last_in_its_stage() -> None:
     plan = after(joined=(Joining(F, 1, 3), Joining(E, 0, 4)))
     assert plan.roster == (A, B, C, D, E, F)
     assert plan.stages[0] == StagePlan(0, 2, (C, A, E), (5, 6, 4))
     assert plan.stages[1] == StagePlan(2, 5, (B, F), (7, 3))
 
 
-def test_who_holds_a_stage_and_joins_another_leaves_the_first() -> None:
+def test_a_holder_that_joins_another_stage_leaves_the_first() -> None:
     plan = after(joined=(Joining(A, 1, 2),))
     assert [stage.replicas for stage in plan.stages] == [(C,), (B, A)]
 
 
-def test_who_is_lost_and_joins_again_is_there_but_trains_no_more_than_before() -> None:
+def test_a_peer_that_is_lost_and_joins_again_comes_back_empty() -> None:
     plan = after(lost=(B,), joined=(Joining(B, 1, 2),))
     assert plan.roster == PLAN.roster
     assert plan.stages[1] == StagePlan(2, 5, (B,), (2,))
 
 
-def test_who_is_admitted_has_no_stage() -> None:
+def test_an_admitted_peer_has_no_stage() -> None:
     plan = after(admitted=(F,))
     assert plan.roster == (A, B, C, D, E, F)
     assert plan.stages == PLAN.stages

@@ -265,7 +265,7 @@ def test_random_graphs_pass(graph: Graph) -> None:
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_makes_no_sense_is_refused(name: str) -> None:
+def test_inconsistent_graphs_are_refused(name: str) -> None:
     graph, reason = WRONG[name]
     with pytest.raises(RemoteProtocolError, match=reason.replace("^", r"\^")):
         check_graph(graph)
@@ -327,12 +327,12 @@ def test_a_graph_has_one_byte_form() -> None:
 
 
 @pytest.mark.parametrize("depth", [20, 2_000, 1_000_000])
-def test_what_is_nested_deeply_is_refused_at_once(depth: int) -> None:
+def test_deep_nesting_is_refused_at_once(depth: int) -> None:
     with pytest.raises(RemoteProtocolError):
         decode_graph(b"\x9d" + b"\x91" * depth + b"\x01")
 
 
-def test_a_structure_that_would_fill_the_memory_is_refused_before_it_is_built() -> None:
+def test_a_structure_that_would_fill_memory_is_refused_unbuilt() -> None:
     tree = msgspec.to_builtins(GOOD)
     item = [7, [None] * 1024]
     tree[10][0][3] = [[0, 0, [item] * 64, [], [0], 0]] * 140
@@ -387,7 +387,7 @@ def test_time_grows_with_the_graph_and_not_faster() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2**32))
-def test_whatever_is_changed_only_a_refusal_comes_out(seed: int) -> None:
+def test_mutated_graphs_cause_only_refusals(seed: int) -> None:
     data = mutated_case(seed, [GOOD]).graph
     try:
         check_graph(decode_graph(data))

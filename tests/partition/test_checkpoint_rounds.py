@@ -72,7 +72,7 @@ def test_a_checkpoint_is_spread_sealed_and_told() -> None:
     assert rounds.newest == (NAME, 4)
 
 
-def test_what_is_on_one_disk_only_is_never_called_whole() -> None:
+def test_a_checkpoint_on_one_disk_is_never_whole() -> None:
     rounds = rounds_of()
     save_all(rounds, 4)
     keepers = spread(rounds).keepers
@@ -87,7 +87,7 @@ def test_what_is_on_one_disk_only_is_never_called_whole() -> None:
     assert rounds.newest is None
 
 
-def test_one_checkpoint_is_spread_after_the_other_and_of_those_that_wait_the_newest() -> None:
+def test_checkpoints_are_spread_one_at_a_time_newest_first() -> None:
     rounds = rounds_of()
     for step in (4, 8, 12):
         save_all(rounds, step)
@@ -109,7 +109,7 @@ def test_the_best_state_waits_for_its_turn_whatever_newer_ones_come() -> None:
     assert found == [4, 8, 16]
 
 
-def test_what_a_later_plan_saved_while_a_copy_was_on_its_way_is_spread_under_that_plan() -> None:
+def test_states_saved_under_a_later_plan_are_spread_under_it() -> None:
     rounds = rounds_of()
     save_all(rounds, 4)
     assert spread(rounds).plan == PLAN
@@ -119,7 +119,7 @@ def test_what_a_later_plan_saved_while_a_copy_was_on_its_way_is_spread_under_tha
     assert (wanted.plan, wanted.step) == (LATER, 8)
 
 
-def test_what_an_earlier_plan_saved_late_is_left_alone() -> None:
+def test_late_saves_of_an_earlier_plan_are_ignored() -> None:
     rounds = rounds_of()
     save_all(rounds, 8, LATER)
     assert spread(rounds).plan == LATER
@@ -128,7 +128,7 @@ def test_what_an_earlier_plan_saved_late_is_left_alone() -> None:
     assert taken(rounds) == []
 
 
-def test_who_does_not_hold_a_stage_cannot_have_saved_it() -> None:
+def test_only_holders_of_a_stage_can_have_saved_it() -> None:
     rounds = rounds_of()
     for sender, stage in ((STRANGER, 0), (A, 1), (A, 7), (A, -1)):
         with pytest.raises(RemoteProtocolError):
@@ -137,7 +137,7 @@ def test_who_does_not_hold_a_stage_cannot_have_saved_it() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["save", "spread", "seal", "fail", "learn"]), st.integers(0, 7))))
-def test_the_newest_never_goes_back_and_every_whole_one_is_on_enough_disks(
+def test_whole_checkpoints_only_advance_and_are_on_enough_disks(
     calls: list[tuple[str, int]],
 ) -> None:
     rounds = rounds_of()

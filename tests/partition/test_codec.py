@@ -32,7 +32,7 @@ from partition.model.graph import TENSORS_MAX, DataType
 
 _LARGE = 1 << 20
 _HELD_AS = {"bfloat16": "uint16"}
-"""What numpy holds a type in, where it has none of that name."""
+"""The numpy type that holds a type of another name."""
 
 
 @st.composite
@@ -188,7 +188,7 @@ def test_a_payload_that_is_longer_or_shorter_than_its_tensors_is_refused(codec: 
             unpack(resealed(payload, data), bytes_max=_LARGE)
 
 
-def test_a_single_raw_tensor_is_neither_copied_into_its_payload_nor_out_of_it() -> None:
+def test_a_single_raw_tensor_is_never_copied() -> None:
     array = np.arange(1_000.0).reshape(10, 100)
     payload = pack([typed(array)], "raw")
     assert np.shares_memory(np.frombuffer(payload.data), array)
@@ -236,7 +236,7 @@ def test_decoding_takes_a_few_times_the_bound_at_most(codec: Codec) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_what_is_no_plain_float_stays_exact(codec: Codec) -> None:
+def test_special_floats_stay_exact(codec: Codec) -> None:
     mask = np.triu(np.full((80, 80), -np.inf, np.float32), 1)
     gradient = np.full(300, 1e-3)
     gradient[7] = np.nan
@@ -302,7 +302,7 @@ def test_a_payload_out_of_bounds_is_not_decoded(fields: list[object]) -> None:
     [("float64", np.zeros(0)), ("float32", np.zeros(3)), ("float64", np.zeros((1,) * 9))],
     ids=["empty", "of another type", "of nine dimensions"],
 )
-def test_what_cannot_be_sent_is_our_own_bug(tensor: Typed) -> None:
+def test_packing_an_unsendable_tensor_is_our_own_bug(tensor: Typed) -> None:
     with pytest.raises(LocalProtocolError):
         pack([tensor], "raw")
 

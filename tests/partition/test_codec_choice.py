@@ -53,9 +53,7 @@ def test_the_slower_the_link_the_smaller_the_frames(
 
 @pytest.mark.parametrize("frames", ["exact", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("size_bytes", [4_096, MIB, 16 * MIB])
-def test_no_choice_is_slower_than_raw_and_none_is_limited_by_its_codec_where_another_is_not(
-    frames: Frames, size_bytes: int
-) -> None:
+def test_no_chosen_codec_is_slower_than_raw(frames: Frames, size_bytes: int) -> None:
     codecs = allowed(frames, is_gradient=True)
     for rate in np.geomspace(1e5, 1e11, 60):
         chosen = choose(codecs, size_bytes, "float32", rate, COSTS)
@@ -66,7 +64,7 @@ def test_no_choice_is_slower_than_raw_and_none_is_limited_by_its_codec_where_ano
         assert all(seconds[chosen] < seconds[codec] / LOSS_PAYS for codec in less_lossy)
 
 
-def test_what_is_short_is_sent_as_it_is_over_a_link_that_is_not_slow() -> None:
+def test_short_tensors_are_sent_raw_over_fast_links() -> None:
     codecs = allowed("int8", is_gradient=False)
     assert choose(codecs, 4_096, "float32", 125e6, COSTS) == "raw"
     assert choose(codecs, 4_096, "float32", 1e6, COSTS) != "raw"
@@ -78,7 +76,7 @@ def test_whole_numbers_are_only_compressed(dtype: DataType) -> None:
     assert choose(codecs, MIB, dtype, 1e6, COSTS) == "zstd"
 
 
-def test_what_is_half_already_is_not_halved_again() -> None:
+def test_half_precision_is_not_halved_again() -> None:
     codecs = allowed("bfloat16", is_gradient=False)
     assert choose(codecs, MIB, "bfloat16", 1e6, {**COSTS, "bfloat16+zstd": COSTS["bfloat16"]}) == "zstd"
 

@@ -63,7 +63,7 @@ def test_bfloat16_is_the_nearest_one_ties_to_even(array: Array) -> None:
 
 
 @given(numbers())
-def test_scaled_float16_keeps_eleven_bits_of_what_is_not_much_smaller_than_the_largest(array: Array) -> None:
+def test_scaled_float16_keeps_eleven_bits_of_large_numbers(array: Array) -> None:
     moved = np.abs(back(array, "float16").astype(np.float64) - array)
     for start in range(0, len(array), TILE):
         part = np.abs(array[start : start + TILE]).astype(np.float64)
@@ -119,7 +119,7 @@ def test_the_reported_error_is_the_real_one(codec: Codec, count: int) -> None:
     assert rounding.squared_norm == pytest.approx(2 * float(array @ array), rel=0.1)
 
 
-def test_what_is_exact_has_no_error_and_errors_add_up() -> None:
+def test_exact_codecs_have_no_error_and_errors_add_up() -> None:
     array = np.arange(1_000.0)
     assert pack_measured([typed(array)], "raw")[1] == Rounding()
     assert pack_measured([typed(array)], "zstd")[1] == Rounding()
@@ -193,7 +193,7 @@ def test_feedback_is_for_int4_only_and_for_each_place_alone() -> None:
     assert pack_measured(bundle, "int4", (), feedback)[0] == first
 
 
-def test_a_debt_is_forgotten_with_another_length_and_with_what_is_not_finite() -> None:
+def test_a_residual_is_forgotten_for_other_lengths_and_infinities() -> None:
     rng = np.random.default_rng(10)
     long, short = rng.standard_normal(500, np.float32), rng.standard_normal(400, np.float32)
     broken = long.copy()

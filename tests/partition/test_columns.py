@@ -44,7 +44,7 @@ def columns(draw: st.DrawFn) -> tuple[Plan, dict[int, PeerId], dict[PeerId, int]
 
 
 @given(columns())
-def test_every_stage_without_a_holder_is_taken_by_one_that_has_not_refused_it(
+def test_every_empty_stage_goes_to_a_node_without_a_refusal(
     drawn: tuple[Plan, dict[int, PeerId], dict[PeerId, int], Refused],
 ) -> None:
     plan, holders, rates, refused = drawn

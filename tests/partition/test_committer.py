@@ -145,7 +145,7 @@ def test_replicas_and_trainers_alike_hear_what_is_open() -> None:
     assert core.events == [Resumed(0, 0, ())]
 
 
-def test_who_has_not_answered_is_asked_again() -> None:
+def test_a_silent_replica_is_asked_again() -> None:
     core = committer()
     core.receive(0.5, FIRST, synced(0))
     assert core.awaited == (HERE, THERE, LAST)
@@ -171,9 +171,7 @@ def test_a_step_left_half_applied_is_finished_with_the_same_total() -> None:
 
 
 @pytest.mark.parametrize(("saved", "is_due"), [(0, True), (2, True), (3, False), (4, False)])
-def test_a_checkpoint_that_was_due_and_came_to_nothing_is_made_before_the_next_step(
-    saved: int, is_due: bool
-) -> None:
+def test_a_failed_due_checkpoint_is_made_before_the_next_step(saved: int, is_due: bool) -> None:
     core = committer(save_every=3, saved=saved)
     sends = tell_all(core, synced(4))
     assert [message.step for _, message in sends if isinstance(message, Save)] == [4] * 4 * is_due
@@ -181,7 +179,7 @@ def test_a_checkpoint_that_was_due_and_came_to_nothing_is_made_before_the_next_s
 
 
 @pytest.mark.parametrize("answer", [synced(2, reduced=6), synced(2**40), synced(None), synced(3, attempt=8)])
-def test_who_cannot_go_on_is_filled_from_its_stage(answer: Any) -> None:
+def test_a_replica_that_cannot_go_on_is_filled_from_its_stage(answer: Any) -> None:
     core = committer()
     for who in (FIRST, HERE, LAST):
         core.receive(0.0, who, synced(3, digest=digest("parameters", who)))
@@ -195,7 +193,7 @@ def test_who_cannot_go_on_is_filled_from_its_stage(answer: Any) -> None:
     assert core.events[1:] == [Resumed(3, 0, (THERE,))]
 
 
-def test_whose_parameters_differ_after_a_plan_is_filled_too() -> None:
+def test_a_replica_with_differing_parameters_is_filled_too() -> None:
     core = committer()
     for who in (FIRST, HERE, LAST):
         core.receive(0.0, who, synced(3, digest=digest("parameters", PLAN.stage_of(who))))
@@ -215,7 +213,7 @@ def test_a_stage_that_holds_nothing_ends_the_plan_with_a_reason() -> None:
     )
 
 
-def test_what_is_counted_stays_with_whoever_counted_it() -> None:
+def test_counted_micro_batches_stay_with_their_replica() -> None:
     core = committer()
     core.receive(0.0, FIRST, synced(0, begun=(0, 1)))
     core.receive(0.0, HERE, synced(0, counted=(1,), samples=(0,), losses=(0.0,)))
@@ -269,7 +267,7 @@ def test_a_suspect_loses_what_it_has_not_counted_and_gets_nothing_back() -> None
     assert core.suspect(0.0, TRAINER) == []
 
 
-def test_what_is_counted_does_not_move_and_a_late_word_of_the_moved_is_ignored() -> None:
+def test_late_results_of_moved_work_are_ignored() -> None:
     core = counting()
     row = Counted(plan=PLAN_HASH, step=0, microbatch=0, stage=1, samples=0, loss=0.0)
     core.receive(0.0, HERE, row)
@@ -279,7 +277,7 @@ def test_what_is_counted_does_not_move_and_a_late_word_of_the_moved_is_ignored()
     assert not core._ledger.is_complete
 
 
-def test_who_is_suspected_between_two_steps_gets_none_of_the_next_and_then_again() -> None:
+def test_a_replica_suspected_between_steps_skips_one_step() -> None:
     core = counting()
     count(core, 0, 1)
     assert core.suspect(0.0, HERE) == []
@@ -297,7 +295,7 @@ def test_who_is_suspected_between_two_steps_gets_none_of_the_next_and_then_again
 
 
 def stalled(core: Committer, until: float) -> list[Open]:
-    """What is moved up to that moment."""
+    """Return the Opens that move micro-batches up to that moment."""
     found: list[Open] = []
     while core.deadline <= until:
         now = core.deadline
@@ -320,7 +318,7 @@ def measured(busy: int = 10**8) -> Committer:
     return core
 
 
-def test_who_has_work_and_says_nothing_is_moved_from() -> None:
+def test_work_moves_away_from_a_silent_replica() -> None:
     core = measured()
     progress(core, 2)
     assert stalled(core, 3.5) == []
@@ -329,7 +327,7 @@ def test_who_has_work_and_says_nothing_is_moved_from() -> None:
     assert core.events == [MicrobatchesMoved(1, 1, HERE, 1)]
 
 
-def test_who_has_nothing_to_do_is_not_stalled_nor_is_a_slow_one() -> None:
+def test_idle_and_slow_replicas_are_not_stalled() -> None:
     core = measured()
     for number in (2, 3):
         progress(core, number)
@@ -343,7 +341,7 @@ def test_who_has_nothing_to_do_is_not_stalled_nor_is_a_slow_one() -> None:
     assert len(stalled(slow, 11.0)) == 1
 
 
-def test_who_waits_for_a_gradient_is_not_stalled_until_it_is_there() -> None:
+def test_a_replica_waiting_for_a_gradient_is_not_stalled() -> None:
     core = measured()
     progress(core, 2)
     progress(core, 2, stage=1)
@@ -404,7 +402,7 @@ def test_a_step_in_which_nothing_counts_is_a_step_all_the_same() -> None:
     assert len(core.events) == 1
 
 
-def test_a_loss_or_a_norm_that_is_no_number_ends_the_run_with_advice() -> None:
+def test_a_loss_or_norm_not_finite_ends_the_run_with_advice() -> None:
     core = counting()
     count(core, 0, loss=float("nan"))
     assert "step 0: the loss is no finite number" in failed_of(core)
@@ -432,7 +430,7 @@ def test_different_totals_are_reduced_again_and_the_third_time_one_must_go() -> 
     assert "3 times" in event.reason
 
 
-def test_who_ends_a_step_with_other_parameters_takes_those_of_the_most_before_the_next_opens() -> None:
+def test_a_replica_that_diverges_from_its_stage_is_rebuilt() -> None:
     core = counting()
     count(core, 0, 1)
     reduce_all(core)
@@ -482,7 +480,7 @@ def test_a_replica_that_fails_is_for_the_next_plan() -> None:
 # Copies, pauses, evaluation
 
 
-def test_every_so_many_steps_all_are_told_to_keep_a_copy_before_the_next_opens() -> None:
+def test_all_replicas_save_before_the_next_step_opens() -> None:
     core = counting(save_every=2)
     count(core, 0, 1)
     reduce_all(core)
@@ -524,7 +522,7 @@ def evaluate(core: Committer, number: int, **other: Any) -> Sends:
     return core.receive(0.0, LAST, replace(row, **other))
 
 
-def test_held_out_micro_batches_are_opened_some_at_a_time_and_keep_their_owners() -> None:
+def test_held_out_micro_batches_are_opened_a_few_at_a_time() -> None:
     core = evaluating(3 * EVALUATIONS_IN_FLIGHT_MAX)
     before = core._ledger.routes()[1].owners
     assert len(before) == EVALUATIONS_IN_FLIGHT_MAX
@@ -569,7 +567,7 @@ def test_a_suspect_loses_its_held_out_micro_batches_too() -> None:
     assert core.events == [MicrobatchesMoved(0, 1, HERE, 2)]
 
 
-def test_a_replica_that_joins_gets_its_share_of_the_next_step_at_once() -> None:
+def test_a_joining_replica_gets_its_share_of_the_next_step() -> None:
     plan = successor(PLAN, Change(joined=(Joining(SECOND, 1, 1),), trainers=(TRAINER,)))
     core = committer(plan=plan)
     name = plan_hash(plan)

@@ -80,7 +80,7 @@ def test_no_cut_lies_behind_a_node_that_needs_a_label_and_more() -> None:
     graph = build.finish()
     assert legal_positions(graph) == (2,)
     first, last = cut(graph, NAME, [2])
-    # What needs nothing but labels goes where they go.
+    # A node that needs only labels goes where they go.
     assert (ids(first), ids(last)) == ([1], [0, 2, 3, 4])
 
 
@@ -190,7 +190,7 @@ def test_a_value_that_only_a_detached_branch_wants_has_no_gradient() -> None:
     assert last.backward_inputs == (3,)
 
 
-def test_what_stands_behind_frozen_weights_only_gets_no_gradient() -> None:
+def test_inputs_behind_only_frozen_weights_get_no_gradient() -> None:
     build = GraphBuilder()
     batch = build.symbol("batch")
     build.begin()
@@ -219,7 +219,7 @@ def test_a_loss_made_early_is_carried_to_the_last_stage() -> None:
     assert entry_of(first).backward_outputs == entry_of(last).backward_inputs == (loss.id,)
 
 
-def test_a_head_without_a_part_in_the_loss_is_kept_but_not_run() -> None:
+def test_a_head_outside_the_loss_is_kept_but_not_run() -> None:
     build = GraphBuilder()
     batch = build.symbol("batch")
     build.begin()
@@ -377,7 +377,7 @@ def test_no_more_tensors_cross_than_a_bundle_holds() -> None:
     assert legal_positions(build.finish()) == (*range(1, 64), 67, 68)
 
 
-def test_constants_that_are_dear_to_make_are_sent_if_they_are_not_too_many() -> None:
+def test_costly_constants_are_sent_if_they_are_few() -> None:
     def graph(count: int) -> Graph:
         build = GraphBuilder()
         batch = build.symbol("batch")

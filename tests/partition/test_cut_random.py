@@ -121,7 +121,7 @@ def test_gradients_go_back_through_the_pieces_as_through_the_whole(
 
 @SLOW
 @given(cuts())
-def test_what_stages_hold_is_what_they_use_and_together_everything(
+def test_stages_hold_what_they_use_and_together_everything(
     case: tuple[Graph, tuple[StageGraph, ...]],
 ) -> None:
     graph, stages = case
@@ -209,7 +209,7 @@ def large_graph(blocks: int) -> Graph:
     )
 
 
-def test_a_graph_of_three_thousand_nodes_is_cut_in_well_under_a_second() -> None:
+def test_a_graph_of_three_thousand_nodes_is_cut_quickly() -> None:
     graph = large_graph(blocks=170)
     check_graph(graph)
     positions = [index * len(graph.entries[0].nodes) // 8 for index in range(1, 8)]
@@ -315,9 +315,7 @@ def hostile(draw: st.DrawFn) -> Graph:
     suppress_health_check=[HealthCheck.too_slow],
 )
 @given(hostile(), st.data())
-def test_nothing_but_a_value_error_comes_out_of_a_graph_that_passed_the_check(
-    graph: Graph, data: st.DataObject
-) -> None:
+def test_cutting_a_checked_graph_raises_only_value_errors(graph: Graph, data: st.DataObject) -> None:
     try:
         check_graph(graph)
     except RemoteProtocolError:

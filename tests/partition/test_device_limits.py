@@ -1,4 +1,5 @@
-"""What a kind of device cannot do is refused at admission, in plain words, not in the middle of a step."""
+"""Operations that a kind of device lacks are refused at admission, in plain words, not in the middle of a
+step."""
 
 from typing import Any
 
@@ -49,7 +50,7 @@ def test_a_run_in_float64_is_refused_by_a_device_that_has_none(as_a_gpu: None) -
     admit(specification(gpt_graph(30, 8, 16, 2, 2, 0.0, "float32")))
 
 
-def test_what_a_cpu_computes_is_refused_by_none_of_it() -> None:
+def test_the_limits_of_devices_refuse_nothing_on_a_cpu() -> None:
     admit(specification(pooled(4)))
     admit(specification(gpt_graph(30, 8, 16, 2, 2, 0.0, "float64")))
 

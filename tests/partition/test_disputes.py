@@ -86,7 +86,7 @@ def test_an_author_that_two_accuse_loses_its_place() -> None:
     assert lost(core) == [FIRST]
 
 
-def test_the_second_time_another_author_is_tried_and_who_accuses_him_too_loses_its_place() -> None:
+def test_an_accuser_of_two_authors_loses_its_place() -> None:
     core = counting(WIDE)
     before = owners([(TRAINER, core._open_message())])
     assert before == [[0, 1, 0, 1], [0, 1, 0, 1], [0] * 4]
@@ -96,7 +96,7 @@ def test_the_second_time_another_author_is_tried_and_who_accuses_him_too_loses_i
     assert lost(core) == [HERE]
 
 
-def test_what_an_author_has_counted_counts_no_more_where_another_makes_it() -> None:
+def test_counts_of_a_replaced_author_are_void() -> None:
     core = counting(WIDE)
     for number in (0, 2):
         core.receive(
@@ -115,7 +115,7 @@ def test_what_an_author_has_counted_counts_no_more_where_another_makes_it() -> N
     assert opened.stages[0].counted == ()
 
 
-def test_where_it_can_go_nowhere_else_both_lose_their_places_but_for_the_committer_itself() -> None:
+def test_both_lose_their_places_where_work_cannot_move() -> None:
     core = counting()
     assert feeder_of(PLAN, True, 0) == TRAINER
     accuse(core, FIRST, TRAINER, 0)
@@ -148,7 +148,7 @@ def test_a_number_that_two_cannot_use_is_the_fault_of_the_data() -> None:
             assert lost(core) == []
 
 
-def test_a_number_that_the_only_receiver_cannot_use_is_the_fault_of_the_data() -> None:
+def test_a_number_that_the_only_receiver_rejects_blames_the_data() -> None:
     core = counting()
     accuse(core, FIRST, TRAINER, 0, values=True)
     (event,) = [event for event in core.events if isinstance(event, TrainingFailed)]
@@ -166,7 +166,7 @@ def test_two_that_still_dispute_in_a_third_step_both_lose_their_places() -> None
     assert lost(core) == [FIRST, HERE]
 
 
-def test_who_calls_its_own_frames_useless_loses_its_place() -> None:
+def test_a_peer_that_rejects_its_own_frames_loses_its_place() -> None:
     plan = replace(PLAN, trainers=(TRAINER, FIRST), microbatches=8)
     core = counting(plan)
     number = next(number for number in range(8) if feeder_of(plan, True, number) == FIRST)
@@ -174,7 +174,7 @@ def test_who_calls_its_own_frames_useless_loses_its_place() -> None:
     assert lost(core) == [FIRST]
 
 
-def test_an_accusation_of_what_is_not_open_changes_nothing_and_one_without_sense_is_refused() -> None:
+def test_senseless_accusations_change_nothing_or_are_refused() -> None:
     core = counting()
     assert accuse(core, THERE, FIRST, 0) == []  # the other's
     core.receive(1.0, HERE, Counted(plan=PLAN_HASH, step=0, microbatch=0, stage=1, samples=0, loss=0.0))

@@ -38,7 +38,7 @@ def diverge(core: Committer, how: str) -> Sends:
 
 
 @pytest.mark.parametrize("how", ["loss", "stage", "norm"])
-def test_a_step_that_diverges_is_skipped_by_all_where_the_run_says_so(how: str) -> None:
+def test_a_diverged_step_is_skipped_by_all_if_allowed(how: str) -> None:
     core = counting(skips_diverged=True)
     sends = diverge(core, how)
     assert [(who, message.skipped) for who, message in sends if isinstance(message, Apply)] == [
@@ -74,7 +74,7 @@ def test_eleven_steps_that_diverge_in_a_row_end_the_run_whoever_commits() -> Non
     assert "10 steps before it were skipped in a row" in failed_of(core)
 
 
-def test_a_skipped_step_that_some_have_not_applied_is_finished_by_the_next_committer() -> None:
+def test_the_next_committer_finishes_a_skipped_step() -> None:
     core = committer(skips_diverged=True)
     applied = Apply(plan=PLAN_HASH, step=0, attempt=START, samples=1, skipped=1)
     sends: Sends = []

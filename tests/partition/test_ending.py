@@ -111,7 +111,7 @@ def test_one_member_alone_settles_at_once() -> None:
     assert world.settled == {peer(1): conclusion(1)}
 
 
-def test_of_two_proposals_at_once_the_one_of_more_steps_counts() -> None:
+def test_the_proposal_of_more_steps_wins() -> None:
     world = World(3, Random(1))
     world.propose(1, step=10)
     world.propose(3, step=12)
@@ -338,7 +338,7 @@ def test_steps_that_the_run_does_not_have_are_refused() -> None:
             member.receive(0.0, peer(2), message)
 
 
-def test_a_result_that_is_fetched_outlives_its_author_until_it_is_looked_at() -> None:
+def test_a_fetched_result_outlives_its_author_until_it_is_tried() -> None:
     member = Ending(peer(1), RUN, LocalSettings())
     member.set_peers(0.0, [peer(2)])
     member.receive(0.0, peer(2), Said(RUN, conclusion(2), holds=True, is_settled=True))

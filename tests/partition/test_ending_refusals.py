@@ -218,7 +218,7 @@ def test_a_settled_claim_of_one_that_changes_its_mind_counts_once() -> None:
     assert member.best == conclusion(2)
 
 
-def test_one_left_alone_does_not_take_the_word_of_another_that_has_left() -> None:
+def test_a_member_left_alone_does_not_trust_one_that_left() -> None:
     own, liar = peer(1), peer(2)
     member = Ending(own, RUN, LocalSettings())
     member.set_peers(0.0, [liar], trainers=[own, liar])
@@ -229,7 +229,7 @@ def test_one_left_alone_does_not_take_the_word_of_another_that_has_left() -> Non
     assert not member.is_decided, "it is tried first"
 
 
-def test_a_newcomer_hears_of_an_end_from_a_member_that_it_never_saw_take_part() -> None:
+def test_a_newcomer_learns_of_the_end_from_its_inviter() -> None:
     own, inviter = peer(1), peer(2)
     member = Ending(own, RUN, LocalSettings())
     member.set_peers(0.0, [], trainers=[])

@@ -57,7 +57,7 @@ def sizes_max(name: str) -> tuple[int, ...]:
 
 
 def train(row: Row, name: str, dtype: str = "float64", steps: int = 3) -> Iterator[dict[str, Array]]:
-    """What each step ends with: sums of the loss, gradients' sums before it, parameters after it."""
+    """Yield each step's results: sums of the loss, sums of gradients before it, parameters after it."""
     for step in range(steps):
         loss, samples, metrics = 0.0, 0, 0.0
         for number in range(MICROBATCHES):
@@ -249,7 +249,7 @@ def test_a_stage_without_parameters_forwards_backwards_and_steps() -> None:
     held.ask(Apply(0, 4), Applied)
 
 
-def test_a_replayed_microbatch_gives_the_same_bytes_and_a_discarded_one_leaves_nothing() -> None:
+def test_a_replayed_microbatch_gives_the_same_bytes() -> None:
     first, last = spread(model("gpt"), 2)
     stage, end = Held(first, (4, 8)), Held(last, (4, 8))
     inputs, labels = data("gpt", 4, 1)
@@ -269,7 +269,7 @@ def test_a_replayed_microbatch_gives_the_same_bytes_and_a_discarded_one_leaves_n
     assert bytes(end.arenas["gradients"]) == sums
 
 
-def test_each_answer_is_packed_as_its_request_says_and_tells_what_that_took() -> None:
+def test_each_answer_is_packed_by_the_codec_of_its_request() -> None:
     first, last = (Held(part, (4, 8)) for part in spread(model("gpt", "float32"), 2))
     inputs, labels = data("gpt", 0, 1)
     shorter = []
@@ -290,7 +290,7 @@ def test_each_answer_is_packed_as_its_request_says_and_tells_what_that_took() ->
     assert shorter[-2] < shorter[-4] < shorter[4] < shorter[0]
 
 
-def test_what_int4_owes_is_paid_with_the_next_gradient_and_forgotten_with_the_step() -> None:
+def test_int4_errors_enter_the_next_gradient_of_the_step() -> None:
     first, last = (Held(part, (4, 8)) for part in spread(model("gpt", "float32"), 2))
     inputs, labels = data("gpt", 0, 1)
     values = first.ask(Forward(0, 0, True, inputs), Forwarded).output

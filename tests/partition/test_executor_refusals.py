@@ -133,7 +133,7 @@ def test_garbage_is_refused_and_changes_nothing() -> None:
     assert arenas[0] == arenas[1]
 
 
-def test_a_refusal_names_the_payload_that_no_stage_could_use_and_none_where_the_request_is_wrong() -> None:
+def test_a_refusal_names_the_unusable_payload() -> None:
     stage = one()
     stage.ask(Forward(0, 0, True, GOOD, LABELS), Forwarded)
     found: dict[str, set[str]] = {}
@@ -170,7 +170,7 @@ def test_an_operator_s_complaint_names_it() -> None:
     assert "\n" not in reason
 
 
-def test_a_gradient_of_a_wrong_shape_is_refused_and_the_right_one_still_taken() -> None:
+def test_a_right_gradient_is_taken_after_a_refused_one() -> None:
     stage = Held(spread(model(), 2)[0], (ROWS,))
     output = stage.ask(Forward(0, 0, True, GOOD), Forwarded).output
     assert output is not None
@@ -190,7 +190,7 @@ def test_a_gradient_of_a_wrong_shape_is_refused_and_the_right_one_still_taken() 
     stage.ask(Backward(0, 0, output), Refused)
 
 
-def test_an_error_on_the_way_back_ends_the_process_since_sums_may_hold_half_of_it() -> None:
+def test_an_error_in_the_backward_pass_ends_the_process() -> None:
     stage = one()
 
     def out_of_memory(gradient: torch.Tensor) -> None:
@@ -229,7 +229,7 @@ def test_a_norm_whose_square_is_beyond_all_numbers_is_infinite() -> None:
     build = GraphBuilder(dtype="float64")
     batch = build.symbol("batch")
     build.begin()
-    # Of a single element torch gives the norm without squaring it.
+    # For a single element torch gives the norm without squaring it.
     scaled = build.node("mul.Tensor", build.input("x", "float64", batch, 1), build.parameter("w", 1))
     build.end(outputs=[scaled], loss=build.node("sum", scaled))
     stage = Held(whole(build.finish()), (1,))
@@ -237,7 +237,7 @@ def test_a_norm_whose_square_is_beyond_all_numbers_is_infinite() -> None:
     assert stage.ask(Norm(), Normed).squared_norm == inf
 
 
-def test_a_gradient_that_is_not_finite_is_told_by_the_norm_and_blames_no_replica() -> None:
+def test_the_norm_reveals_a_gradient_that_is_not_finite() -> None:
     graph = model()
     first, _ = cut(graph, bytes(32), legal_positions(graph)[:1])
     stage = Held(first, (ROWS,), microbatches=4)
@@ -307,7 +307,7 @@ def test_a_safetensors_file_that_is_not_exactly_the_stage_is_refused() -> None:
     stage.ask(Import(safetensors.numpy.save(without)), Done)
 
 
-def test_a_file_of_many_small_parameters_is_no_longer_than_a_message_may_be() -> None:
+def test_a_file_of_many_small_parameters_fits_a_message() -> None:
     build = GraphBuilder()
     batch = build.symbol("batch")
     build.begin()

@@ -1,4 +1,4 @@
-"""What a trainer is to send, and to whom, as the committer opens it."""
+"""A trainer's frames and their receivers, as the committer opens them."""
 
 import pytest
 from msgspec.structs import replace
@@ -18,7 +18,7 @@ def feeder() -> Feeder:
 
 
 def opened(core: Feeder, **changes: object) -> list[object]:
-    """What the feeder says to an Open."""
+    """Return the feeder's events for an Open."""
     message = replace(opening(**changes), plan=core.plan_hash)  # type: ignore[arg-type]  # as `opening` takes them
     assert core.receive(0.0, TRAINER, message) == []
     events: list[object] = [*core.events]
@@ -58,7 +58,7 @@ def test_the_frames_of_a_step_are_done_when_the_next_opens() -> None:
     assert opened(core, step=0, attempt=5) == []  # late
 
 
-def test_held_out_micro_batches_are_fed_once_each_while_their_run_moves_on() -> None:
+def test_held_out_micro_batches_are_fed_once_each() -> None:
     core = feeder()
     opened(core)
     first = opened(core, middles=(0,) * 4, step=1, train=False, first=0)

@@ -1,4 +1,4 @@
-"""What is kept of the frames of committed steps, within its bounds."""
+"""The frames of committed steps are kept within bounds."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,7 +43,7 @@ def test_the_step_after_a_checkpoint_outlives_newer_ones() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3), st.integers(0, 60)), max_size=60))
 @settings(max_examples=100, deadline=None)
-def test_whatever_comes_frames_and_bytes_stay_within_their_bounds(rows: list[tuple[int, int, int]]) -> None:
+def test_archived_frames_and_bytes_stay_within_their_bounds(rows: list[tuple[int, int, int]]) -> None:
     archive = FrameArchive(facts_max=12, bytes_max=100)
     for now, (step, microbatch, size) in enumerate(rows):
         note(archive, step, microbatch, float(now), size)

@@ -134,7 +134,7 @@ def test_an_oversize_frame_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("codec", ["raw", "zstd", "int8"])
-def test_a_frame_whose_payload_cannot_be_its_tensors_is_refused_before_its_signature_is_checked(
+def test_a_frame_of_impossible_length_is_refused_before_signature_checks(
     codec: Codec,
 ) -> None:
     payload = pack([typed(np.arange(100, dtype=np.float32))], codec)

@@ -51,7 +51,7 @@ from tests.partition.test_check import GOOD
 HALF = half_graph()
 DIGEST = bytes(32)
 NAME_OF_GOOD = "65a227ed167a9dd1cfaab0f0c53c576d"
-"""What it was before there was a version 2."""
+"""The graph's name from before there was a version 2."""
 tables = st.lists(
     st.tuples(st.sampled_from(FLOATING), st.lists(st.integers(1, 5), max_size=3)), min_size=1, max_size=12
 )
@@ -166,7 +166,7 @@ def test_a_graph_whose_types_do_not_fit_is_refused(graph: Graph, reason: str) ->
         check_graph(graph)
 
 
-def test_a_half_graph_that_trains_is_refused_by_the_name_of_a_parameter() -> None:
+def test_a_half_precision_graph_that_trains_is_refused_by_name() -> None:
     rows = tuple(
         replace(row, type=replace(row.type, dtype="bfloat16"), kind="frozen") if not number else row
         for number, row in enumerate(GOOD.parameters)
@@ -191,7 +191,7 @@ def test_a_model_of_half_precision_is_not_captured_to_be_trained() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32))
-def test_whatever_is_changed_in_a_typed_graph_only_a_refusal_comes_out(seed: int) -> None:
+def test_mutated_typed_graphs_cause_only_refusals(seed: int) -> None:
     data = mutated_case(seed, [HALF]).graph
     try:
         check_graph(decode_graph(data))

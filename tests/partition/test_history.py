@@ -50,7 +50,7 @@ def test_a_first_plan_of_anybody_else_is_none() -> None:
     assert_refused(first_history(REQUESTER, successor(FIRST, JOIN)), "not the first")
 
 
-def test_who_was_never_admitted_admits_nobody() -> None:
+def test_a_peer_that_was_never_admitted_admits_nobody() -> None:
     first = first_history(REQUESTER, FIRST)
     own = Change(admitted=(OUTSIDER.peer,))
     assert_refused(told(first, OUTSIDER, FIRST, own), "not there")

@@ -101,7 +101,7 @@ def test_a_stage_opened_early_is_closed_unless_its_plan_is_decided() -> None:
     assert hosting.planner_lost(OTHER) is None, "the plan is in force"
 
 
-def test_what_could_not_be_opened_early_is_given_up_once() -> None:
+def test_an_early_stage_that_failed_is_given_up_once() -> None:
     hosting, early = Hosting(ME), plan(3, ME, OTHER)
     wanted = hosting.prepare(0.0, early, OTHER)
     assert wanted is not None

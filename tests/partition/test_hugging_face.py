@@ -109,7 +109,7 @@ def test_a_result_written_as_a_folder_is_loaded_by_transformers(tmp_path: Path, 
 
 
 def predicted(folder: Path, data: str, capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
-    """What `predict` says of a folder's model with its own weights."""
+    """Return the result of `predict` for a folder's model with its own weights."""
     (folder / "RUN.toml").write_text(f'model = "m"\ndata = "{data}"\n')
     weights = str(folder / "m" / "model.safetensors")
     assert run(["predict", str(folder / "RUN.toml"), "--weights", weights, "--json", *flags]) == 0
@@ -195,7 +195,7 @@ def test_weights_that_are_pickled_are_not_read(tmp_path: Path) -> None:
         ([], "is no table"),
     ],
 )
-def test_what_is_no_model_of_transformers_is_refused(tmp_path: Path, config: object, words: str) -> None:
+def test_folders_without_a_transformers_model_are_refused(tmp_path: Path, config: object, words: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "evil.py").write_text("raise SystemExit('it was run')")
     with pytest.raises(CaptureRefused, match=words):

@@ -117,14 +117,14 @@ def test_every_random_node_draws_for_itself() -> None:
     assert set(one.flatten().tolist()) == {0.0, 2.0}
 
 
-def test_what_draws_while_evaluating_too_is_seeded_then_as_well() -> None:
+def test_draws_while_evaluating_are_seeded_too() -> None:
     program = compiled(one_node("rand", [4]))
     seed = partial(seed_of, b"run", 0, 0, "train")
     one, other = (program.run({}, {}, {}, [torch.ones(3)], [], (1,), seed).outputs[0] for _ in range(2))
     assert torch.equal(one, other)
 
 
-def test_a_batch_norm_gives_the_statistics_of_the_batch_and_leaves_the_running_ones() -> None:
+def test_a_batch_norm_leaves_the_running_statistics_unchanged() -> None:
     torch.manual_seed(0)
     model, graph = Cnn(4), cnn_graph(4)
     rows = by_row(graph, model)
@@ -145,7 +145,7 @@ def test_a_batch_norm_gives_the_statistics_of_the_batch_and_leaves_the_running_o
     assert evaluated.statistics == []
 
 
-def test_a_batch_norm_without_running_statistics_uses_the_batch_s_own_even_when_evaluating() -> None:
+def test_a_batch_norm_without_running_statistics_evaluates_by_the_batch() -> None:
     build = GraphBuilder()
     batch = build.symbol("batch")
     build.begin()

@@ -54,7 +54,7 @@ def test_flops_are_those_that_torch_counts(model: tuple[Task, Graph]) -> None:
     assert products < total < 1.1 * products
 
 
-def test_what_is_kept_for_the_backward_pass_is_bounded_from_above(model: tuple[Task, Graph]) -> None:
+def test_memory_kept_for_the_backward_pass_is_bounded_from_above(model: tuple[Task, Graph]) -> None:
     task, graph = model
     own = {parameter.untyped_storage().data_ptr() for parameter in task.model.parameters()}
     kept: dict[int, torch.Tensor] = {}

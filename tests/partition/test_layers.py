@@ -78,7 +78,7 @@ def test_layers_of_any_graph_pass_the_check_and_can_be_cut(graph: Graph, layers_
     assert set(layered.entries[0].boundaries) <= set(legal_positions(graph))
     stages = cut_layers(layered, b"n" * 32, [(place, place + 1) for place in range(count)])
     assert len(stages) == count
-    # What was chosen before does not matter.
+    # An earlier choice does not matter.
     assert with_layers(layered, layers_max=layers_max) == layered
 
 
@@ -89,7 +89,7 @@ def test_a_split_names_all_boundaries() -> None:
     assert graph.layers == ("wte", "h.1", "h.2.mlp", "lm_head")
 
 
-def test_what_belongs_together_is_not_divided() -> None:
+def test_modules_kept_together_are_not_divided() -> None:
     graph = with_layers(transformer(3), together=[["h.0", "h.1"], ["h.2.mlp", "lm_head"]])
     assert graph.layers == ("wte", "h.0", "h.2", "h.2.mlp")
     assert with_layers(transformer(3), together=[["wte", "lm_head"]]).layers == ("wte",)
@@ -108,7 +108,7 @@ def test_what_belongs_together_is_not_divided() -> None:
         ({"layers_max": 513}, "1 to 512 layers"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_reason(arguments: dict[str, object], complaint: str) -> None:
+def test_impossible_layers_are_refused_with_the_reason(arguments: dict[str, object], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         with_layers(transformer(3), **arguments)  # type: ignore[arg-type]  # the table mixes kinds of arguments
 

@@ -1,4 +1,4 @@
-"""What plan should come next: who is lost, who comes in their place, and when there is no way on."""
+"""The next plan: members lost, their replacements, and cases without a way on."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,7 +43,7 @@ def test_while_everybody_lives_nothing_is_wished_for() -> None:
     assert next_change(view(candidates=((SPARE, 9),))) is None
 
 
-def test_a_lost_replica_leaves_the_roster_and_its_stage_goes_on_with_the_other() -> None:
+def test_a_stage_goes_on_without_its_lost_replica() -> None:
     change = change_of(view((SECOND,)))
     assert change == Change(lost=(SECOND,))
 
@@ -62,7 +62,7 @@ def test_a_trainer_takes_a_stage_only_where_nobody_is_idle() -> None:
     assert [candidate for candidate, _ in order] == [peer(2), peer(3), peer(1)]
 
 
-def test_who_is_lost_goes_first_and_is_replaced_in_the_plan_after() -> None:
+def test_a_lost_replica_is_replaced_one_plan_later() -> None:
     change = change_of(view((SECOND,), candidates=((SPARE, 9),)))
     assert (change.lost, change.joined) == ((SECOND,), ())
     after = successor(PLAN, change)
@@ -71,14 +71,14 @@ def test_who_is_lost_goes_first_and_is_replaced_in_the_plan_after() -> None:
     assert next_change(view(plan=after, candidates=((SPARE, 9),), may_refill=False)) is None
 
 
-def test_a_stage_without_a_replica_goes_back_to_the_checkpoint_on_a_newcomer() -> None:
+def test_a_stage_without_replicas_is_restored_on_a_newcomer() -> None:
     change = change_of(view((THIRD, FOURTH), candidates=((SPARE, 9),), restorable=CHECKPOINT))
     assert change == Change(
         lost=(THIRD, FOURTH), joined=(Joining(SPARE, 1, 9),), restored=CHECKPOINT[0], step=CHECKPOINT[1]
     )
 
 
-def test_nobody_goes_back_to_a_checkpoint_of_which_no_copy_is_within_reach() -> None:
+def test_an_unreachable_checkpoint_is_not_restored() -> None:
     candidates = ((SPARE, 9),)
     apart = next_change(
         view((THIRD, FOURTH), candidates=candidates, restorable=CHECKPOINT, can_restore=False)
@@ -90,7 +90,7 @@ def test_nobody_goes_back_to_a_checkpoint_of_which_no_copy_is_within_reach() -> 
     assert change_of(goes_on).lost == (SECOND,)
 
 
-def test_a_replica_without_its_memory_may_come_back_to_its_own_stage_empty() -> None:
+def test_a_restarted_replica_may_rejoin_its_stage_empty() -> None:
     change = change_of(view((THIRD, FOURTH), candidates=((THIRD, 9),), restorable=CHECKPOINT))
     assert change.joined == (Joining(THIRD, 1, 9),)
     assert THIRD in change.lost
@@ -114,7 +114,7 @@ def test_a_stage_without_anybody_goes_to_the_one_beside_it() -> None:
     assert set(change.lost) == {THIRD, FOURTH}
 
 
-def test_whoever_has_no_room_for_more_layers_has_no_stage_in_the_merged_plan() -> None:
+def test_a_peer_without_room_gets_no_stage_in_a_merged_plan() -> None:
     change = change_of(view((THIRD, FOURTH), restorable=CHECKPOINT, refused=((FIRST, 0, 4),)))
     assert change.stages == (StagePlan(0, 4, (SECOND,), (1,)),)
     assert FIRST in successor(PLAN, change).roster
@@ -129,7 +129,7 @@ def test_only_who_asks_others_proposes_to_merge() -> None:
     assert isinstance(next_change(view((THIRD, FOURTH), restorable=CHECKPOINT, asks=False)), NoViablePlan)
 
 
-def test_the_last_of_a_stage_that_wants_to_leave_is_replaced_before_it_goes() -> None:
+def test_a_leaving_last_replica_is_replaced_first() -> None:
     alone = successor(PLAN, Change(lost=(SECOND,)))
     leaving = frozenset((FIRST,))
     change = change_of(view(plan=alone, leaving=leaving, candidates=((SPARE, 9),), may_refill=False))

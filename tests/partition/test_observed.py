@@ -1,4 +1,4 @@
-"""What peers measured of each other, and what a planner believes of it; when links are measured."""
+"""Measurements of peers by each other and the planner's trust in them; the schedule of link probes."""
 
 from random import Random
 
@@ -55,7 +55,7 @@ def test_the_lower_of_what_both_ends_saw_counts() -> None:
     assert found[B, A] == Link(5 * 10**6, 1_000)
 
 
-def test_what_the_planner_measured_itself_wins() -> None:
+def test_the_planners_own_measurements_win() -> None:
     known = Knowledge(A, {}, {A: saw((B, 10**7, 10**7)), B: saw((A, 1, 1))})
     assert known.links([A, B]) == {(A, B): Link(10**7, 1_000), (B, A): Link(10**7, 1_000)}
 
@@ -146,7 +146,7 @@ def test_one_disturbed_probe_changes_nothing() -> None:
     assert (row.sent, row.taken) == (10**7, 10**7)
 
 
-def test_frames_lower_an_estimate_and_raise_it_only_where_the_link_was_full() -> None:
+def test_frames_raise_an_estimate_only_on_a_saturated_link() -> None:
     core = LinkProbes(Random(1), 0.0)
     core.next(5.0, [A])
     core.probed(5.0, A, 1e7, 1e7, None)
@@ -171,7 +171,7 @@ def test_one_that_refuses_is_asked_again_later_and_later() -> None:
     assert len(asked) < 20
 
 
-def test_a_peer_is_served_a_few_times_and_all_together_not_without_end() -> None:
+def test_probes_are_limited_for_each_peer_and_for_all() -> None:
     limits = ProbeLimits(0.0)
     assert limits.refusal_seconds(0.0, A, is_busy=True) == BUSY_SECONDS
     served = [limits.refusal_seconds(0.0, A, is_busy=False) == 0 for _ in range(20)]
@@ -184,7 +184,7 @@ def test_a_peer_is_served_a_few_times_and_all_together_not_without_end() -> None
 
 
 @given(st.floats(allow_nan=False), st.floats(allow_nan=False))
-def test_whatever_was_measured_makes_a_record(sent: float, taken: float) -> None:
+def test_any_measurements_make_a_record(sent: float, taken: float) -> None:
     core = LinkProbes(Random(1), 0.0)
     core.next(5.0, [A])
     core.probed(5.0, A, sent, taken, 1e9)

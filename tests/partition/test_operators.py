@@ -31,7 +31,7 @@ def test_no_operator_changes_what_it_is_given() -> None:
     assert [name for name in NAMES if overload(name)._schema.is_mutable] == []
 
 
-def test_what_shares_memory_by_the_schema_is_a_view() -> None:
+def test_operators_that_alias_by_their_schema_are_views() -> None:
     aliasing = {
         name
         for name in NAMES
@@ -60,7 +60,7 @@ def test_composites_that_may_do_nothing_are_views(name: str, arguments: tuple[An
     assert OPERATORS[name].view
 
 
-def test_what_is_no_view_makes_memory_of_its_own() -> None:
+def test_operators_that_are_no_views_make_their_own_memory() -> None:
     """With one or two tensors and nothing else, which is most of them."""
     tried = 0
     for row in rows(lambda row: not row.view and not row.factory):
@@ -77,12 +77,12 @@ def test_what_is_no_view_makes_memory_of_its_own() -> None:
     assert tried > 150
 
 
-def test_what_draws_is_random_and_nothing_else() -> None:
+def test_exactly_the_drawing_operators_are_random() -> None:
     drawing = {name for name in NAMES if torch.Tag.nondeterministic_seeded in overload(name).tags}
     assert drawing == {row.name for row in rows(lambda row: row.random)}
 
 
-def test_what_draws_by_a_flag_stops_when_evaluated() -> None:
+def test_operators_that_draw_by_a_flag_stop_in_evaluation() -> None:
     flags = {"train", "training", "dropout_p"}
     for name in NAMES:
         arguments = [argument.name for argument in overload(name)._schema.arguments]
@@ -113,7 +113,7 @@ def test_the_twin_of_an_operator_does_the_same_in_place() -> None:
         assert row.state_twin not in OPERATORS
 
 
-def test_what_is_dangerous_is_not_on_the_list() -> None:
+def test_dangerous_operators_are_not_on_the_list() -> None:
     bases = {name.split(".")[1] for name in NAMES}
     assert not [base for base in bases if base.endswith("_") and not base.endswith("__")]
     assert not [base for base in bases if base.startswith(("_foreach", "_fused", "_sparse"))]

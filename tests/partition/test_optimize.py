@@ -205,7 +205,7 @@ def test_parameters_of_a_group_that_is_not_there_are_refused() -> None:
     length=st.integers(1, 50),
     floor=st.floats(0, 1),
 )
-def test_a_schedule_rises_to_one_then_never_rises_and_ends_at_its_floor(
+def test_a_schedule_rises_to_one_and_falls_to_its_floor(
     kind: Any, warmup: int, length: int, floor: float
 ) -> None:
     schedule = Schedule(kind, warmup, warmup + length, floor)

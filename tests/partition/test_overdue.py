@@ -39,7 +39,7 @@ def stuck_of(overdue: StallDetector, **answers: Waiting) -> set[PeerId]:
     return set(overdue.stuck(overdue.due, ALL))
 
 
-def test_it_is_patient_before_anything_is_measured_and_then_as_long_as_that_took() -> None:
+def test_patience_follows_the_measured_durations() -> None:
     overdue = begun()
     assert overdue.due == PATIENCE_SECONDS
     overdue.reported(5.0)
@@ -54,15 +54,15 @@ def test_it_is_patient_before_anything_is_measured_and_then_as_long_as_that_took
     assert overdue.due == 31.0 + PATIENCE_SECONDS_MIN
 
 
-def test_who_does_not_answer_is_stuck_whatever_others_say() -> None:
+def test_a_silent_replica_is_stuck() -> None:
     assert stuck_of(begun(), one=waiting(4, TWO), two=waiting(1)) == {THREE}
 
 
-def test_who_waits_for_nobody_is_stuck() -> None:
+def test_a_replica_that_waits_for_nobody_is_stuck() -> None:
     assert stuck_of(begun(), one=waiting(4, TWO), two=waiting(1), three=waiting(4, TWO)) == {TWO}
 
 
-def test_who_holds_up_the_most_is_stuck_and_summands_go_before_sums() -> None:
+def test_the_replica_that_holds_up_the_most_is_stuck() -> None:
     answers = {"one": waiting(4, THREE), "two": waiting(4, THREE), "three": waiting(4, ONE)}
     assert stuck_of(begun(), **answers) == {THREE}
     # Two lacks a summand, so it cannot send the sums that the others want of it.
@@ -70,7 +70,7 @@ def test_who_holds_up_the_most_is_stuck_and_summands_go_before_sums() -> None:
     assert stuck_of(begun(), two=waiting(2, ONE), **answers) == {ONE}
 
 
-def test_of_a_word_against_a_word_one_goes() -> None:
+def test_one_of_two_that_blame_each_other_is_stuck() -> None:
     overdue = StallDetector(ALL[:2])
     overdue.begin(0.0, "committing", 3, 7)
     for _ in range(ASKS):
@@ -80,7 +80,7 @@ def test_of_a_word_against_a_word_one_goes() -> None:
     assert set(overdue.stuck(overdue.due, ALL[:2])) == {TWO}
 
 
-def test_nobody_is_stuck_while_less_and_less_is_left_but_not_for_ever() -> None:
+def test_progress_is_believed_but_not_for_ever() -> None:
     overdue = begun()
     left, now = 10_000, 0.0
     while now < ROUND_SECONDS_MAX:

@@ -57,7 +57,7 @@ def test_one_slow_step_does_not_make_a_slow_machine() -> None:
     assert pace.patience_seconds(HERE) == pytest.approx(8 * 1.3)
 
 
-def test_what_was_measured_under_one_plan_deals_the_first_step_of_the_next() -> None:
+def test_measured_paces_carry_over_to_the_next_plan() -> None:
     replica = Replica(HERE, PLAN)
     assert synced_of(replica, PLAN).pace_nanoseconds == 0
     replica.receive(0.0, TRAINER, opening((0, 0)))

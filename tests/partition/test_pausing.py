@@ -5,7 +5,7 @@ from tests.partition.small_plan import synced
 from tests.partition.test_committer import REPLICAS, apply_all, committer, count, opens, reduce_all
 
 
-def test_a_step_that_was_begun_under_another_plan_is_finished_before_a_pause() -> None:
+def test_a_step_begun_under_an_earlier_plan_precedes_a_pause() -> None:
     core = committer()
     assert core.pause(0.0) == []
     sends = [row for who in REPLICAS for row in core.receive(0.0, who, synced(0, begun=(0,)))]

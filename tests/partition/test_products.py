@@ -40,7 +40,7 @@ def test_a_product_that_depends_on_its_company_is_computed_in_blocks(
     torch.testing.assert_close(whole, LINEAR(rows, weights[0], weights[1]), rtol=1e-4, atol=1e-4)
 
 
-def test_what_is_no_product_by_a_weight_stays_as_it_is() -> None:
+def test_nodes_without_a_product_by_a_weight_stay_unchanged() -> None:
     products = Products(LEAST, MOST)
     assert products.product("aten.linear.default", LINEAR, (Value(0), Value(1))) is None
     assert products.product("aten.add.Tensor", LINEAR, (Value(0), ParameterValue(1))) is None
@@ -61,7 +61,7 @@ def test_packed_weights_give_the_same_product_and_rows_that_know_no_company(dtyp
     assert first is not None
     assert second is not None
     products.try_all(weights)
-    # One weight is packed once, whoever multiplies by it.
+    # A weight of several products is packed once.
     assert first.packed is not None
     assert first.packed is second.packed
     rows = torch.randn(1, 40, 48).to(dtype)

@@ -291,7 +291,7 @@ class Gated(nn.Module):
 
 
 @pytest.mark.parametrize("outlined", [False, True])
-def test_what_stands_behind_a_gate_that_is_zero_is_proved_too(outlined: bool) -> None:
+def test_modules_behind_a_zero_gate_are_proved_too(outlined: bool) -> None:
     with skeleton() if outlined else nullcontext():
         model = Gated()
     inputs = (torch.randn(2, 4),)
@@ -416,7 +416,7 @@ def test_gradients_go_through_lazy_tensors() -> None:
     assert torch.allclose(weight.grad, real.grad)
 
 
-def test_values_for_proofs_are_scaled_as_the_recipe_and_different_for_every_name() -> None:
+def test_proof_values_follow_the_recipe_and_differ_by_name() -> None:
     tiles = Tiles(0)
     normal = Recipe((Fill("normal", 1.0, 0.02), Fill("zero_row", 2.0)))
     values = tiles.values(normal, "a", (40, 50), torch.float32, 2000)

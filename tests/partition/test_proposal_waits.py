@@ -27,7 +27,7 @@ def test_a_provider_that_refuses_is_asked_again_without_any_news() -> None:
     assert asks_next(node, 60.0) == refused_at + timeouts.BUSY_SECONDS_MIN
 
 
-def test_a_free_place_is_filled_once_the_dust_has_settled_whatever_was_heard_meanwhile() -> None:
+def test_a_free_place_is_filled_after_the_refill_delay() -> None:
     plan = successor(PLAN, Change(lost=(TWO,)))
     node = Node(committee(plan)[0]).begin()
     node.die(TWO)

@@ -54,7 +54,7 @@ def promised(one: StageProvider, wanted: Plan, now: float = 0.0) -> None:
         one.slots.promise(now, promise)
 
 
-def test_a_stage_is_opened_and_begun_only_by_the_plan_it_was_promised_for() -> None:
+def test_a_stage_is_opened_only_for_the_promised_plan() -> None:
     one, mine, another = provider(), plan(), plan(run=8)
     assert one.on_open(0, ASKER, mine, STRANGE) == Declined(NO_LEASE)
     assert one.on_start(0, ASKER, mine, STRANGE) == Declined(NO_LEASE)
@@ -66,7 +66,7 @@ def test_a_stage_is_opened_and_begun_only_by_the_plan_it_was_promised_for() -> N
     assert one.on_start(SILENCE_SECONDS_MAX, ASKER, mine, STRANGE) == Declined(NO_LEASE), "it waited too long"
 
 
-def test_who_finds_a_slot_held_is_told_when_it_is_free_where_that_is_soon() -> None:
+def test_a_declined_planner_is_told_when_a_slot_lapses_soon() -> None:
     one = provider()
     promised(one, plan())
     assert held(one, plan(run=8), now=5.0) == Declined(BUSY)
@@ -84,7 +84,7 @@ def test_only_the_planner_releases_what_was_promised_to_it() -> None:
     assert isinstance(held(one, plan(run=8)), Hold)
 
 
-def test_a_plan_given_up_while_its_lease_was_thought_about_gets_no_promise() -> None:
+def test_a_plan_given_up_meanwhile_gets_no_promise() -> None:
     one, mine = provider(), plan()
     hold = held(one, mine)
     assert isinstance(hold, Hold)
@@ -120,7 +120,7 @@ def test_a_slot_given_away_meanwhile_is_not_promised_twice() -> None:
     assert one.promise(0, hold) == Declined(BUSY)
 
 
-def test_a_member_that_is_behind_and_a_run_that_is_over_promise_nothing() -> None:
+def test_members_that_are_behind_or_over_promise_nothing() -> None:
     one, mine = provider(), plan()
     over, behind = KnownRun(ASKER, True, None), KnownRun(ASKER, False, InRun(mine, behind=True))
     for known, reason in ((over, OVER), (behind, BEHIND)):

@@ -14,7 +14,7 @@ QUOTAS = (150, 300, 600)
 """Thousandths of a processor."""
 SHARES = {f"peer-{number}": quota for number, quota in enumerate(QUOTAS)}
 LAYER_NANOSECONDS = 1_800_000
-"""Of a whole processor."""
+"""On a whole processor."""
 SPLIT = Split(((0, 7), (7, 10), (10, 26)), ((1,), (0,), (2,)), 0, 0)
 
 
@@ -28,7 +28,7 @@ def three(quotas: tuple[int, ...] = QUOTAS) -> Problem:
 
 
 def taken(split: Split, *slowest: int, quotas: tuple[int, ...]) -> dict[str, int]:
-    """What replicas are seen to take: those of the `slowest` at their quota, the others at full speed."""
+    """Return the observed times: the `slowest` replicas at their quota, the others at full speed."""
     found = {}
     for (first, last), (place,) in zip(split.ranges, split.groups, strict=True):
         permille = quotas[place] if place in slowest else 1000
@@ -47,7 +47,7 @@ def step(split: Split, quotas: tuple[int, ...]) -> float:
     return max(every.values()) / 1e6
 
 
-def test_the_next_plan_is_near_the_best_for_quotas_where_others_have_pauses() -> None:
+def test_the_next_plan_is_near_the_best_under_quotas() -> None:
     throttled = (150, 300, 200)
     paces = taken(SPLIT, 2, quotas=throttled)  # the two others wait for it, and compute at full speed
     new = moved(QuotaWatch(), SPLIT, paces, three())
@@ -59,7 +59,7 @@ def test_the_next_plan_is_near_the_best_for_quotas_where_others_have_pauses() ->
     assert step(best, throttled) < 0.8 * step(naive, throttled)
 
 
-def test_one_that_was_found_slow_is_not_given_all_back_once_it_has_pauses() -> None:
+def test_a_replica_found_slow_does_not_get_all_back() -> None:
     throttled, watch = (150, 300, 200), QuotaWatch()
     new = moved(watch, SPLIT, taken(SPLIT, 2, quotas=throttled), three())
     again = moved(watch, new, taken(new, 0, quotas=throttled), three())
@@ -74,14 +74,14 @@ def test_one_that_is_fast_again_has_its_layers_back_after_some_looks() -> None:
     assert step(split, QUOTAS) <= 1.1 * step(SPLIT, QUOTAS)
 
 
-def test_what_a_whole_processor_takes_counts_as_measured() -> None:
+def test_times_on_a_whole_processor_count_as_measured() -> None:
     paces = {"peer-0": 1, "peer-1": 2, "peer-2": 10**9}
     watch = QuotaWatch()
     assert watch.without_pauses(three(), SPLIT, paces, {}) == paces
     assert watch.without_pauses(three(), SPLIT, paces, dict.fromkeys(SHARES, 1000)) == paces
 
 
-def test_what_is_not_known_stays_unknown() -> None:
+def test_unknown_times_stay_unknown() -> None:
     assert QuotaWatch().without_pauses(three(), SPLIT, {"peer-0": 0}, SHARES) == {"peer-0": 0}
 
 

@@ -50,7 +50,7 @@ def test_a_change_within_the_hysteresis_moves_nothing() -> None:
     assert decision.gain_percent < HYSTERESIS_PERCENT
 
 
-def test_what_would_take_too_long_to_move_stays() -> None:
+def test_layers_that_take_too_long_to_move_stay() -> None:
     old = solve(three((4000, 2000, 1000)))
     slow = replace(three((4000, 2000, 3000)), default_link=Link(2_000, 10_000))
     decision = rebalance(replace(slow, hides_links=True), old)
@@ -86,7 +86,7 @@ def test_a_newcomer_fetches_all_of_its_stage_from_those_that_hold_it() -> None:
 
 @given(problems(), st.integers(1, 50), st.data())
 @settings(max_examples=25, deadline=None)
-def test_whatever_changes_the_next_split_is_whole_and_allowed(
+def test_the_next_split_is_always_whole_and_allowed(
     problem: Problem, factor: int, data: st.DataObject
 ) -> None:
     try:
@@ -132,7 +132,7 @@ def test_measured_times_take_the_place_of_claims() -> None:
     assert [last - first for first, last in decision.split.ranges] == [8, 8, 8]
 
 
-def test_a_peer_that_was_not_measured_is_as_far_off_its_claim_as_the_others() -> None:
+def test_an_unmeasured_peer_is_scaled_like_the_others() -> None:
     problem = three((1000, 1000, 1000))
     split = Split(((0, 8), (8, 16), (16, 24)), ((0,), (1,), (2,)), 1, 1)
     found = measured(problem, split, {"peer-0": 8 * 6_000_000, "peer-1": 8 * 6_000_000})

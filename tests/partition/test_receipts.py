@@ -1,4 +1,4 @@
-"""What signed receipts of contribution count for, also where those who sign them collude."""
+"""The worth of signed receipts of contribution, also where their signers collude."""
 
 from dataclasses import replace
 from typing import Any
@@ -68,7 +68,7 @@ def test_the_two_signatures_of_a_receipt_are_over_one_body() -> None:
         check_measured(SIGNERS[0], one.accepted)
 
 
-def test_receipts_of_a_peer_that_gave_lift_one_that_never_met_this_node() -> None:
+def test_receipts_of_a_giving_peer_vouch_for_a_stranger() -> None:
     known = Credits(ME)
     known.gave(0.0, A, 300.0)
     known.learn(0.0, B, [row(A, B, 200.0)])
@@ -92,7 +92,7 @@ def test_own_work_backs_receipts_only_up_to_twice_a_strangers_share() -> None:
     assert known.contribution(0.0, A, SHARE).weight == 1.0, "to be served is no contribution"
 
 
-def test_what_was_done_for_the_run_of_another_is_vouched_for_by_nobody() -> None:
+def test_work_for_anothers_run_earns_no_vouched_credit() -> None:
     """An honest member of an attacker's run measures what the attacker's other keys do in it."""
     known = Credits(ME)
     known.gave(0.0, A, 1e6)
@@ -129,7 +129,7 @@ def test_a_receipt_for_nothing_or_for_two_kinds_is_refused(work: Any) -> None:
         check_measured(SIGNERS[0], SIGNERS[1].sign(MEASURED_PURPOSE, body))
 
 
-def test_what_was_given_halves_in_a_month_and_old_receipts_count_nothing() -> None:
+def test_credit_halves_in_a_month_and_old_receipts_expire() -> None:
     known = Credits(ME)
     known.gave(0.0, A, 100.0)
     assert known.contribution(HALF_LIFE_SECONDS, A, SHARE).given == pytest.approx(50.0)
@@ -154,7 +154,7 @@ def test_all_together_gain_at_most_what_they_gave_and_had_done(
     signed: list[tuple[PeerId, PeerId, float, PeerId]],
     order: list[PeerId],
 ) -> None:
-    """Whatever keys sign for each other, however often they show it."""
+    """Keys sign anything for each other, and show it repeatedly."""
     known = Credits(ME)
     for peer, flops in given_:
         known.gave(0.0, peer, flops)

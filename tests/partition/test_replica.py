@@ -76,7 +76,7 @@ def opened_replica(middles: tuple[int, ...] = (0, 1), **settings: Any) -> Replic
     return replica
 
 
-def test_who_sent_what_cannot_be_used_is_named_and_the_frame_of_another_takes_its_place() -> None:
+def test_an_unusable_frame_is_reported_and_replaced_by_a_spare() -> None:
     second = replace(PLAN.stages[0], replicas=(FIRST, SECOND), rates=(1, 1))
     plan = replace(PLAN, stages=(second, *PLAN.stages[1:]))
     replica = Replica(HERE, plan)
@@ -98,7 +98,7 @@ def test_who_sent_what_cannot_be_used_is_named_and_the_frame_of_another_takes_it
     assert replica.next(0.0) is None
 
 
-def test_what_cannot_be_used_waits_for_another_and_is_told_again_where_it_is_wanted_again() -> None:
+def test_an_unusable_frame_is_reported_again_when_reopened() -> None:
     replica = opened_replica()
     bring(replica, 0)
     forward(replica, replica.next(0.0))
@@ -112,7 +112,7 @@ def test_what_cannot_be_used_waits_for_another_and_is_told_again_where_it_is_wan
     assert (TRAINER, told) not in replica.receive(0.0, TRAINER, opening((1, 1), attempt=2))
 
 
-def test_a_frame_of_the_last_plan_is_not_held_against_its_author_for_it_comes_again() -> None:
+def test_a_repeated_frame_under_the_next_plan_is_accepted() -> None:
     replica = opened_replica()
     replica.receive(0.0, FIRST, frame(FIRST, 0))
     replica.adopt(NEXT)
@@ -176,7 +176,7 @@ def synced_of(sends: Sends) -> Synced:
 # Computing
 
 
-def test_what_is_computed_is_sent_on_and_told() -> None:
+def test_outputs_are_sent_on_and_reported() -> None:
     replica = opened_replica()
     bring(replica, 0)
     work = replica.next(0.0)
@@ -205,7 +205,7 @@ def test_frames_ahead_of_the_open_that_sent_them_here_wait_for_it() -> None:
     assert (work.microbatch, work.attempt) == (1, START + 1)
 
 
-def test_a_stage_to_which_no_gradient_comes_back_counts_what_it_has_sent_on() -> None:
+def test_a_stage_without_gradients_counts_after_sending() -> None:
     replica = opened_replica(awaits_gradient=False)
     replica.receive(0.0, FIRST, frame(FIRST, 0))
     (sent, (_, counted)) = forward(replica, replica.next(0.0))
@@ -272,7 +272,7 @@ def test_a_commit_waits_until_nothing_else_is_held() -> None:
 # Moves
 
 
-def test_what_is_moved_away_before_it_counts_is_forgotten_and_counts_anew_if_it_comes_back() -> None:
+def test_moved_work_is_forgotten_and_counts_anew_on_return() -> None:
     replica = opened_replica((0, 1))
     replica.receive(0.0, FIRST, frame(FIRST, 0))
     forward(replica, replica.next(0.0))
@@ -288,7 +288,7 @@ def test_what_is_moved_away_before_it_counts_is_forgotten_and_counts_anew_if_it_
     assert sent_frames(forward(replica, again)) == []
 
 
-def test_what_comes_back_before_it_was_forgotten_goes_on() -> None:
+def test_moved_work_that_returns_before_it_is_forgotten_goes_on() -> None:
     replica = opened_replica((0, 1))
     replica.receive(0.0, FIRST, frame(FIRST, 0))
     forward(replica, replica.next(0.0))
@@ -298,7 +298,7 @@ def test_what_comes_back_before_it_was_forgotten_goes_on() -> None:
     assert isinstance(replica.next(0.0), BackwardReady)
 
 
-def test_what_is_counted_twice_is_taken_out_before_the_sums_are_reduced() -> None:
+def test_doubly_counted_work_is_subtracted_before_the_reduction() -> None:
     replica = opened_replica((0, 0))
     bring(replica, 0, 1)
     compute(replica)
@@ -478,7 +478,7 @@ def filling(plan: Plan = PLAN, **changes: Any) -> Fill:
     )
 
 
-def test_who_has_just_joined_says_so_and_is_filled() -> None:
+def test_a_new_replica_says_so_and_is_filled() -> None:
     replica = Replica(HERE, PLAN, step=None)
     ((_, answer),) = replica.receive(0.0, TRAINER, SYNC)
     assert answer == Synced(plan=PLAN_HASH, step=None)

@@ -77,7 +77,7 @@ def test_a_member_that_missed_too_much_leaves_and_a_committer_compares_first() -
 
 
 @given(st.lists(st.one_of(st.integers(0, 50), st.integers(-50, -1)), max_size=30))
-def test_what_a_branch_claims_never_decreases(moves: list[int]) -> None:
+def test_claims_of_a_branch_never_decrease(moves: list[int]) -> None:
     chain, progress, _ = member(COMMITTER, step=0)
     said, shown = 0, -1
     for move in moves:
@@ -105,7 +105,7 @@ def test_the_farewell_counts_the_steps_since_the_fork() -> None:
     assert branches.farewell().endswith("4 steps that were committed here are discarded")
 
 
-# What a branch can have computed
+# The steps that a branch can have computed
 
 
 def measured(*, step: int = 100) -> tuple[Branches, Plan]:
@@ -144,7 +144,7 @@ def test_a_branch_is_followed_as_far_as_its_machines_can_have_come() -> None:
     assert claimed(100, step_here=150) is Verdict.STAY
 
 
-def test_samples_that_do_not_fit_the_steps_of_a_branch_are_no_way_around_that() -> None:
+def test_claims_of_samples_beyond_the_steps_are_refused() -> None:
     assert claimed(101, samples=10**12) is Verdict.REFUSE
 
 
@@ -164,7 +164,7 @@ def test_a_claim_that_cannot_be_true_is_said_once_for_each_peer() -> None:
     assert branches.refusal(21.0, claim, plan) == ""
 
 
-def test_a_branch_says_since_when_it_is_alone_and_what_became_of_the_other() -> None:
+def test_a_branch_reports_since_when_it_is_alone() -> None:
     branches, own = measured(step=140)
     assert branches.said.startswith(f"alone since step 100, without {short_peer(THIRD)}: ")
     branches.outlives(30.0, ForkBehind(THIRD, head(120), Branch(PLAN, (THIRD,))))
@@ -179,7 +179,7 @@ def test_a_branch_says_since_when_it_is_alone_and_what_became_of_the_other() -> 
     assert branches.look(211.0, together, PEERS) == ""
 
 
-def test_a_branch_that_is_kept_says_so_where_the_other_never_told_of_itself() -> None:
+def test_a_kept_branch_reports_a_silent_reunion() -> None:
     branches, own = measured(step=140)
     together = successor(own, Change(admitted=(THIRD,)))
     branches.decided(210.0, together)

@@ -127,7 +127,7 @@ class Node:
         self.core.replied(self.now, ask.number, reply)
 
     def proposed(self) -> Change | None:
-        """What it proposes now."""
+        """Return its present proposal."""
         self.core.events.clear()
         self.core.members_changed(self.now)
         self.core.wake(self.now)
@@ -204,7 +204,7 @@ def test_newcomers_are_released_where_another_plan_is_decided() -> None:
     assert node.proposed() == Change(lost=(THREE,))
 
 
-def test_a_member_without_a_quorum_asks_nobody_and_gives_back_what_it_holds() -> None:
+def test_a_member_without_a_quorum_releases_its_requests() -> None:
     node, plan = short_of_a_replica()
     (lease,) = node.asked()
     node.reply(lease, Done())
@@ -283,7 +283,7 @@ def test_only_the_first_of_the_committee_asks() -> None:
         assert node.asked() == []
 
 
-def test_a_committer_renews_the_run_and_excludes_a_member_that_has_forgotten_it() -> None:
+def test_a_committer_excludes_a_member_that_forgot_the_run() -> None:
     node = Node().begin().at(timeouts.RENEW_SECONDS)
     renewals = [ask for ask in node.asked() if isinstance(ask.request, RenewRun)]
     assert [ask.peer for ask in renewals] == [ONE, TWO, THREE, FOUR]
@@ -363,7 +363,7 @@ def test_a_member_that_is_off_the_roster_leaves_and_says_nothing_more() -> None:
     assert node.core.deadline == float("inf")
 
 
-def test_a_lost_stage_pauses_the_run_and_the_proposer_ends_it_in_the_end() -> None:
+def test_a_lost_stage_pauses_the_run_and_finally_ends_it() -> None:
     me = committee(PLAN)[0]
     one, other = (ONE, TWO) if me not in (ONE, TWO) else (THREE, FOUR)
     node = Node(me).begin()
@@ -388,7 +388,7 @@ def finishing() -> tuple[Node, dict[PeerId, Ask]]:
     return node, {ask.peer: ask for ask in node.asked()}
 
 
-def test_the_end_is_told_to_all_and_again_to_a_member_that_does_not_answer() -> None:
+def test_the_end_is_repeated_to_a_silent_member() -> None:
     node, asked = finishing()
     assert set(asked) == {ONE, TWO, THREE, FOUR}
     for peer in (ONE, TWO, THREE):
@@ -403,7 +403,7 @@ def test_the_end_is_told_to_all_and_again_to_a_member_that_does_not_answer() -> 
     assert node.of(RunOver) == [RunOver("done", "", "ab" * 32)]
 
 
-def test_the_end_is_told_in_the_name_of_a_plan_that_came_meanwhile() -> None:
+def test_the_end_is_announced_under_a_newer_plan() -> None:
     node, asked = finishing()
     plan = node.decided(Change(lost=(TWO,)))
     assert node.core.plan == plan
@@ -415,7 +415,7 @@ def test_the_end_is_told_in_the_name_of_a_plan_that_came_meanwhile() -> None:
     assert (again.peer, again.request.plan) == (ONE, plan_hash(plan))
 
 
-def test_the_end_is_not_waited_for_where_a_member_dies_or_knows_no_plan() -> None:
+def test_the_end_does_not_wait_for_dead_or_forgetful_members() -> None:
     node, asked = finishing()
     node.reply(asked[ONE], Done())
     node.reply(asked[TWO], Done())
@@ -464,9 +464,7 @@ REPLIES = (Done(), Declined("no"), Unanswered("silence"))
 
 @given(me=st.sampled_from(PLAN.members), seed=st.integers(0, 2**32))
 @settings(max_examples=60, deadline=None)
-def test_whatever_comes_the_core_keeps_to_its_table_and_says_nothing_once_it_is_over(
-    me: PeerId, seed: int
-) -> None:
+def test_random_calls_keep_a_member_to_its_table(me: PeerId, seed: int) -> None:
     rng = Random(seed)
     node = Node(me, free=[(SPARE, 9), (OTHER, 5)]).begin()
     open_asks: list[Ask] = []
@@ -501,7 +499,7 @@ def test_whatever_comes_the_core_keeps_to_its_table_and_says_nothing_once_it_is_
 
 
 def decide(node: Node, rng: Random) -> None:
-    """What this member proposes is decided, or something else."""
+    """Decide this member's proposal, or something else."""
     found = [event.change for event in node.of(Proposed) if event.change is not None]
     plan = node.core.plan
     if plan is None or node.core.is_over:
@@ -517,7 +515,7 @@ def test_a_checkpoint_that_the_committer_tells_of_is_known() -> None:
     assert node.of(CheckpointFound) == [CheckpointFound(4, bytes(32))]
 
 
-def test_a_newcomer_hears_from_its_committer_what_the_run_can_go_back_to() -> None:
+def test_a_newcomer_learns_the_restorable_checkpoint() -> None:
     node = Node(save_every=4).begin()
     newcomer = Change(joined=(Joining(SPARE, 0, 9),))
     node.decided(Change(lost=(TWO,)))
@@ -542,7 +540,7 @@ def brought(node: Node) -> list[PeerId]:
     return [ask.peer for ask in node.asked() if isinstance(ask.request, StartRun)]
 
 
-def test_the_first_plan_is_brought_to_all_where_its_requester_dies_at_once() -> None:
+def test_members_spread_the_first_plan_if_its_requester_dies() -> None:
     node = Node(ONE).begin()
     node.die(REQUESTER)
     node.at(1.0)
@@ -552,7 +550,7 @@ def test_the_first_plan_is_brought_to_all_where_its_requester_dies_at_once() -> 
     assert brought(node) == [], "once"
 
 
-def test_the_first_plan_is_not_brought_where_its_requester_lives_or_dies_later() -> None:
+def test_the_first_plan_is_not_spread_otherwise() -> None:
     node = Node(ONE).begin()
     node.die(TWO)
     node.at(1.0)
@@ -563,7 +561,7 @@ def test_the_first_plan_is_not_brought_where_its_requester_lives_or_dies_later()
     assert brought(node) == []
 
 
-def test_a_new_committer_has_those_begin_whom_the_last_one_may_not_have_told() -> None:
+def test_a_new_committer_starts_newcomers_of_the_last_plan() -> None:
     node = Node(ONE).begin()
     node.decided(Change(lost=(TWO,)))
     node.decided(Change(joined=(Joining(SPARE, 0, 9),)))

@@ -15,7 +15,7 @@ def test_the_table_names_every_state_and_only_known_causes() -> None:
         assert set(leads.values()) <= set(get_args(State))
 
 
-def test_every_state_is_reached_from_a_submitted_run_and_leads_to_an_end() -> None:
+def test_every_state_is_reachable_and_leads_to_an_end() -> None:
     reached: set[State] = {"submitted"}
     new = reached
     while new:
@@ -27,7 +27,7 @@ def test_every_state_is_reached_from_a_submitted_run_and_leads_to_an_end() -> No
         assert "failed" in NEXT[state].values()
 
 
-def test_what_is_over_stays_over() -> None:
+def test_a_final_state_stays_final() -> None:
     for state in OVER:
         with pytest.raises(LocalProtocolError, match="cannot happen"):
             after(state, "plan in force")

@@ -14,7 +14,7 @@ def interval(least: int, step_seconds: float, cost_seconds: float) -> SaveInterv
     return found
 
 
-def test_a_checkpoint_that_costs_little_is_made_as_often_as_is_asked_for() -> None:
+def test_cheap_checkpoints_are_made_as_often_as_requested() -> None:
     assert interval(20, 0.1, 0.03).steps == 20
     assert SaveInterval(20).steps == 20
     assert SaveInterval(20).seconds == 0.0

@@ -36,12 +36,12 @@ def test_twice_the_rate_gets_twice_the_microbatches() -> None:
     assert (owners.count(0), owners.count(1)) == (3, 6)
 
 
-def test_who_has_something_to_do_gets_less() -> None:
+def test_a_busy_replica_is_dealt_less() -> None:
     owners = list(deal(range(6), range(2), (1, 1), (4, 0)).values())
     assert (owners.count(0), owners.count(1)) == (1, 5)
 
 
-def test_who_measured_nothing_can_still_be_dealt_to() -> None:
+def test_unmeasured_replicas_are_dealt_work() -> None:
     assert list(deal(range(3), range(2), (0, 0)).values()) == [0, 1, 0]
 
 

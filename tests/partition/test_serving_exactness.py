@@ -140,9 +140,7 @@ def test_a_session_goes_on_from_any_earlier_place() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_session_that_begins_from_another_has_the_bits_of_a_fresh_one(
-    threads: int, dtype: torch.dtype
-) -> None:
+def test_a_forked_session_has_the_bits_of_a_fresh_one(threads: int, dtype: torch.dtype) -> None:
     """At the border of a page and within one; the other goes on, rolls back, and ends beside it."""
     chain, ids, _ = world(threads, dtype)
     wanted = alone(threads, dtype)[0]
@@ -177,7 +175,7 @@ def test_a_session_that_begins_from_another_has_the_bits_of_a_fresh_one(
             assert not pages._shared
 
 
-def test_shared_pages_are_counted_once_and_only_copied_where_they_are_written_to() -> None:
+def test_shared_pages_are_copied_only_on_write() -> None:
     chain, ids, _ = world(1, torch.float32)
     page = 64 * 2 * 32 * 4  # of the one layer of a stage
     small = Chain(chain.graph, chain.values, stages=2, cache_bytes=4 * page)
@@ -220,7 +218,7 @@ def test_a_unit_that_does_not_follow_is_refused_by_its_session() -> None:
     assert torch.equal(found, alone(1, torch.float32)[0, 10:11])
 
 
-def test_a_session_that_finds_no_page_is_refused_and_fits_once_another_ends() -> None:
+def test_a_session_without_a_page_fits_once_another_ends() -> None:
     chain, ids, _ = world(1, torch.float32)
     page = 64 * 2 * 32 * 4  # of the one layer of a stage
     small = Chain(chain.graph, chain.values, stages=2, cache_bytes=3 * page)

@@ -88,9 +88,7 @@ def test_split_serving_gives_the_logits_of_transformers(family: str) -> None:
     [(family, dtype) for family in FAMILIES for dtype in (torch.bfloat16, torch.float16)],
     ids=str,
 )
-def test_half_precision_is_served_as_near_to_the_model_as_the_model_is_to_its_own_values(
-    family: str, dtype: torch.dtype
-) -> None:
+def test_half_precision_is_served_as_precisely_as_the_model(family: str, dtype: torch.dtype) -> None:
     torch.manual_seed(3)
     served, plain = models(family, dtype)
     captured = capture_for_serving(served)

@@ -1,4 +1,4 @@
-"""What mixes tokens by anything but causal attention is refused before it is served."""
+"""Graphs that mix tokens by anything but causal attention are refused before they are served."""
 
 from typing import Any
 
@@ -84,7 +84,7 @@ def test_a_gpt_is_proved() -> None:
         (FullAttention, r"mixer mixes tokens \(.*softmax"),
     ],
 )
-def test_what_else_mixes_tokens_is_refused(mixer: type[nn.Module], told: str) -> None:
+def test_other_ways_to_mix_tokens_are_refused(mixer: type[nn.Module], told: str) -> None:
     captured = captured_words(mixer())
     served = serving_graph(captured.graph, CONTEXT)
     with pytest.raises(ServingDiffers, match=told):

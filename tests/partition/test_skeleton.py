@@ -19,7 +19,7 @@ from partition.model.graph import RECIPE_STEPS_MAX, Fill, Parameter, Recipe, Ten
 
 
 def drawn(parameter: nn.Parameter, name: str) -> torch.Tensor:
-    """What a stage would draw for it."""
+    """Return the values that a stage would draw for it."""
     recipe = recipe_of(parameter)
     assert recipe is not None
     out = torch.empty(parameter.shape, dtype=torch.float64)
@@ -172,7 +172,7 @@ def test_a_model_that_nobody_can_hold_takes_no_memory() -> None:
     assert steps(embedding.weight) == (Fill("normal", 0.0, 1.0),)
 
 
-def test_it_does_not_matter_whether_a_tensor_is_initialised_before_or_after_it_is_registered() -> None:
+def test_initialisation_is_recorded_before_and_after_registration() -> None:
     class Both(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -315,7 +315,7 @@ def many_steps(layer: nn.Linear) -> None:
         many_steps,
     ],
 )
-def test_what_is_no_recipe_is_named_and_never_guessed(spoil: Callable[[nn.Linear], None]) -> None:
+def test_unknown_initialisation_is_named_and_never_guessed(spoil: Callable[[nn.Linear], None]) -> None:
     with skeleton():
         layer = nn.Linear(5, 4)
         spoil(layer)

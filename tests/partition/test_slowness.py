@@ -33,7 +33,7 @@ def test_a_replica_alone_is_held_to_what_it_showed_first() -> None:
     assert play(plan, slow, {A: 100, B: 60}, 3) == [Slowness(1, B, 1.0)]
 
 
-def test_a_replica_that_was_slow_from_the_first_is_known_by_the_others_of_its_stage() -> None:
+def test_a_replica_slow_from_the_start_is_found_by_its_peers() -> None:
     plan, slow = Plan((Stage((A, B, C), (100, 100, 50)),)), SlowReplicas()
     # C may take twice as long as A and B; it takes five times as long.
     assert play(plan, slow, {A: 100, B: 100, C: 500}, SLOW_STEPS) == [Slowness(0, C, 0.4)]

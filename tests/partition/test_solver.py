@@ -38,7 +38,7 @@ FAST_LINK = Link(10**10, 0)
 
 
 def check(problem: Problem, split: Split) -> None:
-    """What holds of every answer."""
+    """Check the properties of every answer."""
     assert layers_in_order(split) == list(range(len(problem.layers)))
     used = [place for group in split.groups for place in group]
     assert len(used) == len(set(used))
@@ -220,7 +220,7 @@ def test_a_fast_peer_gets_more_layers() -> None:
     assert share == {(0,): 2, (1,): 6}
 
 
-def test_a_fast_peer_without_memory_gives_way_to_a_slow_one_with_it() -> None:
+def test_a_slow_peer_with_memory_beats_a_fast_one_without() -> None:
     split = solve(problem_of([layer(100)], [(10**12, SMALL), (10**9, BIG)], 1, 1))
     assert split.groups == ((1,),)
 

@@ -76,9 +76,7 @@ def decode(held: Held, session: bytes, row: float, place: int) -> Run:
         ("middle", ()),
     ],
 )
-def test_a_state_is_written_in_place_only_if_nobody_reads_the_old_one_later(
-    kind: str, in_place: tuple[int, ...]
-) -> None:
+def test_a_state_is_written_in_place_only_if_unread_later(kind: str, in_place: tuple[int, ...]) -> None:
     program = compile_entry(whole(cache(kind)), "decode", train=False, device=torch.device("cpu"))
     assert program.in_place == in_place
 
@@ -173,7 +171,7 @@ def test_a_call_that_is_refused_begins_no_session_and_may_end_one() -> None:
     assert "aten.index_copy" in held.ask(decode(held, b"one", 1.0, PLACES), Refused).reason
     assert not held.executor._sessions.has(b"one")
     held.ask(decode(held, b"one", 1.0, 0), Ran)
-    # The first write may have happened before whatever raised.
+    # The first write may have happened before the exception.
     assert "the session is over" in held.ask(decode(held, b"one", 1.0, PLACES), Refused).reason
     assert float(tensors_of(held.ask(decode(held, b"one", 1.0, 3), Ran).output)[1]) == 4.0
     late = Held(whole(cache("late")), (1,))
@@ -182,7 +180,7 @@ def test_a_call_that_is_refused_begins_no_session_and_may_end_one() -> None:
     assert float(tensors_of(late.ask(decode(late, b"one", 1.0, 3), Ran).output)[2]) == 8.0
 
 
-def test_what_is_no_entry_point_to_run_is_refused() -> None:
+def test_running_an_unknown_entry_point_is_refused() -> None:
     held = Held(whole(cache()), (1,))
     given = bundle(np.zeros((1, 4), "float32"), np.array([0]), sizes=(1,))
     assert "no entry point" in held.ask(Run(b"one", "encode", given), Refused).reason
@@ -191,7 +189,7 @@ def test_what_is_no_entry_point_to_run_is_refused() -> None:
     assert sum(arena_bytes(held.specification).values()) == 0
 
 
-def test_a_gpt_decodes_a_hundred_tokens_over_three_stages_as_it_does_in_one_process() -> None:
+def test_a_gpt_decodes_over_three_stages_as_in_one_process() -> None:
     torch.manual_seed(0)
     configuration = GPTConfiguration(40, PLACES, layers=3, heads=2, width=16, cache_rows=2)
     model = GPT(configuration).double().eval()

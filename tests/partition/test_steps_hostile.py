@@ -210,7 +210,7 @@ def perform(replica: Replica) -> None:
 
 @given(st.sampled_from([FIRST, HERE, LAST]), arrivals, st.booleans())
 @settings(max_examples=3 * settings().max_examples)
-def test_whatever_a_replica_is_sent_ends_in_nothing_worse_than_a_remote_protocol_error(
+def test_hostile_messages_to_a_replica_raise_only_protocol_errors(
     me: PeerId, arrivals: list[tuple[PeerId, Any]], is_new: bool
 ) -> None:
     replica = Replica(me, PLAN, step=None if is_new else 0)
@@ -228,7 +228,7 @@ def test_whatever_a_replica_is_sent_ends_in_nothing_worse_than_a_remote_protocol
 
 @given(arrivals, st.booleans(), st.integers(0, 2))
 @settings(max_examples=3 * settings().max_examples)
-def test_whatever_a_committer_is_sent_ends_in_nothing_worse_than_a_remote_protocol_error(
+def test_hostile_messages_to_a_committer_raise_only_protocol_errors(
     arrivals: list[tuple[PeerId, Any]], is_synced: bool, steps: int
 ) -> None:
     committer = Committer(TRAINER, PLAN, steps=steps, evaluations=3, metrics=1)
@@ -246,7 +246,7 @@ def test_whatever_a_committer_is_sent_ends_in_nothing_worse_than_a_remote_protoc
 
 @given(st.lists(st.tuples(peers, st.one_of(openings, likely_openings)), max_size=20))
 @settings(max_examples=2 * settings().max_examples)
-def test_whatever_a_feeder_is_sent_it_feeds_nobody_but_the_first_and_the_last_stage(
+def test_a_feeder_feeds_only_the_first_and_last_stage(
     arrivals: list[tuple[PeerId, Open]],
 ) -> None:
     feeder = Feeder(SECOND, PLAN)
@@ -312,15 +312,13 @@ def test_a_frame_with_one_thing_wrong_is_refused(me: PeerId, sender: PeerId, wro
         (LAST, MIDDLES[1], {"stage": 2}),
     ],
 )
-def test_a_frame_of_any_replica_or_trainer_that_may_own_it_is_taken(
-    me: PeerId, sender: PeerId, right: dict[str, Any]
-) -> None:
+def test_a_frame_of_any_possible_owner_is_accepted(me: PeerId, sender: PeerId, right: dict[str, Any]) -> None:
     replica = waiting(me)
     replica.receive(0.0, sender, frame(sender, **{"microbatch": 0, **right}))
     assert replica._order.microbatches or replica._held_out.microbatches
 
 
-def test_a_frame_of_another_plan_or_of_a_step_that_is_over_leaves_no_trace() -> None:
+def test_frames_of_other_plans_or_past_steps_leave_no_trace() -> None:
     replica = waiting()
     replica.receive(0.0, FIRST, frame(FIRST, 0, plan=NO_HASH))
     assert replica._order.microbatches == {}
@@ -417,7 +415,7 @@ def test_a_replica_that_counts_what_it_cannot_is_refused(sender: PeerId, message
 
 
 def messages_of(world: World, rng: Random) -> Iterator[StepMessage]:
-    """What somebody without a part in the run might say, under the run's own plan hash."""
+    """Yield messages that a peer without a part in the run might send, under the run's own plan hash."""
     machine = world.machines[world.plan.committer]
     assert machine.committer is not None
     while True:

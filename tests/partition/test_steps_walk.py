@@ -92,7 +92,7 @@ def test_validations_between_steps_change_nothing_of_the_steps() -> None:
     assert world.seen["Validated"] == 3
 
 
-def test_whatever_happens_no_sum_changes_and_nothing_is_lost_unseen() -> None:
+def test_random_walks_change_no_sum_and_lose_nothing_silently() -> None:
     outcomes: Counter[str] = Counter()
     seen: Counter[str] = Counter()
     events = histories = 0
@@ -120,7 +120,7 @@ def test_whatever_happens_no_sum_changes_and_nothing_is_lost_unseen() -> None:
     assert all(seen[name] for name in (*wanted, "MicrobatchesMoved", "ReplicaFailed", "StepsPaused"))
 
 
-def test_a_stage_without_a_replica_or_a_copy_ends_the_run_with_a_reason() -> None:
+def test_a_stage_without_replica_and_copy_ends_the_run() -> None:
     world = World(Random(3), [1, 2], microbatches=2, settings=Settings(steps=2, evaluations=1))
     kill(world, world.machines[peer("s0r0")])
     world.run(0)

@@ -1,4 +1,4 @@
-"""What a stage has counted can be taken out again, what it has begun forgotten, and its state carried on."""
+"""Counted micro-batches can be taken out again, begun ones forgotten, and the state carried on."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -139,7 +139,7 @@ class Chain:
         return end
 
     def sums(self) -> list[Array]:
-        """Of every parameter and statistic, stage by stage."""
+        """Return the sums of every parameter and statistic, stage by stage."""
         found = []
         for stage in self.stages:
             vector = stage.vector("gradients")
@@ -230,7 +230,7 @@ def test_when_the_last_is_taken_out_nothing_at_all_remains(name: str) -> None:
     assert chain.stages[0].ask(Forward(STEP + 1, 9, True, inputs), Forwarded).output is not None
 
 
-def test_only_what_is_in_the_sums_can_be_taken_out_and_only_once() -> None:
+def test_only_counted_micro_batches_can_be_taken_out_once() -> None:
     first, _ = stages_of("hand-gpt", 2)
     stage = Held(first, (4, 8))
     given = batch_of("hand-gpt", 0)[0]
@@ -298,7 +298,7 @@ ACTIONS = st.sampled_from(["forward", "backward", "out", "back-out", "forget", "
 
 @settings(max_examples=150)
 @given(st.lists(st.tuples(ACTIONS, st.integers(0, 2), st.integers(0, 1)), max_size=40))
-def test_whatever_is_asked_the_sums_hold_what_was_counted(asked: list[tuple[str, int, int]]) -> None:
+def test_the_sums_always_hold_the_counted_micro_batches(asked: list[tuple[str, int, int]]) -> None:
     stage = Held(cut(product(), bytes(32), [1])[0], (1,))
     step, counted, flying = 0, set[int](), dict[int, int]()
     for action, number, at in asked:
@@ -351,7 +351,7 @@ def test_a_stage_restored_after_three_steps_goes_on_to_the_bit(
     for step in range(3):
         train(old, step)
     for source, stage in zip(old.chains[0], new.chains[0], strict=True):
-        # What of step 0 was begun is no part of what is restored.
+        # Work begun in step 0 is no part of the restored state.
         stage.handle(Forward(0, 0, True, batch_of(name, 0)[0]))
         for arena in ("parameters", "moments"):
             stage.arenas[arena][:] = source.arenas[arena]

@@ -13,7 +13,7 @@ from tests.partition.agreement_world import genesis
 from tests.partition.fake_stage import peer
 
 
-def test_of_two_members_the_tie_breaker_decides_alone_and_the_other_waits() -> None:
+def test_the_tie_breaker_of_two_members_decides_alone() -> None:
     plan = genesis(2, 1)
     seats = committee(plan)
     for breaker in seats:

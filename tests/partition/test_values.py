@@ -27,7 +27,7 @@ def drawn(made: Parameter, seed: int = 0, dtype: torch.dtype = torch.float64) ->
     return out
 
 
-def test_a_name_and_a_seed_give_the_same_values_and_others_give_others() -> None:
+def test_values_depend_only_on_name_and_seed() -> None:
     values = drawn(parameter(UNIFORM, 30, 40))
     assert torch.equal(values, drawn(parameter(UNIFORM, 30, 40)))
     assert not torch.equal(values, drawn(parameter(UNIFORM, 30, 40), seed=1))

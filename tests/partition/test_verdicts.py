@@ -1,4 +1,4 @@
-"""What a committer's events come to: peers that are lost, and the end of training."""
+"""Verdicts on a committer's events: lost peers, and the end of training."""
 
 from partition.plan.plan import NO_HASH, Plan, StagePlan
 from partition.run.failures import Failures

@@ -1,4 +1,5 @@
-"""What a run goes back to when a stage is lost: its newest checkpoint, or its beginning while it is young."""
+"""The state that a run goes back to when a stage is lost: its newest checkpoint, or its beginning while it is
+young."""
 
 import pytest
 from msgspec.structs import replace
@@ -46,7 +47,7 @@ def test_a_run_that_makes_no_checkpoints_does_not_begin_anew() -> None:
     assert member_of(PLAN, save_every=0).find(None, 0) is None
 
 
-def test_a_newcomer_has_no_run_begin_anew_before_it_was_told_that_no_checkpoint_is_whole() -> None:
+def test_an_uninformed_newcomer_does_not_restart_the_run() -> None:
     newcomer = member_of(LATER)
     assert newcomer.find(None, 0) is None
     news = member_of(PLAN, LATER).news(LATER, None)

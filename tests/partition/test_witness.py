@@ -1,4 +1,4 @@
-"""What a committer sees of its replicas by when their passes are done."""
+"""A committer's observations of its replicas by the ends of their passes."""
 
 import pytest
 
@@ -48,7 +48,7 @@ def play(witness: Witness, step: int, begun: float) -> float:
     return max(free)
 
 
-def test_what_each_replica_takes_is_seen_without_asking_it() -> None:
+def test_the_time_of_each_replica_is_observed() -> None:
     witness = Witness(PLAN)
     now = 0.0
     for step in range(3):
@@ -59,7 +59,7 @@ def test_what_each_replica_takes_is_seen_without_asking_it() -> None:
         assert found[peer] == pytest.approx(1e9 * (forward + backward), rel=0.01)
 
 
-def test_what_is_said_twice_or_of_another_step_or_stage_counts_for_nothing() -> None:
+def test_repeated_or_foreign_reports_count_for_nothing() -> None:
     witness = Witness(PLAN)
     witness.opened(0.0, opened(0))
     for now, peer, step, number, stage in (

@@ -125,7 +125,7 @@ def test_a_first_stage_without_anything_to_train_gets_no_gradients() -> None:
     assert errors(found, expected("hf-gpt2", BRIEF), BRIEF.dtype).worst <= FLOAT64_MAX
 
 
-def test_dropout_falls_the_same_before_and_after_a_boundary_made_its_input_contiguous() -> None:
+def test_dropout_is_the_same_across_a_stage_boundary() -> None:
     model = captured("lstm")
     entry = model.graph.entry("train")
     dropped = [

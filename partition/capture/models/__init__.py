@@ -1,4 +1,4 @@
-"""The built-in models: ordinary modules that go the same way as anybody's own. Known here by name only."""
+"""The built-in models: ordinary modules, captured like anybody's own. This file knows their names only."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType

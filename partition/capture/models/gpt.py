@@ -1,8 +1,9 @@
 """`gpt`: a decoder like GPT-2 (Radford et al. 2019), with nanoGPT's module names and initialisation.
 
 Embeddings are tied; residual projections begin smaller by sqrt(2 * layers), as GPT-2's do. With `cache_rows`
-it also serves: `decode` keeps keys and values in static buffers, a row for each sequence. A batch says which
-rows it continues and where, so sequences of different lengths go together and come and go as they like.
+it also serves: `decode` keeps keys and values in static buffers, a row for each sequence. A batch names the
+rows it continues and their places, so sequences of different lengths share batches, and come and go at any
+time.
 
 Shapes in names: B batch, T tokens, C width, H heads, D width of a head, S cached places, V vocabulary.
 """
@@ -52,7 +53,7 @@ class GPTConfiguration:
 
 
 class CausalSelfAttention(nn.Module):
-    """Attention to what came before, over a whole sequence or over the cache."""
+    """Causal attention over a whole sequence or over the cache."""
 
     cache_keys: torch.Tensor
     cache_values: torch.Tensor
@@ -82,7 +83,7 @@ class CausalSelfAttention(nn.Module):
         return self._merge(y_BHTD)
 
     def decode(self, x_BTC: torch.Tensor, rows_B: torch.Tensor, positions_BT: torch.Tensor) -> torch.Tensor:
-        """The same for tokens at `positions_BT`, after what the cache holds in `rows_B`."""
+        """Attend for tokens at `positions_BT`, after the cached places of `rows_B`."""
         q_BTHD, k_BTHD, v_BTHD = self._project(x_BTC)
         self.cache_keys[rows_B.unsqueeze(1), positions_BT] = k_BTHD
         self.cache_values[rows_B.unsqueeze(1), positions_BT] = v_BTHD
@@ -108,7 +109,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Four times as wide in its middle."""
+    """A feed-forward block, four times as wide in its middle."""
 
     def __init__(self, configuration: GPTConfiguration) -> None:
         super().__init__()
@@ -173,10 +174,11 @@ class GPT(nn.Module):
         return self._run(tokens_BT, torch.arange(tokens_BT.size(1), device=tokens_BT.device), None)
 
     def decode(self, tokens_BT: torch.Tensor, rows_B: torch.Tensor, starts_B: torch.Tensor) -> torch.Tensor:
-        """Logits for tokens that continue the cache's rows `rows_B`, all different, at places `starts_B`.
+        """Return the logits for tokens that continue the cache's rows `rows_B`, all different, at places
+        `starts_B`.
 
-        A prompt is decoded from place 0. Prompts of different lengths are padded: what stands beyond the end
-        of a shorter one is overwritten before anything attends to it.
+        A prompt is decoded from place 0. Prompts of different lengths are padded: padding beyond the end of a
+        shorter one is overwritten before anything attends to it.
         """
         positions_BT = starts_B.unsqueeze(1) + torch.arange(tokens_BT.size(1), device=tokens_BT.device)
         return self._run(tokens_BT, positions_BT, (rows_B, positions_BT))
@@ -201,7 +203,7 @@ def next_token_loss(
     logits_BTV: torch.Tensor,
     targets_BT: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross entropy summed over the tokens that count, and how many those are."""
+    """Return cross entropy summed over the tokens that count, and the number of those tokens."""
     loss = functional.cross_entropy(
         logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED, reduction="sum"
     )
@@ -228,7 +230,7 @@ def gpt(
 
     Sequences may be shorter: their length is a size of the graph. With `cache_rows` there is an entry point
     `decode`: tokens (batch, tokens), a row of the cache for each, and where it continues, to logits. Raises
-    ValueError for what does not fit.
+    ValueError for options that do not fit.
     """
     if len(sample_shape) != 1:
         raise ValueError(f"gpt wants samples of (tokens,), not of shape {sample_shape}")

@@ -1,5 +1,5 @@
-"""What the `model` of a RUN.toml names, captured: a built-in one, a Hugging Face folder, or what a person's
-own function makes.
+"""The `model` of a RUN.toml, captured: a built-in one, a Hugging Face folder, or the result of a person's own
+function.
 
 Parameters get the type that the run asks for, as if it were torch's default. Built-in models are made without
 numbers: every stage draws its own from the run's seed.
@@ -40,7 +40,7 @@ def capture_built_in(
     dtype: Precision = "float32",
     options: Options = _NONE,
 ) -> Captured:
-    """The model of BUILTIN called `name`, for such samples and labels.
+    """Return the model of BUILTIN called `name`, for such samples and labels.
 
     Raises:
         KeyError: there is none.
@@ -54,10 +54,10 @@ def capture_built_in(
 
 
 def capture_own(reference: str, *, dtype: Precision = "float32", options: Options = _NONE) -> Captured:
-    """Return what the function `PATH.py:name` makes, and the proof that it was captured right.
+    """Return the model that the function `PATH.py:name` makes, captured and proved.
 
     Raises:
-        CaptureRefused: there is no such function, or what it makes cannot be captured.
+        CaptureRefused: there is no such function, or its model cannot be captured.
     """
     with default_dtype(dtype):
         task = task_of(load_factory(reference), **options)
@@ -84,13 +84,13 @@ def capture_folder(reference: str, *, dtype: Precision = "float32", options: Opt
 
 
 def task_has_values(task: Task) -> bool:
-    """Return whether the model of a task can be computed, and so a capture of it be proved."""
+    """Return whether the model of a task can be computed, and so its capture be proved."""
     return not any(parameter.is_meta for parameter in task.model.parameters())
 
 
 @contextmanager
 def default_dtype(dtype: Precision) -> Iterator[None]:
-    """Floating tensors made inside have this type where nothing else is said."""
+    """Make this the type of floating tensors that are made inside without another one."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))
     try:

@@ -1,6 +1,6 @@
 """Outputs of a trained model on new samples, in the requester's own process: the model's own code computes.
 
-It is the model that RUN.toml names, with the weights of a run; not a graph, for that ends in a loss.
+It runs the model that RUN.toml names, with the weights of a run; not a graph, since a graph ends in a loss.
 """
 
 import inspect
@@ -23,8 +23,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 def make_task(
     model: str, sample_shape: tuple[int, ...], classes: int, *, dtype: Precision, options: Options
 ) -> Task:
-    """The built-in model of this name, what the function PATH.py:NAME makes, or the model of a Hugging Face
-    folder without its weights. Raises CaptureRefused."""
+    """Return the built-in model of this name, the model that the function PATH.py:NAME makes, or the model of
+    a Hugging Face folder without its weights. Raises CaptureRefused."""
     with default_dtype(dtype):
         if ".py:" not in model and model not in BUILTIN:
             length = options.get("length", 0)
@@ -35,7 +35,7 @@ def make_task(
 
 
 def input_names(task: Task) -> list[str]:
-    """What the model's inputs are called, in their order."""
+    """Return the names of the model's inputs, in their order."""
     if isinstance(task.example_inputs, Mapping):
         return list(task.example_inputs)
     return list(inspect.signature(task.model.forward).parameters)[: len(task.example_inputs)]
@@ -57,8 +57,8 @@ def load_weights(task: Task, weights: Mapping[str, Array]) -> None:
 
 
 def outputs_of(task: Task, batches: Iterable[Sequence[Array]]) -> Iterator[Array]:
-    """What the model gives for each batch of inputs, in the order of `input_names`: its output, or the first
-    of several. Raises CaptureRefused: it fails on them."""
+    """Yield the model's output for each batch of inputs, in the order of `input_names`: its output, or the
+    first of several. Raises CaptureRefused: it fails on them."""
     task.model.eval()
     examples = task.example_inputs
     kinds = list(examples.values()) if isinstance(examples, Mapping) else list(examples)

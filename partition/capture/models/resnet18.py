@@ -10,7 +10,7 @@ from torch import nn
 from partition.capture.task import Task, correct, cross_entropy
 
 SMALL_SIDE_MAX = 63
-"""Up to here the small stem is chosen."""
+"""The largest side for which the small stem is chosen."""
 _WIDTHS = (64, 128, 256, 512)
 _BLOCKS = 2
 
@@ -74,7 +74,7 @@ class ResNet18(nn.Module):
 
 
 def resnet18(sample_shape: tuple[int, ...], classes: int) -> Task:
-    """The task for samples of (channels, height, width). Raises ValueError for what does not fit."""
+    """The task for samples of (channels, height, width). Raises ValueError for options that do not fit."""
     if len(sample_shape) != 3 or min(sample_shape) < 1 or min(sample_shape[1:]) < 8:
         raise ValueError(
             "resnet18 wants images of (channels, height, width) from 8 x 8 pixels,"

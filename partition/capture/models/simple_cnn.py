@@ -42,7 +42,7 @@ class SimpleCNN(nn.Module):
 
 
 def simple_cnn(sample_shape: tuple[int, ...], classes: int) -> Task:
-    """The task for samples of (channels, height, width). Raises ValueError for what does not fit."""
+    """The task for samples of (channels, height, width). Raises ValueError for options that do not fit."""
     if len(sample_shape) != 3 or min(sample_shape[1:]) < SIDE_MIN or sample_shape[0] < 1:
         raise ValueError(
             f"simple-cnn wants images of (channels, height, width) from {SIDE_MIN} x {SIDE_MIN} pixels,"
