@@ -108,7 +108,7 @@ Reply = Done | Declined | Here
 
 
 class Directory(Protocol):
-    """What is needed of `node.services.discovery.Discovery`."""
+    """The part of `node.services.discovery.Discovery` that this file uses."""
 
     async def publish(self, purpose: str, name: bytes, value: bytes) -> int: ...
     async def find(self, purpose: str, name: bytes) -> tuple[Record, ...]: ...

@@ -37,13 +37,13 @@ VOUCHES_MAX = 64
 
 
 class StepReceipts(Protocol):
-    """What is needed of `node.runs.receipts.Receipts`."""
+    """The part of `node.runs.receipts.Receipts` that this file uses."""
 
     def counted(self, run: Run, plan: Plan, microbatches: Mapping[PeerId, int]) -> None: ...
 
 
 class Service(Protocol):
-    """What is needed of `node.runs.runs.Runs`."""
+    """The part of `node.runs.runs.Runs` that this file uses."""
 
     seams: Seams
     signer: Signer
@@ -55,7 +55,7 @@ class Service(Protocol):
 
 
 class BestState(Protocol):
-    """What is needed of `node.runs.best.BestState`."""
+    """The part of `node.runs.best.BestState` that this file uses."""
 
     @property
     def series(self) -> Series | None: ...

@@ -37,7 +37,7 @@ FAR_SECONDS = 10.0
 
 
 class Parts(Protocol):
-    """What is needed of `node.runtime.Node`."""
+    """The part of `node.runtime.Node` that this file uses."""
 
     peer: PeerId
     network: Network

@@ -8,7 +8,7 @@ from partition.plan.quorum import indispensable
 
 
 def run_planned(at: float, run: Run, plan: Plan) -> RunPlanned:
-    """Return the event that `plan` is in force here since the wall time `at`."""
+    """Return the event that `plan` has been in force here since the wall time `at`."""
     waits = run.manifest.on_lost_quorum != "fork"
     return RunPlanned(
         at=at,
@@ -48,5 +48,5 @@ def run_accepted(at: float, run: Run) -> RunAccepted:
 
 
 def run_ended(at: float, run: Run, outcome: str, detail: str, weights: str, *, is_here: bool) -> RunEnded:
-    """Return the event that a run is over here; `is_here` is whether its result is."""
+    """Return the event that a run is over here; `is_here`: its result is on this node."""
     return RunEnded(at=at, run=run.text, outcome=outcome, detail=detail, weights=weights, is_here=is_here)

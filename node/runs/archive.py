@@ -1,7 +1,7 @@
-"""The runs that are over, as this node remembers them over a restart: one small file each.
+"""An archive of the runs that are over, kept over restarts: one small file each.
 
-A run is over where it has ended here, or where its result lies here: no such run begins again, and nothing
-takes the place of its result. Only for `node.runs.runs`.
+A run is over where it has ended here or its result lies here: it never begins again, and nothing replaces its
+result. Only for `node.runs.runs`.
 """
 
 from collections.abc import Iterator
@@ -29,9 +29,9 @@ from partition.run.messages import REASON_LENGTH_MAX
 
 RUNS_FOLDER = "runs"
 OWN_MAX = 1_024
-"""Ended runs of this node's own that are remembered."""
+"""The number of this node's own ended runs that are remembered."""
 OTHERS_MAX = 256
-"""Those of others, counted apart: strangers end as many runs as they like."""
+"""The number of others' ended runs, counted apart because strangers can end as many runs as they like."""
 _RECORD_BYTES_MAX = 4_096
 _FILE = "ended"
 _RESULT = "model.safetensors"
@@ -40,9 +40,9 @@ Number = Annotated[int, msgspec.Meta(ge=0, le=NUMBER_MAX)]
 
 
 class EndedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run ended. `weights` is the BLAKE3 hash (hex) of its result, `loss` that of the last step. `stop`
-    is its requester's word, where that ended it; `for_all`: it is over on every other member too. It ended
-    otherwise for `others` (`node.events.ResultDiffers`)."""
+    """The end of a run. `weights` is the BLAKE3 hash (hex) of its result, `loss` that of the last step.
+    `stop` is the requester's signed stop, where that ended it. `for_all`: the run is over on every other
+    member too. `others` are the members for which it ended otherwise (`node.events.ResultDiffers`)."""
 
     run: Hash
     requester: Peer
@@ -67,15 +67,15 @@ class EndedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ended_name(run: str) -> str:
-    """Return where a node keeps how a run ended, in its storage."""
+    """Return the storage name of a run's end."""
     return f"{RUNS_FOLDER}/{run}/{_FILE}"
 
 
 class Archive:
-    """One data folder's, of the node `me`.
+    """The archive in one data folder, of the node `me`.
 
-    `load` and `save` wait for the disk, so they are called in the executor's threads, one at a time; all else
-    is of the memory, once `load` has returned.
+    `load` and `save` wait for the disk and run in the executor's threads, one at a time; all other methods
+    work in memory once `load` has returned.
     """
 
     def __init__(self, storage: Storage, me: bytes) -> None:
@@ -85,11 +85,11 @@ class Archive:
         self._results: set[str] = set()
         self._unsaved: set[str] = set()
         self._others: dict[str, tuple[tuple[Peer, str], ...]] = {}
-        """What was said of runs whose end is not noted yet."""
+        """Results that others reported of runs whose end is not noted yet."""
 
     @property
     def records(self) -> tuple[EndedRun, ...]:
-        """All that are remembered, the oldest first."""
+        """Return all remembered ends, the oldest first."""
         return tuple(sorted(self._records.values(), key=lambda record: record.ended_milliseconds))
 
     def is_over(self, run: bytes) -> bool:
@@ -102,14 +102,14 @@ class Archive:
         return run in self._results
 
     def result(self, run: bytes) -> str:
-        """The hash (hex) of the result that is here; empty where none is, or it is not known."""
+        """Return the hash (hex) of the result that is here; empty where there is none or it is not known."""
         text = run_text(run)
         record = self._records.get(text)
         return record.weights if record is not None and text in self._results else ""
 
     def told(self, run: bytes, plan: bytes) -> End | Stop | None:
-        """How the run ended for all, for a member that was away and believes in `plan`; None where it may go
-        on elsewhere."""
+        """Return the message that tells a member that was away, and believes in `plan`, how the run ended for
+        all; None where it may go on elsewhere."""
         record = self._records.get(run_text(run))
         if record is None or record.run != run:
             return None
@@ -122,7 +122,7 @@ class Archive:
         return None
 
     def load(self) -> None:
-        """Read what is on the disk."""
+        """Read the records on the disk."""
         for run, file in self._files():
             if file == _RESULT:
                 self._results.add(run)
@@ -144,12 +144,12 @@ class Archive:
         self._records[run] = record
 
     def evict(self, run: str) -> None:
-        """The result of the run of this short id had to make room; how the run ended is still known."""
+        """Note that the result of the run of this short id was evicted; the run's end is still known."""
         self._results.discard(run)
 
     def add(self, record: EndedRun, *, is_here: bool = False, keeps: bool = True) -> None:
-        """Remember how a run ended, and that its result `is_here`, and forget the oldest where there are too
-        many; where it `keeps` that, on the disk by `save`."""
+        """Add the end of a run and whether its result `is_here`, and forget the oldest above the limit. With
+        `keeps`, the next `save` puts it on the disk."""
         self._records[record.text] = replace(record, others=self._others.pop(record.text, record.others))
         if keeps:
             self._unsaved.add(record.text)
@@ -162,7 +162,7 @@ class Archive:
                 self._unsaved.add(old.text)
 
     def differ(self, run: str, peer: PeerId, weights: str) -> bool:
-        """Remember that a run ended with another result for this member; whether that is to be shown."""
+        """Add another member's different result of a run; return whether to show it."""
         record = self._records.get(run)
         known = self._others.get(run, ()) if record is None else record.others
         if len(known) >= RESULTS_SHOWN_MAX or peer in dict(known):
@@ -179,7 +179,7 @@ class Archive:
         return True
 
     def save(self) -> None:
-        """Have what was added survive a restart. Raises OSError."""
+        """Write added records to the disk. Raises OSError."""
         for run in list(self._unsaved):
             record = self._records.get(run)
             if record is None:
@@ -190,7 +190,7 @@ class Archive:
 
 
 class ArchiveShell:
-    """The archive of a node as its runs use it."""
+    """The node's archive as its runs use it."""
 
     def __init__(self, seams: Seams, me: PeerId) -> None:
         self._seams = seams
@@ -198,7 +198,7 @@ class ArchiveShell:
         self._saving = trio.Lock()
 
     async def load(self) -> None:
-        """Read what is on the disk; before that nothing is known."""
+        """Read the records on the disk; nothing is known before."""
         await self._seams.executor.run(self._archive.load)
 
     @property
@@ -207,7 +207,7 @@ class ArchiveShell:
         return self._archive.records
 
     def remembered(self) -> Iterator[RunRemembered]:
-        """The runs that ended in an earlier life."""
+        """Yield the events of runs that ended before this start."""
         for record in self._archive.records:
             yield RunRemembered(
                 at=self._seams.clock.wall(),
@@ -260,8 +260,8 @@ class ArchiveShell:
         for_all: bool = False,
         keeps: bool = True,
     ) -> None:
-        """A run is over here, and its result `is_here` or not; that is known until the next start where it is
-        not to be kept, or the disk is full."""
+        """Note that a run is over here, and whether its result `is_here`. Unless it `keeps` the record and
+        the disk has room, it is known until the next start only."""
         committed, evaluated = shown.committed, shown.evaluated
         manifest = run.manifest
         await self._add(
@@ -286,14 +286,14 @@ class ArchiveShell:
         )
 
     async def differ(self, run: str, peer: PeerId, weights: str) -> bool:
-        """See `Archive.differ`; where the end is not noted yet, it is kept with that."""
+        """Add another result of a run (`Archive.differ`); before the end is noted, it is kept for that."""
         is_shown = self._archive.differ(run, peer, weights)
         if is_shown:
             await self._save()
         return is_shown
 
     async def close(self, run: Run) -> None:
-        """A run is over that this node was in when it was stopped: note what it had no time to note."""
+        """Note the end of a run that this node had no time to note before it was stopped."""
         if self.has_result(run.text) and not self.result(run.id):
             digest = await self._seams.executor.run(partial(digest_of, self._seams.storage, run.text))
             await self.note(run, Shown(), "done", "", digest, is_here=True)

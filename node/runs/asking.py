@@ -28,7 +28,8 @@ from partition.run.asks import (
 
 
 class AskShell:
-    """Puts what one member of a run asks; `chain` tells newcomers how their plan came about."""
+    """A shell that sends the requests of one member of a run; `chain` tells newcomers how their plan came
+    about."""
 
     def __init__(
         self, service: Service, run: Run, chain: ChainShell, revision: Callable[[], Fact | None]
@@ -39,7 +40,8 @@ class AskShell:
         self._revision = revision
 
     def put(self, asks: Asks, replied: Callable[[float, int, Reply], None]) -> None:
-        """Put all that is new, side by side; `replied` takes the time, an ask's number and its answer."""
+        """Send all new requests concurrently; `replied` takes the time, the request's number and its
+        answer."""
         for ask in asks.take():
             self._service.start_task(self._put, ask, replied, of=self._run)
 

@@ -1,12 +1,12 @@
-"""Audits of committed steps: signed frames shown to members of a run, and computed again.
+"""Audits of committed steps: signed frames fetched from members of a run and computed again.
 
 `/peerloom/frames/1`: a node shows the frames that it keeps of a run (`partition.steps.frame_archive`) to the
-run's members. An audit asks them for what a stage was sent and what it sent on, both signed, puts the stage's
-numbers of that step into a process of its own, and computes the frame again. Numbers are those of the first
-step, or of a checkpoint: other steps would have to be trained again.
+run's members. An audit asks them for a stage's incoming and outgoing frames, both signed, loads the stage's
+numbers of that step into a process of its own, and computes the frame again. It can use the numbers of the
+first step or of a checkpoint only: other steps would have to be trained again.
 
 A frame is `right` where it has the same bytes, or numbers as near as other processors compute them; else it
-is `wrong`, and the signatures show whose it is. Where something is missing, nothing is said.
+is `wrong`, and the signature names its author. Where something is missing, there is no verdict.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -51,25 +51,25 @@ from partition.steps.frames import PAYLOAD_BYTES_MAX, Direction, FrameHeader, ch
 
 STREAMS = StreamLimits(message_bytes_max=QUESTION_BYTES_MAX, streams_per_peer_max=2)
 RUNS_MAX = 16
-"""Runs whose members may ask, those with the newest plans."""
+"""Runs whose members may ask: those with the newest plans."""
 PLANS_MAX = 64
-"""Plans of one run whose frames are known; of each cut of the model the newest judges."""
+"""Plans of one run whose frames are known; the newest plan of each cut of the model is used to judge."""
 REQUESTS_MAX = 64
 """On one stream."""
 REQUEST_SECONDS_MAX = 10.0
 CALL_SECONDS_MAX = 30.0
 EXPIRE_SECONDS = 30.0
-"""How often it is looked for frames that were kept for long enough."""
+"""The interval between two searches for expired frames."""
 FRAMES_AUDITED_MAX = 4
-"""In one audit, but one of each stage at least: all that they need is in memory at once."""
+"""The most frames of one audit, but at least one of each stage: all their inputs are in memory at once."""
 NEAR = 1e-3
-"""How far the numbers of other processors lie apart at most, beside the largest number of a tensor."""
+"""The largest difference between the numbers of two kinds of processors, relative to a tensor's largest."""
 NEAR_CODED = 5e-2
-"""And where a codec rounded them: one step of int8 is a hundredth of a group's largest."""
+"""The same where a codec rounded the numbers: one step of int8 is a hundredth of a group's largest."""
 
 
 class Service(Protocol):
-    """What is needed of `node.runs.runs.Runs`."""
+    """The attributes of `node.runs.runs.Runs` that audits use."""
 
     seams: Seams
     signer: Signer
@@ -85,7 +85,7 @@ class Service(Protocol):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found of one frame."""
+    """The verdict on one frame."""
 
     author: PeerId
     stage: int
@@ -101,7 +101,8 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass
 class _Known:
-    """A run: everybody who was in it, the layers by the hash of each plan, the newest plan of each cut."""
+    """A known run: everybody who was in it, the layers by the hash of each plan, the newest plan of each
+    cut."""
 
     run: Run
     members: frozenset[bytes] = frozenset()
@@ -109,7 +110,7 @@ class _Known:
     plans: dict[Ranges, Plan] = field(default_factory=dict)
 
     def admit(self, plan: Plan) -> None:
-        """Another plan is in force."""
+        """Add a plan that came into force."""
         self.members |= {*plan.roster, self.run.requester}
         cut = _ranges(plan)
         self.cuts[plan_hash(plan)] = cut
@@ -130,7 +131,7 @@ def _ranges(plan: Plan) -> Ranges:
 
 @dataclass(frozen=True)
 class _Case:
-    """A frame that a stage sent, with what was sent to it before."""
+    """A frame that a stage sent, with the frames that it had received before."""
 
     number: int
     row: Row
@@ -150,13 +151,13 @@ class Audits:
         service.seams.network.handle(FRAMES_PROTOCOL, self._serve, STREAMS)
 
     async def run(self) -> None:
-        """Forget frames when their time has come, until cancelled."""
+        """Forget frames when they expire, until cancelled."""
         while True:
             await trio.sleep(EXPIRE_SECONDS)
             self.archive.expire(self._service.seams.clock.monotonic())
 
     def admit(self, run: Run, plan: Plan) -> None:
-        """Let the members of a plan ask for the frames of its run, also when it is over."""
+        """Let the members of a plan ask for the frames of its run, even when the run is over."""
         known = self._runs.pop(run.id, None) or _Known(run)
         known.admit(plan)
         self._runs[run.id] = known
@@ -202,7 +203,7 @@ class Audits:
     async def audit(self, text: str, step: int | None) -> dict[str, Any]:
         """Compute frames of a committed step of a run again. Schema `peerloom/audit/1`.
 
-        Raises RunFailed: the run has no plan here, or nothing is left to judge it by.
+        Raises RunFailed: the run has no plan here, or there is nothing to judge it by.
         """
         known = next((row for row in self._runs.values() if row.run.text == text), None)
         if known is None:
@@ -227,11 +228,12 @@ class Audits:
         return {*self._service.live(), self._service.signer.peer}
 
     async def _steps(self, run: Run, peers: Sequence[PeerId]) -> list[int]:
-        """Return the steps whose numbers are to be had, the newest first: those of checkpoints, the first."""
+        """Return the steps whose numbers can be fetched, the newest first: those of checkpoints, and the
+        first."""
         return sorted({0, *await self._service.copies.steps(run.text, peers)}, reverse=True)
 
     async def _rows(self, run: Run, step: int, peers: Sequence[PeerId]) -> dict[Row, list[PeerId]]:
-        """Return the frames of a step that members keep, and which do."""
+        """Return the frames of a step that members keep, each with its holders."""
         found: dict[Row, list[PeerId]] = {}
 
         async def ask(peer: PeerId) -> None:
@@ -245,7 +247,7 @@ class Audits:
         return found
 
     async def _ask(self, peer: PeerId, question: Question) -> tuple[Answer, memoryview]:
-        """Put a question to a member, or to this node itself; FrameShown of nothing without an answer."""
+        """Ask a member, or this node itself, a question; return an empty FrameShown without an answer."""
         if peer == self._service.signer.peer:
             return self._answer(peer, question)
         try:
@@ -271,7 +273,7 @@ class Audits:
         self, known: _Known, plan: Plan, step: int, row: Row, holders: Sequence[PeerId]
     ) -> tuple[FrameHeader, Payload | None] | None:
         """Return a frame that its author signed under a plan of this cut, with its payload where one of its
-        holders keeps that."""
+        holders keeps it."""
         found: tuple[FrameHeader, Payload | None] | None = None
         for peer in holders:
             answer, data = await self._ask(peer, ShowFrame(known.run.id, step, row))
@@ -291,7 +293,7 @@ class Audits:
         return found
 
     def _checked(self, fact: Fact, step: int, row: Row) -> FrameHeader:
-        """Return what a signed header says. Raises RemoteProtocolError: it is not this frame's."""
+        """Return the content of a signed header. Raises RemoteProtocolError: it belongs to another frame."""
         check_signed(self._service.signer, fact)
         header = read_header(fact)
         of = header.step, header.stage, header.direction, header.microbatch, fact.author
@@ -302,7 +304,7 @@ class Audits:
     async def _judge_by_its_plan(
         self, known: _Known, plans: Sequence[Plan], step: int, rows: dict[Row, list[PeerId]]
     ) -> list[Verdict]:
-        """Judge by the plan under which the frames were sent: another one gives stages other layers."""
+        """Judge by the plan under which the frames were sent: another plan gives stages other layers."""
         verdicts: list[Verdict] = []
         for plan in plans:
             verdicts = await self._judge(known, plan, step, rows)
@@ -313,8 +315,8 @@ class Audits:
     async def _judge(
         self, known: _Known, plan: Plan, step: int, rows: dict[Row, list[PeerId]]
     ) -> list[Verdict]:
-        """Compute what stages sent of some micro-batches again, a stage at a time. All frames are brought
-        first: while a process starts, a run that goes on may leave its step behind."""
+        """Compute the frames that stages sent for some micro-batches again, a stage at a time. All frames are
+        fetched first: while a process starts, a run that goes on may drop its older steps."""
         cases: list[_Case | Verdict] = []
         for number, row in _chosen(plan, rows):
             cases.append(await self._case(known, plan, step, number, row, rows))
@@ -332,7 +334,7 @@ class Audits:
         return sorted(verdicts, key=lambda each: (each.stage, each.microbatch))
 
     async def _open(self, run: Run, plan: Plan, step: int, number: int) -> tuple[Stage, StageSpecification]:
-        """Open a stage with the numbers that it had before this step. Raises RunFailed."""
+        """Open a stage with its numbers from before this step. Raises RunFailed."""
         service, executor = self._service, self._service.seams.executor
         holders = [peer for peer in map(PeerId, plan.members) if peer in self._reachable()]
         try:
@@ -364,7 +366,7 @@ class Audits:
     async def _case(
         self, known: _Known, plan: Plan, step: int, number: int, row: Row, rows: dict[Row, list[PeerId]]
     ) -> "_Case | Verdict":
-        """Return a frame with what its stage was sent before, or why it cannot be judged."""
+        """Return a frame with the frames that its stage had received, or why it cannot be judged."""
         directions: tuple[Direction, ...] = ("input", "labels") if row.direction == "gradient" else ("input",)
         given: dict[str, Payload] = {}
         for direction in directions:
@@ -419,8 +421,8 @@ class Audits:
 
 
 def _chosen(plan: Plan, rows: Collection[Row]) -> list[tuple[int, Row]]:
-    """Return the frames to be judged, each with the stage that sent it: what goes on to the next stage, and
-    of the last stage what goes back."""
+    """Return the frames to judge, each with the stage that sent it: the frames sent forward, and the last
+    stage's frames sent back."""
     last = len(plan.stages) - 1
     found: list[tuple[int, Row]] = []
     for number, stage in enumerate(plan.stages):
@@ -437,8 +439,8 @@ def _key(question: ShowFrame) -> FrameKey:
 
 
 def _distance(computed: Payload, shown: Payload, bytes_max: int) -> float:
-    """Return how far tensors lie apart, beside the largest number of each. Raises RemoteProtocolError: they
-    are of other shapes, or no tensors."""
+    """Return the distance between tensors, relative to the largest number of each. Raises
+    RemoteProtocolError: they have other shapes, or are no tensors."""
     worst = 0.0
     ours, theirs = unpack(computed, bytes_max=bytes_max), unpack(shown, bytes_max=bytes_max)
     if [(kind, array.shape) for kind, array in ours] != [(kind, array.shape) for kind, array in theirs]:

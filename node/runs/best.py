@@ -1,7 +1,7 @@
-"""What one member knows of a run's validations, and which checkpoint has the state that validated best.
+"""One member's record of a run's validations, and of the checkpoint whose state validated best.
 
 Where a run keeps its best state (`train.keep`), that checkpoint stays on every disk that has it until the run
-is over, and at the end its committer brings it back by a plan. Not here: which state is the best
+is over, and at the end the committer restores it by a plan. Not here: which state is the best
 (`partition.steps.validation`).
 """
 
@@ -22,18 +22,19 @@ from partition.plan.plan import NO_HASH, Plan
 from partition.steps.validation import Series
 
 KEEP_SECONDS_MAX = 60.0
-"""At the end, for a checkpoint of the best state to be whole; without it the last state is the result."""
+"""The longest wait at the end for the checkpoint of the best state to be complete; then the last state is the
+result."""
 
 
 class Committer(Protocol):
-    """What is needed of `node.pipeline.committer.CommitterShell`."""
+    """The attributes of `node.pipeline.committer.CommitterShell` that the best state uses."""
 
     def take_last(self) -> None: ...
 
 
 class BestState:
-    """One run's at one member. `bring_back` proposes a plan that restores a checkpoint, `note_best` is told
-    after how many steps the state was best."""
+    """The best state of one run at one member. `bring_back` proposes a plan that restores a checkpoint;
+    `note_best` takes the number of steps of the best state."""
 
     def __init__(
         self,
@@ -55,12 +56,12 @@ class BestState:
 
     @property
     def series(self) -> Series | None:
-        """Up to the newest validation that was heard of."""
+        """Return the validations up to the newest one received."""
         return self.known.series[-1] if self.known.series else None
 
     @property
     def detail(self) -> str:
-        """What a person should know of how the run ended well; mostly nothing."""
+        """Return a note for people on how the run ended well; usually empty."""
         validation, series = self._run.manifest.validation, self.series
         if self._lacking or validation is None or series is None:
             return self._lacking
@@ -70,12 +71,12 @@ class BestState:
 
     @property
     def step(self) -> int | None:
-        """After how many steps the state was best, where that one is kept."""
+        """Return the number of steps of the best state, where the run keeps that one."""
         return self.series.best_step if self.series is not None and self._keeps else None
 
     @property
     def checkpoint(self) -> tuple[bytes, int] | None:
-        """The best state that is whole as a checkpoint, and its step."""
+        """Return the best state that is complete as a checkpoint, and its step."""
         known = self.known
         return None if known.checkpoint is None else (known.checkpoint, known.step)
 
@@ -85,7 +86,7 @@ class BestState:
         return validation is not None and validation.keep == "best"
 
     def begin(self, plan: Plan) -> None:
-        """A plan is in force: validations of steps that it takes back are forgotten."""
+        """Start a plan: validations of steps that it takes back are forgotten."""
         self._wanted = None
         if plan.is_final and plan.restored != NO_HASH:
             self._know(Best(self.known.series, plan.restored, plan.step))
@@ -94,25 +95,25 @@ class BestState:
             self._know(replace(self.known, series=kept))
 
     def heard(self, event: RunEvaluated) -> None:
-        """Note a validation, here or of the committer."""
+        """Add a validation, of this node or of the committer."""
         if event.step is None or (self.series is not None and event.step <= self.series.step):
             return
         series = Series(event.step, min(event.best_step, event.step), event.best, event.since)
         self._know(replace(self.known, series=(*self.known.series, series)[-SERIES_MAX:]))
 
     def learned(self, newest: tuple[bytes, int] | None) -> None:
-        """Note that a checkpoint is whole."""
+        """Note that a checkpoint is complete."""
         if newest is not None and newest[1] == self.step:
             self._know(Best(self.known.series, *newest))
         if self._wanted is not None:
             self._try(self._wanted)
 
     def found(self, step: int) -> None:
-        """As the committer: the state after `step` steps is saved, for it is the best so far."""
+        """As the committer: save the state after `step` steps, which is the best so far."""
         self._note_best(step)
 
     def wanted(self, step: int) -> None:
-        """As the committer: the steps are done, and this state is to be the result."""
+        """As the committer: bring this state back as the result, as the steps are done."""
         self._wanted = step
         self._try(step)
         if self._wanted is not None:
@@ -139,7 +140,7 @@ class BestState:
                 self._service.start_task(self._write, of=self._run)
 
     async def _write(self) -> None:
-        """Have on this disk what must not be let go."""
+        """Write the record of the best state to the disk."""
         seams = self._service.seams
         async with self._writing:
             data = encode(self.known)

@@ -1,7 +1,7 @@
 """The shell around a `partition.plan.paxos.PaxosChain`: one run's chain of plans on this node.
 
-Its promises are on disk before anybody hears of them, and beside them how the plans came about, for whoever
-is to come. One task takes what comes in, strictly in order.
+Its promises are on disk before they are sent, beside the history of the plans for newcomers. One task handles
+incoming messages strictly in order.
 """
 
 from collections import deque
@@ -26,23 +26,23 @@ from partition.plan.paxos_messages import LINKS_BYTES_MAX, Link
 from partition.plan.plan import Hash, Height, Plan
 
 ENTERED_BYTES_MAX = 2 * HISTORY_BYTES_MAX + LINKS_BYTES_MAX + 64 * 1024
-"""This node's own file: a history, the changes since, the last of which may come many at once."""
+"""The size limit of this node's own file: a history and the later changes, the last of which may be many."""
 QUEUE_MAX = 4_096
-"""Messages that wait for the disk; what comes on top is dropped, as a lossy network would."""
+"""Messages that wait for the disk; more are dropped, as a lossy network would drop them."""
 
 
 def chain_name(run: str) -> str:
-    """Return where a node keeps what it has promised in a run, in its storage."""
+    """Return the storage name of this node's promises in a run."""
     return f"runs/{run}/chain"
 
 
 def history_name(run: str) -> str:
-    """Return where a node keeps how it came into a run, and what has changed since, in its storage."""
+    """Return the storage name of the history by which this node entered a run, and of later changes."""
     return f"runs/{run}/history"
 
 
 class Entered(msgspec.Struct, frozen=True, array_like=True):
-    """How a node came into a run: the history it was let in by, the height and the hash of the plan that this
+    """The way a node entered a run: the history that admitted it, the height and hash of the plan that this
     ends with, and the changes since."""
 
     history: History
@@ -52,16 +52,16 @@ class Entered(msgspec.Struct, frozen=True, array_like=True):
 
 
 def read_entered(storage: Storage, run: str) -> Entered:
-    """Return what is kept of a run; RemoteProtocolError: nothing, or it is damaged."""
+    """Read the stored entry of a run. Raises RemoteProtocolError: there is none, or it is damaged."""
     data = storage.read(history_name(run)) or b""
     entered: Entered = decode(data, Entered, bytes_max=ENTERED_BYTES_MAX)
     return entered
 
 
 class ChainShell:
-    """Agrees on plans; `on_event` hears of each that was decided, after it is on disk here.
+    """Agreement on plans; `on_event` is called for each decided plan, after it is on disk here.
 
-    `entered` is how this node came into the run, and what it knows to have been decided since.
+    `entered` is the history by which this node entered the run, with the decisions it knows of since.
     """
 
     def __init__(
@@ -98,11 +98,11 @@ class ChainShell:
 
     @property
     def head(self) -> Plan:
-        """The newest plan that is known to be decided."""
+        """The newest plan known to be decided."""
         return self.core.head
 
     def receive(self, sender: PeerId, message: Any) -> None:
-        """A message about the chain, from anybody: it is checked, or refused, when it is its turn."""
+        """Queue a message about the chain, from anybody: it is checked, or refused, when its turn comes."""
         self._do(lambda now: self._checked(now, sender, message))
 
     def _checked(self, now: float, sender: PeerId, message: Any) -> list[tuple[PeerId, Any]]:
@@ -113,7 +113,7 @@ class ChainShell:
             return []
 
     def wish(self, change: Change | None, parent: bytes) -> None:
-        """What this member would have decided after the plan `parent`; None for nothing."""
+        """Propose a change to be decided after the plan `parent`; None to propose nothing."""
         self._do(lambda now: self.core.wish(now, change, parent=parent))
 
     def reach(self, live: Collection[PeerId]) -> None:
@@ -121,14 +121,14 @@ class ChainShell:
         self._do(lambda now: self.core.reach(now, live))
 
     def tell(self, peer: PeerId) -> None:
-        """Make a peer say what of the chain is missing here, and ask for what it lacks."""
+        """Exchange missing parts of the chain with a peer."""
         for receiver, message in self.core.tell(peer):
             self._send(receiver, message)
 
     def history(self, plan: Plan, change: Change | None = None) -> History:
-        """How `plan` came about, for whoever is to come by it: it is decided, or `change` would lead to it.
+        """Return how `plan` came about, for a newcomer: it is decided, or `change` would lead to it.
 
-        Raises RemoteProtocolError: the run has seen so many changes that nobody can be told.
+        Raises RemoteProtocolError: the run has had too many changes to send.
         """
         self._note_links()
         entered = self._entered
@@ -142,7 +142,8 @@ class ChainShell:
 
     @property
     def can_tell(self) -> bool:
-        """Whether a newcomer could be told how the next plan came about: a run does not change for ever."""
+        """Return whether a newcomer could be sent the next plan's history: a run has a limited number of
+        changes."""
         self._note_links()
         entered, head = self._entered, self.core.head
         size = entered.history.size_bytes + sum(map(len, entered.links)) + CHANGE_BYTES_MAX
@@ -153,7 +154,7 @@ class ChainShell:
         )
 
     def _note_links(self) -> bool:
-        """Take over what the core has heard of; whether there was anything that can still be told."""
+        """Add the decisions that the core has learnt to the entry; return whether any could be added."""
         entered, chain = self._entered, self.core.chain
         missing = self.core.head.height - entered.height - len(entered.links)
         is_full = len(entered.links) > CHANGES_MAX or sum(map(len, entered.links)) > HISTORY_BYTES_MAX

@@ -1,10 +1,9 @@
-"""Checkpoints of a running run: stages saved, copied to other members, sealed by the committer, put back.
+"""Checkpoints of a running run: stages saved, copied to other members, sealed by the committer, restored.
 
-After a step whose number the manifest says, the first replica of each stage puts a copy of its state away and
-says so (`Saved`); training goes on meanwhile. Once all stages have, the committer has each copied to other
-members, seals the manifest, and tells everybody its name (`Checkpointed`): that is what a stage without a
-replica goes back to. What is decided of this, `partition.run.checkpoint_rounds` decides; disks, copies and
-requests are here.
+After each step that the manifest names, the first replica of each stage stores a copy of its state and says
+so (`Saved`); training goes on meanwhile. Once all stages have, the committer has each copied to other
+members, seals the manifest, and announces its name (`Checkpointed`): a stage without a replica goes back to
+it. `partition.run.checkpoint_rounds` makes the decisions; disks, copies and requests are here.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,12 +40,12 @@ _OFFER_BYTES_MAX = 64
 
 
 def newest_name(run: str) -> str:
-    """Return where a node remembers the newest checkpoint of a run, in its storage."""
+    """Return the storage name of the newest checkpoint of a run."""
     return f"runs/{run}/newest"
 
 
 class Paced(Protocol):
-    """What is needed of a `node.pipeline.committer.CommitterShell`."""
+    """The attributes of a `node.pipeline.committer.CommitterShell` that checkpoints use."""
 
     saving: SaveInterval
 
@@ -55,8 +54,8 @@ class Paced(Protocol):
 
 
 class Keeping:
-    """One member's part. `live` are the members, of now or before, that could hand something over; `learned`
-    is told that a newer checkpoint is whole."""
+    """One member's part in checkpoints. `live` are present or former members that could hand something over;
+    `learned` is called when a newer checkpoint is complete."""
 
     def __init__(
         self,
@@ -67,7 +66,7 @@ class Keeping:
         *,
         learned: Callable[[], None] = lambda: None,
     ) -> None:
-        """`committer` is this node's, None where it does not commit."""
+        """Prepare checkpoints; `committer` is this node's, None where it does not commit."""
         self._service = service
         self._run = run
         self._checkpoints = service.checkpoints
@@ -84,12 +83,12 @@ class Keeping:
 
     @property
     def restorable(self) -> tuple[bytes, int] | None:
-        """The newest checkpoint that is whole somewhere, and its step."""
+        """Return the newest checkpoint that is complete somewhere, and its step."""
         return self._rounds.newest
 
     @property
     def can_restore(self) -> bool:
-        """Whether all of it is here, or may be at another that lives."""
+        """Return whether all of it is here, or may be at another live member."""
         if any(peer != self._service.signer.peer for peer in self._live()):
             return True
         newest = self.restorable
@@ -107,7 +106,7 @@ class Keeping:
     # A replica's side
 
     async def save(self, plan: Plan, number: int, step: int, stage: Stage) -> None:
-        """Copy a stage's state and put the copy away, if that is for this replica to do.
+        """Copy a stage's state and store the copy, if this replica is the one to do so.
 
         Returns once it is copied. Raises StageFailed.
         """
@@ -123,7 +122,7 @@ class Keeping:
     async def _put_away(
         self, plan: Plan, number: int, step: int, parameters: memoryview, moments: memoryview, copied: float
     ) -> None:
-        """`copied` is what the copy took already, in seconds."""
+        """Store a copied state; `copied` is the time that the copy took, in seconds."""
         row, began = plan.stages[number], self._now
         try:
             state = await self._checkpoints.snapshot(
@@ -142,7 +141,7 @@ class Keeping:
         self._service.send(plan.committer, Saved(plan_hash(plan), step, number, state, took))
 
     def _say_failed(self, step: int, error: NoRoom | OSError) -> None:
-        """Say that this node keeps nothing of this step; the checkpoint before stays the newest."""
+        """Report that this node stores nothing of this step; the checkpoint before stays the newest."""
         reason = str(error)
         if isinstance(error, OSError):
             reason = f"the disk of this node: {error.strerror or error}"
@@ -152,8 +151,8 @@ class Keeping:
         )
 
     async def restore(self, plan: Plan, name: bytes, step: int, stage: Stage) -> None:
-        """Bring this node's stage of a plan to where a checkpoint has its layers; while nobody has all of it,
-        whoever has may come back.
+        """Restore this node's stage of a plan from the layers of a checkpoint; while no member has all of it,
+        wait for one that may come back.
 
         Raises StageFailed: it is no state for this stage.
         """
@@ -194,7 +193,7 @@ class Keeping:
     # The committer's side
 
     def saved(self, plan: Plan, sender: PeerId, message: Saved) -> None:
-        """A stage is put away at one of its replicas. Raises RemoteProtocolError."""
+        """Handle the message that a replica has stored its stage. Raises RemoteProtocolError."""
         row = plan.stages[message.stage] if message.stage < len(plan.stages) else None
         layers = None if row is None else (row.first_layer, row.last_layer)
         if layers != (message.state.first_layer, message.state.last_layer):
@@ -207,7 +206,7 @@ class Keeping:
             self._follow()  # else stages are missing yet
 
     def _follow(self) -> None:
-        """Do what the rounds ask for."""
+        """Carry out the requests of the rounds."""
         events, self._rounds.events[:] = list(self._rounds.events), []
         for event in events:
             match event:
@@ -270,24 +269,24 @@ class Keeping:
         )
 
     def note_best(self, step: int | None) -> None:
-        """Note after how many steps the best state was, where the run keeps that one."""
+        """Note the step of the best state, where the run keeps that state."""
         self._rounds.best_step = step
 
     def learn(self, step: int, name: bytes) -> None:
-        """A checkpoint is whole: whoever plans next may go back to it."""
+        """Note a complete checkpoint: the next plan may go back to it."""
         self._rounds.learn(step, name)
         self._follow()
 
     def left_branch(self, kept_step: int | None) -> None:
-        """Forget the checkpoints of a branch that is given up: what was saved after `kept_step` steps. The
-        files stay until they are too many, for whoever wants them."""
+        """Forget the checkpoints of an abandoned branch, saved after `kept_step` steps. The files stay until
+        there are too many, for others that want them."""
         if kept_step is not None:
             self._rounds.forget_after(kept_step)
             if self._rounds.newest is None:
                 self._service.seams.storage.delete(newest_name(self._run.text))
 
     async def _write_newest(self) -> None:
-        """Return once the newest checkpoint's name is on this disk; many at once make few writes."""
+        """Return once the newest checkpoint's name is on disk; concurrent calls share writes."""
         seams = self._service.seams
         async with self._writing:
             newest = self._rounds.newest

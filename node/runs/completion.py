@@ -29,13 +29,13 @@ from partition.run.messages import REASON_LENGTH_MAX
 from partition.run.timeouts import END_SECONDS_MAX, RETRY_SECONDS
 
 REASON_SHOWN_MAX = REASON_LENGTH_MAX - 110
-"""How much is shown of why a run failed: what is kept of it must fit behind."""
+"""The length of a failure's reason that is shown: the note on the newest checkpoint must fit behind it."""
 
 
 async def collect_result(
     service: Service, run: Run, plan: Plan, replica: ReplicaShell | None
 ) -> tuple[str, str | None]:
-    """Join the stages' parameters and keep them: their hash, and why that could not be done, if so.
+    """Join and store the stages' parameters; return their hash, and the reason of a failure, if any.
 
     `replica` is the stage that this node holds itself, if it does.
     """
@@ -64,7 +64,7 @@ async def collect_result(
 
 
 async def tell_end(core: Member, wake: Callable[[], None], act: Callable[[], None]) -> None:
-    """Tell the others of the end where what drives a member has failed itself; bounded."""
+    """Tell the others of the end where a member's driver has failed itself; bounded."""
     with trio.move_on_after(END_SECONDS_MAX):
         while not core.is_over:
             wake()
@@ -73,7 +73,7 @@ async def tell_end(core: Member, wake: Callable[[], None], act: Callable[[], Non
 
 
 def with_checkpoint(reason: str, run: Run, kept: tuple[bytes, int] | None) -> str:
-    """Why a run failed, and how a person gets what is left of it: the newest checkpoint and its step."""
+    """Return why a run failed, with how to recover its newest checkpoint and the step of that."""
     if kept is None:
         return reason
     look = f"`peerloom checkpoint export {run.text[:8]} --out FILE`"
@@ -81,9 +81,10 @@ def with_checkpoint(reason: str, run: Run, kept: tuple[bytes, int] | None) -> st
 
 
 async def fetch_result(service: Service, run: Run, source: PeerId, weights: str) -> str:
-    """Fetch and keep the result that `source` has; why not, in words for a person, empty where it is here.
+    """Fetch and store the result that `source` has; return why not, in words for a person, or "" once it is
+    here.
 
-    It is as long as the model says, at most, and of another's run it counts against the guests' budget.
+    Its length is limited by the model; results of others' runs count against the guests' budget.
     """
     seams = service.seams
     storage, work = seams.storage, seams.executor.run
@@ -120,7 +121,7 @@ async def fetch_result(service: Service, run: Run, source: PeerId, weights: str)
 
 
 async def _admit(service: Service, run: Run, size: int) -> None:
-    """Have room for a result of this size. Raises NoRoom or OSError."""
+    """Make room for a result of this size. Raises NoRoom or OSError."""
     if run.requester != service.signer.peer:
         admit = partial(service.guests.admit, run.text, [weights_name(run.text)], size)
         await service.seams.executor.run(admit)

@@ -1,4 +1,4 @@
-"""What the parts of a run's membership need of the node: the shape of `node.runs.runs.Runs`."""
+"""The interface that a run's membership needs of the node: the shape of `node.runs.runs.Runs`."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
@@ -36,7 +36,7 @@ class Membership(Protocol):
 
 
 class Service(Protocol):
-    """`live` are those believed alive, `gone` those known to be dead or to have left."""
+    """The service of runs; `live` are peers believed alive, `gone` those known to be dead or to have left."""
 
     seams: Seams
     signer: Signer

@@ -1,7 +1,8 @@
-"""Whether data holds values that a model takes, said before anything is planned: sample by sample, by name.
+"""Checks that data holds values that a model takes, before planning: sample by sample, by name.
 
-Shapes and kinds of numbers are `node.runs.manifest_builder.bind_data`'s. A range that the graph does not tell
-(`partition.model.ranges`) is found by the stage that cannot use a value, and ends the run with its reason.
+`node.runs.manifest_builder.bind_data` checks shapes and kinds of numbers. A range that the graph does not
+show (`partition.model.ranges`) is found by the stage that cannot use a value, which ends the run with its
+reason.
 """
 
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from partition.model.graph import Graph
 from partition.model.ranges import Bound, bounds
 
 CHUNK_BYTES = 16 * 1024 * 1024
-"""Looked at together: as much again, and their masks, is memory for a moment."""
+"""Bytes checked together: as much memory again, and their masks, is used for a moment."""
 
 
 def check_values(
@@ -31,7 +32,7 @@ def check_values(
     """Raise UsageError for the first value that the model cannot take: its file, sample, place and value.
 
     `name` is RUN.toml's in errors, `where` the data's. `sizes` are the graph's symbols. `origins` are the
-    numbers in the data that the samples of a part had before they were dealt out.
+    original numbers of a part's samples in the data.
     """
     entry = train_entry(graph)
     found = bounds(graph, entry, sizes)
@@ -69,7 +70,7 @@ def _check(
 
 
 def _wrong(chunk: Array, dtype: str, bound: Bound | None) -> tuple[Array | None, str]:
-    """Return which values the model cannot take, and what it wants."""
+    """Return a mask of the values that the model cannot take, and the values it wants."""
     if dtype.startswith("float"):
         if chunk.dtype.kind != "f":
             return None, ""

@@ -1,4 +1,4 @@
-"""Which stages this node holds and whether it has a free slot, for others to know."""
+"""The stages that this node holds, and whether it has a free slot, as others are told."""
 
 from collections.abc import Iterable, Mapping
 
@@ -21,8 +21,7 @@ def standing_of(
     slots: int,
     is_measured: bool,
 ) -> Standing:
-    """Return how a node is; before there are `runs` it holds nothing, and all its `slots`
-    are free."""
+    """Return the node's standing; before there are `runs` it holds nothing, and all its `slots` are free."""
     slots_free = (slots if runs is None else runs.slots.free) if words[STAGES] else 0
     held = [] if runs is None else stages_held(runs.members.values(), me)
     words = {RUNS_WORD: True, **words}

@@ -1,7 +1,7 @@
-"""What arrives on `/peerloom/pipeline/2`: each message is checked, and handed to the run whose plan it names.
+"""Messages on `/peerloom/pipeline/2`: each is checked and handed to the run whose plan it names.
 
-Messages of a committer may come before its plan is in force here; some are kept until then. Who may send what
-is for the member to say.
+A committer's messages may arrive before its plan is in force here; some are kept until then. The member
+decides who may send which message.
 """
 
 from collections import deque
@@ -26,16 +26,17 @@ from partition.run.timeouts import END_SECONDS_MAX
 from partition.steps.frames import PAYLOAD_BYTES_MAX, Frame, OpenedFrame, open_frame
 
 IDLE_SECONDS_MAX = 120.0
-"""A stream that brings nothing for so long is closed, unless its peer is in a run with this node."""
+"""A stream without a message for this long is closed, unless its peer is in a run with this node."""
 EARLY_MAX = 256
-"""Messages of committers whose plan is decided, but not yet on disk here, and who is absent by then."""
+"""Messages of committers whose plan is decided but not yet on disk here, and reports of absent members."""
 EARLY_BYTES_MAX = 16 * 1024
-"""One of them, for anybody may send such: a committer begins with a Sync, and says all else again."""
+"""The limit of one early message, as anybody may send them: a committer begins with a Sync, and repeats the
+rest."""
 NO_PAYLOAD = memoryview(b"")
 
 
 class Service(Protocol):
-    """What is needed of `node.runs.runs.Runs`."""
+    """The attributes of `node.runs.runs.Runs` that the inbox uses."""
 
     seams: Seams
     archive: ArchiveShell
@@ -48,8 +49,8 @@ class Service(Protocol):
 
 
 class PipelineInbox:
-    """One node's, over all its runs. `plans` has the member that messages are for, by the
-    plan's hash; `early` is what waits for its plan: sender, plan and message."""
+    """One node's inbox, over all its runs. `plans` has the member that messages are for, by the plan's hash;
+    `early` are messages that wait for their plan: sender, plan and message."""
 
     def __init__(self, runs: Service) -> None:
         self.plans: dict[bytes, RunMember] = {}
@@ -58,11 +59,11 @@ class PipelineInbox:
         self.early: deque[tuple[PeerId, bytes, bytes]] = deque(maxlen=EARLY_MAX)
 
     def forget(self, member: object) -> None:
-        """Hand nothing to this member any more."""
+        """Stop handing messages to this member."""
         self.plans = {plan: other for plan, other in self.plans.items() if other is not member}
 
     def follow(self, plan: bytes, member: RunMember) -> None:
-        """Hand messages of this plan to `member`, those first that came too early."""
+        """Hand messages of this plan to `member`, beginning with those that arrived too early."""
         self.plans[plan] = member
         late = [row for row in self.early if row[1] == plan]
         if late:
@@ -70,7 +71,7 @@ class PipelineInbox:
             self._runs.start_task(self._deliver_late, late, of=member.run)
 
     async def serve(self, stream: Stream) -> None:
-        """Take what a peer sends, until its stream ends."""
+        """Receive a peer's messages until its stream ends."""
         try:
             while True:
                 received = None  # nor is the last payload's memory held while nothing comes
@@ -89,7 +90,7 @@ class PipelineInbox:
         return any(member.plan is not None and peer in member.plan.members for member in members)
 
     async def deliver(self, sender: PeerId, data: bytes, payload: memoryview = NO_PAYLOAD) -> None:
-        """Take one message; one that is none costs its sender."""
+        """Handle one message; an invalid one counts against its sender."""
         try:
             message: Any = decode(data, wire.PipelineMessage, bytes_max=wire.PIPELINE_BYTES_MAX)
             if isinstance(message, Frame):
@@ -123,7 +124,7 @@ class PipelineInbox:
         await trio.lowlevel.checkpoint()
 
     async def _hand_over(self, member: RunMember, sender: PeerId, message: Any) -> None:
-        """Give a message to the run it is of. Raises RemoteProtocolError."""
+        """Give a message to its run. Raises RemoteProtocolError."""
         refused = None
         with self._runs.containing(member.run, f"message {type(message).__name__}"):
             try:

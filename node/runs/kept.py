@@ -1,4 +1,4 @@
-"""What runs need of the disk's room for guests: which blobs must stay, and whose result had to go."""
+"""The disk budget of guests for runs: the blobs that must stay, and runs whose result was evicted."""
 
 from collections.abc import Callable, Iterable
 from typing import Protocol
@@ -12,7 +12,7 @@ from node.storage.guests import Guests
 
 
 class Service(Protocol):
-    """What is needed of `node.runs.runs.Runs`."""
+    """The attributes of `node.runs.runs.Runs` that this file uses."""
 
     seams: Seams
     guests: Guests
@@ -21,7 +21,7 @@ class Service(Protocol):
 
 
 def note_guests(runs: Service, going: Iterable[Run], graphs: Iterable[bytes]) -> None:
-    """Keep what these runs and graphs need, and say whose result was driven out."""
+    """Keep the blobs that these runs and graphs need, and report evicted results."""
     data = [label for run in going for label in (run.manifest.data, f"{run.text}.state")]
     runs.guests.needed = frozenset([*map(graph_label, graphs), *data])
     while runs.guests.evicted:

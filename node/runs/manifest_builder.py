@@ -1,6 +1,6 @@
-"""From what a person asks for (RUN.toml, a captured model, data) to the manifest of a run.
+"""Builds the manifest of a run from a person's request: RUN.toml, a captured model, data.
 
-Everything that does not fit together is said here, in the person's words, before anybody else is asked.
+Everything that does not fit together is reported here, in the person's words, before any other node is asked.
 """
 
 import re
@@ -33,15 +33,14 @@ from partition.stage import IN_FLIGHT_MAX
 from partition.steps.validation import ValidationSettings
 
 WINDOW = 64
-"""Bytes of text in a sample, where neither the person nor the model says how many."""
+"""Bytes of text in a sample, where neither the person nor the model gives a length."""
 VALIDATIONS_WANTED = 20
-"""The validations of a run, where the person does not say after how many steps."""
+"""The number of validations of a run, where the person gives no interval."""
 _NAME_LENGTH_MAX = 40
 
 
 def window_of(run_file: RunFile, graph: Graph, name: str) -> int:
-    """Return how long a sample of text is: as the person says, else as the model takes it. Raises
-    UsageError."""
+    """Return the length of a text sample: the person's, else the model's. Raises UsageError."""
     if run_file.train.window:
         return run_file.train.window
     entry = _trained(graph, name)
@@ -66,9 +65,9 @@ def make_manifest(
     own_data: OwnData | None = None,
     is_of_tokens: bool = False,
 ) -> Manifest:
-    """The manifest of a run. `name` is RUN.toml's in errors, `created` unix seconds; `own_data` is what every
-    member must have of its own where data stays with its owners. `is_of_tokens` says that arrays were made of
-    text in windows. Raises UsageError."""
+    """Return the manifest of a run. `name` is RUN.toml's in errors, `created` unix seconds; `own_data` is the
+    data that every member must have of its own where data stays with its owners. `is_of_tokens`: arrays were
+    made of text in windows. Raises UsageError."""
     run_file = _with_steps(run_file, dataset, name)
     train = run_file.train
     microbatch, recompute, frames = train.microbatch, train.recompute, train.frames
@@ -158,7 +157,7 @@ def _check_frames(manifest: Manifest, batch: int, graph: Graph, name: str) -> No
 
 
 def _too_large(what: str, microbatch: int) -> UsageError:
-    """Return the refusal of a batch that no micro-batch makes fit: both numbers that do."""
+    """Return the refusal of a batch that no micro-batch makes fit, with both numbers that would."""
     return UsageError(
         f"{what}, and a step has at most {IN_FLIGHT_MAX} micro-batches",
         f"train.microbatch = {microbatch} and train.batch = {microbatch * IN_FLIGHT_MAX} at most",
@@ -171,7 +170,7 @@ def _local(run_file: RunFile, own_data: OwnData | None) -> LocalSettings | None:
 
 
 def _with_steps(run_file: RunFile, dataset: Dataset, name: str) -> RunFile:
-    """The run with as many steps as its epochs take, where it says epochs. Raises UsageError."""
+    """Return the run with the number of steps of its epochs, where it gives epochs. Raises UsageError."""
     train = run_file.train
     if not train.epochs:
         return run_file
@@ -187,7 +186,7 @@ def _with_steps(run_file: RunFile, dataset: Dataset, name: str) -> RunFile:
 
 
 def _validation(run_file: RunFile, dataset: Dataset, entry: Entry, name: str) -> ValidationSettings | None:
-    """When a run in exact mode is validated, and what follows; None for never. Raises UsageError."""
+    """Return the validations of a run in exact mode and their effects; None for none. Raises UsageError."""
     train, usual = run_file.train, TrainTable()
     if train.mode != "exact":
         return None
@@ -221,14 +220,15 @@ def _validated(dataset: Dataset, graph: Graph, microbatch: int) -> int:
 
 
 def _held_out(count: int, graph: Graph, microbatch: int) -> int:
-    """Return how many samples are judged: a rest that is no batch to the model is left out."""
+    """Return the number of held-out samples: a remainder that is no batch to the model is left out."""
     rest = count % microbatch
     return count if rest == 0 or rest >= graph.symbols[0].minimum or count == rest else count - rest
 
 
 def columns_of(graph: Graph, dataset: Dataset, name: str) -> tuple[list[str], list[str]]:
-    """The arrays that become inputs and labels, in the order of the model's ports: those of their names, x
-    and y where there is one of each, or in their order where samples were tuples. Raises UsageError."""
+    """Return the arrays that become inputs and labels, in the order of the model's ports: arrays of the
+    ports' names, x and y where there is one of each, or in their order where samples were tuples. Raises
+    UsageError."""
     entry = _trained(graph, name)
     found: tuple[list[str], list[str]] = ([], [])
     count = len(entry.inputs) + len(entry.labels)
@@ -250,7 +250,7 @@ def columns_of(graph: Graph, dataset: Dataset, name: str) -> tuple[list[str], li
 
 
 def bind_data(graph: Graph, dataset: Dataset, microbatch: int, name: str) -> tuple[int, ...]:
-    """The graph's symbols for micro-batches of this data. Raises UsageError where they do not fit."""
+    """Return the graph's symbols for micro-batches of this data. Raises UsageError where they do not fit."""
     entry = _trained(graph, name)
     kinds = [graph.types[port.type] for port in (*entry.inputs, *entry.labels)]
     inputs, labels = columns_of(graph, dataset, name)
@@ -285,7 +285,7 @@ def bind_data(graph: Graph, dataset: Dataset, microbatch: int, name: str) -> tup
 
 
 def _other_length(kind: TensorType, dataset: Dataset) -> str | None:
-    """What to do where samples of text, or of tokens, are not as long as a captured model takes them."""
+    """Return the advice for text or token samples whose length is not the captured model's."""
     side = kind.shape[1] if len(kind.shape) == 2 else None
     if not isinstance(side, int):
         return None
@@ -318,7 +318,7 @@ def _trained(graph: Graph, name: str) -> Entry:
 
 
 def fits(dataset: Dataset, manifest: Manifest, graph: Graph) -> bool:
-    """Return whether this data is what a manifest was made for."""
+    """Return whether this data is the kind that a manifest was made for."""
     try:
         sizes = bind_data(graph, dataset, manifest.microbatch, manifest.model)
     except UsageError:
@@ -329,7 +329,7 @@ def fits(dataset: Dataset, manifest: Manifest, graph: Graph) -> bool:
 
 
 def make_batches(dataset: Dataset, manifest: Manifest, graph: Graph) -> Batches:
-    """Micro-batches of data that `fits`, in the types that the model takes."""
+    """Return micro-batches of data that `fits`, in the types that the model takes."""
     entry = train_entry(graph)
     columns = [
         [(name, graph.types[port.type].dtype) for name, port in zip(names, ports, strict=True)]
@@ -348,6 +348,6 @@ def make_batches(dataset: Dataset, manifest: Manifest, graph: Graph) -> Batches:
 
 
 def word(name: str) -> str:
-    """A model's name as manifests and screens have it."""
+    """Return a model's name as manifests and screens show it."""
     clean = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:_NAME_LENGTH_MAX]
     return clean or "model"

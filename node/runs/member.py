@@ -1,7 +1,7 @@
 """This node's membership in one run: the shell around a `partition.run.member.Member`.
 
-It drives the core and the chain of plans, and gives this node the roles that the plan in force has for it: to
-hold a stage, feed, commit, or only follow. Rules of a run's life are the core's.
+It drives the core and the chain of plans, and takes this node's roles in the plan in force: to hold a stage,
+feed, commit, or only follow. The core has the rules of a run's life.
 """
 
 from collections.abc import Mapping, Sequence
@@ -121,34 +121,35 @@ class RunMember:
 
     @property
     def hosts(self) -> bool:
-        """Whether a stage of this run is open here, or being opened."""
+        """Return whether a stage of this run is open here, or being opened."""
         return self.hosting.core.occupies
 
     @property
     def is_opening(self) -> bool:
-        """Whether a stage is being opened."""
+        """Return whether a stage is being opened."""
         return self.hosting.core.is_opening
 
     @property
     def committed(self) -> int | None:
-        """How many steps are committed here, if this node commits and its replicas are synced."""
+        """Return the number of steps committed here, if this node commits and its replicas are synced."""
         committer = self._committer
         return None if committer is None or committer.core.phase == "syncing" else committer.core.step
 
     @property
     def restorable(self) -> tuple[bytes, int] | None:
-        """The newest checkpoint that is whole somewhere, and its step; under a final plan, the result's."""
+        """Return the newest checkpoint that is complete somewhere, and its step; under a final plan, the
+        result's."""
         is_final = self.plan is not None and self.plan.is_final
         return self._best.checkpoint if is_final else self._keeping.restorable
 
     @property
     def can_restore(self) -> bool:
-        """Whether a copy of that is here, or may be at another member, of now or before, that lives."""
+        """Return whether a copy of that is here, or may be at another live member, present or former."""
         return self._keeping.can_restore
 
     @property
     def can_tell(self) -> bool:
-        """Whether a newcomer can be told how the next plan came about."""
+        """Return whether a newcomer can be told how the next plan came about."""
         return self._chain is not None and self._chain.can_tell
 
     def _free(self) -> list[tuple[PeerId, int]]:
@@ -171,18 +172,18 @@ class RunMember:
 
     @property
     def state(self) -> State:
-        """In the table of states."""
+        """Return the run's state, as in the table of states."""
         return self.core.state
 
     @property
     def is_witness(self) -> bool:
-        """Whether this node is in another's run without a stage."""
+        """Return whether this node is in another's run without a stage."""
         is_others = self.run.requester != self._me
         return is_others and self.plan is not None and self.plan.stage_of(self._me) is None
 
     @property
     def acquainted(self) -> set[PeerId]:
-        """Everybody that this node knows to be, or to have been, a member."""
+        """Return all peers known to be, or to have been, members."""
         return set() if self._chain is None else set(self._chain.core.acquainted)
 
     @property
@@ -190,26 +191,27 @@ class RunMember:
         return self._clock.monotonic()
 
     def _holders(self) -> list[PeerId]:
-        """Return who may hand over what the run is made of: the requester first, then every other member."""
+        """Return the peers that may hand over the run's data and model: the requester first, then every other
+        member."""
         members = () if self.plan is None else self.plan.members
         others = [peer for peer in members if peer not in (self._me, self.run.requester)]
         return [self.run.requester, *others]
 
     def _living(self) -> list[PeerId]:
-        """Return who could hand something over; whoever was in the run has what it kept of it."""
+        """Return live peers that could hand something over; former members keep their copies."""
         live = self._service.live()
         return [peer for peer in self._chain.core.acquainted if peer in live] if self._chain else []
 
     # Driving the core
 
     def place(self) -> None:
-        """This node asks for the run, and looks for providers."""
+        """Look for providers, as the requester."""
         self.core.place()
         self._act()
 
     def begin(self, plan: Plan, entered: Entered, durable: bytes = b"") -> None:
-        """The first plan that this member hears of is in force: keep the chain from here on. After a restart
-        the chain is `durable`."""
+        """Enter the run by the first plan that this member learns of, and follow the chain from here on.
+        After a restart the chain is `durable`."""
         chain = self._chain = ChainShell(
             self._service,
             self.run,
@@ -256,7 +258,7 @@ class RunMember:
         self._act()
 
     def _act(self) -> None:
-        """Do what the core wants, also what it wants because of that."""
+        """Carry out the core's requests, and those that follow from them."""
         if self._is_acting:
             return
         self._is_acting, member = True, self.core
@@ -304,7 +306,7 @@ class RunMember:
     # Roles
 
     def _end_roles(self, event: events.PlanEntered) -> None:
-        """Another plan is in force: what this node did under the last one ends."""
+        """End this node's roles of the last plan, as another is in force."""
         self._past, self._committer = self._committer, None
         self._stop_training()
         self._decided.set()
@@ -376,7 +378,8 @@ class RunMember:
             self._training = None
 
     async def _finish_training(self, plan: Plan, reason: str | None, digest: str = "") -> None:
-        """As the committer: the last step is committed, or training failed for `reason`."""
+        """As the committer: end the training, with the last step committed or for the `reason` of a
+        failure."""
         self.core.training_over(reason)
         self._act()
         if reason is None:
@@ -388,7 +391,7 @@ class RunMember:
             self._fail(reason)
 
     async def _cannot_train(self, plan: Plan, reason: str) -> None:
-        """This node has a part in the feeding and cannot play it: the next plan must do without it."""
+        """Ask for a plan without this node's part in the feeding, which it cannot play."""
         if plan.committer == self._me and (plan.height == 0 or len(plan.roster) == 1):
             self._finish("failed", reason, "")
         elif plan.committer == self._me:
@@ -397,14 +400,14 @@ class RunMember:
             self._service.send(plan.committer, Leaving(plan_hash(plan), at_once=True))
 
     def fail_stage(self, reason: str) -> None:
-        """Say that this node cannot hold its stage: the next plan does without it."""
+        """Report that this node cannot hold its stage: the next plan excludes it."""
         plan = self.plan
         if plan is not None and not self.core.is_over:
             message = Failed(plan=plan_hash(plan), reason=reason[:REASON_LENGTH_MAX])
             self._service.send(plan.committer, message)
 
     def absent(self, peer: PeerId, reason: str) -> None:
-        """As the committer, or of this node: the next plan must do without this peer."""
+        """Exclude a peer from the next plan, as the committer or of this node itself."""
         self.core.exclude_for_all(self._now, peer, reason)
         self._act()
 
@@ -415,7 +418,7 @@ class RunMember:
         self._act()
 
     def _recut(self, plan: Plan, wanted: Change) -> None:
-        """As the committer of `plan`: its borders belong elsewhere, or it should have more stages."""
+        """As the committer of `plan`: propose other borders, or more stages."""
         if plan == self.plan:
             self.core.recut(wanted)
             self._act()
@@ -430,7 +433,8 @@ class RunMember:
         self._act()
 
     async def save(self) -> int:
-        """Have a checkpoint made after this step; the step. Raises RunFailed: this node does not commit."""
+        """Have a checkpoint made after this step; return the step. Raises RunFailed: this node does not
+        commit."""
         if self._committer is None:
             raise RunFailed(f"run {self.run.text[:8]} is committed by another node: ask there")
         self._committer.save()
@@ -439,7 +443,7 @@ class RunMember:
     # The end
 
     def _abandoned(self) -> None:
-        """The plan that this node's stage was opened for did not come about."""
+        """Drop the stage that was opened for a plan that was not decided."""
         if self.plan is None and not self.core.is_over:
             self.core.is_over = True
             self._service.released(self)
@@ -451,19 +455,19 @@ class RunMember:
         self._life.cancel()
 
     def _fail(self, reason: str) -> None:
-        """End the run for all, and say what is left of it."""
+        """End the run for all, with a note on what can be recovered."""
         self._finish("failed", with_checkpoint(reason, self.run, self._keeping.restorable), "")
 
     def _finish(self, outcome: str, detail: str, weights: str) -> None:
-        """Tell every live member, then end here; whatever plan comes into force from now on."""
+        """Tell every live member, then end here, whichever plan comes into force meanwhile."""
         self.core.finish(self._now, outcome, detail, weights)
         self._act()
 
     async def end(
         self, outcome: str, detail: str, weights: str, *, source: PeerId | None = None, refusal: str = ""
     ) -> None:
-        """The run is over here: fetch the result from `source`, unless for the reason `refusal`, close the
-        stage, say so. Without a source the result is here already."""
+        """End the run here: fetch the result from `source` unless there is a `refusal`, close the stage, and
+        announce it. Without a source the result is here already."""
         if self.core.is_over:
             return
         self.core.is_over = True
@@ -492,12 +496,13 @@ class RunMember:
         await self.end("failed", reason, "")
 
     async def _tell_failure(self, reason: str) -> None:
-        """Tell the others of the end where what drives this member has failed itself; bounded."""
+        """Tell the others of the end where this member's driver has failed itself; bounded."""
         await tell_end(self.core, lambda: self.core.wake(self._now), self._act)
         await self.end("failed", reason, "")
 
     async def drop(self, reason: str) -> None:
-        """Close the stage at once; the vote stays for a moment, so that the others find a plan without it."""
+        """Close the stage at once; the vote stays briefly, so that the others can decide a plan without
+        it."""
         if self.core.is_over or self.core.is_dropped:
             return
         self.core.is_dropped = True
@@ -515,7 +520,7 @@ class RunMember:
         self._life.cancel()
 
     async def _until_out(self, seconds: float) -> bool:
-        """Wait for a plan without this node; whether it came."""
+        """Wait for a plan without this node; return whether it came."""
         with trio.move_on_after(seconds):
             while not self.core.is_over and self.plan is not None and self._me in self.plan.roster:
                 await self._decided.wait()
@@ -523,7 +528,7 @@ class RunMember:
         return False
 
     async def leave(self) -> bool:
-        """Hand this node's part over before it goes; bounded. Whether that came about."""
+        """Hand this node's part over before it goes; bounded. Return whether that succeeded."""
         if self.plan is None or self.core.is_over:
             return True
         self.core.leave(self._now)
@@ -533,7 +538,8 @@ class RunMember:
     # What comes in
 
     def receive(self, now: float, sender: PeerId, message: Any) -> None:
-        """A pipeline message of the plan in force, or about the chain. Raises RemoteProtocolError."""
+        """Handle a pipeline message of the plan in force, or one about the chain. Raises
+        RemoteProtocolError."""
         self._stall.heard(now, sender)
         if isinstance(message, AgreementMessage):
             if self._chain is not None:
@@ -550,7 +556,8 @@ class RunMember:
             self._to_roles(now, sender, message)
 
     def revise(self, fact: Fact) -> bool:
-        """Take the requester's word on the run; whether it is news. Raises RemoteProtocolError."""
+        """Handle the requester's revision of the run; return whether it is new. Raises
+        RemoteProtocolError."""
         return self.steering.take(fact, self.state, self._committer, self.plan, self._me)
 
     def _on_told(self, sender: PeerId, message: Notice | wire.Saved | wire.Revised) -> None:
@@ -586,18 +593,18 @@ class RunMember:
         return is_behind
 
     def on_start(self, sender: PeerId, plan: Plan) -> Done | Declined | None:
-        """Answer to a plan that is said to be in force; None: this node may begin with it."""
+        """Answer a claim that a plan is in force; None: this node may begin with it."""
         answer = self.core.on_start(sender, plan)
         self._act()
         return answer
 
     def catch_up(self, peers: Sequence[PeerId]) -> None:
-        """Ask what of the chain is missing here."""
+        """Ask peers for missing parts of the chain."""
         self.core.catch_up(peers)
         self._act()
 
     def reconnected(self, peer: PeerId) -> None:
-        """A link to `peer` was opened anew."""
+        """Handle a link to `peer` that was opened anew."""
         if self.plan is not None and peer in self.plan.roster:
             self.catch_up([peer])
         if self.hosting.replica is not None:
@@ -613,6 +620,6 @@ class RunMember:
         self._act()
 
     def member_suspected(self, peer: PeerId) -> None:
-        """A member may be dead."""
+        """Handle the suspicion that a member may be dead."""
         if self._committer is not None and self.plan is not None and self.plan.stage_of(peer) is not None:
             self._committer.suspect(peer)

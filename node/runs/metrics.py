@@ -1,7 +1,7 @@
-"""What a run measured, step by step, as plain rows: for a program, a table or a CSV file.
+"""The measurements of a run, step by step, as plain rows: for a program, a table or a CSV file.
 
-A function of events and of the view of the run: the newest events say all, and of steps before them the loss
-alone is still known.
+A function of events and of the view of the run: recent events have every figure; of older steps only the loss
+is known.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,16 +11,16 @@ from node.events import Event, RunEvaluated, StepCommitted
 from node.state import RunView
 
 Joules = Callable[[float, float], float | None]
-"""What this machine used from one wall time to another; None where that is not known."""
+"""Energy that this machine used from one wall time to another; None where it is not known."""
 
 
 def metric_rows(
     view: RunView, events: Iterable[Event], joules: Joules = lambda _begin, _end: None
 ) -> list[dict[str, Any]]:
-    """Return one row a step that is known, by `step` (how many are done then), with what was measured; what
-    was evaluated after a step stands in its row, what was validated as `validation_loss` and the like.
-    `joules` are those of this machine alone while the step went on, where its hardware counts them; in local
-    mode, where few steps are told, those of all steps since the row before, and of what was between them."""
+    """Return one row for each known step, by `step` (the number done by then), with its measurements; an
+    evaluation after a step stands in its row, a validation as `validation_loss` and the like. `joules` are
+    those of this machine alone during the step, where its hardware counts them; in local mode, where few
+    steps are reported, those of all steps since the row before and of the time between them."""
     rows: dict[int, dict[str, Any]] = {}
     before: StepCommitted | None = None
     for event in events:

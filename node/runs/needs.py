@@ -1,4 +1,4 @@
-"""What runs need of their node: what it knows of the swarm, and the services beside them."""
+"""The interfaces that runs need of their node: its view of the swarm, and the services beside them."""
 
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -20,11 +20,12 @@ from node.storage.guests import Guests
 
 @dataclass(frozen=True)
 class SwarmView:
-    """What the node knows of the swarm, and whom it tells.
+    """The node's view of the swarm, and its announcements to it.
 
     `live` are the members believed alive, `gone` those known to be dead or to have left; `offers` are those
-    known now, `search` looks for more in the DHT. `suspect` has a member probed at once, `refuse` counts what
-    a peer did wrong, `provide` says in the DHT that this node has a run's content (a hash and a purpose).
+    known now, `search` looks for more in the DHT. `suspect` has a member probed at once, `refuse` counts a
+    peer's violations, `provide` announces in the DHT that this node has a run's content (a hash and a
+    purpose).
     """
 
     live: Callable[[], Collection[PeerId]]
@@ -38,9 +39,9 @@ class SwarmView:
 
 @dataclass(frozen=True)
 class RunHost:
-    """This machine as its owner gives it to runs: `machine` and `rate` (FLOP/s) are of one slot, `accepts`
-    returns why a run is not taken, `publish` tells an event, `observe` hears what this node sends in runs.
-    """
+    """This machine as its owner gives it to runs: `machine` and `rate` (FLOP/s) describe one slot, `accepts`
+    returns why a run is not taken, `publish` emits an event, `observe` receives the messages that this node
+    sends in runs."""
 
     accepts: Callable[[Run], str | None]
     machine: Callable[[], Machine]
@@ -53,7 +54,7 @@ class RunHost:
 
 @dataclass(frozen=True)
 class Beside:
-    """The services of the node that runs use."""
+    """The node's other services that runs use."""
 
     measurements: Measurements
     checkpoints: Checkpoints

@@ -1,9 +1,9 @@
-"""Runs that this node was in and is no member of any more: the others go on without it.
+"""Runs that this node was in and is no longer a member of: the others go on without it.
 
-A node whose stage died, that was restarted or that was away for long hears of a plan without it and leaves.
-Until it is admitted again it still has to say how the run ends, and a requester has to have the result: it
-asks living members of the last plan it knows, some at a time, and whoever of them has ended the run tells it,
-as any member that was away is told. The files of the run stay, so that this goes on after a restart.
+A node whose stage died, that was restarted or that was away for long learns of a plan without it and leaves.
+Until it is admitted again it still has to report how the run ends, and a requester has to get the result: it
+asks living members of the last plan it knows, a few at a time, and a member that has ended the run tells it,
+as it tells any member that was away. The files of the run stay, so that this goes on after a restart.
 """
 
 from collections.abc import Callable, Collection
@@ -21,17 +21,18 @@ from node.seams import Seams
 from partition.run.timeouts import SILENCE_SECONDS_MAX
 
 ASK_SECONDS = 4.0
-"""Between two questions to members. Those that are in the run answer with at most its newest plans."""
+"""The interval between two questions to members. Those that are in the run answer with at most its newest
+plans."""
 ASKED_AT_ONCE_MAX = 3
-"""Once a run is over any member can tell, so more would only cost a large run more."""
+"""Once a run is over any member can tell, so asking more would only burden a large run."""
 OTHERS_MAX = 64
-"""Runs of others whose end is waited for: strangers decide how many this node is left out of."""
+"""Others' runs whose end this node waits for, limited because strangers decide how many leave it out."""
 NOBODY_LEFT = "this node is in the run no more, and no member is left that could say how it ended"
 CROWDED_OUT = "this node is in the run no more, and was left out of so many since that it asks no more"
 
 
 class Service(Protocol):
-    """What is needed of `node.runs.runs.Runs`."""
+    """The part of `node.runs.runs.Runs` that this file uses."""
 
     seams: Seams
     members: dict[bytes, RunMember]
@@ -42,7 +43,8 @@ class Service(Protocol):
 
 
 class RunsOutside:
-    """This node's, by run. A run here is not among `Service.members`, so nothing is done for it."""
+    """One node's former memberships, by run. A run here is not among `Service.members`, so nothing is done
+    for it."""
 
     def __init__(self, runs: Service, me: PeerId) -> None:
         self._runs = runs
@@ -50,7 +52,7 @@ class RunsOutside:
         self._members: dict[bytes, tuple[RunMember, trio.CancelScope]] = {}
 
     def follow(self, member: RunMember) -> None:
-        """Ask from now on how the run of this former member ends."""
+        """Start asking how the run of this former member ends."""
         self.drop(member.run.id)
         scope = trio.CancelScope()
         self._members[member.run.id] = member, scope
@@ -60,13 +62,14 @@ class RunsOutside:
             self.give_up(others[0], CROWDED_OUT)
 
     def drop(self, run: bytes) -> None:
-        """Ask no more: the run is over, or this node is admitted to it again."""
+        """Stop asking: the run is over, or this node is admitted to it again."""
         _, scope = self._members.pop(run, (None, None))
         if scope is not None:
             scope.cancel()
 
     def give_up(self, run: bytes, reason: str) -> None:
-        """Ask no more about another's run, and say so. It is not over: this node may be admitted again."""
+        """Stop asking about another's run, and report it. The run is not over: this node may be admitted
+        again."""
         member, _ = self._members[run]
         self.drop(run)
         forget_files(self._runs.seams, member.run.text)
@@ -75,24 +78,24 @@ class RunsOutside:
         )
 
     def has(self, run: bytes) -> bool:
-        """Return whether the end of this run is waited for."""
+        """Return whether this node waits for the end of the run."""
         return run in self._members
 
     @property
     def runs(self) -> list[Run]:
-        """All whose end is waited for."""
+        """Return all runs whose end this node waits for."""
         return [member.run for member, _ in self._members.values()]
 
     def by_plan(self, plan: bytes) -> RunMember | None:
-        """Return the run in which this is the last plan that this node knows."""
+        """Return the former member for which this is the last plan that this node knows."""
         return next((member for member, _ in self._members.values() if member.plan_hash == plan), None)
 
     def by_run(self, run: bytes) -> RunMember | None:
-        """Return the former member of this run; None: its end is not waited for."""
+        """Return the former member of this run; None: this node does not wait for its end."""
         return self._members[run][0] if run in self._members else None
 
     def recall(self, run: bytes) -> RunMember | None:
-        """Return a run's former member as a member once more, so that it can be ended; None: it is none."""
+        """Make a run's former member a member again, so that it can be ended; return it, or None."""
         if run not in self._members:
             return None
         member, _ = self._members[run]

@@ -1,9 +1,8 @@
-"""Data sets of this node's owner that never leave it: read where they lie, packed into no blob, served to
-nobody.
+"""Data sets of this node's owner that never leave it: read in place, packed into no blob, served to nobody.
 
-A federated run says what its members call their data and what it looks like (`OwnData`); each trains on its
-own. What a peer hears of a data set is whether it would do. Why it would not is for its owner alone: such
-reasons hold paths and values.
+A federated run gives its members' name for the data and its form (`OwnData`); each trains on its own. A peer
+learns only whether a data set would do. The reason why not is for the owner alone: such reasons hold paths
+and values.
 """
 
 import os
@@ -35,7 +34,7 @@ Stamp = tuple[tuple[int, int, int, int], ...]
 
 @dataclass(frozen=True)
 class _Read:
-    """A data set as it was read, and the models (graph and sizes) for which its values were looked at."""
+    """A data set as it was read, and the models (graph and sizes) for which its values were checked."""
 
     path: Path
     window: int
@@ -45,7 +44,7 @@ class _Read:
 
 
 def columns_of(dataset: Dataset) -> tuple[Column, ...]:
-    """What the arrays of a data set look like, in the order of their names."""
+    """Return the form of a data set's arrays, in the order of their names."""
     return tuple(
         Column(name, array.dtype.name, tuple(array.shape[1:]))
         for name, array in sorted(dataset.train.items())
@@ -53,8 +52,8 @@ def columns_of(dataset: Dataset) -> tuple[Column, ...]:
 
 
 def own_data_like(dataset: Dataset, data: str, where: str) -> OwnData:
-    """What others must have of their own for a run with `data` of a RUN.toml, called by the last part of it
-    without an ending. Raises UsageError: it has too many arrays."""
+    """Return the data that other members must have of their own for a run with `data` of a RUN.toml, named by
+    the path's last part without its ending. Raises UsageError: it has too many arrays."""
     if not 0 < len(dataset.train) <= COLUMNS_MAX:
         raise UsageError(f"{where}: train.federated: {len(dataset.train)} arrays; at most {COLUMNS_MAX}")
     name = word(Path(data.partition(".py:")[0]).stem)
@@ -62,8 +61,8 @@ def own_data_like(dataset: Dataset, data: str, where: str) -> OwnData:
 
 
 class OwnDataSets:
-    """Those of one node. `named` are what its owner offers to federated runs; what a person asks for a run
-    with here is held for that run alone."""
+    """The data sets of one node. `named` are those that its owner offers to federated runs; data that a
+    person names for a run asked for here is held for that run alone."""
 
     def __init__(self, seams: Seams, named: Callable[[], Sequence[NamedData]]) -> None:
         self._seams = seams
@@ -73,22 +72,22 @@ class OwnDataSets:
         self._turn = trio.Lock()
 
     async def read(self, path: Path, *, window: int) -> Dataset:
-        """Read a data set into memory that its file system backs, and keep nothing of it. Raises
-        UsageError."""
+        """Read a data set into file-backed memory, and keep no reference to it. Raises UsageError."""
         async with self._turn:
             return (await self._read(path, window)).dataset
 
     def hold(self, run: bytes, dataset: Dataset) -> None:
-        """Train on this data set in a run that this node asks for."""
+        """Hold a data set for a run that this node asks for."""
         self._held[run] = dataset
 
     def release(self, run: bytes) -> None:
-        """A run is over here."""
+        """Release the data of a run that is over here."""
         self._held.pop(run, None)
         self._latest = None
 
     async def find(self, run: Run, graph: Graph) -> Dataset:
-        """The data that this node trains on in a federated run. Raises UsageError, in words for its owner."""
+        """Return the data that this node trains on in a federated run. Raises UsageError, in words for its
+        owner."""
         own = own_data_of(run.manifest)
         assert own is not None, "the run's data stays with its owners"
         if (held := self._held.get(run.id)) is not None:
@@ -111,7 +110,7 @@ class OwnDataSets:
         return replace(found.dataset, digest=own_data_hash(own))
 
     async def refusal(self, run: Run, graph: Graph) -> str | None:
-        """Return why this node has no data for a federated run, as a peer may hear it; None where it has."""
+        """Return why this node has no data for a federated run, in words for a peer; None where it has."""
         own = own_data_of(run.manifest)
         if own is None:
             return None
@@ -165,8 +164,8 @@ def _stamp(descriptor: int) -> tuple[int, int, int, int]:
 
 
 def _misfit(own: OwnData, dataset: Dataset) -> str:
-    """Return how a data set differs from what a run's members must have; "" where it does not. Numbers of
-    another size are taken: the model has its own type."""
+    """Return how a data set differs from the one that a run's members must have; "" where it does not.
+    Numbers of another size are accepted: the model has its own type."""
     found: Mapping[str, Column] = {column.name: column for column in columns_of(dataset)}
     there = ", ".join(map(str, found.values()))
     for wanted in own.columns:

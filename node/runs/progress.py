@@ -1,7 +1,7 @@
-"""What this member knows to be committed in a run, and how others hear of it.
+"""This member's knowledge of a run's committed steps, and its reports to others.
 
-How far the run is, and which step is shown once, is for `partition.run.progress`. Not here: committing
-(`node.pipeline.committer`), and what follows from how far a run is.
+`partition.run.progress` decides how far the run is and which step is shown once. Not here: committing
+(`node.pipeline.committer`), and the consequences of how far a run is.
 """
 
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ from partition.run.stall import StallClock
 
 @dataclass
 class Shown:
-    """The newest that was shown of each kind."""
+    """The newest step of each kind that was shown."""
 
     committed: StepCommitted | None = None
     evaluated: RunEvaluated | None = None
 
 
 class ProgressReports:
-    """One member's, beside its core."""
+    """The progress reports of one member, beside its core."""
 
     def __init__(
         self, service: Service, run: Run, core: Member, stall: StallClock, best: BestState, steering: Steering
@@ -42,7 +42,7 @@ class ProgressReports:
         self._best = best
 
     def show(self, event: RunEvent) -> None:
-        """Publish it here; a step that was shown before is not shown again."""
+        """Publish an event here, unless its step was shown before."""
         if isinstance(event, StepCommitted):
             if not self._core.show_step(event.step):
                 return
@@ -56,7 +56,7 @@ class ProgressReports:
         self._service.publish(event)
 
     def _watch_deadline(self, event: StepCommitted) -> None:
-        """Warn the requester, on its own node, where the run will not be done in time."""
+        """Warn the requester, on its own node, when the run will miss its deadline."""
         left = self._steering.seconds_left
         if left is None or self._run.requester != self._service.signer.peer or self._core.state != "running":
             return
@@ -68,13 +68,13 @@ class ProgressReports:
             self._service.publish(RunChanged(at=at, run=self._run.text, state="running", reason=reason))
 
     def tell(self, plan: Plan, event: RunEvent) -> None:
-        """As the committer: publish it here and have all others do so."""
+        """As the committer: publish an event here and tell all other members to do the same."""
         self.show(event)
         notice = Notice(plan_hash(plan), news_of(event))
         for peer in self._core.others():
             self._service.send(peer, notice)
 
     def hear(self, message: Notice) -> None:
-        """The committer says so."""
+        """Handle a committer's report."""
         # By our own clock: another's may be wrong, and this one's screens sort by it.
         self.show(event_of(message.news, at=self._service.seams.clock.wall(), run=self._run.text))

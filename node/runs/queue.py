@@ -1,7 +1,7 @@
 """The queue for this node's slots: the shell around `node.placement.turns.Turns`.
 
-It counts what each requester used here; what its node gave, by receipts, gives it a larger share. It says how
-long a run that is served will still take, and has one that is to make room handed over.
+It counts each requester's use of this node; a requester whose node gave more, by receipts, gets a larger
+share. It estimates how long a served run will still take, and has a run that must make room handed over.
 """
 
 from collections.abc import Callable, Collection
@@ -31,11 +31,11 @@ MADE_ROOM_OWN = "another run of its requester, of higher priority, waits for thi
 MADE_ROOM = "another requester waits for this slot, and this one has had its share"
 CONTESTED = "busy: others may ask for its free slot until then"
 USED_SECONDS_MIN = 30.0
-"""What was used beyond others is told from so much on."""
+"""The least excess use over others that a waiting requester is told of."""
 
 
 class Service(Protocol):
-    """What is needed of `node.runs.runs.Runs`."""
+    """The part of `node.runs.runs.Runs` that this file uses."""
 
     seams: Seams
     signer: Signer
@@ -48,12 +48,12 @@ class Service(Protocol):
 
 
 WAITING = Budget(WAITING_MAX, WAITING_MAX // 4, WAITING_MAX // 2, HOLD_SECONDS_MAX, HOLD_SECONDS_MAX, 2.0)
-"""Requesters ask again within half a minute: one that does not makes room. One that has asked once only, as
-who invents runs does, makes room for a requester of which no run waits yet after two seconds."""
+"""Requesters ask again within half a minute: one that does not makes room. One that has asked only once, as
+an inventor of runs does, makes room after two seconds for a requester that has no waiting run yet."""
 
 
 class _WaitingRun:
-    """A run that waits, and when it was last asked for."""
+    """A waiting run, and the time of its last request."""
 
     def __init__(self, run: bytes, asker: PeerId, now: float) -> None:
         self.run = run
@@ -63,7 +63,7 @@ class _WaitingRun:
 
 
 class Queue:
-    """One node's, with so many slots."""
+    """One node's queue for its slots."""
 
     def __init__(self, runs: Service, slots: int) -> None:
         self._runs = runs
@@ -73,14 +73,14 @@ class Queue:
         self._places: Register[_WaitingRun] = Register(WAITING)
 
     def members_changed(self) -> None:
-        """Look who is a member, and since when."""
+        """Update the list of members and of their first appearance."""
         self._seniority.look(self._now, self._runs.live())
 
     def ask(
         self, asker: PeerId, run: Run, revision: Fact | None, *, is_contested: bool = True
     ) -> Declined | None:
-        """Return None where the run may have a slot now, else how it waits, as long as `asker` is there. A
-        run that goes on already need not let others ask first (`is_contested`).
+        """Return None where the run may have a slot now, else how it waits while `asker` is alive.
+        `is_contested`: others must get the chance to ask first, which a run that has begun need not grant.
 
         Raises RemoteProtocolError: a revision that is not its requester's.
         """
@@ -102,26 +102,26 @@ class Queue:
         return declined(found)
 
     def begin(self, run: Run, revision: Fact | None) -> None:
-        """A slot is promised to the run."""
+        """Promise a slot to the run."""
         self._leave(run.id)
         self._runs.receipts.begun(run.id)
         self._turns.begin(self._now, self._wish(run, revision))
 
     def withdraw(self, asker: PeerId, run: bytes | None = None) -> None:
-        """Drop a run, or all for which `asker` asked: it gave up, has its slots elsewhere, or is gone."""
+        """Drop a run, or all runs of `asker`: it gave up, has its slots elsewhere, or is gone."""
         for each in [each for each in self._waiting.values() if each.asker == asker]:
             if run in (None, each.run):
                 self._leave(each.run)
         self._turns.withdraw(asker, run)
 
     def resize(self, slots: int) -> list[bytes]:
-        """Have so many slots from now on; the runs that are served beyond them."""
+        """Set the number of slots; return the served runs above it."""
         self._turns.slots = self._runs.slots.count = slots
         self._look(self._now)
         return self._turns.surplus()
 
     def _enter(self, now: float, asker: PeerId, run: bytes) -> bool:
-        """Return whether the run may wait: those that were not asked for again make room for it."""
+        """Return whether the run may wait; runs that were not asked for again make room for it."""
         row = self._waiting.get(run)
         if row is not None:
             row.silent_since, row.asker = now, asker
@@ -161,7 +161,7 @@ class Queue:
         return b"" if is_local(source) else network_of(source)
 
     def _look(self, now: float) -> None:
-        """Take in what has happened since the last time."""
+        """Update the queue with everything since the last look."""
         is_crowded = len(self._runs.live()) >= CONTEST_MEMBERS_MIN
         self._turns.contest_seconds = CONTEST_SECONDS if is_crowded else 0.0
         self._turns.has_seniors = self._seniority.has_any(now)
@@ -173,7 +173,7 @@ class Queue:
 
 
 def _seconds_left(member: RunMember) -> float | None:
-    """Return what a run still takes as its newest step went, None before its first."""
+    """Return how long a run still takes at the speed of its newest step, None before its first."""
     committed = member.shown.committed
     if committed is None:
         return None
@@ -181,7 +181,7 @@ def _seconds_left(member: RunMember) -> float | None:
 
 
 def declined(wait: Wait) -> Declined:
-    """Return what a requester that waits is told: "busy", and what is known of how long."""
+    """Return the refusal for a waiting requester: "busy", and the expected wait where known."""
     if wait.is_contested:
         return Declined(CONTESTED, ceil(wait.seconds or 0.0), is_contested=True)
     ahead = f"busy: {wait.ahead} wait before it" if wait.ahead else "busy"

@@ -1,11 +1,11 @@
-"""When a stage's process is loaded before anybody asks for a stage.
+"""Decides when a stage's process is loaded ahead of a request.
 
-To load torch takes two seconds of a processor, on a busy machine twenty by the clock, and the first step of a
-run waits for it, as do all others where a stage moves. So one process is loaded as soon as a stage is to be
-expected here: with the lease of a slot, while the graph and the data travel; where this node is a run's
-witness, or has a stage of a service and another slot; and on a machine that has offered a free slot for a
-while and was idle. It takes memory, so all but the first only where there is enough, and never where the
-owner says no (`spare_process = false`).
+Loading torch takes two seconds of a processor, on a busy machine twenty by the clock, and the first step of a
+run waits for it, as do all others where a stage moves. So one process is loaded as soon as a stage is likely
+here: with the lease of a slot, while the graph and the data travel; where this node is a run's witness, or
+has a stage of a service and another slot; and on a machine that has offered a free slot for a while and was
+idle. It takes memory, so all but the first need enough of it, and none is loaded where the owner says no
+(`spare_process = false`).
 
 A member of a column in local mode, which may have to stand in for another, keeps one as a witness does.
 
@@ -23,26 +23,26 @@ from node.seams import Seams
 from node.services.measurements import Measurements
 
 EXPECTED_SECONDS = 30.0
-"""How long a process that was loaded for an expected stage waits for it at least. A lease that is not used is
-often followed by another."""
+"""The least time that a process loaded for an expected stage waits. A lease that is not used is often
+followed by another."""
 IDLE_SECONDS = 20.0
-"""How long a node must have been idle before it keeps a process on the mere chance of a run: one that was
-just started, or is between two runs, has better things to do."""
+"""The idle time before a node loads a process without any request: one that was just started, or is between
+two runs, needs its processor for other things."""
 LOOK_SECONDS = 5.0
 FREE_BYTES_MIN, FREE_BYTES_LEFT_MIN = 2 << 30, 1 << 30
-"""The memory that must be available before a process is loaded on chance, 0.2 GB of it; and what must be left
-for it to stay."""
+"""The memory that must be available before a process is loaded without a request, of which it takes 0.2 GB;
+and the memory that must be left for it to stay."""
 
 
 class Member(Protocol):
-    """What is needed of a member of a run."""
+    """The attributes of a run's member that this file uses."""
 
     @property
     def is_witness(self) -> bool: ...
 
 
 class Service(Protocol):
-    """What is needed of `node.runs.runs.Runs`."""
+    """The part of `node.runs.runs.Runs` that this file uses."""
 
     seams: Seams
     measurements: Measurements
@@ -57,8 +57,8 @@ class Service(Protocol):
 
 
 class Readiness:
-    """One node's. To be told when its part in runs changes (`look`), when a stage is coming (`expect`), and
-    when a run is `over`."""
+    """The readiness of one node. Call `look` when its part in runs changes, `expect` when a stage is coming,
+    and `over` when a run is over."""
 
     def __init__(self, service: Service, members: Callable[[], Iterable[Member]]) -> None:
         self._service = service
@@ -72,7 +72,7 @@ class Readiness:
 
     async def run(self, is_allowed: Callable[[], bool], held_bytes: Callable[[], int]) -> None:
         """Look at the machine now and then, until cancelled: whether its owner allows a process to wait, and
-        whether there is room for it. `held_bytes` is what the one that waits takes, 0 for none."""
+        whether there is room for it. `held_bytes` is the memory of the waiting process, 0 for none."""
         self._is_allowed, self._held_bytes = is_allowed, held_bytes
         self._idle_since = self._now
         while True:
@@ -87,23 +87,23 @@ class Readiness:
             self.look()
 
     def expect(self) -> None:
-        """A stage will soon be opened here: load its process meanwhile."""
+        """Load a process for a stage that will soon be opened here."""
         self._expected_until = self._now + EXPECTED_SECONDS
         self._keep()
 
     def stand_by(self) -> None:
-        """This node may be asked for another stage of a run at any time: load a process for it, where there
-        is memory and its owner allows it."""
+        """Load a process for another stage of a run, which this node may be asked for at any time, where
+        there is memory and its owner allows it."""
         if self._has_memory and self._is_allowed():
             self._keep()
 
     def over(self) -> None:
-        """A run is over here: nothing is expected any more."""
+        """Expect nothing any more, as a run is over here."""
         self._expected_until = float("-inf")
         self.look()
 
     def look(self) -> None:
-        """Keep a process, or none, by what is known now."""
+        """Keep a process, or none, by the present knowledge."""
         if self._now < self._expected_until:
             return  # what loads is about to be taken
         may_stay = self._has_memory and self._is_allowed()
@@ -120,8 +120,9 @@ class Readiness:
 
     @property
     def _is_likely(self) -> bool:
-        """A witness is the first to be asked for a dead member's stage, which then is to open at once; and a
-        member of a service for another stage of one, while answers wait for it."""
+        """Return whether a stage is likely: a witness is the first to be asked for a dead member's stage,
+        which must open at once; a member of a service is asked for another stage while answers wait for
+        it."""
         is_asked_first = bool(self._service.hosted_beside()) or any(
             member.is_witness for member in self._members()
         )
@@ -133,5 +134,5 @@ class Readiness:
 
     @property
     def document(self) -> Mapping[str, Any]:
-        """What waits here, for people."""
+        """Return the waiting process, for people."""
         return {"is_allowed": self._is_allowed(), "memory_bytes": self._held_bytes()}

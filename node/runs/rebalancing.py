@@ -1,6 +1,5 @@
-"""As the committer: what replicas were measured to take, and whether other borders between stages, or a stage
-more, are worth a pause. What is then done about it is the core's (`partition.run.recutting`).
-"""
+"""As the committer: measures replicas and decides whether other borders between stages, or another stage, are
+worth a pause. The core carries it out (`partition.run.recutting`)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -28,23 +27,24 @@ from partition.run.rate_watch import RateWatch
 from partition.steps.slowness import SlowReplicas
 
 PAUSE_NANOSECONDS = 5_000_000_000
-"""Saving, deciding, and a process that imports torch where none can be taken over: what moving any layer
-costs of a whole processor, beside its bytes. Under a CPU quota of 0.15 such a run stood still for 37 s."""
+"""Processor time of saving, deciding, and importing torch where no process can be reused: the cost of moving
+any layer, beside its bytes. Under a CPU quota of 0.15 such a run stood still for 37 s."""
 COMPUTING_SHARE = 0.5
 """The share of a step's time that the slowest stage must explain: else links set the pace, and moving layers
 would not change it."""
 ASSUMED_LINK = Link(1_250_000_000, 100_000)
 """For steps that computing explains, where no link was measured."""
 CONTRADICTED = 2
-"""What neighbours saw counts once it is so many times what a replica says: other work of its node is in what
-they saw."""
+"""Neighbours' measurements count once they are this many times a replica's own claim: they include other work
+of its node."""
 FASTER_MAX = 2.0
-"""A replica that is faster than planned, beside the others, is rated so much higher at most by one run."""
+"""The most by which one run raises the rating of a replica that is faster than planned, relative to the
+others."""
 
 
 class Rebalancing:
-    """One member's, over all plans of a run. `recut` is told the change that is better by now; `idle` says
-    who could take a stage."""
+    """The rebalancing of one member, over all plans of a run. `recut` is called with a better change; `idle`
+    returns the peers that could take a stage."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Rebalancing:
         self._cuts: tuple[int, ...] | None = None
 
     def begin(self, plan: Plan) -> None:
-        """Another plan is in force."""
+        """Start another plan."""
         cuts = _cuts(plan)
         self._slow.begin()
         # Stages that were merged were so by a death, which says nothing against moving borders.
@@ -76,8 +76,8 @@ class Rebalancing:
     def stepped(
         self, plan: Plan, step: int, seconds: float, paces: Mapping[PeerId, int], seen: Mapping[PeerId, int]
     ) -> None:
-        """Note a committed step and the nanoseconds that each replica takes for a micro-batch: as it says, 0
-        for unknown, and as its neighbours have `seen` it."""
+        """Add a committed step and the nanoseconds that each replica takes for a micro-batch: by its own
+        claim, 0 for unknown, and as its neighbours have `seen` it."""
         for slow in self._slow.stepped(plan, paces):
             self._service.publish(
                 StageDegraded(
@@ -143,12 +143,13 @@ class Rebalancing:
             self._recut(plan, wanted)
 
     def _may_grow(self, plan: Plan) -> bool:
-        """Return whether a stage more could be had: it has fewer than it began with, or as many as pay."""
+        """Return whether another stage is possible: the plan has fewer than it began with, or than are
+        worthwhile."""
         wanted = self._run.manifest.stages or STAGES_MAX
         return len(plan.stages) < max(self._stages, wanted) and bool(self._joinable(plan))
 
     def _joinable(self, plan: Plan) -> list[Offer]:
-        """Return who has a slot for a stage of this run and computes none, the fastest first."""
+        """Return the peers with a slot for a stage of this run that compute none, the fastest first."""
         busy = {peer for stage in plan.stages for peer in stage.computing}
         found = [offer for offer in self._idle() if offer.has_slot and offer.peer not in busy]
         return sorted(found, key=lambda offer: -offer.flops_per_second)[:IDLE_MAX]
@@ -194,9 +195,9 @@ def base_problem(
 
 
 def relinked(problem: Problem, plan: Plan, knowledge: Knowledge) -> Problem:
-    """Return a plan's problem with its links as they are known now; one of which nothing is known any more
-    stays as it was. One that was measured one way only is taken to be alike the other way: else what it
-    takes to send would be laid to the sender's computing."""
+    """Return a plan's problem with its links as they are known now; a link that nothing is known of any more
+    stays as it was. A link measured in one direction is assumed to be the same in the other: else the time of
+    sending would be attributed to the sender's computing."""
     found = knowledge.links([PeerId(peer) for stage in plan.stages for peer in stage.replicas])
     links = {(one.hex(), other.hex()): link for (one, other), link in found.items()}
     back = {(other, one): link for (one, other), link in links.items()}
@@ -206,8 +207,8 @@ def relinked(problem: Problem, plan: Plan, knowledge: Knowledge) -> Problem:
 def believed_paces(
     problem: Problem, plan: Plan, said: Mapping[PeerId, int], seen: Mapping[PeerId, int]
 ) -> dict[PeerId, int]:
-    """Return the nanoseconds of each replica for a micro-batch: as it says, unless its neighbours saw it take
-    far longer than that and the way of its frames."""
+    """Return the nanoseconds of each replica for a micro-batch: its own claim, unless its neighbours measured
+    far more than that and its frames' transfer."""
     links = replace(problem, default_link=Link())
     places = {peer.name: place for place, peer in enumerate(problem.peers)}
     groups = [[places[PeerId(peer).hex()] for peer in stage.computing] for stage in plan.stages]
@@ -230,9 +231,9 @@ def believed_paces(
 
 
 def found_rates(problem: Problem, plan: Plan, paces: Mapping[PeerId, int]) -> dict[PeerId, int]:
-    """Return what to plan with of each replica the next time, by what it took beside the others.
+    """Return the rates to plan with the next time, by each replica's time relative to the others.
 
-    What the model leaves out slows all of them down, so the (upper) median is taken to be as planned.
+    Effects outside the model slow all of them down, so the (upper) median is assumed to be as planned.
     """
     peers = {peer.name: peer for peer in problem.peers}
     shares: dict[PeerId, Fraction] = {}
@@ -256,7 +257,7 @@ def found_rates(problem: Problem, plan: Plan, paces: Mapping[PeerId, int]) -> di
 
 
 def pause_nanoseconds(plan: Plan, knowledge: Knowledge) -> int:
-    """Return how long a run stands still when layers move: until the replica that has the least of a
+    """Return how long a run stands still when layers move: until the replica with the smallest share of a
     processor has loaded its new stage."""
     replicas = {PeerId(peer) for stage in plan.stages for peer in stage.replicas}
     shares = [row.share_permille for peer, row in knowledge.calibrations.items() if peer in replicas]
@@ -272,9 +273,9 @@ def better_cuts(
     seconds: float,
     pause_nanoseconds: int = PAUSE_NANOSECONDS,
 ) -> tuple[int, ...]:
-    """Return where a plan should be cut by what its replicas take, () where it may stay as it is.
+    """Return the best borders of a plan by its replicas' measured times, () where it may stay as it is.
 
-    `seconds` is what a step takes, `pause_nanoseconds` what moving costs beside its bytes.
+    `seconds` is the time of a step, `pause_nanoseconds` the cost of moving beside its bytes.
     """
     old = split_of(problem, plan)
     now = measured(problem, old, {peer.hex(): pace for peer, pace in paces.items()})
@@ -301,7 +302,7 @@ def grown(
     knowledge: Knowledge,
     steps_left: int,
 ) -> Change | None:
-    """Return the change by which one of those who offer joins with another stage; None: none is worth it.
+    """Return the change by which one of the offering peers joins with another stage; None: none is worth it.
 
     Raises ValueError, RemoteProtocolError: sizes that do not fit.
     """

@@ -1,4 +1,4 @@
-"""What one node measured of others' work, and what of it they have not signed yet."""
+"""One node's measurements of others' work, and the part that they have not signed yet."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -8,19 +8,19 @@ from node.runs.receipts_file import EARNED_MAX
 from partition.run.receipts import FLOPS_MAX, SIZE_BYTES_MAX, Kind, Row
 
 ISSUED_BYTES_MIN = 1 << 20
-"""Less is not worth two signatures and a call; it is added to what comes later."""
+"""Less is not worth two signatures and a call; it is added to later work."""
 TOTALS_MAX = 2 * EARNED_MAX
-"""Totals of runs and peers; the oldest are forgotten, and count from nothing if they come again."""
+"""Totals of runs and peers; the oldest are forgotten, and start at zero if they return."""
 
 Key = tuple[bytes, PeerId, Kind]
-"""A run, another peer, and what was done."""
+"""A run, another peer, and the kind of contribution."""
 Counts = dict[tuple[int, int], int]
 """Micro-batches by the layers of a stage."""
 
 
 @dataclass
 class Total:
-    """What was measured of one provider in one run, in all."""
+    """The total measured contribution of one provider in one run."""
 
     requester: PeerId
     flops: int = 0
@@ -29,31 +29,31 @@ class Total:
     signed_bytes: int = 0
 
     def add_work(self, flops: int, microbatches: int) -> None:
-        """Count micro-batches that the provider had."""
+        """Add micro-batches that the provider computed."""
         self.flops = min(FLOPS_MAX, self.flops + flops)
         self.microbatches = min(FLOPS_MAX, self.microbatches + microbatches)
 
     def add_bytes(self, size_bytes: int) -> None:
-        """Count bytes that it sent."""
+        """Add bytes that the provider sent."""
         self.size_bytes = min(SIZE_BYTES_MAX, self.size_bytes + size_bytes)
 
     @property
     def is_due(self) -> bool:
-        """Whether there is enough that is not signed."""
+        """Return whether the unsigned part is large enough to be signed."""
         return bool(self.flops) or self.size_bytes - self.signed_bytes >= ISSUED_BYTES_MIN
 
 
 @dataclass
 class Totals:
-    """Those of one node. `counts` wait for what their micro-batches take to be known."""
+    """The totals of one node. `counts` wait until the cost of their micro-batches is known."""
 
     counts: dict[tuple[bytes, PeerId], Counts] = field(default_factory=dict)
     unsigned: dict[Key, int] = field(default_factory=dict)
-    """How often it was tried in vain to have these signed."""
+    """The number of failed attempts to have each of these signed."""
     _all: dict[Key, Total] = field(default_factory=dict)
 
     def load(self, key: Key, row: Row) -> None:
-        """Go on from a receipt."""
+        """Continue a total from a receipt."""
         self._all[key] = Total(row.requester, row.flops, row.microbatches, row.size_bytes, row.size_bytes)
 
     def of(self, key: Key) -> Total:
@@ -61,7 +61,7 @@ class Totals:
         return self._all[key]
 
     def grow(self, key: Key, requester: PeerId) -> Total:
-        """Return the total of a key, which is to be signed again."""
+        """Return the total of a key and mark it as unsigned."""
         total = self._all.setdefault(key, Total(requester))
         self.unsigned[key] = 0
         while len(self._all) > TOTALS_MAX:
@@ -71,19 +71,19 @@ class Totals:
         return total
 
     def count(self, run: bytes, peer: PeerId, layers: tuple[int, int], microbatches: int) -> None:
-        """Note micro-batches of a stage."""
+        """Add micro-batches of a stage."""
         counted = self.counts.setdefault((run, peer), {})
         counted[layers] = counted.get(layers, 0) + microbatches
 
     def take_counts(self) -> dict[tuple[bytes, PeerId], Counts]:
-        """Return the micro-batches since the last time."""
+        """Return the micro-batches counted since the last call."""
         counts, self.counts = self.counts, {}
         return counts
 
     def due(self) -> Iterator[Key]:
-        """The keys of which enough is not signed."""
+        """Yield the keys with a large enough unsigned part."""
         return (key for key in list(self.unsigned) if self._all[key].is_due)
 
     def is_of(self, run: bytes) -> bool:
-        """Return whether something of a run is not signed."""
+        """Return whether a run has an unsigned part."""
         return any(key[0] == run for key in (*self.counts, *self.unsigned))

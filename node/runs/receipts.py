@@ -1,10 +1,10 @@
-"""`/peerloom/receipts/2`: signed receipts of what peers do for each other's runs.
+"""`/peerloom/receipts/2`: signed receipts of peers' contributions to each other's runs.
 
-As a committer, or the head of a column, this node measures what others computed; as the receiver, the bytes
-of data sets, checkpoints and rounds of averaging. It has each provider sign what it measured. As a provider
-it signs what is measured of it here, keeps the receipts on disk, and shows them to whoever asks. As a
-provider with a queue it asks requesters for theirs and weighs them. What receipts count for is decided in
-`partition.run.receipts`.
+As a committer, or the head of a column, this node measures others' computing; as the receiver, the bytes of
+data sets, checkpoints and rounds of averaging. It has each provider sign the measurement. As a provider it
+signs others' measurements of its own work, keeps the receipts on disk, and shows them on request. As a
+provider with a queue it asks requesters for theirs and weighs them. `partition.run.receipts` decides how much
+receipts count.
 """
 
 from collections import OrderedDict
@@ -63,31 +63,32 @@ from partition.run.receipts import (
 STREAMS = StreamLimits(message_bytes_max=QUESTION_BYTES_MAX, streams_per_peer_max=2)
 CALL_SECONDS_MAX = 5.0
 ISSUE_SECONDS = 60.0
-"""Between two receipts for one provider in one run: what a crash of the committer may lose."""
+"""The interval between two receipts for one provider in one run: a crash of the committer may lose so
+much."""
 FETCH_SECONDS = 600.0
-"""A requester's receipts are asked for so often, while it asks for slots."""
+"""The interval at which a requester's receipts are fetched while it asks for slots."""
 FETCHING_MAX = 8
 BEGUN_MAX = 1_024
 COSTS_MAX = 64
 TRIES_MAX = 30
-"""A provider that has been away for so many rounds does not want its receipt."""
+"""A provider that has been away for this many rounds gets no receipt."""
 RATE_SLACK = 4.0
-"""A committer's word on this node's work counts up to so many times what its slot was measured to compute:
-the rate is a first guess, and models differ."""
+"""A committer's claim on this node's work counts up to this many times its slot's measured rate: the rate is
+a first guess, and models differ."""
 FULL_SHARE_SECONDS = 3_600.0
-"""A peer that gave what one slot here computes in an hour has twice a stranger's share."""
+"""A peer that gave an hour's work of one slot here has twice a stranger's share."""
 SERVED_MAX = 1_024
-"""Peers of which it is remembered how much was sent to them, those served last."""
+"""The peers whose received bytes are remembered, those served last."""
 ORDER_FLOPS_PER_BYTE = 10_000.0
-"""What a byte counts for where the largest receipts are chosen: a slot of 125 GFLOP/s."""
+"""The FLOPs that a byte counts for where the largest receipts are chosen: a slot of 125 GFLOP/s."""
 BACKWARD = 3
-"""Both passes take so many times the forward one: one product for each factor of a product."""
+"""The cost of both passes relative to the forward one: one product for each factor of a product."""
 
 
 @dataclass(frozen=True)
 class MeasuredWork:
-    """What is computed in a run or a service: by whose wish, with which graph and sizes, which of `holders`
-    has, and how often a forward pass's FLOPs count."""
+    """The work of a run or a service: its requester, the graph and its `holders`, the sizes, and the number
+    of times that a forward pass's FLOPs count."""
 
     requester: PeerId
     graph_hash: bytes
@@ -131,7 +132,7 @@ class Receipts:
     # Life
 
     async def run(self) -> None:
-        """Serve, and issue receipts now and then and when a run has ended, until cancelled."""
+        """Serve, and issue receipts at intervals and when a run has ended, until cancelled."""
         self._seams.network.handle(RECEIPTS_PROTOCOL, self._serve, STREAMS)
         async with trio.open_nursery() as self._nursery:
             while True:
@@ -174,14 +175,14 @@ class Receipts:
     # As the committer of a run
 
     def counted(self, run: Run, plan: Plan, microbatches: Mapping[PeerId, int]) -> None:
-        """Note how many micro-batches each replica has in a step that was committed here."""
+        """Add each replica's micro-batches of a step that was committed here."""
         for stage in plan.stages:
             for peer in map(PeerId, stage.replicas):
                 if microbatches.get(peer):
                     self.computed(run, peer, (stage.first_layer, stage.last_layer), microbatches[peer])
 
     def computed(self, run: Run, peer: PeerId, layers: tuple[int, int], microbatches: int) -> None:
-        """Note that a peer had so many micro-batches of these layers in a step that was completed here."""
+        """Add a peer's micro-batches of these layers in a step that was completed here."""
         manifest, asker = run.manifest, run.requester
         work = MeasuredWork(asker, manifest.graph_hash, manifest.sizes_max, (asker,), BACKWARD)
         self._count(run.id, work, peer, layers, microbatches)
@@ -189,7 +190,7 @@ class Receipts:
     def answered(
         self, service: bytes, work: "MeasuredWork", peer: PeerId, layers: tuple[int, int], tokens: int
     ) -> None:
-        """Note that a peer computed so many tokens of these layers for answers that this node asked for."""
+        """Add the tokens of these layers that a peer computed for answers that this node asked for."""
         self._count(service, work, peer, layers, tokens)
 
     def _count(
@@ -204,7 +205,7 @@ class Receipts:
         self._totals.count(name, peer, layers, number)
 
     def computed_stage(self, run: Run, plan: Plan, peer: PeerId, stage: int, microbatches: int) -> None:
-        """Note that the holder of a stage in this node's column had so many micro-batches in a step."""
+        """Add the micro-batches that a stage's holder in this node's column computed in a step."""
         row = plan.stages[stage]
         self.computed(run, peer, (row.first_layer, row.last_layer), microbatches)
 
@@ -218,7 +219,8 @@ class Receipts:
         peer: PeerId,
         size_bytes: int,
     ) -> None:
-        """Note bytes of a peer for a run, once they were checked; `requester` is who asked for the run."""
+        """Add a peer's bytes for a run, once they were checked; `requester` is the peer that asked for the
+        run."""
         me = self._signer.peer
         if peer in (me, requester) or size_bytes <= 0:
             return
@@ -229,7 +231,7 @@ class Receipts:
             self._is_changed = True
 
     def checkpoint_came(self, run: bytes, requester: PeerId, delivered: Mapping[PeerId, int]) -> None:
-        """Note how many bytes of a run's checkpoint came from each of its holders."""
+        """Add the bytes of a run's checkpoint that each holder delivered."""
         for peer, size_bytes in delivered.items():
             self.came("checkpoint", run, requester, peer, size_bytes)
 
@@ -238,12 +240,12 @@ class Receipts:
         return max(1.0, self._rate()) / BYTES_PER_SLOT_SECOND
 
     def ended(self, run: bytes) -> None:
-        """A run is over here: what it owes is signed at once."""
+        """Have the unsigned contributions of a run that is over here signed at once."""
         if self._totals.is_of(run):
             self._due.set()
 
     async def issue(self) -> None:
-        """Sign what was measured since the last time, and have each provider sign it too."""
+        """Sign the measurements since the last time, and have each provider sign them too."""
         for of, layers in self._totals.take_counts().items():
             work = self._works.get(of[0])
             if work is None:
@@ -300,13 +302,13 @@ class Receipts:
     # As a provider
 
     def begun(self, run: bytes) -> None:
-        """A slot here is promised to a run."""
+        """Note that a slot here is promised to a run."""
         self._begun.setdefault(run, self._seams.clock.monotonic())
         while len(self._begun) > BEGUN_MAX:
             self._begun.popitem(last=False)
 
     def served(self, peer: PeerId, size_bytes: int) -> None:
-        """Note that a peer was sent bytes that it may give a receipt for."""
+        """Note bytes sent to a peer, for which it may give a receipt."""
         self._served[peer] = self._served.pop(peer, 0) + size_bytes
         while len(self._served) > SERVED_MAX:
             self._served.popitem(last=False)
@@ -339,8 +341,8 @@ class Receipts:
         return Accepted(accepted)
 
     def _knows_work(self, row: Row, known: Row | None) -> bool:
-        """Whether this node had a part in a run. What more it is said to have computed since counts up to
-        what its slot can."""
+        """Return whether this node had a part in a run. The claimed work since the last receipt counts up to
+        the capacity of its slot."""
         begun = self._begun.get(row.run)
         if begun is None:
             return known is not None
@@ -354,7 +356,8 @@ class Receipts:
         return True
 
     def _knows_bytes(self, row: Row, known: Row | None) -> bool:
-        """Whether this node sent so many bytes more since the last receipt: they are used up by this one."""
+        """Return whether this node sent so many bytes more since the last receipt; this receipt uses them
+        up."""
         more = row.size_bytes - (0 if known is None else known.size_bytes)
         left = self._served.get(row.measurer, 0)
         if more > left:
@@ -379,7 +382,7 @@ class Receipts:
         return self.contribution(peer).weight
 
     def contribution(self, peer: PeerId) -> Contribution:
-        """Return what is known of a peer's contributions."""
+        """Return the known contributions of a peer."""
         share = FULL_SHARE_SECONDS * max(1.0, self._rate())
         return self._credits.contribution(self._seams.swarm_clock.wall(), peer, share)
 
@@ -413,7 +416,8 @@ class Receipts:
     # For people
 
     def document(self, run: str = "") -> dict[str, Any]:
-        """Schema `peerloom/receipts/1`: earned by this node, issued by it, and what is known of peers."""
+        """Return the receipts earned and issued by this node, and peers' contributions. Schema
+        `peerloom/receipts/1`."""
         known = self._credits
         peers = {*known.given, *known.worked, *known.averaged, *self._asked}
         return {
@@ -428,7 +432,7 @@ class Receipts:
         }
 
     def told_of(self, document: dict[str, Any]) -> dict[str, Any]:
-        """Return a `peerloom/peers/1` document with what each peer's contributions count for here."""
+        """Return a `peerloom/peers/1` document with the weight of each peer's contributions here."""
         rows = [
             {**row, "contribution": contribution_document(self.contribution(parse_peer(row["peer"])))}
             for row in document["peers"]
@@ -436,7 +440,7 @@ class Receipts:
         return {**document, "peers": rows}
 
     def summary(self) -> dict[str, Any]:
-        """Return what this node gave and had, for its status."""
+        """Return the totals that this node gave and received, for its status."""
         earned, issued = ([row for row, _ in kept.values()] for kept in (self._earned, self._issued))
         return {
             "earned_flops": float(sum(row.flops for row in earned)),
@@ -467,7 +471,7 @@ def _document(row: Row) -> dict[str, Any]:
 
 
 def contribution_document(found: Contribution) -> dict[str, float]:
-    """What a peer's contributions count for here."""
+    """Return how much a peer's contributions count for here."""
     return {
         "given_flops": found.given,
         "vouched_flops": found.vouched,

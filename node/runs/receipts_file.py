@@ -1,4 +1,4 @@
-"""What a node keeps of contributions over a restart: one blob of its data folder."""
+"""The contributions that a node keeps over a restart: one blob of its data folder."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated
@@ -13,7 +13,7 @@ from partition.plan.plan import Peer
 from partition.run.receipts import PEERS_MAX, Account, Receipt
 
 EARNED_MAX = 1_024
-"""Receipts kept of this node's own work, and of what was measured here, the largest of each."""
+"""Receipts kept of this node's own work, and of measurements made here, the largest of each."""
 NAME = "receipts"
 FILE_BYTES_MAX = 4 << 20
 
@@ -33,7 +33,7 @@ class ReceiptsFile(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def accounts(self) -> tuple[dict[PeerId, Account], dict[PeerId, Account], dict[PeerId, Account]]:
-        """What peers gave this node, what it computed for them, and what came of them in averaging."""
+        """Return peers' contributions to this node, its own for them, and their exchange in averaging."""
         given, worked, averaged = (
             {PeerId(peer): (flops, at) for peer, flops, at in rows}
             for rows in (self.given, self.worked, self.averaged)
@@ -42,7 +42,7 @@ class ReceiptsFile(msgspec.Struct, frozen=True, array_like=True):
 
 
 def read_receipts(storage: Storage) -> ReceiptsFile:
-    """Return what was kept; nothing where the file is damaged or of another version."""
+    """Return the stored contributions; nothing where the file is damaged or of another version."""
     data = storage.read(NAME)
     if data is None:
         return ReceiptsFile()
@@ -61,7 +61,7 @@ def write_receipts(
     worked: Mapping[PeerId, Account],
     averaged: Mapping[PeerId, Account],
 ) -> None:
-    """Replace what was kept. Raises OSError."""
+    """Replace the stored contributions. Raises OSError."""
     accounts = [
         tuple((peer, *account) for peer, account in rows.items()) for rows in (given, worked, averaged)
     ]

@@ -1,4 +1,5 @@
-"""Runs that this node was in when it was stopped: their chains go on, their stages are to be restored."""
+"""Recovery of the runs that this node was in when it was stopped: their chains go on, their stages are
+restored."""
 
 from typing import Protocol
 
@@ -17,18 +18,18 @@ RUN_FILE = "run"
 
 
 def run_name(run: str) -> str:
-    """Return where a node keeps the manifest of a run that it is in, in its storage."""
+    """Return the storage name of a run's manifest while this node is in the run."""
     return f"{RUNS_FOLDER}/{run}/{RUN_FILE}"
 
 
 def forget_files(seams: Seams, run: str) -> None:
-    """Remove what is only for a run that goes on; its checkpoints stay."""
+    """Remove the files that only a running run needs; its checkpoints stay."""
     for name in (chain_name(run), history_name(run), run_name(run), revision_name(run)):
         seams.storage.delete(name)
 
 
 class Service(Protocol):
-    """What is needed of `node.runs.runs.Runs`."""
+    """The part of `node.runs.runs.Runs` that this file uses."""
 
     seams: Seams
     signer: Signer
@@ -38,7 +39,7 @@ class Service(Protocol):
 
 
 async def recover(runs: Service) -> None:
-    """Take part again in the runs whose files are here."""
+    """Rejoin the runs whose files are here."""
     storage = runs.seams.storage
     for name in storage.sizes(RUNS_FOLDER):
         run_text, _, file = name.removeprefix(f"{RUNS_FOLDER}/").partition("/")

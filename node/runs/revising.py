@@ -1,8 +1,8 @@
-"""How the requester of a run changes it while it goes on, and how any node hears how a run is.
+"""Changes of a running run by its requester, and questions of any node about a run's state.
 
 A revision is signed by the requester's key and told to every member; the committer acts on it
-(`node.runs.steering`). The requester need not be in the run any more. A node that is in no part of a run asks
-the members it knows of how it is.
+(`node.runs.steering`). The requester need not be in the run any more. A node that has no part in a run asks
+the members it knows of for its state.
 """
 
 from contextlib import suppress
@@ -27,14 +27,15 @@ from partition.run.asks import Declined, Done
 from partition.run.messages import REASON_LENGTH_MAX
 
 ASKED_MAX = 64
-"""Members of the swarm that are asked how a run is; a larger swarm is told by the run's own members first."""
+"""Members of the swarm that are asked for a run's state; in a larger swarm the run's own members answer
+first."""
 ASKED_AT_ONCE_MAX = 16
 ASK_SECONDS_MAX = 3.0
 _FACT_BYTES_MAX = 512
 
 
 class Service(StoppingService, Protocol):
-    """What is needed of `node.runs.runs.Runs`."""
+    """The part of `node.runs.runs.Runs` that this file uses."""
 
     stopping: Stopping
 
@@ -46,7 +47,8 @@ class Revising:
         self._runs = runs
 
     async def revise(self, text: str, changes: dict[str, Any]) -> dict[str, object]:
-        """Change a run of this node's own for all its members: fields of `RevisionBody`; how many know.
+        """Change a run of this node's own for all its members, by fields of `RevisionBody`; return how many
+        know.
 
         Raises UsageError: it is another's, or in local mode. RunFailed: it is not going on.
         """
@@ -84,7 +86,7 @@ class Revising:
         }
 
     def ask_for(self, run: Run, priority: int, deadline_minutes: int) -> None:
-        """Sign with what priority and by when a new run of this node is wanted, if it is unusual."""
+        """Sign the priority and the deadline of a new run of this node, if they are unusual."""
         if (priority, deadline_minutes) == (PRIORITY, 0):
             return
         now = int(self._runs.seams.swarm_clock.wall() * 1000)
@@ -94,7 +96,7 @@ class Revising:
         self._runs.seams.storage.write(revision_name(run.text), encode(fact))
 
     def _known(self, run: Run) -> RevisionBody:
-        """Return what was said last, also before this node was restarted."""
+        """Return the newest revision, also from before a restart."""
         member = self._runs.members.get(run.id)
         if member is not None and member.steering.body is not None:
             return member.steering.body
@@ -106,7 +108,7 @@ class Revising:
         return RevisionBody(run.id, 1)
 
     async def take(self, sender: PeerId, fact: Fact) -> Reply:
-        """Somebody hands on a revision. Raises RemoteProtocolError."""
+        """Handle a revision that a peer hands on. Raises RemoteProtocolError."""
         runs = self._runs
         body = read_revision(fact)
         member = runs.members.get(body.run)
@@ -126,7 +128,7 @@ class Revising:
     # How a run is
 
     def describe(self, text: str) -> Reply:
-        """Answer how a run is, as this node knows it."""
+        """Answer with a run's state, as this node knows it."""
         for member in self._runs.members.values():
             if member.run.text == text:
                 return _described(member)
@@ -158,7 +160,7 @@ class Revising:
         return Declined("no such run here")
 
     async def ask(self, text: str) -> Described:
-        """Ask the members of the swarm how a run is; the claim of the one that is furthest.
+        """Ask the members of the swarm for a run's state; return the claim of the member that is furthest.
 
         Raises RunFailed: none of those asked knows it.
         """

@@ -1,8 +1,8 @@
-"""All runs this node knows, and the part it plays in each: requester, planner, trainer, replica.
+"""All runs that this node knows, and its part in each: requester, planner, trainer, replica.
 
-Messages of a step come in at `node.runs.inbox`, requests at `node.runs.server`. Who is gone comes from
-membership (`member_lost`), never from a timer of our own; only a run that nobody speaks of any more is given
-up by silence, so that a lease cannot be held for ever.
+Messages of a step come in at `node.runs.inbox`, requests at `node.runs.server`. Membership reports dead and
+leaving members (`member_lost`), not a timer of our own; only a run without any message is given up after a
+time, so that a lease cannot be held for ever.
 """
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -78,12 +78,12 @@ from partition.run.reliability import Losses
 PROCESS_ENDED = "its process has ended"
 
 TRAINING_SECONDS = 60.0
-"""How long after its last step, or its beginning, a program that averages is taken to train: longer than a
+"""How long after its last step, or its beginning, a program that averages counts as training: longer than a
 step of most."""
 
 
 class Runs:
-    """The service. `run` owns its tasks; everything it learns goes out by `publish`.
+    """The service of runs. `run` owns its tasks; it announces all news by `publish`.
 
     Long because it is the face of a service: what the node, its commands and other nodes ask of runs.
     """
@@ -114,7 +114,7 @@ class Runs:
         self.copies.came = self.receipts.checkpoint_came
         self.averaging.averaged = self._averaged
         self.hosted_beside: Callable[[], Mapping[bytes, bytes]] = dict
-        """What else has a slot of this node, and of which graph it is: services."""
+        """The other holders of this node's slots (services), each with its graph."""
         self.slots = Slots(seams, host.slots, self._hosted)
         self.queue = Queue(self, host.slots)
         self.losses = Losses()
@@ -154,7 +154,7 @@ class Runs:
         self.left: dict[str, bool] = {}
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serve until cancelled; then end every stage this node hosts."""
+        """Serve until cancelled; then end every stage that this node hosts."""
         try:
             async with trio.open_nursery() as nursery:
                 self.nursery = nursery
@@ -182,7 +182,7 @@ class Runs:
 
     @property
     def machine(self) -> Machine:
-        """What a slot gives to a stage that is opened now."""
+        """Return the machine that a slot gives to a stage that is opened now."""
         return self._machine()
 
     def _graphs_needed(self) -> list[bytes]:
@@ -195,7 +195,7 @@ class Runs:
         return exact + [member.run for member in self.local.members.values()]
 
     def _data_came(self, data: bytes, peer: PeerId, size_bytes: int) -> None:
-        """Count pieces of a data set, where it is known for whose run they were brought."""
+        """Count pieces of a data set, where the run that they were fetched for is known."""
         runs = [run for run in self._going if run.manifest.data == data.hex()]
         if len({run.requester for run in runs}) == 1:
             self.receipts.came("data", runs[-1].id, runs[-1].requester, peer, size_bytes)
@@ -209,7 +209,7 @@ class Runs:
             self.receipts.served(peer, sent_bytes)
 
     def is_ours(self, run: bytes) -> bool:
-        """Return whether this node asked for a run, so that what is kept of it is its own."""
+        """Return whether this node asked for a run, so that the run's files are its own."""
         member = self.members.get(run)
         return member is not None and member.run.requester == self.signer.peer
 
@@ -219,7 +219,7 @@ class Runs:
         return member is not None and member.plan is not None and peer in member.plan.roster
 
     async def save(self, run: str) -> int:
-        """Have the run's committer make a checkpoint after this step; the step. Raises RunFailed."""
+        """Have the run's committer make a checkpoint after this step; return the step. Raises RunFailed."""
         for member in self.members.values():
             if member.run.text == run:
                 return await member.save()
@@ -227,11 +227,11 @@ class Runs:
 
     @property
     def has_slot(self) -> bool:
-        """Whether a stage may be placed here."""
+        """Return whether a stage may be placed here."""
         return self.slots.free > 0
 
     def _hosted(self) -> list[bytes]:
-        """Return the runs that have a slot here. One that this node only follows makes room at once."""
+        """Return the runs that have a slot here. A run that this node only follows makes room at once."""
         exact = [
             run
             for run, member in self.members.items()
@@ -241,8 +241,8 @@ class Runs:
         return [*exact, *local, *self.hosted_beside()]
 
     def _is_computing(self) -> bool:
-        """Return whether this node computes, or is about to: a stage, the steps of its own run, or what a
-        program in its process trains and averages."""
+        """Return whether this node computes, or is about to: a stage, the steps of its own run, or the
+        training and averaging of a program in its process."""
         now = self.seams.clock.monotonic()
         return (
             bool(self.slots.taken() or self.local.members)
@@ -255,12 +255,12 @@ class Runs:
     async def load_data(
         self, run: Run, holders: Sequence[PeerId], lanes: Lanes | None = None
     ) -> datasets.Dataset:
-        """The run's data, from here or from other members: all of it, or what some lanes need. Raises
-        UsageError or Unreachable."""
+        """Return the run's data, from here or from other members: all of it, or the part that some lanes
+        need. Raises UsageError or Unreachable."""
         return await self.data.load(run.manifest, holders, lanes)
 
     async def submit(self, run: Run, *, wait_seconds: float = 0.0) -> None:
-        """Plan a run that this node asks for, and have everybody start. Raises PlacementFailed: nobody could
+        """Plan a run that this node asks for, and have everybody start. Raises PlacementFailed: no peer could
         be found for a part of it, within `wait_seconds` of the first attempt."""
         if run.manifest.local is not None:
             self.stopping.asked(run)
@@ -283,7 +283,7 @@ class Runs:
             member.absent(peer, reason)
 
     async def _place(self, run: Run, wait_seconds: float, steering: Steering) -> Plan:
-        """Place a run, again while it waits for others. Raises PlacementFailed."""
+        """Place a run, and try again while it waits for others. Raises PlacementFailed."""
         try:
             graph = await self.models.get(run.manifest.graph_hash, [])
             dataset = await self.load_data(run, [])
@@ -331,7 +331,7 @@ class Runs:
         return plan
 
     def enter(self, member: RunMember, plan: Plan, history: History) -> None:
-        """The first plan of a run that this node hears of is in force; `history` is how it came about."""
+        """Enter a run by the first plan of it that this node learns of; `history` is how that came about."""
         with self.containing(member.run, "begin"):
             self._enter(member, plan, history)
 
@@ -345,7 +345,7 @@ class Runs:
         member.begin(plan, entered)
 
     async def ask(self, peer: PeerId, request: wire.Request, seconds: float) -> wire.Reply:
-        """A request to a member, or to this node itself. Raises Unreachable."""
+        """Send a request to a member, or to this node itself; return the reply. Raises Unreachable."""
         if peer != self.signer.peer:
             return await calls.ask(self.seams.network, peer, request, seconds=seconds)
         try:
@@ -356,14 +356,14 @@ class Runs:
         return reply
 
     def known(self) -> list[str]:
-        """Short ids of the runs in memory."""
+        """Return the short ids of the runs in memory."""
         return [run_text(run) for run in (*self.members, *self.local.members)]
 
     # Tasks
 
     def start_task(self, task: Callable[..., Awaitable[object]], *arguments: object, of: Run | None) -> None:
-        """Run `task(*arguments)` beside the service, until it ends or the node does. A task `of` a run that
-        fails ends that run here, never the node."""
+        """Run `task(*arguments)` beside the service, until it ends or the node does. A failing task `of` a
+        run ends that run here, never the node."""
         assert self.nursery is not None, "Runs.run was not started"
         self.nursery.start_soon(self._run_task, of, task, *arguments)
 
@@ -379,8 +379,8 @@ class Runs:
 
     @contextmanager
     def containing(self, run: Run, place: str) -> Iterator[None]:
-        """End the run as failed, and nothing else, if the block fails unexpectedly: what it left half done
-        cannot be trusted."""
+        """End the run as failed, and nothing else, if the block fails unexpectedly: its half-done work cannot
+        be trusted."""
         with contain(f"run {place}") as part:
             yield
         if part.error is not None and self.nursery is not None:
@@ -407,7 +407,7 @@ class Runs:
     # What membership says
 
     def member_lost(self, peer: PeerId) -> None:
-        """A member is dead or has left."""
+        """Handle a member that is dead or has left."""
         self.slots.release_all(peer)
         self.queue.withdraw(peer)
         for member in list(self.members.values()):
@@ -422,9 +422,9 @@ class Runs:
                 member.members_changed()
 
     def member_closed(self, peer: PeerId) -> None:
-        """Its host says that nothing listens where a member was. Where its stream ended too, and could not be
-        opened again, its process is gone, and what it held of a stage with it: the run goes on without it,
-        before membership is sure that it is dead."""
+        """Handle its host's report that nothing listens at a member's address. Where its stream ended too,
+        and could not be opened again, its process is gone, and its stages with it: the run goes on without
+        it, before membership is sure that it is dead."""
         if not self.links.is_closed(peer, news=True):
             return
         self._without(peer)
@@ -441,7 +441,7 @@ class Runs:
                     member.absent(peer, PROCESS_ENDED)
 
     def heard(self, event: Event) -> None:
-        """Take in what membership tells of a member."""
+        """Handle news of a member from membership."""
         match event:
             case MemberSuspected():
                 self.member_suspected(event.peer)
@@ -451,14 +451,14 @@ class Runs:
                 self.members_changed()
 
     def member_suspected(self, peer: PeerId) -> None:
-        """A member may be dead."""
+        """Handle the suspicion that a member may be dead."""
         for member in list(self.members.values()):
             with self.containing(member.run, "member suspected"):
                 member.member_suspected(peer)
 
     async def leave(self) -> None:
-        """Hand over this node's part in every run before it goes; bounded. `left` says of each whether it was
-        handed over."""
+        """Hand over this node's part in every run before it goes; bounded. `left` says of each run whether it
+        was handed over."""
         await self.local.leave()
         self.left = {member.run.text: False for member in self.members.values()}
 
@@ -472,12 +472,12 @@ class Runs:
     # Messages of a step
 
     def send(self, peer: PeerId, message: Any, *payload: Data) -> None:
-        """Queue a pipeline message on the link to `peer`; of a frame, its payload's data beside it."""
+        """Queue a pipeline message on the link to `peer`; a frame's payload travels beside it."""
         self._observe(message)
         self.links.send(peer, encode(message), *payload)
 
     def link_rate(self, peer: PeerId) -> float | None:
-        """Bytes per second to a peer as frames were measured to take, or else as the link was probed; None
+        """Return the bytes per second to a peer as measured by frames, or else by a probe of the link; None
         where neither is known."""
         return self.links.rate(peer) or self.measurements.links.core.sent_rate(peer) or None
 
@@ -493,12 +493,12 @@ class Runs:
         return self.archive.is_over(run)
 
     def following(self, plan: bytes) -> RunMember | None:
-        """The member of the run in which this plan is in force."""
+        """Return the member of the run in which this plan is in force."""
         member = self.inbox.plans.get(plan)
         return member if member is not None and member.plan_hash == plan else None
 
     def follow(self, plan: bytes, member: Membership) -> None:
-        """Messages of this plan are for `member`, and of the one it followed before no more."""
+        """Hand messages of this plan to `member`, and no longer those of the plan before."""
         self.inbox.forget(member)
         known = self.members.get(member.run.id)
         if known is None or known is not member:
@@ -509,7 +509,7 @@ class Runs:
         self.inbox.follow(plan, known)
 
     def accept(self, run: Run) -> RunMember:
-        """This node's membership in a run, which begins if it has not."""
+        """Return this node's membership in a run, creating it if there is none."""
         member = self.members.get(run.id)
         if member is None:
             member = self.members[run.id] = RunMember(self, run)
@@ -518,8 +518,8 @@ class Runs:
         return member
 
     def forgotten(self, member: Membership) -> None:
-        """This node is in the run no more, and may be asked into it again: then it still knows the newest
-        checkpoint, from which it may have to propose to go on. It still hears the end."""
+        """End this node's membership in a run; it may be asked into it again, so it keeps the newest
+        checkpoint, which it may have to propose to go on from. It is still told of the end."""
         known = self.members.pop(member.run.id, None)
         if known is not None and known.plan is not None:
             self.outside.follow(known)
@@ -529,15 +529,15 @@ class Runs:
         self.readiness.over()
 
     def released(self, member: Membership) -> None:
-        """The plan that was to bring this node into a run did not come about."""
+        """Leave a run, as the plan that was to bring this node in was not decided."""
         self.forgotten(member)
         self.publish(RunReleased(at=self.seams.clock.wall(), run=member.run.text))
 
     async def ended(
         self, membership: Membership, outcome: str, detail: str, weights: str, *, is_here: bool
     ) -> None:
-        """A run is over here: remember how it ended, and whether its result `is_here`, forget its plans, say
-        so."""
+        """End a run here: remember how it ended and whether its result `is_here`, forget its plans, announce
+        it."""
         member = self.members.get(membership.run.id)
         if member is None or member is not membership:
             return  # it has ended otherwise meanwhile
@@ -570,15 +570,15 @@ class Runs:
             self.start_task(self.provide, member.run.text, weights, of=None)
 
     def note_guests(self) -> None:
-        """What runs here need may not be driven out, and whose result was is to be said."""
+        """Protect the files that runs here need from eviction, and report evicted results."""
         note_guests(self, self._going, self._graphs_needed())
 
     def publish_plan(self, run: Run, plan: Plan) -> None:
-        """Say that a plan is in force here."""
+        """Announce that a plan is in force here."""
         self.audits.admit(run, plan)
         self.spans.admit(plan)  # a requester without a stage may collect the others' spans, also in the end
         self.publish(run_planned(self.seams.clock.wall(), run, plan))
 
     def publish_lease(self, run: Run, plan: Plan, stage: int) -> None:
-        """Say that a stage is being opened here."""
+        """Announce that a stage is being opened here."""
         self.publish(stage_leased(self.seams.clock.wall(), run, plan, stage))

@@ -1,7 +1,7 @@
-"""What members of a run, and strangers, ask of this node on `/peerloom/runs/2`, and what it answers.
+"""Requests of members of a run, and of strangers, on `/peerloom/runs/2`, and this node's answers.
 
-One request a stream. Each is checked against the run and the plan it names before it changes anything; who
-may ask for what is said in `node.protocols.runs`.
+One request a stream. Each is checked against the run and the plan it names before it changes anything;
+`node.protocols.runs` says who may send which request.
 """
 
 from collections.abc import Callable, Collection
@@ -43,28 +43,28 @@ from partition.run.provider import BUSY, OVER, KnownRun, StageProvider
 from partition.run.timeouts import SILENCE_SECONDS_MAX
 
 RUNS_MAX = 64
-"""Runs that have not ended; a stranger's manifests must not fill the memory."""
+"""Runs that have not ended; the limit keeps a stranger's manifests from filling the memory."""
 FILES_MAX = 64
-"""Files on their way out at once, of each kind: a descriptor and a chunk each."""
+"""Files sent at once, of each kind: each takes a descriptor and a chunk."""
 FILES_PER_PEER_MAX = 4
 EXPORTS_MAX = 4
-"""Stages on their way to a committer: each lies in memory."""
+"""Stages sent to a committer at once: each lies in memory."""
 RANGES_MAX = 16
-"""Ranges of a state, of 16 MiB each, which lie in memory."""
+"""Ranges of a state sent at once, of 16 MiB each, which lie in memory."""
 RANGES_PER_PEER_MAX = 4
-"""A newcomer asks for two at once."""
+"""A newcomer requests two at once."""
 PATIENCE_SECONDS = 2.0
-"""How long a peer that takes nothing keeps a place that another wants."""
+"""How long a stalled receiver keeps a place that another peer wants."""
 UPLOAD_SECONDS_MAX = 3_600.0
-"""For all of one answer: 12 GB at 30 Mbit/s."""
+"""The limit for one whole answer: 12 GB at 30 Mbit/s."""
 REQUEST_SECONDS_MAX = 20.0
-"""From a stream's opening to its request."""
+"""The limit from a stream's opening to its request."""
 Upload = wire.FetchWeights | wire.ExportStage | wire.FetchModel | wire.FetchRange | wire.FetchState
 """Requests that are answered by a blob."""
 
 
 class Service(Protocol):
-    """What is needed of `node.runs.runs.Runs`."""
+    """The part of `node.runs.runs.Runs` that this file uses."""
 
     seams: Seams
     signer: Signer
@@ -95,7 +95,7 @@ class Service(Protocol):
 
 
 class Requests:
-    """Serves them for one node."""
+    """The server of one node's runs."""
 
     def __init__(self, runs: Service) -> None:
         self._runs = runs
@@ -132,7 +132,7 @@ class Requests:
             self._runs.refuse(stream.peer, error)
 
     async def _upload(self, stream: Stream, request: Upload) -> None:
-        """Answer by a blob, where there is a permit, as long as the peer takes what is sent."""
+        """Answer with a blob, where there is a permit, for as long as the peer receives it."""
         with self._permits[type(request)].take(stream.peer) as permit:
             if permit is None:
                 with trio.move_on_after(REQUEST_SECONDS_MAX):
@@ -147,7 +147,7 @@ class Requests:
                     await stream.send(encode(reply))
 
     async def answer(self, peer: PeerId, request: wire.Request) -> wire.Reply | Body:
-        """Return what one request of `peer` comes to, a body for a blob. Raises RemoteProtocolError."""
+        """Return the reply to one request of `peer`, a body for a blob. Raises RemoteProtocolError."""
         match request:
             case wire.LeaseRequest():
                 return await self._on_lease(peer, request)
@@ -231,8 +231,8 @@ class Requests:
         return waits or Done()
 
     async def _make_room(self, run: Run, plan: Plan, stage: int | None) -> Declined | None:
-        """Close what this node only follows where a stage is to take its place; another that only follows
-        takes nobody's."""
+        """Close a stage that this node only follows, to make room for one of its own; a stage that is also
+        only followed displaces nothing."""
         runs, me = self._runs, self._runs.signer.peer
         if stage is None or plan.stage_of(me) != stage or not runs.slots.is_free_for(run.id):
             return None
@@ -243,7 +243,7 @@ class Requests:
         return Declined(BUSY) if following >= runs.slots.free else None
 
     async def _unfit(self, peer: PeerId, run: Run, plan: Plan, stage: int | None) -> str | None:
-        """Return why the owner, or the machine, cannot do what is asked; None if it can."""
+        """Return why the owner or the machine cannot grant the request; None if they can."""
         runs = self._runs
         if (reason := runs.accepts(run)) is not None or stage is None:
             return reason
@@ -267,7 +267,7 @@ class Requests:
         return Done()
 
     async def _unprepare(self, run: bytes, plan: bytes) -> None:
-        """Close the stage that was opened for a plan which does not come about."""
+        """Close the stage that was opened for a plan which was not decided."""
         member = self._runs.members.get(run)
         if member is not None:
             with self._runs.containing(member.run, "release"):
@@ -288,7 +288,8 @@ class Requests:
     async def _check_plan(
         self, peer: PeerId, request: wire.LeaseRequest | wire.Prepare | wire.Start
     ) -> tuple[Run, Plan]:
-        """See `check_plan`: how a plan came about is played again beside the event loop, one at a time."""
+        """Check a request's plan as `check_plan` does; its history is replayed off the event loop, one at a
+        time."""
         runs = self._runs
         check = partial(
             check_plan,

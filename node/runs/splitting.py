@@ -1,7 +1,8 @@
-"""Whether a run should have another stage, now that a machine is idle: pure, by the committer's knowledge.
+"""Decides whether a run should have another stage, now that a machine is idle: pure, by the committer's
+knowledge.
 
-Not here: when that is looked at, and what is measured (`node.runs.rebalancing`); how a plan with another
-number of stages comes about (`partition.run.recutting`).
+Not here: the time of that decision and its measurements (`node.runs.rebalancing`); the way to a plan with
+another number of stages (`partition.run.recutting`).
 """
 
 from collections.abc import Collection, Mapping
@@ -17,7 +18,7 @@ from partition.plan.tables import Tables
 from partition.run.pauses import GAIN_PERCENT_MIN
 
 IDLE_MAX = 3
-"""Idle peers of which one is chosen: the fastest, and two in case that it is far away."""
+"""Idle peers to choose from: the fastest, and two more in case it is far away."""
 
 
 def another_stage(
@@ -28,8 +29,8 @@ def another_stage(
     steps_left: int,
     pause_nanoseconds: int,
 ) -> Change | None:
-    """Return the change to a plan with one more stage, which one of the `idle` joins, each with its rate in
-    FLOP/s; None where no such plan is worth the pause and what is copied.
+    """Return the change to a plan with one more stage, for one of the `idle` peers, each with its rate in
+    FLOP/s; None where no such plan is worth the pause and the copying.
 
     `problem` is that of the holders of `plan` and of the idle, as measured.
     """
@@ -61,7 +62,7 @@ def another_stage(
 
 
 def _among(problem: Problem, names: Collection[str], stages: int) -> Problem:
-    """Return the problem of these peers alone, with so many stages."""
+    """Return the problem of these peers alone, with this number of stages."""
     rules = replace(problem.constraints, stages=stages, replicas=0)
     return replace(
         problem, peers=tuple(peer for peer in problem.peers if peer.name in names), constraints=rules

@@ -26,8 +26,8 @@ from partition.steps.frames import OpenedFrame
 
 
 class Hosting:
-    """At most one stage process. `failed` is told why this node cannot hold the stage it was given, and
-    `abandoned` that the plan it was opened for did not come about."""
+    """The host of at most one stage process. `failed` is called with the reason why this node cannot hold its
+    stage, `abandoned` when the plan it was opened for was not decided."""
 
     def __init__(
         self,
@@ -40,12 +40,13 @@ class Hosting:
         save: Save,
         restore: Restore,
     ) -> None:
-        """`holders` may hand over what the run is made of; for `save` and `restore` see ReplicaShell."""
+        """Prepare a host; `holders` may hand over the run's model and data; for `save` and `restore` see
+        ReplicaShell."""
         self.replica: ReplicaShell | None = None
         self.machine: Machine | None = None
-        """What the slot gave when the stage was opened."""
+        """The machine that the slot gave when the stage was opened."""
         self.core = core.Hosting(service.signer.peer)
-        """Not recorded: it sends nothing, and what it is told follows from cores that are."""
+        """Not recorded: it sends nothing, and its inputs follow from cores that are recorded."""
         self._service = service
         self._run = run
         self._holders = holders
@@ -57,7 +58,7 @@ class Hosting:
         self._changing = trio.Lock()
 
     def adopt(self, plan: Plan) -> None:
-        """A plan is in force: keep the stage it gives to this node, open it, or close what was open."""
+        """Follow a plan that is in force: keep this node's stage, open it, or close an old one."""
         wanted = self.core.adopt(plan)
         if isinstance(wanted, core.StageKept) and self.replica is not None:
             self._service.spans.admit(plan)
@@ -101,19 +102,20 @@ class Hosting:
         return None if is_open else core.WENT_ON
 
     async def unprepare(self, plan: bytes) -> None:
-        """Close what was opened for this plan, which did not come about."""
+        """Close the stage opened for this plan, which was not decided."""
         if self.core.unprepare(plan) is not None:
             await self._close()
             self._abandoned()
 
     async def planner_lost(self, planner: PeerId) -> None:
-        """Close what was opened for a plan that `planner` would have had decided; the peer is gone."""
+        """Close the stage opened for a plan of `planner` that is not decided yet; the peer is gone."""
         if self.core.planner_lost(planner) is not None:
             await self._close()
             self._abandoned()
 
     async def keep(self, sender: PeerId, frame: OpenedFrame) -> OpenedFrame | None:
-        """A frame that has come, in memory it may stay in; None where there is none, and the stage fails."""
+        """Keep an incoming frame, in memory it may stay in; return None where there is none, and the stage
+        fails."""
         plan = self.core.plan
         if self.replica is None or plan is None or sender not in plan.members:
             return frame  # it will be dropped or refused, so it need not be put anywhere
@@ -140,7 +142,7 @@ class Hosting:
                         await past.aclose()
 
     async def _open(self, wanted: core.StageWanted, past: Stage | None = None) -> bool:
-        """Open a stage, in the process of the `past` one where it can be. Return whether it was still wanted
+        """Open a stage, in the process of the `past` one where possible. Return whether it was still wanted
         when it was open. Raises StageFailed."""
         service, manifest = self._service, self._run.manifest
         executor = service.seams.executor
@@ -204,13 +206,13 @@ class Hosting:
             await self._close()
 
     async def export(self) -> bytes:
-        """The stage as a safetensors file. Raises StageFailed."""
+        """Return the stage as a safetensors file. Raises StageFailed."""
         if self.replica is None:
             raise StageFailed("no stage is open here")
         return await self.replica.export()
 
     async def read_state(self, request: FetchState) -> bytes | None:
-        """A range of the stage's state, None where it is not that of the step. Raises StageFailed."""
+        """Return a range of the stage's state, None where it is not at the step. Raises StageFailed."""
         return None if self.replica is None else await self.replica.read_state(request)
 
     async def _close(self) -> None:
@@ -220,18 +222,18 @@ class Hosting:
                 await shell.aclose()
 
     def _stop(self) -> ReplicaShell | None:
-        """Have the stage answer no more; what is left to be closed."""
+        """Detach the stage, so that it answers no more; return it, to be closed."""
         shell, self.replica = self.replica, None
         if shell is not None:
             self._scope.cancel()
         return shell
 
     async def vacate(self) -> None:
-        """Close the stage, though the plan still gives it to this node: it may be given to it again later."""
+        """Close the stage, though the plan still assigns it to this node: it may be opened again later."""
         self.core.vacate()
         await self._close()
 
     async def end(self) -> None:
-        """The run is over: close the stage, and open none again."""
+        """Close the stage and open none again, as the run is over."""
         self.core.end()
         await self._close()

@@ -1,7 +1,7 @@
-"""As the committer: idle machines that follow a stage, so that its death costs no checkpoint.
+"""As the committer: assigns idle machines to follow a stage, so that its holder's death costs no checkpoint.
 
-Not here: which stage and which machine (`partition.run.standbys`), and how they come into the plan, by a
-change like any other (`partition.run.member.Member.recut`).
+Not here: the choice of stage and machine (`partition.run.standbys`), and their way into the plan, by a change
+like any other (`partition.run.member.Member.recut`).
 """
 
 from collections.abc import Callable, Sequence
@@ -31,13 +31,14 @@ from partition.run.timeouts import REFILL_SECONDS
 
 SLOWS = "following the run made its steps slower"
 LOOK_SECONDS = REFILL_SECONDS
-"""From a plan to the first look, and from one look to the next: a stage that is short of a replica, or could
-be split, comes first."""
+"""The delay from a plan to the first look, and between looks: adding a replica to a stage, or splitting it,
+comes first."""
 
 
 class Standbys:
-    """One member's, over all plans of a run. `recut` is told the change by which a machine follows; `idle`
-    says who has room; `absent` is told whom the next plan must do without, and why."""
+    """The standbys of one member, over all plans of a run. `recut` is called with the change by which a
+    machine follows; `idle` returns peers with room; `absent` is called with a peer that the next plan must
+    exclude, and why."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class Standbys:
         self._told: tuple[object, ...] = ()
 
     def begin(self, plan: Plan) -> None:
-        """Another plan is in force."""
+        """Start another plan."""
         self._plan = plan
         self._watch.begin(is_following=bool(plan.standbys))
         self._look_at = self._now + LOOK_SECONDS
@@ -68,7 +69,7 @@ class Standbys:
             self._tell(plan, None)
 
     def stepped(self, plan: Plan, seconds: float) -> None:
-        """Note what a step took."""
+        """Add the duration of a step."""
         if plan != self._plan or not self._run.manifest.standbys:
             return
         if self._watch.stepped(seconds) and plan.standbys:
@@ -118,7 +119,7 @@ class Standbys:
             self._recut(plan, Change(joined=(Joining(found.peer, found.stage, 0),)))
 
     def _tell(self, plan: Plan, uncovered: Uncovered | None) -> None:
-        """Say how well stages are covered, where that has changed."""
+        """Announce how well stages are covered, where that has changed."""
         covers = tuple(round(cover(stage, self._losses), 3) for stage in plan.stages)
         lost = [(peer, self._losses(peer)) for peer in plan.members]
         unreliable = ", ".join(
@@ -145,7 +146,8 @@ def _times(count: int) -> str:
 
 
 def stage_sizes(run: Run, graph: Graph, plan: Plan) -> list[StageSize]:
-    """Return what each stage of a plan is in bytes. Raises ValueError: sizes that do not fit the graph."""
+    """Return the sizes of each stage of a plan in bytes. Raises ValueError: sizes that do not fit the
+    graph."""
     layers = ModelCosts(graph, run.manifest.sizes_max).layers
     found = []
     for stage in plan.stages:

@@ -1,8 +1,7 @@
-"""One member's view of what its run's requester has changed: the newest revision, and what follows from it.
+"""One member's view of its requester's changes to a run: the newest revision and its consequences.
 
-The committer alone acts: it pauses, ends at another step, and says the learning rate of each step in the
-Apply that ends it, so that all replicas use the same. Every member keeps the revision: it may commit
-next.
+The committer alone acts: it pauses, ends at another step, and gives the learning rate of each step in the
+Apply that ends it, so that all replicas use the same. Every member keeps the revision, as it may commit next.
 """
 
 from collections.abc import Callable
@@ -29,12 +28,12 @@ _FACT_BYTES_MAX = 512
 
 
 def revision_name(run: str) -> str:
-    """Return where a node keeps the newest revision of a run that goes on, in its storage."""
+    """Return the storage name of the newest revision of a running run."""
     return f"runs/{run}/{REVISION_FILE}"
 
 
 class Committer(Protocol):
-    """What is needed of `node.pipeline.committer.CommitterShell`."""
+    """The part of `node.pipeline.committer.CommitterShell` that this file uses."""
 
     @property
     def paused_at(self) -> int | None: ...
@@ -45,7 +44,8 @@ class Committer(Protocol):
 
 
 class Steering:
-    """One run's at one member. `paused` is told that no step is open after so many."""
+    """The steering of one run at one member. `paused` is called when no step is open any more, with the
+    number of steps."""
 
     def __init__(self, service: Service, run: Run, paused: Callable[[int], None]) -> None:
         self._service = service
@@ -63,37 +63,37 @@ class Steering:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the requester wants no further step for now."""
+        """Return whether the requester has paused the run."""
         return self.body is not None and self.body.is_paused
 
     @property
     def steps(self) -> int:
-        """After how many the run ends."""
+        """Return the number of steps after which the run ends."""
         return steps_of(self._run, self.body)
 
     @property
     def seconds_left(self) -> float | None:
-        """Until its deadline, less than none where it is over; None where its requester set none."""
+        """Return the seconds until the deadline, negative after it; None where the requester set none."""
         if self.body is None or not self.body.deadline_milliseconds:
             return None
         return self.body.deadline_milliseconds / 1000 - self._service.seams.swarm_clock.wall()
 
     @property
     def run(self) -> Run:
-        """The run with the steps that it has now."""
+        """Return the run with its present number of steps."""
         manifest = self._run.manifest
         if self.steps == manifest.steps:
             return self._run
         return replace(self._run, manifest=replace(manifest, steps=self.steps))
 
     def is_news(self, body: RevisionBody) -> bool:
-        """Return whether it replaces what is known."""
+        """Return whether a revision replaces the known one."""
         return self.body is None or body.number > self.body.number
 
     def take(
         self, fact: Fact, state: State, committer: Committer | None, plan: Plan | None, me: PeerId
     ) -> bool:
-        """Take the word of the requester, if it is newer than what is known; whether it is.
+        """Accept the requester's revision, if it is newer than the known one; return whether it is.
 
         `state` is the run's but for this. Raises RemoteProtocolError: it is not the requester's.
         """
@@ -124,13 +124,13 @@ class Steering:
         return True
 
     def begin(self, committer: Committer, plan: Plan, me: PeerId) -> None:
-        """A plan is in force in which this node commits: it goes on by what is known."""
+        """Apply the known revision to a plan in force in which this node commits."""
         if self.body is not None:
             self._apply(committer, was_paused=False)
             self.tell(plan, me)
 
     def tell(self, plan: Plan, me: PeerId, *only: PeerId) -> None:
-        """As the committer: say it to the members, before any step that follows from it."""
+        """As the committer: send the revision to the members, before any step that follows from it."""
         if self.fact is not None:
             message = Revised(plan_hash(plan), self.fact)
             for peer in only or plan.members:
@@ -149,7 +149,7 @@ class Steering:
         event: events.PauseWanted | events.SaveWanted | events.StepsWanted,
         committer: Committer | None,
     ) -> None:
-        """Have a committer do what its member wants between two steps."""
+        """Have a committer carry out its member's decision between two steps."""
         match event:
             case _ if committer is None:
                 return
@@ -163,7 +163,7 @@ class Steering:
                 committer.unpause()
 
     def changed(self, event: events.StateChanged) -> None:
-        """Tell people that the run is in another state."""
+        """Announce that the run is in another state."""
         state, reason = self.shown(event.state, event.reason)
         at = self._service.seams.clock.wall()
         self._service.publish(
@@ -178,7 +178,7 @@ class Steering:
         )
 
     def shown(self, state: State, reason: str) -> tuple[State, str]:
-        """Return the state of the run as people see it, and why it is."""
+        """Return the state of the run as people see it, and its reason."""
         if self.is_paused and state in ("running", "degraded"):
             return "paused", PAUSED
         return state, reason

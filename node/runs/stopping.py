@@ -1,8 +1,8 @@
-"""What a person does to a run that goes on: stop it for all its members, or drop it on this node alone.
+"""A person's actions on a running run: stop it for all its members, or drop it on this node alone.
 
 A stop is signed by the run's requester, so every member believes it from anybody, ends the run, keeps the
-stop and hands it on. Whoever was away hears of it when it asks how the chain of plans went on. Dropping needs
-nobody's word: this node closes its stage at once, and the others go on without it.
+stop and hands it on. A member that was away learns of it when it asks for the rest of the chain of plans.
+Dropping needs no signature: this node closes its stage at once, and the others go on without it.
 """
 
 from collections.abc import Callable, Collection
@@ -32,27 +32,27 @@ from partition.run.asks import Declined, Done
 STOP_PURPOSE = "run-stop"
 STOP_BYTES_MAX = 64
 TELL_SECONDS_MAX = 30.0
-"""How long living members are told; who is away hears of it when it comes back."""
+"""How long living members are told; an absent member learns of it when it returns."""
 ASK_SECONDS_MAX = 5.0
 RETRY_SECONDS = 1.0
 DECLINES_MAX = 5
-"""A member may hear of the stop before it hears of the run's start."""
+"""Refusals that are tolerated, as a member may receive the stop before the run's start."""
 TOLD_AT_ONCE_MAX = 16
 STOP_SECONDS = 5.0
-"""How long a person waits to hear who knows; the rest is told after that."""
+"""How long a person waits for the number of members that know; the rest is told after that."""
 STOPPED = "its requester stopped it"
 DROPPED = "dropped on this node; the others go on without it"
 _FILE = "asked"
 
 
 class StopBody(msgspec.Struct, frozen=True, array_like=True):
-    """The requester's word that its run is over."""
+    """The requester's statement that its run is over."""
 
     run: Hash
 
 
 def asked_name(run: str) -> str:
-    """Return where a node keeps the manifest of a run that it asked for itself, until that is over."""
+    """Return the storage name of the manifest of a run that this node asked for, until the run is over."""
     return f"{RUNS_FOLDER}/{run}/{_FILE}"
 
 
@@ -63,7 +63,7 @@ def make_stop(signer: Signer, run: Run) -> Fact:
 
 @dataclass
 class Delivery:
-    """Which members have heard of a stop, and which are still to be told."""
+    """The delivery of a stop: the members that know, and those that are still to be told."""
 
     left: set[PeerId]
     told: int = 0
@@ -71,7 +71,7 @@ class Delivery:
 
 
 class Service(Protocol):
-    """What is needed of `node.runs.runs.Runs`."""
+    """The part of `node.runs.runs.Runs` that this file uses."""
 
     seams: Seams
     signer: Signer
@@ -86,21 +86,22 @@ class Service(Protocol):
 
 
 class Stopping:
-    """One node's."""
+    """The stops and drops of one node."""
 
     def __init__(self, runs: Service) -> None:
         self._runs = runs
 
     def asked(self, run: Run) -> None:
-        """This node asks for a run: it can stop it from now on, also when it is no member any more."""
+        """Note a run that this node asks for: it can stop the run from now on, even when it is no longer a
+        member."""
         self._runs.seams.storage.write(asked_name(run.text), encode(run.fact))
 
     def over(self, run: str) -> None:
-        """There is nothing to stop any more."""
+        """Note that a run is over and cannot be stopped any more."""
         self._runs.seams.storage.delete(asked_name(run))
 
     def known(self) -> list[str]:
-        """Short ids of what could be stopped or dropped here."""
+        """Return the short ids of the runs that can be stopped or dropped here."""
         names = self._runs.seams.storage.sizes(RUNS_FOLDER)
         found = [name.removeprefix(f"{RUNS_FOLDER}/").partition("/") for name in names]
         asked = [run for run, _, file in found if file == _FILE]
@@ -114,7 +115,8 @@ class Stopping:
         return exact + local + [run for run in runs.outside.runs if run.id not in runs.members]
 
     async def stop(self, text: str) -> dict[str, object]:
-        """End a run of this node's own for all; how many members know, and how many have still to hear.
+        """End a run of this node's own for all; return how many members know, and how many are still to be
+        told.
 
         Raises UsageError: it is another's. RunFailed: it is not going on.
         """
@@ -130,7 +132,7 @@ class Stopping:
         return {"run": text, "status": "stopped", "told": delivery.told, "left": len(delivery.left)}
 
     async def drop(self, text: str) -> dict[str, object]:
-        """Leave a stranger's run at once, for ever. Raises UsageError, RunFailed as `stop` does."""
+        """Leave another's run at once, permanently. Raises UsageError, RunFailed as `stop` does."""
         run = self.find(text)
         if run.requester == self._runs.signer.peer:
             raise UsageError(
@@ -149,7 +151,7 @@ class Stopping:
         return {"run": text, "status": "stopped"}
 
     async def take(self, fact: Fact) -> Reply:
-        """Somebody hands on a stop. Raises RemoteProtocolError."""
+        """Handle a stop that a peer hands on. Raises RemoteProtocolError."""
         body: StopBody = decode(fact.body, StopBody, bytes_max=STOP_BYTES_MAX)
         author = self._runs.signer.check(STOP_PURPOSE, fact)
         runs = self._runs
@@ -165,7 +167,7 @@ class Stopping:
         return Done()
 
     async def _end(self, run: Run, fact: Fact) -> Delivery:
-        """End it here, and have the others told."""
+        """End the run here, and have the others told."""
         runs = self._runs
         member, delivery = runs.members.get(run.id), self.delivery(run)
         runs.start_task(self.tell, Stop(fact), delivery, of=None)
@@ -183,14 +185,14 @@ class Stopping:
         return delivery
 
     def delivery(self, run: Run) -> Delivery:
-        """Return whom to tell of a run, nobody told yet: where this node is no member of it any more, whoever
-        is may be anybody."""
+        """Return the delivery of a run's stop, with nobody told yet: where this node is no longer a member,
+        anybody may be one."""
         member, live = self._runs.members.get(run.id), set(self._runs.live())
         known: Collection[PeerId] = live if member is None else member.acquainted & live
         return Delivery(set(known) - {self._runs.signer.peer})
 
     async def tell(self, request: Request, delivery: Delivery) -> None:
-        """Tell all that are left to be told; who is away hears of it when it comes back."""
+        """Tell all that are left to be told; an absent member learns of it when it returns."""
         limiter = trio.CapacityLimiter(TOLD_AT_ONCE_MAX)
 
         async def tell(peer: PeerId) -> None:
@@ -210,7 +212,7 @@ class Stopping:
         delivery.over.set()
 
     def find(self, text: str) -> Run:
-        """Return a run that goes on here, or that this node asked for. Raises RunFailed."""
+        """Return a run that is going on here, or that this node asked for. Raises RunFailed."""
         for run in self._going:
             if run.text == text:
                 return run

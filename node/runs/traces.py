@@ -1,8 +1,8 @@
-"""Handing out spans to members of a run, and collecting those of all: `/peerloom/traces/1`.
+"""The exchange of spans among members of a run: `/peerloom/traces/1`.
 
-A stream carries many requests. An answer says when the request came and when the answer left by the clock of
-whoever answers; from the round trip that took least the asker works out by how much that clock is off, as NTP
-does (RFC 5905, section 8). So spans of all machines lie on one axis, exact to half of that round trip.
+A stream carries many requests. An answer gives the times when the request arrived and when the answer left by
+the responder's clock; from the shortest round trip the asker computes the offset of that clock, as NTP does
+(RFC 5905, section 8). So spans of all machines lie on one axis, exact to half of that round trip.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +23,10 @@ from partition.plan.plan import Hash
 
 TRACES_PROTOCOL = "/peerloom/traces/1"
 SPANS_ANSWERED_MAX = 4_096
-"""In one answer: some 200 KB."""
+"""The most spans of one answer: some 200 KB."""
 STEPS_ASKED_MAX = 1_024
 REQUESTS_MAX = 64
-"""On one stream. An asker needs a few round trips and some pages."""
+"""The most requests on one stream. An asker needs a few round trips and some pages."""
 REQUEST_SECONDS_MAX = 5.0
 COLLECT_SECONDS_MAX = 10.0
 ROUND_TRIPS = 5
@@ -36,7 +36,8 @@ _WHOLE = 10**9
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
-    """Spans of these steps of a run, but for the first `skip`; with `count` 0 only the time."""
+    """A request for spans of these steps of a run, without the first `skip`; with `count` 0 only for the
+    time."""
 
     run: Hash
     first: Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -46,7 +47,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
 
 
 class Told(msgspec.Struct, frozen=True, tag=True):
-    """`received` and `sent` in nanoseconds of unix time. No member of the run gets spans."""
+    """An answer; `received` and `sent` in nanoseconds of unix time. Peers outside the run get no spans."""
 
     received: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     sent: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -54,7 +55,7 @@ class Told(msgspec.Struct, frozen=True, tag=True):
 
 
 class Traces:
-    """Answers for this node, and asks others."""
+    """The trace service of this node: answers other nodes and asks them."""
 
     def __init__(
         self, seams: Seams, spans: Spans, refuse: Callable[[PeerId, RemoteProtocolError], None]
@@ -94,7 +95,7 @@ class Traces:
     async def collect(
         self, run: bytes, peers: Sequence[PeerId], first: int, last: int
     ) -> list[dict[str, Any]]:
-        """Return the spans of every peer, with how far its clock is ahead of this one's, or why there are
+        """Return the spans of every peer, with the offset of its clock from this one's, or why there are
         none."""
         rows: dict[PeerId, dict[str, Any]] = {}
 
@@ -134,7 +135,7 @@ class Traces:
         }
 
     async def _time(self, stream: Stream, run: bytes) -> tuple[int, int]:
-        """(round trip, how far the other clock is ahead), nanoseconds."""
+        """Return (round trip, offset of the other clock), in nanoseconds."""
         asked = self._now()
         told = await self._call(stream, Ask(run, 0, 0))
         answered = self._now()
@@ -149,9 +150,9 @@ class Traces:
 def trace_document(
     run: bytes, rows: Sequence[Mapping[str, Any]], names: Mapping[PeerId, str]
 ) -> dict[str, Any]:
-    """Schema `peerloom/trace/1`: spans by peer, all on the asker's clock.
+    """Return spans by peer, all on the asker's clock. Schema `peerloom/trace/1`.
 
-    `step` counts from 0, `step_number` from 1 as screens do. `layers` are those that the stage had then: the
+    `step` counts from 0, `step_number` from 1 as screens do. `layers` are the stage's at that time: the
     first, and the one after the last.
     """
     return {

@@ -1,6 +1,6 @@
-"""What a plan gives to this node to do as a trainer: feed its share and, as the first of them, commit.
+"""A trainer under one plan: this node feeds its share and, as the first trainer, commits.
 
-One plan's: the next one begins with another. Only for `node.runs.member`.
+The next plan begins with another. Only for `node.runs.member`.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -21,7 +21,7 @@ from partition.plan.plan import Plan
 from partition.steps.messages import Open
 
 SAMPLES_SHOWN_MAX = 16
-"""A reason has few words."""
+"""A reason names only a few samples."""
 
 
 class Training:
@@ -38,8 +38,8 @@ class Training:
         cannot: Callable[[str], Awaitable[None]],
         over: Callable[[str | None], Awaitable[None]],
     ) -> None:
-        """`holders` may hand over the model and the data. `cannot` is told why this node can feed nothing,
-        `over` how the committing ended: None for well."""
+        """Prepare a trainer. `holders` may hand over the model and the data. `cannot` is called with the
+        reason why this node can feed nothing, `over` with how the committing ended: None for well."""
         self.committer = committer
         self._service = service
         self._run = run
@@ -52,7 +52,7 @@ class Training:
         self._scope = trio.CancelScope()
 
     async def run(self) -> None:
-        """Until the steps are done, or `stop`."""
+        """Train until the steps are done, or `stop`."""
         with self._scope:
             try:
                 feeder = await self._make_feeder()
@@ -80,7 +80,7 @@ class Training:
             await self._cannot(error.detail)
 
     def stop(self) -> None:
-        """Another plan is in force, or the run is over."""
+        """Stop, as another plan is in force or the run is over."""
         self._scope.cancel()
 
     async def _make_feeder(self) -> FeederShell:
@@ -94,14 +94,14 @@ class Training:
         return FeederShell(service.signer, self._run, self._plan, batches, service.seams, service.send)
 
     def open(self, sender: PeerId, message: Open) -> None:
-        """The committer has opened micro-batches. Raises RemoteProtocolError."""
+        """Feed micro-batches that the committer has opened. Raises RemoteProtocolError."""
         if self._feeder is not None:
             self._feeder.receive(self._service.seams.clock.monotonic(), sender, message)
         elif sender == self._plan.committer:
             self._early = message  # the data is still on its way; the newest says all
 
     def reconnected(self, peer: PeerId) -> None:
-        """A link to `peer` was opened anew."""
+        """Handle a link to `peer` that was opened anew."""
         if self.committer is not None:
             self.committer.reconnected(peer)
         if self._feeder is not None:
@@ -109,13 +109,13 @@ class Training:
 
 
 async def keep_data(service: Service, run: Run, holders: Sequence[PeerId]) -> None:
-    """Have the run's data here before it is needed: whoever has it now may be gone then."""
+    """Fetch the run's data before it is needed: its present holders may be gone then."""
     with suppress(Unreachable, PeerloomError):
         await service.load_data(run, holders)
 
 
 def _with_samples(reason: str | None, committer: CommitterShell, feeder: FeederShell) -> str | None:
-    """Why a run failed, with the samples among which the cause is."""
+    """Return why a run failed, with the samples among which the cause lies."""
     if reason is None or committer.refused is None:
         return reason
     number, is_training = committer.refused

@@ -1,4 +1,4 @@
-"""Giving this machine's slots back while the node goes on: its owner wants it, or it is another run's turn.
+"""Vacates this machine's slots while the node goes on: its owner wants it, or it is another run's turn.
 
 Each run's part is handed over as when the node leaves: the run pauses between two steps, another takes the
 stage, nothing is computed twice. Where nobody can take it in time the stage is closed all the same, and the
@@ -16,7 +16,7 @@ MADE_ROOM = "another run has a stage in its place"
 
 
 class Service(Protocol):
-    """What is needed of `node.runs.runs.Runs`."""
+    """The part of `node.runs.runs.Runs` that this file uses."""
 
     members: dict[bytes, RunMember]
 
@@ -24,7 +24,7 @@ class Service(Protocol):
 
 
 async def vacate(runs: Service, reason: str, which: Callable[[RunMember], bool]) -> dict[str, bool]:
-    """Hand over the stages of these runs; of each by its id, whether that came about in time."""
+    """Hand over the stages of these runs; return by run id whether that succeeded in time."""
     found: dict[str, bool] = {}
     holding = [member for member in runs.members.values() if member.hosting.core.occupies]
     for member in filter(which, holding):
@@ -46,8 +46,8 @@ def is_standby(member: RunMember, me: PeerId) -> bool:
 
 
 async def make_room(runs: Service, me: PeerId, run: bytes, free: int) -> None:
-    """Have this node follow stages of other runs no longer, where that takes what is left of `free` slots:
-    another run is to have a stage of its own here. Returns once it is closed."""
+    """Stop following stages of other runs where they use the last of `free` slots: another run is to have a
+    stage of its own here. Returns once they are closed."""
     following = [
         member for member in runs.members.values() if is_standby(member, me) and member.run.id != run
     ]
@@ -57,10 +57,10 @@ async def make_room(runs: Service, me: PeerId, run: bytes, free: int) -> None:
 
 
 def of_others(me: PeerId) -> Callable[[RunMember], bool]:
-    """Return what selects the runs that others asked for."""
+    """Return a predicate for the runs that others asked for."""
     return lambda member: member.run.requester != me
 
 
 def of_runs(wanted: Collection[bytes]) -> Callable[[RunMember], bool]:
-    """Return what selects these runs."""
+    """Return a predicate for these runs."""
     return lambda member: member.run.id in wanted
