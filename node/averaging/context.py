@@ -1,4 +1,4 @@
-"""What a participation in a run of averaging needs of its node."""
+"""The interface that a participation in a run of averaging needs of its node."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass

@@ -1,10 +1,9 @@
-"""What peers declare under one name in the DHT, by more of them than one key holds.
+"""Declarations under one name in the DHT, by more peers than one key holds.
 
-A node keeps records of so many publishers under one key and refuses the rest, and what peers declared that
-have gone since stays until it expires. So declarations stand in shards of their name: those of peers whose
-own keys begin with the same bits. All begin with the shard of no bits. Where one is nearly full, whoever
-looks goes on to its two halves, and whoever declares to the half of its own. Nobody decides when: all see
-how full it is.
+A node keeps a limited number of publishers' records under one key and refuses the rest, and records of
+departed peers stay until they expire. So declarations stand in shards of their name: those of peers whose own
+keys begin with the same bits. The first shard is that of no bits. Where a shard is nearly full, a reader goes
+on to its two halves, and a publisher to the half of its own key. Nobody decides when: all see how full it is.
 """
 
 from functools import partial
@@ -18,14 +17,14 @@ from dht.records import Record
 from node.services.discovery import Discovery
 
 FULL_SHARE = 0.75
-"""A shard with so much of what a key holds is split: those that find it so may come all at once."""
+"""A shard with this share of what a key holds is split: peers that find it full may come all at once."""
 DEPTH_MAX = 16
 READS_MAX = 16
 """Shards that one look reads: with 48 records in each, more than a peer can use."""
 
 
 class Declarations:
-    """Those under one name, and this node's own."""
+    """The declarations under one name, and this node's own."""
 
     def __init__(self, discovery: Discovery, peer: PeerId, purpose: str, name: bytes) -> None:
         self._discovery = discovery
@@ -36,8 +35,8 @@ class Declarations:
         self._stored: set[int] = set()
 
     async def declare(self, value: bytes, seconds: float | None = None) -> None:
-        """Store this node's record in the shard that the last look found for it, for so many seconds (None:
-        as long as the node runs), unless it stands there already."""
+        """Store this node's record in the shard that the last look found for it, for `seconds` (None: as long
+        as the node runs), unless it stands there already."""
         depth = self._depth
         if depth in self._stored:
             return
@@ -48,7 +47,7 @@ class Declarations:
             self._stored.discard(depth)
 
     async def look(self) -> list[PeerId]:
-        """Return who has declared, as far as READS_MAX shards tell."""
+        """Return the peers that have declared, as far as READS_MAX shards tell."""
         found: dict[PeerId, None] = {}
         read, has_place = 0, False
         shards = [(0, 0)]

@@ -1,7 +1,7 @@
-"""Which peers a group of this node waits for, leaves out, and expects to be proposed by.
+"""The peers that a group of this node waits for, leaves out, and expects a proposal from.
 
-It applies what `gossip.averaging.attendance` has learnt to the wishes of one run. All of it is this node's
-own experience, and nobody is told.
+It applies the experience of `gossip.averaging.attendance` to the wishes of one run. All of it is this node's
+own experience, and is not sent.
 """
 
 from collections import deque
@@ -21,24 +21,25 @@ from node.seams import Clock
 INTERVALS_MAX = 5
 """Rounds whose median distance counts: one of them may have taken long for any reason."""
 BRIEF_FACTOR = 2.0
-"""A peer that may never come is awaited for so many times what it is worth (`Attendance.attended`)."""
+"""A peer that may never come is awaited for this many times its worth (`Attendance.attended`)."""
 BRIEF_SECONDS_MIN = 0.25
 """The shortest wait for a peer that has not come in time yet: the others may be busy for a moment."""
 USUAL_SECONDS_MIN = 1.0
-"""A peer that usually comes gets so long at least, beyond the median of all: a machine may be busy."""
+"""The least wait for a peer that usually comes, beyond the median of all: a machine may be busy."""
 GROWTH = 2
-"""A peer counts for so many times what this one brings at most."""
+"""A peer counts for at most this many times this one's own contribution."""
 DISPUTED_SECONDS = 1.0
-"""An attempt that took so long was held up by somebody, though this member got all that it waited for."""
+"""An attempt this long was held up by a peer, though this member received everything that it waited for."""
 JOINING_SECONDS = 2.0
 """How long the first round waits for a listed peer that has no state yet. It may have joined a moment ago and
 be ready: its report of that is told again after a second where it is lost."""
 ENDED_KEPT_MAX = 4
-"""Wishes that are over and are kept: it shows who comes late under one of them, and those are told so."""
+"""Finished wishes that are kept: they show which peers come late under one of them, so that these can be
+told."""
 
 
 class Expectations:
-    """What one run's participant expects of the others."""
+    """One run's participant's expectations of the others."""
 
     def __init__(self, me: PeerId, roster: Roster, clock: Clock) -> None:
         self._me = me
@@ -64,8 +65,9 @@ class Expectations:
         return self._absent
 
     def missed_state(self) -> None:
-        """No state of others could be had: until a round is completed here, count on those alone with which
-        this peer has averaged. One that only claims to hold a state would keep it from that of the others."""
+        """Note that no state could be fetched: until a round is completed here, count only on peers that this
+        one has averaged with. A peer that only claims to hold a state would keep this one from the others'
+        state."""
         self._is_strict = True
         self._refresh()
 
@@ -77,7 +79,7 @@ class Expectations:
     # What follows from experience
 
     def of(self, peers: Iterable[PeerId]) -> list[PeerId]:
-        """Return which of these a group waits for."""
+        """Return which of these peers a group waits for."""
         now = self._clock.monotonic()
         return [peer for peer in peers if self.attendance.is_waited_for(now, peer)]
 
@@ -101,7 +103,7 @@ class Expectations:
         return RoundWaits(begun_at, seconds, usual=usual, middle_seconds=middle, others_seconds=brief)
 
     def _is_brief(self, peer: PeerId) -> bool:
-        """Return whether a group waits for this peer for what it is worth only."""
+        """Return whether a group waits for this peer only as long as its contribution is worth."""
         return self._is_joining(peer) or not self.attendance.is_reliable(peer)
 
     def _is_joining(self, peer: PeerId) -> bool:
@@ -110,23 +112,23 @@ class Expectations:
         return self._roster.own.has_state and report is not None and not report.has_state
 
     def _brief_seconds(self, awaited: int) -> float:
-        """Return how long a group of so many waits for a peer that may never come."""
+        """Return how long a group of this many waits for a peer that may never come."""
         if not self._intervals:  # then all but those that are joining are awaited for the whole window
             return JOINING_SECONDS
         interval_seconds = median(self._intervals)
         return max(BRIEF_SECONDS_MIN, BRIEF_FACTOR * interval_seconds / max(1, awaited))
 
     def leaves_out(self, peer: PeerId) -> bool:
-        """Return whether this peer is in no group that is proposed here."""
+        """Return whether groups proposed here leave this peer out."""
         return self.attendance.is_left_out(self._clock.monotonic(), peer)
 
     def declines(self, peer: PeerId) -> bool:
-        """Return whether a group that this peer proposes is declined."""
+        """Return whether this node declines a group that this peer proposes."""
         return self.attendance.declines(self._clock.monotonic(), peer)
 
     def rank(self, peer: PeerId) -> int:
-        """Return the order in which peers propose groups: those that have completed a round first, and last
-        those that failed to propose before. A newcomer goes by what others say, so as not to be too early."""
+        """Return the rank of a proposer: peers that have completed a round come first, those that failed to
+        propose last. A newcomer follows the others' reports, so as not to be too early."""
         if self.attendance.is_passed_over(peer):
             return 2
         report = self._roster.reports.get(peer)
@@ -142,13 +144,13 @@ class Expectations:
     # What is learnt
 
     def begin(self) -> None:
-        """A round begins: measure how far apart they are, without the time of waiting for a group."""
+        """Begin a round: measure how far apart the peers are, without the time of waiting for a group."""
         if self._waited_until is not None:
             self._intervals.append(self._clock.monotonic() - self._waited_until)
 
     def ended(self, wish: Wish, *, is_kept: bool) -> Sequence[bytes]:
-        """A wish is over; learn who came in time, and who did not propose a group when it was to. Return the
-        keys of the wishes to forget. Where it is not `is_kept` it was given up here."""
+        """Learn from a finished wish which peers came in time, and which did not propose a group in their
+        turn. Return the keys of the wishes to forget. Where it is not `is_kept` it was given up here."""
         self._ended = [key for key in self._ended if key != wish.key]
         if not is_kept:
             return [wish.key]
@@ -167,8 +169,8 @@ class Expectations:
         return forgotten
 
     def _worth(self, awaited: Sequence[PeerId], interval_seconds: float) -> dict[PeerId, float]:
-        """Return what each brings to this round, as a share of the time between two. What they say that they
-        have gathered is held against what this peer has, and no claim is worth more than an equal share."""
+        """Return each peer's contribution to this round, as a share of the time between two rounds. Claimed
+        samples are compared with this peer's own, and no claim is worth more than an equal share."""
         own, reports = self._roster.own.claimed_samples, self._roster.reports
         equal = 1 / max(1, len(awaited))
         if not own:
@@ -178,21 +180,21 @@ class Expectations:
         return {peer: min(equal, count / total) * interval_seconds for peer, count in brought.items()}
 
     def came_late(self, event: CameLate) -> None:
-        """A peer wants a group under a key that this node is done with."""
+        """Note a peer that wants a group under a key that this node is done with."""
         if event.key in self._ended and event.peer in self._roster.reports:
             self.attendance.came(event.peer)
             self._refresh()
 
     def gave_up(self, attempt: Attempt, seconds: float) -> None:
-        """An attempt was cancelled here after so long: learn who had sent nothing until then."""
+        """Note an attempt cancelled here after `seconds`: learn which peers had sent nothing until then."""
         if not attempt.has_stood_still:
             self.attendance.failed(self._clock.monotonic(), attempt.unsent, seconds)
             self._refresh()
 
     def attempted(self, attempt: Attempt, result: Averaged | Failed, seconds: float) -> bool:
-        """An attempt is over. Return whether its length says what time the others need. It does not where it
-        was lengthened by members that sent nothing, or that are left out already: whoever sends one chunk and
-        stops would else have all later attempts wait for longer."""
+        """Note a finished attempt. Return whether its length tells how much time the others need. It does not
+        where members that sent nothing, or that are left out already, lengthened it: a peer that sends one
+        chunk and stops would else make all later attempts wait longer."""
         now = self._clock.monotonic()
         # What was missing because this machine stood still says nothing of others.
         unsent = () if attempt.has_stood_still else attempt.unsent

@@ -36,7 +36,7 @@ INVITATION_SECONDS_MAX = 366 * 24 * 3600.0
 INVITATION_BYTES_MAX = 16_384
 PREFIX = "peerloom-invitation-"
 SHOW_SECONDS = 1.0
-"""Between two looks at who claims to take part and has shown no tickets, and at tickets that expire."""
+"""The interval between two searches for participants that have shown no tickets, and for expired tickets."""
 REVOKED_FOLDER = "averaging"
 REVOKED_BYTES_MAX = 512 * REVOKED_MAX
 
@@ -45,7 +45,7 @@ Publish = Callable[[PeerId, RemoteProtocolError], None]
 
 
 class Invitation(msgspec.Struct, frozen=True, array_like=True):
-    """What one peer needs to take part: whose run it is, whom it admits, and the tickets."""
+    """An invitation for one peer: the run and its owner, whom the run admits, and the tickets."""
 
     owner: Subject
     admit: Literal["invited", "vouched"]
@@ -80,7 +80,7 @@ def check_admit(admit: str, invitation: str) -> None:
 
 
 class Invitations:
-    """One node's. `run` drives it."""
+    """The invitations of one node. `run` drives it."""
 
     def __init__(self, seams: Seams, signer: Signer, refuse: Publish) -> None:
         self._seams = seams
@@ -101,7 +101,7 @@ class Invitations:
         self.run = self._driver.run
 
     async def door(self, name: str, admit: str, text: str) -> Door | None:
-        """Return who guards the run of this name, which this node has an invitation to or owns; None where
+        """Return the door of the run of this name, which this node owns or has an invitation to; None where
         everybody may take part. Raises UsageError."""
         check_admit(admit, text)
         if admit == "open":
@@ -142,18 +142,18 @@ class Invitations:
     # A run that goes on
 
     def open(self, run: Participation, door: Door) -> None:
-        """This node takes part in a run behind this door."""
+        """Open a run behind this door."""
         self._runs[run.key], self._doors[run.key] = run, door
         self._admissions.open(door.admission)
 
     def close(self, key: bytes) -> None:
-        """This node takes no further part in a run."""
+        """Close a run: this node takes no further part in it."""
         self._admissions.close(key)
         self._runs.pop(key, None)
         self._doors.pop(key, None)
 
     async def follow(self, run: Participation, door: Door) -> None:
-        """Show tickets to those that claim to take part, expel those whose tickets have expired, and keep
+        """Show tickets to peers that claim to take part, expel those whose tickets have expired, and keep
         revocations. Runs until cancelled."""
         admission, kept = door.admission, door.admission.revocations.facts
         try:
@@ -188,8 +188,8 @@ class Invitations:
     # What a person does
 
     def invite(self, name: str, peer: PeerId, seconds: float, admit: str = "") -> str:
-        """Return an invitation of a peer to a run of this node's own, or of one that it takes part in and
-        that admits those whom members vouch for. `admit` says which kind a run is that is not open here.
+        """Return an invitation of a peer to a run of this node's own, or to one that it takes part in and
+        that admits peers vouched for by members. `admit` gives the kind of a run that is not open here.
         Raises UsageError."""
         if not 0 < seconds <= INVITATION_SECONDS_MAX:
             raise UsageError(f"an invitation lasts from a moment to {INVITATION_SECONDS_MAX:g} s")
@@ -237,7 +237,7 @@ class Invitations:
         return count
 
     def knows(self, name: str) -> bool:
-        """Return whether this node takes part in a run of this name that not everybody may take part in."""
+        """Return whether this node takes part in a closed run of this name."""
         return self._find(name) is not None
 
     def _find(self, name: str) -> Door | None:

@@ -1,5 +1,5 @@
-"""`me.average(...)`: one round of averaging for whoever wants no more than that. Torch tensors are taken by
-their numpy view, so this file does not import torch."""
+"""`me.average(...)`: one round of averaging on its own. Torch tensors are read by their numpy view, so this
+file does not import torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,11 +24,11 @@ FLOATING = ("float16", "float32", "float64")
 
 @dataclass(frozen=True)
 class Averaged:
-    """What a round of averaging gave. `tensors` are new arrays, of the types that were given.
+    """The result of a round of averaging. `tensors` are new arrays, of the given types.
 
-    `shares`: whose tensors entered, by peer id as text, and with which part of the total weight, after claims
-    were bounded. With an `error` nothing was averaged: `tensors` are those that were given. `aggregate` is
-    the rule, by which `liars_max` of them may have lied without taking a number out of the honest range.
+    `shares` maps the peers whose tensors entered, by id as text, to their part of the total weight, after
+    claims were bounded. With an `error` nothing was averaged: `tensors` are the given ones. `aggregate` is
+    the rule; with it `liars_max` of the peers may have lied without moving a number out of the honest range.
     """
 
     tensors: Mapping[str, Any]
@@ -95,7 +95,7 @@ def _too_late(run: Participation, peers: int, timeout_seconds: float) -> str:
 
 
 def _join(tensors: Mapping[str, Any]) -> tuple[NDArray[Any], tuple[Row, ...]]:
-    """One vector of all, in the order of names, and what it is made of."""
+    """Join tensors into one vector in the order of names; return it with the rows that it is made of."""
     if not tensors:
         raise UsageError("average: no tensors were given")
     arrays = {name: _array(name, value) for name, value in sorted(tensors.items())}

@@ -1,6 +1,6 @@
-"""One run of averaging as one participant: its rounds, what it says of itself, and the state it hands on.
+"""One participant's part in a run of averaging: its rounds, its reports, and the state it hands on.
 
-It belongs to the node's event loop. `node.library` and `node.optimizer` stand above it, in other threads.
+It belongs to the node's event loop. `node.library` and `node.optimizer` use it from other threads.
 """
 
 import weakref
@@ -38,26 +38,27 @@ from node.errors import Unreachable
 from node.events import AveragingEnded, AveragingJoined, AveragingLeft, AveragingStepped, StateFetched
 
 ASKED_AHEAD_MAX = 16
-"""Steps beyond its own for whose state a peer keeps others waiting."""
+"""The most steps beyond its own for whose state a peer keeps others waiting."""
 STATES_MAX = 4
-"""States fetched in one attempt, where the first ones cannot be used."""
+"""The most states fetched in one attempt, where the first ones cannot be used."""
 
 ATTEMPTS_MAX = 3
-"""In one round: a member that dies while it reduces costs an attempt, and the others meet again."""
+"""The most attempts in one round: a member that dies while it reduces costs an attempt, and the others meet
+again."""
 PACE_FLOOR_SECONDS = 5.0
 """No attempt is given less time, however fast earlier ones were: another process may be busy."""
 AGAIN_SECONDS = 4.0
-"""Beyond its window, how long another attempt of a round waits for anybody."""
+"""How long another attempt of a round waits for any peer, beyond its window."""
 DECLARED_SECONDS = 3.0
 """Added to a window where members find each other in the DHT: to store a record, and to find others'."""
 NAMED_MAX = 3
-"""Peers that a status names: it is one line."""
+"""The most peers that a status names: it is one line."""
 NEWCOMERS_SECONDS = 1.0
-"""Between two looks for peers that were not known, or not admitted, when a wish was made."""
+"""The interval between two looks for peers that were unknown, or not admitted, when a wish was made."""
 UNAWAITED_SECONDS = 0.25
-"""How long a group waits where nobody is waited for, though others are listed: one that is ready enters."""
+"""How long a group waits where it expects nobody, though others are listed: one that is ready enters."""
 SPOT_SECONDS = 1.0
-"""Beyond its window, how long a peer waits in its cell of the grid for anybody."""
+"""How long a peer waits in its cell of the grid for any other, beyond its window."""
 FOR_WANT_OF_TIME = (Reason.NO_HAVE_SETS, Reason.INCOMPLETE, Reason.TOO_FEW)
 
 T = TypeVar("T")
@@ -97,29 +98,30 @@ class Participation:
         self._items = 1
         self._dtype: Dtype = "float32"
         self.expectations = Expectations(self.peer, roster, service.seams.clock)
-        """Which others are waited for and left out, by what this node has seen."""
+        """The peers that are awaited and left out, by this node's experience."""
         self.upload = UploadRate()
-        """What others measured that this peer sends."""
+        """This peer's upload rate as others measured it."""
         self.walk = GridWalk(key, service.seams.network.peer)
         self._looked_seconds = self._begun_at = 0.0
         self._pace = Pace(floor_seconds=PACE_FLOOR_SECONDS)
         self._undeclared: tuple[PeerId, ...] = ()
         self._last_attempt: weakref.ref[Attempt] | None = None
         self.stepped_at = service.seams.clock.monotonic()
-        """When the last step was made here; at first, since when this peer takes part."""
+        """The time of the last step made here; at first, of this peer's start."""
         self.status = ""
         self.look_seconds: float | None = None
-        """How long after the beginning of a round it looks for a group at most; None where it does not."""
+        """The longest time from the beginning of a round in which it looks for a group; None where it does
+        not."""
         self.is_receiving = False
-        """Whether a state of others is on its way here."""
+        """Whether a state of others is being fetched."""
         self._state_step: int | None = None
-        """Somebody waits for a copy of this peer's state at this step or later."""
+        """A peer waits for a copy of this peer's state at this step or later."""
         self.counters: Counter[str] = Counter()
         self.ended = ""
-        """Why this peer takes part no more, though it wants to."""
+        """Why this peer takes part no more against its will."""
         self._is_closed = False
         self._entered: set[PeerId] = set()
-        """The peers of which it was told that they take part."""
+        """The peers that were reported to take part."""
 
     @property
     def peer(self) -> PeerId:
@@ -133,14 +135,14 @@ class Participation:
     # What others see
 
     def tell(self, **said: Any) -> None:
-        """Say how far this peer is, and by which settings it made its step: see `Roster.tell`."""
+        """Report this peer's progress, and the settings of its last step: see `Roster.tell`."""
         if not self.ended:
             self._copies.moved(self._service.seams.clock.monotonic(), said["step"])
             self._service.tell(lambda now: self.roster.tell(now, **said))
 
     @property
     def view(self) -> RunView:
-        """How the run looks from here, now."""
+        """Return this node's present view of the run."""
         if self.ended:
             return RunView()
         known = self.roster.reports
@@ -158,7 +160,7 @@ class Participation:
         )
 
     def entered(self, peer: PeerId) -> None:
-        """A peer takes part, or claims to."""
+        """Note that a peer takes part, or claims to."""
         if self._gate is not None and not self._gate.admits(peer):
             self._gate.seen(peer)
             return
@@ -171,7 +173,7 @@ class Participation:
         self._stir()
 
     def left(self, peer: PeerId, reason: str) -> None:
-        """A peer takes no part any more."""
+        """Note that a peer takes part no more."""
         if peer not in self._entered:
             return  # it only claimed to
         self._entered.remove(peer)
@@ -185,16 +187,16 @@ class Participation:
         return self._gate is None or self._gate.admits(peer)
 
     def admitted(self, peer: PeerId) -> None:
-        """A peer has shown that it may take part."""
+        """Admit a peer that has shown its right to take part."""
         self._service.tell(lambda now: self.roster.admitted(now, peer))
         self.entered(peer)
 
     def expelled(self, peer: PeerId, reason: str) -> None:
-        """A peer may take part no more."""
+        """Expel a peer that may take part no more."""
         self._service.tell(lambda _: self.roster.expel(peer, reason))
 
     def end(self, reason: str) -> None:
-        """This peer may take part no more: each further round says so, and training goes on alone."""
+        """Expel this peer itself: each further round says so, and training goes on alone."""
         self.ended = reason
         self.close()
         self._stir()
@@ -204,12 +206,12 @@ class Participation:
         stirred.set()
 
     async def wait_for_peers(self, count: int) -> None:
-        """Until so many others take part, or this peer may no more."""
+        """Wait until `count` others take part, or this peer no longer may."""
         while not self.ended and len(self.roster.reports) < count:
             await self._stirred.wait()
 
     def stepped(self, step: int, samples: int) -> None:
-        """Tell of a global step that was made here, from so many samples of all."""
+        """Report a global step that was made here, from `samples` of all peers."""
         clock = self._service.seams.clock
         now = clock.monotonic()
         seconds, self.stepped_at = now - self.stepped_at, now
@@ -221,8 +223,8 @@ class Participation:
         )
 
     async def settle(self, seconds: float) -> None:
-        """Wait a moment for those that take part already: where the swarm has other members, they answer a
-        greeting within a round trip."""
+        """Wait briefly for participants: where the swarm has other members, they answer a greeting within a
+        round trip."""
         with trio.move_on_after(seconds):
             await self.wait_for_peers(1)
             await trio.sleep(min(seconds / 4, 0.25))  # the first has named the others
@@ -239,7 +241,7 @@ class Participation:
     # Rounds
 
     async def average(self, vector: Vector | None, weight: float, wanted: Wanted) -> Round:
-        """Find a group and average with it; where that fails, once more with those that are left. The vector
+        """Find a group and average with it; where that fails, try again with the remaining peers. The vector
         must not change before this returns."""
         clock = self._service.seams.clock
         begun = self._begun_at = clock.monotonic()
@@ -292,7 +294,7 @@ class Participation:
     async def _attempt(
         self, group: Group, vector: Vector | None, weight: float, wanted: Wanted
     ) -> tuple[Attempt, Averaged | Failed]:
-        """One attempt of a group, and what came of it."""
+        """Make one attempt of a group; return it with its outcome."""
         seams = self._service.seams
         self.status = f"the exchange with {len(group.members) - 1} peers"
         size = group.terms.items * (8 if group.terms.dtype == "float64" else 4)
@@ -335,14 +337,14 @@ class Participation:
         return attempt, result
 
     async def _rounding(self, vector: Vector | None, wanted: Wanted) -> float:
-        """The relative error that the codec added to what this peer sent."""
+        """Return the relative error that the codec added to this peer's data."""
         if vector is None:
             return 0.0
         codec = codec_of(wanted.codec, str(vector.dtype), wanted.codecs)
         return 0.0 if codec.is_exact else await self.compute(partial(rounding_of, codec, vector))
 
     def _told(self, made: Round) -> Round:
-        """Tell of a round on screens, and count it."""
+        """Report a round on screens, and count it."""
         self.status, made = "", replace(made, waited_seconds=self._looked_seconds)
         self.counters["rounds" if made.is_averaged else "rounds_failed"] += 1
         self._service.publish(
@@ -367,9 +369,9 @@ class Participation:
     async def _find_group(
         self, vector: Vector | None, wanted: Wanted, attempt: int, spot: Spot | None
     ) -> Group | str:
-        """The group that forms for an attempt of a round, at a spot of the grid if one is given, or why none
-        does. Members of one that failed are still expected, but for those that are known to be gone: most
-        only waited for another."""
+        """Return the group that forms for an attempt of a round, at a spot of the grid if one is given, or
+        why none forms. Members of a failed group are still expected, except those known to be gone: most only
+        waited for another member."""
         service = self._service
         items, dtype = self._shape(vector)
         rate = self.upload.claimed if wanted.rate is None else wanted.rate
@@ -452,8 +454,8 @@ class Participation:
         return outcome.reason if outcome is not None else self.ended or "this peer takes no further part"
 
     async def _tell_newcomers(self, wish: Wish, round: int | None, are_expected: bool) -> None:  # noqa: A002 - the field's word
-        """Tell a wish to peers that become known after it was made, which it would not reach otherwise, and
-        say for which it waits. Runs until cancelled."""
+        """Send a wish to peers that become known after it was made, which it would not reach otherwise, and
+        announce which peers it waits for. Runs until cancelled."""
         matches, told, key = self._service.matches, set(self.roster.reports), wish.key
         while True:
             if missing := wish.awaited:
@@ -479,13 +481,14 @@ class Participation:
         return self._items, self._dtype
 
     def _awaited(self, round: int | None) -> Sequence[PeerId]:  # noqa: A002 - the field's word
-        """Return who should come; without a number also those that are joining, who may be ready already."""
+        """Return the expected peers; without a number also those that are joining, which may be ready
+        already."""
         return tuple(self.roster.reports) if round is None else self._expected(round)
 
     def _expected(self, round: int | None) -> Sequence[PeerId]:  # noqa: A002 - the field's word
-        """Return who should come: in a numbered round all who are as far as this peer, or were so one step
-        ago, for what they say travels no faster than their wish. Whoever claims to be far beyond it would
-        not come to it."""
+        """Return the expected peers: in a numbered round all that are at this peer's step, or were one step
+        before it, as reports travel no faster than wishes. A peer that claims to be far beyond would not come
+        to the round."""
         reports = self.roster.reports.items()
         # A peer without state only follows, unless no peer here has one: then all just average.
         trains = self.roster.own.has_state
@@ -499,7 +502,7 @@ class Participation:
         )
 
     def matched(self, event: object) -> None:
-        """What the matchmaking of this node learnt; of this run or of another."""
+        """Handle news of this node's matchmaking, for this run or another."""
         if isinstance(event, Formed | NotFormed) and event.key in self._formed:
             self._outcomes[event.key] = event
             self._formed[event.key].set()
@@ -509,22 +512,23 @@ class Participation:
     # States
 
     def offer(self, snapshot: Snapshot, good_seconds: float = SNAPSHOT_SECONDS) -> None:
-        """This is the state of this peer now: for those that join late, so long after its step is over."""
+        """Offer the present state of this peer to late joiners, for `good_seconds` after its step is over."""
         self._copies.add(self._service.seams.clock.monotonic(), snapshot, good_seconds)
         self._state_step = None
         offered, self._offered = self._offered, trio.Event()
         offered.set()
 
     def wants_state(self, step: int) -> bool:
-        """Return whether somebody waits for a copy of this peer's state, which is at `step`."""
+        """Return whether a peer waits for a copy of this peer's state, which is at `step`."""
         return self._state_step is not None and step >= self._state_step
 
     def kept(self, digest: bytes) -> Snapshot | None:
-        """The snapshot with this digest, if it is still kept."""
+        """Return the snapshot with this digest, if it is still kept."""
         return self._copies.with_digest(self._service.seams.clock.monotonic(), digest)
 
     async def snap(self, step: int) -> Snapshot | str:
-        """A snapshot at this step or later, made by the training loop if need be; or why there is none."""
+        """Return a snapshot at this step or later, made by the training loop if need be; or why there is
+        none."""
         if not self.roster.own.has_state:
             return "this peer has no state yet"
         if step > self.roster.own_step + ASKED_AHEAD_MAX:
@@ -547,9 +551,9 @@ class Participation:
         likely: LikelySteps | None = None,
         check: Callable[[Snapshot], str] = check_finite,
     ) -> Snapshot:
-        """Fetch the state from `step` to `step_max` that most of those have that are not passed over, of a
-        `likely` step where that is given. `check`, called where computing is allowed, says what is wrong with
-        it: then the next one is fetched. Raises Unreachable."""
+        """Fetch the state from `step` to `step_max` that most of the peers hold that are not passed over, at
+        a `likely` step where that is given. `check`, called where computing is allowed, returns the fault of
+        a state: then the next one is fetched. Raises Unreachable."""
         useless, error = set(passed_over), ""
         for _ in range(STATES_MAX):
             self.is_receiving = False

@@ -1,8 +1,8 @@
-"""Members of averaging runs that were proved to lie: kept, told to the others, and left out of the run.
+"""Proofs that members of averaging runs lied: kept, spread to the others, and used to exclude the liar.
 
-Whoever finds a proof in an attempt, or is told one that holds, tells a few others of the run, once, so it
-spreads as a rumour does. Nobody is believed: each checks the two signatures (`gossip.averaging.evidence`).
-Proofs are kept over restarts.
+A node that finds a proof in an attempt, or receives a valid one, sends it to a few others of the run, once,
+so it spreads as a rumour does. Nobody is believed: each checks the two signatures
+(`gossip.averaging.evidence`). Proofs are kept over restarts.
 """
 
 from collections.abc import Callable, Collection
@@ -31,13 +31,13 @@ INTRODUCED_MAX = 4
 TELL_SECONDS = 10.0
 STREAMS = StreamLimits(message_bytes_max=EVIDENCE_BYTES_MAX, streams_per_peer_max=2)
 SAVE_SECONDS = 1.0
-"""Between two times that the file is written: it holds all proofs, and anybody may bring one more."""
+"""The interval between two writes of the file: it holds all proofs, and anybody may bring one more."""
 
 
 class Proofs:
-    """The proofs that a node knows. `members` are the others of a run that it is in, None where it is in none
-    of this key; `standing` says what a peer is to this node in a run; `found` is called for each new
-    proof."""
+    """The proofs that a node knows. `members` returns the others of a run that it is in, None where it is in
+    none of this key; `standing` returns a peer's relation to this node in a run; `found` is called for each
+    new proof."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Proofs:
         seams.network.handle(PROTOCOL, self._serve, STREAMS)
 
     async def run(self, nursery: trio.Nursery) -> None:
-        """Read what was kept; proofs are told from then on."""
+        """Read the stored proofs and begin to spread new ones."""
         self._nursery = nursery
         read = partial(read_proofs, self._seams.storage, self._signer)
         self._table.load(await self._seams.executor.run(read))
@@ -71,8 +71,8 @@ class Proofs:
         return (run, peer) in self._table
 
     def introduce(self, run: bytes, peer: PeerId) -> None:
-        """Tell a peer that has just come into the run what is known, those liars first that matter most here.
-        Of many members some do."""
+        """Send a peer that has just joined the run the known proofs, those first that matter most here. In a
+        large run only some members do."""
         members = len(self._members(run) or ())
         if self._nursery is None or self._seams.rng.random() * members >= TOLD_MAX:
             return
@@ -81,12 +81,13 @@ class Proofs:
             self._nursery.start_soon(self._tell, peer, proof)
 
     def look(self, attempt: Attempt) -> None:
-        """Keep and tell the proofs that an attempt has found."""
+        """Keep and spread the proofs that an attempt has found."""
         for proof in attempt.equivocations:
             self._take(Evidence(attempt.group, proof.purpose, proof.first, proof.second))  # type: ignore[arg-type]  # one of three
 
     def _take(self, evidence: Evidence, teller: PeerId | None = None) -> None:
-        """Keep what holds, and pass it on the first time. Raises RemoteProtocolError: it proves nothing."""
+        """Keep a valid proof, and pass it on the first time. Raises RemoteProtocolError: it proves
+        nothing."""
         run, author = evidence.group.name, PeerId(evidence.first.author)
         members = self._members(run)
         if members is None or (run, author) in self._table:
@@ -103,7 +104,7 @@ class Proofs:
         self._found(run, author, evidence.purpose)
 
     async def _save(self) -> None:
-        """Write what is kept whenever it has changed. Runs until cancelled."""
+        """Write the proofs whenever they have changed. Runs until cancelled."""
         while True:
             await self._unsaved.wait()
             self._unsaved = trio.Event()
@@ -130,7 +131,7 @@ class Proofs:
 
 
 class HonestGate:
-    """Lets those into a run that `gate` does, if there is one, and that were not proved to lie in it."""
+    """A gate that admits the peers of `gate`, if there is one, unless they were proved to lie in the run."""
 
     def __init__(self, proofs: Proofs, run: bytes, gate: Gate | None) -> None:
         self._proofs = proofs

@@ -1,4 +1,4 @@
-"""A round of averaging: how it is wanted, what came of it, and what is seen of the others meanwhile."""
+"""A round of averaging: the wish for it, its outcome, and the view of the other participants."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,10 +17,11 @@ Mode = Literal["butterfly", "exchange"]
 
 @dataclass(frozen=True)
 class RunView:
-    """The other participants of a run, and what they say.
+    """The other participants of a run, and their reports.
 
-    `strangers` are peers under the same name that average other tensors. `other_rules`: how many of them
-    average the same tensors by a rule of another name. `stranger_signatures`: what each of them averages.
+    `strangers` are peers under the same name that average other tensors. `other_rules` is the number of those
+    that average the same tensors by a rule of another name. `stranger_signatures` are the signatures of their
+    tensors.
     """
 
     peers: int = 0
@@ -31,15 +32,15 @@ class RunView:
     awaited: Mapping[PeerId, Report] = field(default_factory=dict, repr=False)
     """Those of them that rounds wait for."""
     voices: Sequence[Report] = field(default=(), repr=False)
-    """Those of `reports` whose word on where the run is counts: not of members that do not average here."""
+    """Those of `reports` that count on where the run is: not those of members that do not average here."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """What came of one round here. With an `error` nothing was averaged, and the old tensors stand.
+    """The outcome of one round here. With an `error` nothing was averaged, and the old tensors stay.
 
-    `shares` says whose tensors entered, by peer, and with which part of the total weight; a peer that came
-    too late gets the mean of the others, and is not in it. `digest` is equal at all that hold the same mean.
+    `shares` maps the peers whose tensors entered to their part of the total weight; a peer that came too late
+    gets the mean of the others, and is not in it. `digest` is equal at all that hold the same mean.
     """
 
     vector: Vector | None = field(repr=False)
@@ -51,13 +52,13 @@ class Round:
     digest: bytes
     error: str = ""
     rounding: float = 0.0
-    """The relative error that a codec added to what this peer sent."""
+    """The relative error that a codec added to this peer's data."""
     attempt: bytes = b""
-    """The name of the attempt that succeeded: all that name it hold the same bytes."""
+    """The name of the attempt that succeeded: all peers that name it hold the same bytes."""
     aggregate: Aggregate = "mean"
     """The rule of the run."""
     waited_seconds: float = 0.0
-    """How long of `seconds` it waited for peers that were not ready."""
+    """The part of `seconds` in which it waited for peers that were not ready."""
 
     @property
     def is_averaged(self) -> bool:
@@ -65,18 +66,19 @@ class Round:
 
     @property
     def liars_max(self) -> int:
-        """How many of those in `shares` may have lied without taking a number out of the honest range."""
+        """Return how many of the peers in `shares` may have lied without moving a number out of the honest
+        range."""
         return liars_max(self.aggregate, len(self.shares))
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """How a round is to be held.
+    """The wish for a round.
 
     `round` gives all peers that are in it one group under this number, which late ones cannot enter; None:
-    the next group that forms of those that want one. `window_seconds`: how long it waits for those that are
-    expected, `patience_seconds` for anybody. `rate` None: as it was measured; 0: this peer only sends. Its
-    vector is None where it only helps.
+    the next group that forms of those that want one. `window_seconds` is how long it waits for expected
+    peers, `patience_seconds` for any. `rate` None: as it was measured; 0: this peer only sends. Its vector is
+    None where it only contributes to others' sums.
     """
 
     round: int | None = None
@@ -94,8 +96,8 @@ class Wanted:
 
 
 class Gate(Protocol):
-    """Says who may take part in a run, where not everybody may. `seen`: this peer claims to; what it says
-    counts once it is admitted, and `Participation.entered` was called."""
+    """The gate of a run that not everybody may take part in. `seen`: this peer claims to take part; its
+    messages count once it is admitted, and `Participation.entered` was called."""
 
     def admits(self, peer: PeerId) -> bool: ...
     def seen(self, peer: PeerId) -> None: ...

@@ -25,16 +25,16 @@ from node.seams import Clock, Executor, Network, Stream
 from node.waker import Waker
 
 MESSAGE_BYTES_MAX = 64 * 1024
-"""Without the data of a chunk, which is a payload: a have-set of a full group takes under 4 KiB."""
+"""The limit without the data of a chunk, which is a payload: a have-set of a full group takes under 4 KiB."""
 QUEUE_MAX = 4_096
 """Small messages that wait for one stream; with more the peer counts as lost."""
 
 CALLS_MAX = 16
-"""Calls into the core at once: what they say to others waits for the last of them, some milliseconds."""
+"""Calls into the core at once: their messages to others wait for the last of them, some milliseconds."""
 LAST_WORDS_SECONDS = 1.0
-"""What is queued when an attempt is closed gets so long to be sent."""
+"""How long messages that are queued when an attempt is closed may still be sent."""
 IDLE_SECONDS = 0.5
-"""After which a stream is closed that has nothing to send, once there is a result."""
+"""The idle time after which a stream is closed once there is a result."""
 
 Sends = list[tuple[PeerId, AttemptMessage]]
 NO_DATA = memoryview(b"")
@@ -50,7 +50,7 @@ class _Call:
 
 
 def _make(calls: list[_Call]) -> Sends:
-    """Make them in order; what one raises is for whoever called, and the others go on."""
+    """Make the calls in order; an exception goes to the caller of its call, and the others go on."""
     sends: Sends = []
     for call in calls:
         try:
@@ -61,7 +61,7 @@ def _make(calls: list[_Call]) -> Sends:
 
 
 class Runner:
-    """Drives one attempt until it is closed. `result` waits for its outcome."""
+    """The driver of one attempt until it is closed. `result` waits for its outcome."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Runner:
         self._closed = trio.Event()
 
     async def run(self) -> None:
-        """Until the attempt is closed, which is some time after it has a result; or cancelled."""
+        """Drive the attempt until it is closed, some time after it has a result, or cancelled."""
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._compute)
@@ -109,13 +109,13 @@ class Runner:
             self._finished.set()
 
     async def result(self) -> Averaged | Failed:
-        """The outcome, once there is one. It must be running."""
+        """Return the outcome, once there is one. `run` must be running."""
         await self._finished.wait()
         return self.attempt.result or Failed(Reason.CANCELLED)
 
     async def receive_from(self, stream: Stream) -> None:
-        """Take what a member sends on its stream, whose opening came already. One stream of a member is read
-        at a time, so that it has one chunk here that is not in the attempt yet."""
+        """Receive a member's messages on its stream, whose opening was read already. One stream of a member
+        is read at a time, so that it has one chunk here that is not in the attempt yet."""
         if stream.peer not in self._reading:
             raise StreamClosed("not a member of this attempt")
         try:
@@ -130,7 +130,7 @@ class Runner:
             await self.lose(stream.peer)
 
     async def lose(self, peer: PeerId) -> None:
-        """Membership calls this peer dead, or its stream has broken."""
+        """Handle a peer that membership calls dead, or whose stream has broken."""
         if not self._closed.is_set() and peer in self._queues:
             await self._call(self.attempt.lost, peer)
 
@@ -148,9 +148,9 @@ class Runner:
     async def _call(
         self, function: Callable[..., Sends], *arguments: object, not_before: float = 0.0
     ) -> None:
-        """Have the core called, and its answer passed on; nothing once the attempt is no longer driven.
+        """Have the core called, and pass on its answer; do nothing once the attempt is no longer driven.
 
-        Raises what the core raises.
+        Raises the core's exceptions.
         """
         if self._has_ended:
             return
@@ -162,7 +162,7 @@ class Runner:
             raise call.error
 
     async def _compute(self) -> None:
-        """Make the calls that wait, some at once, in their order."""
+        """Make the waiting calls, some at once, in their order."""
         while True:
             self._called = trio.Event()
             if not self._calls:
@@ -201,8 +201,8 @@ class Runner:
                 await self._call(self.attempt.wake, not_before=now)
 
     async def _send_to(self, peer: PeerId) -> None:
-        """Send what there is, on one stream. Once there is a result, a stream with nothing to do is closed,
-        and another opened where the peer asks for something later."""
+        """Send waiting messages on one stream. Once there is a result, an idle stream is closed, and another
+        is opened where the peer asks for something later."""
         has_opened = False
         while not self._closed.is_set() or self._queues[peer]:
             if has_opened:  # the first one is opened at once, and shows that this member is there
@@ -227,7 +227,7 @@ class Runner:
                     await stream.aclose()
 
     async def _send_one(self, stream: Stream, peer: PeerId) -> bool:
-        """Send a message or a chunk, or wait for one; False once the stream is of no use any more."""
+        """Send a message or a chunk, or wait for one; return False once the stream is of no more use."""
         queue = self._queues[peer]
         if queue:
             await _send(stream, queue.popleft())
@@ -242,7 +242,8 @@ class Runner:
         return True
 
     async def _wait_for_work(self, peer: PeerId, seconds: float) -> bool:
-        """Wait until there may be something to send, or there is a result; whether that came in time."""
+        """Wait until there may be something to send, or there is a result; return whether that came in
+        time."""
         changed = self._changed[peer] = trio.Event()
         if self._queues[peer] or peer in self.attempt.ready or self._closed.is_set():
             return True
@@ -259,7 +260,7 @@ async def _send(stream: Stream, message: AttemptMessage) -> None:
 
 
 def read_message(data: bytes, payload: memoryview) -> AttemptMessage:
-    """A message as it came, the data of a chunk from the payload. Raises RemoteProtocolError."""
+    """Return a received message, with the data of a chunk from the payload. Raises RemoteProtocolError."""
     message: AttemptMessage = decode(data, AttemptMessage, bytes_max=MESSAGE_BYTES_MAX)
     if isinstance(message, Chunk):
         if message.data:

@@ -45,17 +45,18 @@ from node.services.discovery import Discovery
 from node.services.driver import Driver
 
 PURPOSE = "averaging"
-"""The purpose of DHT records that say who takes part in a run."""
+"""The purpose of DHT records of a run's participants."""
 GROUP_PURPOSE = "averaging-group"
-"""The purpose of those that say who wants a group under a key."""
+"""The purpose of DHT records of peers that want a group under a key."""
 GROUP_LOOK_SECONDS = 1.0
-"""Between two looks for others that want it."""
+"""The interval between two looks for others that want the group."""
 STREAMS = StreamLimits(message_bytes_max=MESSAGE_BYTES_MAX, streams_per_peer_max=32)
 """A stream for each attempt, which stays open a little beyond its result: rounds may follow fast."""
 DECLINED_MAX = 128
 """Members that declined a group before this node was ready to begin its attempt."""
 LOOK_SECONDS_MIN, LOOK_SECONDS_MAX = 2.0, 60.0
-"""Between two looks for participants, in the member list and in the DHT: alone often, in company seldom."""
+"""The interval between two looks for participants, in the member list and in the DHT: short when alone, long
+in company."""
 
 
 class Averaging:
@@ -98,7 +99,7 @@ class Averaging:
         self._stirred = trio.Event()
         self.invitations = Invitations(seams, signer, refuse)
         self.early = EarlyStreams(self._early_rank)
-        """Streams that wait for an attempt which is not known here yet."""
+        """Streams that wait for an attempt that is not known here yet."""
         self._nursery: trio.Nursery | None = None
         self.averaged: Callable[[bytes, Mapping[PeerId, int], int], None] = lambda _run, _came, _sent: None
         """Hears of each attempt that succeeded here: its run's key, how many bytes of tensors came from each
@@ -202,9 +203,8 @@ class Averaging:
         return found
 
     def find(self, name: str, signature: bytes, door: Door | None = None) -> Participation | None:
-        """This node's part in the run of this name, None where it has none. Raises UsageError: other tensors
-        are
-        averaged under this name here."""
+        """Return this node's part in the run of this name, None where it has none. Raises UsageError: other
+        tensors are averaged under this name here."""
         run = self._runs.get(run_key(name) if door is None else door.admission.run)
         if run is not None and run.roster.signature != signature:
             other = f"these tensors by {run.aggregate}" if signature in run.alike else ""
@@ -214,7 +214,7 @@ class Averaging:
         return run
 
     def member_lost(self, peer: PeerId) -> None:
-        """Membership calls this peer dead, or it has left."""
+        """Handle a peer that membership calls dead, or that has left."""
         self._roster_driver.command(lambda _: self._rosters.lost(peer))
         self._match_driver.command(lambda now: self._matches.lost(now, peer))
         if self._nursery is not None:
@@ -231,7 +231,7 @@ class Averaging:
     # Participants
 
     async def _look_for_others(self, run: Participation, scope: trio.CancelScope, door: Door | None) -> None:
-        """Greet the members of the swarm, and those whom the DHT knows, more and more seldom."""
+        """Greet the members of the swarm, and those that the DHT knows, at growing intervals."""
         with scope:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(keep_running, "declaring of a run", self._declare, run)
@@ -246,7 +246,7 @@ class Averaging:
                     pause = LOOK_SECONDS_MIN if not run.roster.reports else min(2 * pause, LOOK_SECONDS_MAX)
 
     async def _declare(self, run: Participation) -> None:
-        """Say in the DHT that this node takes part, and ask it who else does."""
+        """Declare in the DHT that this node takes part, and look for other participants there."""
         pause = LOOK_SECONDS_MIN
         declared = Declarations(self._discovery, run.peer, PURPOSE, run.key)
         while True:
@@ -258,8 +258,8 @@ class Averaging:
             pause = min(2 * pause, LOOK_SECONDS_MAX)
 
     async def _declare_group(self, key: bytes, seconds: float) -> None:
-        """Say in the DHT, for so long, that this node wants a group under this key, and tell the wish of
-        others that say so. Runs until cancelled."""
+        """Declare in the DHT, for `seconds`, that this node wants a group under this key, and send the wish
+        to other peers that declare the same. Runs until cancelled."""
         with contain("declaring of a group"):
             declared = Declarations(self._discovery, self._seams.network.peer, GROUP_PURPOSE, key)
             until = trio.current_time() + seconds
@@ -295,7 +295,7 @@ class Averaging:
             run.matched(event)
 
     def _start(self, runner: Runner) -> None:
-        """Drive an attempt until it is closed, beside everything else."""
+        """Drive an attempt until it is closed, concurrently."""
         assert self._nursery is not None, "the service is running"
         self._runners[runner.attempt.id] = runner
         stirred, self._stirred = self._stirred, trio.Event()

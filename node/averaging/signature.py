@@ -1,5 +1,5 @@
-"""What a run averages, as one hash: peers whose tensors differ in name, shape or type never meet in a
-group."""
+"""The signature of a run's tensors, as one hash: peers whose tensors differ in name, shape or type never meet
+in a group."""
 
 from collections.abc import Iterable, Mapping
 from typing import get_args
@@ -20,24 +20,24 @@ Row = tuple[str, tuple[int, ...], str]
 
 
 def run_key(name: str) -> bytes:
-    """The 32 bytes by which a run's name is known on the wire."""
+    """Return the 32 bytes by which a run's name is known on the wire."""
     return blake3(RUN_PURPOSE + name.encode()).digest()
 
 
 def owned_run_key(name: str, owner: PeerId) -> bytes:
-    """The same of a run that not everybody may take part in: it is its owner's."""
+    """Return the key of a closed run: it belongs to its owner."""
     return blake3(OWNED_RUN_PURPOSE + owner + name.encode()).digest()
 
 
 def signature_of(kind: str, rows: Iterable[Row]) -> bytes:
-    """The hash of what is averaged: `kind` says of what the tensors are, and how they are used."""
+    """Return the hash of the averaged tensors: `kind` describes what they are, and how they are used."""
     listed = [[name, list(shape), dtype] for name, shape, dtype in rows]
     return blake3(encode([kind, listed])).digest()
 
 
 def signatures_of(kind: str, rows: Iterable[Row], aggregate: Aggregate) -> tuple[bytes, Mapping[bytes, str]]:
-    """Return the hash of what is averaged by this rule, and those of the same by any other, which a peer
-    that is met under another rule is known by."""
+    """Return the hash of the averaged tensors under this rule, and their hashes under every other rule, by
+    which peers with another rule are recognised."""
     listed = tuple(rows)
     found = {
         rule: signature_of(kind if rule == "mean" else f"{kind}, {rule}", listed)

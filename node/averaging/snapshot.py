@@ -1,7 +1,7 @@
-"""A participant's whole state as named arrays: how it is written down, cut into chunks, and checked.
+"""A participant's whole state as named arrays: its format, its chunks, and its checks.
 
-For peers that join late. It is bytes and a table: nothing in it is executed or unpickled, and what comes of a
-stranger's is bounded by what this peer expects of its own model.
+For peers that join late. It is bytes and a table: nothing in it is executed or unpickled, and a stranger's
+state is bounded by this peer's expectation of its own model.
 """
 
 import math
@@ -28,11 +28,11 @@ CHUNKS_MAX = STATE_BYTES_MAX // CHUNK_BYTES
 NAME_LENGTH_MAX = 512
 DIMENSIONS_MAX = 16
 SAMPLE_CHUNKS_MAX = 8
-"""Chunks of each state that are compared with others': 8 MiB, two million numbers. Of a larger state, one
-whose numbers are made up in a share p of its chunks looks right with a probability of (1 - p)^8."""
+"""Chunks of each state that are compared with others': 8 MiB, two million numbers. A larger state with
+made-up numbers in a share p of its chunks looks right with a probability of (1 - p)^8."""
 
 BFLOAT16_EXPONENT = np.uint16(0x7F80)
-"""Where all these bits of a bfloat16 are set it is an infinity or no number."""
+"""A bfloat16 with all these bits set is an infinity or no number."""
 
 Array = NDArray[Any]
 Hash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -44,7 +44,7 @@ ITEM_BYTES: dict[str, int] = {
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
-    """One array: it lies behind the one before it."""
+    """One array: it follows the one before it."""
 
     name: Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)]
     dtype: Kind
@@ -56,9 +56,8 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Table(msgspec.Struct, frozen=True, array_like=True):
-    """What a snapshot holds: the global step, rounds averaged, the arrays, and the hash of each chunk of
-    their
-    bytes. `lineage` names what led to it: equal at peers that made the same steps."""
+    """The contents of a snapshot: the global step, rounds averaged, the arrays, and the hash of each chunk of
+    their bytes. `lineage` names the history: equal at peers that made the same steps."""
 
     step: Count
     rounds: Count
@@ -72,13 +71,13 @@ class Table(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def digest(self) -> bytes:
-        """Names the bytes: snapshots with equal digests can be fetched from all who hold one."""
+        """The digest of the bytes: snapshots with equal digests can be fetched from all holders together."""
         return blake3(msgspec.msgpack.encode((self.rows, self.chunks))).digest()
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A table with its bytes, and whose they are where they were fetched."""
+    """A table with its bytes, and the peers they were fetched from."""
 
     table: Table
     data: NDArray[np.uint8] = field(repr=False)
@@ -102,8 +101,7 @@ def make_snapshot(
     step: int, rounds: int, lineage: bytes, arrays: Mapping[str, tuple[str, tuple[int, ...], Array]]
 ) -> Snapshot:
     """Join named arrays, each as (type, shape, its bytes as uint8), and hash their chunks. Takes some 0.3 ms
-    a
-    MB: call it where computing is allowed."""
+    a MB: call it where computing is allowed."""
     rows = tuple(Row(name, dtype, shape) for name, (dtype, shape, _) in arrays.items())  # type: ignore[arg-type]  # checked when it is decoded
     parts = [data.reshape(-1).view(np.uint8) for _, _, data in arrays.values()]
     data = np.concatenate(parts) if parts else np.empty(0, np.uint8)
@@ -114,8 +112,8 @@ def make_snapshot(
 
 
 def is_finite(dtype: str, data: Array) -> bool:
-    """Return whether all numbers of an array, given as its bytes, are finite: looked at piece by piece, so
-    that it takes no memory to speak of. Takes some 0.5 ms a MB: call it where computing is allowed."""
+    """Return whether all numbers of an array, given as its bytes, are finite: checked piece by piece, to use
+    little memory. Takes some 0.5 ms a MB: call it where computing is allowed."""
     for at in range(0, data.size, CHUNK_BYTES):
         piece = data[at : at + CHUNK_BYTES]
         if dtype == "bfloat16":
@@ -128,7 +126,7 @@ def is_finite(dtype: str, data: Array) -> bool:
 
 
 def check_finite(snapshot: Snapshot) -> str:
-    """Return which array of a state has a number that is not finite, for people; empty where none has."""
+    """Return the array of a state that has a number that is not finite, for people; empty where none has."""
     for name, (row, data) in snapshot.arrays().items():
         if not is_finite(row.dtype, data):
             return f"the state of others is not finite in {name[:80]}"
@@ -144,8 +142,8 @@ def sampled_chunks(count: int, rng: Random) -> list[int]:
 
 
 def numbers_of(table: Table, chunks: Mapping[int, Array]) -> dict[str, NDArray[np.float32]]:
-    """Return the numbers of a state that are in these chunks, by what they are: parameters, each thing that
-    an optimizer or a strategy remembers. Call it where computing is allowed."""
+    """Return the numbers of a state in these chunks, by kind: parameters, each quantity that an optimizer or
+    a strategy remembers. Call it where computing is allowed."""
     found: dict[str, list[NDArray[np.float32]]] = {}
     end = 0
     for row in table.rows:
@@ -163,7 +161,7 @@ def numbers_of(table: Table, chunks: Mapping[int, Array]) -> dict[str, NDArray[n
 
 
 def _kind_of(name: str) -> str:
-    """Return what an array is of its state: `tensor/NAME`, `memory/NAME/KEY` and `outer/NAME` of
+    """Return the kind of an array in its state: `tensor/NAME`, `memory/NAME/KEY` and `outer/NAME` of
     `node.optimizer.state`, `parameters`, `moments` and `outer/NAME` of `node.local.trainer`."""
     first, _, rest = name.partition("/")
     if first == "memory":

@@ -47,36 +47,37 @@ TABLE_BYTES_MAX = 16 << 20
 """A table of 100,000 arrays with names of a hundred letters."""
 STREAMS = StreamLimits(message_bytes_max=1_024, streams_per_peer_max=4)
 ASKED_AT_ONCE = 8
-"""Chunks that one request asks for: enough that the link never waits for the next request."""
+"""Chunks of one request: enough that the link never waits for the next request."""
 SPANS_AHEAD = 2
-"""Requests that a holder has at once."""
+"""Requests to a holder at once."""
 SPANS_PER_HOLDER = 4
 OFFER_SECONDS_MAX = 30.0
 """A training loop makes its copy between two steps, and a step may take a while."""
 CHUNK_SECONDS_MAX = 8.0
 DONORS_MAX = 8
 OTHERS_SECONDS = 10.0
-"""After the first offer, how long others are waited for: a silent peer must not hold a newcomer for long."""
+"""How long others are awaited after the first offer: a silent peer must not hold a newcomer for long."""
 AGREED_SECONDS = 0.5
-"""After as many offers of one state as are wanted: others that hold it may help to deliver it."""
+"""How long others are awaited after enough offers of one state: they may help to deliver it."""
 AHEAD_STEPS = 2
-"""Where members have offered states of different steps, all are asked for one so far ahead, and make it at
-the same step."""
+"""Where members have offered states of different steps, all are asked for a step this far ahead, and make it
+at the same step."""
 AHEAD_SECONDS = 10.0
-"""How long such an offer is waited for: where steps are slower than that, members are at one step anyway."""
+"""How long such an offer is awaited: where steps are slower, members are at one step anyway."""
 BEGINNING_SECONDS = 3.0
-"""For the offer of a state that a run begins with: its holders made a copy when they joined, so an answer
-takes a round trip, whatever their scripts do now."""
+"""The wait for an offer of a run's initial state: its holders made a copy when they joined, so an answer
+takes a round trip, however busy their scripts are."""
 BEGINNING_OTHERS_SECONDS = 0.1
-"""After the first such offer: the other holders help to deliver it."""
+"""The wait after the first such offer: the other holders help to deliver it."""
 SAMPLE_SECONDS_MAX = 60.0
-"""For the samples of states: one whose holder takes longer is not taken. At 1 Mbit/s they take as long."""
+"""The wait for the samples of states: a state whose holder takes longer is not taken. At 1 Mbit/s they take
+as long."""
 
 ChunkNumber = Annotated[int, msgspec.Meta(ge=0, lt=CHUNKS_MAX)]
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
-    """What state do you have of this run, at this global step or later?"""
+    """A request for the state of this run, at this global step or later."""
 
     run: Hash
     signature: Hash
@@ -84,7 +85,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
 
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
-    """Send me these chunks of what you offered."""
+    """A request for chunks of an offered state."""
 
     run: Hash
     digest: Hash
@@ -93,19 +94,19 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
-    """This one."""
+    """The offered state."""
 
     table: Table
 
 
 class Nothing(msgspec.Struct, frozen=True, array_like=True, tag="nothing"):
-    """None, and why."""
+    """No state, and the reason."""
 
     reason: Annotated[str, msgspec.Meta(max_length=200)]
 
 
 class Sent(msgspec.Struct, frozen=True, array_like=True, tag="sent"):
-    """A chunk follows as payload."""
+    """The header of a chunk that follows as payload."""
 
     number: ChunkNumber
 
@@ -113,13 +114,14 @@ class Sent(msgspec.Struct, frozen=True, array_like=True, tag="sent"):
 Question = Ask | Fetch
 Answer = Offer | Nothing | Sent
 Snap = Callable[[PeerId, bytes, bytes, int], Awaitable[Snapshot | str]]
-"""For this peer, of a run with this signature, at this step or later: its snapshot, or why there is none."""
+"""Return for this peer, of a run with this signature, at this step or later: its snapshot, or why there is
+none."""
 Kept = Callable[[PeerId, bytes, bytes], Snapshot | None]
-"""For this peer, of a run: its snapshot with this digest."""
+"""Return for this peer, of a run: its snapshot with this digest."""
 
 
 class StateServer:
-    """Serves the snapshots of this node's runs."""
+    """The server of snapshots of this node's runs."""
 
     def __init__(self, network: Network, snap: Snap, kept: Kept) -> None:
 
@@ -166,10 +168,11 @@ async def fetch_state(
     receiving: Callable[[], None] = lambda: None,
 ) -> Snapshot:
     """Return the state, of `step` or later and `step_max` at most, that most of `donors` offer, fetched from
-    all of them that hold the same bytes. Where it is known which steps are `likely`, only one of these, held
-    by as many as that wants, or the nearest to the others.
+    all of them that hold the same bytes. Where the `likely` steps are known, only a state at one of these,
+    held by as many peers as required, or nearest to the others.
 
-    `receiving` is called once it is on its way. Raises Unreachable: nobody has one, or nobody delivered it.
+    `receiving` is called once it is being fetched. Raises Unreachable: nobody has one, or nobody delivered
+    it.
     """
     request = _OfferRequest(network, executor, run, signature, bytes_max, step_max, likely, refuse)
     is_beginning = likely is not None and likely.lineage is not None
@@ -237,7 +240,7 @@ def _offered(offers: Mapping[PeerId, Table]) -> dict[PeerId, OfferedState]:
 
 @dataclass(frozen=True)
 class _OfferRequest:
-    """A question to several peers: what state do you have?"""
+    """A request to several peers for offers of their state."""
 
     network: Network
     executor: Executor
@@ -248,10 +251,10 @@ class _OfferRequest:
     likely: LikelySteps | None
     refuse: Callable[[PeerId, RemoteProtocolError], None]
     reasons: list[str] = field(default_factory=list)
-    """Why some have none."""
+    """Reasons of peers that have none."""
 
     def likely_of(self, offers: Mapping[PeerId, Table]) -> list[PeerId]:
-        """Return whose states are of a likely step."""
+        """Return the peers whose states are at a likely step."""
         likely = self.likely
         if likely is None:
             return list(offers)
@@ -262,17 +265,17 @@ class _OfferRequest:
         ]
 
     def most_alike(self, offers: Mapping[PeerId, Table]) -> int:
-        """Return how many offer the same state of a likely step, at most."""
+        """Return the largest number of peers that offer the same state of a likely step."""
         alike = Counter((offers[peer].step, offers[peer].digest) for peer in self.likely_of(offers))
         return max(alike.values(), default=0)
 
     def may_agree(self, donors: Sequence[PeerId], offers: Mapping[PeerId, Table]) -> bool:
-        """Return whether fewer hold one state than are wanted, where so many have one."""
+        """Return whether fewer peers than required hold one state, though enough have a state."""
         wanted = 1 if self.likely is None else self.likely.holders_wanted
         return self.most_alike(offers) < wanted <= min(len(donors), len(self.likely_of(offers)))
 
     async def ask(self, donors: Sequence[PeerId], step: int, seconds: float) -> dict[PeerId, Table]:
-        """Return what these peers offer, of this step or later."""
+        """Return these peers' offers of a state at this step or later."""
         offers: dict[PeerId, Table] = {}
         with trio.move_on_after(seconds + 2) as patience:
             async with trio.open_nursery() as nursery:
