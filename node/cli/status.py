@@ -93,10 +93,10 @@ def status_lines(document: Mapping[str, Any]) -> list[str]:
     lines += [labelled("run", run_text(run)) for run in document["runs"][-RUNS_SHOWN_MAX:]]
     counters = {reason: count for reason, count in document["counters"].items() if count}
     lines += _counted("traffic", {name: counters[name] for name in TRAFFIC_SHOWN if name in counters})
-    others = [name for name in counters if name not in TRAFFIC]
-    broken = [name for name in others if any(word in name for word in BROKEN)]
+    failures = [name for name in counters if name not in TRAFFIC]
+    broken = [name for name in failures if any(word in name for word in BROKEN)]
     lines += _counted("broken", {name: counters[name] for name in broken})
-    lines += _counted("refused", {name: counters[name] for name in others if name not in broken})
+    lines += _counted("refused", {name: counters[name] for name in failures if name not in broken})
     return lines
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from crypto.contact import make_address
+from crypto.crowds import network_of
 from crypto.identity import PeerId
 from crypto.token_buckets import prefix_of
 from node.services.relays.ledger import Limits, NoPlace, RelayLedger
@@ -207,10 +208,11 @@ class RoutedPeers:
                 if made is not None:
                     traveller.observers[peer] = made
             if made is not None and other is not None:
-                traveller.seen.note(now, peer, "tcp", make_address(*made.source))
+                network = network_of(prefix_of(made.to[0]))
+                traveller.seen.note(now, peer, "tcp", make_address(*made.source), network)
                 heard, at = other.heard.get(traveller.peer, (None, 0.0))
                 if heard is not None and now - at <= OBSERVED_FRESH_SECONDS:
-                    traveller.seen.note(now, peer, "udp", make_address(*heard))
+                    traveller.seen.note(now, peer, "udp", make_address(*heard), network)
 
     # --- messages ------------------------------------------------------------------------------------
 

@@ -159,7 +159,7 @@ def test_a_run_leaves_the_relay_once_a_direct_path_exists(tmp_path: Path) -> Non
         wait_for_places([h, i], 2)
 
         def is_punched() -> bool:
-            return paths(h)["i"]["way"] == paths(i)["h"]["way"] == "punched"
+            return [paths(h)["i"]["way"], paths(i)["h"]["way"]] == ["punched"] * 2
 
         wait_until(is_punched, FOUND_SECONDS_MAX, lambda: h.said)
         training = trained(h, tmp_path / "RUN.toml", 2, 100 * STEPS)
