@@ -190,10 +190,8 @@ def service_lines(document: Mapping[str, Any], names: Mapping[str, str]) -> list
     for number, replicas in enumerate(document["stages"], 1):
         classes = {each.get("bits", "") for each in replicas} - {""}  # where it was not said, nothing is
         if len(classes) > 1:
-            lines.append(
-                f"  the replicas of stage {number} are of {len(classes)} bit classes: where an answer moves"
-                " between them, its text may change"
-            )
+            lines.append(f"  stage {number} has replicas of {len(classes)} bit classes: an answer that moves")
+            lines.append("  between them may go on with another text")
     held = Counter(each["peer"] for replicas in document["stages"] for each in replicas)
     for peer, count in held.items():
         if count > 1:

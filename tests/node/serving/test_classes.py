@@ -48,6 +48,6 @@ def test_the_screen_says_where_replicas_are_of_several_bit_classes() -> None:
             assert member.stage is not None
             member.stage.bits = b"y"
             (told,) = [line for line in await lines() if "bit classes" in line]
-            assert told.startswith(f"  the replicas of stage {member.number + 1} are of 2 bit classes")
+            assert told.startswith(f"  stage {member.number + 1} has replicas of 2 bit classes")
 
     simulate(main)
