@@ -194,14 +194,14 @@ class SessionProvider:
     @property
     def deadline(self) -> float:
         """When `wake` wants to be called."""
-        waits = (each.waits_until for each in self._stages.values() if each.waits_until > self._now)
+        waits = (each.waits_until for each in self._stages.values() if each.waits_until > -inf)
         return min(self._alive_at, min(waits, default=inf))
 
     def wake(self, now: float) -> Sends:
         """Say that this node runs, and let go of the sessions of doors that are silent."""
         self._note(now)
         for stage in self._stages.values():
-            if stage.waits_until > -inf:
+            if -inf < stage.waits_until <= now:
                 self._compute(stage)
         if now < self._alive_at:
             return []
@@ -441,6 +441,7 @@ class SessionProvider:
         stage.waits_until = wait_until(self._now, own, stage.call_seconds)
         if stage.waits_until > self._now:
             return
+        stage.waits_until = -inf
         chosen = self._choose(stage, own)
         if not chosen:
             return

@@ -115,6 +115,19 @@ def test_a_session_that_comes_late_is_not_waited_for() -> None:
     assert all(soon.others in call for call in soon.calls[3:])
 
 
+def test_a_wait_ends_though_others_say_something_when_it_is_over() -> None:
+    stage = Stage(ALICE, BOB, others=1, late=0.002).run(10)
+    core, until = stage.core, stage.core.deadline
+    assert stage.now < until < stage.now + 0.01
+    assert batches(core) == [], "Bob's next unit is on its way"
+    core.receive(until + 0.001, BOB, Alive())
+    assert core.deadline == until
+    core.wake(until + 0.001)
+    (asked,) = batches(core)
+    assert [each.session for each in asked.units] == [session(0)]
+    assert core.deadline > until + 0.001
+
+
 def test_many_shares_of_one_door_have_no_more_than_the_share_of_another() -> None:
     core = provider()
     for number in range(8):
