@@ -87,9 +87,9 @@ def test_a_lost_path_is_punched_again_at_once_if_the_last_try_worked() -> None:
         assert budget.may_start(peer(worked), 0.0)
         budget.ended(peer(worked), worked=worked)
         assert budget.may_answer(peer(worked), 0.0)
-        budget.lost(peer(worked), 1.0)
-        assert budget.may_start(peer(worked), 1.0) == worked
-        assert budget.may_answer(peer(worked), 1.0) == worked
+        budget.lost(peer(worked), RETRY_SECONDS / 2)
+        assert budget.may_start(peer(worked), RETRY_SECONDS / 2) == worked
+        assert budget.may_answer(peer(worked), RETRY_SECONDS / 2) == worked
 
 
 def test_both_transports_of_a_try_count_once_for_a_host() -> None:
