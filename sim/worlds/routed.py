@@ -8,7 +8,7 @@ peer with a public address. Bytes on a path are not counted against a relay's ra
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from crypto.contact import make_address
@@ -22,7 +22,7 @@ from node.transport.multiplexed import Way
 from node.transport.network import HEARD_SECONDS
 from node.transport.paths import IMPROVE_SECONDS, idle_seconds
 from node.transport.puncher import ASK_SECONDS, OBSERVED_FRESH_SECONDS, OBSERVERS
-from node.transport.punching import TRANSPORTS, PunchBudget, Transport
+from node.transport.punching import RETRY_SECONDS, TRANSPORTS, PunchBudget, Transport
 from sim.events import PathOpened, PeerStarted, PeerStopped, PlaceFound, PlaceLost, ReachabilityJudged
 from sim.network.instants import TICKS_PER_SECOND, after
 from sim.network.links import STREAM_TRIPS
@@ -415,20 +415,32 @@ class RoutedPeers:
         self._open(one, other, "direct", (made,), after(now, 2 * sum(self._latencies(one, other))))
         return True
 
-    def _punch(self, one: Traveller, other: Traveller, now: float) -> None:
-        """Both dial each other at once, where each is seen by others."""
+    def _punch(self, one: Traveller, other: Traveller, now: float, *, is_second: bool = False) -> None:
+        """Both dial each other at once, where each is seen by others; a second time soon after the first."""
         if not one.budget.may_start(other.peer, now) or not other.budget.may_answer(one.peer, now):
             return
         self.counters["punches begun"] += 1
         worked = False
+        paid: set[str] = set()
         for transport in TRANSPORTS:
-            places = self._offered(one, other, transport, now), self._offered(other, one, transport, now)
+            places = tuple(
+                self._offered(*ends, transport, now, paid) for ends in ((one, other), (other, one))
+            )
+            paid = {place[0] for place in places if place is not None}
             if all(places):
                 worked |= self._dial_both(one, other, places, transport, now)
         one.budget.ended(other.peer, worked=worked)
         self.counters["punches worked"] += worked
+        if not worked and not is_second:
+            self._ground.at(after(now, RETRY_SECONDS), self._punch_again, one, other)
 
-    def _offered(self, one: Traveller, other: Traveller, transport: Transport, now: float) -> Endpoint | None:
+    def _punch_again(self, one: Traveller, other: Traveller) -> None:
+        if all(self._here.get(end.peer) is end for end in (one, other)):
+            self._punch(one, other, self._ground.now, is_second=True)
+
+    def _offered(
+        self, one: Traveller, other: Traveller, transport: Transport, now: float, paid: Collection[str]
+    ) -> Endpoint | None:
         """Return where `one` dials `other`: what it says, so far as the budget admits it."""
         family = one.machine.family(other.machine)
         own = other.machine.cards[family]
@@ -438,14 +450,14 @@ class RoutedPeers:
             place = None if seen is None else (seen.host, seen.port)
         if place is None:
             return None
-        admitted = one.budget.admit([str(make_address(*place))], now)
+        admitted = one.budget.admit([str(make_address(*place))], now, paid)
         return (admitted[0].host, admitted[0].port) if admitted else None
 
     def _dial_both(
         self,
         one: Traveller,
         other: Traveller,
-        places: "tuple[Endpoint | None, Endpoint | None]",
+        places: "tuple[Endpoint | None, ...]",
         transport: Transport,
         now: float,
     ) -> bool:
