@@ -36,7 +36,7 @@ def fold(line: str, width: int) -> list[str]:
     leading = len(line) - len(line.lstrip())
     indent = max((column for column in begins if column <= width * _INDENT_SHARE_MAX), default=0)
     indent = indent or (leading + _INDENT)
-    lines, rest = [], line
+    lines, rest = list[str](), line
     while len(rest) > width:
         cut = rest.rfind(" ", indent + 1, width + 1)
         if cut < 0 and (cut := rest.find(" ", width)) < 0:

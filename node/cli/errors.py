@@ -118,7 +118,7 @@ def _parsing_error(error: Any, program: str, keys: Keys) -> UsageError:
 def _commands_of(error: Any, message: str, context: Any) -> list[str]:
     """Return the commands of a group that was typed alone, for which typer gives its whole help."""
     is_alone = type(error).__name__ == "NoArgsIsHelpError" or message.startswith("Missing command")
-    return context.command.list_commands(context) if is_alone else []
+    return list(context.command.list_commands(context)) if is_alone else []
 
 
 def _meant(option: str, command: Any, keys: Keys) -> str:
