@@ -20,6 +20,10 @@ settings.register_profile("peerloom", derandomize=True, deadline=None, print_blo
 settings.load_profile("peerloom")
 # Nodes in processes of their own would each keep a core busy for seconds, beside what is tested.
 os.environ.setdefault("PEERLOOM_CALIBRATE", "false")
+# Read when torch and numpy are loaded, which is later. Threads of both would spin while they wait for each
+# other: with more workers than cores tests of two threads took 20 times the CPU time that they take with one.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 ORDER = os.environ.get("PEERLOOM_ORDER", "1")

@@ -97,8 +97,11 @@ class Trainer:
         self._thread.start()
 
     def end(self) -> None:
+        """Make no further step. One that waits for others goes on alone."""
         self._ended.set()
         self.goes_on.set()
+        if self.optimizer._session is not None:
+            self.optimizer._session.close()
 
     def close(self) -> None:
         self.end()
