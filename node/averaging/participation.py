@@ -233,7 +233,7 @@ class Participation:
         """Take no further part."""
         if self._is_closed:
             return
-        self._is_closed = True
+        self._is_closed, self.ended = True, self.ended or "this peer takes no further part"
         for formed in self._formed.values():
             formed.set()
         self._service.close()
@@ -257,8 +257,8 @@ class Participation:
                 count = 0 if self.roster.is_whole else self.roster.count
                 spot = self.walk.spot(self._expected(None), wanted.size_max, count)
             found = await self._find_group(vector, wanted, number, spot)
-            if isinstance(found, str) and spot is not None:  # join the next group that forms
-                spot = None
+            if isinstance(found, str) and spot is not None and not self.ended:
+                spot = None  # join the next group that forms
                 found = await self._find_group(vector, wanted, number, None)
             if isinstance(found, str):
                 error = error or found
@@ -451,7 +451,7 @@ class Participation:
                 service.match(lambda _, each=each: service.matches.end(each))  # type: ignore[misc]  # bound now
         if isinstance(outcome, Formed):
             return outcome.group
-        return outcome.reason if outcome is not None else self.ended or "this peer takes no further part"
+        return self.ended if outcome is None else outcome.reason
 
     async def _tell_newcomers(self, wish: Wish, round: int | None, are_expected: bool) -> None:  # noqa: A002 - the field's word
         """Send a wish to peers that become known after it was made, which it would not reach otherwise, and

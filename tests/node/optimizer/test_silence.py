@@ -9,15 +9,17 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import trio
 
 from crypto.identity import PeerId
 from gossip.claims import SLACK_STEPS
 from gossip.matchmaking import Wish
 from node.averaging.expectations import Expectations
 from node.averaging.participation import Participation
-from node.averaging.rounds import Round
+from node.averaging.rounds import Round, Wanted
 from node.library.sync import SyncNode
 from tests.hostile.silent import Silence, SilentParticipant
 from tests.node.optimizer.test_liars import Options, Trainer
@@ -128,6 +130,18 @@ def test_a_lone_trainer_goes_on_beside_a_silent_member(
         assert held_up(wishes(trainer.me)[before:], peer_of(nodes[2])) <= LONE_STEPS // 2
     finally:
         silent.close()
+
+
+def test_a_round_begun_as_its_run_is_left_ends_at_once(nodes: list[SyncNode]) -> None:
+    """The training thread asks for it, another one closes the optimizer: nobody answers that wish."""
+    silent = SilentParticipant(nodes[2], adamw(model_of(9)), "left", **BATCH)  # type: ignore[arg-type]  # no `samples`
+    silent.close()
+
+    async def hold() -> Round:
+        with trio.fail_after(30):
+            return await silent.run.average(np.zeros(4, np.float32), 1.0, Wanted(round=3))
+
+    assert "takes no further part" in silent._portal.run(hold).error
 
 
 @pytest.fixture
