@@ -67,8 +67,8 @@ STATE_WAIT_SECONDS = 1.0
 """How long one call waits for a state of others, or for its first bytes where the optimizer is made; the next
 one waits on. It takes as long as its holders' steps, which are out of this peer's sight."""
 CATCH_UP_PAUSES = 2.0
-"""A member whose attempt to catch up failed trains on for so many times as long as that took, before the
-next."""
+"""A member whose attempt to catch up failed twice trains on for so many times as long as that took, before
+the next. The second follows at once, and asks those that it knows (`Expectations.missed_state`)."""
 CATCH_UP_PAUSES_NEW = 0.5
 """The same for one that has nothing of its own: alone with peers that never answer it has to train too."""
 
@@ -317,7 +317,6 @@ class PeerOptimizer(TrackedOptimizer):
             return True
         if isinstance(found, str):
             self._status = f"behind the run: {found}"
-            # The first time it asks again at once, those alone that it knows (`Expectations.missed_state`).
             pauses = CATCH_UP_PAUSES if self._catch_ups_failed else 0.0
             if not self._position.has_progress(self.global_step):
                 self._position.missed(likely)

@@ -134,8 +134,11 @@ class Run:
     def join_late(self, *, tries_states: bool = False) -> Trainer:
         """Join, and train until the state of others is here: on a busy machine it comes in a later call."""
         made = self.join(tries_states=tries_states)
-        steps = itertools.count()
-        until(lambda: made.optimizer.stats.states_loaded or made.step(next(steps)))
+        end = time.monotonic() + 60
+        for number in itertools.count():
+            if made.optimizer.stats.states_loaded or time.monotonic() > end:
+                break
+            made.step(number)
         assert made.optimizer.stats.states_loaded == 1
         return made
 

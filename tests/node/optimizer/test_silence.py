@@ -139,9 +139,11 @@ def test_a_round_begun_as_its_run_is_left_ends_at_once(nodes: list[SyncNode]) ->
 
     async def hold() -> Round:
         with trio.fail_after(30):
-            return await silent.run.average(np.zeros(4, np.float32), 1.0, Wanted(round=3))
+            held: Round = await silent.run.average(np.zeros(4, np.float32), 1.0, Wanted(round=3))
+            return held
 
-    assert "takes no further part" in silent._portal.run(hold).error
+    made: Round = silent._portal.run(hold)
+    assert "takes no further part" in made.error
 
 
 @pytest.fixture
