@@ -29,8 +29,8 @@ REPLICA_SECONDS_MAX, LOAD_SECONDS_MAX = 2.0, 10.0
 """The pause of an answer, at the 95th percentile: with a replica, and where a machine must load the stage."""
 KILL_SECONDS = 20.0
 GROWTH_BYTES_MAX = 8 << 20
-"""What the door may have grown over the 250 sessions of a part. It grew by 0 to 1 MB in parts of 270 to 290
-sessions with five to twelve kills, for what it keeps of answers and of nodes that came and went is bounded.
+"""What the door may have grown over the 250 sessions of a part. It grew by 0 to 2 MB in parts of 270 to 290
+sessions with five to fourteen kills, for what it keeps of answers and of nodes that came and went is bounded.
 The rest leaves room for heap that is not given back; 32 KB a session would show."""
 
 
