@@ -1,4 +1,4 @@
-"""What a person asks of the simulator on the command line, so that it can be played, swept and repeated."""
+"""A person's request to the simulator on the command line, so that it can be played, swept and repeated."""
 
 import shlex
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ from node.errors import UsageError
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a person asked for. `scenario` and `settings` as typed, so that they can be repeated."""
+    """The request of a person. `scenario` and `settings` as typed, so that they can be repeated."""
 
     program: str
     scenario: str
@@ -25,14 +25,14 @@ class Wanted:
         return assignments("--set", self.settings)
 
     def words(self, values: Iterable[tuple[str, str]] = (), seed: int | None = None) -> list[str]:
-        """Return what to say to play it, with these values besides and this seed."""
+        """Return the arguments that play it, with these further values and this seed."""
         words = [self.scenario, "--seed", str(self.seed if seed is None else seed)]
         for setting in (*self.settings, *(f"{key}={value}" for key, value in values)):
             words += ["--set", setting]
         return words
 
     def command(self, values: Iterable[tuple[str, str]] = (), seed: int | None = None) -> str:
-        """The same as a person types it."""
+        """Return the command that plays it, as a person types it."""
         return f"{self.program} {shlex.join(self.words(values, seed))}"
 
 

@@ -46,7 +46,7 @@ class CustomSwarm:
     ) -> None:
         self.peers = tuple(seeded_peer(seed, number) for number in range(nodes))
         self.events: list[Observed] = []
-        """What the cores learnt, in order."""
+        """The events of the cores, in order."""
         self._trace = Trace()
         links = Links(network, seed)
         self.engine = Engine(links, trace=self._trace, publish=self._learnt)
@@ -59,11 +59,11 @@ class CustomSwarm:
 
     @property
     def now(self) -> float:
-        """Virtual seconds since the beginning."""
+        """Return virtual seconds since the beginning."""
         return self.engine.now
 
     def run(self, *, until: float) -> None:
-        """Let everything happen up to this instant, and at it."""
+        """Play all events up to and including this instant."""
         self.engine.run(until)
 
     def call(self, number: int, order: Order, *, at: float) -> None:

@@ -45,19 +45,19 @@ WAKES_AT_ONCE_MAX = 1_000
 """A core woken so often within one microsecond never lets its deadline move: a bug, not a load."""
 
 Order = Callable[[Any, float], Sends]
-"""What local code does to a core: `order(core, now)` returns what to send."""
+"""An order of local code to a core: `order(core, now)` returns the messages to send."""
 
 
 # The kinds of events, in their order within one instant of one port.
 _CARRY, _KILL, _START, _FREEZE, _THAW, _DELIVER, _CALL, _WAKE = range(8)
 _NO_SENDER = PeerId(b"")
 _NOBODY = -1
-"""The port of what concerns no core; so it comes first in its instant."""
+"""The port of events that concern no core; so they come first in their instant."""
 
 
 @dataclass(frozen=True)
 class Wire:
-    """How one protocol's messages travel as bytes, if an experiment wants the real codec."""
+    """The wire format of one protocol's messages, if an experiment wants the real codec."""
 
     message_type: Any
     message_bytes_max: int
@@ -211,7 +211,7 @@ class Engine:
 
     @property
     def counters(self) -> Counter[str]:
-        """What became of messages. Those sent, and the duplicated ones, are delivered, lost (by chance), cut
+        """Return the fates of messages. Sent and duplicated ones are delivered, lost (by chance), cut
         (a split or a block lay between), filtered (by a translator), overflowed (a queue was full) or missed
         (nobody there), or on their way. Of those delivered some were refused (the receiver raised
         RemoteProtocolError). tied counts the events at the same instant as the one before them at the

@@ -1,4 +1,4 @@
-"""What happens in a simulated world that no core learns of itself: frozen events, past tense.
+"""Events of a simulated world that no core learns of itself: frozen, in the past tense.
 
 A world publishes these beside what its cores learn (`gossip.member`, `dht.events`), all through
 `sim.observers`. The subject is the peer an event is published under; where it concerns the whole world, that
@@ -34,15 +34,15 @@ class PeerFrozen:
 
 @dataclass(frozen=True)
 class PeerSlowed:
-    """What the peer computes takes `factor` times as long from now on; 1 is the usual."""
+    """The peer's computing takes `factor` times as long from now on; 1 is the usual."""
 
     factor: float
 
 
 @dataclass(frozen=True)
 class ReachabilityJudged:
-    """One more has tried to dial the peer back: whether it takes itself to be reached, None while it does not
-    know; of how many that tried."""
+    """Another peer has tried to dial the peer back: whether it considers itself reachable, None while it does
+    not know; of how many that tried."""
 
     reachable: bool | None
     asked: int
@@ -79,7 +79,7 @@ class RecordPublished:
 
 @dataclass(frozen=True)
 class RecordGot:
-    """What a store or a lookup came to: `copies` stored or records found, after so many seconds and rounds.
+    """The outcome of a store or a lookup: `copies` stored or records found, in these seconds and rounds.
 
     `expected`: whether a live publisher's unexpired record was there to be found.
     """

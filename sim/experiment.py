@@ -53,8 +53,8 @@ class InvariantViolation:
 
 @dataclass(frozen=True)
 class Result:
-    """What an experiment showed. `events` counts them; `metrics` are rows in long form; `summary` is what
-    summary.json holds. `stopped`: it was ended from outside, before its time."""
+    """The result of an experiment. `events` counts them; `metrics` are rows in long form; `summary` is the
+    content of summary.json. `stopped`: it was ended from outside, before its time."""
 
     scenario: Scenario
     seed: int
@@ -68,7 +68,7 @@ class Result:
     summary: Mapping[str, Any] = field(repr=False)
 
     def values(self, metric: str, label: str = "") -> list[tuple[float, float]]:
-        """(time, value) of one metric."""
+        """Return (time, value) of one metric."""
         return [
             (row.time_seconds, row.value)
             for row in self.metrics

@@ -1,4 +1,4 @@
-"""One stream of all that happens in a simulated world, and those who watch it.
+"""One stream of all events of a simulated world, and its watchers.
 
 A world publishes each event once, with its instant and its subject. Watchers are functions of that
 stream: checkers that stop a run where something is wrong, measures, files. None of them can change
@@ -30,15 +30,15 @@ class Observed:
 
 
 class World(Protocol):
-    """What watchers may look at, in a world of cores as in one of whole nodes."""
+    """The part of a world that watchers may look at, in a world of cores as in one of whole nodes."""
 
     @property
     def now(self) -> float:
-        """Virtual seconds since the beginning."""
+        """Return virtual seconds since the beginning."""
 
     @property
     def peers(self) -> Sequence[PeerId]:
-        """Everyone who ever takes part, by number."""
+        """Return every peer that ever takes part, by number."""
 
     def name(self, peer: PeerId) -> str:
         """Short and readable: n17."""

@@ -1,4 +1,4 @@
-"""Fixtures with which anybody tests their code on a simulated swarm; pytest finds them by itself.
+"""Fixtures that test a user's code on a simulated swarm; pytest finds them by itself.
 
     def test_my_swim_survives_churn(simulate):
         result = simulate("churn", nodes=50, seconds=300, seed=3, swim=MySwim)
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sim.experiment import Result
 
 _OF_RUN = ("seed", "swim", "kademlia", "replica", "committer", "agreement", "checkers", "watchers", "folder")
-"""What is for `sim.run`; every other keyword is a value of the scenario."""
+"""Keywords for `sim.run`; every other keyword is a value of the scenario."""
 _CORES = _OF_RUN[1:6]
 
 

@@ -80,7 +80,7 @@ class MemoryStorage:
         return MemoryDraft(self._blobs, name)
 
     def sync(self, names: Iterable[str]) -> None:
-        """What it holds survives as long as it does."""
+        """Do nothing: blobs survive as long as their holder does."""
 
     def spill(self, data: Data) -> memoryview:
         return memoryview(bytes(data))

@@ -1,4 +1,4 @@
-"""What every core did, as one digest: the proof that two drivers, or two runs, are the same.
+"""The actions of every core as one digest: the proof that two drivers, or two runs, are the same.
 
 A core is wrapped in `TracedCore`, the same way under every driver. Each (peer, protocol) keeps its
 own running hash in its own order; the digest takes them sorted by name. So it does not depend on

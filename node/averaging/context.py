@@ -18,7 +18,7 @@ from node.seams import Seams
 
 @dataclass(frozen=True)
 class Service:
-    """What a participation needs of its node."""
+    """The service as a participation uses it."""
 
     seams: Seams
     signer: Signer

@@ -104,12 +104,12 @@ class Did(msgspec.Struct, frozen=True, array_like=True, tag="did"):
 Question = Attach | Do
 Answer = Attached | Did | Refusal
 Work = api.Forward | api.Backward | api.Norm | api.Apply | api.Discard | api.Export
-"""What a head may ask of another's stage."""
+"""The requests that a head sends to another's stage."""
 Worked = api.Forwarded | api.BackwardDone | api.Normed | api.Applied | api.Done | api.Exported
 
 
 class ColumnBroken(Exception):
-    """A stage of the column is held by nobody now."""
+    """A stage of the column has no holder any more."""
 
 
 class ColumnStage:
@@ -139,14 +139,14 @@ class ColumnStage:
         self._hosts: dict[int, PeerId] = {}
         """Peers that agreed to hold a stage beside another one of this column."""
         self._turns = [trio.Lock() for _ in range(count)]
-        """Whoever asks a stage: one at a time, in order."""
+        """One lock for each stage: it takes one request at a time, in order."""
         self.mates: dict[int, dict[PeerId, None]] = {stage: {} for stage in range(1, count)}
-        """Peers that were said to hold a stage."""
+        """The peers that were reported to hold a stage."""
         self._heads_asked = 0
         self.has_looked = False
-        """Whether holders were looked for at all."""
+        """Whether holders have been looked for."""
         self.is_older = False
-        """Whether the last peer that was asked is taking a newer state over."""
+        """Whether the last peer that was asked is fetching a newer state."""
 
     @property
     def missing(self) -> tuple[int, ...]:

@@ -1,4 +1,5 @@
-"""What local mode needs of the node: the shape of `node.runs.runs.Runs`, and the data to train on."""
+"""The interface that local mode needs of the node (the shape of `node.runs.runs.Runs`), and the training
+data."""
 
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, Protocol
@@ -27,7 +28,8 @@ from partition.model.graph import Graph
 
 
 class Service(Protocol):
-    """`live` are those believed alive, `offers` what they offer; `provide` tells the DHT of a result."""
+    """The service of runs. `live` are peers believed alive, `offers` are their offers; `provide` announces a
+    result in the DHT."""
 
     seams: Seams
     signer: Signer
@@ -61,7 +63,8 @@ class Service(Protocol):
 
 
 async def training_data(service: Service, run: Run, graph: Graph, holders: Sequence[PeerId]) -> Dataset:
-    """What a member trains on: data of the run, from here or from other members, or a set of its own.
+    """Return the data that a member trains on: data of the run, from here or from other members, or a set of
+    its own.
 
     Raises:
         StageFailed: it does not fit the run. UsageError, Unreachable: it is not to be had.

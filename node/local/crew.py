@@ -58,22 +58,22 @@ class Crew:
 
     @property
     def reports(self) -> Mapping[PeerId, Report]:
-        """What the others that hold the same stage say of themselves."""
+        """Return the reports of the others that hold the same stage."""
         return {} if self.part is None else self.part.roster.reports
 
     @property
     def others(self) -> tuple[PeerId, ...]:
-        """Those others."""
+        """Return the others that hold the same stage."""
         return tuple(self.reports)
 
     @property
     def training(self) -> list[PeerId]:
-        """Those of them that have a state."""
+        """Return the others that have a state."""
         return [peer for peer, report in self.reports.items() if report.has_state]
 
     @property
     def parts(self) -> list[Participation]:
-        """The rosters that this member is in, its own stage's first."""
+        """Return the rosters that this member is in, its own stage's first."""
         own = [] if self.part is None else [self.part]
         return own + [holder.held.part for holder in self.further.values()]
 

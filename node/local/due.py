@@ -1,16 +1,16 @@
-"""For how long something has been due."""
+"""The time for which something has been due."""
 
 import trio
 
 
 class Due:
-    """What is due, by name."""
+    """The things that are due, by name."""
 
     def __init__(self) -> None:
         self._since: dict[str, float] = {}
 
     def waited(self, what: str, is_due: bool) -> float:
-        """Return for how long something has been due, in seconds; -1 where it is not."""
+        """Return for how many seconds something has been due; -1 where it is not."""
         if not is_due:
             self._since.pop(what, None)
             return -1.0

@@ -35,7 +35,8 @@ from partition.run.ending import Ending
 
 @dataclass(frozen=True)
 class Material:
-    """What stages of a run are made of here: the model, its cut, the data, and who may hand values over."""
+    """The material of a run's stages on this node: the model, its cut, the data, and the peers that may hand
+    values over."""
 
     graph: Graph
     plan: Plan
@@ -74,7 +75,7 @@ class FurtherStages:
 
     @property
     def stages(self) -> set[int]:
-        """The further stages that are held, or being opened."""
+        """Return the further stages that are held, or being opened."""
         return {*self._holders, *self._opening}
 
     async def copies(self) -> dict[int, Snapshot]:

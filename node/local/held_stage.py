@@ -61,17 +61,17 @@ class AveragedStage:
 
     @property
     def reports(self) -> Mapping[PeerId, Report]:
-        """What the others that hold this stage say of themselves."""
+        """Return the reports of the others that hold this stage."""
         return self.part.roster.reports
 
     @property
     def training(self) -> list[PeerId]:
-        """Members of the roster that have a state."""
+        """Return the members of the roster that have a state."""
         return [peer for peer, report in self.reports.items() if report.has_state]
 
     @property
     def is_at_end(self) -> bool:
-        """Whether the steps are done: by most of those that hold this stage, or here and by half of all, for
+        """Return whether the steps are done: at most holders of this stage, or here and at half of all, as
         one member may claim any step."""
         steps = self._run.manifest.steps
         others = [report.step.reaches(steps) for report in self.reports.values() if report.has_state]

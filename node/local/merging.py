@@ -47,7 +47,7 @@ RENEW_LOOK_SECONDS = 0.2
 REFUSED_SECONDS = 60.0
 """A node that could not hold a stage more is asked again after so long."""
 MEMORY_BYTES = 1 << 60
-"""What a node holds has been let in, whatever it offers by now."""
+"""A node's present holdings always fit, as they were admitted before, whatever it offers by now."""
 
 
 def column_problem(

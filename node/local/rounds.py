@@ -69,12 +69,12 @@ class Rounds:
 
     @property
     def outer(self) -> dict[str, Vector]:
-        """What a late joiner needs beside parameters and moments."""
+        """Return the state that a late joiner needs beside parameters and moments."""
         return dict(self._strategy.state())
 
     @property
     def needs_all(self) -> bool:
-        """Whether a round that was missed has to be made up for by the state of others."""
+        """Return whether a missed round has to be made up for by fetching the others' state."""
         return self._settings.strategy in EVERY_ROUND
 
     @property
@@ -137,8 +137,8 @@ class Rounds:
 
     @property
     def _samples(self) -> int:
-        """What this member's numbers count for by samples: what it has learnt from since it last was in a
-        mean, however long it was alone, or where data stays with its owners, how many it has."""
+        """Return the weight of this member's numbers in samples: those it has trained on since its last mean,
+        however long it was alone, or where data stays with its owners, the size of its own data."""
         if self._settings.is_federated:
             return len(self._trainer.shard.rows)
         return max(1, self._trainer.samples - self._averaged_samples)
@@ -153,7 +153,7 @@ class Rounds:
             self._is_under_way = False
 
     async def use(self) -> Round | None:
-        """Go on from what a round that is over gave; the round, None where none is over. Raises
+        """Apply the result of a finished round; return the round, None where none is finished. Raises
         StageFailed."""
         made, self._made = self._made, None
         if made is None:

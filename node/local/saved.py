@@ -36,7 +36,7 @@ Subject = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEE
 
 
 class SavedRun(msgspec.Struct, frozen=True, array_like=True):
-    """What this node needs to be a member again."""
+    """The record that this node needs to be a member again after a restart."""
 
     manifest: Fact
     chain: Chain
@@ -47,17 +47,17 @@ class SavedRun(msgspec.Struct, frozen=True, array_like=True):
 
 
 def run_name(run: str) -> str:
-    """Return where a run is kept, in this node's storage."""
+    """Return the storage name of a run."""
     return f"{FOLDER}/{run}/{RUN_FILE}"
 
 
 def state_name(run: str, copy_of: int | None = None) -> str:
-    """Return where the last state of a run is kept; with `copy_of` that of another's stage."""
+    """Return the storage name of a run's last state; with `copy_of` that of another's stage."""
     return f"{FOLDER}/{run}/{STATE_FILE}" + ("" if copy_of is None else f".{copy_of}")
 
 
 def save_run(storage: Storage, run: Run, saved: SavedRun) -> None:
-    """Remember a run. Raises OSError."""
+    """Store a run's record. Raises OSError."""
     storage.write(run_name(run.text), encode(saved))
 
 

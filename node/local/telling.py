@@ -1,4 +1,4 @@
-"""What a member of a run in local mode says on screens: its steps, evaluations, and how the run is."""
+"""Events of a member of a run in local mode for screens: its steps, evaluations, and the state of the run."""
 
 from collections.abc import Callable
 
@@ -10,11 +10,11 @@ from node.seams import Clock
 from partition.run.messages import REASON_LENGTH_MAX
 
 TOLD_STEPS = 10
-"""A step is an event once in so many, and one on a screen."""
+"""One step in this many is an event, and a line on a screen."""
 
 
 class Teller:
-    """Tells of one run. `shown` is what was said last."""
+    """The announcer of one run. `shown` is the newest announcement."""
 
     def __init__(self, run: Run, clock: Clock, publish: Callable[..., None]) -> None:
         self.shown = Shown()
@@ -23,7 +23,7 @@ class Teller:
         self._publish = publish
 
     def running(self, reason: str = "") -> None:
-        """The run goes on; `reason` says what is wrong, if anything."""
+        """Announce that the run goes on; `reason` says what is wrong, if anything."""
         event = RunChanged(
             at=self._clock.wall(), run=self._run.text, state="running", reason=reason[:REASON_LENGTH_MAX]
         )

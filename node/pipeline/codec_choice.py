@@ -1,4 +1,4 @@
-"""What a stage's answers are packed with, by what the links they take are measured to carry.
+"""The choice of codec for a stage's answers, by the measured rates of the links they take.
 
 Until a link is measured its frames are as small as the run allows. Then the codec is the one with which a
 micro-batch is through soonest (`partition.codecs.choice`), so that compression is never the bottleneck. What

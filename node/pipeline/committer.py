@@ -119,9 +119,9 @@ class CommitterShell:
         self._refuse = service.refuse
         self._to_vouch: deque[tuple[PeerId, BadFrame]] = deque()
         self.made: Callable[[FrameHeader], Awaitable[tuple[Any, ...] | None]] | None = None
-        """What this node's own data comes to, in the place of a trainer's frame."""
+        """Returns the frame of this node's own data that a trainer's frame is compared with."""
         self.refused: tuple[int, bool] | None = None
-        """The micro-batch, and whether it is one to train on, whose data ended the run."""
+        """The micro-batch whose data ended the run, and whether it is one to train on."""
         self._lost_steps = lost_steps
         self.saving = SaveInterval(manifest.save_every)
         self._moved: Counter[PeerId] = Counter()
@@ -130,7 +130,7 @@ class CommitterShell:
         self._step_started = clock.monotonic()
 
     async def run(self) -> str | None:
-        """Train and evaluate. Returns why it failed, None if it did not."""
+        """Train and evaluate; return why it failed, None if it did not."""
         self._pass_on(self.core.start(self._clock.monotonic()))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._give_up)
@@ -160,7 +160,7 @@ class CommitterShell:
                 self._pass_on(self.core.wake(now))
 
     async def _vouch(self, sender: PeerId, message: BadFrame) -> None:
-        """A number in a frame is of no use: is it in this node's own data too?"""
+        """Check whether an unusable number of a frame is in this node's own data too."""
         try:
             header = read_header(message.frame)
             if self.made is not None and message.frame.author != self._signer.peer:

@@ -77,7 +77,7 @@ class FeederShell:
                 await self._more.wait()
 
     def receive(self, now: float, sender: PeerId, message: Any) -> None:
-        """What the committer has opened. Raises RemoteProtocolError."""
+        """Handle a message of the committer that opens micro-batches. Raises RemoteProtocolError."""
         if isinstance(message, Open) and not message.train:
             end = message.first + len(message.stages[0].owners)
             if end > self._run.manifest.validations + self._run.manifest.evaluations:
@@ -88,7 +88,7 @@ class FeederShell:
             self._look_ahead(message.step)
 
     def reconnected(self, peer: PeerId) -> None:
-        """A link to `peer` was opened anew: send again what it may have lost."""
+        """Send again what a link to `peer` that was opened anew may have lost."""
         self.core.reconnected(peer)
         self._take_events()
 
@@ -102,7 +102,7 @@ class FeederShell:
         self._payloads = {key: row for key, row in self._payloads.items() if not key[1] or key[0] >= first}
 
     def _look_ahead(self, step: int) -> None:
-        """Note what this trainer is to feed in the step after `step`."""
+        """Note the micro-batches that this trainer is to feed in the step after `step`."""
         if step <= self._ahead_of:
             return
         self._ahead_of, self._ahead_bytes = step, 0
@@ -112,7 +112,7 @@ class FeederShell:
         self._ahead = deque(mine)
 
     async def _prepare(self) -> None:
-        """Make frames of the next micro-batches that are not asked for yet."""
+        """Make frames of the next micro-batches before they are requested."""
         if self._ahead_bytes >= AHEAD_BYTES_MAX:
             self._ahead.clear()
             return

@@ -183,7 +183,7 @@ class ReplicaShell:
 
     @property
     def stage(self) -> Stage:
-        """What computes."""
+        """The stage that computes."""
         return self._stage
 
     async def aclose(self) -> None:
@@ -191,7 +191,7 @@ class ReplicaShell:
         await self._stage.aclose()
 
     def adopt(self, plan: Plan) -> None:
-        """A new plan has come into force."""
+        """Follow a new plan that has come into force."""
         self.core.adopt(plan)
         self._pass_on([])
 

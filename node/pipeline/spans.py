@@ -1,4 +1,4 @@
-"""What the stages of this node computed and when: spans of a trace that goes over all machines of a run.
+"""Spans of this node's stages: the computations and their times, in a trace over all machines of a run.
 
 A trace is a step. Its id is a hash of run and step, which every frame carries already, so every member knows
 it without being told and nothing is added to the wire. Always recorded, a tuple a pass, and bounded; handed

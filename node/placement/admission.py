@@ -1,4 +1,4 @@
-"""What is let in here: a plan of its run, a model of its manifest, a stage that fits this machine.
+"""Admission checks: a plan belongs to its run, a model to its manifest, a stage fits this machine.
 
 The plan may be a stranger's, so the planner's arithmetic is done again before anything is allocated. What a
 stage really takes, its own process finds out by a dry run before it allocates anything
@@ -32,7 +32,7 @@ TRAIN = "train"
 
 @dataclass(frozen=True)
 class Machine:
-    """What this node gives to a stage: cores, where it computes, the memory it may take, and whether it may
+    """The resources that this node gives to a stage: cores, the device, the memory limit, and whether it may
     run without the fences that this system lacks."""
 
     threads: int
@@ -50,7 +50,7 @@ def check_plan(
     *,
     is_in_force: bool = False,
 ) -> tuple[Run, Plan]:
-    """A run and a plan of it, by `sender`, with a part for this node; else RemoteProtocolError.
+    """Return a run and a plan of it, by `sender`, with a part for this node. Raises RemoteProtocolError.
 
     The first plan is the requester's alone, who signs it (`history`) once it is in force. Where it is said to
     be so (`is_in_force`) another of its roster may bring it: the requester may have died meanwhile. A later

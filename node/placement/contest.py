@@ -1,4 +1,4 @@
-"""What a requester does where a provider lets others ask for its free slot: it asks all providers at once.
+"""A requester's part in a contest for a free slot: it asks all providers at once.
 
 Runs are placed one provider after the other, and first links are measured, so by the time it had come to the
 last provider a requester that asks them side by side would have been alone there.

@@ -73,16 +73,16 @@ Ask = Callable[[PeerId, Request, float], Awaitable[Reply]]
 
 @dataclass(frozen=True)
 class Offer:
-    """What one live member offers to runs."""
+    """The offer of one live member to runs."""
 
     peer: PeerId
     flops_per_second: float
     memory_bytes: int
     has_slot: bool
     device: str = ""
-    """The kind that torch names: cuda, mps or cpu; "" where it is not known."""
+    """The kind as torch names it: cuda, mps or cpu; "" where it is not known."""
     lacks: str = ""
-    """Why it has no slot, as one of LACKS; "" where it has one, or why is not known."""
+    """Why it has no slot, as one of LACKS; "" where it has one, or the reason is not known."""
 
 
 LACKS = {

@@ -102,7 +102,8 @@ class MachineState:
         return sum(charges) / len(charges) if charges else None
 
     def _names_of_supplies(self) -> list[Path]:
-        """What powers the machine: a mouse or a headset has a battery of its own, of the scope Device."""
+        """Return the supplies that power the machine: a mouse or a headset has a battery of its own, of the
+        scope Device."""
         try:
             found = sorted((self._root / POWER.lstrip("/")).iterdir())
         except OSError:

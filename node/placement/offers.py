@@ -1,4 +1,4 @@
-"""What live members say they offer to runs: placement's first look at a swarm."""
+"""The offers that live members announce to runs: placement's first look at a swarm."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,12 +22,12 @@ from node.services.metadata import (
 from partition.plan.observed import FLOPS_PER_SECOND_MAX, NOTHING, Knowledge
 
 SENDS_LESS_SHARE = 0.25
-"""A member that sends less counts as if it computed this share of what it does: it comes last where others
+"""A member with a slow uplink counts as if it computed this share of its rate: it comes last where others
 have room, and has few micro-batches where they have not."""
 
 
 def understands_runs(claim: Metadata) -> bool:
-    """Return whether a stage of this version can be placed there; what says nothing of itself is asked."""
+    """Return whether a stage of this version can be placed there; a member without a claim is asked."""
     return claim.standing is None or RUNS_WORD in claim.standing.capabilities
 
 

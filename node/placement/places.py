@@ -20,13 +20,13 @@ from partition.plan.plan import Plan
 
 DEVICE_ORDER = ("cuda", "mps", "cpu")
 NEAR_SECONDS = 0.03
-"""What `near` means where a run says no `max_rtt_milliseconds`."""
+"""The round trip that `near` means where a run gives no `max_rtt_milliseconds`."""
 
 Attempt = Callable[[Sequence[Offer], bool], Awaitable[Plan]]
 
 
 class Places:
-    """Those of the members that node `me` lists; `own` is what its owner calls its location."""
+    """The places of the members that node `me` lists; `own` is its owner's name for its location."""
 
     def __init__(self, me: PeerId, membership: Membership, own: Callable[[], str]) -> None:
         self._me = me
@@ -34,7 +34,7 @@ class Places:
         self._own = own
 
     def located(self) -> dict[PeerId, Located]:
-        """Return where each live member counts as being, this node too."""
+        """Return the place of each live member, this node too."""
         return locate(self._claims())
 
     def _claims(self) -> dict[PeerId, Claim]:
@@ -49,7 +49,7 @@ class Places:
         return claims
 
     def choose(self, run: Run, offers: Sequence[Offer]) -> list[Offer]:
-        """Return the offers, of which only those in the run's place have a slot for it."""
+        """Return the offers; those outside the run's place have no slot for it."""
         wish = run.manifest.place
         if wish is None:
             return list(offers)

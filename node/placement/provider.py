@@ -1,4 +1,4 @@
-"""What this node gives to others: to whom, when, and how much in each slot.
+"""This node as a provider: whom it serves, when, and how much each slot gives.
 
 It joins what the owner wants (`Config`), what the machine can be held to (fences) and how it is used now
 (`permission`). `watch` looks at the machine; whoever is to hear of a change is called back.
@@ -80,17 +80,17 @@ class Provider:
 
     @property
     def rules(self) -> Offering:
-        """What the owner allows."""
+        """The owner's rules."""
         return self.config.offer
 
     @property
     def permission(self) -> Permission:
-        """Whether the machine serves others now."""
+        """The present permission of the machine to serve others."""
         return self._permit.now
 
     @property
     def takes_stages(self) -> bool:
-        """Whether this node computes stages at all, be it of its own runs alone."""
+        """Return whether this node computes stages at all, be it of its own runs alone."""
         is_wanted = not self.config.observer and self.config.resources.accept_runs != "never"
         return is_wanted and not self.cannot_compute
 
@@ -113,7 +113,7 @@ class Provider:
 
     @property
     def words(self) -> dict[str, bool]:
-        """What others are told of this node in a word each, and whether it is so."""
+        """Return the flags that others are told of this node, by their word."""
         return {
             STAGES: self.takes_stages,
             FENCED: not self.unfenced,
@@ -125,7 +125,7 @@ class Provider:
         }
 
     def _refuses_all(self) -> str:
-        """Return why no other node is served, but for how the machine is used; empty where some may be."""
+        """Return why no other node is served, apart from the machine's use; empty where some may be."""
         accepts, rules = self.config.resources.accept_runs, self.rules
         if self.config.observer:
             return "it only watches (observer)"
@@ -155,7 +155,7 @@ class Provider:
         )
 
     def refusal(self, run: Requested, me: PeerId) -> str | None:
-        """Return why no stage of this run, or service, is taken, for a person; None where one is."""
+        """Return why no stage of this run, or service, is taken, for a person; None where it is."""
         if not self.takes_stages:
             return "takes no stages"
         if run.requester == me:

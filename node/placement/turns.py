@@ -48,16 +48,16 @@ HOLD_SECONDS_MAX = 35.0
 HOLD_FACTOR = 1.5
 """The hold as a multiple of the time between two requests of the same requester."""
 USUAL_SECONDS = 60.0
-"""What a run is taken to need where none has ended yet."""
+"""The assumed duration of a run where none has ended yet."""
 QUANTUM_SECONDS = 600.0
-"""A run keeps its slot so long before another requester's may take it: long beside a handover, which takes
+"""A run keeps its slot this long before another requester's may take it: long beside a handover, which takes
 seconds, and short beside a run that would otherwise keep all others out for hours."""
 SAME_TIME_SECONDS = 1.0
 """Requesters that came within so long came at once, and a lot decides: otherwise one that submits many runs
 comes before others everywhere."""
 DEBT_SECONDS_MAX = 3_600.0
-"""What was used above the level, for a requester's weight, is held against it up to so much: whoever had an
-idle machine for a day is not kept out for a day by those who come then."""
+"""The most excess use, by a requester's weight, that counts against it: a requester that had an idle machine
+for a day is not kept out for a day by later ones."""
 NEWCOMER_SECONDS = 60.0
 """A key is a newcomer's until a run of its own has ended and it was served for so long: otherwise a second of
 service would make a requester out of each of many keys."""
@@ -70,10 +70,10 @@ SENIOR_SECONDS = 600.0
 """A key that was listed for so long counts for itself: one that is made for each run is not, and to keep many
 alive costs as many members that answer probes."""
 CONTEST_SECONDS = 2.0
-"""What `contest_seconds` is where there is a contest: requesters that submit in the same second have asked
-all providers by then, and it is short beside the minutes that a run takes."""
+"""The value of `contest_seconds` where there is a contest: requesters that submit in the same second have
+asked all providers by then, and it is short beside the minutes that a run takes."""
 CONTEST_HOLD_SECONDS = 3.0
-"""A run that has asked once is expected back so long after the contest: it asks others meanwhile."""
+"""A run that has asked once is expected back this long after the contest: it asks others meanwhile."""
 _NEWCOMERS = b"newcomers"
 GROUPS_MAX = 1_024
 """Networks of newcomers that are told apart."""
@@ -88,7 +88,7 @@ PRIORITY_MAX = 9
 
 @dataclass(frozen=True)
 class Wish:
-    """What a run wants: one slot. `priority` and `deadline` (in the clock of the caller, inf for none) order
+    """A run's wish for one slot. `priority` and `deadline` (in the clock of the caller, inf for none) order
     the runs of one requester; `asker` is the peer that asks for it, `network` where the requester was seen,
     empty on a local network."""
 
@@ -147,19 +147,19 @@ class _Serving:
 
 @dataclass
 class _Account:
-    """What a requester used: `tag` in seconds for its weight, from where it started; `served` in seconds."""
+    """A requester's use: `tag` in seconds for its weight, from where it started; `served` in seconds."""
 
     tag: float = 0.0
     weight: float = 1.0
     phase: float = 0.0
     served: float = 0.0
     since: float = 0.0
-    """When its requester came, or had a slot last."""
+    """The time when its requester came, or had a slot last."""
     is_known: bool = False
     is_founder: bool = False
-    """It came when there was nothing to tell keys apart by."""
+    """Whether it came when there was nothing to tell keys apart by."""
     group: bytes | None = None
-    """With which newcomers it counts; None where it counts for itself."""
+    """The newcomers it counts with; None where it counts for itself."""
 
     @property
     def has_given(self) -> bool:

@@ -1,4 +1,4 @@
-"""Placing a run again: for peers that gossip has not told of yet, or that a requester waits for."""
+"""Repeated placing of a run: for peers that gossip has not announced yet, or that a requester waits for."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -16,23 +16,24 @@ from partition.plan.plan import Plan
 from partition.run.asks import Declined
 
 GOSSIP_GRACE_SECONDS = 1.0
-"""News of a newcomer may reach the requester so much later than a person: some rounds of gossip."""
+"""News of a newcomer may reach the requester this much later than a person: some rounds of gossip."""
 
 AGAIN_SECONDS_MAX = 5.0
 AGAIN_SHARE = 0.05
-"""Whoever waits asks all providers again after so much of the time that it has waited: a hundred who wait
-would ask twenty providers two thousand times a second otherwise. A slot stays empty for as long at most."""
+"""A waiting requester asks all providers again after this share of the time that it has waited: a hundred
+waiting ones would ask twenty providers two thousand times a second otherwise. A slot stays empty for as long
+at most."""
 LAW = "who used least and waits longest is next; priority orders your own runs only"
-"""What counts at providers that are busy (`node.placement.turns`)."""
+"""The rule of busy providers (`node.placement.turns`)."""
 NEWS_SECONDS = 10.0
-"""Whoever waits is told why so often at most, but for the first time."""
+"""Tell a waiting requester the reason at most once per interval, except for the first time."""
 WITHDRAW_SECONDS_MAX = 5.0
 SEARCH_SECONDS = 60.0
-"""A requester that waits looks through the swarm so often."""
+"""The interval at which a waiting requester searches the swarm."""
 
 
 class QueuePlaces:
-    """The providers in whose queues a run may be, by what they answered to requests for leases."""
+    """The providers in whose queues a run may be, by their answers to requests for leases."""
 
     def __init__(self, run: bytes, ask: Ask) -> None:
         self._run = run
@@ -40,7 +41,7 @@ class QueuePlaces:
         self._peers: set[PeerId] = set()
 
     async def ask(self, peer: PeerId, request: Request, seconds: float) -> Reply:
-        """Put a request. Raises Unreachable."""
+        """Send a request. Raises Unreachable."""
         reply = await self._ask(peer, request, seconds)
         if isinstance(request, EnterQueue) or (
             isinstance(request, LeaseRequest) and request.stage is not None

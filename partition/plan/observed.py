@@ -117,9 +117,9 @@ class Knowledge:
     def links(self, peers: Collection[PeerId]) -> dict[tuple[PeerId, PeerId], Link]:
         """Return each known direction between two of these peers.
 
-        A link that neither end measured is estimated as the slower of its ends' typical links, and is unknown
-        if neither end has measurements with anybody. A link between two hidden peers is taken for a relayed
-        one until either has measured it.
+        A link that neither end measured is estimated as the slower of its ends' typical links. A link is
+        unknown if neither end has measurements with anybody. A link between two hidden peers counts as
+        relayed until either has measured it.
         """
         said = self._said()
         own = self._typical(said)

@@ -1,4 +1,4 @@
-"""What all checkers have in common: each names the events it wants, and what to do with them. Pure."""
+"""The base of all checkers: each names the events it handles, and its handlers. Pure."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,7 +9,7 @@ Handler = Callable[[Observed, World], None]
 
 
 class Checker:
-    """A `sim.observers.Watcher`. `name` is what a broken invariant is called by."""
+    """A `sim.observers.Watcher`. `name` is the name of a broken invariant."""
 
     name = ""
 

@@ -1,4 +1,4 @@
-"""What churn is like, as a scenario file says it: the tables `[churn]` and `[[events]]`. Only data."""
+"""The churn settings of a scenario file: the tables `[churn]` and `[[events]]`. Only data."""
 
 from typing import Annotated, Literal
 

@@ -1,4 +1,4 @@
-"""All measures of one experiment as one watcher: rows while it runs, a summary in the end."""
+"""All measures of one experiment as one watcher: rows while it runs, a summary at the end."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +15,12 @@ from sim.observers import Observed, World
 from sim.scenario import Scenario
 
 POINTS_MAX = 1_000
-"""Moments at which the population and the views are written down: as many as a picture shows."""
+"""Moments at which the population and the views are recorded: as many as a picture shows."""
 SETTLING_SECONDS = 30.0
 """A swarm counts as settled this long after the last peer's first start."""
 WINDOWS_MAX = 60
 WINDOW_SECONDS_MIN = 10.0
-"""What is counted by windows (traffic, lookups, steps) needs some in each."""
+"""Counts by windows (traffic, lookups, steps) need several events in each window."""
 
 Handler = Callable[[Observed], None]
 
@@ -57,18 +57,18 @@ class Measures:
             self._end_window(parts, world)
 
     def end(self, world: World) -> None:
-        """What is left of the last window counts too."""
+        """Add the rest of the last window."""
         parts = self._parts or self._begin(world)
         self._now = world.now
         self._end_window(parts, world)
 
     @property
     def population(self) -> int:
-        """How many are up at this moment."""
+        """Return the number of live peers at this moment."""
         return self._parts.swarm.count if self._parts is not None else 0
 
     def summary(self, world: World) -> dict[str, Any]:
-        """The figures in the end, JSON as they are."""
+        """Return the final figures as JSON values."""
         parts = self._parts or self._begin(world)
         return {
             "population": parts.swarm.summary(world.now),

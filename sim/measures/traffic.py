@@ -1,4 +1,4 @@
-"""What a node sends, by protocol: the world's counters, divided by how long how many were up.
+"""A node's sent traffic, by protocol: the world's counters, divided by the summed uptime of all nodes.
 
 A world counts `messages PROTOCOL` and `bytes PROTOCOL`; its other counters (lost, missed, refused) are
 reported by their names, as they stand in the end.

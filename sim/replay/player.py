@@ -61,7 +61,7 @@ class Broken(Exception):
 
 @dataclass
 class Played:
-    """What came of one record. `diverged` and `damage` are empty where all went as recorded."""
+    """The outcome of one record. `diverged` and `damage` are empty where all went as recorded."""
 
     about: dict[str, Any] = field(default_factory=dict)
     turns: Counter[str] = field(default_factory=Counter)
@@ -76,12 +76,12 @@ class Played:
 
     @property
     def seconds(self) -> float:
-        """How long the node was recorded, by its own clock."""
+        """Return how long the node was recorded, by its own clock."""
         return 0.0 if self.first is None else self.now - self.first
 
     @property
     def is_same(self) -> bool:
-        """Whether every turn came out as it was recorded."""
+        """Return whether every turn came out as it was recorded."""
         return not (self.diverged or self.damage)
 
 

@@ -1,4 +1,5 @@
-"""How all pictures look: one page, its axes of time, its colours. Needs matplotlib (the extra `demo`)."""
+"""The common form of all pictures: one page, its axes of time, its colours. Needs matplotlib (the extra
+`demo`)."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,8 @@ GREEN = "#4f8a5b"
 RED = "#b8473d"
 VIOLET = "#7a5c99"
 SERIES = (BLUE, AMBER, GREEN, VIOLET, RED, GREY)
-"""For things of a kind, told apart without red against green; the first six, then grey again."""
+"""Colours of a series of things of one kind, told apart without red against green; the first six, then grey
+again."""
 
 _PAGE_INCHES = (9.0, 1.6, 2.5)
 """Width, height of what is not a panel, of a panel of height 1."""
@@ -74,13 +76,13 @@ class Page:
         self.panels[panel].plot(times, [value for _, value in points], label=label, color=colour, **style)
 
     def area(self, panel: int, points: Sequence[tuple[float, float]], label: str, colour: str) -> None:
-        """What matters less than the curves: filled, and pale."""
+        """Fill the area of a less important quantity, pale."""
         times = [time / self.divisor for time, _ in points]
         heights = [value for _, value in points]
         self.panels[panel].fill_between(times, heights, label=label, color=colour, alpha=0.35, linewidth=0)
 
     def logarithmic(self, panel: int) -> None:
-        """The y axis of a panel, with its numbers written out."""
+        """Set a logarithmic y axis on a panel, with its numbers written out."""
         from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
         axes = self.panels[panel]
@@ -91,7 +93,7 @@ class Page:
         axes.yaxis.set_minor_formatter(NullFormatter())
 
     def name(self, panel: int, label: str, *, low: float | None = None, high: float | None = None) -> None:
-        """What the y axis is, and where it begins and ends; with `low` alone, a little above all."""
+        """Name the y axis and set its range; with `low` alone, it ends a little above all values."""
         axes = self.panels[panel]
         axes.set_ylabel(label, color=INK)
         if low is not None and high is None:
@@ -99,13 +101,13 @@ class Page:
         axes.set_ylim(bottom=low, top=high)
 
     def whole_numbers(self, panel: int) -> None:
-        """The y axis of a panel counts."""
+        """Have the y axis of a panel show whole numbers."""
         from matplotlib.ticker import MaxNLocator
 
         self.panels[panel].yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
 
     def legend(self, panel: int) -> None:
-        """Above the panel at its right, where no data are."""
+        """Place the legend above the panel at its right, where no data are."""
         axes = self.panels[panel]
         entries = axes.get_legend_handles_labels()[1]
         if entries:

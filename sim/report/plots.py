@@ -21,7 +21,7 @@ _BINS_MAX = 150
 
 
 class Shown(Protocol):
-    """What the pictures show of an experiment's result."""
+    """The part of an experiment's result that the pictures show."""
 
     @property
     def scenario(self) -> Scenario: ...
@@ -34,15 +34,11 @@ class Shown(Protocol):
     @property
     def summary(self) -> Mapping[str, Any]: ...
     def values(self, metric: str, label: str = "") -> list[tuple[float, float]]:
-        """(time, value) of one metric."""
+        """Return (time, value) of one metric."""
 
 
 def draw_all(folder: Path, result: Shown) -> list[str]:
-    """Draw what there is to draw into `folder`; the names of the files.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Draw all pictures with data into `folder`; return the names of the files."""
     drawn = []
     for name, picture in PICTURES.items():
         page = picture(result)

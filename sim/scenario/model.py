@@ -1,4 +1,4 @@
-"""What a scenario is made of: one frozen struct a table of its file. Not here: how a file is read
+"""The parts of a scenario: one frozen struct for each table of its file. Not here: reading a file
 (`sim.scenario.loading`), and the rules between values (`sim.scenario.rules`)."""
 
 from typing import Annotated, Literal
@@ -61,7 +61,7 @@ class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: str = "digits"
     learning_rate: float = 0.005
     accuracy: Share = 0.0
-    """What the run must reach, or the run of the scenario is broken; 0: nothing."""
+    """The accuracy below which the run of the scenario counts as broken; 0: none."""
 
 
 class ServedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,4 +1,4 @@
-"""What a scenario says that cannot all be true: rules between its values. Pure, but for a look at a trace.
+"""Contradictions in a scenario: rules between its values. Pure, but for reading a trace.
 
 What one value alone may be is said by its type, and what one table by itself (`sim.network.model`). Each
 fault has the path of the value that is to blame, for the line in the file.
@@ -17,7 +17,7 @@ STACK_NODES_MAX = 200
 _SHARES_NOISE = 1e-6
 
 Fault = tuple[tuple[str | int, ...], str]
-"""Where, and what is wrong."""
+"""Where, and the fault."""
 
 
 def faults(scenario: Scenario) -> Iterator[Fault]:

@@ -1,5 +1,5 @@
-"""What the questions of others come to at a member of a run in a world of cores: the cores decide on plans
-and slots, its disk is here."""
+"""A member's answers to questions in a world of cores: the cores decide on plans and slots, its disk is
+here."""
 
 from typing import Protocol
 
@@ -108,7 +108,7 @@ def _end(member: Answering, asker: PeerId, question: EndRun, reply: Answer) -> N
 
 
 def _answer_of_plan(member: Answering, question: FetchState | ExportStage, reply: Answer) -> None:
-    """What is of use only to whoever follows the same plan."""
+    """Answer a question that only a member under the same plan asks."""
     plan, hosted = member.plan, member.hosting.hosted
     if plan is None or question.plan != plan_hash(plan):
         reply(Declined("no such plan here"))

@@ -27,7 +27,7 @@ from partition.steps.replica import Replica
 
 
 class MembershipCore(Core, Protocol):
-    """What a world asks of a membership core. It learns the events of `gossip.member`."""
+    """The interface of a membership core in a world. Its events are those of `gossip.member`."""
 
     wall_offset: float | None
 
@@ -45,7 +45,7 @@ class MembershipCore(Core, Protocol):
 
 
 class DiscoveryCore(Core, Protocol):
-    """What a world asks of a core of records. It learns the events of `dht.events`."""
+    """The interface of a core of records in a world. Its events are those of `dht.events`."""
 
     wall_offset: float
 

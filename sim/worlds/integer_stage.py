@@ -1,4 +1,4 @@
-"""A stage that sums integers instead of gradients, and what an undisturbed run of such stages comes to.
+"""A stage that sums integers instead of gradients, and the true result of an undisturbed run of such stages.
 
 What a micro-batch adds depends on its number, its stage, the parameters, and all that came in with it, so a
 sum tells whether each was counted once, in the right step and from the right frames. Whole numbers below
@@ -64,7 +64,7 @@ def vector_bytes(vector: Vector) -> bytes:
 
 @dataclass(frozen=True)
 class State:
-    """What a stage is after so many steps: all that is copied, fetched and restored."""
+    """The state of a stage after a number of steps: everything that is copied, fetched and restored."""
 
     step: int
     parameters: Vector
@@ -76,7 +76,7 @@ class State:
 
 
 def joined(states: Sequence[State]) -> State:
-    """Return the state of a stage that is made of several, all after the same step."""
+    """Return the state of a stage that is joined of several, all after the same step."""
     (step,) = {state.step for state in states}
     return State(step, tuple(number for state in states for number in state.parameters))
 
@@ -207,7 +207,7 @@ class SummingSpan:
 
     @property
     def counted(self) -> list[int]:
-        """What the sums hold: the same in all parts once nothing is in flight."""
+        """Return the contents of the sums: the same in all parts once nothing is in flight."""
         return self._parts[0].counted
 
     def forward(
@@ -278,7 +278,8 @@ def stepped(state: State, total: Vector, samples: int, squared_norm: float | Non
 
 
 class Truth:
-    """What a run comes to, computed in one place: the state of each stage after each step, and the losses."""
+    """The true result of a run, computed in one place: the state of each stage after each step, and the
+    losses."""
 
     def __init__(self, run: bytes, stages: int, microbatches: int) -> None:
         self._run = run
@@ -288,12 +289,12 @@ class Truth:
         self._losses: list[float] = []
 
     def state(self, step: int, units: Sequence[int]) -> State:
-        """Return that of a stage made of these, after so many steps."""
+        """Return the state of a stage of these units after this step."""
         self._reach(step)
         return joined([self._states[step][unit] for unit in units])
 
     def loss(self, step: int) -> float:
-        """The mean over the step's samples."""
+        """Return the mean over the step's samples."""
         self._reach(step + 1)
         return self._losses[step]
 

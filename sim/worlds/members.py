@@ -42,7 +42,7 @@ from sim.worlds.turns import Turns
 
 _ABOUT_THE_RUN = Absent | Checkpointed | GivenUp | Leaving | Noted | Recut | Saved
 EARLY_MAX = 64
-"""What a committer says of a plan that has not come into force here yet."""
+"""A committer's messages of a plan that has not come into force here yet."""
 INF = float("inf")
 RATE = 1_000
 """The rate of a peer that is not slowed; the cores count in FLOP/s, and only compare."""
@@ -452,11 +452,11 @@ class Member(Turns):
             self.trainer.suspect(peer)
 
     def answer(self, asker: PeerId, question: Question, reply: Answer) -> None:
-        """What a question of another comes to, now or later."""
+        """Answer a question of another member, now or later."""
         self.turn(lambda: answer(self, asker, question, reply))
 
     def catch_up(self, peers: Sequence[PeerId]) -> None:
-        """Ask what of the chain is missing here."""
+        """Ask peers for missing parts of the chain."""
         self.core.catch_up(peers)
 
     # Bookkeeping

@@ -67,7 +67,7 @@ class Roster:
 
 
 def _metadata(offered: Capacity) -> bytes:
-    """What a whole node with this capacity says when it joins."""
+    """Return the metadata that a whole node with this capacity sends when it joins."""
     words = {RUNS_WORD: True, "stages": True, "fenced": True, "calibrated": False}
     standing = look_at(None, offered, words, 1, (), is_measured=False)
     return encode_metadata(offered, accepts_runs=True, standing=standing)

@@ -1,4 +1,4 @@
-"""What all members of one run in a world of cores have in common."""
+"""The common context of all members of one run in a world of cores."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""What a node says of a run, in the words that worlds of cores have for it (`sim.events`).
+"""A node's reports of a run, as events of worlds of cores (`sim.events`).
 
 A node's events are for people: short ids, no hashes of parents. What is missing is read off the node's public
 face at that very moment. What the sums of a step held is not what somebody says of them, but what the stages
@@ -21,7 +21,7 @@ from sim.worlds.node_life import NodeLife
 
 @dataclass
 class Trained:
-    """What is known of a run. `weights` is the hash of its result, empty before."""
+    """The known facts of a run. `weights` is the hash of its result, empty before."""
 
     training: Training
     run: Run
@@ -33,7 +33,7 @@ class Trained:
 
     @property
     def standing(self) -> str:
-        """In words for a person."""
+        """Return the state in words for a person."""
         reached = "" if self.accuracy is None else f", accuracy {self.accuracy:.3f}"
         ended = f"{self.outcome} {self.reason}".strip() or "not ended"
         return f"{ended} after {self.steps} steps{reached}"

@@ -1,4 +1,4 @@
-"""What members of a run in a world of cores say to each other beside what cores do.
+"""Messages among members of a run in a world of cores, beside those of the cores.
 
 Only what takes its time or its bytes: never on a wire, so without signatures and limits.
 """
@@ -10,9 +10,9 @@ from partition.plan.plan import NO_HASH
 from partition.run.asks import Request
 
 MESSAGE_BYTES = 256
-"""What a message counts on the network: most are names of plans and some numbers."""
+"""The size of a message on the network: most are names of plans and some numbers."""
 STATE_BYTES = 64 * 1024
-"""The same of a stage's state."""
+"""The size of a stage's state on the network."""
 
 
 # On the ordered streams
@@ -78,18 +78,18 @@ Question = Request | FetchState | ExportStage | KeepCopy | FetchCopy
 
 @dataclass
 class Disk:
-    """What one peer keeps of one run over a restart. `chain` is empty while it is not a member; `copies` are
-    by step, and stage that the run began with."""
+    """The records of one run that one peer keeps over a restart. `chain` is empty while it is not a member;
+    `copies` are by step, and stage that the run began with."""
 
     chain: bytes = b""
     newest: tuple[bytes, int] | None = None
     copies: dict[tuple[int, int], object] = field(default_factory=dict)
 
     def forget_chain(self) -> None:
-        """What is only for a run that goes on; its copies stay."""
+        """Forget the records of a running run; its copies stay."""
         self.chain, self.newest = b"", None
 
 
 def checkpoint_name(run: bytes, step: int) -> bytes:
-    """One name for one state: that of a step is the same, whoever saved it."""
+    """Return one name for one state: that of a step is the same, whichever member saved it."""
     return bytes(left ^ right for left, right in zip(run, step.to_bytes(len(NO_HASH), "big"), strict=True))

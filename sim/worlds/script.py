@@ -1,11 +1,4 @@
-"""What is done to a world: who comes and goes when, and the events of the scenario. Pure.
-
-A peer runs while its first start has come, its churn says that it is there, and no event holds it down. A
-peer that an event finds not running is passed over. Events of one kind may overlap: of cuts all hold, of
-factors the product, of losses what all of them together let through.
-
-Not here: how a peer is started, cut off or frozen; that is the world's, of either fidelity (`Directed`).
-"""
+"""The script of a world: its peers' arrivals and departures, and the events of the scenario. Pure."""
 
 from array import array
 from collections.abc import Callable, Iterator, Mapping

@@ -42,15 +42,15 @@ from sim.worlds.training import RunsGround, TrainingRuns
 
 VOCABULARY = 1 << 15
 MESSAGE_BYTES = 200
-"""What a message takes beside its tensors, in about."""
+"""The approximate size of a message beside its tensors."""
 ASK_SECONDS = 1.0
 READ_PART = 1 / 16
-"""What a token of a prompt takes of a decoded one."""
+"""The cost of a prompt's token relative to a decoded one."""
 AGAIN_SECONDS = 1.0
 
 
 def token_after(tokens: Sequence[int]) -> int:
-    """Return the truth."""
+    """Return the true next token."""
     return int.from_bytes(blake3(np.array(tokens, np.uint32).tobytes()).digest(4)) % VOCABULARY
 
 
@@ -83,7 +83,7 @@ class ServedModels:
 
 
 class _Lines:
-    """What streams of services stand on: what those of runs do, counted apart."""
+    """The ground that streams of services stand on: that of runs' streams, counted apart."""
 
     def __init__(self, runs: TrainingRuns, ground: RunsGround, counters: Counter[str]) -> None:
         self._ground, self._counters = ground, counters
@@ -133,11 +133,11 @@ class _Service:
         self._rng = seeded_rng(ground.seed, "answers", number)
         self._heads = seeded_rng(ground.seed, "beginnings", number)
         self._head = tuple(self._heads.randrange(VOCABULARY) for _ in range(2 * service.prompt))
-        """What half of the prompts have in common, each some of it."""
+        """The tokens that half of the prompts begin with, each with some of them."""
         ground.at(instant(service.at_seconds), self._begin)
 
     def _begin(self) -> None:
-        """Have the first holders of its stages; later, where too few are up."""
+        """Start the first holders of its stages; again later, where too few are up."""
         wanted = self.service.stages * self.service.replicas
         up = [peer for peer in self.pool if peer in self.nodes]
         if len(up) < wanted:

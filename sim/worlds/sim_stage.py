@@ -36,7 +36,7 @@ from sim.worlds.run_context import Setting
 EARLY_PARTS_MAX = 4_096
 """As in the node: parts of a reduction that this replica has not begun."""
 FRAME_BYTES = 16 * 1024
-"""What a frame counts on the network: the activations of a small model."""
+"""The size of a frame on the network: the activations of a small model."""
 _TENSORS = (TensorHeader("uint8", (32,)),)
 _NO_DIGEST = bytes(HASH_BYTES)
 
@@ -45,7 +45,7 @@ Then = Callable[[State | None], None]
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A frame but for what it is signed for: it may be sent again under another plan."""
+    """A frame without the part that is signed for a plan: it may be sent again under another one."""
 
     step: int
     microbatch: int
@@ -55,7 +55,7 @@ class Draft:
     data: bytes
 
     def opened(self, author: PeerId, plan: bytes, attempt: int) -> OpenedFrame:
-        """As its receiver has it once it has checked it."""
+        """Return the frame as its receiver has it once it has checked it."""
         header = FrameHeader(
             plan,
             self.step,

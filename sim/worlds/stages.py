@@ -22,7 +22,7 @@ from sim.executor import SimExecutor, SimStage
 from sim.network.pace import Pace
 
 BYTES_PER_FLOP = 2.0
-"""What a core moves through its memory in the time of one operation: 10 GB/s beside 5 GFLOP/s."""
+"""Bytes that a core moves through memory in the time of one operation: 10 GB/s beside 5 GFLOP/s."""
 SUMMED, STEPPED = 3, 6
 """How often the gradients' bytes go through memory: two sums and their result; totals, gradients, and each of
 parameters and moments in and out."""
@@ -86,7 +86,7 @@ def _admitted(specification: bytes) -> tuple[api.StageSpecification, float]:
 
 
 class StageCost:
-    """What the requests to one stage take, in seconds: a forward pass `forward_seconds`.
+    """The cost of one stage's requests in seconds: a forward pass takes `forward_seconds`.
 
     `natural_seconds` is what the same takes by its operations; what goes by bytes is stretched as it is.
     """
@@ -106,7 +106,7 @@ class StageCost:
         self._seconds_per_byte = stretch / bytes_per_second
 
     def seconds(self, request: api.Request) -> float:
-        """Only what computes takes time: letting go does not."""
+        """Return the seconds of a request: computing takes time, releasing memory does not."""
         match request:
             case api.Forward():
                 goes_back = request.train and self._is_last

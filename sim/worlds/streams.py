@@ -28,12 +28,12 @@ Answer = Callable[[Any], None]
 
 
 class Ground(Protocol):
-    """What streams stand on: the world and its network."""
+    """The environment of streams: the world and its network."""
 
     @property
     def now(self) -> float: ...
     def at(self, when: float, action: Callable[[], None]) -> None:
-        """Do something at that instant; what is asked for first comes first."""
+        """Do something at that instant; calls at one instant are made in the order of asking."""
 
     def connected(self, one: PeerId, other: PeerId) -> bool:
         """Return whether both run, and each reaches the other."""

@@ -1,4 +1,4 @@
-"""What a world itself does, and when: a heap of calls by instant, then by the order of asking."""
+"""The agenda of a world: a heap of calls by instant, then by the order of asking."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What a trainer of a run in a world of cores does under one plan: it feeds and, as the first, commits.
+"""A trainer of a run in a world of cores under one plan: it feeds and, as the first, commits.
 
 The driver of a `partition.steps.feeder.Feeder`, and of a `partition.steps.committer.Committer` whose events
 `partition.run.verdicts` judges. The next plan begins with another.
@@ -111,13 +111,13 @@ class Trainer:
         self._feed()
 
     def receive(self, sender: PeerId, message: Any) -> None:
-        """What a replica says to the committer. Raises RemoteProtocolError."""
+        """Handle a replica's message to the committer. Raises RemoteProtocolError."""
         if self.core is not None:
             self._verdicts.heard(sender, message)
             self._send_all(self.core.receive(self._setting.ground.now, sender, message))
 
     def steer(self, event: PauseWanted | SaveWanted | StepsWanted) -> None:
-        """Do what this peer's member wants between two steps."""
+        """Carry out the member's decisions between two steps."""
         if self.core is not None:
             core, now = self.core, self._setting.ground.now
             match event:
@@ -129,7 +129,7 @@ class Trainer:
                     self._send_all(core.unpause(now))
 
     def suspect(self, peer: PeerId) -> None:
-        """It may be dead."""
+        """Handle the suspicion that a peer may be dead."""
         if self.core is not None:
             self._send_all(self.core.suspect(self._setting.ground.now, peer))
 
