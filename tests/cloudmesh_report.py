@@ -428,8 +428,7 @@ BEYOND = (
         (
             typical(
                 "Each trains on its own set of that name; only models are averaged.",
-                "tests/node/local/test_federated.py::"
-                "test_each_trains_on_its_own_set_and_no_byte_of_one_is_sent_or_kept",
+                "tests/node/local/test_federated.py::test_federated_members_train_on_own_data_and_send_none",
             ),
             exceptional("Refused in exact mode, where samples would travel."),
         ),

@@ -145,7 +145,7 @@ def test_a_peer_id_as_a_cid_is_the_same_peer(peer: PeerId) -> None:
 
 
 @given(peers, st.data())
-def test_a_damaged_peer_id_that_we_read_is_read_alike_by_libp2p(peer: PeerId, data: st.DataObject) -> None:
+def test_libp2p_reads_the_damaged_peer_ids_that_we_read(peer: PeerId, data: st.DataObject) -> None:
     text = peer_text(peer)
     at = data.draw(st.integers(0, len(text) - 1))
     damaged = text[:at] + data.draw(st.text("0IOlz1Ab~", max_size=2)) + text[at + 1 :]

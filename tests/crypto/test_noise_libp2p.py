@@ -61,7 +61,7 @@ class Wire:
 
 
 @pytest.mark.parametrize("we_open", [True, False])
-async def test_py_libp2p_shakes_hands_with_us_and_each_learns_the_other(we_open: bool) -> None:
+async def test_py_libp2p_completes_a_handshake_and_both_learn_the_other(we_open: bool) -> None:
     private = ed25519.Ed25519PrivateKey.from_bytes(b"l" * 32)
     theirs = peer_id.ID.from_pubkey(private.get_public_key())
     pattern = patterns.PatternXX(theirs, private, x25519.X25519PrivateKey.from_bytes(THEIR_STATIC))

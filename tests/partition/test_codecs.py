@@ -100,7 +100,7 @@ def test_blocks_of_other_floating_types_are_as_precise(codec: Codec) -> None:
     assert (np.abs(widened[0] - widened[1]) <= step + np.abs(widened[1]) * 2**-7).all()
 
 
-def test_float64_beyond_float32_stays_exact_and_what_is_below_becomes_zero() -> None:
+def test_float64_beyond_float32_stays_exact_and_underflow_becomes_zero() -> None:
     array = np.full(1_000, 1e300)
     for codec in LOSSY:
         payload = pack([typed(array)], codec)

@@ -44,7 +44,7 @@ def test_to_one_number_a_pool_is_a_mean_and_admitted(as_a_gpu: None) -> None:
     admit(specification(pooled(1)))
 
 
-def test_a_run_in_float64_is_refused_by_a_device_that_has_none(as_a_gpu: None) -> None:
+def test_a_device_without_float64_refuses_a_float64_run(as_a_gpu: None) -> None:
     said = refusal(gpt_graph(30, 8, 16, 2, 2, 0.0, "float64"))
     assert said.endswith("cpu has no float64; a CPU takes this stage, or float32 does")
     admit(specification(gpt_graph(30, 8, 16, 2, 2, 0.0, "float32")))

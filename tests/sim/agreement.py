@@ -68,8 +68,8 @@ FATES = ("sent", "delivered", "lost", "cut", "duplicated", "filtered", "overflow
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a driver made of the scenario: `ties` counts events at the same instant of the same core, `fates`
-    what became of messages, `under_way` those of which nothing has become yet."""
+    """A driver's outcome of the scenario: `ties` counts events at the same instant of the same core, `fates`
+    the fates of messages, `under_way` those without one yet."""
 
     trace: Trace
     ties: int

@@ -52,7 +52,7 @@ class Clockwork:
 
 
 class Hands(ABC):
-    """What a play can do."""
+    """The actions of a play."""
 
     links: Links
 
@@ -93,7 +93,7 @@ class Outcome:
 
 @dataclass
 class Play:
-    """What is done at which instant. `period_seconds`: how often peers wake."""
+    """The actions and their instants. `period_seconds`: how often peers wake."""
 
     model: NetworkModel = field(default_factory=NetworkModel)
     seed: int = 1

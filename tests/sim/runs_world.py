@@ -48,7 +48,7 @@ class _Over(Exception):
 
 @dataclass
 class Story:
-    """What was published, and what a test does about it."""
+    """The published events, and the test's reaction to them."""
 
     seen: list[Observed] = field(default_factory=list)
     watchers: list[Callable[[Observed], None]] = field(default_factory=list)

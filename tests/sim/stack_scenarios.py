@@ -71,7 +71,7 @@ SCENARIOS = {scenario.name: scenario for scenario in (SWARM, DIGITS, FULL)}
 
 @dataclass
 class Played:
-    """What came of a scenario. `kinds` counts events by the name of their type."""
+    """The outcome of a scenario. `kinds` counts events by the name of their type."""
 
     world: StackWorld
     watch: Watch
@@ -80,7 +80,7 @@ class Played:
 
     @property
     def printed(self) -> list[str]:
-        """What must be the same wherever it is played."""
+        """Return the lines that must be the same wherever it is played."""
         return [self.watch.digest(), *(trained.weights or trained.outcome for trained in self.world.trained)]
 
 

@@ -47,7 +47,7 @@ def parted(seed: int, sides: Mapping[int, int], *, members: int, steps: int = 40
     return played.play()
 
 
-def test_each_of_two_parted_members_trains_on_alone_and_one_branch_is_kept() -> None:
+def test_two_parted_members_train_alone_and_one_branch_is_kept() -> None:
     played = parted(1, {1: 1}, members=2)
     healed = SPLIT_AT + APART_SECONDS
     apart = committers(played, SPLIT_AT + FORK_SECONDS, healed)
@@ -85,7 +85,7 @@ def test_members_that_wake_up_leave_what_one_did_alone_in_force() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, SEEDS + 1))
-def test_however_members_part_and_die_one_branch_is_kept_and_the_run_ends(seed: int) -> None:
+def test_partitions_and_deaths_leave_one_branch_and_the_run_ends(seed: int) -> None:
     """Some splits are too short for a fork; some members die, or sleep, on their branch."""
     rng = seeded_rng(seed, PeerId(bytes(32)))
     members = rng.randint(2, 5)

@@ -1,4 +1,4 @@
-"""What the network model says happens by the heap engine and under trio: the same suite for both.
+"""The network model's promises, checked under the heap engine and under trio: the same suite for both.
 
 The last test plays anything at all by both, and wants the same outcome.
 """
@@ -75,7 +75,7 @@ def test_some_messages_arrive_twice_and_some_overtake_others(fidelity: str) -> N
 
 
 @both
-def test_a_narrow_uplink_lets_messages_out_one_by_one_and_loses_what_would_wait_too_long(
+def test_a_narrow_uplink_queues_messages_and_drops_late_ones(
     fidelity: str,
 ) -> None:
     # Ten a second, and room for half a second: one leaves at once, five wait, the rest is lost.
@@ -112,7 +112,7 @@ def test_bytes_are_counted_with_their_envelopes(fidelity: str) -> None:
 
 
 @both
-def test_a_frozen_peer_hears_at_the_thaw_what_came_and_then_finds_its_deadline_past(fidelity: str) -> None:
+def test_a_thawed_peer_receives_waiting_messages_before_its_missed_deadline(fidelity: str) -> None:
     play = Play(period_seconds=0.4)
     play.at(1.0, lambda hands: hands.freeze(B, 2.0))
     for number, sender in enumerate((C, A, C, D)):
@@ -183,7 +183,7 @@ def test_a_slow_peer_takes_its_time_over_each_message(fidelity: str) -> None:
 
 
 @both
-def test_what_is_on_its_way_reaches_the_next_life_and_what_comes_between_two_lives_is_missed(
+def test_messages_reach_the_next_life_unless_they_arrive_between_lives(
     fidelity: str,
 ) -> None:
     play = Play(NetworkModel(0.2, 0.2))
@@ -215,7 +215,7 @@ def test_a_split_cuts_what_is_sent_while_it_lasts(fidelity: str) -> None:
 
 
 @both
-def test_blocks_deafness_and_losses_for_a_while_fall_on_whom_they_are_meant_for(fidelity: str) -> None:
+def test_temporary_blocks_deafness_and_losses_hit_only_their_targets(fidelity: str) -> None:
     play = Play()
     play.at(1.0, lambda hands: hands.links.block(A, B))
     play.at(1.0, lambda hands: hands.links.deafen(C))
@@ -291,7 +291,7 @@ models = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(models, st.lists(st.one_of(DEEDS), max_size=40), st.integers(0, 5))
-def test_any_play_goes_the_same_by_the_heap_and_by_trio_and_every_message_has_one_fate(
+def test_any_play_is_equal_by_heap_and_by_trio(
     model: NetworkModel, deeds: list[Callable[[Hands], object]], seed: int
 ) -> None:
     play = Play(model, seed, period_seconds=0.33)

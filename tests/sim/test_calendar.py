@@ -35,7 +35,7 @@ def test_entries_come_in_the_order_of_a_heap(moves: list[tuple[str, float]]) -> 
         assert sorted(calendar) == sorted(heap)
 
 
-def test_what_is_added_to_the_instant_that_is_being_taken_comes_in_its_place() -> None:
+def test_additions_to_the_current_instant_keep_their_order() -> None:
     calendar = Calendar()
     first, second, third = ((0.5, place, 0, NOBODY, 0, None) for place in (1, 2, 3))
     calendar.add(third)

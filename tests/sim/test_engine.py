@@ -85,7 +85,7 @@ def test_running_in_small_pieces_gives_the_same_as_running_at_once() -> None:
     assert digests[0] == digests[1]
 
 
-def test_within_an_instant_a_core_first_receives_by_sender_then_is_called_then_woken() -> None:
+def test_an_instant_delivers_by_sender_then_calls_then_wakes() -> None:
     engine = Engine(Links(NetworkModel(), 1))
     listener = Listener(deadline=0.15)
 
@@ -159,7 +159,7 @@ def test_a_deadline_that_moves_later_wakes_only_once() -> None:
     assert [time for time, _ in listener.heard] == [1.9]
 
 
-def test_a_core_whose_deadline_never_moves_on_is_a_bug_and_not_an_endless_loop() -> None:
+def test_a_deadline_that_never_advances_is_reported_as_a_bug() -> None:
     class Stuck(Listener):
         def wake(self, now: float) -> Sends:
             return []
@@ -230,7 +230,7 @@ def test_kept_entries_stand_in_the_order_of_time_and_peer() -> None:
     assert {entry.what for entry in entries} == {"received", "woken", "learnt", "sent"}
 
 
-def test_a_core_with_a_wrong_clock_lives_by_its_own_time_and_finds_its_deadlines_passed() -> None:
+def test_a_core_with_a_wrong_clock_wakes_by_its_own_time() -> None:
     clock = LocalClock(offset_seconds=100.0, drift=-0.05)
     woken: list[tuple[float, float]] = []
 

@@ -75,7 +75,7 @@ def test_all_that_is_written_can_be_read_again_and_played_again(tmp_path: Path) 
     assert sim.run(str(folder / "scenario.toml"), seed=3).digest == result.digest
 
 
-def test_the_file_of_events_is_bounded_and_the_summary_says_what_it_lacks(tmp_path: Path) -> None:
+def test_the_event_file_is_bounded_and_the_summary_counts_missing_events(tmp_path: Path) -> None:
     result = sim.run(tiny(tmp_path), seed=3, folder=tmp_path / "out", events_max=30)
     lines = (tmp_path / "out" / "events.jsonl").read_text().splitlines()
     assert len(lines) == 31
@@ -138,7 +138,7 @@ def test_ones_own_core_takes_the_place_of_ours(tmp_path: Path) -> None:
     assert broken.repeat == "sim.run(scenario, seed=3, swim=MeetsNobody)"
 
 
-def test_what_a_core_raises_comes_through_and_says_when_it_was(tmp_path: Path) -> None:
+def test_exceptions_of_a_core_propagate_with_their_time(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         sim.run(written(tmp_path), seed=3, swim=Stumbles)
     (note,) = caught.value.__notes__
@@ -164,7 +164,7 @@ def test_ones_own_checker_may_break_it_and_no_checkers_never_do(tmp_path: Path) 
     assert sim.run(deaf(tmp_path), seed=3, checkers=()).broken is None
 
 
-def test_whoever_watches_the_progress_may_stop_it(tmp_path: Path) -> None:
+def test_a_progress_callback_may_stop_the_experiment(tmp_path: Path) -> None:
     told: list[Progress] = []
 
     def watch(progress: Progress) -> None:
@@ -181,7 +181,7 @@ def test_whoever_watches_the_progress_may_stop_it(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["complete"] is False
 
 
-def test_a_world_of_cores_needs_neither_torch_nor_matplotlib_and_a_seed_not_even_trio() -> None:
+def test_cores_import_neither_torch_nor_matplotlib_and_seeds_no_trio() -> None:
     program = (
         "import sys, sim.seeds;"
         "print([name for name in ('trio', 'torch', 'matplotlib') if name in sys.modules]);"

@@ -57,7 +57,8 @@ SEEDS = tuple(NETWORKS)
 
 
 class Told:
-    """What one world told: per peer its membership events with their instants, and all views in the end."""
+    """The events of one world: each peer's membership events with their instants, and all views in the
+    end."""
 
     def __init__(self, world: type[CoresWorld] | type[StackWorld], seed: int) -> None:
         self.seen: list[Observed] = []

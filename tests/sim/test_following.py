@@ -47,7 +47,7 @@ def follow_whenever(played: Troubled, every: float) -> None:
     played.at(BEGINS, want)
 
 
-def test_who_follows_takes_over_and_no_step_is_committed_twice() -> None:
+def test_a_follower_takes_over_and_no_step_is_committed_twice() -> None:
     played = play(1, stages=3, idle=3)
     follow_whenever(played, 1.0)
     played.when(is_step(10), partial(played.crash, 1))
@@ -57,7 +57,7 @@ def test_who_follows_takes_over_and_no_step_is_committed_twice() -> None:
 
 
 @pytest.mark.parametrize("seed", range(1, SEEDS + 1))
-def test_whatever_befalls_its_members_a_run_that_is_followed_ends_exactly(seed: int) -> None:
+def test_a_followed_run_ends_exactly_under_any_disturbance(seed: int) -> None:
     """One to four deaths for a while each, and a partition; what follows may die, too."""
     rng = seeded_rng(seed, PeerId(bytes(32)))
     played = play(seed, stages=rng.randint(2, 4), idle=rng.randint(1, 3), steps=40, seconds=900)

@@ -1,4 +1,4 @@
-"""What is measured, on a world made by hand: each figure against what a reader would count."""
+"""Measures of a world made by hand: each figure against what a reader would count."""
 
 import pytest
 from hypothesis import given
@@ -92,7 +92,7 @@ def test_the_population_is_counted_in_all_and_by_region() -> None:
     }  # fmt: skip
 
 
-def test_a_list_that_misses_one_and_holds_a_gone_one_is_partly_right() -> None:
+def test_a_list_with_missing_and_departed_peers_is_partly_right() -> None:
     world, measures = swarm(4)
     world.happen(2.0, 0, MemberForgotten(world.peers[1]))
     world.crash(2.0, 3)
@@ -167,7 +167,7 @@ def test_the_share_of_right_views_is_what_asking_everybody_would_give(
         assert last(measures, "entries_right_share") == pytest.approx(entries)
 
 
-def test_in_a_large_scoped_swarm_some_are_watched_and_only_for_their_scope() -> None:
+def test_a_large_scoped_swarm_samples_peers_within_their_scope() -> None:
     world, measures = measured(300, scope="neighbourhood")
     world.scopes = {
         peer: set(world.peers[number // 10 * 10 :][:10]) for number, peer in enumerate(world.peers)
@@ -191,7 +191,7 @@ def test_in_a_large_scoped_swarm_some_are_watched_and_only_for_their_scope() -> 
     assert all_of(measures, "crash_known_to_all_seconds") == [(9.0, "n0", 6.0)]
 
 
-def test_a_crash_is_timed_to_the_first_suspicion_the_first_verdict_and_the_last_who_hears() -> None:
+def test_crash_times_span_first_suspicion_first_verdict_and_last_listener() -> None:
     world, measures = swarm(4)
     world.crash(10.0, 3)
     world.suspect(12.0, 0, 3)
@@ -206,7 +206,7 @@ def test_a_crash_is_timed_to_the_first_suspicion_the_first_verdict_and_the_last_
     assert (membership["false_suspicions"], membership["false_deaths"]) == (0, 0)
 
 
-def test_who_dies_itself_need_not_notice_and_who_comes_back_is_no_longer_timed() -> None:
+def test_dead_observers_and_returned_peers_are_not_timed() -> None:
     world, measures = swarm(4)
     world.crash(10.0, 3)
     world.bury(15.0, 1, 3)
@@ -272,7 +272,7 @@ def test_traffic_is_by_protocol_and_by_how_long_how_many_were_up() -> None:
     assert traffic["counters"] == {"lost": 6}
 
 
-def test_of_a_run_it_is_told_how_far_it_came_where_it_stood_and_what_it_did_again() -> None:
+def test_a_run_is_measured_by_progress_pauses_and_repeated_steps() -> None:
     world, measures = measured(2)
     counted = (((world.peers[0], (0, 1)), (world.peers[1], (2,))),)
     world.happen(1.0, 0, PlanAdopted(RUN, 1, b"plan1", b""))

@@ -104,7 +104,7 @@ def test_a_stage_that_nobody_takes_costs_a_pause_and_no_step() -> None:
 
 
 @pytest.mark.parametrize("seed", range(1, SEEDS + 1))
-def test_whatever_befalls_its_members_a_run_without_spares_ends_exactly(seed: int) -> None:
+def test_a_run_without_spares_ends_exactly_under_any_disturbance(seed: int) -> None:
     """One to three deaths for a while each, one at a time, and a partition."""
     rng = seeded_rng(seed, PeerId(bytes(32)))
     played = play(seed, stages=rng.randint(3, 5), steps=40, seconds=900)

@@ -168,7 +168,7 @@ FORKED_RUN = Scenario(
 )
 
 
-def test_a_run_of_which_both_branches_give_way_is_found_with_the_first_seed() -> None:
+def test_two_abandoned_branches_are_found_with_the_first_seed() -> None:
     assert seeds_until("branches", FORKED_RUN, agreement=HearsOfItself) == 1
 
 
@@ -238,7 +238,7 @@ def test_a_step_that_counts_twice_is_found_within_three_seeds() -> None:
     assert seeds_until("sums", LOSSY_RUN, replica=CountsTwice) <= 3
 
 
-def test_it_is_found_by_watching_alone_where_nobody_computes_what_the_sums_must_be(
+def test_watching_alone_finds_it_without_computing_the_expected_sums(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Truth, "state", lambda *_: ANY)

@@ -11,7 +11,7 @@ from tests.sim.tiny import tiny
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def test_there_is_a_picture_of_all_that_was_measured_and_none_of_what_was_not(tmp_path: Path) -> None:
+def test_only_measured_quantities_have_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     churned = {"seconds": 60, "churn.profile": "kad", "churn.speedup": 600}
     result = sim.run(tiny(tmp_path, nodes=8, **churned), seed=3)

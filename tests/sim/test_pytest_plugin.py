@@ -62,7 +62,7 @@ def test_anybody_can_test_their_core_on_a_simulated_swarm(theirs: pytest.Pyteste
     )
 
 
-def test_anybody_can_try_a_protocol_of_their_own_also_where_a_suite_names_the_plugin(
+def test_custom_protocols_run_where_a_suite_names_the_plugin(
     theirs: pytest.Pytester,
 ) -> None:
     theirs.makeconftest('pytest_plugins = ["sim.pytest_plugin"]')

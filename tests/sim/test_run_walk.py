@@ -30,7 +30,7 @@ ENDS_SECONDS = 400.0
 
 
 class Trouble:
-    """What befalls the peers of one walk; each is up again, and all reach each other, when it is over."""
+    """The disturbances of one walk; each peer is up again, and all reach each other, when it is over."""
 
     def __init__(self, played: Troubled, rng: Random) -> None:
         self.played = played

@@ -108,7 +108,7 @@ def test_a_scenario_that_is_written_is_read_back_the_same(
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_each_built_in_scenario_is_sound_says_what_it_is_about_and_explains_its_choices(name: str) -> None:
+def test_built_in_scenarios_are_sound_and_explain_their_choices(name: str) -> None:
     scenario = load(name)
     assert scenario.name == name
     assert len(scenario.about) > 20
@@ -240,7 +240,7 @@ def test_values_that_cannot_all_be_true_are_said_with_a_line(
     assert str(caught.value).startswith(f"{path}:{line}: {complaint}")
 
 
-def test_a_trace_is_meant_from_where_the_scenario_lies_and_checked_with_it(tmp_path: Path) -> None:
+def test_a_trace_path_is_relative_to_its_scenario_and_checked(tmp_path: Path) -> None:
     (tmp_path / "lab.csv").write_text("a,0,up\nb,5,up\na,9,down\n")
     path = written(tmp_path, HEAD + 'nodes = 3\n[churn]\ntrace = "lab.csv"')
     assert load(path).churn.trace == str(tmp_path / "lab.csv")

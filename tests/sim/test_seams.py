@@ -120,7 +120,7 @@ def test_a_waiting_take_sees_a_datagram_sent_meanwhile_and_a_changed_deadline() 
     simulate(scenario)
 
 
-def test_what_goes_to_a_stranger_a_dead_peer_or_an_unspoken_protocol_is_lost() -> None:
+def test_messages_to_strangers_dead_peers_and_unknown_protocols_are_lost() -> None:
     async def scenario() -> None:
         shared = medium()
         one, other, third = attach(shared, acquainted=False)

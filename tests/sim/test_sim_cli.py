@@ -48,7 +48,7 @@ def test_the_built_in_scenarios_are_listed_with_what_they_are_about(
     assert [row["name"] for row in document["scenarios"]] == list(BUILT_IN)
 
 
-def test_a_scenario_is_printed_to_be_changed_and_with_values_as_it_would_be_played(
+def test_a_printed_scenario_includes_the_given_values(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert sim_command(["churn", "--print"]) == 0
@@ -78,7 +78,7 @@ def test_a_scenario_is_printed_to_be_changed_and_with_values_as_it_would_be_play
         (["lan", "--seed", "three"], "invalid value for '--seed'"),
     ],
 )
-def test_what_is_wrong_is_said_in_at_most_three_lines(
+def test_errors_have_at_most_three_lines(
     words: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert sim_command(words) == 2

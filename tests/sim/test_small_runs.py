@@ -76,7 +76,7 @@ def test_small_runs_never_have_two_plans_at_one_height_and_end(rule: str) -> Non
 
 
 @pytest.mark.parametrize(("rule", "goes_on"), [("wait", False), ("requester", True)])
-def test_of_two_parted_members_only_a_tie_breaking_requester_goes_on(rule: str, goes_on: bool) -> None:
+def test_only_a_tie_breaking_requester_goes_on_after_a_split(rule: str, goes_on: bool) -> None:
     run = training(
         members=2, stages=1, replicas=1, steps=40, microbatches=4, pass_seconds=0.1, on_lost_quorum=rule
     )

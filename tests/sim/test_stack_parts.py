@@ -1,4 +1,4 @@
-"""What a stack is made of: a trio that repeats, what computing is charged, what the sums of a stage hold."""
+"""The parts of a stack: a trio that repeats, the cost of computing, the contents of a stage's sums."""
 
 from random import Random
 

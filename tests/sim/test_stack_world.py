@@ -64,9 +64,7 @@ def play_here_and_elsewhere(scenario: Scenario, seed: int) -> Played:
     ],
     ids=["digits", "full"],
 )
-def test_digits_are_learnt_on_spot_machines_and_the_same_to_the_bit_elsewhere(
-    scenario: Scenario, seed: int
-) -> None:
+def test_digits_on_spot_machines_are_bit_identical_elsewhere(scenario: Scenario, seed: int) -> None:
     played = play_here_and_elsewhere(scenario, seed)
     (trained,) = played.world.trained
     (training,) = scenario.runs
@@ -140,7 +138,7 @@ def test_a_run_that_does_not_reach_its_accuracy_is_broken() -> None:
         StackWorld(scenario, 1, lambda observed: None).play(lambda: None)
 
 
-def test_another_swim_may_take_the_place_of_ours_and_a_replica_may_not() -> None:
+def test_a_stack_accepts_another_swim_but_no_other_replica() -> None:
     made: list[Swim] = []
 
     class Counted(Swim):

@@ -114,7 +114,7 @@ def test_a_datagram_waits_behind_segments_of_streams_and_is_not_starved() -> Non
     simulate(scenario)
 
 
-def test_messages_of_all_sizes_come_whole_and_in_order_and_closing_after_them() -> None:
+def test_messages_of_all_sizes_arrive_in_order_before_the_closing() -> None:
     async def scenario() -> None:
         seen: list[int] = []
 
@@ -242,7 +242,7 @@ def test_a_frozen_peer_shakes_no_hands() -> None:
     simulate(scenario)
 
 
-def test_a_killed_peer_is_not_frozen_in_its_next_life_and_its_streams_break() -> None:
+def test_a_kill_breaks_streams_and_ends_a_freeze() -> None:
     async def scenario() -> None:
         async with talkers() as (medium, one, _, _):
             stream = await one.open(B, TALK)
@@ -289,7 +289,7 @@ def test_streams_go_out_through_a_translator_and_not_in(nat: Nat) -> None:
     simulate(scenario)
 
 
-def test_computing_takes_a_slow_peer_longer_and_stands_still_with_a_frozen_one() -> None:
+def test_computing_slows_with_a_slow_peer_and_stops_with_a_frozen_one() -> None:
     async def scenario() -> None:
         medium = SimNetworkFabric(Links(NetworkModel(), 1))
         executor = simulated_seams(medium, A, 1).executor
@@ -313,7 +313,7 @@ def test_computing_takes_a_slow_peer_longer_and_stands_still_with_a_frozen_one()
     simulate(scenario)
 
 
-def test_the_wall_clock_of_a_peer_is_as_wrong_as_the_model_says_and_its_timers_are_right() -> None:
+def test_a_wrong_wall_clock_leaves_timers_right() -> None:
     async def scenario() -> None:
         medium = SimNetworkFabric(Links(NetworkModel(clock_offset_seconds=30.0, clock_drift=0.01), 1))
         wrong = medium.links.clock(A)

@@ -25,7 +25,7 @@ def swept(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[st
     return code, json.loads(told.out), told.err.splitlines()
 
 
-def test_a_sweep_plays_every_combination_once_and_goes_on_where_it_was_left(
+def test_a_sweep_plays_every_combination_once_and_resumes(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     scenario, out = written(tmp_path), tmp_path / "out"
@@ -55,7 +55,7 @@ def test_a_sweep_plays_every_combination_once_and_goes_on_where_it_was_left(
     assert not list(out.rglob("*.png"))
 
 
-def test_only_the_whole_summary_of_the_same_scenario_and_seed_counts_as_done(tmp_path: Path) -> None:
+def test_only_a_whole_summary_of_the_same_play_counts_as_done(tmp_path: Path) -> None:
     scenario = tiny(tmp_path, seconds=5)
     sim.run(scenario, seed=3, folder=tmp_path / "run")
     run = Run((), 3, tmp_path / "run", to_toml(scenario))
@@ -71,7 +71,7 @@ def stop(_: Progress) -> None:
     raise Stopped
 
 
-def test_a_sweep_in_which_something_broke_says_which_and_how_to_see_it(
+def test_a_broken_sweep_names_the_play_and_how_to_repeat_it(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     scenario = written(tmp_path)

@@ -104,7 +104,7 @@ def test_a_death_before_the_first_step_is_survived() -> None:
     assert_done(played.play(), 10)
 
 
-def test_without_both_replicas_of_a_stage_the_run_goes_back_to_its_newest_checkpoint() -> None:
+def test_a_run_that_loses_a_stage_restores_its_newest_checkpoint() -> None:
     played = Troubled(scenario(training(), seconds=60))
     played.when(is_step(7), lambda: played.crash(2, 4))
     assert_done(played.play(), 10)
@@ -127,7 +127,7 @@ def test_without_a_checkpoint_the_run_fails_and_says_what_is_lost() -> None:
 
 
 @pytest.mark.parametrize("remembers", [True, False])
-def test_who_comes_back_before_it_was_missed_has_lost_its_stage_and_the_run_notices(remembers: bool) -> None:
+def test_the_run_notices_a_quick_restart_that_lost_its_stage(remembers: bool) -> None:
     played = Troubled(scenario(training(steps=40), seconds=150, churn=Churn(remembers=remembers)))
     played.when(is_step(4), lambda: played.crash(1, seconds=0.1))
     assert_done(played.play(), 40)
@@ -171,7 +171,7 @@ def split_trial(seed: int) -> tuple[Troubled, float]:
     return played, healed
 
 
-def test_a_run_goes_on_within_ten_seconds_of_healing_and_nobody_commits_without_a_majority() -> None:
+def test_a_run_resumes_after_healing_and_minorities_never_commit() -> None:
     wrong = {}
     for seed in [*NOTED, *(seed for seed in range(1, SEEDS + 1) if seed not in NOTED)][:SEEDS]:
         played, healed = split_trial(seed)
@@ -206,7 +206,7 @@ def test_without_a_majority_nobody_commits_anything_until_the_network_heals() ->
     assert_done(played, 60)
 
 
-def test_where_forks_are_allowed_both_sides_go_on_and_one_branch_survives_healing() -> None:
+def test_allowed_forks_continue_and_one_branch_survives_healing() -> None:
     played = parted("fork", 100)
     (healed,) = played.story.of(NetworkHealed)
     apart = [row for row in played.story.of(StepCommitted) if BEGINS + 10 < row.time < healed.time]
@@ -279,7 +279,7 @@ def cut_off_for_a_moment(seed: int, cores: Cores) -> Troubled:
 
 
 @pytest.mark.slow
-def test_a_replica_that_counts_a_sample_twice_is_found_out_within_fifty_seeds() -> None:
+def test_fifty_seeds_expose_a_replica_that_counts_twice() -> None:
     caught: list[Broken] = []
     for seed in range(1, 51):
         try:
@@ -292,7 +292,7 @@ def test_a_replica_that_counts_a_sample_twice_is_found_out_within_fifty_seeds() 
     assert_done(cut_off_for_a_moment(seed, Cores()).play(), 12)
 
 
-def test_what_takes_the_place_of_a_core_is_what_is_driven() -> None:
+def test_a_replacement_core_is_the_one_driven() -> None:
     made: Counter[str] = Counter()
 
     def counting(name: str) -> Callable[..., Any]:
@@ -309,7 +309,7 @@ def test_what_takes_the_place_of_a_core_is_what_is_driven() -> None:
     assert made == {"replica": 4, "committer": 1, "agreement": 7}
 
 
-def test_what_is_planned_from_within_an_event_happens_in_its_time() -> None:
+def test_actions_planned_within_an_event_happen_on_time() -> None:
     played = Troubled(scenario(training(), seconds=30))
     late: list[float] = []
 

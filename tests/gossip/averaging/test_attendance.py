@@ -188,7 +188,7 @@ def test_a_listed_peer_that_never_averages_is_absent_after_some_rounds() -> None
     assert absent(attendance, SILENT) == set(), "where no other is listed it is the run"
 
 
-def test_a_peer_by_whose_silence_an_attempt_failed_is_absent_until_it_averages() -> None:
+def test_a_peer_whose_silence_failed_an_attempt_is_absent_until_averaging() -> None:
     attendance = Attendance()
     attendance.failed(0.0, [SILENT], 4.0)
     assert absent(attendance, PUNCTUAL, SILENT) == {SILENT}

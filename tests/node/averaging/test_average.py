@@ -132,7 +132,7 @@ async def test_other_shapes_never_meet_and_the_reason_says_so(tmp_path: Path) ->
         ({"w": "words"}, "cannot be averaged"),
     ],
 )
-async def test_what_cannot_be_averaged_is_refused_by_name(
+async def test_unsupported_tensors_are_refused_by_name(
     tmp_path: Path, tensors: dict[str, Any], text: str
 ) -> None:
     async with nodes(tmp_path, 1) as found:

@@ -89,7 +89,7 @@ def test_four_peers_hand_a_state_over_three_times_as_fast_as_one() -> None:
     assert found[1] / found[4] >= 3.0, found
 
 
-def test_a_state_of_an_impossible_step_is_refused_and_an_unlikely_one_not_taken() -> None:
+def test_states_of_impossible_or_unlikely_steps_are_not_taken() -> None:
     likely, unlikely, impossible = (_snapshot(step) for step in (5, 900, 5_000))
 
     async def play() -> None:
@@ -99,7 +99,7 @@ def test_a_state_of_an_impossible_step_is_refused_and_an_unlikely_one_not_taken(
     run_virtually(play)
 
 
-def test_a_state_of_more_holders_comes_before_a_newer_one_of_a_single_peer() -> None:
+def test_a_state_of_several_holders_precedes_a_newer_single_one() -> None:
     def play(*steps: int, holders_min: int) -> tuple[int | None, int]:
         found: list[tuple[int | None, int]] = []
 
@@ -114,7 +114,7 @@ def test_a_state_of_more_holders_comes_before_a_newer_one_of_a_single_peer() -> 
     assert play(5, 9, holders_min=2) == (None, 0)
 
 
-def test_of_three_states_that_differ_the_one_far_from_the_others_is_not_taken() -> None:
+def test_an_outlier_among_three_states_is_not_taken() -> None:
     """Each is larger than the sample, and the one that is made up of the newest step."""
     honest = [_drifted(1), _drifted(2)]
     lie = make_snapshot(10, 1, RUN, {"parameters": _of(np.ones(PARAMETERS, np.float32))})

@@ -26,7 +26,7 @@ ROUNDS = 5
 SIGNATURE = bytes([7]) * 32
 
 
-def test_peers_that_do_not_know_each_other_meet_by_the_key_of_their_group(
+def test_unacquainted_peers_meet_by_their_group_key(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(runtime, "Averaging", partial(Averaging, participants_max=KEPT))

@@ -45,7 +45,7 @@ async def play(
     return found
 
 
-def test_nodes_in_a_grid_agree_in_as_many_rounds_as_it_has_axes() -> None:
+def test_grid_nodes_agree_in_one_round_for_each_axis() -> None:
     found: list[tuple[float, list[int]]] = []
     draws = np.random.default_rng(1)
     values: list[Any] = [draws.standard_normal(64) for _ in NAMES]

@@ -65,7 +65,7 @@ class TwoFaced(Attempt):
 
 
 @pytest.mark.slow
-async def test_a_node_that_seals_twice_stays_out_over_a_flood_and_a_restart(
+async def test_a_double_sealer_stays_out_over_flood_and_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.averaging.proofs.ProofTable", partial(ProofTable, kept_max=ROOM))

@@ -20,12 +20,13 @@ SMALL, LARGE = 64, 16_384
 """Numbers of which one member reduces all, and of which each member reduces a part."""
 STALL_SECONDS = 6.0
 APART_SECONDS = 9.0
-"""What a stall of that length may cost; it was 21 to 46 s."""
+"""The most that a stall of that length may cost; it was 21 to 46 s."""
 GAP_SECONDS = 15.0
-"""What a member costs at a time that goes silent within an attempt: its time-outs, 10 s, and a round. It was
-16 to 50 s."""
+"""The most that a member costs at a time that goes silent within an attempt: its time-outs, 10 s, and a
+round. It was 16 to 50 s."""
 SILENT_SECONDS = 7.0
-"""What a silent member may cost once: the first sign of it is waited for 3.5 s, a proposal of it for 2 s."""
+"""The most that a silent member may cost once: the first sign of it is waited for 3.5 s, a proposal of it for
+2 s."""
 
 
 class Members:
@@ -165,7 +166,7 @@ def test_a_member_that_enters_groups_and_sends_nothing_is_blamed_alone(
 
 
 @pytest.mark.parametrize(("items", "messages"), [(SMALL, 1), (LARGE, 0)])
-def test_a_member_that_goes_silent_in_every_attempt_costs_one_time_out_at_a_time(
+def test_a_member_silent_in_every_attempt_costs_one_timeout_each(
     monkeypatch: pytest.MonkeyPatch, items: int, messages: int
 ) -> None:
     original, silent_peers, sent = Runner._send_one, set[bytes](), dict[tuple[bytes, bytes], int]()

@@ -31,7 +31,7 @@ SIGNATURE = bytes([7]) * 32
 
 
 class Stress:
-    """What came of all rounds of all lives."""
+    """The outcome of all rounds of all lives."""
 
     def __init__(self, group_size: int) -> None:
         self.group_size = group_size
@@ -42,7 +42,7 @@ class Stress:
         self.longest = 0.0
 
     async def average(self, node: Node, name: str) -> None:
-        """Round after round, as long as this node lives."""
+        """Average again and again, as long as this node lives."""
         run = node.averaging.open("stress", SIGNATURE)
         await run.settle(3.0)
         draws = np.random.default_rng(ord(name))
@@ -66,7 +66,7 @@ class Stress:
 
 
 async def play(stress: Stress, group: Swarm, nursery: trio.Nursery) -> int:
-    """Kill and start until the time is up; how many were killed."""
+    """Kill and start nodes until the time is up; return the number of kills."""
     rng, kills = Random(1), 0
     lives: dict[str, trio.CancelScope] = {}
 

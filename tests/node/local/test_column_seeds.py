@@ -38,7 +38,7 @@ LOOK_SECONDS = 0.5
 
 @dataclass
 class Watch:
-    """What is seen of a column, twice a second."""
+    """Observations of a column, twice a second."""
 
     group: Swarm
     stages: int
@@ -81,7 +81,7 @@ class Watch:
 
 
 async def disturb(watch: Watch, rng: Random, nursery: trio.Nursery) -> list[str]:
-    """Trouble the column until DISTURBED_SECONDS are over; what befell it."""
+    """Disturb the column until DISTURBED_SECONDS are over; return the disturbances."""
     group, said = watch.group, list[str]()
     until, died_at, number = trio.current_time() + DISTURBED_SECONDS, -APART_SECONDS, 0
     while trio.current_time() < until:
@@ -116,7 +116,7 @@ async def disturb(watch: Watch, rng: Random, nursery: trio.Nursery) -> list[str]
 
 @pytest.mark.skipif(not SEEDS, reason="ten seconds a seed: PEERLOOM_COLUMN_SEEDS=200")
 @pytest.mark.parametrize("seed", range(1, 1 + max(1, SEEDS)))
-def test_whatever_befalls_a_column_each_stage_has_one_holder_and_its_run_ends(seed: int) -> None:
+def test_disturbed_columns_keep_one_holder_per_stage_and_end(seed: int) -> None:
     async def play() -> None:
         rng = Random(seed)
         stages = rng.choice((2, 3))

@@ -95,7 +95,7 @@ async def columns(group: Swarm, count: int, names: str) -> dict[str, str]:
             await trio.sleep(0.2)
 
 
-def test_two_columns_of_two_stages_average_stage_by_stage_and_end_with_one_model() -> None:
+def test_two_columns_average_by_stage_and_end_with_one_model() -> None:
     async def play() -> None:
         async with swarm("abcd", stage_seconds=SLOW, preset="lan") as group:
             run = await begin(group)
@@ -210,7 +210,7 @@ def test_a_head_and_a_holder_that_are_left_over_make_a_column() -> None:
     run_virtually(play)
 
 
-def test_a_free_node_becomes_the_head_of_a_holder_that_is_left_over() -> None:
+def test_a_free_node_becomes_head_of_an_orphaned_holder() -> None:
     """It hears of the holder, which does not know it, from the other head."""
 
     async def play() -> None:
@@ -282,7 +282,7 @@ def test_stages_are_not_cut_where_layers_stay_together() -> None:
         stage_ranges(whole, model.graph)
 
 
-def test_what_cannot_be_in_columns_is_refused_when_it_is_submitted() -> None:
+def test_runs_unfit_for_columns_are_refused_at_submission() -> None:
     options = {"layers": 2, "heads": 2, "width": 16}
     tied = stack.known(capture_built_in("gpt", (8,), 32, dtype="float32", options=options))
     wanted = stack.manifest(tied, stages=2, sizes=(8,), local=LOCAL)

@@ -129,7 +129,7 @@ def found_in(data: bytes, stretches: list[bytes]) -> int:
     return len(found)
 
 
-def test_each_trains_on_its_own_set_and_no_byte_of_one_is_sent_or_kept(
+def test_federated_members_train_on_own_data_and_send_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = write_sets(tmp_path, "abc")
@@ -189,7 +189,7 @@ def test_the_same_ear_hears_samples_where_data_travels(
     assert found_in(said, marks(path)) > 100
 
 
-def test_nobody_hands_over_a_set_of_its_own_to_whoever_knows_its_hash(tmp_path: Path) -> None:
+def test_own_data_is_not_served_by_its_hash(tmp_path: Path) -> None:
     paths = write_sets(tmp_path, "ab")
 
     async def play() -> None:
@@ -240,7 +240,7 @@ def test_only_nodes_that_offer_such_a_set_take_part(tmp_path: Path) -> None:
     run_virtually(play)
 
 
-def test_what_a_member_learnt_counts_by_its_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_updates_are_weighted_by_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = write_sets(tmp_path, "ab", shares=(0.75, 0.25))
     told: set[float] = set()
     average = Participation.average

@@ -54,7 +54,7 @@ def test_members_that_agreed_are_in_the_first_round() -> None:
 
 
 @pytest.mark.parametrize("fate", ["dies", "opens too late"])
-def test_a_member_that_does_not_come_delays_the_start_for_a_bounded_time(fate: str) -> None:
+def test_a_missing_member_delays_the_start_for_a_bounded_time(fate: str) -> None:
     async def play() -> None:
         executors = {"a": SlowStart(1), "b": SlowStart(2), "c": SlowStart(3 * START_SECONDS_MAX)}
         async with swarm("abc", executors=executors, preset="lan") as group:

@@ -104,7 +104,7 @@ def test_pairs_average_until_all_have_met(held: list[_Held]) -> None:
     run_virtually(play)
 
 
-def test_a_damped_run_takes_parts_of_means_and_ends_with_a_whole_one(
+def test_a_damped_run_takes_partial_means_and_ends_whole(
     held: list[_Held], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moved: list[Vector] = []

@@ -77,7 +77,7 @@ def test_a_head_after_the_last_begins_with_what_that_one_learnt(stages: int) -> 
     run_virtually(play)
 
 
-def test_nobody_is_asked_where_the_last_head_is_gone_and_no_copy_is_here() -> None:
+def test_no_node_is_asked_without_a_copy_of_the_head() -> None:
     """It may come back with its disk, which is better than a first stage that has learnt nothing."""
 
     async def play() -> None:

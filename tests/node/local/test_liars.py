@@ -1,4 +1,4 @@
-"""What peers that lie can do to a run in local mode: strangers nothing, members not more than is said."""
+"""Lying peers against a run in local mode: strangers achieve nothing, members no more than is documented."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -131,7 +131,7 @@ def test_a_stranger_is_handed_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["own", "old", "again"])
-def test_a_request_to_join_of_a_stranger_or_an_old_one_is_refused(kind: str) -> None:
+def test_join_requests_of_strangers_and_expired_ones_are_refused(kind: str) -> None:
     async def play() -> None:
         async with swarm("abx", stage_seconds=SLOW, preset="lan") as group:
             a, x = group.nodes["a"], group.nodes["x"]
@@ -180,7 +180,7 @@ async def lie_with(
 
 
 class _Liar(Ending):
-    """Whatever it hears, it says that the run is settled by its own lie."""
+    """A peer that answers every message with the claim that the run is settled by its own lie."""
 
     def __init__(self, me: PeerId, run: bytes, settings: LocalSettings, lie: Said) -> None:
         super().__init__(me, run, settings)

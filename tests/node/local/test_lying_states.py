@@ -64,7 +64,7 @@ def no_outer(arrays: Arrays) -> None:
 
 @dataclass
 class Lie:
-    """What a member's state becomes where others ask for it."""
+    """The lie that replaces a member's state when others ask for it."""
 
     change: Callable[[Arrays], None]
     told: int = 0
@@ -121,7 +121,7 @@ def test_a_late_member_begins_by_itself_where_every_state_is_useless(
     run_virtually(play)
 
 
-def test_a_member_that_is_back_keeps_its_own_state_where_the_others_is_worse() -> None:
+def test_a_returning_member_keeps_its_better_state() -> None:
     """The liar hands out numbers that have learnt nothing, as if they were of a later step."""
 
     def untrained(arrays: Arrays) -> None:

@@ -78,7 +78,7 @@ def test_a_run_whose_members_all_stop_goes_on_from_their_last_states() -> None:
     run_virtually(second)
 
 
-def test_a_member_that_comes_back_takes_the_state_of_those_that_went_on() -> None:
+def test_a_returning_member_takes_the_state_of_the_others() -> None:
     async def play() -> None:
         async with swarm("ab", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
             await begin(group)
@@ -99,7 +99,7 @@ def test_a_member_that_comes_back_takes_the_state_of_those_that_went_on() -> Non
     run_virtually(play)
 
 
-def test_a_member_that_comes_back_to_a_run_that_is_over_hears_of_its_end() -> None:
+def test_a_member_returning_after_the_end_learns_of_it() -> None:
     async def play() -> None:
         async with swarm("ab", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
             await begin(group)

@@ -28,10 +28,10 @@ from tests import stack
 ME, OTHER, THIRD = (Identity(bytes([number]) * 32) for number in (1, 2, 3))
 OLD, NEW = b"the model of a conclusion that is given up", b"the model that all settle on"
 SECONDS = {OLD: 5.0, NEW: 1.0}
-"""What it takes to fetch them."""
+"""The seconds that fetching them takes."""
 
 
-def test_a_slow_fetch_of_a_conclusion_given_up_leaves_the_settled_result_alone(
+def test_a_slow_fetch_of_an_abandoned_conclusion_keeps_the_settled_result(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     storage = MemoryStorage()

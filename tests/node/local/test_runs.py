@@ -21,7 +21,7 @@ from tests.stack import Swarm, swarm
 
 ADAM = OptimizerSettings(kind="adam", learning_rate=0.002)
 SLOW = 0.2
-"""What a pass is modelled to take: a round of two steps takes as long as a few messages do."""
+"""The modelled seconds of a pass: a round of two steps takes as long as a few messages do."""
 QUICK = LocalSettings(local_steps=2)
 
 
@@ -31,7 +31,7 @@ async def train(
     on_event: Callable[[Event], Awaitable[None]] | None = None,
     **changes: Any,
 ) -> tuple[Run, list[Event]]:
-    """A run in local mode, asked for by the first node."""
+    """Play a run in local mode, asked for by the first node."""
     fields: dict[str, Any] = {
         "stages": 1,
         "replicas": 0,
@@ -44,7 +44,7 @@ async def train(
 
 
 async def ends(group: Swarm, names: str, seconds: float = 60.0) -> list[RunEnded]:
-    """The ends that these nodes tell of, once all have."""
+    """Return the ends that these nodes report, once all have."""
     with trio.fail_after(seconds):
         while True:
             found = [next((e for e in group.events[n] if isinstance(e, RunEnded)), None) for n in names]
@@ -96,7 +96,7 @@ def test_a_death_stops_nobody_and_one_member_alone_goes_on() -> None:
     run_virtually(play)
 
 
-def test_a_late_member_begins_with_the_state_of_the_others_and_keeps_the_result() -> None:
+def test_a_late_member_starts_from_others_state_and_keeps_the_result() -> None:
     async def play() -> None:
         async with swarm("ab", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
             is_added = False
@@ -154,7 +154,7 @@ def test_strategies_train_a_run(strategy: str, steps: int) -> None:
     run_virtually(play)
 
 
-def test_a_member_that_keeps_its_evaluations_to_itself_does_not_prevent_the_end(
+def test_a_member_that_withholds_evaluations_cannot_prevent_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def play() -> None:

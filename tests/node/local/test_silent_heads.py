@@ -96,7 +96,7 @@ def test_a_silent_head_makes_room_for_one_that_works() -> None:
     scenario(test)
 
 
-def test_a_head_that_made_steps_has_a_round_of_averaging_to_be_silent() -> None:
+def test_a_head_with_steps_may_be_silent_for_one_round() -> None:
     async def test(server: column.StageServer, holder: Network, one: Network, other: Network) -> None:
         stream, _ = await ask(one, holder, attach())
         assert isinstance(await work(stream, api.Apply(0, 1, 1.0)), column.Did)

@@ -24,14 +24,14 @@ from node.local.verdict import Losses, fault_of, is_usable
         (inf, 0.5, 0.5, True, True),  # the own model is none
     ],
 )
-def test_a_result_is_held_where_it_is_about_as_good_as_the_own_model(
+def test_a_result_about_as_good_as_the_own_model_is_kept(
     own: float, result: float, best: float, is_at_end: bool, is_held: bool
 ) -> None:
     fault = fault_of(Losses(2.3, own, result), best, 0.0, is_at_end=is_at_end)
     assert (not fault) == is_held, fault
 
 
-def test_a_state_far_worse_than_the_first_values_is_none_to_go_on_from() -> None:
+def test_a_state_far_worse_than_the_first_values_is_rejected() -> None:
     assert is_usable(2.3, 0.4)
     assert is_usable(2.3, 2.9)
     assert not is_usable(2.3, 4.0)

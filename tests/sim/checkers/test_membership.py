@@ -1,4 +1,4 @@
-"""What checkers of membership let pass, and what they stop, on streams made by hand."""
+"""Streams made by hand that checkers of membership accept, and streams that they stop."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def test_right_views_pass_for_ever() -> None:
     stage.checker.end(stage)
 
 
-def test_a_peer_that_is_not_listed_in_time_is_said_with_both_names() -> None:
+def test_a_late_listing_is_reported_with_both_names() -> None:
     stage = Stage(ViewsConverge(a_scenario()))
     del stage.views[N2][N3]
     stage.wait(99)
@@ -69,7 +69,7 @@ def test_views_are_not_judged_while_the_network_is_cut_nor_soon_after() -> None:
         stage.wait(4)
 
 
-def test_who_is_out_of_scope_or_out_of_reach_need_not_be_listed() -> None:
+def test_peers_out_of_scope_or_reach_need_not_be_listed() -> None:
     stage = Stage(ViewsConverge(a_scenario()))
     stage.foreign = (N3,)
     stage.away = (N2,)
@@ -112,7 +112,7 @@ def test_a_false_death_is_stopped_and_a_real_one_passes() -> None:
         stage.tell(N0, MemberDown(N3, N1, "no ack"))
 
 
-def test_the_death_of_an_earlier_life_and_one_over_a_split_are_not_false() -> None:
+def test_deaths_of_earlier_lives_and_over_splits_are_not_false() -> None:
     stage = Stage(NoFalseDeaths(a_scenario(events=(PARTITION,))))
     stage.wait(200)
     stage.stop(N2)

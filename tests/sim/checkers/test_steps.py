@@ -1,4 +1,4 @@
-"""What checkers of plans, steps, averages, records and limits let pass, and what they stop."""
+"""Streams that checkers of plans, steps, averages, records and limits accept, and streams that they stop."""
 
 import pytest
 
@@ -76,7 +76,7 @@ def test_a_plan_that_does_not_follow_is_stopped(event: PlanAdopted, what: str) -
 # Steps.
 
 
-def test_steps_that_count_each_micro_batch_once_pass_also_from_a_checkpoint_on() -> None:
+def test_steps_that_count_each_microbatch_once_pass_after_checkpoints_too() -> None:
     stage = Stage(SamplesOnce())
     chain(stage, 2)
     for step in range(4):
@@ -150,7 +150,7 @@ def test_sums_that_differ_from_the_commit_are_stopped(event: SamplesCounted, wha
         stage.tell(N2, event)
 
 
-def test_a_micro_batch_in_the_sums_of_two_replicas_of_a_stage_is_stopped() -> None:
+def test_a_microbatch_summed_by_two_replicas_is_stopped() -> None:
     stage = Stage(SumsAgree())
     stage.tell(N1, SamplesCounted(RUN, PLANS[0], 0, 0, (1, 2)))
     stage.tell(N3, SamplesCounted(RUN, PLANS[0], 0, 1, (2, 3)))
@@ -168,7 +168,7 @@ def test_a_step_applied_twice_is_stopped() -> None:
 # Averages.
 
 
-def test_an_average_on_which_all_agree_passes_and_the_next_attempt_may_be_another() -> None:
+def test_an_agreed_average_passes_and_the_next_attempt_may_differ() -> None:
     stage = Stage(AveragesAgree())
     for attempt, entered in enumerate([(N0, N1, N2), (N0, N1)]):
         for peer in entered:
@@ -200,7 +200,7 @@ def a_record(author: PeerId, value: bytes, sequence: int, key: Key = KEY) -> Rec
     return check_record(signer, sign_record(signer, key, value, sequence=sequence, expires=9))
 
 
-def test_what_was_published_may_be_found_old_or_new_and_other_keys_are_nobodys_business() -> None:
+def test_published_records_may_be_found_old_or_new() -> None:
     stage = Stage(RecordsAreGenuine())
     for sequence in (7, 8):
         stage.tell(N0, RecordPublished(KEY, b"value", sequence))
@@ -237,7 +237,7 @@ def test_a_few_misses_pass_and_too_many_are_stopped_at_the_end() -> None:
         stage.checker.end(stage)
 
 
-def test_lookups_before_all_is_republished_in_a_swarm_that_has_started_do_not_count() -> None:
+def test_lookups_before_the_first_republishing_do_not_count() -> None:
     stage = Stage(RecordsAreFound(RECORDS))
     stage.now = 29.0
     looked(stage, 50, copies=0)
@@ -273,7 +273,7 @@ def names(scenario: Scenario) -> set[str]:
     return {checker.name for checker in watcher.checkers}
 
 
-def test_a_scenario_has_the_invariants_that_it_asks_for_and_that_it_can_break() -> None:
+def test_a_scenario_has_requested_and_breakable_invariants() -> None:
     always = {"limits", "refutation", "forged-record", "averages"}
     plain = Scenario(name="t", about="t")
     assert names(plain) == always

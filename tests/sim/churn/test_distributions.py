@@ -34,7 +34,7 @@ def test_the_mean_is_the_mean_of_the_quantiles(distribution: Distribution) -> No
 
 
 @pytest.mark.parametrize("distribution", FINITE, ids=lambda each: each.distribution)
-def test_what_is_left_of_a_session_under_way_has_the_mean_of_the_inspection_paradox(
+def test_remaining_sessions_have_the_mean_of_the_inspection_paradox(
     distribution: Distribution,
 ) -> None:
     found = quantiles(distribution)
@@ -55,7 +55,7 @@ def test_a_greater_share_never_ends_earlier(distribution: Distribution, shares: 
     assert all(0 <= seconds < math.inf for seconds in found)
 
 
-def test_the_bathtub_takes_many_early_few_in_the_middle_and_the_rest_at_its_stop() -> None:
+def test_the_bathtub_fails_many_early_and_the_rest_at_its_stop() -> None:
     found = [seconds / 3600 for seconds in quantiles(Distribution("bathtub", 86_400.0))]
     per_hour = [sum(hour <= seconds < hour + 1 for seconds in found) for hour in range(24)]
     assert per_hour[0] > 20 * per_hour[12]

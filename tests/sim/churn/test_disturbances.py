@@ -61,7 +61,7 @@ def test_events_come_in_order_hit_their_share_and_never_stop_the_permanent(
     assert len(joined) == len(set(joined))
 
 
-def test_a_share_of_a_region_is_exactly_so_many_of_its_peers_chosen_by_the_seed() -> None:
+def test_a_share_of_a_region_is_exact_and_drawn_by_the_seed() -> None:
     asia = Event(5.0, "partition", share=0.25, regions=("asia",), lasts_seconds=20.0)
     (one,) = resolve(asia)
     (same,) = resolve(asia)
@@ -73,7 +73,7 @@ def test_a_share_of_a_region_is_exactly_so_many_of_its_peers_chosen_by_the_seed(
     assert (one.begins, one.ends) == (5.0, 25.0)
 
 
-def test_a_whole_region_fails_at_once_and_for_ever_where_no_end_is_given() -> None:
+def test_a_region_fails_at_once_and_for_ever_without_an_end() -> None:
     (crash,) = resolve(Event(5.0, "crash", share=1.0, regions=("europe",), lasts_seconds=0.0))
     assert crash.numbers == tuple(range(2, NODES, 2))  # 0 is permanent
     assert crash.ends == math.inf
@@ -85,7 +85,7 @@ def test_a_repeated_event_hits_others_each_time_until_the_end() -> None:
     assert len({each.numbers for each in found}) == 3
 
 
-def test_a_flash_crowd_starts_those_kept_back_each_once_and_spread_over_its_time() -> None:
+def test_a_flash_crowd_starts_each_held_peer_once_over_its_duration() -> None:
     late = late_numbers(NODES, 0.5, 1)
     first, second, third = resolve(
         Event(10.0, "join", share=0.5, lasts_seconds=60.0),

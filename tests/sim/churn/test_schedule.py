@@ -61,7 +61,7 @@ def test_changes_come_in_order_alternate_and_spare_the_permanent(churn: Churn, n
         assert [change.why for change in lives if change.why == "absent"] == ["absent"] * (lives[0].time == 0)
 
 
-def test_a_peer_has_the_same_sessions_whoever_else_there_is_and_however_long_one_looks() -> None:
+def test_sessions_depend_on_neither_other_peers_nor_the_horizon() -> None:
     few = list(changes(EXPONENTIAL, 5, HOUR, 7))
     many = [change for change in changes(EXPONENTIAL, 500, 10 * HOUR, 7) if change.number < 5]
     assert few == [change for change in many if change.time < HOUR]
@@ -103,7 +103,7 @@ def test_some_crash_and_the_others_say_goodbye() -> None:
     assert {change.why for change in downs} == {"crash", "leave"}
 
 
-def test_a_wave_takes_peers_away_by_night_and_keeps_the_mean_of_the_day() -> None:
+def test_a_wave_removes_peers_by_night_and_keeps_the_daily_mean() -> None:
     wave = Churn(
         sessions=EXPONENTIAL.sessions,
         absences=EXPONENTIAL.absences,
@@ -133,7 +133,7 @@ def test_a_lab_works_by_day_and_not_at_the_weekend() -> None:
         assert share[hours] == pytest.approx(0.9, abs=0.06)
 
 
-def test_ten_thousand_peers_for_hours_are_cheap_because_nothing_is_drawn_before_it_is_needed() -> None:
+def test_ten_thousand_peers_are_cheap_because_draws_are_lazy() -> None:
     stream = changes(Churn(profile="kad", permanent=0), 10_000, 1e9, 1)
     first = list(islice(stream, 20_000))
     # A million years of sessions are not in there.
@@ -150,7 +150,7 @@ lab-2,20,up
 """
 
 
-def test_a_trace_file_numbers_peers_by_appearance_and_knows_who_was_there_before(tmp_path: Path) -> None:
+def test_a_trace_file_numbers_peers_by_appearance_and_knows_earlier_ones(tmp_path: Path) -> None:
     path = tmp_path / "lab.csv"
     path.write_text(TRACE)
     found = list(changes(Churn(trace=str(path), crash_share=1.0), 5, 60.0, 1))

@@ -44,7 +44,7 @@ ONLY_TOLD = {
     ("records", "watch_changes"): "notes what the disk has to keep; no message depends on it",
     ("records", "take_changes"): "as watch_changes",
 }
-"""What shells call on a part of a core without a turn of it, and why that changes nothing of its answers."""
+"""Calls of shells on a part of a core without a turn of it, and why they change none of its answers."""
 
 
 def shell_changes() -> dict[tuple[str, str], str]:
@@ -65,7 +65,7 @@ def shell_changes() -> dict[tuple[str, str], str]:
     return found
 
 
-def test_every_change_that_a_shell_makes_to_a_part_of_a_core_is_recorded() -> None:
+def test_every_change_of_a_core_part_by_a_shell_is_recorded() -> None:
     changes = shell_changes()
     assert ("saves", "every") in changes, "the search has gone blind"
     known = {*PARTS, *OUTBOXES, "plan"}

@@ -28,7 +28,7 @@ from tests.stack import Swarm, manifest, simulate, swarm, train
 
 NAMES = "abcde"
 TOKEN_SECRETS: dict[str, bytes] = {}
-"""What the write tokens of the recorded nodes are made from."""
+"""The secrets of the recorded nodes' write tokens."""
 TIMES = int(os.environ.get("PEERLOOM_REPLAYS", "2"))
 CHANGES = int(os.environ.get("PEERLOOM_RECORD_CHANGES", "40"))
 
@@ -99,7 +99,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: recorder.path for name, recorder in recorders.items()}
 
 
-def test_every_node_of_a_run_with_a_death_in_it_replays_to_the_same_events(records: dict[str, Path]) -> None:
+def test_nodes_of_a_run_with_a_death_replay_to_equal_events(records: dict[str, Path]) -> None:
     kinds: set[str] = set()
     for name, path in records.items():
         for _ in range(TIMES):
@@ -152,9 +152,7 @@ def test_a_core_that_does_something_else_is_named(records: dict[str, Path], tmp_
     assert run(["replay", str(copy)]) == 6
 
 
-def test_a_record_that_is_cut_off_is_played_as_far_as_it_goes(
-    records: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_truncated_record_is_played_to_its_end(records: dict[str, Path], tmp_path: Path) -> None:
     data = records["c"].read_bytes()
     copy = tmp_path / "cut"
     # A block may end right there, but none is one byte long.

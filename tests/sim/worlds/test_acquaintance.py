@@ -72,7 +72,7 @@ def test_it_goes_on_as_a_swarm_that_was_born() -> None:
 
 
 @pytest.mark.slow
-def test_who_lists_a_neighbourhood_knows_it_and_who_is_late_finds_it() -> None:
+def test_neighbourhood_lists_are_complete_and_late_peers_find_theirs() -> None:
     crowd = acquainted(
         nodes=500,
         seconds=7.0,

@@ -133,7 +133,7 @@ def test_a_flash_crowd_comes_when_it_is_told_to() -> None:
     assert played.live_views() == [set(played.world.peers)] * 20
 
 
-def test_a_restart_at_one_instant_is_a_new_life_of_the_same_peer() -> None:
+def test_an_instant_restart_is_a_new_life_of_the_peer() -> None:
     played = Played(scenario(events=(Event(at_seconds=30.0, kind="restart", share=0.2),)))
     assert [o.event.why for o in played.of(PeerStopped)] == ["restart"] * 4
     assert [o.time for o in played.of(PeerStarted) if o.event.remembers] == [30.0] * 4
@@ -168,7 +168,7 @@ def test_after_a_partition_heals_all_list_each_other_again() -> None:
     assert played.live_views() == [set(played.world.peers)] * 10
 
 
-def test_who_hears_nobody_is_given_up_and_comes_back() -> None:
+def test_a_deaf_peer_is_given_up_and_returns() -> None:
     deaf = Event(at_seconds=30.0, kind="one-way", share=0.1, lasts_seconds=30.0)
     played = Played(scenario(nodes=10, seconds=300.0, events=(deaf,)))
     given_up = Counter(o.event.peer for o in played.of(MemberDown) if o.time < 60)
@@ -178,7 +178,7 @@ def test_who_hears_nobody_is_given_up_and_comes_back() -> None:
     assert not [o for o in found if o.event.expected and 30 < o.time < 60]
 
 
-def test_a_peer_to_which_no_datagram_gets_through_is_probed_by_streams_and_lives() -> None:
+def test_a_peer_without_datagrams_is_probed_by_streams_and_lives() -> None:
     blocked = Event(at_seconds=30.0, kind="no-datagrams", share=0.1, lasts_seconds=60.0)
     near = NetworkModel(nearest_seconds=0.001, farthest_seconds=0.02)
     played = Played(scenario(nodes=10, seconds=100.0, events=(blocked,), network=near))

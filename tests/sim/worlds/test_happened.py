@@ -1,4 +1,4 @@
-"""What nodes say of a run, in the words of the simulator."""
+"""A node's reports of a run, in the words of the simulator."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -50,7 +50,7 @@ class Talk:
         assert self.planned().parent == plan_hash(self.plan)
 
 
-def test_a_step_said_when_the_next_plan_is_in_force_is_a_step_of_its_own_plan() -> None:
+def test_a_late_step_report_counts_for_its_own_plan() -> None:
     talk = Talk()
     plan, row = talk.plan, talk.row
     talk.words.sent(talk.life, StepCommit(plan=plan_hash(plan), step=4, attempt=0, replicas=(row,)))
@@ -64,7 +64,7 @@ def test_a_step_said_when_the_next_plan_is_in_force_is_a_step_of_its_own_plan() 
     )
 
 
-def test_a_step_applied_when_the_next_plan_is_in_force_was_summed_up_under_its_own() -> None:
+def test_a_late_applied_step_was_summed_under_its_own_plan() -> None:
     talk = Talk()
     talk.words.sent(talk.life, Reduced(plan=plan_hash(talk.plan), step=4, attempt=0, digest=bytes(32)))
     talk.adopt_next()

@@ -21,7 +21,7 @@ HOMES = Scenario(
 )
 
 
-def test_those_whose_first_dials_fail_do_not_make_a_swarm_of_their_own() -> None:
+def test_peers_whose_first_dials_fail_form_no_second_swarm() -> None:
     for seed in (3, 4, 5):
         world = CoresWorld(HOMES, seed, lambda _: None)
         world.play(lambda: None)

@@ -43,8 +43,8 @@ MIXED = Scenario(
 
 
 class Told:
-    """What one world told of being reached, whose messages say in the end that their sender is a client, and
-    how many each lists as live."""
+    """One world's events about reachability, the peers whose messages say in the end that their sender is a
+    client, and how many each lists as live."""
 
     def __init__(self, world: type[CoresWorld] | type[StackWorld], scenario: Scenario, seed: int) -> None:
         self.judged: dict[PeerId, list[ReachabilityJudged]] = {}
