@@ -19,6 +19,8 @@ REASON = re.compile(r"\bLong because\s+\S")
 FUNCTION_LINES_MAX = 90
 LINE_LENGTH_MAX = 110
 TEST_NAME_WORDS_MIN = 3
+TEST_NAME_WORDS_MAX = 12
+"""Longer names are sentences that a reader takes apart before understanding them."""
 
 FORBIDDEN_WORDS = {
     "master", "slave", "coordinator", "worker", "workers", "cluster", "clusters", "manager", "managers",
@@ -34,6 +36,20 @@ UNMEASURED_WORDS = {
 
 RIDDLES = re.compile(r"(Who|Whom|Whose|Of|So many|So much|So long|So often)\b")
 """How a docstring does not begin: a reader would have to ask what it is about."""
+
+RELATIVES = {"what", "whatever", "who", "whoever", "whom", "whose", "of"}
+"""How neither a docstring (all but "of") nor a test's name begins: it names its subject."""
+INDIRECT_ROOMS = {
+    "benchmarks", "examples", "node", "node/alerts", "node/api", "node/calibration", "node/cli",
+    "node/content", "node/content/calls", "node/demo", "node/doctor", "node/library", "node/optimizer",
+    "node/planning", "node/protocols", "node/recording", "node/services", "node/services/relays",
+    "node/serving", "node/stages", "node/storage", "node/transport", "node/web", "node/web/forms",
+    "partition/serve", "sim", "sim/network", "sim/worlds", "tests", "tests/data",
+    "tests/hostile", "tests/lab", "tests/node", "tests/node/alerts", "tests/node/behaviour",
+    "tests/node/calls", "tests/node/library", "tests/node/optimizer", "tests/node/serving", "tests/node/web",
+    "tests/partition/serve", "tests/sim", "tests/sim/worlds", "tests/zoo",
+}  # fmt: skip
+"""Folders with docstrings or test names of that kind, from before this was held. The list only shrinks."""
 
 SHARED_NAMES = {
     "Absent", "Accepted", "Admission", "Admitted", "Alarm", "Alerts", "Answer", "Applied", "Apply", "Ask",
@@ -174,6 +190,27 @@ def test_docstrings_begin_with_their_subject_or_an_imperative() -> None:
         if isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
         if RIDDLES.match(text.value.value.strip())
     ] == []
+
+
+def is_indirect(source: Source) -> bool:
+    """Return whether a docstring or a test's name in a file begins by a relative, or a name is too long."""
+    for text in source.each(ast.Expr):
+        if isinstance(text.value, ast.Constant) and isinstance(text.value.value, str):
+            first = words((text.value.value.split() or [""])[0])
+            if first[:1] and first[0] in RELATIVES - {"of"}:
+                return True
+    for test in source.functions:
+        if test.name.startswith("test_"):
+            name = words(test.name)[1:]
+            if len(name) > TEST_NAME_WORDS_MAX or set(name[:1]) & RELATIVES:
+                return True
+    return False
+
+
+def test_docstrings_and_test_names_begin_with_their_subject() -> None:
+    rooms = {source.place.rpartition("/")[0] for source in EVERYTHING if is_indirect(source)}
+    assert sorted(rooms - INDIRECT_ROOMS) == [], "name the subject first, in at most twelve words for a test"
+    assert sorted(INDIRECT_ROOMS - rooms) == [], "clean now: take it off the list, which only shrinks"
 
 
 def test_a_public_class_has_a_name_of_its_own() -> None:

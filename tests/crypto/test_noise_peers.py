@@ -68,7 +68,7 @@ class Talk:
         self.sides = (alice, bob)
         self.wire = wire
         self.flights: list[tuple[int, bytes]] = []
-        """(who sent it, the bytes) as they were before the wire."""
+        """(sender, bytes) as they were before the wire."""
         self._came = [b"", b""]
 
     def run(self) -> tuple[Session, Session]:

@@ -196,7 +196,7 @@ def test_any_measurements_make_a_record(sent: float, taken: float) -> None:
 # --- ways ----------------------------------------------------------------------------------------------
 
 
-def test_a_link_between_two_hidden_peers_is_taken_for_a_relayed_one_until_measured() -> None:
+def test_an_unmeasured_link_between_hidden_peers_counts_as_relayed() -> None:
     rows = {C: saw((A, 10**8, 10**8), (B, 10**8, 10**8))}
     hidden = frozenset((A, B, D))
     assert Knowledge(None, {}, rows).links([A, B])[A, B].bytes_per_second == 10**8
