@@ -36,14 +36,14 @@ HASHED_BYTES = 4 << 20
 
 
 def weights_name(run: str) -> str:
-    """Return where a node keeps the weights of a run, in its storage."""
+    """Return the storage name of a run's weights."""
     return f"runs/{run}/model.safetensors"
 
 
 async def collect(
     run: Run, graph: Graph, plan: Plan, live: Sequence[PeerId], me: PeerId, own: bytes | None, seams: Seams
 ) -> bytes:
-    """One safetensors file from the stages, each from its first live replica that answers.
+    """Return one safetensors file of all stages, each from its first live replica that answers.
 
     It holds all of the model's state dict: parameters and statistics by all their names, constants that have
     one, and how many micro-batches each batch norm has seen.
@@ -65,7 +65,7 @@ async def collect(
 
 
 def export_bytes_max(graph: Graph) -> int:
-    """The longest export of one stage: all that the model has, once."""
+    """Return the most bytes of one stage's export: the whole model, once."""
     names = [row.names[0] for row in graph.parameters] + [
         row.names[0] for row in graph.constants if row.names
     ]
@@ -93,8 +93,8 @@ async def _collect_stage(
 
 
 def join_stages(run: Run, graph: Graph, parts: Sequence[bytes]) -> bytes:
-    """One safetensors file of the whole model from the exports of its stages. Raises Unreachable: of which
-    one cannot be read, or a parameter is missing."""
+    """Return one safetensors file of the whole model from the exports of its stages. Raises Unreachable: an
+    export cannot be read, or a parameter is missing."""
     found: dict[str, tuple[str, list[int], bytes]] = {}
     for part in parts:
         try:
@@ -115,7 +115,7 @@ def join_stages(run: Run, graph: Graph, parts: Sequence[bytes]) -> bytes:
 
 
 def result_bytes(run: Run, graph: Graph) -> int:
-    """Return how long the result of a run is, by what its model has."""
+    """Return the size of a run's result, computed from its model."""
     entries = state_dict(graph, run.manifest.steps * run.manifest.microbatches)
     return file_bytes(entries, file_metadata(run.id, run.manifest.model))
 
@@ -177,12 +177,13 @@ async def _take(file: _Hashed, seams: Seams, chunk: bytes) -> None:
 
 
 def has_result(storage: Storage, run: str) -> bool:
-    """Return whether a run's weights are here."""
+    """Return whether this node has a run's weights."""
     return storage.read_part(weights_name(run), 0, 1) is not None
 
 
 def keep(storage: Storage, run: str, data: bytes) -> str:
-    """Store a run's weights; their BLAKE3 hash in hex. What is here already stays, and is what counts.
+    """Store a run's weights; return their BLAKE3 hash in hex. A file that is here already stays, and its hash
+    is returned.
 
     Raises OSError where the disk is full.
     """
@@ -193,7 +194,7 @@ def keep(storage: Storage, run: str, data: bytes) -> str:
 
 
 def digest_of(storage: Storage, run: str) -> str:
-    """The BLAKE3 hash (hex) of a run's weights that are here."""
+    """Return the BLAKE3 hash (hex) of this node's copy of a run's weights."""
     digest, offset = blake3(), 0
     while data := storage.read_part(weights_name(run), offset, HASHED_BYTES):
         digest.update(data)

@@ -1,4 +1,4 @@
-"""The members of a run in local mode, as one of them sees them, and the nodes that it can use beside them."""
+"""The members of a run in local mode as one of them sees them, and the free nodes that it can use."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -17,8 +17,8 @@ from partition.run.ending import Ending
 
 
 class Crew:
-    """That of one member: `node.local.recruiter.Asker`. What the member has of the run is put into it as it
-    is opened."""
+    """The crew of one member: `node.local.recruiter.Asker`. Parts of the run are added as the member opens
+    them."""
 
     def __init__(
         self, me: PeerId, run: Run, ending: Ending, admission: Admission, *, is_training: bool
@@ -31,13 +31,13 @@ class Crew:
         self.further: dict[int, ColumnHolder] = {}
         """The stages that this member holds beside its own."""
         self.taken: set[int] = set()
-        """The numbers of those, also while they are being opened."""
+        """The numbers of `further` stages, including those being opened."""
         self.awaits_head = False
-        """Whether the heads that were there are gone, and nobody here has a copy of their numbers."""
+        """Whether all earlier heads are gone, and no node here has a copy of their numbers."""
         self.agreed: set[PeerId] = set()
         """The nodes that agreed to be heads when this member asked them."""
         self.has_asked = False
-        """Whether this member has asked all nodes once that could take part."""
+        """Whether this member has asked every node once that could take part."""
         self._me = me
         self._run = run
         self._ending = ending
@@ -107,7 +107,7 @@ class Crew:
         return () if self.column is None or self._ending.best is not None else self.column.missing
 
     def wanted(self, free: int) -> int:
-        """How many heads more the run can use, `free` nodes being there to ask."""
+        """Return how many more heads the run can use, where `free` nodes can be asked."""
         others = self.others
         is_first = self._ending.turns.is_first(others) or not self.training
         if not is_first or self._ending.best is not None or self.awaits_head:
@@ -117,26 +117,26 @@ class Crew:
 
     @property
     def heads(self) -> int:
-        """The heads that there are."""
+        """Return the number of heads."""
         return self.is_training + len(self.training)
 
     def joined(self, stage: int, peer: PeerId) -> None:
-        """A node will hold this stage."""
+        """Note that a node will hold this stage."""
         if not stage:
             self.agreed.add(peer)
         if stage and self.column is not None:
             self.column.mates[stage][peer] = None
 
     def asked(self) -> None:
-        """All nodes that could take part have been asked once."""
+        """Note that all nodes that could take part have been asked once."""
         self.has_asked = True
 
     @property
     def holders(self) -> list[PeerId]:
-        """The members that this head knows and that are none."""
+        """Return the members known to this head that are not heads."""
         return [peer for peer in self._admission.admitted if peer not in self.reports]
 
     @property
     def known(self) -> set[PeerId]:
-        """Nodes that need not be asked."""
+        """Return the nodes that need not be asked."""
         return {self._me, *self.others, *self.column_peers}

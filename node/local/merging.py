@@ -1,6 +1,6 @@
-"""A head has its column go on: nodes take stages whose machines are gone, and give them to those that join.
+"""Regrouping of a head's column: nodes take stages whose machines are gone, and give them to newcomers.
 
-Which stage goes where is for the planner (`partition.plan.columns`); a move has to gain as much as one of an
+The planner chooses which stage goes where (`partition.plan.columns`); a move has to gain as much as one of an
 exact run (`node.runs.splitting`). Not here: finding free nodes (`recruiter`), the stages (`further`).
 """
 
@@ -36,16 +36,16 @@ from partition.run.pauses import GAIN_PERCENT_MIN, stages_fewer
 
 LOOK_SECONDS = 0.5
 MERGE_SECONDS = 2.0
-"""A column waits so long for a holder that is left over, or whose node offers its slot again."""
+"""How long a column waits for a left-over holder, or for a holder's node to offer its slot again."""
 RESUMED_SECONDS = 20.0
-"""As much for that of a head that has just started again: its other machines may be starting too."""
+"""The same for the column of a head that has just restarted: its other machines may be starting too."""
 SPLIT_SECONDS = 5.0
-"""Between two looks whether a stage should go to another machine."""
+"""The interval between two checks whether a stage should move to another machine."""
 RENEW_SECONDS = 10.0
 """How long a column stands still for a newcomer to take over the newest state of a stage."""
 RENEW_LOOK_SECONDS = 0.2
 REFUSED_SECONDS = 60.0
-"""A node that could not hold a stage more is asked again after so long."""
+"""The interval before a node that could not hold another stage is asked again."""
 MEMORY_BYTES = 1 << 60
 """A node's present holdings always fit, as they were admitted before, whatever it offers by now."""
 
@@ -53,15 +53,15 @@ MEMORY_BYTES = 1 << 60
 def column_problem(
     run: Run, graph: Graph, holders: Sequence[Offer], free: Sequence[Offer], knowledge: Knowledge
 ) -> Problem:
-    """Return the planner's problem of a column and of nodes that are free. Raises ValueError,
-    RemoteProtocolError: sizes that do not fit."""
+    """Return the planner's problem of a column and free nodes. Raises ValueError, RemoteProtocolError: sizes
+    that do not fit."""
     held = [replace(offer, memory_bytes=MEMORY_BYTES) for offer in holders]
     problem = problem_of(run, graph, [*held, *free], knowledge)
     return replace(problem, objective="throughput", default_link=ASSUMED_LINK, hides_links=True)
 
 
 class Regrouping:
-    """A head regroups its column. `run` looks after it, `hand_over` is called between two steps."""
+    """The regrouping of a head's column. `run` watches it, `hand_over` is called between two steps."""
 
     def __init__(
         self,
@@ -78,8 +78,8 @@ class Regrouping:
         tell: Callable[[str], None],
         patience_seconds: float | None,
     ) -> None:
-        """`patience_seconds`: how long a stage that nobody holds may be missing before there was a whole
-        column here; None for any time. `tell` says how the run is."""
+        """Prepare regrouping. `patience_seconds`: how long a stage may have no holder before the column was
+        first complete; None for any time. `tell` reports the state of the run."""
         self._service = service
         self._run = run
         self._door = door
@@ -98,12 +98,12 @@ class Regrouping:
         self._promised: tuple[tuple[int, ...], PeerId] | None = None
         self._said = ""
         self._slower = Fraction(1)
-        """How many times longer steps were to take when stages were last merged."""
+        """The expected slowdown of steps when stages were last merged."""
         self._seconds = 0.0
         self._looked_at = trio.current_time()
 
     def stepped(self, seconds: float) -> None:
-        """A step took so long."""
+        """Add the duration of a step."""
         self._seconds = seconds if not self._seconds else 0.8 * self._seconds + 0.2 * seconds
 
     @property
@@ -112,7 +112,7 @@ class Regrouping:
         return self._crew.column
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Regroup the column until cancelled."""
         while True:
             await trio.sleep(LOOK_SECONDS)
             missing = self._crew.missing
@@ -125,12 +125,12 @@ class Regrouping:
                 await self._merge()
 
     def _may_merge(self, waited: float) -> bool:
-        """Whether a stage has been missing for `waited` seconds, and nobody who is free may come for it."""
+        """Return whether a stage has been missing for `waited` seconds, and no free node may come for it."""
         is_time = self._patience is not None and waited >= self._patience
         return is_time and not self._recruiter.is_hopeful
 
     def _holders(self) -> dict[int, PeerId]:
-        """Return the holder of each stage, also one that is about to be."""
+        """Return the holder of each stage, including one that is about to be its holder."""
         me, now, live = self._service.signer.peer, trio.current_time(), self._service.live()
         self._coming = {
             stage: (peer, until)
@@ -175,7 +175,7 @@ class Regrouping:
         self._say(stages_fewer(found.nodes, len(self._plan.stages), found.slower))
 
     async def _ask(self, stage: int, peer: PeerId, *, is_beside: bool) -> bool:
-        """Have a node hold this stage, also beside what it holds; whether it will."""
+        """Ask a node to hold this stage, with `is_beside` in addition to its own; return whether it will."""
         if peer == self._service.signer.peer:
             if await self._further.refusal(stage):
                 return False
@@ -202,7 +202,7 @@ class Regrouping:
     # More nodes
 
     async def _look(self) -> None:
-        """Give a stage to a node that could make the column faster, if one is there."""
+        """Give a stage to a node that could make the column faster, if there is one."""
         now = trio.current_time()
         if self._arriving is not None and now < self._arriving[2]:
             return
@@ -237,7 +237,7 @@ class Regrouping:
         self, column: Sequence[PeerId], peers: Sequence[PeerId]
     ) -> list[tuple[tuple[int, ...], PeerId]] | None:
         """Return which stages of the `column` could go to which of these peers, the best first; None where
-        not enough is known of them."""
+        too little is known of them."""
         offers = self._offers()
         others = [offers[peer] for peer in peers if peer in offers]
         mine = [offers[peer] for peer in dict.fromkeys(column) if peer in offers]
@@ -265,12 +265,12 @@ class Regrouping:
             return None
 
     def _expect(self, stages: Sequence[int], peer: PeerId) -> None:
-        """A node is opening the first of these stages; it is to be asked for the others then."""
+        """Note that a node is opening the first of these stages; it will be asked for the others then."""
         self._arriving = stages[0], peer, trio.current_time() + COMING_SECONDS
         self._promised = tuple(stages[1:]), peer
 
     async def hand_over(self) -> None:
-        """Between two steps: have a node that has come work in place of the one that stood in for it."""
+        """Between two steps: replace a node that stood in by the node that has come for its stage."""
         if self._arriving is None or not self._due_again():
             return
         stage, peer, until = self._arriving
@@ -288,7 +288,7 @@ class Regrouping:
         self._further.release(stage)
 
     def _due_again(self) -> bool:
-        """Whether to ask again, as often as there is a look."""
+        """Return whether to ask again: once in LOOK_SECONDS."""
         if self._due.waited("an arrival", True) < LOOK_SECONDS:
             return False
         self._due.waited("an arrival", False)

@@ -50,7 +50,7 @@ class QueuePlaces:
         return reply
 
     async def withdraw(self) -> None:
-        """Tell them that the run wants no slot there any more; who does not hear it forgets it in time."""
+        """Withdraw the run from the queues; a provider that misses the message forgets the run in time."""
 
         async def tell(peer: PeerId) -> None:
             with suppress(Unreachable):
@@ -62,7 +62,7 @@ class QueuePlaces:
 
 
 class _News:
-    """Tells why a run waits and when it may begin, where that has changed by more than the noise."""
+    """Reports why a run waits and when it may begin, where that has changed by more than the noise."""
 
     def __init__(self, lacks: Callable[[str], None], clock: Clock) -> None:
         self._lacks = lacks
@@ -71,7 +71,7 @@ class _News:
         self._at = -inf
 
     def tell(self, reason: str, wait_seconds: int | None) -> None:
-        """Say it, if it is news; the same providers in another order are none for a while."""
+        """Report a reason if it is new; for a while, the same providers in another order are not."""
         said, now = (reason, "" if wait_seconds is None else about(wait_seconds)), self._clock.monotonic()
         if said == self._said or (self._said[0] and now - self._at < NEWS_SECONDS):
             return
