@@ -43,8 +43,7 @@ STATES_MAX = 4
 """The most states fetched in one attempt, where the first ones cannot be used."""
 
 ATTEMPTS_MAX = 3
-"""The most attempts in one round: a member that dies while it reduces costs an attempt, and the others meet
-again."""
+"""The most attempts in one round: a member that dies while reducing costs one, and the others retry."""
 PACE_FLOOR_SECONDS = 5.0
 """No attempt is given less time, however fast earlier ones were: another process may be busy."""
 AGAIN_SECONDS = 4.0
@@ -110,8 +109,7 @@ class Participation:
         """The time of the last step made here; at first, of this peer's start."""
         self.status = ""
         self.look_seconds: float | None = None
-        """The longest time from the beginning of a round in which it looks for a group; None where it does
-        not."""
+        """How long from its beginning a round may look for a group; None where it does not."""
         self.is_receiving = False
         """Whether a state of others is being fetched."""
         self._state_step: int | None = None
@@ -223,8 +221,7 @@ class Participation:
         )
 
     async def settle(self, seconds: float) -> None:
-        """Wait briefly for participants: where the swarm has other members, they answer a greeting within a
-        round trip."""
+        """Wait briefly for participants: other members answer a greeting within a round trip."""
         with trio.move_on_after(seconds):
             await self.wait_for_peers(1)
             await trio.sleep(min(seconds / 4, 0.25))  # the first has named the others
@@ -481,8 +478,7 @@ class Participation:
         return self._items, self._dtype
 
     def _awaited(self, round: int | None) -> Sequence[PeerId]:  # noqa: A002 - the field's word
-        """Return the expected peers; without a number also those that are joining, which may be ready
-        already."""
+        """Return the expected peers; without a number also joining ones, which may be ready."""
         return tuple(self.roster.reports) if round is None else self._expected(round)
 
     def _expected(self, round: int | None) -> Sequence[PeerId]:  # noqa: A002 - the field's word
@@ -527,8 +523,7 @@ class Participation:
         return self._copies.with_digest(self._service.seams.clock.monotonic(), digest)
 
     async def snap(self, step: int) -> Snapshot | str:
-        """Return a snapshot at this step or later, made by the training loop if need be; or why there is
-        none."""
+        """Return a snapshot at this step or later, made by the training loop if need be, or why none."""
         if not self.roster.own.has_state:
             return "this peer has no state yet"
         if step > self.roster.own_step + ASKED_AHEAD_MAX:

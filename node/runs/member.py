@@ -137,8 +137,7 @@ class RunMember:
 
     @property
     def restorable(self) -> tuple[bytes, int] | None:
-        """Return the newest checkpoint that is complete somewhere, and its step; under a final plan, the
-        result's."""
+        """Return the newest complete checkpoint and its step; under a final plan, the result's."""
         is_final = self.plan is not None and self.plan.is_final
         return self._best.checkpoint if is_final else self._keeping.restorable
 
@@ -191,8 +190,7 @@ class RunMember:
         return self._clock.monotonic()
 
     def _holders(self) -> list[PeerId]:
-        """Return the peers that may hand over the run's data and model: the requester first, then every other
-        member."""
+        """Return the peers that may hand over data and model: the requester, then other members."""
         members = () if self.plan is None else self.plan.members
         others = [peer for peer in members if peer not in (self._me, self.run.requester)]
         return [self.run.requester, *others]
@@ -210,8 +208,7 @@ class RunMember:
         self._act()
 
     def begin(self, plan: Plan, entered: Entered, durable: bytes = b"") -> None:
-        """Enter the run by the first plan that this member learns of, and follow the chain from here on.
-        After a restart the chain is `durable`."""
+        """Enter the run by the first known plan, and follow its chain, `durable` after a restart."""
         chain = self._chain = ChainShell(
             self._service,
             self.run,
@@ -378,8 +375,7 @@ class RunMember:
             self._training = None
 
     async def _finish_training(self, plan: Plan, reason: str | None, digest: str = "") -> None:
-        """As the committer: end the training, with the last step committed or for the `reason` of a
-        failure."""
+        """As the committer: end the training, after the last step or for the `reason` of a failure."""
         self.core.training_over(reason)
         self._act()
         if reason is None:
@@ -433,8 +429,7 @@ class RunMember:
         self._act()
 
     async def save(self) -> int:
-        """Have a checkpoint made after this step; return the step. Raises RunFailed: this node does not
-        commit."""
+        """Have a checkpoint made after this step; return it. Raises RunFailed: not the committer."""
         if self._committer is None:
             raise RunFailed(f"run {self.run.text[:8]} is committed by another node: ask there")
         self._committer.save()
@@ -501,8 +496,7 @@ class RunMember:
         await self.end("failed", reason, "")
 
     async def drop(self, reason: str) -> None:
-        """Close the stage at once; the vote stays briefly, so that the others can decide a plan without
-        it."""
+        """Close the stage at once; the vote stays briefly, so that the others can replan."""
         if self.core.is_over or self.core.is_dropped:
             return
         self.core.is_dropped = True

@@ -219,8 +219,7 @@ class Receipts:
         peer: PeerId,
         size_bytes: int,
     ) -> None:
-        """Add a peer's bytes for a run, once they were checked; `requester` is the peer that asked for the
-        run."""
+        """Add a peer's checked bytes for a run; `requester` is the peer that asked for the run."""
         me = self._signer.peer
         if peer in (me, requester) or size_bytes <= 0:
             return
@@ -265,8 +264,7 @@ class Receipts:
                 nursery.start_soon(self._have_signed, key)
 
     async def _costs(self, name: bytes, work: "MeasuredWork") -> list[int]:
-        """Return the FLOPs of each layer's forward pass for one micro-batch, or one token. Raises
-        Unreachable."""
+        """Return each layer's forward FLOPs for one micro-batch or token. Raises Unreachable."""
         if name in self._layers:
             return self._layers[name]
         graph: Graph = await self._models.get(work.graph_hash, list(work.holders))
@@ -356,8 +354,7 @@ class Receipts:
         return True
 
     def _knows_bytes(self, row: Row, known: Row | None) -> bool:
-        """Return whether this node sent so many bytes more since the last receipt; this receipt uses them
-        up."""
+        """Return whether this node sent that much since the last receipt; this one uses it up."""
         more = row.size_bytes - (0 if known is None else known.size_bytes)
         left = self._served.get(row.measurer, 0)
         if more > left:
@@ -416,8 +413,7 @@ class Receipts:
     # For people
 
     def document(self, run: str = "") -> dict[str, Any]:
-        """Return the receipts earned and issued by this node, and peers' contributions. Schema
-        `peerloom/receipts/1`."""
+        """Return receipts earned and issued, and peers' contributions (`peerloom/receipts/1`)."""
         known = self._credits
         peers = {*known.given, *known.worked, *known.averaged, *self._asked}
         return {

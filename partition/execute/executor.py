@@ -389,8 +389,7 @@ class StageExecutor:
             raise RemoteProtocolError(f"step {step} has {MICROBATCHES_MAX} micro-batches already")
 
     def _count(self, program: Program, results: Results, request: Forward | Backward) -> None:
-        """Add the statistics after the gradients, and note that the sums hold the micro-batch, or no
-        longer."""
+        """Add the statistics after the gradients; note whether the sums hold the micro-batch."""
         self._add_statistics(program, results, request)
         if request.sign > 0:
             self._step = request.step
